@@ -1,0 +1,36 @@
+#!/bin/sh
+# Create .venv and install the lane that fits this machine: the stable GPU lane where an NVIDIA driver answers, the CPU
+# lane otherwise. `sh requirements/install.sh test` adds the tests' tools. Running it again brings .venv up to date.
+set -eu
+cd "$(dirname "$0")/.."
+
+for python in ${PYTHON:-} python3.12 python3.11 python3 python; do
+    "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && break
+    python=
+done
+if [ -z "$python" ]; then
+    echo "cogumi needs Python 3.11 or 3.12; none of python3.12, python3.11, python3 is one. Install one, or set PYTHON=/path/to/python." >&2
+    exit 2
+fi
+
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes "$@"; }
+
+if nvidia-smi -L >/dev/null 2>&1; then
+    echo "NVIDIA driver found: installing the stable GPU lane (about 2.9 GiB)"
+    install -r requirements-stable-precompiled.txt
+else
+    echo "no NVIDIA driver: installing the CPU lane"
+    # PyTorch's own index is asked for torch alone, so that a network without it costs one failed look-up, not 140.
+    if [ "$(uname)" = Darwin ] || install --no-deps --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu \
+        -r requirements/cpu-torch.txt 2>.venv/cpu-torch.log; then
+        install -r requirements/cpu.txt
+    else
+        tail -n 2 .venv/cpu-torch.log
+        echo "no CPU build of torch can be had here: taking the index's build with its CUDA libraries (about 3 GiB)"
+        install -r requirements/cpu-index-torch.txt
+    fi
+fi
+[ "${1:-}" != test ] || install -r requirements/test.txt
+.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+.venv/bin/python -m pip check
