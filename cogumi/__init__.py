@@ -1,0 +1,37 @@
+"""cogumi: single-node, notebook-first fine-tuning. The public names are imported when they are first used."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cogumi.errors import UsageError as UsageError
+    from cogumi.merge import MergeReport as MergeReport
+    from cogumi.merge import merge_adapter as merge_adapter
+    from cogumi.patches import PatchReport as PatchReport
+    from cogumi.patches import patch as patch
+    from cogumi.training import RunResult as RunResult
+    from cogumi.training import train as train
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "UsageError": "cogumi.errors",
+    "MergeReport": "cogumi.merge",
+    "merge_adapter": "cogumi.merge",
+    "PatchReport": "cogumi.patches",
+    "patch": "cogumi.patches",
+    "RunResult": "cogumi.training",
+    "train": "cogumi.training",
+}
+__all__ = [*_HOME, "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    # `import cogumi` loads neither torch nor transformers; unsloth has to be imported before them.
+    if name not in _HOME:
+        raise AttributeError(f"module 'cogumi' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,37 @@
+# `make smoke` and `make test` need nothing but Python 3.11 or 3.12: they make .venv and install the lane that fits.
+SHELL := /bin/sh
+PYTHON_IN := .venv/bin/python
+LANES := requirements-stable-precompiled.txt $(wildcard requirements/*.txt) requirements/install.sh pyproject.toml
+
+.PHONY: smoke test test-all lint bench lock clean
+
+smoke: .venv/lane
+	$(PYTHON_IN) -m cogumi.smoke
+
+test: lint
+	$(PYTHON_IN) -m pytest -m "not slow"
+
+test-all: lint
+	$(PYTHON_IN) -m pytest
+
+lint: .venv/test
+	$(PYTHON_IN) -m ruff check .
+	$(PYTHON_IN) -m ruff format --check .
+	$(PYTHON_IN) -m mypy
+
+bench: .venv/test
+	$(PYTHON_IN) -m benchmarks cpu
+
+lock:
+	python3 requirements/lock.py
+
+.venv/lane: $(LANES)
+	sh requirements/install.sh
+	touch $@
+
+.venv/test: $(LANES)
+	sh requirements/install.sh test
+	touch .venv/lane $@
+
+clean:
+	rm -rf .venv runs

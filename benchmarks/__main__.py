@@ -1,0 +1,73 @@
+"""`python -m benchmarks [NAME|cpu|gpu] [--quick] [--json PATH]`
+
+Exit status: 0 everything ran and met its target, 1 something failed or missed its target, 2 used wrongly (an unknown
+name, `gpu` without a CUDA device).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import time
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+from benchmarks import harness
+from benchmarks.harness import Row
+
+CPU = ("importing", "fused_head", "fim_data", "smoke")
+# `gpu` runs the three others under one time budget.
+SAID = ("case", "metric", "value", "unit", "note")
+GPU = ("gpu", "gpu_probes", "gpu_head", "gpu_steps")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure; print a table; save a JSON.")
+    parser.add_argument("name", nargs="?", default="cpu", help=f"cpu (default), {', '.join((*CPU, *GPU))}")
+    parser.add_argument("--quick", action="store_true", help="smaller and fewer cases: does it run, not how fast")
+    parser.add_argument("--json", type=Path, help="where to save, instead of a dated file under benchmarks/results")
+    options = parser.parse_args(argv)
+
+    if options.name not in ("cpu", *CPU, *GPU):
+        print(f"unknown benchmark {options.name!r}: one of cpu, {', '.join((*CPU, *GPU))}", file=sys.stderr)
+        return 2
+    on_gpu = options.name in GPU
+    if on_gpu:
+        from benchmarks.gpu_device import no_cuda
+
+        if reason := no_cuda():
+            print(f"no CUDA device: {reason}", file=sys.stderr)
+            return 2
+
+    about, start = harness.machine(), time.monotonic()
+    rows: list[Row] = []
+    for name in CPU if options.name == "cpu" else (options.name,):
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        for each in harness.attempt(name, "-", partial(entry, name, options.quick)):
+            rows.append(each)
+            if on_gpu:  # a card's time is short: a run that is cut off has at least said what it measured
+                print("  " + ", ".join(str(each[key]) for key in SAID), file=sys.stderr, flush=True)
+    seconds = time.monotonic() - start
+
+    title = options.name + (" (quick)" if options.quick else "")
+    harness.show(rows, f"{title}: {about['gpu'] or about['cpu']}, {about['cores']} cores, load {about['load_average']}")
+    # A quick run's numbers must not replace a full one's.
+    path = options.json or harness.result_path(options.name + ("-quick" if options.quick else ""), about, on_gpu)
+    harness.save(harness.document(title, rows, seconds, about), path)
+    bad = harness.failed(rows)
+    print(f"{len(rows)} rows, {len(bad)} failed or over target, {seconds:.0f} s; saved {path}")
+    for each in bad:
+        print(f"  {each['benchmark']}, {each['case']}, {each['metric']}: {each['note'] or each['target']}")
+    return 1 if bad else 0
+
+
+def entry(name: str, quick: bool) -> Iterable[Row]:
+    """The rows of benchmarks/<name>.py, loaded only when asked for: one with a broken import costs only itself."""
+    rows: Iterable[Row] = importlib.import_module(f"benchmarks.{name}").run(quick=quick)
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

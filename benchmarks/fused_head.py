@@ -1,0 +1,244 @@
+"""The language-model head on a CPU: cogumi's FusedLogProbFunction against dense logits and TRL's interpreted kernel.
+
+`dense` is `log_softmax(hidden @ weight.T).gather(targets)` with autograd's backward. Peak memory is what is allocated
+beyond the inputs, counted tensor by tensor (exact, the same on every machine) and, for what the operators take
+inside, as the growth of a fresh process. TRL's Triton kernel runs without a GPU only under TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.harness import ROOT, Row, interleave, missing, peak_rss, ratio, row
+from cogumi.patches.fused_head import FusedLogProbFunction
+
+# (tokens, hidden size, vocabulary)
+Shape = tuple[int, int, int]
+FULL: Shape = (2048, 512, 32000)
+QUICK: Shape = (1024, 128, 16000)
+INTERPRETED: Shape = (64, 64, 512)
+# Vocabulary columns per tile, TRL's default.
+CHUNK = 32768
+LOG_PROBS = ("log_probs",)
+GRPO = ("log_probs", "entropy")
+
+
+class Allocations(TorchDispatchMode):
+    """What torch allocates while this is active, storages that existed before left out.
+
+    `peak` and `live` in bytes, `largest` in elements of one tensor, `flops` of matrix products (2 per multiply-add).
+    Workspace that an operator takes and gives back inside is not seen.
+    """
+
+    def __init__(self, *before: Tensor | None) -> None:
+        super().__init__()
+        self.before = {_key(each) for each in before if each is not None}
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = self.largest = self.flops = 0
+
+    @property
+    def live(self) -> int:
+        return sum(size for _, size in self.storages.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_", "bmm"):
+            left, right = [each for each in args if isinstance(each, Tensor)][-2:]
+            self.flops += 2 * left.numel() * right.shape[-1]
+        self.storages = {key: kept for key, kept in self.storages.items() if not kept[0].expired()}
+        for each in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(each, Tensor) and _key(each) not in self.before:
+                storage = each.untyped_storage()
+                self.storages[_key(each)] = (StorageWeakRef(storage), storage.nbytes())
+                self.largest = max(self.largest, each.numel(), storage.nbytes() // each.element_size())
+        self.peak = max(self.peak, self.live)
+        return result
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+# --------------------------------------------------------------------------------------------------------- contenders
+
+
+def inputs(shape: Shape, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """(hidden, weight, targets) with logits of a standard deviation of about 4, as a trained model's."""
+    tokens, width, vocabulary = shape
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, width, generator=generator).to(dtype)
+    weight = torch.randn(vocabulary, width, generator=generator).mul_(4 * width**-0.5).to(dtype)
+    return hidden, weight, torch.randint(vocabulary, (tokens,), generator=generator)
+
+
+def dense(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return torch.log_softmax(hidden @ weight.T, dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+def fused(hidden: Tensor, weight: Tensor, targets: Tensor, outputs: tuple[str, ...] = LOG_PROBS) -> Tensor:
+    return FusedLogProbFunction.apply(hidden, weight, None, targets, 1.0, CHUNK, None, 1.0, outputs)[0]
+
+
+def trl_kernel(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    from trl.kernels import ChunkedLogProbFunction
+
+    return ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, CHUNK, None, 1.0, LOG_PROBS)[0]
+
+
+def step(
+    head: Callable[..., Tensor], hidden: Tensor, weight: Tensor, targets: Tensor, trainable: bool = False
+) -> tuple[Tensor, ...]:
+    """Forward and backward: (log_probs [N], gradient to hidden, gradient to weight if `trainable`)."""
+    leaves = [hidden.detach().requires_grad_(), weight.detach().requires_grad_(trainable)]
+    log_probs = head(*leaves, targets)
+    gradients = torch.autograd.grad(log_probs.sum(), leaves if trainable else leaves[:1])
+    return log_probs.detach(), *gradients
+
+
+def score(head: Callable[..., Tensor], hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Forward only, as for the old policy's and the reference's log-probabilities."""
+    with torch.no_grad():
+        return head(hidden, weight, targets)
+
+
+def peak(function: Callable[..., object], *tensors: Tensor) -> int:
+    """Bytes that `function(*tensors)` allocates at its peak."""
+    with Allocations(*tensors) as allocations:
+        function(*tensors)
+    return allocations.peak
+
+
+def step_alone(fused_head: bool, shape: Shape) -> None:
+    """One frozen-head step; at module level, so that a process of its own can run it."""
+    tensors = inputs(shape)
+    step(fused if fused_head else dense, *tensors)
+
+
+# -------------------------------------------------------------------------------------------------------------- cases
+
+
+def against_dense(shape: Shape, repeats: int) -> Iterator[Row]:
+    tensors = inputs(shape)
+    size = "x".join(map(str, shape))
+    grpo = partial(fused, outputs=GRPO)
+    logits = 4 * shape[0] * shape[2]
+    cases: dict[str, tuple[Callable[..., object], Callable[..., object], bool]] = {
+        f"frozen head {size}": (partial(step, fused), partial(step, dense), True),
+        f"frozen head, entropy logged {size}": (partial(step, grpo), partial(step, dense), True),
+        f"no_grad {size}": (partial(score, fused), partial(score, dense), False),
+        f"trainable head {size}": (partial(step, fused, trainable=True), partial(step, dense, trainable=True), False),
+    }
+    for case, (ours, theirs, promised) in cases.items():
+        contenders = {"fused": partial(ours, *tensors), "dense": partial(theirs, *tensors)}
+        # One thread too where a number is promised: on a crowded machine threads wait for each other at every operator,
+        # which is a cost of the crowd and not of the head.
+        for threads in sorted({1, torch.get_num_threads()} if promised else {torch.get_num_threads()}):
+            with thread_count(threads):
+                middle, low, high = ratio(interleave(contenders, repeats), "fused", "dense")
+            # A quick run is too short to hold a time against it.
+            target = "<= 0.8" if promised and shape == FULL else ""
+            metric = f"time vs dense, {threads} thread{'s'[: threads > 1]}"
+            yield row("fused_head", case, metric, middle, "ratio", spread=(low, high), target=target)
+        ours_peak, dense_peak = peak(ours, *tensors), peak(theirs, *tensors)
+        target = "<= 0.125" if promised and shape == FULL else ""
+        yield row("fused_head", case, "peak memory vs the logits", ours_peak / logits, "ratio", target=target)
+        yield row("fused_head", case, "peak memory", ours_peak / 2**20, "MiB")
+        yield row("fused_head", case, "peak memory, dense", dense_peak / 2**20, "MiB")
+
+
+@contextmanager
+def thread_count(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def resident(shape: Shape) -> Iterator[Row]:
+    case = f"frozen head {'x'.join(map(str, shape))}"
+    tiny = (8, shape[1], 8)
+    weights = 4 * (shape[0] + shape[2]) * shape[1]
+    for name, is_fused in (("", True), (", dense", False)):
+        # Less what a first step costs the library at any size, and less the inputs.
+        grown = peak_rss(step_alone, is_fused, shape).grown - peak_rss(step_alone, is_fused, tiny).grown - weights
+        yield row("fused_head", case, f"resident growth{name}", grown / 2**20, "MiB")
+
+
+def exactness(shape: Shape) -> Iterator[Row]:
+    case = f"frozen head {'x'.join(map(str, shape))}"
+    tensors = inputs(shape)
+    (ours, ours_gradient), (wanted, wanted_gradient) = step(fused, *tensors), step(dense, *tensors)
+    error = distance(ours, wanted)
+    yield row("fused_head", case, "max |log-prob - dense|", error, "nat", target="<= 1e-5")
+    error = distance(ours_gradient, wanted_gradient)
+    yield row("fused_head", case, "max |gradient - dense|", error, "", target="<= 1e-5")
+    hidden, weight, targets = inputs(shape, torch.bfloat16)
+    oracle = score(dense, hidden.float(), weight.float(), targets)
+    error = distance(score(fused, hidden, weight, targets), oracle)
+    yield row("fused_head", f"{case} bf16", "max |log-prob - fp32|", error, "nat", target="<= 1e-5")
+    error = distance(score(dense, hidden, weight, targets), oracle)
+    yield row("fused_head", f"{case} bf16", "max |log-prob - fp32|, dense in bf16", error, "nat")
+
+
+def distance(left: Tensor, right: Tensor) -> float:
+    return (left - right).abs().max().item()
+
+
+def against_interpreter(repeats: int) -> Iterator[Row]:
+    case = f"frozen head {'x'.join(map(str, INTERPRETED))}"
+    if importlib.util.find_spec("triton") is None:
+        yield missing("fused_head", f"{case}: TRL's kernel, interpreted", "triton")
+        return
+    # The variable is read when triton is imported, so it takes a process of its own.
+    said = subprocess.run(
+        [sys.executable, "-m", "benchmarks.fused_head", str(repeats)],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    if said.returncode != 0:
+        raise RuntimeError(f"the interpreter comparison failed: {said.stderr.strip().splitlines()[-1:]}")
+    found = json.loads(said.stdout.splitlines()[-1])
+    metric = "TRL's kernel under TRITON_INTERPRET=1 vs ours, 1 thread"
+    yield row("fused_head", case, metric, found["ratio"][0], "times", spread=found["ratio"][1:], target=">= 20")
+    yield row("fused_head", case, "max |log-prob - TRL's|", found["error"], "nat", target="<= 1e-5")
+    yield row("fused_head", case, "max |gradient - TRL's|", found["gradient_error"], "", target="<= 1e-5")
+
+
+def interpreted(repeats: int) -> dict[str, Any]:
+    tensors = inputs(INTERPRETED)
+    ours, theirs = step(fused, *tensors), step(trl_kernel, *tensors)
+    contenders = {"trl": partial(step, trl_kernel, *tensors), "fused": partial(step, fused, *tensors)}
+    # The interpreter runs in Python, so a second thread would be ours alone; and these sizes are too small for two.
+    with thread_count(1):
+        times = interleave(contenders, repeats)
+    errors = [distance(*pair) for pair in zip(ours, theirs, strict=True)]
+    return {"ratio": ratio(times, "trl", "fused"), "error": errors[0], "gradient_error": errors[1]}
+
+
+def run(quick: bool = False) -> Iterator[Row]:
+    shape = QUICK if quick else FULL
+    yield from against_dense(shape, repeats=3 if quick else 7)
+    yield from resident(shape)
+    yield from exactness(shape)
+    yield from against_interpreter(repeats=2 if quick else 5)
+
+
+if __name__ == "__main__":
+    print(json.dumps(interpreted(int(sys.argv[1]))))

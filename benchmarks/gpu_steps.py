@@ -1,0 +1,396 @@
+"""A whole training step (forward, backward, AdamW) of LoRA r16 on random weights of real shapes: SFT and GSPO.
+
+Tokens per second are those the model reads, prompt included. Model FLOP utilisation is
+MFU = FLOP of a step / (seconds * peak), where the FLOP of a step are
+
+    tokens * (4 * N_body + 12 * layers * heads * head_dim * T) + scored * 4 * N_head
+
+with T the sequence length, N_body the weights of the layers' matrices, N_head = vocabulary * hidden, and `scored` the
+tokens the loss looks at. 4 and not 6: under a frozen base a weight costs 2 FLOP per token forward and 2 for the
+gradient to its input, and has no gradient of its own. The attention term is the usual one that does not halve for
+causality. The input embedding is a look-up. Left out are LoRA's own products (a few percent) and what gradient
+checkpointing computes a second time (+2 * N_body), so that full recomputation caps MFU near two thirds. Peaks are in
+gpu_device.PEAK_FLOPS.
+
+`trl` is TRL's own loss path with its Triton kernel, `cogumi` is the same with cogumi's head in the kernel's place, and
+where TRL or its kernel is missing, plain-torch versions of the same two losses stand in and say so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.gpu_device import (
+    device_name,
+    first_run,
+    memory_row,
+    out_of_time,
+    peak_flops,
+    peak_memory,
+    release,
+)
+from benchmarks.gpu_head import Head, cogumi_head, dense, why_no_trl_kernel
+from benchmarks.harness import Budget, Row, attempt, interleave, missing, ratio, row, summary
+
+# GSPO paper's clip range (arXiv 2507.18071, section 5.1).
+EPSILON_LOW, EPSILON_HIGH = 3e-4, 4e-4
+# cogumi's head is for machines where TRL's kernel cannot run, so on a GPU the patch changes nothing unless forced.
+TRL = "trl, as cogumi leaves it on a GPU"
+NEEDS_SECONDS = 75.0
+CASE_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers of a model's config.json that decide its cost."""
+
+    name: str
+    family: str  # "qwen3" or "llama"
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+    rope_theta: float
+
+    @property
+    def body_weights(self) -> int:
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def head_weights(self) -> int:
+        return self.vocabulary * self.hidden
+
+
+QWEN3_0_6B = Shape("Qwen3-0.6B", "qwen3", 1024, 3072, 28, 16, 8, 128, 151936, True, 1e6)
+LLAMA_3_1_8B = Shape("Llama-3.1-8B", "llama", 4096, 14336, 32, 32, 8, 128, 128256, False, 5e5)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of prompt + completion, all full length: padding would only be counted as speed it is not."""
+
+    sequences: int
+    prompt: int
+    completion: int
+
+    @property
+    def length(self) -> int:
+        return self.prompt + self.completion
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.length
+
+
+def step_flops(shape: Shape, batch: Batch, scored: int) -> float:
+    """FLOP of one step by the formula above; `scored` tokens go through the head."""
+    attention = 12 * shape.layers * shape.heads * shape.head_dim * batch.length
+    return batch.tokens * (4 * shape.body_weights + attention) + scored * 4 * shape.head_weights
+
+
+def build(shape: Shape, device: str, dtype: torch.dtype) -> Any:
+    """Random weights made directly on the device, with LoRA r16 on all linear layers and gradient checkpointing."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
+    if shape.family == "llama":
+        rope |= {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    config = {"qwen3": Qwen3Config, "llama": LlamaConfig}[shape.family](
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocabulary,
+        tie_word_embeddings=shape.tied,
+        max_position_embeddings=40960 if shape.family == "qwen3" else 131072,
+        rope_parameters=rope,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(model, lora)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    return model.train()
+
+
+# ----------------------------------------------------------------------------- the losses without TRL, in plain torch
+
+
+def completion_log_probs(model: Any, ids: torch.Tensor, prompt: int, head: Head) -> torch.Tensor:
+    """(sequences, completion) log-probabilities of the tokens after the first `prompt` ones (at least 1)."""
+    base = model.get_base_model()
+    hidden = base.get_decoder()(input_ids=ids).last_hidden_state[:, prompt - 1 : -1]
+    targets = ids[:, prompt:]
+    logps = head(hidden.reshape(-1, hidden.shape[-1]), base.get_output_embeddings().weight, targets.reshape(-1))
+    return logps.view(targets.shape)
+
+
+def plain_sft_loss(model: Any, ids: torch.Tensor, head: Head) -> torch.Tensor:
+    return -completion_log_probs(model, ids, 1, head).mean()
+
+
+def plain_gspo_loss(model: Any, inputs: dict[str, torch.Tensor], head: Head) -> torch.Tensor:
+    """GSPO, equation 5 of arXiv 2507.18071, with every completion at full length."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    logps = completion_log_probs(model, ids, inputs["prompt_ids"].shape[1], head)
+    importance = (logps - inputs["old_per_token_logps"]).mean(-1).exp()
+    clipped = importance.clamp(1 - EPSILON_LOW, 1 + EPSILON_HIGH)
+    return -torch.min(importance * inputs["advantages"], clipped * inputs["advantages"]).mean()
+
+
+# --------------------------------------------------------------------------------------------- the losses through TRL
+
+
+def trl_sft_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """As SFTTrainer.compute_loss (TRL 1.15), on a model given TRL's fused forward."""
+    outputs = model(input_ids=ids, labels=ids, fused_lm_head=True)
+    loss: torch.Tensor = outputs.loss
+    return loss
+
+
+def no_reward(completions: list[str], **_: Any) -> list[float | None]:
+    return [0.0] * len(completions)
+
+
+def grpo_trainer(model: Any, device: str, dtype: torch.dtype, batch: Batch) -> Any:
+    """A real GRPOTrainer around `model`, for its `_compute_loss`: it never generates, so its data are stubs."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import GRPOConfig, GRPOTrainer
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2}, unk_token="a"))
+    with tempfile.TemporaryDirectory() as folder:
+        args = GRPOConfig(
+            output_dir=folder,
+            use_cpu=device == "cpu",
+            bf16=dtype == torch.bfloat16,
+            report_to=[],
+            per_device_train_batch_size=batch.sequences,
+            num_generations=batch.sequences,
+            max_completion_length=batch.completion,
+            importance_sampling_level="sequence",
+            # With one ratio per sequence this is GSPO's own average: over tokens, then over sequences.
+            loss_type="grpo",
+            beta=0.0,
+            epsilon=EPSILON_LOW,
+            epsilon_high=EPSILON_HIGH,
+        )
+        trainer = GRPOTrainer(
+            model,
+            no_reward,
+            args,
+            Dataset.from_dict({"prompt": ["a"]}),
+            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
+        )
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
+@contextmanager
+def head_patch() -> Iterator[None]:
+    """cogumi's head in TRL's place, for the time of one step.
+
+    What `cogumi.patches.fused_head.apply(force=True)` does, without its check of TRL's sources, which costs as much as
+    a small step: call `check_upstream()` once before.
+    """
+    import trl.trainer.utils as upstream
+
+    from cogumi.patches.fused_head import FusedLogProbFunction
+
+    with mock.patch.object(upstream, "_ChunkedLogProbFunction", FusedLogProbFunction):
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------------- the cases
+
+
+def trl_lacks() -> str | None:
+    """What TRL's trainers lack here."""
+    return next((name for name in ("trl", "datasets") if importlib.util.find_spec(name) is None), None)
+
+
+def contenders(
+    plain: Callable[[Head], torch.Tensor], through_trl: Callable[[], torch.Tensor] | None, device: str
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """The losses to compare: `plain` takes a head, `through_trl` is TRL's own path (None where TRL is not there)."""
+    plain_dense = {"dense head, plain-torch loss": partial(plain, dense)}
+    if through_trl is None:
+        return {"cogumi head, plain-torch loss": partial(plain, cogumi_head), **plain_dense}
+
+    def patched() -> torch.Tensor:
+        with head_patch():
+            return through_trl()
+
+    from cogumi.patches import fused_head
+
+    fused_head.check_upstream()
+    if why_no_trl_kernel(device) is None:
+        return {"cogumi head, forced": patched, TRL: through_trl}
+    # Where TRL's own path does not run at all, the patched one still does.
+    return {"cogumi": patched, **plain_dense}
+
+
+def sft_case(model: Any, shape: Shape, batch: Batch, device: str, dtype: torch.dtype, repeats: int) -> Iterator[Row]:
+    """SFT on random tokens, every one of them but the first of a sequence a target."""
+    ids = torch.randint(shape.vocabulary, (batch.sequences, batch.length), device=device)
+    through_trl = None
+    if not trl_lacks():
+        from trl.trainer.utils import add_fused_lm_head
+
+        # With the outputs SFTTrainer asks for, for its metrics.
+        add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy", "is_top1"))
+        through_trl = partial(trl_sft_loss, model, ids)
+    losses = contenders(lambda head: plain_sft_loss(model, ids, head), through_trl, device)
+    flops = step_flops(shape, batch, scored=batch.sequences * (batch.length - 1))
+    yield from step_rows(f"SFT {shape.name}", model, losses, batch, flops, device, dtype, repeats)
+
+
+def gspo_case(model: Any, shape: Shape, batch: Batch, device: str, dtype: torch.dtype, repeats: int) -> Iterator[Row]:
+    """GSPO on one group of given completions: the trainer's share of an RL step, without the sampler's."""
+    prompt = torch.randint(shape.vocabulary, (1, batch.prompt), device=device).repeat(batch.sequences, 1)
+    completion = torch.randint(shape.vocabulary, (batch.sequences, batch.completion), device=device)
+    advantages = torch.linspace(-1, 1, batch.sequences, device=device)
+    inputs = {
+        "prompt_ids": prompt,
+        "prompt_mask": torch.ones_like(prompt),
+        "completion_ids": completion,
+        "completion_mask": torch.ones_like(completion),
+        "advantages": advantages,
+    }
+    with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        ids = torch.cat([prompt, completion], dim=1)
+        inputs["old_per_token_logps"] = completion_log_probs(model, ids, batch.prompt, cogumi_head)
+    through_trl = None
+    if not trl_lacks():
+        through_trl = partial(grpo_trainer(model, device, dtype, batch)._compute_loss, model, inputs)
+    losses = contenders(lambda head: plain_gspo_loss(model, inputs, head), through_trl, device)
+    flops = step_flops(shape, batch, scored=batch.sequences * batch.completion)
+    yield from step_rows(f"GSPO {shape.name}", model, losses, batch, flops, device, dtype, repeats)
+
+
+def step_rows(
+    case: str,
+    model: Any,
+    losses: dict[str, Callable[[], torch.Tensor]],
+    batch: Batch,
+    flops: float,
+    device: str,
+    dtype: torch.dtype,
+    repeats: int,
+) -> Iterator[Row]:
+    """Steps of each loss in turn on the same model. They train it as they go, which changes no step's cost."""
+    case = f"{case}, {batch.sequences} x {batch.prompt}+{batch.completion} tokens"
+    if TRL not in losses:
+        yield missing("gpu_steps", f"{case}: trl", trl_lacks() or why_no_trl_kernel(device) or "")
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-5, fused=device.startswith("cuda"))
+
+    def step(loss_of: Callable[[], torch.Tensor]) -> torch.Tensor:
+        # As the trainers do it: bf16 products, LoRA's own weights kept in fp32.
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    work: dict[str, Callable[[], torch.Tensor]] = {}
+    start = time.perf_counter()
+    for name, loss_of in losses.items():
+        once = partial(step, loss_of)
+        if problem := first_run("gpu_steps", f"{case}: {name}", once):
+            optimizer.zero_grad(set_to_none=True)  # a backward pass cut short leaves gradients behind
+            yield problem
+        else:
+            work[name] = once
+
+    # On a slow card fewer repetitions rather than a case that never ends.
+    first = time.perf_counter() - start
+    times = interleave(work, max(2, min(repeats, int(CASE_SECONDS / first))))
+    card = device_name(device)
+    peak = peak_flops(card)
+    for name, measured in work.items():
+        here = f"{case}: {name}"
+        seconds, spread = summary(times[name])
+        yield row("gpu_steps", here, "step", seconds, "s", spread=spread)
+        slow, fast = batch.tokens / spread[1], batch.tokens / spread[0]
+        yield row("gpu_steps", here, "throughput", batch.tokens / seconds, "token/s", spread=(slow, fast))
+        if peak is None:
+            yield row("gpu_steps", here, "MFU", None, note=f"missing: the peak bf16 rate of {card!r} is unknown")
+        else:
+            note = f"{flops / 1e12:.1f} TFLOP a step, peak {peak / 1e12:.0f} TFLOP/s"
+            yield row("gpu_steps", here, "MFU", 100 * flops / seconds / peak, "%", note=note)
+        release()
+        loss, memory = peak_memory(device, measured)
+        yield memory_row("gpu_steps", here, "peak memory", memory)
+        # A step that computes nonsense has no speed worth knowing.
+        yield row("gpu_steps", here, "loss", loss.item(), ok=math.isfinite(loss.item()))
+    ours = next(iter(losses))
+    for peer in (name for name in work if ours in work and name != ours):
+        middle, low, high = ratio(times, ours, peer)
+        yield row("gpu_steps", case, f"time, {ours} / {peer}", middle, "ratio", spread=(low, high))
+
+
+def run(quick: bool = False, device: str = "cuda", budget: Budget | None = None) -> Iterator[Row]:
+    dtype, repeats = torch.bfloat16, 3 if quick else 7
+    batches = {QWEN3_0_6B: Batch(8, 512, 1536), LLAMA_3_1_8B: Batch(4, 512, 1536)}
+    for shape in [QWEN3_0_6B] if quick else batches:
+        if budget is not None and budget.left() < NEEDS_SECONDS:
+            yield out_of_time("gpu_steps", shape.name)
+            continue
+        yield from attempt(
+            "gpu_steps", shape.name, partial(shape_cases, shape, batches[shape], device, dtype, repeats, budget)
+        )
+        release()
+
+
+def shape_cases(
+    shape: Shape, batch: Batch, device: str, dtype: torch.dtype, repeats: int, budget: Budget | None
+) -> Iterator[Row]:
+    """Both steps of one model, built once."""
+    model = None
+
+    def make() -> None:
+        nonlocal model
+        model = build(shape, device, dtype)
+
+    if problem := first_run("gpu_steps", f"{shape.name}: building it", make):
+        yield problem
+        return
+    for case, work in (("SFT", sft_case), ("GSPO", gspo_case)):
+        if budget is not None and budget.left() < NEEDS_SECONDS / 2:
+            yield out_of_time("gpu_steps", f"{case} {shape.name}")
+            continue
+        yield from attempt(
+            "gpu_steps", f"{case} {shape.name}", partial(work, model, shape, batch, device, dtype, repeats)
+        )
+        release()

@@ -1,0 +1,3 @@
+from cogumi.cli import main
+
+main()

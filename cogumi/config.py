@@ -1,0 +1,273 @@
+"""One YAML, one run. `model / lora / data / train / cogumi`, checked key by key before anything is loaded or written.
+
+`lora:` is peft's LoraConfig and `train:` is TRL's config for the method (SFTConfig, GRPOConfig): both are bound to the
+installed libraries' own signatures, so an unknown key or a wrong type is one line that names file, line and key. Values
+come from the file, then from the environment (`COGUMI_TRAIN__MAX_STEPS=5`), then from the call or the command line.
+"""
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from cogumi.data.fim import FimConfig
+from cogumi.errors import UsageError
+
+SECTIONS = ("model", "lora", "data", "train", "cogumi")
+ENVIRONMENT_PREFIX = "COGUMI_"
+SECRETS = ("hub_token", "push_to_hub_token", "api_key", "password", "secret")
+
+# Where each value came from, for messages: dotted key -> "file.yaml:12", "environment COGUMI_X", "override".
+Origins = dict[str, str]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelSection(Section):
+    name: str
+    """A directory, a hub id, or `cogumi:small-base` (a small model trained here on the standard library's sources)."""
+    revision: str | None = None
+    """Hub revision; a commit hash makes the run repeatable."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype the base is loaded in. `auto`: bfloat16 on a GPU, float32 elsewhere."""
+
+
+class DataSection(Section):
+    source: str
+    """A parquet or JSONL file, a directory of shards, or `cogumi:stdlib` (the standard library's own functions)."""
+    column: str = "source"
+    """The column that holds the code."""
+    format: Literal["fim"] = "fim"
+    fim: FimConfig = FimConfig()
+    max_rows: int | None = Field(default=None, gt=0)
+    """Train on this many rows, drawn with `fim.seed`; all by default."""
+    eval_rows: int = Field(default=0, ge=0)
+    """Rows held out of training: evaluated when `train.eval_strategy` asks for it, and the prompts of samples.jsonl."""
+
+
+class CogumiSection(Section):
+    method: Literal["sft", "gspo"]
+    run_dir: Path | None = None
+    """Where the run is written; `runs/<name of the YAML>` by default."""
+    rewards: list[str] = ["edit_similarity"]
+    """gspo: what scores a completion (`exact_match`, `edit_similarity`, `parses`); weights are `train.reward_weights`."""
+    merge: bool = True
+    """Merge the adapter into the full-precision base at the end, and check the merged model against the live one."""
+
+
+class RunConfig(Section):
+    model: ModelSection
+    lora: dict[str, Any] = {}
+    data: DataSection
+    train: dict[str, Any] = {}
+    cogumi: CogumiSection
+
+    @property
+    def run_dir(self) -> Path:
+        assert self.cogumi.run_dir is not None  # load_config fills it in
+        return self.cogumi.run_dir
+
+
+def load_config(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> RunConfig:
+    """The checked configuration of one run.
+
+    `config` is a path or a mapping; `overrides` are dotted names with `__` for the dot (`train__max_steps=5`).
+    Raises UsageError with one line that names the key, where it was set, and the nearest valid name.
+    """
+    values, origins, label = read_source(config)
+    for name, text in sorted(os.environ.items()):
+        if name.startswith(ENVIRONMENT_PREFIX):
+            key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
+            set_value(values, origins, key, parse_scalar(text), f"environment {name}")
+    for name, value in overrides.items():
+        key = name.replace("__", ".")
+        set_value(values, origins, key, value, f"override {key}")
+
+    reject_unknown(values, SECTIONS, "", origins, label)
+    for required in ("model", "data", "cogumi"):
+        if not isinstance(values.get(required), dict):
+            raise UsageError(f"{origins.get(required, label)}: section `{required}:` is missing; it is a mapping of keys")
+    for optional in ("lora", "train"):
+        values[optional] = bind_mapping(values.get(optional), optional, origins, label)
+
+    run = validate_sections(values, origins, label)
+    run.train = bind_signature(run.train, "train", trl_config_class(run.cogumi.method), "trl", origins, label)
+    run.lora = bind_signature(run.lora, "lora", lora_config_class(), "peft", origins, label)
+    if "output_dir" in run.train:
+        raise UsageError(f"{origins.get('train.output_dir', label)}: train.output_dir is the run's own; set cogumi.run_dir")
+    if run.cogumi.run_dir is None:
+        run.cogumi.run_dir = Path("runs") / (Path(label).stem if isinstance(config, (str, os.PathLike)) else "run")
+    return run
+
+
+def parse_overrides(words: Iterable[str]) -> dict[str, Any]:
+    """Command-line words `train.max_steps=5` as the keyword overrides of `load_config`."""
+    overrides = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise UsageError(f"`{word}` is not an override; write key=value, such as train.max_steps=5")
+        overrides[key.replace(".", "__")] = parse_scalar(text)
+    return overrides
+
+
+def dump_config(run: RunConfig) -> str:
+    """The resolved configuration as YAML, secrets replaced by `<redacted>`."""
+    return yaml.safe_dump(redact(run.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
+
+
+def redact(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {k: redact(v, str(k)) for k, v in value.items()}
+    if isinstance(value, list):
+        return [redact(v) for v in value]
+    secret = key.lower().endswith(SECRETS) or (isinstance(value, str) and value.startswith("hf_"))
+    return "<redacted>" if secret and value else value
+
+
+def trl_config_class(method: str) -> type:
+    # Imported here: trl brings torch and transformers, and a missing file should not wait for them.
+    import trl
+
+    return {"sft": trl.SFTConfig, "gspo": trl.GRPOConfig}[method]
+
+
+def lora_config_class() -> type:
+    import peft
+
+    return peft.LoraConfig
+
+
+def read_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], Origins, str]:
+    if isinstance(config, Mapping):
+        return copy_mapping(config), {}, "config"
+    path = Path(config)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such config file{suggest_yaml(path)}") from None
+    except IsADirectoryError:
+        raise UsageError(f"{path} is a directory; name a YAML file in it{suggest_yaml(path / 'x.yaml')}") from None
+    except (PermissionError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read as UTF-8 text: {error}") from None
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise UsageError(f"{path}:{line}: not valid YAML: {error.problem or error.context}") from None
+    if not isinstance(node, yaml.MappingNode):
+        raise UsageError(f"{path}:1: a config is a mapping with the sections {', '.join(SECTIONS)}")
+    origins: Origins = {}
+    record_lines(node, "", str(path), origins)
+    return yaml.safe_load(text), origins, str(path)
+
+
+def record_lines(node: yaml.MappingNode, prefix: str, path: str, origins: Origins) -> None:
+    for key, value in node.value:
+        dotted = f"{prefix}{key.value}"
+        place = f"{path}:{key.start_mark.line + 1}"
+        if dotted in origins:
+            raise UsageError(f"{place}: `{dotted}` is set twice (first at {origins[dotted]})")
+        origins[dotted] = place
+        if isinstance(value, yaml.MappingNode):
+            record_lines(value, f"{dotted}.", path, origins)
+
+
+def suggest_yaml(path: Path) -> str:
+    names = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=1) or sorted(names)[:3]
+    return f"; did you mean {path.parent / near[0]}?" if len(near) == 1 else f"; there is {', '.join(near)}" if near else ""
+
+
+def parse_scalar(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text  # `name: [a` from a shell is a string; the type check has the last word
+
+
+def copy_mapping(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: copy_mapping(v) if isinstance(v, Mapping) else v for k, v in mapping.items()}
+
+
+def set_value(values: dict[str, Any], origins: Origins, key: str, value: Any, origin: str) -> None:
+    section, *rest = key.split(".")
+    if section not in SECTIONS or not rest or not all(rest):
+        example = origin.split()[0] == "environment" and "COGUMI_TRAIN__MAX_STEPS" or "train.max_steps"
+        near = difflib.get_close_matches(section, SECTIONS, n=1) or ["train"]
+        raise UsageError(f"{origin}: names no config key; sections are {', '.join(SECTIONS)}, as in {example}"
+                         + (f" (did you mean {near[0]}?)" if section not in SECTIONS else ""))  # fmt: skip
+    here = values
+    for part in (section, *rest[:-1]):
+        inner = here.setdefault(part, {})
+        if inner is None:
+            inner = here[part] = {}
+        if not isinstance(inner, dict):
+            raise UsageError(f"{origin}: `{part}` is set to {inner!r}, not to a mapping")
+        here = inner
+    here[rest[-1]] = value
+    origins[key] = origin
+
+
+def bind_mapping(value: Any, section: str, origins: Origins, label: str) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise UsageError(f"{origins.get(section, label)}: `{section}:` must be a mapping of keys, not {value!r}")
+    return value
+
+
+def reject_unknown(
+    values: Iterable[str], known: Iterable[str], prefix: str, origins: Origins, label: str, where: str = ""
+) -> None:
+    known = list(known)
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"valid: {', '.join(known[:12])}"
+            raise UsageError(f"{origins.get(f'{prefix}{key}', label)}: unknown key `{prefix}{key}`{where}; {hint}")
+
+
+def bind_signature(
+    values: dict[str, Any], section: str, signature: type, library: str, origins: Origins, label: str
+) -> dict[str, Any]:
+    """The section's values, coerced to the types of a library's config dataclass."""
+    hints = get_type_hints(signature)
+    fields = [f.name for f in dataclasses.fields(signature) if f.init]
+    reject_unknown(values, fields, f"{section}.", origins, label, f" ({signature.__name__}, {library} {version(library)})")
+    bound = {}
+    for key, value in values.items():
+        try:
+            # Lax mode: YAML 1.1 reads `5e-7` as a string, which is a float to everybody else.
+            bound[key] = TypeAdapter(hints[key], config=None).validate_python(value)
+        except ValidationError as error:
+            wanted = getattr(hints[key], "__name__", str(hints[key])) if isinstance(hints[key], type) else str(hints[key])
+            place = origins.get(f"{section}.{key}", label)
+            raise UsageError(f"{place}: {section}.{key} = {value!r}: {error.errors()[0]['msg']} ({wanted})") from None
+    return bound
+
+
+def validate_sections(values: dict[str, Any], origins: Origins, label: str) -> RunConfig:
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        path = [str(part) for part in problem["loc"]]
+        dotted = ".".join(path)
+        place = next((origins[k] for n in range(len(path), 0, -1) if (k := ".".join(path[:n])) in origins), label)
+        if problem["type"] == "extra_forbidden":
+            section: Any = RunConfig
+            for part in path[:-1]:
+                section = section.model_fields[part].annotation
+            reject_unknown([path[-1]], section.model_fields, ".".join(path[:-1]) + ".", origins, label)
+        if problem["type"] == "missing":
+            raise UsageError(f"{place}: `{dotted}` is missing") from None
+        raise UsageError(f"{place}: {dotted} = {problem['input']!r}: {problem['msg']}") from None

@@ -1,0 +1,1 @@
+"""From files to examples a trainer takes."""

@@ -1,0 +1,78 @@
+"""The run directory: what a run writes and everything else reads.
+
+    config.yaml     the resolved configuration, secrets redacted
+    status.json     state, stage, reason; heartbeat.json: step and time of the last sign of life
+    metrics.jsonl   one line a logged step; samples.jsonl: completions
+    checkpoints/    the trainer's; adapter/, merged/: the results
+    verdict.json    what was checked, with figures; run.log; DONE when all of it passed
+
+Files are replaced whole (temporary file, fsync, rename); a `.jsonl` line is one write. A reader never sees half of either.
+"""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from cogumi.errors import UsageError
+
+
+def create_run_dir(path: Path) -> Path:
+    """Make an empty run directory, or raise UsageError if there is a run in it or it cannot be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            state = read_json(path / "status.json").get("state", "unknown") if (path / "status.json").exists() else None
+            what = f"a run ({state})" if state else "files"
+            raise UsageError(f"{path} already holds {what}; set cogumi.run_dir to a new directory, or delete this one")
+        write_atomic(path / "status.json", json.dumps({"state": "starting", "time": time.time(), "pid": os.getpid()}))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot write the run directory: {error.strerror}; set cogumi.run_dir elsewhere") from None
+    return path
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace `path` with `text` so that a reader, a crash or a full disk leaves the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomic(path, json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def append_jsonl(path: Path, row: dict[str, Any]) -> None:
+    line = json.dumps(finite(row), ensure_ascii=False) + "\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def finite(value: Any) -> Any:
+    """NaN and infinities as strings: JSON has no word for them, and a metric that is NaN must stay visible."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    return value

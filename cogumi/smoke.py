@@ -1,0 +1,260 @@
+"""`python -m cogumi.smoke`: the whole path on this machine, checked, in about two minutes.
+
+Standard library -> parquet -> a small base -> SFT on fill-in-the-middle -> merge -> GSPO on the merged model -> merge ->
+completions side by side. Every stage goes through the public functions and `configs/smoke/*.yaml`, and every row of the
+table it ends in is a check with its figure. Exit status 0 only if all of them passed.
+"""
+
+import json
+import logging
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cogumi.errors import UsageError
+from cogumi.rundir import write_json
+
+log = logging.getLogger("cogumi")
+CONFIGS = Path(__file__).parents[1] / "configs" / "smoke"
+STACK = ("torch", "transformers", "trl", "peft", "datasets", "polars")
+COMPARED = 32  # held-out prompts on which base, SFT and RL model are scored
+QUICK_STEPS = {"sft": 15, "gspo": 8}
+
+
+@dataclass
+class Row:
+    stage: str
+    checked: str
+    figure: str
+    passed: bool
+    seconds: float = 0.0
+
+
+@dataclass
+class Report:
+    """What the smoke run did: one row per check, and the completions of the three models."""
+
+    run_dir: Path
+    quick: bool
+    rows: list[Row] = field(default_factory=list)
+    samples: list[dict[str, str]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.rows) and all(row.passed for row in self.rows)
+
+    def add(self, stage: str, checked: str, figure: str, passed: bool) -> None:
+        self.rows.append(Row(stage, checked, figure, passed))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "run_dir": str(self.run_dir), "passed": self.passed, "python": platform.python_version()} | {
+            "versions": {name: version(name) for name in STACK}
+        }
+
+
+def smoke(quick: bool = False, model: str | None = None, run_dir: Path | None = None) -> Report:
+    """Run every stage, write `smoke.json` into the run directory, and return the report.
+
+    `quick` shortens both trainings and leaves out the one check that needs the whole of them; `model` is a directory or
+    hub id to use instead of the small base. Raises UsageError if a path or model cannot be used.
+    """
+    started = time.monotonic()
+    report = Report(run_dir or Path("runs") / f"smoke-{datetime.now():%Y%m%d-%H%M%S}", quick)
+    with suppress(StageFailed):  # its row is in the report; the stages after it need what it made
+        run_stages(report, model)
+    report.seconds = time.monotonic() - started
+    report.run_dir.mkdir(parents=True, exist_ok=True)
+    write_json(report.run_dir / "smoke.json", report.as_dict())
+    return report
+
+
+def run_stages(report: Report, model: str | None) -> None:
+    with stage(report, "stack"):
+        check_stack(report)
+    with stage(report, "data"):
+        check_data(report)
+    if model is None:
+        with stage(report, "base"):
+            model = check_base(report)
+    with stage(report, "sft"):
+        sft = check_sft(report, model)
+    with stage(report, "gspo"):
+        rl = check_gspo(report, str(sft.merged))
+    with stage(report, "compare"):
+        compare(report, {"base": model, "sft": str(sft.merged), "rl": str(rl.merged)})
+
+
+class StageFailed(Exception):
+    """A stage raised; its row is in the report and its traceback in the log."""
+
+
+@contextmanager
+def stage(report: Report, name: str) -> Iterator[None]:
+    """Time a stage; turn what it raises into a failed row. Mistakes of the user pass through."""
+    print(f"── {name}", file=sys.stderr, flush=True)
+    first, started = len(report.rows), time.monotonic()
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        log.exception("stage %s", name)
+        report.add(name, "ran to the end", f"{type(error).__name__}: {error}", False)
+        raise StageFailed(name) from error
+    finally:
+        if len(report.rows) > first:
+            report.rows[first].seconds = time.monotonic() - started
+
+
+def check_stack(report: Report) -> None:
+    import torch
+
+    from cogumi.patches import patch
+
+    for status in patch().patches:
+        report.add("stack", f"patch {status.name}", status.reason, True)
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else f"no GPU, {torch.get_num_threads()} threads"
+    report.add("stack", "versions", ", ".join(f"{name} {version(name)}" for name in STACK[:4]) + f"; {card}", True)
+
+
+def check_data(report: Report) -> None:
+    import polars as pl
+
+    from cogumi.data.sample import sample_path
+
+    rows = pl.scan_parquet(sample_path()).select(pl.len(), pl.col("source").null_count().alias("nulls")).collect()
+    count, nulls = rows.row(0)
+    report.add("data", "stdlib -> parquet", f"{count:,} functions, {nulls} null", count > 1000 and nulls == 0)
+
+
+def check_base(report: Report) -> str:
+    """The small base's loss on code must be well below that of guessing."""
+    import torch
+
+    from cogumi.data.prepare import STDLIB, load_rows
+    from cogumi.models.load import SMALL_BASE, load_model, load_tokenizer, resolve_model
+
+    path = resolve_model(SMALL_BASE)
+    model, tokenizer = load_model(path), load_tokenizer(path)
+    texts = load_rows(STDLIB, "source", max_rows=32)[0]["source"].to_list()
+    batch = tokenizer(texts, return_tensors="pt", padding=True, truncation=True, max_length=128).to(model.device)
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    with torch.no_grad():
+        loss = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss.item()
+    guessing = torch.tensor(float(model.config.vocab_size)).log().item()
+    report.add("base", "loss on code, nats/token", f"{loss:.2f}, guessing is {guessing:.2f}", loss < 0.8 * guessing)
+    return path
+
+
+def run_config(report: Report, method: str, model: str) -> Any:
+    """Train `configs/smoke/<method>.yaml` on `model`; its verdict's checks become rows."""
+    from cogumi.training import train
+
+    overrides: dict[str, Any] = {"model__name": model, "cogumi__run_dir": report.run_dir / method}
+    if report.quick:
+        overrides["train__max_steps"] = QUICK_STEPS[method]
+    result = train(CONFIGS / f"{method}.yaml", **overrides)
+    for check in result.verdict.checks:
+        report.add(method, check.name, f"{check.figure} (required: {check.requirement})", check.passed)
+    return result
+
+
+def check_sft(report: Report, model: str) -> Any:
+    """The held-out loss must fall by a tenth."""
+    result = run_config(report, "sft", model)
+    before, after = result.series("eval_loss")
+    report.add("sft", "held-out loss falls by >= 10 %", f"{before:.3f} -> {after:.3f} ({after / before - 1:+.0%})", after <= 0.9 * before)
+    return result
+
+
+def check_gspo(report: Report, model: str) -> Any:
+    """The reward must rise from the first quarter of the rollouts to the last, and the clip must act."""
+    result = run_config(report, "gspo", model)
+    clipped = [share for share in result.series("clip_ratio/region_mean") if share > 0]
+    steps = len(result.series("clip_ratio/region_mean"))
+    report.add("gspo", "the clip acts", f"in {len(clipped)} of {steps} steps", bool(clipped))
+    rewards = result.series("reward")
+    quarter = max(1, len(rewards) // 4)
+    first, last = (sum(part) / quarter for part in (rewards[:quarter], rewards[-quarter:]))
+    figure = f"{first:.3f} -> {last:.3f}, mean of {quarter} rollouts each"
+    if report.quick:  # too few rollouts for the rise to be more than luck
+        report.add("gspo", "rewards are not all alike", figure, max(result.series("reward_std")) > 0)
+    else:
+        report.add("gspo", "reward, last quarter above first", figure, last > first)
+    return result
+
+
+def compare(report: Report, models: dict[str, str]) -> None:
+    """Greedy completions of held-out prompts by each model, and their mean edit similarity with what was cut out."""
+    from cogumi.config import load_config
+    from cogumi.data.fim import prompts_for_rl
+    from cogumi.data.prepare import load_rows
+    from cogumi.models.complete import complete
+    from cogumi.models.load import load_model, load_tokenizer
+    from cogumi.rewards.fim import edit_similarity
+
+    run = load_config(CONFIGS / "gspo.yaml")
+    _, held_out = load_rows(run.data.source, run.data.column, eval_rows=run.data.eval_rows, seed=run.data.fim.seed)
+    tokenizer = load_tokenizer(models["base"])
+    examples = prompts_for_rl(held_out, tokenizer, run.data.fim, column=run.data.column).dataset
+    examples = examples.select(range(min(COMPARED, len(examples))))
+    columns = {name: examples[name] for name in ("middle", "prefix", "suffix")}
+    written = {}
+    for name, path in models.items():
+        written[name] = complete(load_model(path), tokenizer, examples["prompt"], run.train["max_completion_length"])
+        score = sum(edit_similarity(examples["prompt"], written[name], **columns)) / len(examples)
+        report.add("compare", f"{name}: held-out edit similarity", f"{score:.3f} on {len(examples)} prompts", True)
+    changed = sum(a != b for a, b in zip(written["base"], written["rl"], strict=True))
+    report.add("compare", "base and RL model write differently", f"{changed} of {len(examples)} completions", changed > 0)
+    for i in range(3):
+        report.samples.append({"cut out": columns["middle"][i]} | {name: texts[i] for name, texts in written.items()})
+
+
+def show(report: Report, console: Console) -> None:
+    table = Table("stage", "checked", "figure", "", "seconds")
+    for row in report.rows:
+        mark = "[green]pass[/]" if row.passed else "[red]FAIL[/]"
+        table.add_row(row.stage, row.checked, row.figure, mark, f"{row.seconds:.1f}" if row.seconds else "")
+    console.print(table)
+    if report.samples:
+        texts = Table(*report.samples[0], title="fill in the middle, greedy", show_lines=True)
+        for sample in report.samples:
+            texts.add_row(*(repr(text) for text in sample.values()))
+        console.print(texts)
+    passed = sum(row.passed for row in report.rows)
+    console.print(f"{passed} of {len(report.rows)} checks passed in {report.seconds:.0f} s; details in {report.run_dir}/smoke.json")
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="Shorter trainings, under 30 s once the base is cached.")] = False,
+    model: Annotated[str | None, typer.Option(help="A model directory or hub id instead of the small base.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where to write; runs/smoke-<time> by default.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on standard output.")] = False,
+) -> None:
+    """Train, merge and check a small model on this machine."""
+    report = smoke(quick, model, run_dir)
+    if as_json:
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        show(report, Console(width=None if sys.stdout.isatty() else 140))
+    raise typer.Exit(0 if report.passed else 1)
+
+
+if __name__ == "__main__":
+    from cogumi.cli import run_command
+
+    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    command.command()(main)
+    run_command(command)

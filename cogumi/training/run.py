@@ -1,0 +1,165 @@
+"""One run: resolve the config, read the data, patch, load, train, save, judge, merge, check the merge."""
+
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from cogumi.config import RunConfig, dump_config, load_config, trl_config_class
+from cogumi.data.fim import FimData
+from cogumi.data.prepare import load_rows
+from cogumi.errors import UsageError
+from cogumi.merge import merge_adapter
+from cogumi.merge.verify import check_logits
+from cogumi.models.adapters import largest_change, lora_config
+from cogumi.models.complete import complete
+from cogumi.models.load import load_model, load_tokenizer, resolve_model
+from cogumi.patches import patch
+from cogumi.rundir import append_jsonl, create_run_dir, read_jsonl, write_atomic, write_json
+from cogumi.training import gspo, sft
+from cogumi.training.telemetry import Telemetry, recorded, set_status
+from cogumi.training.verdict import Check, Verdict, judge_gspo, judge_training
+
+log = logging.getLogger("cogumi")
+METHODS = {"sft": sft, "gspo": gspo}
+SAMPLES = 4
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run left behind. `metrics` are the logged rows, in order; `merged` is None where `cogumi.merge` is false."""
+
+    run_dir: Path
+    base: str
+    adapter: Path
+    merged: Path | None
+    verdict: Verdict
+    metrics: list[dict[str, Any]] = field(repr=False)
+
+    @property
+    def passed(self) -> bool:
+        return self.verdict.passed
+
+    def series(self, key: str) -> list[float]:
+        """The logged values of one metric, in order: `result.series("reward")`."""
+        return [row[key] for row in self.metrics if row.get(key) is not None]
+
+
+def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> RunResult:
+    """Run one configuration in this process and return what it left behind.
+
+    `config` is a YAML path or a mapping; `overrides` are dotted names with `__` for the dot (`train__max_steps=5`).
+    Raises UsageError, before anything is written, for a mistake in the configuration, the data or the run directory.
+    """
+    run = load_config(config, **overrides)
+    method = METHODS[run.cogumi.method]
+    patches = patch()
+    args = trl_arguments(run)
+    rows, held_out_rows = load_rows(
+        run.data.source, run.data.column, max_rows=run.data.max_rows, eval_rows=run.data.eval_rows, seed=run.data.fim.seed
+    )
+    base = resolve_model(run.model.name, run.model.revision)
+    tokenizer = load_tokenizer(base, run.model.revision)
+    data = method.prepare(run, rows, tokenizer, run.data.source)
+    held_out = method.prepare(run, held_out_rows, tokenizer, "held out") if len(held_out_rows) else None
+    prompts = gspo.prepare(run, held_out_rows, tokenizer, "held out").dataset if len(held_out_rows) else None
+
+    run_dir = create_run_dir(run.run_dir)
+    with recorded(run_dir):
+        write_atomic(run_dir / "config.yaml", dump_config(run))
+        for line in (*str(patches).splitlines(), data.report(), *([held_out.report()] if held_out else [])):
+            log.info(line)
+        set_status(run_dir, "running", stage="load")
+        model = load_model(base, run.model.revision, run.model.dtype)
+        commit = getattr(model.config, "_commit_hash", None)
+        trainer = method.build_trainer(
+            run, model, tokenizer, args, data, held_out, lora_config(run.lora, commit or run.model.revision)
+        )
+        Telemetry(run_dir, run.cogumi.method).attach(trainer)
+
+        set_status(run_dir, "running", stage="train")
+        measure_loss = held_out is not None and run.cogumi.method == "sft"
+        if measure_loss:
+            trainer.evaluate()
+        trainer.train()
+        if measure_loss:
+            trainer.evaluate()
+        adapter = save_adapter(trainer.model, tokenizer, run_dir)
+        metrics = read_jsonl(run_dir / "metrics.jsonl")
+        checks = judge_training(metrics, trainer.state.global_step, trainer.state.max_steps, largest_change(trainer.model))
+        checks += judge_gspo(metrics) if run.cogumi.method == "gspo" else []
+
+        set_status(run_dir, "running", stage="samples")
+        if prompts is not None:
+            write_samples(run_dir, trainer.model, tokenizer, prompts)
+        merged = None
+        if run.cogumi.merge:
+            set_status(run_dir, "running", stage="merge")
+            merged, merge_checks = merge_and_check(run_dir, adapter, base, run.model.revision, trainer.model, data, tokenizer)
+            checks += merge_checks
+
+        verdict = Verdict(tuple(checks))
+        write_json(run_dir / "verdict.json", verdict.as_dict())
+        for check in checks:
+            log.info("%s", check)
+        set_status(run_dir, "finished" if verdict.passed else "finished, checks failed", steps=trainer.state.global_step)
+        if verdict.passed:
+            write_atomic(run_dir / "DONE", "")
+    return RunResult(run_dir, base, adapter, merged, verdict, metrics)
+
+
+def trl_arguments(run: RunConfig) -> Any:
+    """TRL's config object for the run. Raises UsageError with TRL's own words where it refuses a combination."""
+    # TRL turns bf16 autocast on wherever fp16 is off; without a GPU that is slow and blurs a GSPO ratio of 1 +- 3e-4.
+    on_gpu = torch.cuda.is_available()
+    defaults = {"output_dir": str(run.run_dir / "checkpoints"), "report_to": "none", "bf16": on_gpu, "dataloader_pin_memory": on_gpu}
+    try:
+        return trl_config_class(run.cogumi.method)(**{**defaults, **METHODS[run.cogumi.method].arguments(run)})
+    except ValueError as error:
+        raise UsageError(f"train: {' '.join(str(error).split())}") from None
+
+
+def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path) -> Path:
+    """Adapter and tokenizer, written aside and renamed, so that `adapter/` is whole or not there."""
+    unfinished, adapter = run_dir / ".adapter", run_dir / "adapter"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    unfinished.rename(adapter)
+    return adapter
+
+
+def write_samples(run_dir: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Dataset) -> None:
+    """Greedy completions of the first held-out prompts, beside what was cut out."""
+    examples = prompts.select(range(min(SAMPLES, len(prompts))))
+    for example, completion in zip(examples, complete(model, tokenizer, list(examples["prompt"])), strict=True):
+        append_jsonl(run_dir / "samples.jsonl", {**example, "completion": completion})
+
+
+def merge_and_check(
+    run_dir: Path,
+    adapter: Path,
+    base: str,
+    revision: str | None,
+    live: Any,
+    data: FimData,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[Path, list[Check]]:
+    """Merge into the full-precision base, load the result, and compare its logits with the live adapter's."""
+    report = merge_adapter(adapter, run_dir / "merged", base=base, base_revision=revision)
+    log.info("%s", report)
+    merged = AutoModelForCausalLM.from_pretrained(report.out, dtype="auto", device_map={"": live.device})
+    texts = [data.dataset[i] for i in range(min(8, len(data.dataset)))]
+    ids = [t["input_ids"] if "input_ids" in t else tokenizer(t["prompt"] + t["middle"])["input_ids"] for t in texts]
+    logits = check_logits(live, merged, torch.tensor([i[: min(map(len, ids))] for i in ids]))
+    return report.out, [
+        Check("merged weights", f"{report.violations} of {report.tensors_merged} tensors off", "0: within half an ulp", not report.violations),
+        Check("merged logits", f"rms {logits.measured:.2e} from the live adapter's", f"<= {logits.bound:.2e}", logits.passed),
+    ]

@@ -1,0 +1,86 @@
+"""A run's signs of life: status.json, heartbeat.json, metrics.jsonl, run.log and one progress bar."""
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from cogumi.rundir import append_jsonl, write_json
+
+log = logging.getLogger("cogumi")
+HEARTBEAT_SECONDS = 1.0
+
+
+class Telemetry(TrainerCallback):
+    """Writes what the trainer logs into the run directory and shows it in one bar."""
+
+    SHOWN = ("loss", "eval_loss", "reward", "grad_norm")
+
+    def __init__(self, run_dir: Path, name: str) -> None:
+        self.run_dir, self.name = run_dir, name
+        self.bar: tqdm | None = None
+        self.last_heartbeat = 0.0
+        self.shown: dict[str, str] = {}
+
+    def attach(self, trainer: Any) -> None:
+        """Take the place of transformers' own progress output, which prints every logged dictionary."""
+        trainer.pop_callback(ProgressCallback)
+        trainer.pop_callback(PrinterCallback)
+        trainer.add_callback(self)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.bar = tqdm(total=state.max_steps, desc=self.name, unit="step", mininterval=0.5)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        assert self.bar is not None
+        self.bar.update(state.global_step - self.bar.n)
+        if time.monotonic() - self.last_heartbeat >= HEARTBEAT_SECONDS or state.global_step == state.max_steps:
+            write_json(self.run_dir / "heartbeat.json", {"step": state.global_step, "steps": state.max_steps, "time": time.time()})
+            self.last_heartbeat = time.monotonic()
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        append_jsonl(self.run_dir / "metrics.jsonl", {"step": state.global_step, "time": time.time(), **(logs or {})})
+        self.shown |= {k: f"{float(logs[k]):.4g}" for k in self.SHOWN if logs and logs.get(k) is not None}
+        if self.bar is not None:
+            self.bar.set_postfix(self.shown, refresh=False)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+@contextmanager
+def recorded(run_dir: Path) -> Iterator[None]:
+    """Log lines go to run.log, and to the screen if nobody else shows them; status.json says how the run ended."""
+    to_file = logging.FileHandler(run_dir / "run.log", encoding="utf-8")
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handlers: list[logging.Handler] = [to_file] if log.hasHandlers() else [to_file, logging.StreamHandler(sys.stdout)]
+    level = log.level
+    log.setLevel(level or logging.INFO)
+    for handler in handlers:
+        log.addHandler(handler)
+    try:
+        yield
+    except BaseException as error:
+        state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        log.error("%s: %s", state, f"{type(error).__name__}: {error}")
+        set_status(run_dir, state, reason=f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        for handler in handlers:
+            log.removeHandler(handler)
+        log.setLevel(level)
+        to_file.close()
+
+
+def set_status(run_dir: Path, state: str, **more: Any) -> None:
+    write_json(run_dir / "status.json", {"state": state, "time": time.time(), **more})

@@ -1,0 +1,294 @@
+"""The harness says what happened, and every gpu case really runs, on the CPU with tiny shapes."""
+
+import json
+import math
+import operator
+import time
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks import gpu, gpu_device, gpu_head, gpu_probes, gpu_steps, harness, smoke
+from benchmarks.harness import Budget, row
+
+TINY = {
+    "qwen3": gpu_steps.Shape("tiny-qwen3", "qwen3", 32, 64, 2, 4, 2, 8, 97, True, 1e6),
+    "llama": gpu_steps.Shape("tiny-llama", "llama", 32, 64, 2, 4, 2, 8, 97, False, 5e5),
+}
+BATCH = gpu_steps.Batch(sequences=2, prompt=5, completion=7)
+
+
+def well_formed(rows):
+    keys = set(row("benchmark", "case", "metric", 1.0))
+    for each in rows:
+        assert set(each) == keys
+        assert each["value"] is not None or each["note"]
+        if isinstance(each["value"], float):
+            assert math.isfinite(each["value"])
+    json.dumps(rows, allow_nan=False)
+    return rows
+
+
+def named(rows, metric):
+    return {each["case"]: each for each in rows if each["metric"] == metric}
+
+
+def test_interleave_alternates_and_leaves_the_warmup_out():
+    calls = []
+    times = harness.interleave({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=3, warmup=2)
+    assert calls == ["a", "b"] * 5
+    assert {name: len(seconds) for name, seconds in times.items()} == {"a": 3, "b": 3}
+
+
+def test_ratio_is_the_median_of_adjacent_pairs():
+    # The neighbour slowed the second pair down tenfold: the medians' ratio would be 0.55, each pair's is 0.5.
+    assert harness.ratio({"ours": [1, 10, 1.1], "peer": [2, 20, 2.0]}, "ours", "peer") == (0.5, 0.5, 0.55)
+
+
+@pytest.mark.parametrize(
+    ("value", "target", "ok"), [(1, "<= 2", True), (3, "<= 2", False), (3, ">= 2", True), (3, "fast", None)]
+)
+def test_target_decides_ok(value, target, ok):
+    assert row("b", "c", "m", value, target=target)["ok"] is ok
+
+
+def test_peak_rss_sees_what_the_call_took_and_not_the_parent():
+    peak = harness.peak_rss(operator.mul, b"x", 64 * 2**20)
+    assert 60 * 2**20 < peak.grown < 80 * 2**20
+    assert peak.before < 120 * 2**20  # this process, which holds torch and transformers, is several times that
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: division by zero"):
+        harness.peak_rss(operator.truediv, 1, 0)
+
+
+def test_run_tree_counts_children_and_ends_them_when_late(tmp_path):
+    child = "import time; kept = b'x' * (100 << 20); time.sleep(0.5)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}]); print('done')"
+    ran = harness.run_tree([harness.sys.executable, "-c", parent], timeout=30, log=tmp_path / "log")
+    assert (ran.returncode, ran.output) == (0, "done\n")
+    assert ran.peak_bytes > 100 * 2**20
+    start = time.monotonic()
+    with pytest.raises(harness.subprocess.TimeoutExpired):
+        harness.run_tree(
+            [harness.sys.executable, "-c", "import time; time.sleep(60)"], timeout=0.3, log=tmp_path / "log"
+        )
+    assert time.monotonic() - start < 5
+
+
+def test_smoke_reports_the_last_line_of_a_failure_and_no_times(monkeypatch):
+    failed = harness.TreeRun(1, 3.0, 2**30, "preflight ok\nRuntimeError: no loss ran\n")
+    monkeypatch.setattr(smoke, "run_tree", lambda *_, **__: failed)
+    (only,) = well_formed(list(smoke.run(quick=True)))
+    assert (only["ok"], only["note"]) == (False, "RuntimeError: no loss ran")
+    monkeypatch.setattr(smoke, "run_tree", lambda *_, **__: harness.TreeRun(0, 130.0, 2**30, "ok"))
+    rows = well_formed(list(smoke.run()))
+    assert [(each["metric"], each["ok"]) for each in harness.failed(rows)] == [("wall time", False)]
+
+
+def test_unknown_name_and_missing_card_end_with_one_line_and_status_2(capsys):
+    assert command.main(["nope"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "unknown benchmark 'nope': one of cpu, importing, fused_head, fim_data, smoke, "
+        "gpu, gpu_probes, gpu_head, gpu_steps"
+    ]
+    if not torch.cuda.is_available():
+        assert command.main(["gpu"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("no CUDA device: ")
+
+
+def test_a_failing_entry_keeps_its_rows_and_the_others(monkeypatch, tmp_path, capsys):
+    def entry(name, quick):
+        yield row(name, "case", "time", 1.0, "s", target="<= 2")
+        if name == "fim_data":
+            raise KeyError("gone")
+
+    monkeypatch.setattr(command, "entry", entry)
+    path = tmp_path / "deep" / "out.json"
+    assert command.main(["cpu", "--quick", "--json", str(path)]) == 1
+    saved = json.loads(path.read_text())
+    rows = well_formed(saved["rows"])
+    assert {each["benchmark"] for each in rows} == set(command.CPU)
+    assert [each["note"] for each in harness.failed(rows)] == ["failed: KeyError: 'gone'"]
+    assert "KeyError: 'gone'" in capsys.readouterr().out
+    assert saved["machine"]["cores"] >= 1
+    assert saved["versions"]["torch"] == torch.__version__
+    assert set(saved["git"]) == {"commit", "dirty"}
+    assert command.main(["importing", "--json", str(path)]) == 0
+
+
+def test_importing_entry_and_dated_file_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    assert command.main(["importing", "--quick"]) == 0
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith(f"{harness.date.today().isoformat()}-importing-quick-")
+    assert {each["metric"] for each in json.loads(path.read_text())["rows"]} == {"time", "heavy modules loaded"}
+
+
+def test_a_number_that_is_not_one_is_a_failure_and_not_saved(tmp_path):
+    lost = row("b", "c", "m", math.nan, spread=(0.0, math.nan), target="<= 1")
+    assert (lost["value"], lost["spread"], lost["ok"], lost["note"]) == (None, None, False, "failed: nan")
+    with pytest.raises(ValueError, match="Out of range float"):
+        harness.save({"rows": [{"value": math.nan}]}, tmp_path / "out.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("cpu", None),
+    ],
+)
+def test_peak_rate_is_known_or_unknown_and_never_guessed(name, rate):
+    assert gpu_device.peak_flops(name) == rate
+
+
+def test_step_flops_of_published_models():
+    batch = gpu_steps.Batch(1, 0, 2048)
+    # 8.03e9 parameters, of which 0.53e9 are the input embedding; about 33 GFLOP a token at T = 2048.
+    llama = gpu_steps.LLAMA_3_1_8B
+    assert llama.body_weights + 2 * llama.head_weights == pytest.approx(8.03e9, rel=1e-3)
+    assert gpu_steps.step_flops(llama, batch, 2048) / 2048 == pytest.approx(33.2e9, rel=5e-3)
+    qwen = gpu_steps.QWEN3_0_6B
+    assert qwen.body_weights + qwen.head_weights == pytest.approx(0.596e9, rel=1e-2)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_shape_counts_the_weights_of_the_model_it_builds(family):
+    shape = TINY[family]
+    model = gpu_steps.build(shape, "cpu", torch.bfloat16).get_base_model()
+    layers = [weight for name, weight in model.named_parameters() if "layers" in name and weight.ndim == 2]
+    assert sum(weight.numel() for weight in layers if not weight.requires_grad) == shape.body_weights
+    assert model.get_output_embeddings().weight.numel() == shape.head_weights
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) is shape.tied
+    assert {weight.dtype for weight in layers if not weight.requires_grad} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_head_case(dtype):
+    rows = well_formed(list(gpu_head.head_case("cpu", dtype, (70, 16, 97), repeats=2)))
+    notes = [each["note"] for each in rows if each["case"].endswith(": trl")]
+    assert notes == [f"missing: {gpu_head.why_no_trl_kernel('cpu')}"]
+    bound = 1e-5 if dtype == torch.float32 else 0.1
+    for metric in ("max |log-prob - fp32| of 64 tokens", "gradient against fp32 of 64 tokens"):
+        errors = named(rows, metric)
+        assert len(errors) == 2  # cogumi and dense
+        assert all(each["value"] < bound for each in errors.values())
+    assert "ratio" in {each["unit"] for each in rows}
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_training_steps_with_trl(family):
+    rows = well_formed(list(gpu_steps.shape_cases(TINY[family], BATCH, "cpu", torch.float32, 2, None)))
+    assert harness.failed(rows) == []
+    losses = named(rows, "loss")
+    assert len(losses) == 4
+    assert sum("SFT" in case for case in losses) == 2
+    # TRL's own kernel needs a GPU, and the rows say so; so do peak memory and MFU.
+    assert sum(each["case"].endswith(": trl") and each["value"] is None for each in rows) == 2
+    assert all(each["value"] is None for each in [*named(rows, "MFU").values(), *named(rows, "peak memory").values()])
+    sft = [each["value"] for case, each in losses.items() if "SFT" in case]
+    assert sft[0] == pytest.approx(sft[1], rel=1e-2)  # the same model a step apart
+    assert sft[0] == pytest.approx(math.log(97), rel=0.1)
+
+
+def test_training_steps_without_trl(monkeypatch):
+    monkeypatch.setattr(gpu_steps, "trl_lacks", lambda: "trl")
+    rows = well_formed(list(gpu_steps.shape_cases(TINY["qwen3"], BATCH, "cpu", torch.bfloat16, 2, None)))
+    assert harness.failed(rows) == []
+    assert len(named(rows, "throughput")) == 4
+    assert all("plain-torch loss" in case for case in named(rows, "throughput"))
+    assert [each["note"] for each in rows if each["case"].endswith(": trl")] == ["missing: trl"] * 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="TRL's kernel would run")
+def test_a_peer_that_breaks_does_not_cost_our_own_numbers(monkeypatch):
+    monkeypatch.setattr(gpu_steps, "why_no_trl_kernel", lambda device: None)
+    rows = well_formed(list(gpu_steps.shape_cases(TINY["qwen3"], BATCH, "cpu", torch.float32, 2, None)))
+    assert [each["case"].endswith(gpu_steps.TRL) for each in harness.failed(rows)] == [True, True]
+    assert all(case.endswith("cogumi head, forced") for case in named(rows, "step"))
+    assert len(named(rows, "step")) == 2
+
+
+def test_plain_gspo_loss_is_trl_gspo_loss():
+    model = gpu_steps.build(TINY["qwen3"], "cpu", torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    prompt = torch.randint(97, (4, 5), generator=generator)
+    completion = torch.randint(97, (4, 7), generator=generator)
+    inputs = {
+        "prompt_ids": prompt,
+        "prompt_mask": torch.ones_like(prompt),
+        "completion_ids": completion,
+        "completion_mask": torch.ones_like(completion),
+        "advantages": torch.tensor([1.0, 1.0, -1.0, -2.0]),
+    }
+    ids = torch.cat([prompt, completion], dim=1)
+    new = gpu_steps.completion_log_probs(model, ids, 5, gpu_head.dense).detach()
+    # Inside the clip range, above it, inside it, below it.
+    inputs["old_per_token_logps"] = new - torch.tensor([[1e-4], [1e-3], [2e-4], [-1e-3]])
+    plain = gpu_steps.plain_gspo_loss(model, inputs, gpu_head.dense)
+    with gpu_steps.head_patch():
+        through_trl = gpu_steps.grpo_trainer(model, "cpu", torch.float32, BATCH)._compute_loss(model, inputs)
+    assert plain.item() == pytest.approx(through_trl.item(), abs=1e-6)
+    assert plain.item() == pytest.approx(-(1 + 1e-4 + 1 + 4e-4 - (1 + 2e-4) - 2 * (1 - 3e-4)) / 4, abs=1e-6)
+
+
+def test_probes_run_in_their_own_process_and_say_what_failed(monkeypatch):
+    (said,) = well_formed(gpu_probes.probe("torch", "cpu"))
+    assert said["value"] == torch.__version__
+    (broken,) = well_formed(gpu_probes.probe("torch", "cuda:99"))
+    assert broken["ok"] is False
+    assert broken["note"].startswith(f"failed ({torch.__version__}): ")
+    monkeypatch.setattr(gpu_probes.importlib.util, "find_spec", lambda name: None)
+    (absent,) = well_formed(gpu_probes.probe("flash_attn", "cpu"))
+    assert (absent["ok"], absent["note"]) == (None, "missing: flash-attn")
+
+
+def test_sdpa_probe_names_the_backends_that_run_and_those_that_decline():
+    said = {metric: value for metric, value, _, _ in gpu_probes.probe_sdpa("cpu")}
+    assert said["MATH"] > 0
+    assert said["CUDNN_ATTENTION"] is None
+
+
+def test_bitsandbytes_probe_is_a_forward_and_a_backward():
+    pytest.importorskip("bitsandbytes")
+    ((metric, error, _, _),) = gpu_probes.probe_bitsandbytes("cpu")
+    assert metric == "4-bit forward and backward"
+    assert 0.01 < error < 0.25
+
+
+def test_no_case_starts_when_the_time_is_over():
+    start = time.monotonic()
+    rows = well_formed(list(gpu.run(device="cpu", budget=Budget(0.0))))
+    assert time.monotonic() - start < 1
+    assert {each["benchmark"] for each in rows} == {"gpu_probes", "gpu_head", "gpu_steps"}
+    assert {each["note"] for each in rows} == {"skipped: out of time"}
+
+
+def test_out_of_memory_is_a_row_and_any_other_error_a_failure(monkeypatch):
+    def full(*_):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(gpu_head, "cogumi_head", full)
+    rows = well_formed(list(gpu_head.head_case("cpu", torch.float32, (8, 4, 11), repeats=1)))
+    assert [each["note"] for each in rows if each["case"].endswith(": cogumi")] == ["out of memory on this card"]
+    assert any(each["case"].endswith(": dense") and each["metric"] == "forward and backward" for each in rows)
+
+    monkeypatch.setattr(gpu_steps, "build", full)
+    (only,) = gpu_steps.shape_cases(TINY["qwen3"], BATCH, "cpu", torch.float32, 1, None)
+    assert only["ok"] is None
+
+    def broken(*_):
+        raise RuntimeError("not about memory")
+
+    monkeypatch.setattr(gpu_steps, "build", broken)
+    (only,) = gpu_steps.shape_cases(TINY["qwen3"], BATCH, "cpu", torch.float32, 1, None)
+    assert (only["ok"], only["note"]) == (False, "failed: RuntimeError: not about memory")

@@ -1,0 +1,115 @@
+"""A mistake in a config is one line that names the place, the key and the fix."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cogumi.config import dump_config, load_config, parse_overrides
+from cogumi.errors import UsageError
+
+GOOD = """\
+model:
+  name: cogumi:small-base
+data:
+  source: cogumi:stdlib
+train:
+  learning_rate: 5e-7
+  max_steps: 3
+cogumi:
+  method: sft
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(GOOD)
+    return path
+
+
+def refusal(path: Path, text: str | None = None, **overrides: object) -> str:
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        load_config(path, **overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_good_config_is_bound_to_the_trainers_types(config: Path) -> None:
+    run = load_config(config)
+    assert run.train == {"learning_rate": 5e-7, "max_steps": 3}  # YAML 1.1 reads 5e-7 as a string
+    assert run.run_dir == Path("runs/run")
+
+
+def test_every_shipped_config_loads() -> None:
+    configs = sorted((Path(__file__).parents[1] / "configs").rglob("*.yaml"))
+    assert len(configs) >= 2
+    for path in configs:
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("max_steps: 3", "max_stepz: 3", "run.yaml:7: unknown key `train.max_stepz` (SFTConfig, trl 1.15.0); did you mean train.max_steps?"),
+        ("max_steps: 3", "max_steps: many", "run.yaml:7: train.max_steps = 'many': Input should be a valid integer"),
+        ("  source: cogumi:stdlib", "  sauce: x", "run.yaml:3: `data.source` is missing"),
+        ("  source: cogumi:stdlib", "  source: x\n  colum: y", "run.yaml:5: unknown key `data.colum`; did you mean data.column?"),
+        ("  source: cogumi:stdlib", "  source: x\n  fim: {fim_rate: 2}", "run.yaml:5: data.fim.fim_rate = 2:"),
+        ("method: sft", "method: spo", "run.yaml:9: cogumi.method = 'spo': Input should be 'sft' or 'gspo'"),
+        ("train:", "trian:", "run.yaml:5: unknown key `trian`; did you mean train?"),
+        ("train:", "lora:\n  rank: 8\ntrain:", "run.yaml:6: unknown key `lora.rank` (LoraConfig, peft 0.21.2)"),
+        ("max_steps: 3", "max_steps: 3\n  max_steps: 4", "run.yaml:8: `train.max_steps` is set twice (first at"),
+        ("max_steps: 3", "max_steps: [3", "run.yaml:8: not valid YAML"),
+        ("max_steps: 3", "output_dir: x", "run.yaml:7: train.output_dir is the run's own; set cogumi.run_dir"),
+        ("cogumi:\n  method: sft\n", "", "run.yaml: section `cogumi:` is missing"),
+        ("train:\n  learning_rate: 5e-7\n  max_steps: 3", "train: fast", "run.yaml:5: `train:` must be a mapping"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_with_file_line_and_key(config: Path, old: str, new: str, says: str) -> None:
+    assert old in GOOD
+    assert says in refusal(config, GOOD.replace(old, new))
+
+
+def test_a_missing_file_names_the_near_one(config: Path) -> None:
+    assert refusal(config.with_name("rnu.yaml")).endswith(f"no such config file; did you mean {config}?")
+    assert "is a directory" in refusal(config.parent)
+
+
+def test_environment_wins_over_the_file_and_the_call_over_both(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COGUMI_TRAIN__MAX_STEPS", "5")
+    monkeypatch.setenv("COGUMI_DATA__FIM__MIDDLE_CHARS", "[2, 4]")
+    run = load_config(config)
+    assert run.train["max_steps"] == 5
+    assert run.data.fim.middle_chars == (2, 4)
+    assert load_config(config, train__max_steps=7).train["max_steps"] == 7
+
+
+@pytest.mark.parametrize("name", ["COGUMI_TRIAN__MAX_STEPS", "COGUMI_TRAIN_MAX_STEPS", "COGUMI_TRAIN__"])
+def test_an_environment_variable_that_names_no_key_is_refused(
+    config: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "5")
+    assert refusal(config).startswith(f"environment {name}: names no config key")
+
+
+def test_a_wrong_environment_value_names_its_variable(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COGUMI_TRAIN__MAX_STEPS", "soon")
+    assert refusal(config).startswith("environment COGUMI_TRAIN__MAX_STEPS: train.max_steps = 'soon'")
+
+
+def test_command_line_words_become_overrides() -> None:
+    assert parse_overrides(["train.max_steps=5", "model.name=a=b"]) == {"train__max_steps": 5, "model__name": "a=b"}
+    with pytest.raises(UsageError, match="key=value"):
+        parse_overrides(["train.max_steps"])
+
+
+def test_the_written_config_is_loadable_and_keeps_no_secret(config: Path, tmp_path: Path) -> None:
+    run = load_config(config, train__hub_token="hf_abcdefgh", train__eos_token="<|end|>")
+    written = dump_config(run)
+    assert "hf_abcdefgh" not in written
+    assert yaml.safe_load(written)["train"]["hub_token"] == "<redacted>"
+    (tmp_path / "again.yaml").write_text(written)
+    assert load_config(tmp_path / "again.yaml").train["eos_token"] == "<|end|>"

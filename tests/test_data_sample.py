@@ -1,0 +1,120 @@
+"""The standard library sample: real, parseable, the same every time."""
+
+import ast
+import sysconfig
+import warnings
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from cogumi.data import sample
+from cogumi.data.sample import collect_functions, sample_path, write_sample
+from cogumi.errors import UsageError
+
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sample(tmp_path_factory.mktemp("sample") / "new" / "a.parquet")
+
+
+def test_rows_are_functions_that_parse_on_their_own(shard):
+    rows = pl.read_parquet(shard)
+    assert rows.columns == ["path", "name", "source", "licence"]
+    assert rows.height > 5000
+    assert rows["licence"].unique().to_list() == ["PSF-2.0"]
+    assert rows["source"].is_unique().all()
+    assert not rows["path"].str.contains(r"(^|/)(site-packages|tests?|idlelib)/").any()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, source in rows.select("name", "source").iter_rows():
+            (function,) = ast.parse(source).body
+            assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+            assert function.name == name.split(".")[-1]
+            assert sample.MIN_LINES <= source.count("\n") <= sample.MAX_LINES
+    parts = [path.split("/") for path in rows["path"]]
+    assert parts == sorted(parts)
+
+
+@pytest.fixture
+def small_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One package of the library instead of all of it, for tests that write several samples."""
+    package = Path(sysconfig.get_paths()["stdlib"]) / "asyncio"
+    monkeypatch.setattr(sample.sysconfig, "get_paths", lambda: {"stdlib": str(package)})
+
+
+@pytest.mark.usefixtures("small_library")
+def test_two_runs_give_the_same_bytes_and_leave_nothing_behind(tmp_path):
+    first, again = write_sample(tmp_path / "a.parquet"), write_sample(tmp_path / "b.parquet")
+    assert again.read_bytes() == first.read_bytes()
+    assert {file.name for file in tmp_path.iterdir()} == {"a.parquet", "b.parquet"}
+
+
+@pytest.mark.usefixtures("small_library")
+def test_max_rows_draws_from_all_and_stays_sorted(tmp_path):
+    everything = pl.read_parquet(write_sample(tmp_path / "all.parquet")).with_row_index()
+    few = pl.read_parquet(write_sample(tmp_path / "few.parquet", max_rows=50, seed=1))
+    assert few.height == 50
+    at = few.join(everything, on=["path", "name", "source"], maintain_order="left")["index"]
+    assert at.is_sorted()
+    assert at.max() > everything.height / 2
+    other = pl.read_parquet(write_sample(tmp_path / "other.parquet", max_rows=50, seed=2))
+    assert not other.equals(few)
+    with pytest.raises(UsageError, match="max_rows=0"):
+        write_sample(tmp_path / "none.parquet", max_rows=0)
+
+
+def test_what_is_taken_and_what_is_left_out(tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_a.py").write_text("def t():\n    a = 1\n    return a\n")
+    long = "def long():\n" + "    x = 1\n" * 40
+    text = (
+        "import os\n\x0c\n"  # a form feed is no line end to ast, though it is to str.splitlines
+        "@decorated\ndef f(x):\n    return x\n\n"
+        "class A:\n    class B:\n        async def m(self):\n"
+        "            def inner():\n                pass\n            return 1\n\n"
+        "    def stub(self): ...\n\n"
+        "if os.name:\n    try:\n        def g(x):\n            y = x\n            return y\n"
+        "    except OSError:\n        pass\n\n"
+        'class C:\n    def text(self):\n        return """\nat column 0\n"""\n\n'
+    )
+    (tmp_path / "b.py").write_text(text + long)
+    (tmp_path / "a.py").write_bytes(b"\xef\xbb\xbf@decorated\r\ndef f(x):\r\n    return x\r\n")
+    (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
+    (tmp_path / "python2.py").write_text("print 'x'\n")
+    rows, dropped = collect_functions(tmp_path)
+    assert list(zip(rows["path"], rows["name"], strict=True)) == [("a.py", "f"), ("b.py", "A.B.m"), ("b.py", "g")]
+    assert rows["source"][0] == "@decorated\ndef f(x):\n    return x\n"
+    assert rows["source"][2] == "def g(x):\n    y = x\n    return y\n"
+    assert dropped == {
+        "copies": 1,
+        "shorter than 3 lines": 1,
+        "that cannot be dedented": 1,
+        "longer than 40 lines": 1,
+        "files that are not UTF-8 Python": 2,
+    }
+
+
+def test_a_python_without_sources_is_a_usage_error(tmp_path):
+    with pytest.raises(UsageError, match="no library source"):
+        collect_functions(tmp_path)
+
+
+def test_the_cache_is_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(sample.platformdirs, "user_cache_dir", lambda name: str(tmp_path / name))
+    monkeypatch.setattr(sample, "write_sample", lambda path: Path(path).parent.mkdir() or Path(path).touch() or path)
+    first = sample_path()
+    assert first.parent == tmp_path / "cogumi"
+    assert f"v{sample.FORMAT_VERSION}" in first.name
+    monkeypatch.delattr(sample, "write_sample")
+    assert sample_path() == first
+
+
+def test_a_failed_write_leaves_neither_file_nor_temporary(tmp_path, monkeypatch):
+    def fail(*arguments: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(sample.os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        sample._write_atomically(tmp_path / "a.parquet", b"x")
+    assert list(tmp_path.iterdir()) == []

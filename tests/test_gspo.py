@@ -1,0 +1,213 @@
+"""GSPO as TRL executes it, against closed forms in float64 (Zheng et al. 2025, arXiv:2507.18071, equations 5 to 7).
+
+The trainer is a real GRPOTrainer built by cogumi; only the model's log-probabilities are replaced, by a float64 leaf, so
+that the loss under test is the one that trains.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cogumi
+from cogumi.errors import UsageError
+from cogumi.patches import gspo
+
+LOW, HIGH = 3e-4, 4e-4
+
+
+@pytest.fixture(scope="module")
+def trainer(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    from cogumi.training.gspo import log_ratios
+
+    cogumi.patch()
+    args = GRPOConfig(
+        output_dir=str(tmp_path_factory.mktemp("gspo")),
+        loss_type="gspo",
+        per_device_train_batch_size=4,
+        num_generations=2,
+        bf16=False,
+        report_to="none",
+    )
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(tiny_model),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": ["x"] * 8}),
+        processing_class=AutoTokenizer.from_pretrained(tiny_model),
+    )
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
+@pytest.fixture
+def loss(trainer: Any) -> Iterator[Callable[..., torch.Tensor]]:
+    """The trainer's loss of given log-probabilities (batch, length), advantages (batch,) and mask (batch, length)."""
+    original = trainer._get_per_token_logps_and_entropies
+
+    def compute(new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        trainer._get_per_token_logps_and_entropies = lambda *_, **__: (new, torch.zeros_like(new), None)
+        ones = torch.ones(len(new), 3, dtype=torch.long)
+        inputs = {"prompt_ids": ones, "prompt_mask": ones, "completion_ids": mask.long(), "completion_mask": mask.long()}
+        return trainer._compute_loss(trainer.model, inputs | {"advantages": advantages, "old_per_token_logps": old})
+
+    yield compute
+    trainer._get_per_token_logps_and_entropies = original
+
+
+def batch(lengths: list[int], drift: list[float], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(new, old, mask) with `exp(mean(new - old)) = exp(drift)` on each row's first `length` tokens and noise beyond."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(*lengths, 1)
+    mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).double()
+    old = -torch.rand(len(lengths), width, generator=generator, dtype=torch.float64)
+    noise = torch.randn(len(lengths), width, generator=generator, dtype=torch.float64) * 0.01
+    noise -= (noise * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    new = old + noise + torch.tensor(drift, dtype=torch.float64)[:, None]
+    return new.requires_grad_(), old, mask
+
+
+def closed_form(
+    new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss -(1/B) sum min(R A, clip(R) A) and its gradient -(1/B) A R / N on tokens of rows that are not clipped."""
+    count = mask.sum(-1).clamp(min=1)
+    ratio = torch.exp(((new - old) * mask).sum(-1) / count).detach()
+    objective = torch.minimum(ratio * advantages, ratio.clamp(1 - LOW, 1 + HIGH) * advantages)
+    live = torch.where(advantages > 0, ratio <= 1 + HIGH, ratio >= 1 - LOW)
+    row = -advantages * ratio / count * live / len(new)
+    # TRL's grpo loss weighs a row by the share of it that is not masked out, so an empty row counts as zero.
+    nonempty = mask.sum(-1) > 0
+    return -(objective * nonempty).sum() / len(new), row[:, None] * mask
+
+
+def test_loss_and_gradient_equal_the_closed_form(loss: Callable[..., torch.Tensor]) -> None:  # reference 1
+    new, old, mask = batch([7, 3, 5, 1, 6, 2], [0.0, 2e-4, -2e-4, 1e-3, -1e-3, 3e-4])
+    advantages = torch.tensor([1.0, -0.5, 0.7, 1.3, -1.1, 0.2], dtype=torch.float64)
+    value = loss(new, old, advantages, mask)
+    value.backward()
+    expected, gradient = closed_form(new, old, advantages, mask)
+    torch.testing.assert_close(value, expected, atol=1e-14, rtol=1e-12)
+    torch.testing.assert_close(new.grad, gradient, atol=1e-14, rtol=1e-12)
+
+
+def test_on_policy_the_gradient_is_reinforce_over_the_length(loss: Callable[..., torch.Tensor]) -> None:  # reference 4
+    new, _, mask = batch([4, 2, 6], [0.0, 0.0, 0.0])
+    advantages = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    loss(new, new.detach(), advantages, mask).backward()
+    reinforce = -(advantages[:, None] * mask) / len(new)
+    torch.testing.assert_close(new.grad, reinforce / mask.sum(-1, keepdim=True), atol=1e-15, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "moves"),
+    [
+        (+5e-4, +1.0, False),  # above the clip, rewarded: no further
+        (+5e-4, -1.0, True),  # above the clip, punished: comes back
+        (-5e-4, +1.0, True),
+        (-5e-4, -1.0, False),
+        (+3.9e-4, +1.0, True),  # just inside either bound; they are not symmetric
+        (+4.1e-4, +1.0, False),
+        (-2.9e-4, -1.0, True),
+        (-3.1e-4, -1.0, False),
+    ],
+)  # fmt: skip
+def test_the_four_quadrants_of_the_clip(
+    loss: Callable[..., torch.Tensor], log_ratio: float, advantage: float, moves: bool
+) -> None:  # reference 5
+    new, old, mask = batch([3], [log_ratio])
+    loss(new, old, torch.tensor([advantage], dtype=torch.float64), mask).backward()
+    assert new.grad is not None
+    assert bool((new.grad[mask > 0] != 0).all()) is moves
+    assert bool((new.grad == 0).all()) is not moves
+
+
+def test_length_one_an_empty_row_and_nothing_at_all(loss: Callable[..., torch.Tensor]) -> None:  # reference 6
+    new, old, mask = batch([1, 0, 3], [1e-4, 0.5, 0.0])
+    advantages = torch.tensor([1.0, 9.0, -1.0], dtype=torch.float64)
+    value = loss(new, old, advantages, mask)
+    value.backward()
+    expected, gradient = closed_form(new, old, advantages, mask)
+    torch.testing.assert_close(value, expected, atol=1e-14, rtol=1e-12)
+    torch.testing.assert_close(new.grad, gradient, atol=1e-14, rtol=1e-12)
+
+    new, old, mask = batch([0, 0], [0.1, 0.2])
+    value = loss(new, old, torch.tensor([1.0, -1.0], dtype=torch.float64), mask)
+    value.backward()
+    assert value.item() == 0
+    assert new.grad is not None
+    assert (new.grad == 0).all()
+
+
+def test_the_logged_ratio_is_the_one_the_loss_used(trainer: Any, tiny_model: Path) -> None:
+    """On the real model, with old log-probabilities shifted by a known amount."""
+    from cogumi.training.gspo import log_ratios
+
+    ids = torch.randint(5, 900, (2, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+    prompt = torch.ones(2, 2, dtype=torch.long)
+    everything = torch.cat([prompt, ids], 1), torch.cat([prompt, mask], 1)
+    log_ratios(trainer)
+    try:
+        with torch.no_grad():
+            new, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, *everything, 6)
+        old = new - torch.tensor([[0.01], [-0.02]])
+        inputs = {"prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": ids, "completion_mask": mask}
+        trainer._metrics["train"].clear()
+        trainer._compute_loss(trainer.model, inputs | {"advantages": torch.ones(2), "old_per_token_logps": old})
+        logged = {key: values[-1] for key, values in trainer._metrics["train"].items()}
+    finally:
+        del trainer._compute_loss, trainer._get_per_token_logps_and_entropies
+    assert logged["ratio_new_old/max"] == pytest.approx(torch.tensor(0.01).exp().item(), rel=1e-6)
+    assert logged["ratio_new_old/min"] == pytest.approx(torch.tensor(-0.02).exp().item(), rel=1e-6)
+
+
+def test_gspo_is_spelled_out_before_trl_sees_it() -> None:
+    import trl
+
+    cogumi.patch()
+    config = trl.GRPOConfig(output_dir="unused", loss_type="gspo", bf16=False)
+    assert (config.loss_type, config.importance_sampling_level) == ("grpo", "sequence")
+    assert (config.beta, config.epsilon, config.epsilon_high) == (0.0, 3e-4, 4e-4)
+    assert trl.GRPOConfig(output_dir="unused", loss_type="dapo", bf16=False).epsilon == 0.2
+
+
+def test_what_the_user_sets_wins_and_a_contradiction_is_refused() -> None:
+    said = gspo.gspo_arguments({"loss_type": "gspo", "beta": 0.1, "epsilon": 1e-3})
+    assert (said["beta"], said["epsilon"], said["epsilon_high"]) == (0.1, 1e-3, 1e-3)
+    assert gspo.gspo_arguments({"loss_type": "gspo", "epsilon_high": 1e-3})["epsilon"] == 3e-4
+    assert gspo.gspo_arguments({"loss_type": "dapo"}) == {"loss_type": "dapo"}
+    with pytest.raises(UsageError, match="contradicts loss_type='gspo'"):
+        gspo.gspo_arguments({"loss_type": "gspo", "importance_sampling_level": "token"})
+
+
+def test_the_patch_can_be_repeated_and_undone() -> None:
+    import trl
+
+    gspo.undo()
+    upstream = trl.GRPOConfig.__init__
+    try:
+        assert not gspo.status().applied
+        gspo.apply()
+        assert gspo.apply().applied
+        assert "written for trl 1.15" in gspo.status().reason
+        gspo.undo()
+        assert trl.GRPOConfig.__init__ is upstream
+    finally:
+        gspo.apply()
+
+
+def test_trl_still_needs_the_patch(trainer: Any) -> None:
+    """Fails when TRL learns the name itself: then the patch should go."""
+    import inspect
+
+    import trl
+
+    assert '"gspo"' not in inspect.getsource(trl.GRPOTrainer._compute_loss)

@@ -1,0 +1,694 @@
+"""The merge against three oracles: the live adapter, the closed form in float64, and PEFT's own float32 merge."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from cogumi.errors import UsageError
+from cogumi.merge import MergeError, check_logits, merge_adapter, stream
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+    "head_dim": 16,
+}
+INPUT_IDS = torch.arange(2 * 24).reshape(2, 24) * 5 % 256
+
+
+def save_base(path: Path, model: Any, dtype: torch.dtype = torch.bfloat16) -> Path:
+    model.to(dtype).save_pretrained(path, max_shard_size="60KB")
+    (path / "LICENSE").write_text("base licence\n")
+    (path / "tokenizer.json").write_text('{"of": "base"}\n')
+    (path / "tokenizer_config.json").write_text("{}\n")
+    (path / "chat_template.jinja").write_text("base template")
+    return path
+
+
+def llama(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**(SIZES | {"tie_word_embeddings": False} | changes)))
+
+
+def qwen3(**changes: Any) -> Any:
+    torch.manual_seed(1)
+    return Qwen3ForCausalLM(Qwen3Config(**(SIZES | {"tie_word_embeddings": True} | changes)))
+
+
+@pytest.fixture(scope="module")
+def llama_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("bases") / "llama", llama())
+
+
+@pytest.fixture(scope="module")
+def qwen_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("bases") / "qwen3", qwen3())
+
+
+def make_adapter(base: Path, path: Path, config: Any = None, trained: bool = True) -> Path:
+    """A real adapter, saved by PEFT, with the factors a trained one might have (B is zero before training)."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    torch.manual_seed(2)
+    adapted = get_peft_model(model, config or LoraConfig(r=8, lora_alpha=16, target_modules=LINEARS))
+    if trained:
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name or "lora_embedding_A" in name:
+                torch.nn.init.normal_(parameter, std=0.01)
+    adapted.save_pretrained(str(path))
+    return path
+
+
+def load_live(base: Path, adapter: Path) -> Any:
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter).eval()
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for shard in sorted(path.glob("*.safetensors")):
+        found |= load_file(shard)
+    return found
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.dtype == right.dtype and torch.equal(left.view(torch.int16), right.view(torch.int16))
+
+
+def nothing_left(out: Path) -> bool:
+    return not list(out.parent.glob(f"{out.name}*"))
+
+
+PATTERNS = LoraConfig(
+    r=8,
+    lora_alpha=16,
+    target_modules=LINEARS,
+    rank_pattern={"q_proj": 4, "layers.1.mlp.down_proj": 12},
+    alpha_pattern={"k_proj": 3, r"layers\.0\.mlp\.up_proj": 40},
+)
+CASES = {
+    "llama-lora": ("llama", LoraConfig(r=8, lora_alpha=16, target_modules=LINEARS)),
+    "llama-rslora": ("llama", LoraConfig(r=8, lora_alpha=16, target_modules=LINEARS, use_rslora=True)),
+    "llama-patterns": ("llama", PATTERNS),
+    "llama-head-untied": ("llama", LoraConfig(r=4, target_modules=["q_proj", "lm_head"])),
+    "qwen3-tied-some-layers": (
+        "qwen",
+        LoraConfig(r=8, target_modules=["q_proj", "down_proj"], layers_to_transform=[1]),
+    ),
+    "qwen3-gaussian-all-linear": ("qwen", LoraConfig(r=8, target_modules="all-linear", init_lora_weights="gaussian")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_merge_agrees_with_three_oracles(case: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    family, config = CASES[case]
+    base: Path = request.getfixturevalue(f"{family}_base")
+    adapter = make_adapter(base, tmp_path / "adapter", config)
+    out = tmp_path / "merged"
+    report = merge_adapter(adapter, out, progress=False)  # the base is the one that the adapter records
+
+    before, after, live = tensors_of(base), tensors_of(out), load_live(base, adapter)
+    layers: dict[str, Any] = {
+        f"{name}.weight": layer
+        for name, layer in live.get_base_model().named_modules()
+        if isinstance(layer, peft.tuners.lora.LoraLayer)
+    }
+    assert report.tensors_merged == len(layers) > 0
+    assert report.tensors_copied == len(before) - len(layers)
+    assert report.violations == 0
+    assert before.keys() == after.keys()
+    # Every untouched tensor, to the bit; every touched one against the closed form in float64, and different.
+    deltas = {}
+    for name, weight in before.items():
+        if name not in layers:
+            assert same_bits(weight, after[name]), name
+            continue
+        a, b = layers[name].lora_A["default"].weight, layers[name].lora_B["default"].weight
+        rank = a.shape[0]
+        alpha = layers[name].lora_alpha["default"]
+        scaling = alpha / (rank**0.5 if config.use_rslora else rank)
+        deltas[name] = (scaling * (b.double() @ a.double())).detach()
+        expected = weight.double() + deltas[name]
+        half = torch.exp2(expected.abs().log2().floor() - 8)
+        slack = 2**-20 * (weight.double().abs() + deltas[name].abs())
+        assert ((after[name].double() - expected).abs() <= half + slack).all(), name
+        assert not same_bits(weight, after[name]), name
+    assert report.max_delta == pytest.approx(max(delta.abs().max().item() for delta in deltas.values()), rel=1e-5)
+    ratios = [deltas[name].norm() / before[name].double().norm() for name in deltas]
+    assert report.max_delta_ratio == pytest.approx(max(ratios).item(), rel=1e-5)
+    # PEFT's merge in float32, rounded here: at most a rounding tie apart.
+    theirs = load_live(base, adapter).merge_and_unload().state_dict()
+    for name in layers:
+        ulps = (theirs[name].bfloat16().view(torch.int16).int() - after[name].view(torch.int16).int()).abs()
+        assert ulps.max() <= 1, name
+        assert (ulps != 0).float().mean() < 0.001, name
+    # The reloaded model speaks like the live adapter and not like the base.
+    check = check_logits(live, load(out, torch.bfloat16), INPUT_IDS, load(base))
+    assert check.passed, check
+    assert check.measured > 0
+    assert check.base_distance is not None
+    assert check.base_distance > 3 * check.bound
+    with torch.inference_mode():
+        direct = (live(INPUT_IDS).logits - load(out)(INPUT_IDS).logits).abs().max().item()
+    assert direct == pytest.approx(check.measured_max, rel=0.05)
+
+
+def test_output_is_a_complete_directory(llama_base: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(llama_base, tmp_path / "adapter")
+    for name, text in {"tokenizer.json": '{"of": "adapter"}', "chat_template.jinja": "adapter template"}.items():
+        (adapter / name).write_text(text)
+    (adapter / "tokenizer_config.json").write_text("{}")
+    out = tmp_path / "merged"
+    report = merge_adapter(adapter, out, base=llama_base, progress=False)
+
+    shards = sorted(path.name for path in llama_base.glob("*.safetensors"))
+    assert len(shards) > 2
+    assert sorted(path.name for path in out.glob("*.safetensors")) == shards
+    assert (out / "tokenizer.json").read_text() == '{"of": "adapter"}'
+    assert (out / "chat_template.jinja").read_text() == "adapter template"
+    for name in ("config.json", "generation_config.json", "LICENSE"):
+        assert (out / name).read_bytes() == (llama_base / name).read_bytes()
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    after = tensors_of(out)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in after.values())
+    for name, shard in index["weight_map"].items():
+        with safe_open(out / shard, framework="pt") as file:
+            assert name in file.keys()  # noqa: SIM118
+    assert index["weight_map"].keys() == after.keys()
+
+    manifest = json.loads((out / "cogumi-merge.json").read_text())
+    for shard in shards:
+        data = (out / shard).read_bytes()
+        assert manifest["shards"][shard] == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    weights = hashlib.sha256((adapter / "adapter_model.safetensors").read_bytes()).hexdigest()
+    assert manifest["adapter"]["sha256"]["adapter_model.safetensors"] == weights
+    assert manifest["base"] == {"name": str(llama_base), "path": str(llama_base), "commit": None}
+    assert len(manifest["tensors"]) == report.tensors_merged == 14
+    for entry in manifest["tensors"].values():
+        assert 0.5 < entry["bound_used"] <= 1
+        assert entry["delta_retained"] == pytest.approx(1, abs=0.01)
+        assert 0 < entry["delta_over_weight"] <= report.max_delta_ratio
+    assert str(out) in str(report)
+    assert "every element checked" in str(report)
+    assert sum(path.stat().st_size for path in out.glob("*.safetensors")) == report.bytes
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", torch.float32), ("float16", torch.float16)])
+def test_another_dtype(dtype: str, kind: torch.dtype, llama_base: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(llama_base, tmp_path / "adapter")
+    out = tmp_path / "merged"
+    merge_adapter(adapter, out, dtype=dtype, progress=False)
+    before, after = tensors_of(llama_base), tensors_of(out)
+    assert {tensor.dtype for tensor in after.values()} == {kind}
+    assert json.loads((out / "config.json").read_text())["dtype"] == dtype
+    assert torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"].to(kind))
+    total = json.loads((out / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
+    assert total == sum(tensor.nbytes for tensor in after.values())
+    check = check_logits(load_live(llama_base, adapter), load(out, kind), INPUT_IDS)
+    assert check.passed, check
+    assert check.measured < 1e-3
+
+
+def test_weights_stored_transposed(tmp_path: Path) -> None:
+    """GPT-2 keeps its matrices as [in, out] (Conv1D), in one file without an index; PEFT calls it fan_in_fan_out."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=256, n_positions=64))
+    base = tmp_path / "gpt2"
+    model.bfloat16().save_pretrained(base)
+    assert (base / "model.safetensors").exists()
+    config = LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
+    adapter = make_adapter(base, tmp_path / "adapter", config)
+    out = tmp_path / "merged"
+    report = merge_adapter(adapter, out, progress=False)
+    assert report.tensors_merged == 4
+    assert not (out / "model.safetensors.index.json").exists()
+    check = check_logits(load_live(base, adapter), load(out, torch.bfloat16), INPUT_IDS, load(base))
+    assert check.passed, check
+    assert check.base_distance is not None
+    assert check.base_distance > 3 * check.bound
+
+
+def test_attention_of_a_mixture_of_experts(tmp_path: Path) -> None:
+    """transformers fuses the experts on load, so disk and module names differ; attention keeps its own tensors."""
+    torch.manual_seed(0)
+    config = MixtralConfig(**SIZES, num_local_experts=4, tie_word_embeddings=False)
+    base = save_base(tmp_path / "mixtral", MixtralForCausalLM(config))
+    adapter = make_adapter(base, tmp_path / "adapter", LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    out = tmp_path / "merged"
+    assert merge_adapter(adapter, out, progress=False).tensors_merged == 4
+    check = check_logits(load_live(base, adapter), load(out, torch.bfloat16), INPUT_IDS)
+    assert check.passed, check
+
+
+def test_matmul_precision_of_the_process_does_not_matter(llama_base: Path, tmp_path: Path) -> None:
+    """On a CPU with bfloat16 instructions "medium" makes float32 products wrong by 1 %; elsewhere it does nothing."""
+    adapter = make_adapter(llama_base, tmp_path / "adapter", LoraConfig(r=64, target_modules=LINEARS))
+    merge_adapter(adapter, tmp_path / "one", progress=False)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        merge_adapter(adapter, tmp_path / "two", progress=False)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    for shard in (tmp_path / "one").glob("*.safetensors"):
+        assert shard.read_bytes() == (tmp_path / "two" / shard.name).read_bytes()
+
+
+def test_one_layer_without_training_still_merges(
+    llama_base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapter = edit_adapter(
+        make_adapter(llama_base, tmp_path / "adapter"),
+        lambda name, tensor: tensor * ("layers.0.self_attn.q_proj" not in name),
+    )
+    report = merge_adapter(adapter, tmp_path / "merged", progress=False)
+    assert report.tensors_merged == 14
+    assert "1 of 14 updates are zero" in caplog.text
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert same_bits(tensors_of(tmp_path / "merged")[name], tensors_of(llama_base)[name])
+
+
+def edit_adapter(path: Path, change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> Path:
+    weights = path / "adapter_model.safetensors"
+    changed = {name: change(name, tensor) for name, tensor in load_file(weights).items()}
+    save_file({name: tensor for name, tensor in changed.items() if tensor is not None}, weights, {"format": "pt"})
+    return path
+
+
+def edit_config(path: Path, **changes: Any) -> Path:
+    file = path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return path
+
+
+# Real adapters, saved by PEFT, of every kind that would merge wrongly as plain LoRA; and what the refusal has to say.
+PISSA_NITER: Any = "pissa_niter_4"
+UNSUPPORTED: dict[str, tuple[Any, str]] = {
+    "dora": (LoraConfig(r=4, target_modules=["q_proj"], use_dora=True), "DoRA"),
+    "modules_to_save": (LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]), "modules_to_save"),
+    "tokens": (LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[1, 2]), "trainable_token_indices"),
+    "pissa": (LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="pissa"), "pissa"),
+    "pissa_niter": (LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=PISSA_NITER), "pissa_niter_4"),
+    "olora": (LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="olora"), "olora"),
+    "mica": (LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="mica"), "mica"),
+    "bias_all": (LoraConfig(r=4, target_modules=["q_proj"], bias="all"), "bias='all'"),
+    "bias_lora_only": (LoraConfig(r=4, target_modules=["q_proj"], bias="lora_only"), "bias='lora_only'"),
+    "lora_bias": (LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True), "lora_bias"),
+    "embedding": (LoraConfig(r=4, target_modules=["embed_tokens"]), "lora_embedding"),
+    "replication": (
+        LoraConfig(r=4, target_modules=["q_proj"], layer_replication=[(0, 2), (1, 2)]),
+        "layer_replication",
+    ),
+    "ia3": (IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "IA3"),
+}
+
+
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_refuses_what_would_merge_wrongly(kind: str, llama_base: Path, tmp_path: Path) -> None:
+    config, reason = UNSUPPORTED[kind]
+    if kind in ("bias_all", "bias_lora_only", "lora_bias"):  # a bias needs a layer that has one
+        llama_base = save_base(tmp_path / "biased", llama(attention_bias=True))
+    adapter = make_adapter(llama_base, tmp_path / "adapter", config)
+    out = tmp_path / "merged"
+    with pytest.raises(UsageError, match=f"cannot be merged yet: .*{reason}") as caught:
+        merge_adapter(adapter, out, base=llama_base, progress=False)
+    assert "\n" not in str(caught.value)
+    assert nothing_left(out)
+
+
+@pytest.mark.parametrize("init", ["corda", "loftq", "eva", "lora_ga"])
+def test_refuses_altered_bases_by_name(init: str, llama_base: Path, tmp_path: Path) -> None:
+    """These need data or scipy to make for real; the config's word for them is what the refusal reads."""
+    adapter = edit_config(make_adapter(llama_base, tmp_path / "adapter"), init_lora_weights=init)
+    with pytest.raises(UsageError, match=f"init_lora_weights='{init}'"):
+        merge_adapter(adapter, tmp_path / "merged", progress=False)
+
+
+def test_refuses_an_entry_it_does_not_know(llama_base: Path, tmp_path: Path) -> None:
+    adapter = edit_config(make_adapter(llama_base, tmp_path / "adapter"), use_fancy_lora=True)
+    with pytest.raises(UsageError, match="sets use_fancy_lora=True"):
+        merge_adapter(adapter, tmp_path / "merged", progress=False)
+
+
+def test_refuses_experts(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = MixtralConfig(**SIZES, num_local_experts=4)
+    base = save_base(tmp_path / "mixtral", MixtralForCausalLM(config))
+    experts = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    adapter = make_adapter(base, tmp_path / "adapter", experts)
+    with pytest.raises(UsageError, match=r"target_parameters .MoE experts. puts"):
+        merge_adapter(adapter, tmp_path / "merged", progress=False)
+
+
+def test_refuses_a_tied_head(qwen_base: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(qwen_base, tmp_path / "adapter", LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
+    with pytest.raises(UsageError, match="is tied to another weight"):
+        merge_adapter(adapter, tmp_path / "merged", progress=False)
+
+
+def test_refuses_resized_embeddings(llama_base: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(llama_base, tmp_path / "adapter")
+    weights = adapter / "adapter_model.safetensors"
+    extra = {"base_model.model.model.embed_tokens.weight": torch.zeros(260, 64)}
+    save_file(load_file(weights) | extra, weights, {"format": "pt"})
+    with pytest.raises(UsageError, match=r"embed_tokens\.weight is not a LoRA factor but a whole weight"):
+        merge_adapter(adapter, tmp_path / "merged", progress=False)
+
+
+def test_refuses_a_head_that_is_not_the_bases(llama_base: Path, tmp_path: Path) -> None:
+    """PEFT stores the head's base weight with its factors, and loads it over the base's: it has to be the same one."""
+    adapter = make_adapter(llama_base, tmp_path / "adapter", LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
+    edit_adapter(adapter, lambda name, tensor: tensor * (1.01 if "base_layer" in name else 1))
+    with pytest.raises(UsageError, match=r"lm_head\.base_layer\.weight is not a LoRA factor but a whole weight"):
+        merge_adapter(adapter, tmp_path / "merged", progress=False)
+
+
+def test_refuses_an_untrained_adapter(llama_base: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(llama_base, tmp_path / "adapter", trained=False)
+    with pytest.raises(UsageError, match="changes nothing"):
+        merge_adapter(adapter, tmp_path / "merged", progress=False)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_refuses_broken_factors(value: float, llama_base: Path, tmp_path: Path) -> None:
+    def spoil(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if "layers.1.mlp.up_proj.lora_A" in name:
+            tensor[3, 5] = value
+        return tensor
+
+    adapter = edit_adapter(make_adapter(llama_base, tmp_path / "adapter"), spoil)
+    with pytest.raises(UsageError, match=r"layers\.1\.mlp\.up_proj\.lora_A\.weight holds NaN or infinity"):
+        merge_adapter(adapter, tmp_path / "merged", progress=False)
+
+
+def test_refuses_a_wrong_base(llama_base: Path, qwen_base: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(llama_base, tmp_path / "adapter")
+    wide = save_base(tmp_path / "wide", llama(hidden_size=128))
+    with pytest.raises(UsageError, match=r"base_model\.model\S+lora_\S+ has shape .* need "):
+        merge_adapter(adapter, tmp_path / "merged", base=wide, progress=False)
+    shallow = save_base(tmp_path / "shallow", llama(num_hidden_layers=1))
+    with pytest.raises(UsageError, match=r"layers\.1\.\S+ maps to no targeted linear layer"):
+        merge_adapter(adapter, tmp_path / "merged", base=shallow, progress=False)
+    deep = save_base(tmp_path / "deep", llama(num_hidden_layers=3))
+    with pytest.raises(UsageError, match=r"layers\.2\.\S+ in base .* holds no factors"):
+        merge_adapter(adapter, tmp_path / "merged", base=deep, progress=False)
+    other = tmp_path / "gpt2"
+    GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=256)).save_pretrained(other)
+    with pytest.raises(UsageError, match="does not fit base"):
+        merge_adapter(adapter, tmp_path / "merged", base=other, progress=False)
+
+
+def test_refuses_half_a_pair(llama_base: Path, tmp_path: Path) -> None:
+    adapter = edit_adapter(
+        make_adapter(llama_base, tmp_path / "adapter"),
+        lambda name, tensor: None if "layers.1.mlp.up_proj.lora_B" in name else tensor,
+    )
+    with pytest.raises(UsageError, match=r"up_proj has only \S+lora_A"):
+        merge_adapter(adapter, tmp_path / "merged", progress=False)
+
+
+def test_refuses_a_rank_that_the_config_does_not_explain(llama_base: Path, tmp_path: Path) -> None:
+    adapter = edit_config(make_adapter(llama_base, tmp_path / "adapter"), r=4)
+    with pytest.raises(UsageError, match="rank 4"):
+        merge_adapter(adapter, tmp_path / "merged", progress=False)
+
+
+def test_refuses_quantized_bases(llama_base: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(llama_base, tmp_path / "adapter")
+    quantized = tmp_path / "quantized"
+    shutil.copytree(llama_base, quantized)
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (quantized / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match=r"bitsandbytes.*base=<the full-precision model>"):
+        merge_adapter(adapter, tmp_path / "merged", base=quantized, progress=False)
+    for name in ("someone/Llama-3-8B-unsloth-bnb-4bit", "someone/Llama-3-8B-4bit"):
+        with pytest.raises(UsageError, match="base=<the full-precision model>"):
+            merge_adapter(edit_config(adapter, base_model_name_or_path=name), tmp_path / "merged", progress=False)
+
+
+def test_refuses_what_is_not_there(llama_base: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(llama_base, tmp_path / "adapter")
+    out = tmp_path / "merged"
+    with pytest.raises(UsageError, match="not a directory"):
+        merge_adapter(tmp_path / "nowhere", out, progress=False)
+    with pytest.raises(UsageError, match=r"no adapter_config\.json"):
+        merge_adapter(llama_base, out, progress=False)
+    with pytest.raises(UsageError, match="hf download nobody/nothing --revision abc"):
+        merge_adapter(adapter, out, base="nobody/nothing", base_revision="abc", progress=False)
+    with pytest.raises(UsageError, match="neither an existing directory nor a hub id"):
+        merge_adapter(adapter, out, base="no/such/directory", progress=False)
+    with pytest.raises(UsageError, match="no revisions"):
+        merge_adapter(adapter, out, base=llama_base, base_revision="main", progress=False)
+    with pytest.raises(UsageError, match="dtype='bf16'"):
+        merge_adapter(adapter, out, dtype="bf16", progress=False)
+    with pytest.raises(UsageError, match="verify='all'"):
+        merge_adapter(adapter, out, verify="all", progress=False)
+    broken = tmp_path / "broken"
+    shutil.copytree(llama_base, broken)
+    shard = sorted(broken.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(UsageError, match=f"{shard.name} holds .* bytes"):
+        merge_adapter(adapter, out, base=broken, progress=False)
+    shard.unlink()
+    with pytest.raises(UsageError, match=f"lacks {shard.name}"):
+        merge_adapter(adapter, out, base=broken, progress=False)
+    assert nothing_left(out)
+
+
+def test_hub_snapshot_from_the_cache(llama_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base by its hub id, at the revision that the adapter recorded, from a cache laid out as the hub client does."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "cache" / "models--someone--tiny"
+    shutil.copytree(llama_base, repository / "snapshots" / commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    adapter = make_adapter(llama_base, tmp_path / "adapter")
+    edit_config(adapter, base_model_name_or_path="someone/tiny", revision=commit)
+    report = merge_adapter(adapter, tmp_path / "merged", progress=False)
+    assert report.base == "someone/tiny"
+    assert json.loads((tmp_path / "merged" / "cogumi-merge.json").read_text())["base"]["commit"] == commit
+    with pytest.raises(UsageError, match="hf download someone/tiny --revision v2"):
+        merge_adapter(adapter, tmp_path / "again", base_revision="v2", progress=False)
+
+
+def test_never_overwrites(llama_base: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(llama_base, tmp_path / "adapter")
+    out = tmp_path / "merged"
+    out.mkdir()
+    (out / "precious").write_text("keep me")
+    with pytest.raises(UsageError, match="exists"):
+        merge_adapter(adapter, out, progress=False)
+    assert [path.name for path in out.iterdir()] == ["precious"]
+    below_a_file = out / "precious" / "merged"
+    with pytest.raises(UsageError, match="not a directory"):
+        merge_adapter(adapter, below_a_file, progress=False)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a tmpfs with the given options. Skips where that takes rights that this process does not have."""
+    mounted: list[Path] = []
+
+    def mount(options: str) -> Path:
+        point = tmp_path / f"disk{len(mounted)}"
+        point.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(point)], capture_output=True, text=True
+        )
+        if done.returncode != 0:
+            pytest.skip(f"mounting a tmpfs is not permitted here: {done.stderr.strip()}")
+        mounted.append(point)
+        return point
+
+    yield mount
+    for point in mounted:
+        subprocess.run(["umount", str(point)], check=True)
+
+
+def test_full_disk_is_refused_with_numbers(
+    llama_base: Path, tmp_path: Path, small_disk: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = make_adapter(llama_base, tmp_path / "adapter")
+    disk = small_disk("size=200k")
+    (disk / "merged.partial-dead").mkdir()
+    with pytest.raises(UsageError, match=r"needs 0\.\d+ GB and .* has 0\.000 GB free.*merged\.partial-dead"):
+        merge_adapter(adapter, disk / "merged", progress=False)
+    # And when the space goes while the merge runs, the system's own error comes through and the partial is gone.
+    (disk / "merged.partial-dead").rmdir()
+    monkeypatch.setattr("cogumi.merge.check_space", lambda plan, target: None)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        merge_adapter(adapter, disk / "merged", progress=False)
+    assert list(disk.iterdir()) == []
+
+
+def test_read_only_place(llama_base: Path, tmp_path: Path, small_disk: Callable[[str], Path]) -> None:
+    adapter = make_adapter(llama_base, tmp_path / "adapter")
+    disk = small_disk("size=10m,ro")
+    with pytest.raises(UsageError, match="no permission to write"):
+        merge_adapter(adapter, disk / "merged", progress=False)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_interruption_leaves_nothing(
+    error: type[BaseException], llama_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = make_adapter(llama_base, tmp_path / "adapter")
+    original, calls = stream.write_shard, []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise error("stop")
+        return original(*arguments)
+
+    monkeypatch.setattr(stream, "write_shard", interrupted)
+    with pytest.raises(error, match="stop"):
+        merge_adapter(adapter, tmp_path / "merged", progress=False)
+    assert nothing_left(tmp_path / "merged")
+
+
+SLOW_MERGE = """
+import sys, time
+from cogumi.merge import merge_adapter, stream
+original = stream.write_shard
+def slow(*arguments):
+    result = original(*arguments)
+    print("wrote one", flush=True)
+    time.sleep(60)
+    return result
+stream.write_shard = slow
+merge_adapter(sys.argv[1], sys.argv[2], progress=False)
+"""
+
+
+def test_killed_merge_leaves_no_output(llama_base: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(llama_base, tmp_path / "adapter")
+    out = tmp_path / "merged"
+    before = {path.name: path.read_bytes() for path in llama_base.iterdir()}
+    child = subprocess.Popen([sys.executable, "-c", SLOW_MERGE, str(adapter), str(out)], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"wrote one\n"
+    child.send_signal(signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    child.stdout.close()
+    assert not out.exists()
+    assert len(list(tmp_path.glob("merged.partial-*"))) == 1
+    assert {path.name: path.read_bytes() for path in llama_base.iterdir()} == before
+    merge_adapter(adapter, out, progress=False)  # and the leftover is in nobody's way
+
+
+@pytest.mark.parametrize("tensor", ["model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"])
+def test_one_wrong_element_is_caught(
+    tensor: str, llama_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flip the lowest mantissa bits of one element, touched or not, between writing and verifying."""
+    adapter = make_adapter(llama_base, tmp_path / "adapter")
+    original = stream.write_shard
+
+    def corrupting(plan: Any, directory: Path, *rest: Any) -> Any:
+        result = original(plan, directory, *rest)
+        for planned in plan.tensors:
+            if planned.target.name == tensor:
+                with (directory / plan.name).open("r+b") as file:
+                    file.seek(planned.target.start + 2 * 1234)
+                    low = file.read(1)[0]
+                    file.seek(-1, 1)
+                    file.write(bytes([low ^ 2]))
+        return result
+
+    monkeypatch.setattr(stream, "write_shard", corrupting)
+    with pytest.raises(MergeError, match=tensor):
+        merge_adapter(adapter, tmp_path / "merged", progress=False)
+    assert nothing_left(tmp_path / "merged")
+    report = merge_adapter(adapter, tmp_path / "unchecked", verify="none", progress=False)
+    assert report.violations is None
+    assert "not verified" in str(report)
+
+
+def test_overflow_of_a_narrow_dtype_is_caught(tmp_path: Path) -> None:
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight[0, 0] = 1e5  # fits bfloat16, not float16
+    base = save_base(tmp_path / "base", model)
+    adapter = make_adapter(base, tmp_path / "adapter")
+    with pytest.raises(MergeError, match=r"q_proj\.weight: element \(0, 0\) is inf"):
+        merge_adapter(adapter, tmp_path / "merged", dtype="float16", progress=False)
+    assert nothing_left(tmp_path / "merged")
+
+
+def test_logit_check_catches_wrong_merges_and_leaves_models_alone(llama_base: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(llama_base, tmp_path / "adapter")
+    merge_adapter(adapter, tmp_path / "merged", progress=False)
+    live, merged = load_live(llama_base, adapter), load(tmp_path / "merged", torch.bfloat16)
+    states = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in (live, merged)]
+    check = check_logits(live, merged, INPUT_IDS)
+    assert check.passed, check
+    assert check == check_logits(live, merged, INPUT_IDS)
+    for model, state in zip((live, merged), states, strict=True):
+        assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+        assert all(tensor.dtype == state[name].dtype for name, tensor in model.state_dict().items())
+
+    base = load(llama_base, torch.bfloat16)
+    weight = "model.layers.1.self_attn.v_proj.weight"
+    forgotten = load(tmp_path / "merged", torch.bfloat16)
+    forgotten.get_parameter(weight).data.copy_(base.get_parameter(weight).data)
+    assert not check_logits(live, forgotten, INPUT_IDS).passed
+
+    scaled = edit_adapter(
+        shutil.copytree(adapter, tmp_path / "scaled"),
+        lambda name, tensor: tensor * 1.5 if "lora_B" in name else tensor,
+    )
+    merge_adapter(scaled, tmp_path / "merged-scaled", progress=False)
+    result = check_logits(live, load(tmp_path / "merged-scaled", torch.bfloat16), INPUT_IDS)
+    assert not result.passed
+    assert "DIFFER" in str(result)
+    with pytest.raises(UsageError, match="should be a PEFT model"):
+        check_logits(merged, merged, INPUT_IDS)
+
+
+def test_half_ulp_is_exact() -> None:
+    from cogumi.merge.verify import half_ulp
+
+    values = torch.tensor([0.0, 1.0, 1.5, -2.0, 3.99, 1e-40, 2.0**-126, 65504.0], dtype=torch.float64)
+    expected = [2.0**-134, 2.0**-8, 2.0**-8, 2.0**-7, 2.0**-7, 2.0**-134, 2.0**-134, 2.0**7]
+    assert half_ulp(values, torch.bfloat16).tolist() == expected
+    assert half_ulp(torch.tensor([1e-6], dtype=torch.float64), torch.float16).item() == 2.0**-25
+
+
+def test_importing_merge_does_not_import_training() -> None:
+    code = "import sys, cogumi.merge; assert not [m for m in sys.modules if m.startswith('cogumi.training')]"
+    subprocess.run([sys.executable, "-c", code], check=True)
