@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness import ROOT, Row, interleave, missing, peak_rss, ratio, row
-from cogumi.patches.fused_head import FusedLogProbFunction
+from cogumi.patches.head_logps import FusedLogProbFunction
 
 # (tokens, hidden size, vocabulary)
 Shape = tuple[int, int, int]

@@ -44,7 +44,7 @@ def trl_kernel(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
 
 
 def cogumi_head(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    from cogumi.patches.fused_head import FusedLogProbFunction
+    from cogumi.patches.head_logps import FusedLogProbFunction
 
     return FusedLogProbFunction.apply(hidden, weight, None, targets, 1.0, TILE, None, 1.0, ("log_probs", "entropy"))[0]
 

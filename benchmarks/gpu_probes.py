@@ -1,239 +1,24 @@
-"""Does the installed stack work on this card? Each probe runs real kernels in a process of its own.
+"""Does the installed stack work on this card? The probes of `cogumi.stack.probes`, as rows.
 
-A process of its own because a native import can crash or hang, and takes nothing else with it then. A package that is
-not installed is a "missing" row; one that is installed and does not work is a failed row with the error's last line.
-`python -m benchmarks.gpu_probes NAME DEVICE` runs one probe and prints its rows as JSON.
+A package that is not installed is a "missing" row; one that is installed and does not work is a failed row.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-from benchmarks.harness import ROOT, Budget, Row, missing, row, synchronize, version_of
-
-# (metric, value, unit, note)
-Reading = tuple[str, float | str | None, str, str]
-TIMEOUT = 60.0
-MARK = "readings: "
-
-
-def probe_torch(device: str) -> list[Reading]:
-    import torch
-
-    readings: list[Reading] = [
-        (
-            "version",
-            torch.__version__,
-            "",
-            f"built for CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
-        ),
-    ]
-    if device.startswith("cuda"):
-        major, minor = torch.cuda.get_device_capability(device)
-        built = torch.cuda.get_arch_list()
-        # A card runs machine code of its own major version and a minor up to its own; PTX it compiles.
-        runs = any(
-            arch.startswith(f"sm_{major}") and int(arch[len(f"sm_{major}") :].rstrip("af")) <= minor for arch in built
-        )
-        if not runs and not any(arch.startswith("compute_") for arch in built):
-            raise RuntimeError(f"sm_{major}{minor} is not among the architectures of this build: {' '.join(built)}")
-        readings.append(("architectures", " ".join(built), "", f"the card is sm_{major}{minor}"))
-        readings.append(("memory", torch.cuda.get_device_properties(device).total_memory / 2**30, "GiB", ""))
-    return readings
-
-
-def probe_matmul(device: str) -> list[Reading]:
-    import torch
-
-    size = 8192 if device.startswith("cuda") else 256
-    # Random and not zeros, on which some cards run measurably faster.
-    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    seconds = _median_seconds(lambda: left @ right)
-    return [("bf16 matmul", 2 * size**3 / seconds / 1e12, "TFLOP/s", f"{size} x {size} x {size}, random")]
-
-
-def probe_triton(device: str) -> list[Reading]:
-    import torch
-    import triton
-
-    from benchmarks.gpu_triton import double
-
-    source = torch.randn(1000, device=device)
-    start = time.perf_counter()
-    doubled = double(source)
-    synchronize()
-    seconds = time.perf_counter() - start
-    torch.testing.assert_close(doubled, source * 2)
-    return [("JIT and run", seconds, "s", f"triton {triton.__version__}")]
-
-
-def probe_torchvision(device: str) -> list[Reading]:
-    import torch
-    import torchvision
-
-    boxes = torch.tensor([[0.0, 0.0, 9.0, 9.0], [0.0, 0.0, 9.0, 8.0], [20.0, 20.0, 29.0, 29.0]], device=device)
-    kept = torchvision.ops.nms(boxes, torch.tensor([0.9, 0.8, 0.7], device=device), 0.5)
-    if kept.tolist() != [0, 2]:
-        raise RuntimeError(f"nms kept {kept.tolist()}, not [0, 2]")
-    return [("nms", "works", "", f"torchvision {torchvision.__version__}")]
-
-
-def probe_bitsandbytes(device: str) -> list[Reading]:
-    import bitsandbytes
-    import torch
-
-    plain = torch.nn.Linear(256, 256, bias=False)
-    layer = bitsandbytes.nn.Linear4bit(256, 256, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
-    layer.load_state_dict({"weight": plain.weight.data})
-    layer = layer.to(device)  # quantizes
-    inputs = torch.randn(8, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
-    outputs = layer(inputs)
-    outputs.sum().backward()
-    assert inputs.grad is not None
-    weight = plain.weight.data.to(device, torch.bfloat16)
-    forward = _relative(outputs, inputs.detach() @ weight.T)
-    backward = _relative(inputs.grad, torch.ones_like(outputs) @ weight)
-    # NF4 rounding of normal weights costs about 0.1; a wrong kernel costs about 1.
-    if max(forward, backward) > 0.25:
-        raise RuntimeError(f"4-bit differs from full precision by {forward:.3g} forward, {backward:.3g} backward")
-    return [
-        ("4-bit forward and backward", max(forward, backward), "relative", f"bitsandbytes {bitsandbytes.__version__}")
-    ]
-
-
-def probe_flash_attn(device: str) -> list[Reading]:
-    import flash_attn
-    import torch
-
-    query, key, value = _qkv(device, torch.bfloat16)
-    ours = [each.transpose(1, 2).detach().requires_grad_() for each in (query, key, value)]
-    output = flash_attn.flash_attn_func(*ours, causal=True)
-    output.sum().backward()
-    reference = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    reference.sum().backward()
-    assert ours[2].grad is not None
-    assert value.grad is not None
-    forward = _relative(output.transpose(1, 2), reference)
-    backward = _relative(ours[2].grad.transpose(1, 2), value.grad)
-    if max(forward, backward) > 0.02:
-        raise RuntimeError(f"differs from torch by {forward:.3g} forward, {backward:.3g} backward")
-    return [("forward and backward", max(forward, backward), "relative", f"flash-attn {flash_attn.__version__}")]
-
-
-def probe_xformers(device: str) -> list[Reading]:
-    import torch
-    import xformers
-    import xformers.ops
-
-    query, key, value = (each.transpose(1, 2) for each in _qkv(device, torch.bfloat16))
-    output = xformers.ops.memory_efficient_attention(query, key, value, attn_bias=xformers.ops.LowerTriangularMask())
-    output.sum().backward()
-    return [("attention, forward and backward", "works", "", f"xformers {xformers.__version__}")]
-
-
-def probe_unsloth(device: str) -> list[Reading]:
-    start = time.perf_counter()
-    import unsloth
-
-    return [("import", time.perf_counter() - start, "s", f"unsloth {unsloth.__version__}")]
-
-
-def probe_sdpa(device: str) -> list[Reading]:
-    """Forward and backward of torch's attention by each backend; one that declines this input is no failure."""
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    query, key, value = _qkv(device, torch.bfloat16)
-
-    def attend() -> None:
-        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        torch.autograd.grad(output.sum(), (query, key, value))
-
-    readings: list[Reading] = []
-    shape = " x ".join(map(str, query.shape))
-    for backend in (
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ):
-        with sdpa_kernel(backend):
-            try:
-                milliseconds = 1e3 * _median_seconds(attend)
-            except RuntimeError as error:
-                if not any(words in str(error) for words in ("No available kernel", "No viable backend")):
-                    raise
-                readings.append((backend.name, None, "", "not available for this input on this device"))
-            else:
-                readings.append((backend.name, milliseconds, "ms", f"causal, forward and backward, {shape}"))
-    return readings
-
-
-PROBES: dict[str, Callable[[str], list[Reading]]] = {
-    "torch": probe_torch,
-    "matmul": probe_matmul,
-    "sdpa": probe_sdpa,
-    "triton": probe_triton,
-    "torchvision": probe_torchvision,
-    "bitsandbytes": probe_bitsandbytes,
-    "flash_attn": probe_flash_attn,
-    "xformers": probe_xformers,
-    "unsloth": probe_unsloth,
-}
-
-
-def _qkv(device: str, dtype: Any) -> list[Any]:
-    """Query, key and value (batch, heads, tokens, head_dim) that take gradients."""
-    import torch
-
-    shape = (4, 32, 2048, 128) if device.startswith("cuda") else (1, 2, 64, 32)
-    return [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
-
-
-def _relative(ours: Any, reference: Any) -> float:
-    ours, reference = ours.detach().float(), reference.detach().float()
-    return float((ours - reference).norm() / reference.norm())
-
-
-def _median_seconds(work: Callable[[], object], repeats: int = 10, warmup: int = 3) -> float:
-    seconds = []
-    for turn in range(warmup + repeats):
-        synchronize()
-        start = time.perf_counter()
-        work()
-        synchronize()
-        if turn >= warmup:
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+from benchmarks.harness import Budget, Row, missing, row
+from cogumi.stack.probes import PROBES, TIMEOUT, run_probe
 
 
 def probe(name: str, device: str, timeout: float = TIMEOUT) -> list[Row]:
-    """The rows of one probe, run in a fresh process."""
-    # Before starting a process for it: whether a package is there at all needs no import.
-    package = {"matmul": "torch", "sdpa": "torch"}.get(name, name)
-    if importlib.util.find_spec(package) is None:
-        return [missing("gpu_probes", name, package.replace("_", "-"))]
-    command = [sys.executable, "-m", "benchmarks.gpu_probes", name, device]
-    try:
-        said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return [row("gpu_probes", name, "-", None, ok=False, note=f"failed: no answer in {timeout:.0f} s")]
-    marked = [line for line in said.stdout.splitlines() if line.startswith(MARK)]
-    if said.returncode != 0 or not marked:
-        last = (said.stderr.strip().splitlines() or [f"exit status {said.returncode}"])[-1]
-        version = version_of(package.replace("_", "-"))
-        return [row("gpu_probes", name, "-", None, ok=False, note=f"failed ({version}): {last[:300]}")]
-    return [
-        row("gpu_probes", name, metric, value, unit, note=note)
-        for metric, value, unit, note in json.loads(marked[-1][len(MARK) :])
-    ]
+    """The rows of one probe."""
+    done = run_probe(name, device, timeout)
+    if done.missing:
+        return [missing("gpu_probes", name, done.missing)]
+    if done.error:
+        return [row("gpu_probes", name, "-", None, ok=False, note=f"failed: {done.error}")]
+    return [row("gpu_probes", name, metric, value, unit, note=note) for metric, value, unit, note in done.readings]
 
 
 def run(quick: bool = False, device: str = "cuda", budget: Budget | None = None) -> Iterator[Row]:
@@ -243,7 +28,3 @@ def run(quick: bool = False, device: str = "cuda", budget: Budget | None = None)
             yield row("gpu_probes", name, "-", None, note="skipped: out of time")
         else:
             yield from probe(name, device, timeout)
-
-
-if __name__ == "__main__":
-    print(MARK + json.dumps(PROBES[sys.argv[1]](sys.argv[2])))

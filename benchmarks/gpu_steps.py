@@ -224,7 +224,7 @@ def head_patch() -> Iterator[None]:
     """
     import trl.trainer.utils as upstream
 
-    from cogumi.patches.fused_head import FusedLogProbFunction
+    from cogumi.patches.head_logps import FusedLogProbFunction
 
     with mock.patch.object(upstream, "_ChunkedLogProbFunction", FusedLogProbFunction):
         yield

@@ -23,7 +23,7 @@ _HOME = {
     "RunResult": "cogumi.training",
     "train": "cogumi.training",
 }
-__all__ = [*_HOME, "__version__"]  # noqa: PLE0604
+__all__ = [*_HOME, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,11 +5,12 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 
 from cogumi import smoke
 from cogumi.errors import UsageError
+
+INTERRUPTED = 130  # 128 + SIGINT, which is what Typer exits with after Ctrl-C
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("smoke")(smoke.main)
@@ -41,7 +42,9 @@ def train(
 def merge(
     adapter: Annotated[Path, typer.Argument(help="The directory a run saved its adapter to.")],
     out: Annotated[Path, typer.Argument(help="A directory that does not exist yet.")],
-    base: Annotated[str | None, typer.Option(help="The full-precision base, where the adapter does not name it.")] = None,
+    base: Annotated[
+        str | None, typer.Option(help="The full-precision base, where the adapter does not name it.")
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="The base's revision on the hub.")] = None,
     dtype: Annotated[str, typer.Option(help="keep, bfloat16, float16 or float32.")] = "keep",
 ) -> None:
@@ -60,14 +63,11 @@ def run_command(app: typer.Typer) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("cogumi").setLevel(logging.INFO)
     try:
-        status = app(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        status = error.exit_code
+        app()
     except UsageError as error:
         print(f"cogumi: {error}", file=sys.stderr)
-        status = 2
-    except (KeyboardInterrupt, click.Abort):
-        print("cogumi: interrupted; what was written stays in the run directory", file=sys.stderr)
-        status = 130
-    sys.exit(status)
+        sys.exit(2)
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:
+            print("cogumi: interrupted; what was written stays in the run directory", file=sys.stderr)
+        raise

@@ -94,7 +94,9 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any], **overrides:
     reject_unknown(values, SECTIONS, "", origins, label)
     for required in ("model", "data", "cogumi"):
         if not isinstance(values.get(required), dict):
-            raise UsageError(f"{origins.get(required, label)}: section `{required}:` is missing; it is a mapping of keys")
+            raise UsageError(
+                f"{origins.get(required, label)}: section `{required}:` is missing; it is a mapping of keys"
+            )
     for optional in ("lora", "train"):
         values[optional] = bind_mapping(values.get(optional), optional, origins, label)
 
@@ -102,7 +104,9 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any], **overrides:
     run.train = bind_signature(run.train, "train", trl_config_class(run.cogumi.method), "trl", origins, label)
     run.lora = bind_signature(run.lora, "lora", lora_config_class(), "peft", origins, label)
     if "output_dir" in run.train:
-        raise UsageError(f"{origins.get('train.output_dir', label)}: train.output_dir is the run's own; set cogumi.run_dir")
+        raise UsageError(
+            f"{origins.get('train.output_dir', label)}: train.output_dir is the run's own; set cogumi.run_dir"
+        )
     if run.cogumi.run_dir is None:
         run.cogumi.run_dir = Path("runs") / (Path(label).stem if isinstance(config, (str, os.PathLike)) else "run")
     return run
@@ -184,7 +188,13 @@ def record_lines(node: yaml.MappingNode, prefix: str, path: str, origins: Origin
 def suggest_yaml(path: Path) -> str:
     names = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1) or sorted(names)[:3]
-    return f"; did you mean {path.parent / near[0]}?" if len(near) == 1 else f"; there is {', '.join(near)}" if near else ""
+    return (
+        f"; did you mean {path.parent / near[0]}?"
+        if len(near) == 1
+        else f"; there is {', '.join(near)}"
+        if near
+        else ""
+    )
 
 
 def parse_scalar(text: str) -> Any:
@@ -201,7 +211,7 @@ def copy_mapping(mapping: Mapping[str, Any]) -> dict[str, Any]:
 def set_value(values: dict[str, Any], origins: Origins, key: str, value: Any, origin: str) -> None:
     section, *rest = key.split(".")
     if section not in SECTIONS or not rest or not all(rest):
-        example = origin.split()[0] == "environment" and "COGUMI_TRAIN__MAX_STEPS" or "train.max_steps"
+        example = (origin.split()[0] == "environment" and "COGUMI_TRAIN__MAX_STEPS") or "train.max_steps"
         near = difflib.get_close_matches(section, SECTIONS, n=1) or ["train"]
         raise UsageError(f"{origin}: names no config key; sections are {', '.join(SECTIONS)}, as in {example}"
                          + (f" (did you mean {near[0]}?)" if section not in SECTIONS else ""))  # fmt: skip
@@ -242,14 +252,18 @@ def bind_signature(
     """The section's values, coerced to the types of a library's config dataclass."""
     hints = get_type_hints(signature)
     fields = [f.name for f in dataclasses.fields(signature) if f.init]
-    reject_unknown(values, fields, f"{section}.", origins, label, f" ({signature.__name__}, {library} {version(library)})")
+    reject_unknown(
+        values, fields, f"{section}.", origins, label, f" ({signature.__name__}, {library} {version(library)})"
+    )
     bound = {}
     for key, value in values.items():
         try:
             # Lax mode: YAML 1.1 reads `5e-7` as a string, which is a float to everybody else.
             bound[key] = TypeAdapter(hints[key], config=None).validate_python(value)
         except ValidationError as error:
-            wanted = getattr(hints[key], "__name__", str(hints[key])) if isinstance(hints[key], type) else str(hints[key])
+            wanted = (
+                getattr(hints[key], "__name__", str(hints[key])) if isinstance(hints[key], type) else str(hints[key])
+            )
             place = origins.get(f"{section}.{key}", label)
             raise UsageError(f"{place}: {section}.{key} = {value!r}: {error.errors()[0]['msg']} ({wanted})") from None
     return bound

@@ -29,7 +29,9 @@ def create_run_dir(path: Path) -> Path:
             raise UsageError(f"{path} already holds {what}; set cogumi.run_dir to a new directory, or delete this one")
         write_atomic(path / "status.json", json.dumps({"state": "starting", "time": time.time(), "pid": os.getpid()}))
     except OSError as error:
-        raise UsageError(f"{path}: cannot write the run directory: {error.strerror}; set cogumi.run_dir elsewhere") from None
+        raise UsageError(
+            f"{path}: cannot write the run directory: {error.strerror}; set cogumi.run_dir elsewhere"
+        ) from None
     return path
 
 

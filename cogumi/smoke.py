@@ -28,6 +28,7 @@ from cogumi.rundir import write_json
 log = logging.getLogger("cogumi")
 CONFIGS = Path(__file__).parents[1] / "configs" / "smoke"
 STACK = ("torch", "transformers", "trl", "peft", "datasets", "polars")
+GPU_PROBES = ("torch", "matmul", "triton", "bitsandbytes", "flash_attn")
 COMPARED = 32  # held-out prompts on which base, SFT and RL model are scored
 QUICK_STEPS = {"sft": 15, "gspo": 8}
 
@@ -49,6 +50,7 @@ class Report:
     quick: bool
     rows: list[Row] = field(default_factory=list)
     samples: list[dict[str, str]] = field(default_factory=list)
+    similarity: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
@@ -59,9 +61,12 @@ class Report:
         self.rows.append(Row(stage, checked, figure, passed))
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "run_dir": str(self.run_dir), "passed": self.passed, "python": platform.python_version()} | {
-            "versions": {name: version(name) for name in STACK}
-        }
+        return {
+            **asdict(self),
+            "run_dir": str(self.run_dir),
+            "passed": self.passed,
+            "python": platform.python_version(),
+        } | {"versions": {name: version(name) for name in STACK}}
 
 
 def smoke(quick: bool = False, model: str | None = None, run_dir: Path | None = None) -> Report:
@@ -122,10 +127,22 @@ def check_stack(report: Report) -> None:
     import torch
 
     from cogumi.patches import patch
+    from cogumi.stack.probes import run_probe
 
     for status in patch().patches:
         report.add("stack", f"patch {status.name}", status.reason, True)
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else f"no GPU, {torch.get_num_threads()} threads"
+    if torch.cuda.is_available():
+        for name in GPU_PROBES:
+            probe = run_probe(name, "cuda")
+            read = ", ".join(f"{metric} {value} {unit}".strip() for metric, value, unit, _ in probe.readings)
+            # What is not installed is not used; what is installed and broken will be met in the middle of a run.
+            report.add(
+                "stack",
+                f"probe {name}",
+                probe.error or read or f"{probe.missing} is not installed",
+                probe.error is None,
+            )
     report.add("stack", "versions", ", ".join(f"{name} {version(name)}" for name in STACK[:4]) + f"; {card}", True)
 
 
@@ -175,7 +192,12 @@ def check_sft(report: Report, model: str) -> Any:
     """The held-out loss must fall by a tenth."""
     result = run_config(report, "sft", model)
     before, after = result.series("eval_loss")
-    report.add("sft", "held-out loss falls by >= 10 %", f"{before:.3f} -> {after:.3f} ({after / before - 1:+.0%})", after <= 0.9 * before)
+    report.add(
+        "sft",
+        "held-out loss falls by >= 10 %",
+        f"{before:.3f} -> {after:.3f} ({after / before - 1:+.0%})",
+        after <= 0.9 * before,
+    )
     return result
 
 
@@ -211,13 +233,14 @@ def compare(report: Report, models: dict[str, str]) -> None:
     examples = prompts_for_rl(held_out, tokenizer, run.data.fim, column=run.data.column).dataset
     examples = examples.select(range(min(COMPARED, len(examples))))
     columns = {name: examples[name] for name in ("middle", "prefix", "suffix")}
-    written = {}
+    prompts, written = list(examples["prompt"]), {}
     for name, path in models.items():
-        written[name] = complete(load_model(path), tokenizer, examples["prompt"], run.train["max_completion_length"])
-        score = sum(edit_similarity(examples["prompt"], written[name], **columns)) / len(examples)
-        report.add("compare", f"{name}: held-out edit similarity", f"{score:.3f} on {len(examples)} prompts", True)
+        written[name] = complete(load_model(path), tokenizer, prompts, run.train["max_completion_length"])
+        report.similarity[name] = sum(edit_similarity(prompts, written[name], **columns)) / len(prompts)
     changed = sum(a != b for a, b in zip(written["base"], written["rl"], strict=True))
-    report.add("compare", "base and RL model write differently", f"{changed} of {len(examples)} completions", changed > 0)
+    report.add(
+        "compare", "base and RL model write differently", f"{changed} of {len(examples)} completions", changed > 0
+    )
     for i in range(3):
         report.samples.append({"cut out": columns["middle"][i]} | {name: texts[i] for name, texts in written.items()})
 
@@ -229,16 +252,21 @@ def show(report: Report, console: Console) -> None:
         table.add_row(row.stage, row.checked, row.figure, mark, f"{row.seconds:.1f}" if row.seconds else "")
     console.print(table)
     if report.samples:
-        texts = Table(*report.samples[0], title="fill in the middle, greedy", show_lines=True)
+        texts = Table(*report.samples[0], title="held-out prompts, greedy completions", show_lines=True)
         for sample in report.samples:
             texts.add_row(*(repr(text) for text in sample.values()))
+        texts.add_row(f"mean edit similarity, {COMPARED} prompts", *(f"{x:.3f}" for x in report.similarity.values()))
         console.print(texts)
     passed = sum(row.passed for row in report.rows)
-    console.print(f"{passed} of {len(report.rows)} checks passed in {report.seconds:.0f} s; details in {report.run_dir}/smoke.json")
+    console.print(
+        f"{passed} of {len(report.rows)} checks passed in {report.seconds:.0f} s; details in {report.run_dir}/smoke.json"
+    )
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="Shorter trainings, under 30 s once the base is cached.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Shorter trainings, under 30 s once the base is cached.")
+    ] = False,
     model: Annotated[str | None, typer.Option(help="A model directory or hub id instead of the small base.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where to write; runs/smoke-<time> by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on standard output.")] = False,

@@ -11,12 +11,22 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import gpu, gpu_device, gpu_head, gpu_probes, gpu_steps, harness, smoke
 from benchmarks.harness import Budget, row
+from cogumi.stack import probes
 
 TINY = {
     "qwen3": gpu_steps.Shape("tiny-qwen3", "qwen3", 32, 64, 2, 4, 2, 8, 97, True, 1e6),
     "llama": gpu_steps.Shape("tiny-llama", "llama", 32, 64, 2, 4, 2, 8, 97, False, 5e5),
 }
 BATCH = gpu_steps.Batch(sequences=2, prompt=5, completion=7)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    # On tiny shapes two threads only wait for each other, for seconds on a busy machine.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def well_formed(rows):
@@ -246,21 +256,21 @@ def test_probes_run_in_their_own_process_and_say_what_failed(monkeypatch):
     assert said["value"] == torch.__version__
     (broken,) = well_formed(gpu_probes.probe("torch", "cuda:99"))
     assert broken["ok"] is False
-    assert broken["note"].startswith(f"failed ({torch.__version__}): ")
-    monkeypatch.setattr(gpu_probes.importlib.util, "find_spec", lambda name: None)
+    assert broken["note"].startswith(f"failed: torch {torch.__version__}: ")
+    monkeypatch.setattr(probes.importlib.util, "find_spec", lambda name: None)
     (absent,) = well_formed(gpu_probes.probe("flash_attn", "cpu"))
     assert (absent["ok"], absent["note"]) == (None, "missing: flash-attn")
 
 
 def test_sdpa_probe_names_the_backends_that_run_and_those_that_decline():
-    said = {metric: value for metric, value, _, _ in gpu_probes.probe_sdpa("cpu")}
+    said = {metric: value for metric, value, _, _ in probes.probe_sdpa("cpu")}
     assert said["MATH"] > 0
     assert said["CUDNN_ATTENTION"] is None
 
 
 def test_bitsandbytes_probe_is_a_forward_and_a_backward():
     pytest.importorskip("bitsandbytes")
-    ((metric, error, _, _),) = gpu_probes.probe_bitsandbytes("cpu")
+    ((metric, error, _, _),) = probes.probe_bitsandbytes("cpu")
     assert metric == "4-bit forward and backward"
     assert 0.01 < error < 0.25
 

@@ -277,11 +277,13 @@ def test_the_result_does_not_depend_on_chunks_or_other_rows(rows, starcoder, mon
     assert whole != columns(tokenize_for_sft(rows, starcoder, FimConfig(fim_rate=0.7, seed=4)))
 
 
-def test_an_earlier_padded_call_leaves_no_trace(rows, starcoder):
-    before = columns(tokenize_for_sft(rows, starcoder, FimConfig()))
+@pytest.mark.parametrize("left_over", [{"padding": "max_length"}, {"truncation": True}], ids=str)
+def test_an_earlier_call_leaves_no_trace(starcoder, left_over):
+    texts = ["a", "b c d e f g h"]
+    before = [list(each) for each in fim._encode(starcoder, texts)]
     starcoder.pad_token = EOS
-    starcoder(["a", "b c d"], padding="max_length", max_length=20, truncation=True)
-    assert columns(tokenize_for_sft(rows, starcoder, FimConfig())) == before
+    starcoder(texts, max_length=3, **left_over)
+    assert [list(each) for each in fim._encode(starcoder, texts)] == before
 
 
 @pytest.mark.parametrize(("fim_rate", "spm_rate"), [(0.0, 0.5), (1.0, 0.0), (1.0, 1.0), (0.5, 0.25)])

@@ -24,8 +24,6 @@ def trainer(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
-    from cogumi.training.gspo import log_ratios
-
     cogumi.patch()
     args = GRPOConfig(
         output_dir=str(tmp_path_factory.mktemp("gspo")),
@@ -55,7 +53,12 @@ def loss(trainer: Any) -> Iterator[Callable[..., torch.Tensor]]:
     def compute(new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         trainer._get_per_token_logps_and_entropies = lambda *_, **__: (new, torch.zeros_like(new), None)
         ones = torch.ones(len(new), 3, dtype=torch.long)
-        inputs = {"prompt_ids": ones, "prompt_mask": ones, "completion_ids": mask.long(), "completion_mask": mask.long()}
+        inputs = {
+            "prompt_ids": ones,
+            "prompt_mask": ones,
+            "completion_ids": mask.long(),
+            "completion_mask": mask.long(),
+        }
         return trainer._compute_loss(trainer.model, inputs | {"advantages": advantages, "old_per_token_logps": old})
 
     yield compute

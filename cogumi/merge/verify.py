@@ -118,9 +118,7 @@ def check_merged(
         weight = read_block(source, tensor.source.start, tensor.source.dtype, start, count).double()
         out = read_written(written, tensor, start, count, digest, advance)
         delta = (left[first:last] @ right).flatten()
-        used = max(
-            used, check_bound(tensor, out, weight + delta, arithmetic[first:last].repeat_interleave(columns), start)
-        )
+        used = max(used, check_bound(tensor, out, weight + delta, arithmetic[first:last], start))
         along_delta += torch.dot(out - weight, delta).item()
         delta_squares += torch.dot(delta, delta).item()
     return ElementCheck(used, along_delta / delta_squares if delta_squares else None)
@@ -138,21 +136,22 @@ def arithmetic_bound(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def check_bound(
-    tensor: TensorPlan, out: torch.Tensor, expected: torch.Tensor, arithmetic: torch.Tensor | float, start: int
+    tensor: TensorPlan, out: torch.Tensor, expected: torch.Tensor, arithmetic: torch.Tensor, start: int
 ) -> float:
     """The largest share of the bound that an element of this block uses. Raises MergeError where it is above 1.
 
-    out, expected: float64 [n], the elements from `start` on. The factor on half an ulp is the float32 sum's 2 u
-    |expected|: |expected| is below 2**(mantissa bits + 2) halves of its ulp.
+    out, expected: float64 [n], the elements from `start` on; arithmetic: float64 [rows], for n / rows elements each.
+    The factor on half an ulp is the float32 sum's 2 u |expected|, as |expected| < 2**(mantissa bits + 2) half ulps.
     """
     dtype = FLOAT_DTYPES[tensor.target.dtype]
-    bound = half_ulp(expected, dtype).mul_(1 + 2.0 ** (MANTISSA[dtype][0] - 21)).add_(arithmetic)
+    bound = half_ulp(expected, dtype).mul_(1 + 2.0 ** (MANTISSA[dtype][0] - 21))
+    bound.view(len(arithmetic), -1).add_(arithmetic[:, None])
     error = (out - expected).abs_()
     if not bool((error <= bound).all()):  # NaN is not <= anything
         bad = ~((error <= bound) | (out == expected))  # two equal infinities have no difference
         if bool(bad.any()):
             where = int(bad.nonzero()[0])
-            position = (start + where) // tensor.target.shape[-1], (start + where) % tensor.target.shape[-1]
+            position = divmod(start + where, tensor.target.shape[-1] if tensor.target.shape else 1)
             raise MergeError(
                 f"{tensor.target.name}: element {position} is {out[where].item():.9g} where W + delta is "
                 f"{expected[where].item():.9g} and {tensor.target.dtype} rounding allows {bound[where].item():.3g}; "
@@ -182,7 +181,7 @@ def check_converted(
         count = min(BLOCK_ELEMENTS, total - first)
         expected = read_block(source, tensor.source.start, tensor.source.dtype, first, count).double()
         out = read_written(written, tensor, first, count, digest, advance)
-        check_bound(tensor, out, expected, 0.0, first)
+        check_bound(tensor, out, expected, torch.zeros(1, dtype=torch.float64), first)
 
 
 @dataclass(frozen=True)
@@ -191,14 +190,14 @@ class LogitCheck:
 
     All figures are in logits, over every position and vocabulary entry: `measured` is the rms difference and
     `measured_max` the largest; `predicted` is the rms that rounding the touched weights once should cause; `bound` is
-    what passes; `base_distance` is the rms difference between merged and base (None without a base).
+    what passes; `base_distance` is the rms difference between merged and base.
     """
 
     measured: float
     measured_max: float
     predicted: float
     bound: float
-    base_distance: float | None
+    base_distance: float
 
     @property
     def passed(self) -> bool:
@@ -206,10 +205,9 @@ class LogitCheck:
 
     def __str__(self) -> str:
         verdict = "logits agree" if self.passed else "LOGITS DIFFER"
-        base = "" if self.base_distance is None else f"; merged is {self.base_distance:.3g} from the base"
         return (
             f"{verdict}: merged is {self.measured:.3g} rms (max {self.measured_max:.3g}) from the live adapter, "
-            f"rounding explains {self.predicted:.3g}, allowed {self.bound:.3g}{base}"
+            f"rounding explains {self.predicted:.3g}, allowed {self.bound:.3g}; merged is {self.base_distance:.3g} from the base"
         )
 
 
@@ -217,7 +215,6 @@ def check_logits(
     live: Any,
     merged: Any,
     input_ids: torch.Tensor,
-    base: Any = None,
     *,
     dtype: torch.dtype | None = None,
     draws: int = 4,
@@ -243,7 +240,10 @@ def check_logits(
     if dtype not in MANTISSA:
         raise UsageError(f"merged model holds {dtype} weights; the check knows {[str(kind) for kind in MANTISSA]}")
     with ieee_matmul(), torch.inference_mode():
-        live_logits = logits_of(live, input_ids, torch.float32)
+        working = precise_copy(live, torch.float32)
+        live_logits = forward(working, input_ids)
+        with working.disable_adapter():
+            base_logits = forward(working, input_ids)
         working = precise_copy(merged, torch.float32)
         merged_logits = forward(working, input_ids)
         centre, noise = merged_logits, 0.0
@@ -253,11 +253,14 @@ def check_logits(
             noise = math.sqrt(2) * rms(merged_logits - centre)
         predicted = math.hypot(rounding_effect(working, names, input_ids, centre, dtype, draws, seed), noise)
         del working
-        base_distance = None
-        if base is not None:
-            base_distance = rms(merged_logits - logits_of(base, input_ids, torch.float32))
     difference = live_logits - merged_logits
-    return LogitCheck(rms(difference), difference.abs().max().item(), predicted, LOGIT_GATE * predicted, base_distance)
+    return LogitCheck(
+        rms(difference),
+        difference.abs().max().item(),
+        predicted,
+        LOGIT_GATE * predicted,
+        rms(merged_logits - base_logits),
+    )
 
 
 def touched_weights(live: Any, merged: Any) -> list[str]:
@@ -281,16 +284,20 @@ def touched_weights(live: Any, merged: Any) -> list[str]:
 
 
 def precise_copy(model: Any, dtype: torch.dtype) -> Any:
-    return copy.deepcopy(model).to(dtype).eval()
+    """A copy in another dtype that runs its own weights.
+
+    TRL and accelerate replace `forward` on the instance by a closure over the original model; a copy would inherit that
+    closure and run the original's weights, in the original's dtype. The class's own forward is what is wanted.
+    """
+    copied = copy.deepcopy(model)
+    for module in copied.modules():
+        vars(module).pop("forward", None)
+    return copied.to(dtype).eval()
 
 
 def forward(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """Logits [batch, sequence, vocabulary] as float64."""
     return model(input_ids=input_ids.to(model.device), use_cache=False).logits.double()
-
-
-def logits_of(model: Any, input_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return forward(precise_copy(model, dtype), input_ids)
 
 
 def rounding_effect(

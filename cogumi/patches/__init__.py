@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from cogumi.patches import fused_head, gspo
+from cogumi.patches import fused_head as fused_head
+from cogumi.patches import gspo as gspo
 from cogumi.patches.status import PatchStatus
 
 __all__ = ["PatchReport", "PatchStatus", "patch"]

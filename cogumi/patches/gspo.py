@@ -27,7 +27,9 @@ def gspo_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if arguments.get("loss_type") != "gspo":
         return dict(arguments)
     if (level := arguments.get("importance_sampling_level", "sequence")) != "sequence":
-        raise UsageError(f"importance_sampling_level={level!r} contradicts loss_type='gspo', whose ratio is per sequence; drop one")
+        raise UsageError(
+            f"importance_sampling_level={level!r} contradicts loss_type='gspo', whose ratio is per sequence; drop one"
+        )
     epsilon = arguments.get("epsilon", EPSILON)
     # As in TRL, a lone epsilon bounds both sides.
     epsilon_high = arguments.get("epsilon_high") or (epsilon if "epsilon" in arguments else EPSILON_HIGH)
@@ -43,9 +45,8 @@ def gspo_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def apply() -> PatchStatus:
     """Make `trl.GRPOConfig(loss_type="gspo")` mean GSPO in this process. Applying twice is applying once."""
-    import trl
-
-    original = trl.GRPOConfig.__init__
+    config = grpo_config()
+    original = config.__init__
     if not hasattr(original, "cogumi_original"):
 
         @functools.wraps(original)
@@ -53,23 +54,29 @@ def apply() -> PatchStatus:
             original(self, *args, **gspo_arguments(kwargs))
 
         __init__.cogumi_original = original  # type: ignore[attr-defined]
-        trl.GRPOConfig.__init__ = __init__
+        config.__init__ = __init__
     return status()
 
 
 def undo() -> PatchStatus:
     """Put TRL's own `GRPOConfig.__init__` back."""
-    import trl
-
-    current = trl.GRPOConfig.__init__
-    trl.GRPOConfig.__init__ = getattr(current, "cogumi_original", current)
+    config = grpo_config()
+    config.__init__ = getattr(config.__init__, "cogumi_original", config.__init__)
     return status()
 
 
 def status() -> PatchStatus:
+    applied = hasattr(grpo_config().__init__, "cogumi_original")
+    became = f"grpo + sequence-level ratio, beta 0, epsilon {EPSILON:g}/{EPSILON_HIGH:g}"
+    reason = (
+        f"loss_type='gspo' becomes {became}"
+        if applied
+        else "loss_type='gspo' is left to TRL, which fails at the first loss"
+    )
+    return PatchStatus(NAME, applied, f"{reason} (trl {version('trl')}, written for {WRITTEN_FOR})")
+
+
+def grpo_config() -> Any:
     import trl
 
-    applied = hasattr(trl.GRPOConfig.__init__, "cogumi_original")
-    became = f"grpo + sequence-level ratio, beta 0, epsilon {EPSILON:g}/{EPSILON_HIGH:g}"
-    reason = f"loss_type='gspo' becomes {became}" if applied else "loss_type='gspo' is left to TRL, which fails at the first loss"
-    return PatchStatus(NAME, applied, f"{reason} (trl {version('trl')}, written for {WRITTEN_FOR})")
+    return trl.GRPOConfig

@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,11 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     patches = patch()
     args = trl_arguments(run)
     rows, held_out_rows = load_rows(
-        run.data.source, run.data.column, max_rows=run.data.max_rows, eval_rows=run.data.eval_rows, seed=run.data.fim.seed
+        run.data.source,
+        run.data.column,
+        max_rows=run.data.max_rows,
+        eval_rows=run.data.eval_rows,
+        seed=run.data.fim.seed,
     )
     base = resolve_model(run.model.name, run.model.revision)
     tokenizer = load_tokenizer(base, run.model.revision)
@@ -82,18 +87,22 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         trainer = method.build_trainer(
             run, model, tokenizer, args, data, held_out, lora_config(run.lora, commit or run.model.revision)
         )
-        Telemetry(run_dir, run.cogumi.method).attach(trainer)
+        telemetry = Telemetry(run_dir, run.cogumi.method)
+        telemetry.attach(trainer)
 
         set_status(run_dir, "running", stage="train")
         measure_loss = held_out is not None and run.cogumi.method == "sft"
         if measure_loss:
             trainer.evaluate()
-        trainer.train()
+        with closing(telemetry):
+            trainer.train()
         if measure_loss:
             trainer.evaluate()
         adapter = save_adapter(trainer.model, tokenizer, run_dir)
         metrics = read_jsonl(run_dir / "metrics.jsonl")
-        checks = judge_training(metrics, trainer.state.global_step, trainer.state.max_steps, largest_change(trainer.model))
+        checks = judge_training(
+            metrics, trainer.state.global_step, trainer.state.max_steps, largest_change(trainer.model)
+        )
         checks += judge_gspo(metrics) if run.cogumi.method == "gspo" else []
 
         set_status(run_dir, "running", stage="samples")
@@ -102,14 +111,18 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         merged = None
         if run.cogumi.merge:
             set_status(run_dir, "running", stage="merge")
-            merged, merge_checks = merge_and_check(run_dir, adapter, base, run.model.revision, trainer.model, data, tokenizer)
+            merged, merge_checks = merge_and_check(
+                run_dir, adapter, base, run.model.revision, trainer.model, data, tokenizer
+            )
             checks += merge_checks
 
         verdict = Verdict(tuple(checks))
         write_json(run_dir / "verdict.json", verdict.as_dict())
         for check in checks:
             log.info("%s", check)
-        set_status(run_dir, "finished" if verdict.passed else "finished, checks failed", steps=trainer.state.global_step)
+        set_status(
+            run_dir, "finished" if verdict.passed else "finished, checks failed", steps=trainer.state.global_step
+        )
         if verdict.passed:
             write_atomic(run_dir / "DONE", "")
     return RunResult(run_dir, base, adapter, merged, verdict, metrics)
@@ -119,7 +132,12 @@ def trl_arguments(run: RunConfig) -> Any:
     """TRL's config object for the run. Raises UsageError with TRL's own words where it refuses a combination."""
     # TRL turns bf16 autocast on wherever fp16 is off; without a GPU that is slow and blurs a GSPO ratio of 1 +- 3e-4.
     on_gpu = torch.cuda.is_available()
-    defaults = {"output_dir": str(run.run_dir / "checkpoints"), "report_to": "none", "bf16": on_gpu, "dataloader_pin_memory": on_gpu}
+    defaults = {
+        "output_dir": str(run.run_dir / "checkpoints"),
+        "report_to": "none",
+        "bf16": on_gpu,
+        "dataloader_pin_memory": on_gpu,
+    }
     try:
         return trl_config_class(run.cogumi.method)(**{**defaults, **METHODS[run.cogumi.method].arguments(run)})
     except ValueError as error:
@@ -160,6 +178,22 @@ def merge_and_check(
     ids = [t["input_ids"] if "input_ids" in t else tokenizer(t["prompt"] + t["middle"])["input_ids"] for t in texts]
     logits = check_logits(live, merged, torch.tensor([i[: min(map(len, ids))] for i in ids]))
     return report.out, [
-        Check("merged weights", f"{report.violations} of {report.tensors_merged} tensors off", "0: within half an ulp", not report.violations),
-        Check("merged logits", f"rms {logits.measured:.2e} from the live adapter's", f"<= {logits.bound:.2e}", logits.passed),
+        Check(
+            "merged weights",
+            f"{report.violations} of {report.tensors_merged} tensors off",
+            "0: within half an ulp",
+            not report.violations,
+        ),
+        Check(
+            "merged differs from the base",
+            f"logits rms {logits.base_distance:.2e} apart",
+            f"> {logits.bound:.2e}, what rounding explains",
+            logits.base_distance > logits.bound,
+        ),
+        Check(
+            "merged logits",
+            f"rms {logits.measured:.2e} from the live adapter's",
+            f"<= {logits.bound:.2e}",
+            logits.passed,
+        ),
     ]

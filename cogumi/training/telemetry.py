@@ -35,25 +35,35 @@ class Telemetry(TrainerCallback):
         trainer.pop_callback(PrinterCallback)
         trainer.add_callback(self)
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.bar = tqdm(total=state.max_steps, desc=self.name, unit="step", mininterval=0.5)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         assert self.bar is not None
         self.bar.update(state.global_step - self.bar.n)
         if time.monotonic() - self.last_heartbeat >= HEARTBEAT_SECONDS or state.global_step == state.max_steps:
-            write_json(self.run_dir / "heartbeat.json", {"step": state.global_step, "steps": state.max_steps, "time": time.time()})
+            write_json(
+                self.run_dir / "heartbeat.json",
+                {"step": state.global_step, "steps": state.max_steps, "time": time.time()},
+            )
             self.last_heartbeat = time.monotonic()
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
         append_jsonl(self.run_dir / "metrics.jsonl", {"step": state.global_step, "time": time.time(), **(logs or {})})
         self.shown |= {k: f"{float(logs[k]):.4g}" for k in self.SHOWN if logs and logs.get(k) is not None}
         if self.bar is not None:
             self.bar.set_postfix(self.shown, refresh=False)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
 

@@ -56,7 +56,11 @@ def judge_gspo(metrics: list[dict[str, Any]]) -> list[Check]:
     ratios = [row[key] for row in metrics for key in ("ratio_new_old/min", "ratio_new_old/max") if key in row]
     clipped = [row["clip_ratio/region_mean"] for row in metrics if "clip_ratio/region_mean" in row]
     numbers = [x for x in ratios + clipped if isinstance(x, (int, float)) and math.isfinite(x)]
-    span = f"ratio {min(ratios):.5f} to {max(ratios):.5f}, clipped {sum(clipped) / len(clipped):.1%}" if numbers else "none"
+    span = (
+        f"ratio {min(ratios):.5f} to {max(ratios):.5f}, clipped {sum(clipped) / len(clipped):.1%}"
+        if numbers
+        else "none"
+    )
     return [
         Check("rewards", f"{len(rewards)} batches scored", "at least one", bool(rewards)),
         Check("ratio and clip fraction", span, "all finite", len(numbers) == len(ratios + clipped) > 0),

@@ -1,0 +1,367 @@
+"""The head's log-probabilities without the logits, in plain PyTorch.
+
+`FusedLogProbFunction` takes the arguments of TRL's `ChunkedLogProbFunction` (trl/kernels/chunked_logprob.py, Triton only)
+and returns the same values.
+
+With z_j = softcap(scale * (W_j . h + b_j)) / T and p = softmax(z), tiles of z are folded into a running maximum and
+running sums of exp(z - maximum), rescaled when the maximum moves (Milakov & Gimelshein 2018, arXiv:1805.02867). Then:
+
+* Frozen head (LoRA): d log p(y)/dh = gain * (s_y W_y - E_p[s W]), with gain = scale / T and s the softcap's slope (1
+  without one). The expectation is one more running sum, rescaled as flash attention rescales its output (Dao et al.
+  2022, arXiv:2205.14135), and the backward scales its rows: two projections, where computing the logits again takes 3.
+* Trainable head, or a gradient through the entropy: every tile is computed again in the backward, and
+  dz_j = g_logp * (1[j = y] - p_j) - g_entropy * p_j * (log p_j + entropy).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+# Measured on two cores, 2048 x 512 x 32000 in fp32: from 512 x 1024 up the time is that of the matrix products (90 % of
+# it) and larger tiles only cost memory. An fp32 tile of this size is 8 MiB, and at most three of them live at once.
+TOKEN_TILE = 1024
+VOCAB_TILE = 2048
+
+
+# ------------------------------------------------------------------------------------------------------------ one tile
+
+
+@dataclass(frozen=True)
+class _Law:
+    """How a projection x becomes a logit: z = softcap * tanh(scale * x / softcap) / T, or scale * x / T without one."""
+
+    temperature: float
+    softcap: float | None
+    scale: float
+
+    @property
+    def gain(self) -> float:
+        """dz/dx, up to the softcap's slope."""
+        return self.scale / self.temperature
+
+    def logits(self, hidden: Tensor, rows: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        """Fill `out` [n, v] with the logits of `hidden` [n, H] against `rows` [v, H] and `bias` [v]."""
+        # The factor rides on the matrix product, which costs nothing; a pass over the tile would.
+        factor = self.gain if self.softcap is None else self.scale / self.softcap
+        if bias is None:
+            out.addmm_(hidden, rows.t(), beta=0, alpha=factor)
+        else:
+            torch.addmm(bias, hidden, rows.t(), beta=factor, alpha=factor, out=out)
+        return out if self.softcap is None else out.tanh_().mul_(self.softcap / self.temperature)
+
+    def slope(self, z: Tensor, out: Tensor | None = None) -> Tensor:
+        """The softcap's slope 1 - tanh^2 at logits z, elementwise."""
+        assert self.softcap is not None
+        return torch.mul(z, self.temperature / self.softcap, out=out).square_().neg_().add_(1)
+
+
+@dataclass
+class _Sums:
+    """Statistics of n tokens over the vocabulary seen so far, each [n] but `rows` [n, H]; None where not asked for."""
+
+    maximum: Tensor  # of z
+    exp: Tensor  # sum of e = exp(z - maximum)
+    target: Tensor  # z of the target
+    shifted: Tensor | None  # sum of e * (z - maximum): unlike e * z, it does not cancel when logits are large
+    square: Tensor | None  # sum of e^2
+    plain: Tensor | None  # sum of z
+    best: Tensor | None  # column of the first maximum
+    rows: Tensor | None  # sum of e * slope * W
+
+    def of(self, tokens: slice) -> "_Sums":
+        views: dict[str, Any] = {name: None if each is None else each[tokens] for name, each in vars(self).items()}
+        return _Sums(**views)
+
+
+def _no_sums(hidden: Tensor, outputs: tuple[str, ...], want_rows: bool) -> _Sums:
+    zeros = hidden.new_zeros(len(hidden))
+    return _Sums(
+        # Not -inf, whose first rescale would multiply it by zero in `shifted`.
+        maximum=torch.full_like(zeros, torch.finfo(zeros.dtype).min),
+        exp=zeros.clone(),
+        target=zeros.clone(),
+        shifted=zeros.clone() if "entropy" in outputs else None,
+        square=zeros.clone() if "log_sum_sq_probs" in outputs else None,
+        plain=zeros.clone() if "mean_logits" in outputs else None,
+        best=torch.full_like(zeros, -1, dtype=torch.long) if "is_top1" in outputs else None,
+        rows=torch.zeros_like(hidden) if want_rows else None,
+    )
+
+
+class _Tiles:
+    """The N x V rectangle cut into tiles, and the tile-sized buffers, each allocated once at its first use."""
+
+    def __init__(self, hidden: Tensor, vocabulary: int, columns: int):
+        self.tokens = _cut(len(hidden), TOKEN_TILE)
+        self.columns = _cut(vocabulary, min(columns, VOCAB_TILE))
+        self._like = hidden
+        self._size = min(len(hidden), TOKEN_TILE) * min(vocabulary, columns, VOCAB_TILE)
+        self._buffers: dict[str, Tensor] = {}
+
+    def buffer(self, name: str, tokens: slice, columns: slice) -> Tensor:
+        """An uninitialised [tokens, columns] tensor; the next call with the same name overwrites it."""
+        if name not in self._buffers:
+            self._buffers[name] = self._like.new_empty(self._size)
+        n, v = tokens.stop - tokens.start, columns.stop - columns.start
+        return self._buffers[name][: n * v].view(n, v)
+
+
+def _cut(total: int, width: int) -> list[slice]:
+    return [slice(start, min(start + width, total)) for start in range(0, total, width)]
+
+
+def _locate(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """(is the target in this tile, its column there or some column if not), both [n]; without waiting for a device."""
+    local = targets - columns.start
+    inside = (local >= 0) & (targets < columns.stop)
+    return inside, local.clamp(0, columns.stop - columns.start - 1)
+
+
+# ------------------------------------------------------------------------------------------------------------- forward
+
+
+def _scan(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, law: _Law, tiles: _Tiles, sums: _Sums
+) -> None:
+    """Fold every tile into `sums`. `hidden` has the accumulation dtype; `weight` and `bias` are cast tile by tile."""
+    # Vocabulary outside: a bf16 weight is then cast once, not once per token tile.
+    for columns in tiles.columns:
+        rows = weight[columns].to(hidden.dtype)
+        some_bias = None if bias is None else bias[columns].to(hidden.dtype)
+        for tokens in tiles.tokens:
+            z = law.logits(hidden[tokens], rows, some_bias, out=tiles.buffer("logits", tokens, columns))
+            _fold(z, rows, targets[tokens], law, tiles, tokens, columns, sums.of(tokens))
+
+
+def _fold(
+    z: Tensor, rows: Tensor, targets: Tensor, law: _Law, tiles: _Tiles, tokens: slice, columns: slice, sums: _Sums
+) -> None:
+    """Fold one tile of logits `z` [n, v], which is overwritten, into the views `sums` of its n tokens."""
+    inside, local = _locate(targets, columns)
+    sums.target.copy_(torch.where(inside, z.gather(1, local.unsqueeze(1)).squeeze(1), sums.target))
+    if sums.plain is not None:
+        sums.plain.add_(z.sum(1))
+    if sums.best is None:
+        highest = z.amax(1)
+    else:
+        highest, where = z.max(1)
+        # Strictly above: among equal maxima the first counts, as in argmax.
+        sums.best.copy_(torch.where(highest > sums.maximum, where + columns.start, sums.best))
+
+    capped = sums.rows is not None and law.softcap is not None
+    slope = law.slope(z, out=tiles.buffer("slope", tokens, columns)) if capped else None
+
+    maximum = torch.maximum(sums.maximum, highest)
+    moved = sums.maximum - maximum
+    rescale = moved.exp()
+    below = z.sub_(maximum.unsqueeze(1))
+    if sums.shifted is None:
+        e = below.exp_()
+    else:
+        e = torch.exp(below, out=tiles.buffer("exp", tokens, columns))
+        # Each earlier term e * (z - old) becomes e * rescale * (z - old + old - new).
+        sums.shifted.addcmul_(sums.exp, moved).mul_(rescale).add_(below.mul_(e).sum(1))
+    sums.exp.mul_(rescale).add_(e.sum(1))
+    if sums.square is not None:
+        sums.square.mul_(rescale.square()).add_(torch.linalg.vector_norm(e, dim=1).square())
+    if sums.rows is not None:
+        if slope is not None:
+            e.mul_(slope)
+        sums.rows.mul_(rescale.unsqueeze(1)).addmm_(e, rows)
+    sums.maximum.copy_(maximum)
+
+
+def _logp_gradient(sums: _Sums, weight: Tensor, targets: Tensor, law: _Law, tiles: _Tiles) -> Tensor:
+    """d log p(y)/dh [N, H], made in place of `sums.rows`."""
+    assert sums.rows is not None
+    gradient = sums.rows.div_(sums.exp.unsqueeze(1)).neg_()
+    for tokens in tiles.tokens:
+        chosen = weight[targets[tokens]].to(gradient.dtype)
+        if law.softcap is not None:
+            chosen.mul_(law.slope(sums.target[tokens]).unsqueeze(1))
+        gradient[tokens].add_(chosen)
+    return gradient.mul_(law.gain)
+
+
+# ------------------------------------------------------------------------------------------------------------ backward
+
+
+def _recompute(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    log_z: Tensor,
+    entropy: Tensor | None,
+    grad_logp: Tensor | None,
+    grad_entropy: Tensor | None,
+    law: _Law,
+    tiles: _Tiles,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of (hidden, weight, bias), each summed in `hidden`'s dtype and None where `needs` says so."""
+    grad_hidden = torch.zeros_like(hidden) if needs[0] else None
+    grad_weight = torch.empty_like(weight) if needs[1] else None
+    grad_bias = torch.empty_like(bias) if needs[2] and bias is not None else None
+    for columns in tiles.columns:
+        rows = weight[columns].to(hidden.dtype)
+        some_bias = None if bias is None else bias[columns].to(hidden.dtype)
+        # Vocabulary outside: these rows' gradient is complete, and rounded once, after the inner loop.
+        sum_weight = torch.zeros_like(rows) if grad_weight is not None else None
+        sum_bias = rows.new_zeros(len(rows)) if grad_bias is not None else None
+        for tokens in tiles.tokens:
+            z = law.logits(hidden[tokens], rows, some_bias, out=tiles.buffer("logits", tokens, columns))
+            slope = None
+            if law.softcap is not None:
+                slope = law.slope(z, out=tiles.buffer("slope", tokens, columns))
+            log_p = z.sub_(log_z[tokens].unsqueeze(1))
+            if grad_entropy is None:
+                dz = log_p.exp_()
+            else:
+                assert entropy is not None
+                dz = torch.exp(log_p, out=tiles.buffer("exp", tokens, columns))
+                log_p.add_(entropy[tokens].unsqueeze(1)).mul_(grad_entropy[tokens].unsqueeze(1))
+            # dz = p so far; times -(g_logp + g_entropy * (log p + entropy)), then g_logp at the target.
+            if grad_logp is not None:
+                inside, local = _locate(targets[tokens], columns)
+                upstream = grad_logp[tokens]
+                dz.mul_(-upstream.unsqueeze(1) if grad_entropy is None else log_p.add_(upstream.unsqueeze(1)).neg_())
+                dz.scatter_add_(1, local.unsqueeze(1), torch.where(inside, upstream, 0).unsqueeze(1))
+            else:
+                dz.mul_(log_p.neg_())
+            if slope is not None:
+                dz.mul_(slope)
+            if grad_hidden is not None:
+                grad_hidden[tokens].addmm_(dz, rows, alpha=law.gain)
+            if sum_weight is not None:
+                sum_weight.addmm_(dz.t(), hidden[tokens], alpha=law.gain)
+            if sum_bias is not None:
+                sum_bias.add_(dz.sum(0), alpha=law.gain)
+        if grad_weight is not None and sum_weight is not None:
+            grad_weight[columns] = sum_weight
+        if grad_bias is not None and sum_bias is not None:
+            grad_bias[columns] = sum_bias
+    return grad_hidden, grad_weight, grad_bias
+
+
+# ------------------------------------------------------------------------------------------------ autograd function
+
+
+class FusedLogProbFunction(torch.autograd.Function):
+    """Per-token log-probabilities of `hidden @ weight.T + bias`, and more on request, without the [N, V] logits.
+
+    The signature and the returns are those of `trl.kernels.ChunkedLogProbFunction` (TRL 1.15). Sums are kept in fp32
+    (fp64 for fp64 inputs), whatever the inputs' dtype, also under autocast, which leaves products in place and into
+    `out` alone; gradients have the inputs' dtype.
+    """
+
+    @classmethod
+    def apply(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = OPTIONAL_OUTPUTS,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each [N]; None where not in `outputs`.
+
+        `hidden` [N, H], `weight` [V, H], `bias` [V] or None, `targets` [N] in [0, V). log_probs and entropy are in nat
+        and differentiable; log_sum_sq_probs = log sum_j p_j^2, mean_logits = mean_j z_j and is_top1 (is the target the
+        first argmax) are not. `chunk_size` is the caller's bound on the columns of a tile.
+
+        Raises ValueError for a target outside the vocabulary (filter -100 first, as TRL does), a name it does not
+        know in `outputs`, or a temperature or softcap that is not positive.
+        """
+        if not torch.is_grad_enabled():
+            # needs_input_grad only repeats requires_grad: under no_grad the frozen path would sum rows for nobody.
+            hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
+        return super().apply(
+            hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
+        )
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = OPTIONAL_OUTPUTS,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        _check(weight, targets, temperature, final_logit_softcapping, outputs)
+        # An entropy that is only logged then arrives in the backward as None, not as zeros to multiply with.
+        ctx.set_materialize_grads(False)
+        law = _Law(temperature, final_logit_softcapping, logit_scale)
+        needs = ctx.needs_input_grad[:3]
+        frozen = needs == (True, False, False)
+        wide = hidden.to(_sum_dtype(hidden, weight))
+        tiles = _Tiles(wide, len(weight), chunk_size)
+        sums = _no_sums(wide, outputs, want_rows=frozen)
+        _scan(wide, weight, bias, targets, law, tiles, sums)
+
+        log_sum = sums.exp.log()
+        # Not target - (maximum + log_sum): at a maximum of 1e4 the sum in the brackets has lost three digits.
+        log_probs = (sums.target - sums.maximum) - log_sum
+        entropy = None if sums.shifted is None else log_sum - sums.shifted / sums.exp
+        log_sum_sq_probs = None if sums.square is None else sums.square.log() - 2 * log_sum
+        mean_logits = None if sums.plain is None else sums.plain / len(weight)
+        is_top1 = None if sums.best is None else sums.best == targets
+
+        gradient = _logp_gradient(sums, weight, targets, law, tiles) if frozen else None
+        ctx.save_for_backward(hidden, weight, bias, targets, sums.maximum + log_sum, entropy, gradient)
+        ctx.law = law
+        ctx.chunk_size = chunk_size
+        ctx.mark_non_differentiable(*(each for each in (log_sum_sq_probs, mean_logits, is_top1) if each is not None))
+        return log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None, *_: None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, log_z, entropy, gradient = ctx.saved_tensors
+        unused = (None,) * 6
+        if grad_logp is None and grad_entropy is None:
+            return (None, None, None, *unused)
+        # An entropy bonus whose coefficient is 0 (TRL's adaptive one, at rest) sends zeros: not worth two projections.
+        if grad_logp is not None and grad_entropy is not None and not grad_entropy.any():
+            grad_entropy = None
+        if gradient is not None and grad_logp is not None and grad_entropy is None:
+            # Not in place: the graph may be retained for another backward.
+            return ((gradient * grad_logp.unsqueeze(1)).to(hidden.dtype), None, None, *unused)
+        wide = hidden.to(log_z.dtype)
+        tiles = _Tiles(wide, len(weight), ctx.chunk_size)
+        needs = ctx.needs_input_grad[:3]
+        grads = _recompute(wide, weight, bias, targets, log_z, entropy, grad_logp, grad_entropy, ctx.law, tiles, needs)
+        return (None if grads[0] is None else grads[0].to(hidden.dtype), *grads[1:], *unused)
+
+
+def _sum_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
+
+
+def _check(
+    weight: Tensor, targets: Tensor, temperature: float, softcap: float | None, outputs: tuple[str, ...]
+) -> None:
+    if temperature <= 0:
+        raise ValueError(f"temperature must be positive, not {temperature}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"final_logit_softcapping must be positive or None, not {softcap}")
+    if unknown := set(outputs) - {"log_probs", *OPTIONAL_OUTPUTS}:
+        raise ValueError(f"unknown outputs {sorted(unknown)}; known: log_probs, {', '.join(OPTIONAL_OUTPUTS)}")
+    if bool(((targets < 0) | (targets >= len(weight))).any()):
+        low, high = int(targets.min()), int(targets.max())
+        raise ValueError(f"targets lie in [{low}, {high}], outside the vocabulary of {len(weight)}")

@@ -1,0 +1,1 @@
+"""Which wheels, are they here, do they work."""

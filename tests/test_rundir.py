@@ -1,0 +1,42 @@
+"""Files of a run directory are whole or absent."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from cogumi.errors import UsageError
+from cogumi.rundir import append_jsonl, create_run_dir, read_jsonl, write_atomic, write_json
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    write_atomic(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomic(path, "new \ud800")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["status.json"]
+
+
+def test_nan_is_kept_visible_and_the_json_stays_valid(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"loss": float("nan"), "more": [float("-inf"), 1.5]})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"loss": "nan", "more": ["-inf", 1.5]}
+
+
+def test_lines_append_whole(tmp_path: Path) -> None:
+    for step in range(3):
+        append_jsonl(tmp_path / "m.jsonl", {"step": step, "text": "zwölf\n"})
+    assert [row["step"] for row in read_jsonl(tmp_path / "m.jsonl")] == [0, 1, 2]
+    assert read_jsonl(tmp_path / "none.jsonl") == []
+
+
+def test_a_directory_in_use_is_refused_with_what_is_in_it(tmp_path: Path) -> None:
+    run = create_run_dir(tmp_path / "a" / "run")
+    with pytest.raises(UsageError, match=r"already holds a run \(starting\); set cogumi.run_dir"):
+        create_run_dir(run)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="already holds files"):
+        create_run_dir(tmp_path / "b")
+    assert os.listdir(tmp_path / "b") == ["notes.txt"]

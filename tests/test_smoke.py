@@ -1,0 +1,72 @@
+"""The command a new user runs first, as a subprocess, with its real stages and its own cold cache."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cogumi.smoke import Report, StageFailed, stage
+
+
+def smoke(*words: str, cwd: Path, cache: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cogumi.smoke", *words]
+    return subprocess.run(
+        command, cwd=cwd, env=os.environ | {"XDG_CACHE_HOME": str(cache)}, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.timeout(900)
+def test_the_whole_smoke_run_passes_from_a_cold_cache(cache: Path, tmp_path: Path) -> None:
+    done = smoke("--run-dir", "run", cwd=tmp_path, cache=cache)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    report = json.loads((tmp_path / "run" / "smoke.json").read_text())
+    assert report["passed"] is True
+    assert {row["stage"] for row in report["rows"]} == {"stack", "data", "base", "sft", "gspo", "compare"}
+    checked = {row["checked"] for row in report["rows"]}
+    assert {
+        "held-out loss falls by >= 10 %",
+        "reward, last quarter above first",
+        "the clip acts",
+        "merged logits",
+    } <= checked
+    assert set(report["samples"][0]) == {"cut out", "base", "sft", "rl"}
+    assert "checks passed" in done.stdout
+    assert (tmp_path / "run" / "sft" / "DONE").exists()
+    assert (tmp_path / "run" / "gspo" / "DONE").exists()
+
+
+@pytest.mark.timeout(300)
+def test_quick_with_a_model_of_ones_own(tiny_model: Path, cache: Path, tmp_path: Path) -> None:
+    """A random model learns too little in 15 steps to pass every check: the run must say which, and exit 1."""
+    done = smoke("--quick", "--json", "--model", str(tiny_model), "--run-dir", "run", cwd=tmp_path, cache=cache)
+    report = json.loads(done.stdout)
+    assert done.returncode == (0 if report["passed"] else 1)
+    assert report["quick"] is True
+    assert "base" not in {row["stage"] for row in report["rows"]}
+    failed = {row["checked"] for row in report["rows"] if not row["passed"]}
+    assert failed <= {"held-out loss falls by >= 10 %"}
+
+
+def test_a_model_that_is_not_there_is_one_line_and_status_2(cache: Path, tmp_path: Path) -> None:
+    done = smoke("--model", "no/such/model", cwd=tmp_path, cache=cache)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("cogumi: model.name: no model at 'no/such/model'")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_stage_that_raises_is_a_failed_row() -> None:
+    report = Report(Path("unused"), quick=False)
+    with pytest.raises(StageFailed), stage(report, "gspo"):
+        report.add("gspo", "first", "1", True)
+        raise RuntimeError("the grader is down")
+    assert [row.passed for row in report.rows] == [True, False]
+    assert report.rows[-1].figure == "RuntimeError: the grader is down"
+    assert not report.passed
