@@ -1,6 +1,7 @@
 """cogumi: single-node, notebook-first fine-tuning. The public names are imported when they are first used."""
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
     from cogumi.training import train as train
 
 __version__ = "0.1.0"
+
+# Without a GPU bitsandbytes looks for a faster 4-bit kernel on the hub and warns when the `kernels` package is missing.
+# The CPU lane leaves it out on purpose (docs/stack.md); nothing is wrong.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 _HOME = {
     "UsageError": "cogumi.errors",

@@ -33,7 +33,6 @@ def train(
     from cogumi.training import train as run
 
     result = run(config, **words)
-    print(result.verdict)
     print(f"{'done' if result.passed else 'finished, but checks failed'}: {result.run_dir}")
     raise typer.Exit(0 if result.passed else 1)
 

@@ -45,7 +45,7 @@ def config(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Path:
 def test_train_then_merge(config: Path, tmp_path: Path) -> None:
     done = cogumi("train", "tiny.yaml", "train.learning_rate=1e-2", "cogumi.merge=false", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "pass  adapter: max |B|" in done.stdout
+    assert "pass  adapter: max |B|" in done.stderr
     assert "done: runs/tiny" in done.stdout
     merged = cogumi("merge", "runs/tiny/adapter", "merged", cwd=tmp_path)
     assert merged.returncode == 0, merged.stderr

@@ -9,22 +9,16 @@ from pydantic import ValidationError
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from cogumi.data import encode as encoding
 from cogumi.data import fim
-from cogumi.data.fim import (
-    FAMILIES,
-    INSTRUCTION,
-    FimConfig,
-    FimTokens,
-    detect_fim_tokens,
-    prompts_for_rl,
-    tokenize_for_sft,
-)
+from cogumi.data.fim import INSTRUCTION, FimConfig, prompts_for_rl, tokenize_for_sft
+from cogumi.data.fim_tokens import FAMILIES, FimTokens, detect_fim_tokens
 from cogumi.data.sample import sample_path
 from cogumi.errors import UsageError
 
 EOS = "<|endoftext|>"
 BOS = "<|begin|>"
-QWEN, LLAMA3 = fim.WORD_PATTERNS
+QWEN, LLAMA3 = encoding.WORD_PATTERNS
 
 
 @pytest.fixture(scope="module")
@@ -280,10 +274,10 @@ def test_the_result_does_not_depend_on_chunks_or_other_rows(rows, starcoder, mon
 @pytest.mark.parametrize("left_over", [{"padding": "max_length"}, {"truncation": True}], ids=str)
 def test_an_earlier_call_leaves_no_trace(starcoder, left_over):
     texts = ["a", "b c d e f g h"]
-    before = [list(each) for each in fim._encode(starcoder, texts)]
+    before = [list(each) for each in encoding.encode(starcoder, texts)]
     starcoder.pad_token = EOS
     starcoder(texts, max_length=3, **left_over)
-    assert [list(each) for each in fim._encode(starcoder, texts)] == before
+    assert [list(each) for each in encoding.encode(starcoder, texts)] == before
 
 
 @pytest.mark.parametrize(("fim_rate", "spm_rate"), [(0.0, 0.5), (1.0, 0.0), (1.0, 1.0), (0.5, 0.25)])
@@ -410,10 +404,10 @@ def test_word_by_word_is_exact_on_hostile_text(rows, kind):
     # A vocabulary grown on the hostile texts has merges across every kind of border that a wrong cut would lose.
     state = trained(backend, hostile + rows["source"].to_list(), pre_tokenizers.ByteLevel.alphabet(), size=4000)
     tokenizer = with_tokens(state, [])
-    assert fim._cuts_at_spaces(tokenizer)
+    assert encoding.cuts_at_spaces(tokenizer)
     for texts in (hostile, rows["source"].to_list(), ["", "", "a", ""], [""]):
-        ids, lengths = fim._encode(tokenizer, texts)
-        word_ids, word_lengths = fim._encode_by_words(tokenizer, texts)
+        ids, lengths = encoding.encode(tokenizer, texts)
+        word_ids, word_lengths = encoding.encode_by_words(tokenizer, texts)
         assert lengths.tolist() == word_lengths.tolist()
         assert ids.tolist() == word_ids.tolist()
 
@@ -425,16 +419,16 @@ def test_other_tokenizers_are_read_whole(byte_level, sentencepiece_like):
             setattr(backend, name, value)
         return with_tokens(backend.to_str(), [])
 
-    assert fim._cuts_at_spaces(with_tokens(byte_level, []))
-    assert not fim._cuts_at_spaces(with_metaspace(sentencepiece_like, [], "first"))
-    assert not fim._cuts_at_spaces(changed(normalizer=normalizers.Lowercase()))
-    assert not fim._cuts_at_spaces(changed(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)))
+    assert encoding.cuts_at_spaces(with_tokens(byte_level, []))
+    assert not encoding.cuts_at_spaces(with_metaspace(sentencepiece_like, [], "first"))
+    assert not encoding.cuts_at_spaces(changed(normalizer=normalizers.Lowercase()))
+    assert not encoding.cuts_at_spaces(changed(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)))
     other = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(r"\w+ ?"), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
     )
-    assert not fim._cuts_at_spaces(changed(pre_tokenizer=other))
-    assert not fim._cuts_at_spaces(with_tokens(byte_level, ["<a b>"]))
-    assert not fim._cuts_at_spaces(with_tokens(byte_level, ["<a>"], lstrip=True))
+    assert not encoding.cuts_at_spaces(changed(pre_tokenizer=other))
+    assert not encoding.cuts_at_spaces(with_tokens(byte_level, ["<a b>"]))
+    assert not encoding.cuts_at_spaces(with_tokens(byte_level, ["<a>"], lstrip=True))
 
 
 def test_sft_trainer_takes_the_columns_as_they_are(rows, starcoder, tmp_path):

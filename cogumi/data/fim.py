@@ -20,11 +20,8 @@ What is decided here:
   pretraining had none; it vanishes in decoding.
 """
 
-import json
-import string
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -33,6 +30,8 @@ import polars as pl
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from cogumi.data.encode import cuts_at_spaces, encode, encode_by_words, gather
+from cogumi.data.fim_tokens import PLAIN, PSM, SPM, FimTokens, detect_fim_tokens
 from cogumi.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ INSTRUCTION = (
 )
 """The prompt for tokenizers without FIM tokens."""
 
-PLAIN, PSM, SPM = 0, 1, 2
 CHUNK_BYTES = 8 * 2**20
 """Text tokenized at a time: bounds what is held in the tokenizer's own objects (some 50 times the text)."""
 
@@ -73,92 +71,6 @@ class FimConfig(BaseModel):
         if not 1 <= low <= high:
             raise ValueError(f"middle_chars: [{low}, {high}] must be 1 <= shortest <= longest")
         return self
-
-
-Runs = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
-"""Control tokens before the first text, between the two texts, and after the second."""
-
-
-@dataclass(frozen=True)
-class FimTokens:
-    """One family's control tokens in its order; `psm` or `spm` is None where the family was not trained on that order.
-
-    In `psm` the first text is the prefix and the second the suffix, in `spm` the other way round. `end` closes the
-    middle; None means the tokenizer's end of sequence. `ids` is empty until `detect_fim_tokens` fills it.
-    """
-
-    family: str
-    psm: Runs | None
-    spm: Runs | None
-    end: str | None = None
-    ids: dict[str, int] = field(default_factory=dict)
-
-    def texts(self) -> list[str]:
-        """Every control token of this family once, as text."""
-        runs = chain.from_iterable(chain(*(order for order in (self.psm, self.spm) if order is not None)))
-        return list(dict.fromkeys([*runs, *([self.end] if self.end else [])]))
-
-    def prompt(self, prefix: str, suffix: str, order: int) -> str:
-        """The prompt as text, `order` being PSM or SPM; the middle is what follows it."""
-        before, between, after = (self.spm if order == SPM else self.psm) or ((), (), ())
-        first, second = (suffix, prefix) if order == SPM else (prefix, suffix)
-        return "".join([*before, first, *between, second, *after])
-
-
-def _paper_family(family: str, prefix: str, suffix: str, middle: str) -> FimTokens:
-    """<PRE> prefix <SUF> suffix <MID>, and the second SPM variant of arXiv:2207.14255 (its appendix on SPM
-    encoding), which opens like PSM: <PRE> <SUF> suffix <MID> prefix."""
-    return FimTokens(family, psm=((prefix,), (suffix,), (middle,)), spm=((prefix, suffix), (middle,), ()), end=None)
-
-
-FAMILIES = (
-    # bigcode-project/Megatron-LM, megatron/data/gpt_dataset.py, permute(): both orders, fim_spm_rate 0.5.
-    _paper_family("StarCoder", "<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
-    # The same code; only the spelling differs (model card bigcode/santacoder).
-    _paper_family("SantaCoder", "<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
-    # QwenLM/Qwen2.5-Coder README, "File-Level Code Completion", and arXiv:2409.12186: PSM only. CodeGemma
-    # spells its tokens the same way.
-    FimTokens(
-        "Qwen-Coder",
-        psm=(("<|fim_prefix|>",), ("<|fim_suffix|>",), ("<|fim_middle|>",)),
-        spm=None,
-    ),
-    # facebookresearch/codellama, llama/generation.py, infilling_prompt_tokens(): "<PRE> {pre} <SUF>{suf} <MID>" and
-    # with suffix_first "<PRE> <SUF>{suf} <MID> {pre}"; text_infilling() stops at <EOT>, not at the end of sequence.
-    FimTokens(
-        "CodeLlama",
-        psm=(("▁<PRE>",), ("▁<SUF>",), ("▁<MID>",)),
-        spm=(("▁<PRE>", "▁<SUF>"), ("▁<MID>",), ()),
-        end="▁<EOT>",
-    ),
-    # deepseek-ai/DeepSeek-Coder README, "Code Insertion": the hole stands where the middle is cut out.
-    # arXiv:2401.14196: trained on PSM at a rate of 50 %, not on SPM.
-    FimTokens(
-        "DeepSeek-Coder",
-        psm=(("<｜fim▁begin｜>",), ("<｜fim▁hole｜>",), ("<｜fim▁end｜>",)),
-        spm=None,
-    ),
-    # mistralai/mistral-common, encode_fim() and its test: "<s>[SUFFIX]{suffix}[PREFIX]{prefix}"; no other order.
-    FimTokens("Codestral", psm=None, spm=(("[SUFFIX]",), ("[PREFIX]",), ())),
-)
-
-
-def detect_fim_tokens(tokenizer: Any) -> FimTokens | None:
-    """The first family of `FAMILIES` all of whose control tokens this tokenizer reads as one id each, else None.
-
-    A spelling that is in the vocabulary but comes out of the tokenizer as several ids does not count: the model would
-    never have seen that id in a prompt.
-    """
-    vocabulary = tokenizer.get_vocab()
-    for family in FAMILIES:
-        texts = family.texts()
-        if all(
-            text in vocabulary and list(tokenizer(text, add_special_tokens=False)["input_ids"]) == [vocabulary[text]]
-            for text in texts
-        ):
-            ids = {text: vocabulary[text] for text in texts}
-            return FimTokens(family.family, family.psm, family.spm, family.end, ids)
-    return None
 
 
 @dataclass(frozen=True)
@@ -392,7 +304,7 @@ class _Controls:
     """A control token to tokenize pieces behind, where that changes how they read (SentencePiece's leading "▁")."""
     special_texts: list[str]
     cuts_at_spaces: bool
-    """Whether `_encode_by_words` may be used."""
+    """Whether `encode_by_words` may be used."""
 
     def spm_rate(self, config: FimConfig) -> float:
         if self.tokens is None or self.tokens.spm is None:
@@ -426,7 +338,7 @@ def _read_controls(tokenizer: Any) -> _Controls:
     behind_guard = list(tokenizer(f"{guard}a b", add_special_tokens=False)["input_ids"])[1:]
     needs_guard = behind_guard != list(tokenizer("a b", add_special_tokens=False)["input_ids"])
     special_texts = list(dict.fromkeys([*(tokens.texts() if tokens else []), *tokenizer.all_special_tokens]))
-    return _Controls(tokens, runs, guard if needs_guard else None, special_texts, _cuts_at_spaces(tokenizer))
+    return _Controls(tokens, runs, guard if needs_guard else None, special_texts, cuts_at_spaces(tokenizer))
 
 
 def _order_note(controls: _Controls, config: FimConfig) -> str:
@@ -455,7 +367,7 @@ class _Segments:
 
     def gather(self) -> npt.NDArray[np.int32]:
         """All examples' ids one after the other."""
-        return _gather(self.pool, self.starts.ravel(), self.lengths.ravel())
+        return gather(self.pool, self.starts.ravel(), self.lengths.ravel())
 
     def completion_mask(self) -> npt.NDArray[np.int8]:
         """For each id of `gather`: 1 in the middle and the end."""
@@ -485,7 +397,7 @@ def _tokenize(examples: pl.DataFrame, tokenizer: Any, controls: _Controls) -> _S
     guarded = np.concatenate([fim & (controls.tokens is not None)] * 2 + [fim]) & (controls.guard is not None)
     if controls.guard is not None:
         texts = [controls.guard + text if guard else text for text, guard in zip(texts, guarded, strict=True)]
-    ids, lengths = (_encode_by_words if controls.cuts_at_spaces else _encode)(tokenizer, texts)
+    ids, lengths = (encode_by_words if controls.cuts_at_spaces else encode)(tokenizer, texts)
     starts = np.cumsum(lengths) - lengths + guarded
     lengths = lengths - guarded
 
@@ -505,113 +417,6 @@ def _tokenize(examples: pl.DataFrame, tokenizer: Any, controls: _Controls) -> _S
         return rows
 
     return _Segments(np.concatenate(pool), seven(run_starts, starts), seven(run_lengths, lengths))
-
-
-def _encode(tokenizer: Any, texts: Sequence[str]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """(all ids one after the other, ids per text), without special tokens."""
-    if tokenizer.is_fast:
-        # Straight to the Rust tokenizer: the Python layer would build an attention mask and a list copy per text.
-        backend = tokenizer.backend_tokenizer
-        backend.no_padding()  # an earlier padded call leaves these set; transformers sets them anew on every call
-        backend.no_truncation()
-        encoded: Iterator[list[int]] | list[list[int]] = [
-            each.ids for each in backend.encode_batch_fast(texts, add_special_tokens=False)
-        ]
-    else:
-        encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    lengths = np.fromiter(map(len, encoded), np.int64, len(texts))
-    return np.fromiter(chain.from_iterable(encoded), np.int32, int(lengths.sum())), lengths
-
-
-OTHER, LETTER, DIGIT, MARK, SPACE, NOT_ASCII = range(6)
-BYTE_KINDS = np.full(256, OTHER, np.uint8)
-"""The kind of each UTF-8 byte; OTHER is what control characters are, tab and newlines among them."""
-BYTE_KINDS[0x21:0x7F] = MARK
-BYTE_KINDS[0x20] = SPACE
-BYTE_KINDS[0x80:] = NOT_ASCII
-BYTE_KINDS[list(string.ascii_letters.encode())] = LETTER
-BYTE_KINDS[list(string.digits.encode())] = DIGIT
-
-# Regular expressions whose first step cuts text as `_encode_by_words` does: Qwen 2 and 2.5, and Llama 3, as they stand
-# in their tokenizer.json. GPT-2's, which the StarCoder family has too, is the one built into ByteLevel.
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_OTHER = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-WORD_PATTERNS = (
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_OTHER}",
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_OTHER}",
-)
-
-
-def _cuts_at_spaces(tokenizer: Any) -> bool:
-    """Whether this tokenizer is one of those for which `_encode_by_words` is exact; others are tokenized whole."""
-    if not tokenizer.is_fast:
-        return False
-    backend = tokenizer.backend_tokenizer
-    if type(backend.normalizer).__name__ not in ("NoneType", "NFC") or backend.pre_tokenizer is None:
-        return False
-    # An added token that holds or swallows spaces is found before any cutting.
-    added = backend.get_added_tokens_decoder().values()
-    if any(" " in token.content or token.lstrip or token.rstrip for token in added):
-        return False
-    step = json.loads(backend.pre_tokenizer.__getstate__())
-    *before, last = step["pretokenizers"] if step["type"] == "Sequence" else [step]
-    if last["type"] != "ByteLevel" or last["add_prefix_space"]:
-        return False
-    if last["use_regex"]:
-        return all(each["type"] == "Digits" for each in before)
-    return (
-        len(before) == 1
-        and before[0]["type"] == "Split"
-        and before[0]["pattern"].get("Regex") in WORD_PATTERNS
-        and before[0]["behavior"] == "Isolated"
-        and not before[0]["invert"]
-    )
-
-
-def _encode_by_words(tokenizer: Any, texts: Sequence[str]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """`_encode`, but every distinct word is tokenized once: code repeats its words many times over.
-
-    Cuts lie only where these tokenizers cut in any case, whatever is around:
-
-    - after a letter before anything else, and after a digit before anything else: no alternative of their expressions
-      continues from one to the other, and none looks back;
-    - between any visible character and a space, for the same reason;
-    - before a space that a visible character follows: `\\s+(?!\\S)` leaves that last space to the word, and at the end
-      of the left part it takes the same run. Not before a digit, which some split off first, so that the run keeps it.
-
-    Characters beyond ASCII never take part, so no cut falls into one or depends on what Unicode calls a
-    letter or a space.
-    """
-    array = pa.array(texts, pa.large_string())
-    _, offsets, content = array.buffers()
-    bounds = np.frombuffer(offsets, np.int64)[: len(texts) + 1]
-    data = np.frombuffer(content, np.uint8)[: bounds[-1]]
-    is_bound = np.zeros(len(data) + 1, bool)
-    is_bound[bounds] = True
-    kind = BYTE_KINDS[data]
-    left, right = kind[:-1], kind[1:]
-    cuts = is_bound.copy()
-    cuts[1:-1] |= ((left == LETTER) | (left == DIGIT)) & (right != left) & (right != NOT_ASCII)
-    cuts[1:-1] |= (left == MARK) & (right == SPACE)
-    cuts[:-2] |= (left == SPACE) & ((right == LETTER) | (right == MARK)) & ~is_bound[1:-1]
-    edges = np.flatnonzero(cuts)
-
-    words = pa.LargeStringArray.from_buffers(len(edges) - 1, pa.py_buffer(edges.astype(np.int64)), content)
-    dictionary = words.dictionary_encode()
-    word_ids, word_lengths = _encode(tokenizer, dictionary.dictionary.to_pylist())
-    which = dictionary.indices.to_numpy()
-    ids = _gather(word_ids, (np.cumsum(word_lengths) - word_lengths)[which], word_lengths[which])
-    # Ids before each bound, not per text's words: empty texts have none, several may share one edge.
-    ids_before = np.concatenate([[0], np.cumsum(word_lengths[which])])
-    return ids, np.diff(ids_before[np.searchsorted(edges, bounds)])
-
-
-def _gather(
-    pool: npt.NDArray[np.int32], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int32]:
-    """The runs pool[start : start + length] one after the other."""
-    shift = starts - (np.cumsum(lengths) - lengths)
-    return pool[np.arange(lengths.sum()) + np.repeat(shift, lengths)]
 
 
 def _prompts(examples: pl.DataFrame, controls: _Controls) -> list[str]:
