@@ -160,12 +160,13 @@ def check_base(report: Report) -> str:
     """The small base's loss on code must be well below that of guessing."""
     import torch
 
+    from cogumi.config import DataSection
     from cogumi.data.prepare import STDLIB, load_rows
     from cogumi.models.load import SMALL_BASE, load_model, load_tokenizer, resolve_model
 
     path = resolve_model(SMALL_BASE)
     model, tokenizer = load_model(path), load_tokenizer(path)
-    texts = load_rows(STDLIB, "source", max_rows=32)[0]["source"].to_list()
+    texts = load_rows(DataSection(source=STDLIB, max_rows=32))[0]["source"].to_list()
     batch = tokenizer(texts, return_tensors="pt", padding=True, truncation=True, max_length=128).to(model.device)
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     with torch.no_grad():
@@ -228,7 +229,7 @@ def compare(report: Report, models: dict[str, str]) -> None:
     from cogumi.rewards.fim import edit_similarity
 
     run = load_config(CONFIGS / "gspo.yaml")
-    _, held_out = load_rows(run.data.source, run.data.column, eval_rows=run.data.eval_rows, seed=run.data.fim.seed)
+    _, held_out = load_rows(run.data)
     tokenizer = load_tokenizer(models["base"])
     examples = prompts_for_rl(held_out, tokenizer, run.data.fim, column=run.data.column).dataset
     examples = examples.select(range(min(COMPARED, len(examples))))

@@ -101,7 +101,7 @@ def test_the_sft_loss_is_the_mean_cross_entropy_of_the_middles(sft: Config, tiny
     first = cogumi.train(config, train__max_steps=1, train__per_device_train_batch_size=12).series("loss")[0]
 
     run = load_config(config)
-    rows, _ = load_rows(run.data.source, "source", max_rows=12, eval_rows=8, seed=run.data.fim.seed)
+    rows, _ = load_rows(run.data)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     losses = []
     for row in prepare(run, rows, load_tokenizer(str(tiny_model)), "rows").dataset:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -30,7 +31,8 @@ from cogumi.training.verdict import Check, Verdict, judge_gspo, judge_training
 
 log = logging.getLogger("cogumi")
 METHODS = {"sft": sft, "gspo": gspo}
-SAMPLES = 4
+SAMPLES = 4  # held-out prompts completed for samples.jsonl
+LOGIT_ROWS = 8  # examples on which the merged model's logits are compared
 
 
 @dataclass(frozen=True)
@@ -60,72 +62,90 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     Raises UsageError, before anything is written, for a mistake in the configuration, the data or the run directory.
     """
     run = load_config(config, **overrides)
-    method = METHODS[run.cogumi.method]
     patches = patch()
     args = trl_arguments(run)
-    rows, held_out_rows = load_rows(
-        run.data.source,
-        run.data.column,
-        max_rows=run.data.max_rows,
-        eval_rows=run.data.eval_rows,
-        seed=run.data.fim.seed,
-    )
+    rows, held_out_rows = load_rows(run.data)
     base = resolve_model(run.model.name, run.model.revision)
     tokenizer = load_tokenizer(base, run.model.revision)
-    data = method.prepare(run, rows, tokenizer, run.data.source)
-    held_out = method.prepare(run, held_out_rows, tokenizer, "held out") if len(held_out_rows) else None
-    prompts = gspo.prepare(run, held_out_rows, tokenizer, "held out").dataset if len(held_out_rows) else None
+    examples = prepare_examples(run, rows, held_out_rows, tokenizer)
 
     run_dir = create_run_dir(run.run_dir)
     with recorded(run_dir):
         write_atomic(run_dir / "config.yaml", dump_config(run))
-        for line in (*str(patches).splitlines(), data.report(), *([held_out.report()] if held_out else [])):
+        for line in (*str(patches).splitlines(), *examples.reports()):
             log.info(line)
         set_status(run_dir, "running", stage="load")
-        model = load_model(base, run.model.revision, run.model.dtype)
-        commit = getattr(model.config, "_commit_hash", None)
-        trainer = method.build_trainer(
-            run, model, tokenizer, args, data, held_out, lora_config(run.lora, commit or run.model.revision)
-        )
-        telemetry = Telemetry(run_dir, run.cogumi.method)
-        telemetry.attach(trainer)
-
+        trainer = build_trainer(run, base, tokenizer, args, examples)
         set_status(run_dir, "running", stage="train")
-        measure_loss = held_out is not None and run.cogumi.method == "sft"
-        if measure_loss:
-            trainer.evaluate()
-        with closing(telemetry):
-            trainer.train()
-        if measure_loss:
-            trainer.evaluate()
+        checks = fit(run, run_dir, trainer, examples)
         adapter = save_adapter(trainer.model, tokenizer, run_dir)
-        metrics = read_jsonl(run_dir / "metrics.jsonl")
-        checks = judge_training(
-            metrics, trainer.state.global_step, trainer.state.max_steps, largest_change(trainer.model)
-        )
-        checks += judge_gspo(metrics) if run.cogumi.method == "gspo" else []
-
-        set_status(run_dir, "running", stage="samples")
-        if prompts is not None:
-            write_samples(run_dir, trainer.model, tokenizer, prompts)
+        if examples.prompts is not None:
+            set_status(run_dir, "running", stage="samples")
+            write_samples(run_dir, trainer.model, tokenizer, examples.prompts)
         merged = None
         if run.cogumi.merge:
             set_status(run_dir, "running", stage="merge")
-            merged, merge_checks = merge_and_check(
-                run_dir, adapter, base, run.model.revision, trainer.model, data, tokenizer
-            )
+            merged, merge_checks = merge_and_check(run, run_dir, adapter, base, trainer.model, examples, tokenizer)
             checks += merge_checks
+        verdict = conclude(run_dir, checks)
+    return RunResult(run_dir, base, adapter, merged, verdict, read_jsonl(run_dir / "metrics.jsonl"))
 
-        verdict = Verdict(tuple(checks))
-        write_json(run_dir / "verdict.json", verdict.as_dict())
-        for check in checks:
-            log.info("%s", check)
-        set_status(
-            run_dir, "finished" if verdict.passed else "finished, checks failed", steps=trainer.state.global_step
-        )
-        if verdict.passed:
-            write_atomic(run_dir / "DONE", "")
-    return RunResult(run_dir, base, adapter, merged, verdict, metrics)
+
+@dataclass(frozen=True)
+class Examples:
+    """What a run trains on, is evaluated on, and completes for samples.jsonl; the last two None without held-out rows."""
+
+    train: FimData
+    held_out: FimData | None
+    prompts: Dataset | None
+
+    def reports(self) -> list[str]:
+        return [data.report() for data in (self.train, self.held_out) if data is not None]
+
+
+def prepare_examples(
+    run: RunConfig, rows: pl.DataFrame, held_out_rows: pl.DataFrame, tokenizer: PreTrainedTokenizerBase
+) -> Examples:
+    prepare = METHODS[run.cogumi.method].prepare
+    train = prepare(run, rows, tokenizer, run.data.source)
+    if held_out_rows.is_empty():
+        return Examples(train, None, None)
+    prompts = gspo.prepare(run, held_out_rows, tokenizer, "held out").dataset
+    return Examples(train, prepare(run, held_out_rows, tokenizer, "held out"), prompts)
+
+
+def build_trainer(run: RunConfig, base: str, tokenizer: PreTrainedTokenizerBase, args: Any, examples: Examples) -> Any:
+    model = load_model(base, run.model.revision, run.model.dtype)
+    revision = getattr(model.config, "_commit_hash", None) or run.model.revision
+    build = METHODS[run.cogumi.method].build_trainer
+    return build(run, model, tokenizer, args, examples.train, examples.held_out, lora_config(run.lora, revision))
+
+
+def fit(run: RunConfig, run_dir: Path, trainer: Any, examples: Examples) -> list[Check]:
+    """Train, with the held-out loss before and after where the method has one, and judge what was logged."""
+    telemetry = Telemetry(run_dir, run.cogumi.method)
+    telemetry.attach(trainer)
+    measure_loss = examples.held_out is not None and run.cogumi.method == "sft"
+    if measure_loss:
+        trainer.evaluate()
+    with closing(telemetry):
+        trainer.train()
+    if measure_loss:
+        trainer.evaluate()
+    metrics, state = read_jsonl(run_dir / "metrics.jsonl"), trainer.state
+    checks = judge_training(metrics, state.global_step, state.max_steps, largest_change(trainer.model))
+    return checks + (judge_gspo(metrics) if run.cogumi.method == "gspo" else [])
+
+
+def conclude(run_dir: Path, checks: list[Check]) -> Verdict:
+    verdict = Verdict(tuple(checks))
+    write_json(run_dir / "verdict.json", verdict.as_dict())
+    for check in checks:
+        log.info("%s", check)
+    set_status(run_dir, "finished" if verdict.passed else "finished, checks failed")
+    if verdict.passed:
+        write_atomic(run_dir / "DONE", "")
+    return verdict
 
 
 def trl_arguments(run: RunConfig) -> Any:
@@ -162,19 +182,19 @@ def write_samples(run_dir: Path, model: PreTrainedModel, tokenizer: PreTrainedTo
 
 
 def merge_and_check(
+    run: RunConfig,
     run_dir: Path,
     adapter: Path,
     base: str,
-    revision: str | None,
     live: Any,
-    data: FimData,
+    examples: Examples,
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[Path, list[Check]]:
     """Merge into the full-precision base, load the result, and compare its logits with the live adapter's."""
-    report = merge_adapter(adapter, run_dir / "merged", base=base, base_revision=revision)
+    report = merge_adapter(adapter, run_dir / "merged", base=base, base_revision=run.model.revision)
     log.info("%s", report)
     merged = AutoModelForCausalLM.from_pretrained(report.out, dtype="auto", device_map={"": live.device})
-    texts = [data.dataset[i] for i in range(min(8, len(data.dataset)))]
+    texts = examples.train.dataset.select(range(min(LOGIT_ROWS, len(examples.train.dataset))))
     ids = [t["input_ids"] if "input_ids" in t else tokenizer(t["prompt"] + t["middle"])["input_ids"] for t in texts]
     logits = check_logits(live, merged, torch.tensor([i[: min(map(len, ids))] for i in ids]))
     return report.out, [
