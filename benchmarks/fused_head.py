@@ -202,7 +202,11 @@ def distance(left: Tensor, right: Tensor) -> float:
 def against_interpreter(repeats: int) -> Iterator[Row]:
     case = f"frozen head {'x'.join(map(str, INTERPRETED))}"
     if importlib.util.find_spec("triton") is None:
-        yield missing("fused_head", f"{case}: TRL's kernel, interpreted", "triton")
+        yield missing(
+            "fused_head",
+            f"{case}: TRL's kernel, interpreted",
+            "triton (pip install --no-deps --target DIR triton==3.7.1; PYTHONPATH=DIR)",
+        )
         return
     # The variable is read when triton is imported, so it takes a process of its own.
     said = subprocess.run(
