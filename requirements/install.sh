@@ -22,12 +22,12 @@ if nvidia-smi -L >/dev/null 2>&1; then
 else
     echo "no NVIDIA driver: installing the CPU lane"
     # PyTorch's own index is asked for torch alone, so that a network without it costs one failed look-up, not 140.
-    if [ "$(uname)" = Darwin ] || install --no-deps --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu \
+    if [ "$(uname)" = Darwin ] || install --no-deps --retries 1 --index-url https://download.pytorch.org/whl/cpu \
         -r requirements/cpu-torch.txt 2>.venv/cpu-torch.log; then
         install -r requirements/cpu.txt
     else
-        tail -n 2 .venv/cpu-torch.log
-        echo "no CPU build of torch can be had here: taking the index's build with its CUDA libraries (about 3 GiB)"
+        echo "no CPU build of torch can be had here (.venv/cpu-torch.log says why):"
+        echo "taking the index's build with its CUDA libraries (about 3 GiB)"
         install -r requirements/cpu-index-torch.txt
     fi
 fi

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.fused_head import Allocations
-from cogumi.patches import fused_head
+from cogumi.patches import fused_head, head_logps
 from cogumi.patches.head_logps import OPTIONAL_OUTPUTS, FusedLogProbFunction
 
 ALL = ("log_probs", *OPTIONAL_OUTPUTS)
@@ -50,7 +50,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small tiles, on one thread: threads that wait for each other on a busy machine make these tests 20x slower."""
-    monkeypatch.setattr(fused_head, "TOKEN_TILE", 5)
+    monkeypatch.setattr(head_logps, "TOKEN_TILE", 5)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -272,7 +272,7 @@ PROJECTION = 2 * COST.tokens * COST.vocabulary * WIDTH  # FLOP
 
 @pytest.fixture
 def _real_proportions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_head, "TOKEN_TILE", 32)
+    monkeypatch.setattr(head_logps, "TOKEN_TILE", 32)
 
 
 def spend(trainable: bool, outputs: tuple[str, ...] = ALL, entropy: float = 0.0, grad: bool = True) -> Allocations:
