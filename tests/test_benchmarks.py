@@ -1,5 +1,6 @@
 """The harness says what happened, and every gpu case really runs, on the CPU with tiny shapes."""
 
+import importlib.metadata
 import json
 import math
 import operator
@@ -122,7 +123,7 @@ def test_a_failing_entry_keeps_its_rows_and_the_others(monkeypatch, tmp_path, ca
     assert [each["note"] for each in harness.failed(rows)] == ["failed: KeyError: 'gone'"]
     assert "KeyError: 'gone'" in capsys.readouterr().out
     assert saved["machine"]["cores"] >= 1
-    assert saved["versions"]["torch"] == torch.__version__
+    assert saved["versions"]["torch"] == importlib.metadata.version("torch")
     assert set(saved["git"]) == {"commit", "dirty"}
     assert command.main(["importing", "--json", str(path)]) == 0
 
