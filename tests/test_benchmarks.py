@@ -257,7 +257,7 @@ def test_probes_run_in_their_own_process_and_say_what_failed(monkeypatch):
     assert said["value"] == torch.__version__
     (broken,) = well_formed(gpu_probes.probe("torch", "cuda:99"))
     assert broken["ok"] is False
-    assert broken["note"].startswith(f"failed: torch {torch.__version__}: ")
+    assert broken["note"].startswith(f"failed: torch {importlib.metadata.version('torch')}: ")
     monkeypatch.setattr(probes.importlib.util, "find_spec", lambda name: None)
     (absent,) = well_formed(gpu_probes.probe("flash_attn", "cpu"))
     assert (absent["ok"], absent["note"]) == (None, "missing: flash-attn")
