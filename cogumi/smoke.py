@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cogumi.errors import UsageError
-from cogumi.rundir import write_json
+from cogumi.rundir import create_run_dir, write_json
 
 log = logging.getLogger("cogumi")
 CONFIGS = Path(__file__).parents[1] / "configs" / "smoke"
@@ -52,6 +52,7 @@ class Report:
     samples: list[dict[str, str]] = field(default_factory=list)
     similarity: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    machine: str = ""
 
     @property
     def passed(self) -> bool:
@@ -75,13 +76,24 @@ def smoke(quick: bool = False, model: str | None = None, run_dir: Path | None = 
     `quick` shortens both trainings and leaves out the one check that needs the whole of them; `model` is a directory or
     hub id to use instead of the small base. Raises UsageError if a path or model cannot be used.
     """
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from cogumi.models.load import load_tokenizer, resolve_model
+
+    if model is not None:
+        load_tokenizer(resolve_model(model))
+    disable_progress_bar()  # the bars of this run are its own; a 4 MB model needs none for each load and save
     started = time.monotonic()
     report = Report(run_dir or Path("runs") / f"smoke-{datetime.now():%Y%m%d-%H%M%S}", quick)
+    create_run_dir(report.run_dir)
+    cuda = torch.cuda.is_available()
+    report.machine = torch.cuda.get_device_name() if cuda else f"no GPU, {torch.get_num_threads()} CPU threads"
     with suppress(StageFailed):  # its row is in the report; the stages after it need what it made
         run_stages(report, model)
     report.seconds = time.monotonic() - started
-    report.run_dir.mkdir(parents=True, exist_ok=True)
     write_json(report.run_dir / "smoke.json", report.as_dict())
+    write_json(report.run_dir / "status.json", {"state": "finished" if report.passed else "finished, checks failed"})
     return report
 
 
@@ -125,25 +137,24 @@ def stage(report: Report, name: str) -> Iterator[None]:
 
 def check_stack(report: Report) -> None:
     import torch
+    import trl
 
-    from cogumi.patches import patch
+    from cogumi.patches import fused_head, patch
     from cogumi.stack.probes import run_probe
 
-    for status in patch().patches:
-        report.add("stack", f"patch {status.name}", status.reason, True)
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else f"no GPU, {torch.get_num_threads()} threads"
+    patches = {status.name: status for status in patch().patches}
+    config = trl.GRPOConfig(output_dir="unused", loss_type="gspo", bf16=False)
+    became = f"{config.loss_type}, {config.importance_sampling_level}, {config.epsilon:g}/{config.epsilon_high:g}"
+    report.add("stack", "GRPOConfig(loss_type='gspo')", became, became == "grpo, sequence, 0.0003/0.0004")
+    works = patches["fused_head"].applied or fused_head.triton_device() is not None
+    report.add("stack", "TRL's losses run here", patches["fused_head"].reason, works)
     if torch.cuda.is_available():
         for name in GPU_PROBES:
             probe = run_probe(name, "cuda")
             read = ", ".join(f"{metric} {value} {unit}".strip() for metric, value, unit, _ in probe.readings)
             # What is not installed is not used; what is installed and broken will be met in the middle of a run.
-            report.add(
-                "stack",
-                f"probe {name}",
-                probe.error or read or f"{probe.missing} is not installed",
-                probe.error is None,
-            )
-    report.add("stack", "versions", ", ".join(f"{name} {version(name)}" for name in STACK[:4]) + f"; {card}", True)
+            figure = probe.error or read or f"{probe.missing} is not installed"
+            report.add("stack", f"probe {name}", figure, probe.error is None)
 
 
 def check_data(report: Report) -> None:
@@ -247,6 +258,7 @@ def compare(report: Report, models: dict[str, str]) -> None:
 
 
 def show(report: Report, console: Console) -> None:
+    console.print(f"{report.machine}; " + ", ".join(f"{name} {version(name)}" for name in STACK))
     table = Table("stage", "checked", "figure", "", "seconds")
     for row in report.rows:
         mark = "[green]pass[/]" if row.passed else "[red]FAIL[/]"

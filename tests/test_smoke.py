@@ -58,8 +58,16 @@ def test_quick_with_a_model_of_ones_own(tiny_model: Path, cache: Path, tmp_path:
 def test_a_model_that_is_not_there_is_one_line_and_status_2(cache: Path, tmp_path: Path) -> None:
     done = smoke("--model", "no/such/model", cwd=tmp_path, cache=cache)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("cogumi: model.name: no model at 'no/such/model'")
+    assert done.stderr.startswith("cogumi: model.name: no model at 'no/such/model'")
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_directory_that_cannot_be_written_is_refused_before_anything_runs(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    done = smoke("--run-dir", "file/run", cwd=tmp_path, cache=cache)
+    assert done.returncode == 2
+    assert done.stderr.startswith("cogumi: file/run: cannot write the run directory")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_stage_that_raises_is_a_failed_row() -> None:

@@ -48,9 +48,8 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
 def load_model(name: str, revision: str | None = None, dtype: str = "auto") -> PreTrainedModel:
     """The base model, on the GPU where there is one. `dtype` as in `model.dtype` of a config."""
     on_gpu = torch.cuda.is_available()
-    if dtype == "auto":
+    if dtype == "auto":  # without a GPU float32 is as fast, and small updates do not drown in rounding
         dtype = "bfloat16" if on_gpu else "float32"
-        log.info("base in %s: %s", dtype, "there is a GPU" if on_gpu else "no GPU, and small updates drown in bfloat16")
     return AutoModelForCausalLM.from_pretrained(
         name, revision=revision, dtype=getattr(torch, dtype), device_map={"": 0} if on_gpu else None
     )

@@ -116,6 +116,7 @@ def prepare_examples(
 
 def build_trainer(run: RunConfig, base: str, tokenizer: PreTrainedTokenizerBase, args: Any, examples: Examples) -> Any:
     model = load_model(base, run.model.revision, run.model.dtype)
+    log.info("%s loaded in %s on %s", base, str(model.dtype).removeprefix("torch."), model.device)
     revision = getattr(model.config, "_commit_hash", None) or run.model.revision
     build = METHODS[run.cogumi.method].build_trainer
     return build(run, model, tokenizer, args, examples.train, examples.held_out, lora_config(run.lora, revision))
