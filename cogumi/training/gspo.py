@@ -4,7 +4,7 @@ from typing import Any
 
 import polars as pl
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from cogumi.config import RunConfig
 from cogumi.data.fim import FimData, prompts_for_rl
@@ -22,26 +22,10 @@ def prepare(run: RunConfig, rows: pl.DataFrame, tokenizer: PreTrainedTokenizerBa
     return prompts_for_rl(rows, tokenizer, run.data.fim, column=run.data.column, name=name)
 
 
-def build_trainer(
-    run: RunConfig,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    args: Any,
-    train: FimData,
-    held_out: FimData | None,
-    peft_config: Any,
-) -> Any:
+def build_trainer(run: RunConfig, **common: Any) -> Any:
     from trl import GRPOTrainer
 
-    trainer = GRPOTrainer(
-        model=model,
-        args=args,
-        reward_funcs=fim_rewards(run.cogumi.rewards),
-        train_dataset=train.dataset,
-        eval_dataset=held_out.dataset if held_out else None,
-        processing_class=tokenizer,
-        peft_config=peft_config,
-    )
+    trainer = GRPOTrainer(reward_funcs=fim_rewards(run.cogumi.rewards), **common)
     log_ratios(trainer)
     return trainer
 
@@ -62,7 +46,8 @@ def log_ratios(trainer: Any) -> None:
     def loss_and_ratio(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         loss = compute_loss(model, inputs)
         (new,) = latest
-        old = inputs.get("old_per_token_logps", new)
+        old = inputs.get("old_per_token_logps")
+        old = new if old is None else old  # as in the loss: on-policy, the ratio is 1
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         ratio = torch.exp(((new - old) * mask).sum(-1) / mask.sum(-1).clamp(min=1))
         metrics = trainer._metrics["train" if model.training else "eval"]

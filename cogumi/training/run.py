@@ -118,8 +118,15 @@ def build_trainer(run: RunConfig, base: str, tokenizer: PreTrainedTokenizerBase,
     model = load_model(base, run.model.revision, run.model.dtype)
     log.info("%s loaded in %s on %s", base, str(model.dtype).removeprefix("torch."), model.device)
     revision = getattr(model.config, "_commit_hash", None) or run.model.revision
-    build = METHODS[run.cogumi.method].build_trainer
-    return build(run, model, tokenizer, args, examples.train, examples.held_out, lora_config(run.lora, revision))
+    return METHODS[run.cogumi.method].build_trainer(
+        run,
+        model=model,
+        args=args,
+        train_dataset=examples.train.dataset,
+        eval_dataset=examples.held_out.dataset if examples.held_out else None,
+        processing_class=tokenizer,
+        peft_config=lora_config(run.lora, revision),
+    )
 
 
 def fit(run: RunConfig, run_dir: Path, trainer: Any, examples: Examples) -> list[Check]:

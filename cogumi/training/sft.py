@@ -3,7 +3,7 @@
 from typing import Any
 
 import polars as pl
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from cogumi.config import RunConfig
 from cogumi.data.fim import FimData, tokenize_for_sft
@@ -26,22 +26,7 @@ def prepare(run: RunConfig, rows: pl.DataFrame, tokenizer: PreTrainedTokenizerBa
     return tokenize_for_sft(rows, tokenizer, run.data.fim, column=run.data.column, name=name)
 
 
-def build_trainer(
-    run: RunConfig,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    args: Any,
-    train: FimData,
-    held_out: FimData | None,
-    peft_config: Any,
-) -> Any:
+def build_trainer(run: RunConfig, **common: Any) -> Any:
     from trl import SFTTrainer
 
-    return SFTTrainer(
-        model=model,
-        args=args,
-        train_dataset=train.dataset,
-        eval_dataset=held_out.dataset if held_out else None,
-        processing_class=tokenizer,
-        peft_config=peft_config,
-    )
+    return SFTTrainer(**common)
