@@ -22,8 +22,8 @@ lint: .venv/test
 bench: .venv/test
 	$(PYTHON_IN) -m benchmarks cpu
 
-lock:
-	python3 requirements/lock.py
+lock: .venv/lane
+	$(PYTHON_IN) requirements/lock.py
 
 .venv/lane: $(LANES)
 	sh requirements/install.sh

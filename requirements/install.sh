@@ -9,11 +9,19 @@ for python in ${PYTHON:-} python3.12 python3.11 python3 python; do
     python=
 done
 if [ -z "$python" ]; then
-    echo "cogumi needs Python 3.11 or 3.12; none of python3.12, python3.11, python3 is one. Install one, or set PYTHON=/path/to/python." >&2
+    echo "cogumi needs Python 3.11 or 3.12, and none of python3.12, python3.11, python3 is one." >&2
+    echo "Install one, or set PYTHON=/path/to/python." >&2
     exit 2
 fi
 
-[ -x .venv/bin/python ] || "$python" -m venv .venv
+if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    rm -rf .venv
+    if ! "$python" -m venv .venv; then
+        rm -rf .venv
+        echo "$python cannot make a virtual environment. On Debian and Ubuntu: apt-get install python3-venv" >&2
+        exit 2
+    fi
+fi
 install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes "$@"; }
 
 if nvidia-smi -L >/dev/null 2>&1; then

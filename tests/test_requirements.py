@@ -83,23 +83,29 @@ def test_what_is_installed_here_is_a_lane() -> None:
     assert check.returncode == 0, check.stdout
 
 
-def test_without_a_fitting_python_the_installer_says_so_and_makes_nothing(tmp_path: Path) -> None:
+def run_installer(tmp_path: Path, python3: str) -> subprocess.CompletedProcess[str]:
+    """The installer where `python3` is the given shell script and nothing else is on PATH."""
     (tmp_path / "requirements").mkdir()
-    (tmp_path / "requirements" / "install.sh").write_text((ROOT / "requirements" / "install.sh").read_text())
+    shutil.copy(ROOT / "requirements" / "install.sh", tmp_path / "requirements")
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "dirname").symlink_to(shutil.which("dirname") or "/usr/bin/dirname")
-    old = tmp_path / "bin" / "python3"
-    old.write_text("#!/bin/sh\nexit 1\n")  # what a Python 3.10 answers to the version question
-    old.chmod(0o755)
+    for tool in ("dirname", "rm"):
+        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool) or f"/bin/{tool}")
+    (tmp_path / "bin" / "python3").write_text(f"#!/bin/sh\n{python3}\n")
+    (tmp_path / "bin" / "python3").chmod(0o755)
+    command = ["/bin/sh", "requirements/install.sh"]
     environment = {"PATH": str(tmp_path / "bin")}
-    done = subprocess.run(
-        ["/bin/sh", "requirements/install.sh"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_without_a_fitting_python_the_installer_says_so_and_makes_nothing(tmp_path: Path) -> None:
+    done = run_installer(tmp_path, "exit 1")  # what a Python 3.10 answers to the version question
     assert done.returncode == 2
     assert "cogumi needs Python 3.11 or 3.12" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_a_python_without_venv_is_told_what_to_install(tmp_path: Path) -> None:
+    done = run_installer(tmp_path, '[ "$1" = -c ]')  # the version is right, and `-m venv` fails
+    assert done.returncode == 2
+    assert "apt-get install python3-venv" in done.stderr
     assert not (tmp_path / ".venv").exists()
