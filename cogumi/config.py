@@ -160,18 +160,21 @@ def read_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dic
         raise UsageError(f"{path}: no such config file{suggest_yaml(path)}") from None
     except IsADirectoryError:
         raise UsageError(f"{path} is a directory; name a YAML file in it{suggest_yaml(path / 'x.yaml')}") from None
-    except (PermissionError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read as UTF-8 text: {error}") from None
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node, values = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise UsageError(f"{path}:{line}: not valid YAML: {error.problem or error.context}") from None
+        problem = " ".join((error.problem or error.context or "").split())
+        raise UsageError(f"{path}:{line}: not valid YAML: {problem}") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(node, yaml.MappingNode):
         raise UsageError(f"{path}:1: a config is a mapping with the sections {', '.join(SECTIONS)}")
     origins: Origins = {}
     record_lines(node, "", str(path), origins)
-    return yaml.safe_load(text), origins, str(path)
+    return values, origins, str(path)
 
 
 def record_lines(node: yaml.MappingNode, prefix: str, path: str, origins: Origins) -> None:

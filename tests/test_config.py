@@ -63,6 +63,9 @@ def test_every_shipped_config_loads() -> None:
         ("train:", "lora:\n  rank: 8\ntrain:", "run.yaml:6: unknown key `lora.rank` (LoraConfig, peft 0.21.2)"),
         ("max_steps: 3", "max_steps: 3\n  max_steps: 4", "run.yaml:8: `train.max_steps` is set twice (first at"),
         ("max_steps: 3", "max_steps: [3", "run.yaml:8: not valid YAML"),
+        ("max_steps: 3", "max_steps: !!python/object:os.system x", "run.yaml:7: not valid YAML"),
+        ("max_steps: 3", "max_steps: \0", "run.yaml: not valid YAML"),
+        ("max_steps: 3", "[1, 2]: 3", "run.yaml:7: not valid YAML"),
         ("max_steps: 3", "output_dir: x", "run.yaml:7: train.output_dir is the run's own; set cogumi.run_dir"),
         ("cogumi:\n  method: sft\n", "", "run.yaml: section `cogumi:` is missing"),
         ("train:\n  learning_rate: 5e-7\n  max_steps: 3", "train: fast", "run.yaml:5: `train:` must be a mapping"),
@@ -76,6 +79,7 @@ def test_a_mistake_is_one_line_with_file_line_and_key(config: Path, old: str, ne
 def test_a_missing_file_names_the_near_one(config: Path) -> None:
     assert refusal(config.with_name("rnu.yaml")).endswith(f"no such config file; did you mean {config}?")
     assert "is a directory" in refusal(config.parent)
+    assert "cannot be read" in refusal(config / "x.yaml")
 
 
 def test_environment_wins_over_the_file_and_the_call_over_both(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

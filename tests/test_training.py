@@ -1,6 +1,7 @@
 """`cogumi.train` with real TRL trainers on a tiny model: what a run leaves behind, and that mistakes leave nothing."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,12 @@ def test_a_finished_run_directory_is_not_written_over(sft: Config) -> None:
         ({"data__eval_rows": 100000}, "holds out 100000"),
         ({"train__max_length": 32}, "train.max_length 32 would cut examples"),
         ({"data__fim__max_length": 5}, "longer than 5 tokens"),
+        ({"lora__target_modules": ["nothing"]}, "Target modules {'nothing'} not found"),
+        ({"lora__r": 0}, "`r` should be a positive integer"),
+        ({"train__learning_rate": -1.0}, "refused before the first step: Invalid learning rate: -1.0"),
+        ({"train__report_to": "wandbb"}, "wandbb is not supported"),
+        ({"train__per_device_train_batch_size": 0}, "batch_size should be a positive integer"),
+        ({"train__gradient_accumulation_steps": 0}, "train.gradient_accumulation_steps is 0"),
     ],
 )
 def test_a_mistake_writes_nothing(sft: Config, overrides: dict[str, Any], says: str) -> None:
@@ -154,6 +161,10 @@ def test_a_mistake_writes_nothing(sft: Config, overrides: dict[str, Any], says: 
     ("overrides", "says"),
     [
         ({"cogumi__rewards": ["edit_similarty"]}, "edit_similarity"),
+        ({"cogumi__rewards": []}, "No reward source"),
+        ({"train__reward_weights": [1.0]}, "Number of reward weights (1) must match"),
+        ({"train__loss_type": "grop"}, "refused before the first step: Unknown loss type: grop"),
+        ({"train__max_completion_length": 0}, "`max_new_tokens` must be greater than 0"),
         ({"train__per_device_train_batch_size": 3}, "divisible"),
         ({"train__importance_sampling_level": "token"}, "contradicts loss_type='gspo'"),
     ],
@@ -175,6 +186,22 @@ def test_a_run_directory_that_cannot_be_written_is_one_line(sft: Config, tmp_pat
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UsageError, match="cannot write the run directory"):
         cogumi.train(sft, cogumi__run_dir=str(tmp_path / "file" / "run"))
+
+
+def test_a_model_without_weights_or_tokenizer_is_one_line(sft: Config, tiny_model: Path, tmp_path: Path) -> None:
+    for missing, says in (("model.safetensors", "no file named model.safetensors"), ("tokenizer.json", "tokenizer")):
+        broken = shutil.copytree(tiny_model, tmp_path / f"without-{missing}")
+        (broken / missing).unlink()
+        with pytest.raises(UsageError) as caught:
+            cogumi.train(sft, model__name=str(broken))
+        assert says in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert not Path(sft["cogumi"]["run_dir"]).exists()
+
+
+def test_a_run_shorter_than_the_logging_interval_is_still_judged(sft: Config) -> None:
+    result = cogumi.train(sft, train__max_steps=1, train__logging_steps=100, cogumi__merge=False)
+    assert result.passed, str(result.verdict)
 
 
 def test_a_run_that_fails_says_so_in_its_directory(gspo: Config, monkeypatch: pytest.MonkeyPatch) -> None:

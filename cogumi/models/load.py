@@ -24,7 +24,7 @@ def resolve_model(name: str, revision: str | None = None) -> str:
         )
     try:
         AutoConfig.from_pretrained(name, revision=revision)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise UsageError(
             f"model.name: no model at {name!r}: {first} Give a directory, a hub id or {SMALL_BASE}"
@@ -34,7 +34,11 @@ def resolve_model(name: str, revision: str | None = None) -> str:
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer, with a padding token. Raises UsageError when the model has none that could end a text."""
-    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UsageError(f"model.name: {name!r} has no tokenizer that can be loaded: {first}") from None
     if tokenizer.eos_token is None:
         raise UsageError(
             f"model.name: the tokenizer of {name!r} has no eos_token, so no completion could end; set one in its config"

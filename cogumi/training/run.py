@@ -12,6 +12,7 @@ from typing import Any
 import polars as pl
 import torch
 from datasets import Dataset
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from cogumi.config import RunConfig, dump_config, load_config, trl_config_class
@@ -31,6 +32,9 @@ from cogumi.training.verdict import Check, Verdict, judge_gspo, judge_training
 
 log = logging.getLogger("cogumi")
 METHODS = {"sft": sft, "gspo": gspo}
+# What transformers, peft and TRL raise for a setting they refuse, a package that is not installed, or broken weights.
+BUILD_REFUSALS = (ValueError, ImportError, OSError, RuntimeError, ArithmeticError, SafetensorError)
+HELD_OUT = "held out (data.eval_rows)"
 SAMPLES = 4  # held-out prompts completed for samples.jsonl
 LOGIT_ROWS = 8  # examples on which the merged model's logits are compared
 
@@ -75,7 +79,10 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         for line in (*str(patches).splitlines(), *examples.reports()):
             log.info(line)
         set_status(run_dir, "running", stage="load")
-        trainer = build_trainer(run, base, tokenizer, args, examples)
+        try:
+            trainer = build_trainer(run, base, tokenizer, args, examples)
+        except BUILD_REFUSALS as error:
+            raise UsageError(f"model, lora or train: {one_line(error)}") from error
         set_status(run_dir, "running", stage="train")
         checks = fit(run, run_dir, trainer, examples)
         adapter = save_adapter(trainer.model, tokenizer, run_dir)
@@ -110,8 +117,8 @@ def prepare_examples(
     train = prepare(run, rows, tokenizer, run.data.source)
     if held_out_rows.is_empty():
         return Examples(train, None, None)
-    prompts = gspo.prepare(run, held_out_rows, tokenizer, "held out").dataset
-    return Examples(train, prepare(run, held_out_rows, tokenizer, "held out"), prompts)
+    prompts = gspo.prepare(run, held_out_rows, tokenizer, HELD_OUT).dataset
+    return Examples(train, prepare(run, held_out_rows, tokenizer, HELD_OUT), prompts)
 
 
 def build_trainer(run: RunConfig, base: str, tokenizer: PreTrainedTokenizerBase, args: Any, examples: Examples) -> Any:
@@ -137,7 +144,13 @@ def fit(run: RunConfig, run_dir: Path, trainer: Any, examples: Examples) -> list
     if measure_loss:
         trainer.evaluate()
     with closing(telemetry):
-        trainer.train()
+        try:
+            trainer.train()
+        except ValueError as error:
+            if trainer.state.global_step > 0:
+                raise
+            # Libraries look at some settings only when they are first used: a learning rate, a loss's name.
+            raise UsageError(f"train: refused before the first step: {one_line(error)}") from error
     if measure_loss:
         trainer.evaluate()
     metrics, state = read_jsonl(run_dir / "metrics.jsonl"), trainer.state
@@ -158,18 +171,25 @@ def conclude(run_dir: Path, checks: list[Check]) -> Verdict:
 
 def trl_arguments(run: RunConfig) -> Any:
     """TRL's config object for the run. Raises UsageError with TRL's own words where it refuses a combination."""
+    if run.train.get("gradient_accumulation_steps", 1) < 1:
+        raise UsageError(f"train.gradient_accumulation_steps is {run.train['gradient_accumulation_steps']}; at least 1")
     # TRL turns bf16 autocast on wherever fp16 is off; without a GPU that is slow and blurs a GSPO ratio of 1 +- 3e-4.
     on_gpu = torch.cuda.is_available()
     defaults = {
         "output_dir": str(run.run_dir / "checkpoints"),
         "report_to": "none",
+        "logging_first_step": True,  # so that the shortest run has a loss to judge
         "bf16": on_gpu,
         "dataloader_pin_memory": on_gpu,
     }
     try:
         return trl_config_class(run.cogumi.method)(**{**defaults, **METHODS[run.cogumi.method].arguments(run)})
     except ValueError as error:
-        raise UsageError(f"train: {' '.join(str(error).split())}") from None
+        raise UsageError(f"train: {one_line(error)}") from None
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(f"{error}".split()) or type(error).__name__
 
 
 def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path) -> Path:

@@ -1,6 +1,7 @@
 """A run's signs of life: status.json, heartbeat.json, metrics.jsonl, run.log and one progress bar."""
 
 import logging
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from cogumi.errors import UsageError
 from cogumi.rundir import append_jsonl, write_json
 
 log = logging.getLogger("cogumi")
@@ -80,6 +82,11 @@ def recorded(run_dir: Path) -> Iterator[None]:
         log.addHandler(handler)
     try:
         yield
+    except UsageError:
+        # Refused by a library before the first step; nothing in the directory is worth keeping, and a corrected run
+        # may want its name.
+        shutil.rmtree(run_dir)
+        raise
     except BaseException as error:
         state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         log.error("%s: %s", state, f"{type(error).__name__}: {error}")
