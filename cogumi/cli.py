@@ -68,5 +68,5 @@ def run_command(app: typer.Typer) -> None:
         sys.exit(2)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
-            print("cogumi: interrupted; what was written stays in the run directory", file=sys.stderr)
+            print("cogumi: interrupted; a run directory, if one was made, says at which stage", file=sys.stderr)
         raise

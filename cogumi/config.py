@@ -8,6 +8,7 @@ come from the file, then from the environment (`COGUMI_TRAIN__MAX_STEPS=5`), the
 import dataclasses
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -37,7 +38,7 @@ class ModelSection(Section):
     revision: str | None = None
     """Hub revision; a commit hash makes the run repeatable."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype the base is loaded in. `auto`: bfloat16 on a GPU, float32 elsewhere."""
+    """Dtype the base is loaded in. `auto`: bfloat16 on a GPU that has it, float32 elsewhere."""
 
 
 class DataSection(Section):
@@ -133,7 +134,7 @@ def redact(value: Any, key: str = "") -> Any:
         return {k: redact(v, str(k)) for k, v in value.items()}
     if isinstance(value, list):
         return [redact(v) for v in value]
-    secret = key.lower().endswith(SECRETS) or (isinstance(value, str) and value.startswith("hf_"))
+    secret = key.lower().endswith(SECRETS) or (isinstance(value, str) and re.fullmatch(r"hf_\w{30,}", value))
     return "<redacted>" if secret and value else value
 
 
@@ -261,6 +262,8 @@ def bind_signature(
     bound = {}
     for key, value in values.items():
         try:
+            if isinstance(value, bool) and hints[key] in (int, float):  # pydantic would read `yes` as 1
+                raise UsageError(f"{origins.get(f'{section}.{key}', label)}: {section}.{key} = {value}: not a number")
             # Lax mode: YAML 1.1 reads `5e-7` as a string, which is a float to everybody else.
             bound[key] = TypeAdapter(hints[key], config=None).validate_python(value)
         except ValidationError as error:

@@ -1,4 +1,4 @@
-"""The one exception for mistakes the user can fix."""
+"""Mistakes the user can fix."""
 
 
 class UsageError(Exception):
@@ -7,3 +7,7 @@ class UsageError(Exception):
     Its text is one line that names the thing, the place and the fix. The command line prints that line without a
     traceback and exits with status 2.
     """
+
+
+class RefusedAtSetup(UsageError):
+    """A setting that a library refuses while the run is set up, before the first step; the run leaves no directory."""

@@ -9,6 +9,7 @@
 Files are replaced whole (temporary file, fsync, rename); a `.jsonl` line is one write. A reader never sees half of either.
 """
 
+import errno
 import json
 import math
 import os
@@ -23,16 +24,26 @@ def create_run_dir(path: Path) -> Path:
     """Make an empty run directory, or raise UsageError if there is a run in it or it cannot be written."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        if any(path.iterdir()):
-            state = read_json(path / "status.json").get("state", "unknown") if (path / "status.json").exists() else None
-            what = f"a run ({state})" if state else "files"
-            raise UsageError(f"{path} already holds {what}; set cogumi.run_dir to a new directory, or delete this one")
+        refuse_occupied(path)
+        # Created by one process only: of two that start at once, the second is told.
+        os.close(os.open(path / "status.json", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
         write_atomic(path / "status.json", json.dumps({"state": "starting", "time": time.time(), "pid": os.getpid()}))
+    except FileExistsError:
+        raise UsageError(f"{path}: another run is being started there; set cogumi.run_dir to a new directory") from None
     except OSError as error:
         raise UsageError(
             f"{path}: cannot write the run directory: {error.strerror}; set cogumi.run_dir elsewhere"
         ) from None
     return path
+
+
+def refuse_occupied(path: Path) -> None:
+    """Raise UsageError when there is a run, or anything else, in the directory."""
+    if path.is_dir() and any(path.iterdir()):
+        status = path / "status.json"
+        state = read_json(status).get("state", "unknown") if status.exists() and status.stat().st_size else None
+        what = f"a run ({state})" if state else "files"
+        raise UsageError(f"{path} already holds {what}; set cogumi.run_dir to a new directory, or delete this one")
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -60,7 +71,8 @@ def append_jsonl(path: Path, row: dict[str, Any]) -> None:
     line = json.dumps(finite(row), ensure_ascii=False) + "\n"
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, line.encode())
+        if os.write(descriptor, line.encode()) != len(line.encode()):
+            raise OSError(errno.ENOSPC, "only part of a line fits on the disk", str(path))
     finally:
         os.close(descriptor)
 

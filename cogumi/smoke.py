@@ -8,10 +8,12 @@ table it ends in is a check with its figure. Exit status 0 only if all of them p
 import json
 import logging
 import platform
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from importlib.metadata import version
@@ -81,6 +83,8 @@ def smoke(quick: bool = False, model: str | None = None, run_dir: Path | None = 
 
     from cogumi.models.load import load_tokenizer, resolve_model
 
+    if not CONFIGS.is_dir():
+        raise UsageError(f"no {CONFIGS}: the smoke run needs a clone of the repository, with cogumi installed from it")
     if model is not None:
         load_tokenizer(resolve_model(model))
     disable_progress_bar()  # the bars of this run are its own; a 4 MB model needs none for each load and save
@@ -89,8 +93,14 @@ def smoke(quick: bool = False, model: str | None = None, run_dir: Path | None = 
     create_run_dir(report.run_dir)
     cuda = torch.cuda.is_available()
     report.machine = torch.cuda.get_device_name() if cuda else f"no GPU, {torch.get_num_threads()} CPU threads"
-    with suppress(StageFailed):  # its row is in the report; the stages after it need what it made
+    write_json(report.run_dir / "status.json", {"state": "running"})
+    try:
         run_stages(report, model)
+    except StageFailed:
+        pass  # its row is in the report; the stages after it need what it made
+    except BaseException as error:
+        write_json(report.run_dir / "status.json", {"state": "stopped", "reason": f"{type(error).__name__}: {error}"})
+        raise
     report.seconds = time.monotonic() - started
     write_json(report.run_dir / "smoke.json", report.as_dict())
     write_json(report.run_dir / "status.json", {"state": "finished" if report.passed else "finished, checks failed"})
@@ -148,6 +158,9 @@ def check_stack(report: Report) -> None:
     report.add("stack", "GRPOConfig(loss_type='gspo')", became, became == "grpo, sequence, 0.0003/0.0004")
     works = patches["fused_head"].applied or fused_head.triton_device() is not None
     report.add("stack", "TRL's losses run here", patches["fused_head"].reason, works)
+    if nvidia_driver_answers() and not torch.cuda.is_available():
+        figure = f"nvidia-smi finds one, torch {torch.__version__} (CUDA {torch.version.cuda}) does not"
+        report.add("stack", "the GPU is usable", figure, False)
     if torch.cuda.is_available():
         for name in GPU_PROBES:
             probe = run_probe(name, "cuda")
@@ -155,6 +168,12 @@ def check_stack(report: Report) -> None:
             # What is not installed is not used; what is installed and broken will be met in the middle of a run.
             figure = probe.error or read or f"{probe.missing} is not installed"
             report.add("stack", f"probe {name}", figure, probe.error is None)
+
+
+def nvidia_driver_answers() -> bool:
+    if shutil.which("nvidia-smi") is None:
+        return False
+    return subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=60, check=False).returncode == 0
 
 
 def check_data(report: Report) -> None:
@@ -197,6 +216,8 @@ def run_config(report: Report, method: str, model: str) -> Any:
     result = train(CONFIGS / f"{method}.yaml", **overrides)
     for check in result.verdict.checks:
         report.add(method, check.name, f"{check.figure} (required: {check.requirement})", check.passed)
+    if result.merged is None:
+        raise RuntimeError(f"{method} left no merged model to go on with")
     return result
 
 

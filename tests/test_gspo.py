@@ -191,6 +191,16 @@ def test_what_the_user_sets_wins_and_a_contradiction_is_refused() -> None:
         gspo.gspo_arguments({"loss_type": "gspo", "importance_sampling_level": "token"})
 
 
+def test_trls_own_parser_gets_gspo_too() -> None:
+    """It passes every default explicitly, a token-level ratio and epsilon 0.2 among them."""
+    import trl
+
+    cogumi.patch()
+    words = ["--output_dir", "unused", "--loss_type", "gspo", "--bf16", "False"]
+    (config,) = trl.TrlParser(trl.GRPOConfig).parse_args_and_config(words)
+    assert (config.importance_sampling_level, config.epsilon, config.epsilon_high) == ("sequence", 3e-4, 4e-4)
+
+
 def test_the_patch_can_be_repeated_and_undone() -> None:
     import trl
 

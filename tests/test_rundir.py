@@ -2,6 +2,8 @@
 
 import json
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,27 @@ def test_lines_append_whole(tmp_path: Path) -> None:
         append_jsonl(tmp_path / "m.jsonl", {"step": step, "text": "zwölf\n"})
     assert [row["step"] for row in read_jsonl(tmp_path / "m.jsonl")] == [0, 1, 2]
     assert read_jsonl(tmp_path / "none.jsonl") == []
+
+
+def test_of_many_that_start_at_once_one_gets_the_directory(tmp_path: Path) -> None:
+    barrier = threading.Barrier(8)
+
+    def start(_: int) -> bool:
+        barrier.wait()
+        try:
+            create_run_dir(tmp_path / "run")
+        except UsageError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(start, range(8))) == 1
+
+
+def test_half_a_line_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "write", lambda descriptor, line: len(line) // 2)  # what a nearly full disk does
+    with pytest.raises(OSError, match="only part of a line"):
+        append_jsonl(tmp_path / "m.jsonl", {"step": 1})
 
 
 def test_a_directory_in_use_is_refused_with_what_is_in_it(tmp_path: Path) -> None:

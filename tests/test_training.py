@@ -142,6 +142,9 @@ def test_a_finished_run_directory_is_not_written_over(sft: Config) -> None:
         ({"train__max_length": 32}, "train.max_length 32 would cut examples"),
         ({"data__fim__max_length": 5}, "longer than 5 tokens"),
         ({"lora__target_modules": ["nothing"]}, "Target modules {'nothing'} not found"),
+        ({"lora__use_dora": True}, "cogumi.merge=false trains it without merging"),
+        ({"lora__bias": "all"}, "cogumi.merge=false trains it without merging"),
+        ({"train__learning_rate": True}, "train.learning_rate = True: not a number"),
         ({"lora__r": 0}, "`r` should be a positive integer"),
         ({"train__learning_rate": -1.0}, "refused before the first step: Invalid learning rate: -1.0"),
         ({"train__report_to": "wandbb"}, "wandbb is not supported"),
@@ -162,6 +165,7 @@ def test_a_mistake_writes_nothing(sft: Config, overrides: dict[str, Any], says: 
     [
         ({"cogumi__rewards": ["edit_similarty"]}, "edit_similarity"),
         ({"cogumi__rewards": []}, "No reward source"),
+        ({"train__epsilon": -1.0}, "train.epsilon is -1.0"),
         ({"train__reward_weights": [1.0]}, "Number of reward weights (1) must match"),
         ({"train__loss_type": "grop"}, "refused before the first step: Unknown loss type: grop"),
         ({"train__max_completion_length": 0}, "`max_new_tokens` must be greater than 0"),
@@ -197,6 +201,19 @@ def test_a_model_without_weights_or_tokenizer_is_one_line(sft: Config, tiny_mode
         assert says in str(caught.value)
         assert "\n" not in str(caught.value)
         assert not Path(sft["cogumi"]["run_dir"]).exists()
+
+
+def test_a_merge_that_is_refused_after_training_is_a_failed_check(sft: Config) -> None:
+    """Nothing is learned at learning rate 0: the merge refuses, and verdict and adapter are still there."""
+    result = cogumi.train(sft, train__learning_rate=0.0)
+    failed = {check.name: check.figure for check in result.verdict.checks if not check.passed}
+    assert set(failed) == {"adapter", "merge"}
+    assert "changes nothing" in failed["merge"]
+    assert result.merged is None
+    assert result.adapter.is_dir()
+    assert read_json(result.run_dir / "verdict.json")["passed"] is False
+    assert read_json(result.run_dir / "status.json")["state"] == "finished, checks failed"
+    assert not (result.run_dir / "DONE").exists()
 
 
 def test_a_run_shorter_than_the_logging_interval_is_still_judged(sft: Config) -> None:

@@ -53,7 +53,7 @@ def load_model(name: str, revision: str | None = None, dtype: str = "auto") -> P
     """The base model, on the GPU where there is one. `dtype` as in `model.dtype` of a config."""
     on_gpu = torch.cuda.is_available()
     if dtype == "auto":  # without a GPU float32 is as fast, and small updates do not drown in rounding
-        dtype = "bfloat16" if on_gpu else "float32"
+        dtype = "bfloat16" if on_gpu and torch.cuda.is_bf16_supported() else "float32"
     return AutoModelForCausalLM.from_pretrained(
         name, revision=revision, dtype=getattr(torch, dtype), device_map={"": 0} if on_gpu else None
     )

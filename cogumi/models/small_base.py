@@ -45,7 +45,9 @@ def small_base_path() -> Path:
         unfinished = Path(tempfile.mkdtemp(prefix=".small-base-", dir=home.parent))
         try:
             train_small_base(pl.read_parquet(sample)["source"].to_list(), unfinished)
-            os.replace(unfinished, home)
+            unfinished.chmod(0o755)
+            if not home.exists():  # another first use may have been faster
+                os.replace(unfinished, home)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     return home

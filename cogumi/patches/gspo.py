@@ -6,6 +6,7 @@ over sequences, R = exp(mean_t(new - old)). beta and both epsilons are always pa
 (TRL's epsilon 0.2 is ~600x the paper's) can change the objective.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -16,6 +17,7 @@ from cogumi.patches.status import PatchStatus
 
 NAME = "gspo"
 WRITTEN_FOR = "trl 1.15"
+DECIDED = ("importance_sampling_level", "epsilon", "epsilon_high")
 EPSILON, EPSILON_HIGH = 3e-4, 4e-4  # arXiv:2507.18071, section 5.1
 
 
@@ -43,6 +45,12 @@ def gspo_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the GSPO keys that carry TRL's own default: argument parsers and generated subclasses pass them all."""
+    defaults = {f.name: f.default for f in dataclasses.fields(grpo_config()) if f.name in DECIDED}
+    return {k: v for k, v in arguments.items() if k not in defaults or v != defaults[k]}
+
+
 def apply() -> PatchStatus:
     """Make `trl.GRPOConfig(loss_type="gspo")` mean GSPO in this process. Applying twice is applying once."""
     config = grpo_config()
@@ -51,7 +59,7 @@ def apply() -> PatchStatus:
 
         @functools.wraps(original)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **gspo_arguments(kwargs))
+            original(self, *args, **gspo_arguments(without_defaults(kwargs)))
 
         __init__.cogumi_original = original  # type: ignore[attr-defined]
         config.__init__ = __init__

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cogumi.config import RunConfig
 from cogumi.data.fim import FimData, prompts_for_rl
+from cogumi.errors import UsageError
 from cogumi.patches.gspo import gspo_arguments
 from cogumi.rewards.fim import fim_rewards
 
@@ -15,6 +16,9 @@ from cogumi.rewards.fim import fim_rewards
 def arguments(run: RunConfig) -> dict[str, Any]:
     """GRPOConfig arguments with GSPO spelled out. Raises UsageError for an unknown reward or a contradiction."""
     fim_rewards(run.cogumi.rewards)
+    for key in ("epsilon", "epsilon_high"):
+        if (value := run.train.get(key)) is not None and value <= 0:
+            raise UsageError(f"train.{key} is {value}; the clip needs a positive number, such as 3e-4")
     return gspo_arguments({"loss_type": "gspo", **run.train})
 
 

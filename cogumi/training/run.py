@@ -1,5 +1,7 @@
 """One run: resolve the config, read the data, patch, load, train, save, judge, merge, check the merge."""
 
+import gc
+import json
 import logging
 import os
 import shutil
@@ -18,14 +20,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from cogumi.config import RunConfig, dump_config, load_config, trl_config_class
 from cogumi.data.fim import FimData
 from cogumi.data.prepare import load_rows
-from cogumi.errors import UsageError
-from cogumi.merge import merge_adapter
+from cogumi.errors import RefusedAtSetup, UsageError
+from cogumi.merge import MergeError, merge_adapter
+from cogumi.merge.resolve import refuse_unsupported
 from cogumi.merge.verify import check_logits
 from cogumi.models.adapters import largest_change, lora_config
 from cogumi.models.complete import complete
 from cogumi.models.load import load_model, load_tokenizer, resolve_model
 from cogumi.patches import patch
-from cogumi.rundir import append_jsonl, create_run_dir, read_jsonl, write_atomic, write_json
+from cogumi.rundir import append_jsonl, create_run_dir, read_jsonl, refuse_occupied, write_atomic, write_json
 from cogumi.training import gspo, sft
 from cogumi.training.telemetry import Telemetry, recorded, set_status
 from cogumi.training.verdict import Check, Verdict, judge_gspo, judge_training
@@ -68,6 +71,9 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     run = load_config(config, **overrides)
     patches = patch()
     args = trl_arguments(run)
+    refuse_occupied(run.run_dir)
+    if run.cogumi.merge:
+        refuse_unmergeable(run)
     rows, held_out_rows = load_rows(run.data)
     base = resolve_model(run.model.name, run.model.revision)
     tokenizer = load_tokenizer(base, run.model.revision)
@@ -82,7 +88,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         try:
             trainer = build_trainer(run, base, tokenizer, args, examples)
         except BUILD_REFUSALS as error:
-            raise UsageError(f"model, lora or train: {one_line(error)}") from error
+            raise RefusedAtSetup(f"model, lora or train: {one_line(error)}") from error
         set_status(run_dir, "running", stage="train")
         checks = fit(run, run_dir, trainer, examples)
         adapter = save_adapter(trainer.model, tokenizer, run_dir)
@@ -92,10 +98,27 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         merged = None
         if run.cogumi.merge:
             set_status(run_dir, "running", stage="merge")
-            merged, merge_checks = merge_and_check(run, run_dir, adapter, base, trainer.model, examples, tokenizer)
+            try:
+                merged, merge_checks = merge_and_check(run, run_dir, adapter, base, trainer.model, examples, tokenizer)
+            except (UsageError, MergeError) as error:  # the adapter was paid for; the verdict must say the rest
+                merge_checks = [Check("merge", one_line(error), "the adapter goes into its base", False)]
             checks += merge_checks
         verdict = conclude(run_dir, checks)
+    del trainer  # model, trainer and optimizer refer to each other; the next run needs their memory
+    gc.collect()
     return RunResult(run_dir, base, adapter, merged, verdict, read_jsonl(run_dir / "metrics.jsonl"))
+
+
+def refuse_unmergeable(run: RunConfig) -> None:
+    """Refuse, before it is trained, an adapter that `cogumi.merge` could not merge afterwards."""
+    try:
+        config = lora_config(run.lora).to_dict()
+    except BUILD_REFUSALS as error:
+        raise UsageError(f"lora: {one_line(error)}") from error
+    try:
+        refuse_unsupported(Path("lora:"), json.loads(json.dumps(config, default=list)))
+    except UsageError as error:
+        raise UsageError(f"{error} (cogumi.merge=false trains it without merging)") from None
 
 
 @dataclass(frozen=True)
@@ -117,8 +140,10 @@ def prepare_examples(
     train = prepare(run, rows, tokenizer, run.data.source)
     if held_out_rows.is_empty():
         return Examples(train, None, None)
-    prompts = gspo.prepare(run, held_out_rows, tokenizer, HELD_OUT).dataset
-    return Examples(train, prepare(run, held_out_rows, tokenizer, HELD_OUT), prompts)
+    held_out = prepare(run, held_out_rows, tokenizer, HELD_OUT)
+    same = prepare is gspo.prepare
+    prompts = held_out if same else gspo.prepare(run, held_out_rows, tokenizer, HELD_OUT)
+    return Examples(train, held_out, prompts.dataset)
 
 
 def build_trainer(run: RunConfig, base: str, tokenizer: PreTrainedTokenizerBase, args: Any, examples: Examples) -> Any:
@@ -150,7 +175,7 @@ def fit(run: RunConfig, run_dir: Path, trainer: Any, examples: Examples) -> list
             if trainer.state.global_step > 0:
                 raise
             # Libraries look at some settings only when they are first used: a learning rate, a loss's name.
-            raise UsageError(f"train: refused before the first step: {one_line(error)}") from error
+            raise RefusedAtSetup(f"train: refused before the first step: {one_line(error)}") from error
     if measure_loss:
         trainer.evaluate()
     metrics, state = read_jsonl(run_dir / "metrics.jsonl"), trainer.state
@@ -175,11 +200,12 @@ def trl_arguments(run: RunConfig) -> Any:
         raise UsageError(f"train.gradient_accumulation_steps is {run.train['gradient_accumulation_steps']}; at least 1")
     # TRL turns bf16 autocast on wherever fp16 is off; without a GPU that is slow and blurs a GSPO ratio of 1 +- 3e-4.
     on_gpu = torch.cuda.is_available()
+    bf16 = on_gpu and torch.cuda.is_bf16_supported()
     defaults = {
         "output_dir": str(run.run_dir / "checkpoints"),
         "report_to": "none",
         "logging_first_step": True,  # so that the shortest run has a loss to judge
-        "bf16": on_gpu,
+        "bf16": bf16,
         "dataloader_pin_memory": on_gpu,
     }
     try:

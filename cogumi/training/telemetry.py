@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from cogumi.errors import UsageError
+from cogumi.errors import RefusedAtSetup
 from cogumi.rundir import append_jsonl, write_json
 
 log = logging.getLogger("cogumi")
@@ -82,15 +82,17 @@ def recorded(run_dir: Path) -> Iterator[None]:
         log.addHandler(handler)
     try:
         yield
-    except UsageError:
-        # Refused by a library before the first step; nothing in the directory is worth keeping, and a corrected run
-        # may want its name.
+    except RefusedAtSetup:  # nothing in the directory is worth keeping, and the corrected run may want its name
         shutil.rmtree(run_dir)
         raise
     except BaseException as error:
         state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        log.error("%s: %s", state, f"{type(error).__name__}: {error}")
-        set_status(run_dir, state, reason=f"{type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {error}"
+        log.error("%s: %s", state, reason)
+        try:
+            set_status(run_dir, state, reason=reason)
+        except OSError as unwritten:  # a full disk must not hide what went wrong first
+            log.error("status.json could not be written: %s", unwritten)
         raise
     finally:
         for handler in handlers:

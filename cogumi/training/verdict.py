@@ -35,7 +35,7 @@ class Verdict:
 
 def judge_training(metrics: list[dict[str, Any]], steps: int, max_steps: int, largest_change: float) -> list[Check]:
     """Checks every run must pass: it trained to the end, on finite numbers, and the adapter is no longer zero."""
-    losses = [row["loss"] for row in metrics if "loss" in row]
+    losses = [row[key] for row in metrics for key in ("loss", "eval_loss") if key in row]
     norms = [row["grad_norm"] for row in metrics if "grad_norm" in row]
     finite = [x for x in losses + norms if isinstance(x, (int, float)) and math.isfinite(x)]
     return [
