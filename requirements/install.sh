@@ -25,7 +25,9 @@ fi
 install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes "$@"; }
 
 if nvidia-smi -L >/dev/null 2>&1; then
-    echo "NVIDIA driver found: installing the stable GPU lane (about 2.9 GiB)"
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
+    echo "NVIDIA driver $driver: installing the stable GPU lane (about 2.9 GiB)"
+    [ "${driver%%.*}" -ge 580 ] || echo "warning: its CUDA 13.0 wheels need driver 580 or newer; choose another host" >&2
     install -r requirements-stable-precompiled.txt
 else
     echo "no NVIDIA driver: installing the CPU lane"

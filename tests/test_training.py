@@ -149,6 +149,7 @@ def test_a_finished_run_directory_is_not_written_over(sft: Config) -> None:
         ({"train__learning_rate": -1.0}, "refused before the first step: Invalid learning rate: -1.0"),
         ({"train__report_to": "wandbb"}, "wandbb is not supported"),
         ({"train__per_device_train_batch_size": 0}, "batch_size should be a positive integer"),
+        ({"train__resume_from_checkpoint": "x"}, "train.resume_from_checkpoint would be ignored"),
         ({"train__gradient_accumulation_steps": 0}, "train.gradient_accumulation_steps is 0"),
     ],
 )

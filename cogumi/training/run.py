@@ -37,6 +37,10 @@ log = logging.getLogger("cogumi")
 METHODS = {"sft": sft, "gspo": gspo}
 # What transformers, peft and TRL raise for a setting they refuse, a package that is not installed, or broken weights.
 BUILD_REFUSALS = (ValueError, ImportError, OSError, RuntimeError, ArithmeticError, SafetensorError)
+NOT_PASSED_ON = {
+    "resume_from_checkpoint": "resuming is not built yet",
+    "model_init_kwargs": "the model is loaded as `model:` says",
+}
 HELD_OUT = "held out (data.eval_rows)"
 SAMPLES = 4  # held-out prompts completed for samples.jsonl
 LOGIT_ROWS = 8  # examples on which the merged model's logits are compared
@@ -196,6 +200,9 @@ def conclude(run_dir: Path, checks: list[Check]) -> Verdict:
 
 def trl_arguments(run: RunConfig) -> Any:
     """TRL's config object for the run. Raises UsageError with TRL's own words where it refuses a combination."""
+    for key, reason in NOT_PASSED_ON.items():
+        if run.train.get(key) is not None:
+            raise UsageError(f"train.{key} would be ignored: {reason}")
     if run.train.get("gradient_accumulation_steps", 1) < 1:
         raise UsageError(f"train.gradient_accumulation_steps is {run.train['gradient_accumulation_steps']}; at least 1")
     # TRL turns bf16 autocast on wherever fp16 is off; without a GPU that is slow and blurs a GSPO ratio of 1 +- 3e-4.
