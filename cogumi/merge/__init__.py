@@ -38,8 +38,9 @@ class MergeReport:
     """What a finished merge did.
 
     bytes: of all output shards. max_delta: the largest change of an element before rounding; max_delta_ratio: the
-    largest Frobenius |delta| / |W| of a tensor. violations: elements outside the rounding bound, always 0 in a report
-    because one raises MergeError; None when the merge was asked not to verify.
+    largest Frobenius |delta| / |W| of a tensor. largest_error: the
+    largest |out - (W + delta)| of an element as a share of what one rounding allows it, measured on disk (more than 1
+    raises MergeError); None when the merge was asked not to verify.
     """
 
     out: Path
@@ -49,11 +50,11 @@ class MergeReport:
     bytes: int
     max_delta: float
     max_delta_ratio: float
-    violations: int | None
+    largest_error: float | None
     seconds: float
 
     def __str__(self) -> str:
-        checked = "not verified" if self.violations is None else "every element checked on disk"
+        checked = "not verified" if self.largest_error is None else "every element checked on disk"
         return (
             f"{self.out}: {self.base} with {self.tensors_merged} tensors merged and {self.tensors_copied} copied "
             f"({self.bytes / 1e9:.2f} GB, {self.seconds:.1f} s)\n"
@@ -137,7 +138,7 @@ def merge_adapter(
         bytes=plan.shard_bytes,
         max_delta=max(stat.max_abs_delta for stat in stats.values()),
         max_delta_ratio=max(stat.ratio or 0.0 for stat in stats.values()),
-        violations=0 if verify == "elements" else None,
+        largest_error=max(check.bound_used for check in checks.values()) if verify == "elements" else None,
         seconds=time.monotonic() - started,
     )
 
