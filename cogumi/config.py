@@ -22,6 +22,8 @@ from cogumi.errors import UsageError
 
 SECTIONS = ("model", "lora", "data", "train", "cogumi")
 ENVIRONMENT_PREFIX = "COGUMI_"
+# Keys of the `cogumi:` section that mean nothing to supervised fine-tuning.
+GSPO_ONLY = ("rewards", "docs_per_step", "prompts_per_step", "behaviour_logps", "fp32_lm_head")
 SECRETS = ("hub_token", "push_to_hub_token", "api_key", "password", "secret")
 
 # Where each value came from, for messages: dotted key -> "file.yaml:12", "environment COGUMI_X", "override".
@@ -60,6 +62,14 @@ class CogumiSection(Section):
     """Where the run is written; `runs/<name of the YAML>` by default."""
     rewards: list[str] = ["edit_similarity"]
     """gspo: what scores a completion (`exact_match`, `edit_similarity`, `parses`); weights are `train.reward_weights`."""
+    docs_per_step: int | None = Field(default=None, gt=0)
+    """gspo: completions per optimizer step. Batch and accumulation follow from it exactly, or the run is refused."""
+    prompts_per_step: int | None = Field(default=None, gt=0)
+    """gspo: the same in prompts, each with `train.num_generations` completions."""
+    behaviour_logps: Literal["trainer", "rollout"] = "trainer"
+    """gspo: whose log-probabilities the ratio is taken against: the trainer's own, computed again, or the sampler's."""
+    fp32_lm_head: bool = False
+    """gspo: multiply hidden states and LM head in float32, in the trainer and in the sampler."""
     merge: bool = True
     """Merge the adapter into the full-precision base at the end, and check the merged model against the live one."""
 
@@ -102,6 +112,10 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any], **overrides:
         values[optional] = bind_mapping(values.get(optional), optional, origins, label)
 
     run = validate_sections(values, origins, label)
+    for key in GSPO_ONLY if run.cogumi.method != "gspo" else ():
+        if getattr(run.cogumi, key) != CogumiSection.model_fields[key].default:
+            place = origins.get(f"cogumi.{key}", label)
+            raise UsageError(f"{place}: cogumi.{key} would be ignored: it is for cogumi.method: gspo; drop it")
     run.train = bind_signature(run.train, "train", trl_config_class(run.cogumi.method), "trl", origins, label)
     run.lora = bind_signature(run.lora, "lora", lora_config_class(), "peft", origins, label)
     if "output_dir" in run.train:

@@ -1,6 +1,8 @@
 """What the tests share: a tiny real model with a real tokenizer, made once a session, and a cache of its own."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -49,3 +51,53 @@ def code_parquet(tmp_path_factory: pytest.TempPathFactory, sources: list[str]) -
     path = tmp_path_factory.mktemp("data") / "code.parquet"
     pl.DataFrame({"source": sources}).write_parquet(path)
     return path
+
+
+def letters(completions: list[str], **_: Any) -> list[float]:
+    """A reward that any model earns some of: the share of letters."""
+    return [sum(c.isalpha() for c in text) / max(len(text), 1) for text in completions]
+
+
+@pytest.fixture
+def make_trainer(tiny_model: Path, tmp_path: Path, sources: list[str]) -> Callable[..., Any]:
+    """A real GRPOTrainer on the tiny model in float32, with LoRA; keywords go to GRPOConfig, or are those named here."""
+
+    def make(
+        loss_type: str = "gspo", lora: dict[str, Any] | None = None, cls: Any = None, rows: int = 16, **config: Any
+    ) -> Any:
+        import peft
+        import trl
+        from datasets import Dataset
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        import cogumi
+
+        cogumi.patch()
+        args = trl.GRPOConfig(
+            **{
+                "output_dir": str(tmp_path / "trainer"),
+                "loss_type": loss_type,
+                "per_device_train_batch_size": 4,
+                "steps_per_generation": 2,
+                "num_generations": 4,
+                "max_completion_length": 8,
+                "max_steps": 2,
+                "learning_rate": 1e-3,
+                "logging_steps": 1,
+                "save_strategy": "no",
+                "bf16": False,
+                "report_to": "none",
+                "gradient_checkpointing": False,
+            }
+            | config
+        )
+        return (cls or trl.GRPOTrainer)(
+            model=AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32),
+            reward_funcs=letters,
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": [text[:40] for text in sources[:rows]]}),
+            processing_class=AutoTokenizer.from_pretrained(tiny_model),
+            peft_config=peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", **(lora or {})}),
+        )
+
+    return make

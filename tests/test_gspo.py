@@ -4,6 +4,7 @@ The trainer is a real GRPOTrainer built by cogumi; only the model's log-probabil
 that the loss under test is the one that trains.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import cogumi
 from cogumi.errors import UsageError
 from cogumi.patches import gspo
+from cogumi.rl import PRESETS
 
 LOW, HIGH = 3e-4, 4e-4
 
@@ -149,29 +151,6 @@ def test_length_one_an_empty_row_and_nothing_at_all(loss: Callable[..., torch.Te
     assert (new.grad == 0).all()
 
 
-def test_the_logged_ratio_is_the_one_the_loss_used(trainer: Any, tiny_model: Path) -> None:
-    """On the real model, with old log-probabilities shifted by a known amount."""
-    from cogumi.training.gspo import log_ratios
-
-    ids = torch.randint(5, 900, (2, 6), generator=torch.Generator().manual_seed(0))
-    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
-    prompt = torch.ones(2, 2, dtype=torch.long)
-    everything = torch.cat([prompt, ids], 1), torch.cat([prompt, mask], 1)
-    log_ratios(trainer)
-    try:
-        with torch.no_grad():
-            new, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, *everything, 6)
-        old = new - torch.tensor([[0.01], [-0.02]])
-        inputs = {"prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": ids, "completion_mask": mask}
-        trainer._metrics["train"].clear()
-        trainer._compute_loss(trainer.model, inputs | {"advantages": torch.ones(2), "old_per_token_logps": old})
-        logged = {key: values[-1] for key, values in trainer._metrics["train"].items()}
-    finally:
-        del trainer._compute_loss, trainer._get_per_token_logps_and_entropies
-    assert logged["ratio_new_old/max"] == pytest.approx(torch.tensor(0.01).exp().item(), rel=1e-6)
-    assert logged["ratio_new_old/min"] == pytest.approx(torch.tensor(-0.02).exp().item(), rel=1e-6)
-
-
 def test_gspo_is_spelled_out_before_trl_sees_it() -> None:
     import trl
 
@@ -201,18 +180,65 @@ def test_trls_own_parser_gets_gspo_too() -> None:
     assert (config.importance_sampling_level, config.epsilon, config.epsilon_high) == ("sequence", 3e-4, 4e-4)
 
 
+def test_the_name_survives_repr_save_and_load(tmp_path: Path) -> None:  # reference 20
+    import trl
+
+    cogumi.patch()
+    config = trl.GRPOConfig(output_dir="unused", loss_type="gspo", bf16=False, report_to="none")
+    assert "loss_type='gspo'" in repr(config)
+    assert "loss_type=gspo," in str(config)
+    assert config.to_dict()["loss_type"] == json.loads(config.to_json_string())["loss_type"] == "gspo"
+    assert config.loss_type == "grpo"  # showing it did not change it
+
+    torch.save(config, tmp_path / "training_args.bin")  # as transformers' Trainer saves it
+    loaded = torch.load(tmp_path / "training_args.bin", weights_only=False)
+    assert gspo.loss_name(loaded) == "gspo"
+    assert repr(loaded) == repr(config)
+    saved = json.loads(config.to_json_string())
+    del saved["generation_batch_size"], saved["hub_token"]  # TRL refuses its own config for having both; a placeholder
+    again = trl.GRPOConfig(**saved)
+    assert repr(again) == repr(config)
+    assert "loss_type='dapo'" in repr(trl.GRPOConfig(output_dir="unused", bf16=False, report_to="none"))
+
+
+@pytest.mark.parametrize("name", ["gspo", "gspo-length", "gspo-token"])
+def test_what_decides_the_update_is_passed_explicitly(name: str) -> None:
+    """unsloth's generated config takes a KL term, learning rate 5e-5, 8-bit AdamW and no vLLM correction as defaults."""
+    said = gspo.gspo_arguments({"loss_type": name})
+    assert (said["beta"], said["learning_rate"], said["optim"]) == (0.0, 1e-6, "adamw_torch_fused")
+    assert said["vllm_importance_sampling_correction"] is True
+    assert {"epsilon", "epsilon_high", "importance_sampling_level", "steps_per_generation", "seed"} <= said.keys()
+    ours = gspo.gspo_arguments({"loss_type": name, "learning_rate": 1e-4, "gradient_accumulation_steps": 3})
+    assert (ours["learning_rate"], ours["steps_per_generation"]) == (1e-4, 3)
+
+
+def test_every_preset_is_a_valid_config_with_a_paper() -> None:
+    import trl
+
+    for name, each in PRESETS.items():
+        config = trl.GRPOConfig(output_dir="unused", bf16=False, report_to="none", **each.values)
+        assert config.loss_type == each.values["loss_type"], name
+        assert each.summary
+        assert each.paper
+
+
 def test_the_patch_can_be_repeated_and_undone() -> None:
     import trl
 
     gspo.undo()
-    upstream = trl.GRPOConfig.__init__
+    names = ("__init__", "to_dict", "__repr__", "__str__")
+    upstream = [getattr(trl.GRPOConfig, name) for name in names] + [trl.GRPOTrainer.__init__]
+    inherited = [name in vars(trl.GRPOConfig) for name in names]
     try:
-        assert not gspo.status().applied
-        gspo.apply()
-        assert gspo.apply().applied
-        assert "written for trl 1.15" in gspo.status().reason
-        gspo.undo()
-        assert trl.GRPOConfig.__init__ is upstream
+        for _ in range(2):
+            assert not gspo.status().applied
+            gspo.apply()
+            assert gspo.apply().applied
+            assert "written for trl 1.15" in gspo.status().reason
+            assert trl.GRPOConfig(output_dir="unused", loss_type="gspo", bf16=False).loss_type == "grpo"
+            gspo.undo()
+            assert [getattr(trl.GRPOConfig, name) for name in names] + [trl.GRPOTrainer.__init__] == upstream
+            assert [name in vars(trl.GRPOConfig) for name in names] == inherited
     finally:
         gspo.apply()
 

@@ -117,10 +117,90 @@ def test_gspo_trains_on_the_clipped_sequence_ratio(gspo: Config) -> None:
     result = cogumi.train(gspo)
     assert result.passed, str(result.verdict)
     assert len(result.series("reward")) == 2  # four steps, two per rollout
-    means = result.series("ratio_new_old/mean")
+    means = result.series("policy/ratio_new_old")
     assert means[0] == pytest.approx(1, abs=1e-5)  # on-policy: the rollout's own log-probabilities
     assert any(abs(mean - 1) > 1e-4 for mean in means[1::2])  # after one update they differ
-    assert max(result.series("clip_ratio/region_mean")) > 0
+    assert max(result.series("policy/clipped_ratio_fraction")) > 0
+
+
+def test_a_gspo_run_says_which_loss_ran_and_logs_every_step(gspo: Config) -> None:
+    del gspo["train"]["loss_type"], gspo["train"]["logging_steps"]  # gspo, and every step, are the defaults
+    result = cogumi.train(gspo, cogumi__merge=False)
+    record = read_json(result.run_dir / "loss.json")
+    assert (record["loss"], record["backend"], record["asserted"]) == ("gspo", "trl", True)
+    assert record["arguments"]["epsilon_low"] == 3e-4
+    (check,) = (check for check in result.verdict.checks if check.name == "loss that ran")
+    assert check.passed
+    assert "gspo by GRPOTrainer._compute_loss (trl)" in check.figure
+    assert len(result.series("policy/effective_sample_size")) == 4
+    assert result.series("policy/staleness") == [0, 8, 0, 8]
+
+
+@pytest.mark.parametrize("loss_type", ["gspo-length", "dapo"])
+def test_a_preset_is_named_by_its_loss_and_any_key_wins_over_it(gspo: Config, loss_type: str) -> None:
+    gspo["train"] |= {"loss_type": loss_type, "epsilon_high": 5e-3, "mask_truncated_completions": False}
+    result = cogumi.train(gspo, cogumi__merge=False, train__max_steps=2)
+    ran = read_json(result.run_dir / "loss.json")
+    assert ran["loss"] == loss_type
+    low = {"gspo-length": 3e-3, "dapo": 0.2}[loss_type]
+    assert (ran["arguments"]["epsilon_low"], ran["arguments"]["epsilon_high"]) == (low, 5e-3)
+    assert yaml.safe_load((result.run_dir / "config.yaml").read_text())["train"]["loss_type"] == loss_type
+
+
+def test_without_a_word_about_it_a_rollout_lasts_four_steps(gspo: Config) -> None:
+    """The paper's four mini-batches; at one the ratio is always 1 and the clip can never act."""
+    del gspo["train"]["steps_per_generation"]
+    result = cogumi.train(gspo, cogumi__merge=False)
+    assert result.series("policy/staleness") == [0, 8, 16, 24]
+
+
+def test_documents_per_step_become_a_batch_that_fits(gspo: Config) -> None:
+    for key in ("per_device_train_batch_size", "steps_per_generation"):
+        del gspo["train"][key]
+    result = cogumi.train(gspo, cogumi__docs_per_step=12, train__generation_batch_size=24, cogumi__merge=False)
+    assert result.series("policy/num_segments") == [12, 12, 12, 12]
+    assert result.series("policy/staleness") == [0, 12, 0, 12]
+    assert "12 documents per step = micro-batches of 12 x 1" in (result.run_dir / "run.log").read_text()
+
+
+def test_prompts_per_step_with_a_fixed_micro_batch_accumulate(gspo: Config) -> None:
+    gspo["train"] |= {"per_device_train_batch_size": 2, "max_steps": 2}
+    del gspo["train"]["steps_per_generation"]
+    result = cogumi.train(gspo, cogumi__prompts_per_step=2, cogumi__merge=False)
+    assert result.series("policy/num_segments") == [8, 8]
+    assert read_json(result.run_dir / "loss.json")["micro_batches"] == 4
+
+
+def test_few_prompts_are_repeated_until_a_rollout_is_whole(gspo: Config) -> None:
+    gspo["data"] = {**gspo["data"], "max_rows": 6}
+    result = cogumi.train(gspo, train__max_steps=2, train__per_device_train_batch_size=32, cogumi__merge=False)
+    assert len(result.series("loss")) == 2
+    assert "repeated" in (result.run_dir / "run.log").read_text()
+
+
+def test_the_samplers_own_log_probabilities_and_an_fp32_head(gspo: Config) -> None:
+    result = cogumi.train(
+        gspo, cogumi__behaviour_logps="rollout", cogumi__fp32_lm_head=True, train__steps_per_generation=1,
+        cogumi__merge=False,
+    )  # fmt: skip
+    assert result.passed, str(result.verdict)
+    ratios = result.series("policy/ratio_new_old")
+    assert ratios == pytest.approx([1] * 4, abs=1e-5)  # one step a rollout, and the same numerics on both sides
+    assert any(ratio != 1 for ratio in ratios)  # computed twice, not taken from the same tensor
+    assert "ratio is exactly 1" not in (result.run_dir / "run.log").read_text()
+
+
+def test_a_run_in_which_no_reward_was_scored_fails(gspo: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cogumi.rewards import fim
+
+    def undecided(completions: list[str], **_: Any) -> list[None]:
+        return [None] * len(completions)
+
+    monkeypatch.setitem(fim.REWARDS, "parses", undecided)
+    result = cogumi.train(gspo, cogumi__rewards=["parses"], cogumi__merge=False)
+    failed = {check.name: check.figure for check in result.verdict.checks if not check.passed}
+    assert "no completion was ever scored" in failed["rewards"]
+    assert not (result.run_dir / "DONE").exists()
 
 
 def test_a_finished_run_directory_is_not_written_over(sft: Config) -> None:
@@ -151,6 +231,7 @@ def test_a_finished_run_directory_is_not_written_over(sft: Config) -> None:
         ({"train__per_device_train_batch_size": 0}, "batch_size should be a positive integer"),
         ({"train__resume_from_checkpoint": "x"}, "train.resume_from_checkpoint would be ignored"),
         ({"train__gradient_accumulation_steps": 0}, "train.gradient_accumulation_steps is 0"),
+        ({"cogumi__fp32_lm_head": True}, "cogumi.fp32_lm_head would be ignored: it is for cogumi.method: gspo"),
     ],
 )
 def test_a_mistake_writes_nothing(sft: Config, overrides: dict[str, Any], says: str) -> None:
@@ -168,10 +249,20 @@ def test_a_mistake_writes_nothing(sft: Config, overrides: dict[str, Any], says: 
         ({"cogumi__rewards": []}, "No reward source"),
         ({"train__epsilon": -1.0}, "train.epsilon is -1.0"),
         ({"train__reward_weights": [1.0]}, "Number of reward weights (1) must match"),
-        ({"train__loss_type": "grop"}, "refused before the first step: Unknown loss type: grop"),
+        ({"train__loss_type": "grop"}, "train.loss_type is 'grop'; one of gspo"),
         ({"train__max_completion_length": 0}, "`max_new_tokens` must be greater than 0"),
-        ({"train__per_device_train_batch_size": 3}, "divisible"),
+        (
+            {"train__per_device_train_batch_size": 3},
+            "no whole groups of train.num_generations 4; set train.per_device_train_batch_size: 2 or 4",
+        ),
         ({"train__importance_sampling_level": "token"}, "contradicts loss_type='gspo'"),
+        ({"lora__lora_dropout": 0.05}, "lora.lora_dropout is 0.05"),
+        ({"train__epsilon": 0.2}, "train.epsilon 0.2 and train.epsilon_high 0.2: a token loss's clip"),
+        ({"train__save_strategy": "steps", "train__save_steps": 3}, "set train.save_steps: 2 or 4"),
+        ({"train__num_generations": 1}, "train.num_generations is 1"),
+        ({"train__max_completion_length": 500}, "prompts are too long"),
+        ({"train__cast_lm_head_to_fp32": True}, "set cogumi.fp32_lm_head: true instead"),
+        ({"cogumi__docs_per_step": 16}, "train.steps_per_generation and cogumi.docs_per_step"),
     ],
 )
 def test_a_gspo_mistake_writes_nothing(gspo: Config, overrides: dict[str, Any], says: str) -> None:

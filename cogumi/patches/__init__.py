@@ -1,9 +1,11 @@
 """Changes to other people's code, one file each: `apply()`, `undo()`, `status()`, and a test that fails when upstream moves."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from cogumi.patches import fused_head as fused_head
 from cogumi.patches import gspo as gspo
+from cogumi.patches import unsloth_rl as unsloth_rl
 from cogumi.patches.status import PatchStatus
 
 __all__ = ["PatchReport", "PatchStatus", "patch"]
@@ -15,14 +17,20 @@ class PatchReport:
 
     patches: tuple[PatchStatus, ...]
 
+    @property
+    def backend(self) -> Literal["trl", "unsloth"]:
+        """Whose trainer `trl.GRPOTrainer` is."""
+        return "unsloth" if any(p.applied for p in self.patches if p.name == unsloth_rl.NAME) else "trl"
+
     def __str__(self) -> str:
         return "\n".join(f"{'patched' if p.applied else 'left alone'} {p.name}: {p.reason}" for p in self.patches)
 
 
 def patch(rl: bool = True) -> PatchReport:
-    """Make TRL accept `loss_type="gspo"`, and train where there is no GPU. Safe to call more than once.
+    """unsloth's trainer where there is CUDA and unsloth, `loss_type="gspo"`, and TRL's losses where there is no GPU.
 
-    `rl=False` changes nothing and reports the present state.
+    Call it before importing trl, transformers or peft; calling it again is calling it once. `rl=False` changes nothing
+    and reports the present state. Raises UsageError where unsloth would come too late.
     """
-    modules = (gspo, fused_head)
+    modules = (unsloth_rl, gspo, fused_head)  # unsloth first: it puts classes of its own on trl
     return PatchReport(tuple(module.apply() if rl else module.status() for module in modules))

@@ -7,6 +7,7 @@ Triton only: without a GPU nothing trains.
 import ast
 import importlib
 import importlib.util
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,11 @@ def apply(force: bool = False) -> PatchStatus:
     device = triton_device()
     if device is not None and not force:
         return PatchStatus(NAME, False, f"TRL's Triton kernel runs on this {device} device")
-    check_upstream()
     upstream: Any = importlib.import_module("trl.trainer.utils")
-
     present = upstream._ChunkedLogProbFunction
+    if is_unsloths(present):
+        return status()
+    check_upstream()
     if present is not None and present.__module__ != "trl.kernels.chunked_logprob":
         raise RuntimeError(f"{NAME}: TRL's head kernel is already replaced by {_name(present)}; undo that first")
     _replaced = present
@@ -75,15 +77,22 @@ def undo() -> PatchStatus:
 
 def status() -> PatchStatus:
     """Whether TRL's losses go through `FusedLogProbFunction` now, and why."""
+    upstream: Any = sys.modules.get("trl.trainer.utils")
+    if upstream is not None and is_unsloths(upstream._ChunkedLogProbFunction):
+        return PatchStatus(NAME, False, "unsloth has put a head of its own in this place")
     if _replaced is _NOT_REPLACED:
         return PatchStatus(NAME, False, "not applied: TRL's losses need a GPU that runs Triton")
-    upstream: Any = importlib.import_module("trl.trainer.utils")
 
     present = upstream._ChunkedLogProbFunction
     if present is not FusedLogProbFunction:
         return PatchStatus(NAME, False, f"applied, and since replaced by {_name(present)}")
     why = "forced" if triton_device() else "no GPU that runs Triton"
     return PatchStatus(NAME, True, f"TRL's losses use a PyTorch head: {why} (trl {version('trl')}, written for 1.15)")
+
+
+def is_unsloths(kernel: Any) -> bool:
+    """Whether unsloth, which runs with and without a GPU, has replaced TRL's kernel already."""
+    return kernel is not None and kernel.__module__.partition(".")[0] in ("unsloth", "unsloth_zoo")
 
 
 def triton_device() -> str | None:

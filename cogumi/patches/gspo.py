@@ -1,81 +1,125 @@
-"""`loss_type="gspo"` in TRL's own words, before TRL or unsloth sees it.
+"""`loss_type="gspo"` in TRL's own words, before TRL or unsloth sees it, and the name kept wherever it is shown or saved.
 
 TRL 1.15 takes the string, pays for the first rollout and fails at the first loss. GSPO (Zheng et al. 2025,
 arXiv:2507.18071) is its `grpo` loss with a sequence-level ratio: the per-sequence mean of the clipped objective, averaged
-over sequences, R = exp(mean_t(new - old)). beta and both epsilons are always passed, so that nobody's other defaults
-(TRL's epsilon 0.2 is ~600x the paper's) can change the objective.
+over sequences, R = exp(mean_t(new - old)). `cogumi.rl.presets` has the values.
+
+A trainer built from such a config is watched (`cogumi.rl.watch`): checked before its first rollout, measured, and its
+first loss compared with the formula.
 """
 
+import copy
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
 from cogumi.errors import UsageError
 from cogumi.patches.status import PatchStatus
+from cogumi.rl.presets import OURS, preset
 
 NAME = "gspo"
 WRITTEN_FOR = "trl 1.15"
-DECIDED = ("importance_sampling_level", "epsilon", "epsilon_high")
-EPSILON, EPSILON_HIGH = 3e-4, 4e-4  # arXiv:2507.18071, section 5.1
+# What else decides the objective or the update and has another default in unsloth's generated config: always passed,
+# with TRL's default. per_device_train_batch_size and steps_per_generation are among them because unsloth changes the
+# batch by itself where they are left out and the group does not divide it.
+SPELLED_OUT = (
+    "learning_rate",
+    "optim",
+    "weight_decay",
+    "warmup_steps",
+    "gradient_accumulation_steps",
+    "per_device_train_batch_size",
+    "seed",
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_clip_max",
+)
+_originals: dict[type, dict[str, Any]] = {}  # class -> the attributes `apply` replaced, as found in its own namespace
+_ABSENT = object()
 
 
 def gspo_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """GRPOConfig keyword arguments with `loss_type="gspo"` spelled out; other loss types pass through unchanged.
+    """GRPOConfig keyword arguments with a loss type of ours spelled out; other loss types pass through unchanged.
 
     Raises UsageError when another key contradicts it.
     """
-    if arguments.get("loss_type") != "gspo":
+    name = arguments.get("loss_type")
+    if name not in OURS:
         return dict(arguments)
-    if (level := arguments.get("importance_sampling_level", "sequence")) != "sequence":
+    level = arguments.get("importance_sampling_level", preset(name)["importance_sampling_level"])
+    if level != preset(name)["importance_sampling_level"]:
+        ratio = "per sequence" if name != "gspo-token" else "the sequence's, with each token's gradient"
         raise UsageError(
-            f"importance_sampling_level={level!r} contradicts loss_type='gspo', whose ratio is per sequence; drop one"
+            f"importance_sampling_level={level!r} contradicts loss_type={name!r}, whose ratio is {ratio}; drop one"
         )
-    epsilon = arguments.get("epsilon", EPSILON)
     # As in TRL, a lone epsilon bounds both sides.
-    epsilon_high = arguments.get("epsilon_high") or (epsilon if "epsilon" in arguments else EPSILON_HIGH)
-    return {
-        "beta": 0.0,
-        **arguments,
-        "loss_type": "grpo",
-        "importance_sampling_level": "sequence",
-        "epsilon": epsilon,
-        "epsilon_high": epsilon_high,
-    }
+    both = {"epsilon_high": arguments["epsilon"]} if arguments.get("epsilon") is not None else {}
+    return spelled_out(name, both | {key: value for key, value in arguments.items() if value is not None})
+
+
+def spelled_out(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """GRPOConfig keyword arguments of a preset under `arguments`, with everything that unsloth has other defaults for."""
+    values = {**defaults(SPELLED_OUT), **preset(name), **arguments, "loss_type": preset(name)["loss_type"]}
+    if values.get("generation_batch_size") is None and values.get("steps_per_generation") is None:
+        values["steps_per_generation"] = values["gradient_accumulation_steps"]  # TRL's default, said aloud
+    return values
+
+
+def defaults(names: tuple[str, ...]) -> dict[str, Any]:
+    """TRL's own defaults; a subclass that unsloth generates keeps the fields and changes only its `__init__`."""
+    fields = {field.name: field for field in dataclasses.fields(grpo_config())}
+    return {name: fields[name].default for name in names}
 
 
 def without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the GSPO keys that carry TRL's own default: argument parsers and generated subclasses pass them all."""
-    defaults = {f.name: f.default for f in dataclasses.fields(grpo_config()) if f.name in DECIDED}
-    return {k: v for k, v in arguments.items() if k not in defaults or v != defaults[k]}
+    """Without TRL's own defaults among the keys a preset decides, where all of those keys are passed.
+
+    Then an argument parser or a generated subclass passes them, which nobody said. A key or two are somebody's own.
+    """
+    if arguments.get("loss_type") not in OURS:
+        return dict(arguments)
+    upstream = defaults(tuple(key for key in preset(arguments["loss_type"]) if key != "loss_type"))
+    if not upstream.keys() <= arguments.keys():
+        return dict(arguments)
+    return {key: value for key, value in arguments.items() if key not in upstream or value != upstream[key]}
 
 
 def apply() -> PatchStatus:
-    """Make `trl.GRPOConfig(loss_type="gspo")` mean GSPO in this process. Applying twice is applying once."""
-    config = grpo_config()
-    original = config.__init__
-    if not hasattr(original, "cogumi_original"):
+    """Make `trl.GRPOConfig(loss_type="gspo")` mean GSPO in this process. Applying twice is applying once.
 
-        @functools.wraps(original)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **gspo_arguments(without_defaults(kwargs)))
+    To be applied again after unsloth has put its own classes on `trl`.
+    """
+    import trl
 
-        __init__.cogumi_original = original  # type: ignore[attr-defined]
-        config.__init__ = __init__
+    config: Any = trl.GRPOConfig
+    if config not in _originals:
+        showing = {name: _under_its_name(getattr(config, name)) for name in ("to_dict", "__repr__", "__str__")}
+        _replace(config, {"__init__": _spelling_out(config.__init__), **showing})
+    trainer: Any = trl.GRPOTrainer
+    if trainer not in _originals:
+        _replace(trainer, {"__init__": _watched(trainer.__init__)})
     return status()
 
 
 def undo() -> PatchStatus:
-    """Put TRL's own `GRPOConfig.__init__` back."""
-    config = grpo_config()
-    config.__init__ = getattr(config.__init__, "cogumi_original", config.__init__)
+    """Put TRL's own methods back."""
+    for patched, attributes in _originals.items():
+        for name, original in attributes.items():
+            if original is _ABSENT:
+                delattr(patched, name)
+            else:
+                setattr(patched, name, original)
+    _originals.clear()
     return status()
 
 
 def status() -> PatchStatus:
-    applied = hasattr(grpo_config().__init__, "cogumi_original")
-    became = f"grpo + sequence-level ratio, beta 0, epsilon {EPSILON:g}/{EPSILON_HIGH:g}"
+    applied = grpo_config() in _originals
+    values = preset("gspo")
+    became = f"grpo + sequence-level ratio, beta 0, epsilon {values['epsilon']:g}/{values['epsilon_high']:g}"
     reason = (
         f"loss_type='gspo' becomes {became}"
         if applied
@@ -84,7 +128,54 @@ def status() -> PatchStatus:
     return PatchStatus(NAME, applied, f"{reason} (trl {version('trl')}, written for {WRITTEN_FOR})")
 
 
+def loss_name(config: Any) -> str:
+    """The name a config was given ("gspo"), or TRL's `loss_type` where it was given none of ours."""
+    return getattr(config, "cogumi_loss_name", config.loss_type)
+
+
 def grpo_config() -> Any:
     import trl
 
     return trl.GRPOConfig
+
+
+def _replace(patched: type, attributes: Mapping[str, Any]) -> None:
+    _originals[patched] = {name: vars(patched).get(name, _ABSENT) for name in attributes}
+    for name, value in attributes.items():
+        setattr(patched, name, value)
+
+
+def _spelling_out(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **gspo_arguments(without_defaults(kwargs)))
+        if kwargs.get("loss_type") in OURS:
+            self.cogumi_loss_name = kwargs["loss_type"]
+
+    return __init__
+
+
+def _under_its_name(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A method that shows or saves a config, shown a twin whose `loss_type` is the name it was given."""
+
+    @functools.wraps(original)
+    def show(self: Any) -> Any:
+        if loss_name(self) == self.loss_type:
+            return original(self)
+        twin = copy.copy(self)
+        twin.loss_type = loss_name(self)
+        return original(twin)
+
+    return show
+
+
+def _watched(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if loss_name(self.args) in OURS:
+            from cogumi.rl.watch import watch  # brings torch
+
+            watch(self)
+
+    return __init__

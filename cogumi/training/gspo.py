@@ -1,63 +1,144 @@
-"""GSPO: TRL's GRPOTrainer with a sequence-level ratio (cogumi/patches/gspo.py), on rewards named in the config."""
+"""GSPO and its relatives: TRL's GRPOTrainer, or unsloth's, with a policy loss from `cogumi.rl.presets`, watched."""
 
+import logging
 from typing import Any
 
 import polars as pl
-import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from cogumi.config import RunConfig
 from cogumi.data.fim import FimData, prompts_for_rl
 from cogumi.errors import UsageError
-from cogumi.patches.gspo import gspo_arguments
+from cogumi.patches.gspo import defaults, spelled_out
 from cogumi.rewards.fim import fim_rewards
+from cogumi.rl.behaviour import use_rollout_logps
+from cogumi.rl.fp32_head import fp32_lm_head
+from cogumi.rl.guards import check_groups
+from cogumi.rl.planner import ModelShape, documents_of, free_memory_bytes, plan_batch, refuse_uneven, whole_rollout
+from cogumi.rl.presets import OURS, PRESETS
+from cogumi.rl.watch import RECORD, watch
+
+log = logging.getLogger("cogumi")
+PLANNED = ("gradient_accumulation_steps", "steps_per_generation")  # what a number of documents per step decides
+STEPS_PER_ROLLOUT = 4  # arXiv:2507.18071, section 5.1: four mini-batches
+TRAINABLE_BYTES = 16  # per LoRA parameter: fp32 weight, gradient and two AdamW moments
 
 
 def arguments(run: RunConfig) -> dict[str, Any]:
-    """GRPOConfig arguments with GSPO spelled out. Raises UsageError for an unknown reward or a contradiction."""
+    """GRPOConfig arguments with the preset spelled out. Raises UsageError for what would not be the run it says."""
     fim_rewards(run.cogumi.rewards)
+    train = {"loss_type": "gspo", **run.train}
+    name = train["loss_type"]
+    if name not in PRESETS:
+        raise UsageError(f"train.loss_type is {name!r}; one of {', '.join(PRESETS)}")
     for key in ("epsilon", "epsilon_high"):
-        if (value := run.train.get(key)) is not None and value <= 0:
+        if (value := train.get(key)) is not None and value <= 0:
             raise UsageError(f"train.{key} is {value}; the clip needs a positive number, such as 3e-4")
-    return gspo_arguments({"loss_type": "gspo", **run.train})
+    if train.get("cast_lm_head_to_fp32"):
+        raise UsageError("train.cast_lm_head_to_fp32: TRL's switch fails on tied embeddings with PEFT; "
+                         "set cogumi.fp32_lm_head: true instead")  # fmt: skip
+    if is_planned(run):
+        train |= provisional_batch(run)
+    elif name in OURS and not {"steps_per_generation", "generation_batch_size"} & train.keys():
+        train["steps_per_generation"] = STEPS_PER_ROLLOUT * setting(run, "gradient_accumulation_steps")
+    check_groups(train)
+    # Metrics are for every step. The names of ours stay in the config, which spells them out by itself.
+    return {"logging_steps": 1} | (train if name in OURS else spelled_out(name, train))
+
+
+def setting(run: RunConfig, key: str) -> Any:
+    """A key of `train:`, or TRL's default."""
+    value = run.train.get(key)
+    return defaults((key,))[key] if value is None else value
+
+
+def is_planned(run: RunConfig) -> bool:
+    """Whether the run says how large an optimizer step is, and leaves the batch to the planner."""
+    return run.cogumi.docs_per_step is not None or run.cogumi.prompts_per_step is not None
+
+
+def mini_batches_per_rollout(run: RunConfig, documents: int) -> int:
+    """Optimizer steps per rollout: `train.generation_batch_size` over the documents of a step, or the paper's 4."""
+    rollout = run.train.get("generation_batch_size")
+    if rollout is None:
+        return STEPS_PER_ROLLOUT
+    if rollout % documents:
+        raise UsageError(
+            f"train.generation_batch_size {rollout} is no whole number of optimizer steps of {documents} documents; "
+            f"set {max(rollout // documents, 1) * documents} or {(rollout // documents + 1) * documents}"
+        )
+    return int(rollout // documents)
+
+
+def provisional_batch(run: RunConfig) -> dict[str, Any]:
+    """The step's size checked, and a batch of that size for TRL's own checks until the model is there to plan with."""
+    for key in PLANNED:
+        if key in run.train:
+            raise UsageError(
+                f"train.{key} and cogumi.docs_per_step or prompts_per_step decide the same; drop one "
+                "(documents per rollout are train.generation_batch_size)"
+            )
+    group = setting(run, "num_generations")
+    documents = documents_of(run.cogumi.docs_per_step, run.cogumi.prompts_per_step, group)
+    mini_batches, fixed = mini_batches_per_rollout(run, documents), run.train.get("per_device_train_batch_size")
+    refuse_uneven(documents, run.cogumi.prompts_per_step, group, mini_batches, 1, fixed)
+    micro_batch = fixed or 1
+    return {
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": documents // micro_batch,
+        "steps_per_generation": documents // micro_batch * mini_batches,
+        "generation_batch_size": None,
+    }
+
+
+def plan(run: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase, data: FimData) -> RunConfig:
+    """The run with its batch cut to the loaded model and the memory beside it."""
+    group = setting(run, "num_generations")
+    documents = documents_of(run.cogumi.docs_per_step, run.cogumi.prompts_per_step, group)
+    batch = plan_batch(
+        documents_per_step=run.cogumi.docs_per_step,
+        prompts_per_step=run.cogumi.prompts_per_step,
+        num_generations=group,
+        per_device_train_batch_size=run.train.get("per_device_train_batch_size"),
+        mini_batches_per_rollout=mini_batches_per_rollout(run, documents),
+        shape=ModelShape.of(model.config),
+        longest_prompt=max(map(len, tokenizer(list(data.dataset["prompt"]))["input_ids"])),
+        max_completion_length=setting(run, "max_completion_length"),
+        free_bytes=free_memory_bytes() - TRAINABLE_BYTES * lora_parameters(model, run.lora.get("r", 8)),
+        bytes_per_element=model.dtype.itemsize,
+        gradient_checkpointing=setting(run, "gradient_checkpointing"),
+    )
+    log.info("%s", batch)
+    decided = run.model_copy(deep=True)
+    decided.cogumi.docs_per_step = decided.cogumi.prompts_per_step = None
+    decided.train |= batch.arguments
+    decided.train.pop("generation_batch_size", None)
+    return decided
+
+
+def lora_parameters(model: nn.Module, rank: int) -> int:
+    """At most: an adapter of this rank on every linear layer."""
+    linear = (module for module in model.modules() if isinstance(module, nn.Linear))
+    return sum(rank * (module.in_features + module.out_features) for module in linear)
 
 
 def prepare(run: RunConfig, rows: pl.DataFrame, tokenizer: PreTrainedTokenizerBase, name: str) -> FimData:
     return prompts_for_rl(rows, tokenizer, run.data.fim, column=run.data.column, name=name)
 
 
-def build_trainer(run: RunConfig, **common: Any) -> Any:
-    from trl import GRPOTrainer
+def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) -> Any:
+    import trl  # looked up here: unsloth puts its own trainer on the module
 
-    trainer = GRPOTrainer(reward_funcs=fim_rewards(run.cogumi.rewards), **common)
-    log_ratios(trainer)
+    dataset, repeated = whole_rollout(train_dataset, args.generation_batch_size // args.num_generations)
+    if repeated:
+        log.warning("%s", repeated)
+    trainer = trl.GRPOTrainer(reward_funcs=fim_rewards(run.cogumi.rewards), args=args, train_dataset=dataset, **common)
+    if run.cogumi.fp32_lm_head:
+        fp32_lm_head(trainer)
+    if run.cogumi.behaviour_logps == "rollout":
+        use_rollout_logps(trainer)
+    watching = watch(trainer, record=run.run_dir / RECORD)
+    watching.behaviour_logps = run.cogumi.behaviour_logps
+    watching.guard()
     return trainer
-
-
-def log_ratios(trainer: Any) -> None:
-    """Log mean, min and max of the sequence ratio each loss computed; TRL 1.15 logs how many were clipped, not the ratio.
-
-    The log-probabilities are taken where the loss takes them, so nothing is computed twice.
-    """
-    compute_loss, compute_logps = trainer._compute_loss, trainer._get_per_token_logps_and_entropies
-    latest: list[torch.Tensor] = []
-
-    def remember_logps(*args: Any, **kwargs: Any) -> Any:
-        result = compute_logps(*args, **kwargs)
-        latest[:] = [result[0].detach()]
-        return result
-
-    def loss_and_ratio(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        loss = compute_loss(model, inputs)
-        (new,) = latest
-        old = inputs.get("old_per_token_logps")
-        old = new if old is None else old  # as in the loss: on-policy, the ratio is 1
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        ratio = torch.exp(((new - old) * mask).sum(-1) / mask.sum(-1).clamp(min=1))
-        metrics = trainer._metrics["train" if model.training else "eval"]
-        for name, value in (("mean", ratio.mean()), ("min", ratio.min()), ("max", ratio.max())):
-            metrics[f"ratio_new_old/{name}"].append(value.item())
-        return loss
-
-    trainer._get_per_token_logps_and_entropies = remember_logps
-    trainer._compute_loss = loss_and_ratio

@@ -27,7 +27,7 @@ from cogumi.merge.verify import check_logits
 from cogumi.models.adapters import largest_change, lora_config
 from cogumi.models.complete import complete
 from cogumi.models.load import load_model, load_tokenizer, resolve_model
-from cogumi.patches import patch
+from cogumi.patches import patch, unsloth_rl
 from cogumi.rundir import append_jsonl, create_run_dir, read_jsonl, refuse_occupied, write_atomic, write_json
 from cogumi.training import gspo, sft
 from cogumi.training.telemetry import Telemetry, recorded, set_status
@@ -91,6 +91,8 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         set_status(run_dir, "running", stage="load")
         try:
             trainer = build_trainer(run, base, tokenizer, args, examples)
+        except UsageError as error:
+            raise RefusedAtSetup(str(error)) from error
         except BUILD_REFUSALS as error:
             raise RefusedAtSetup(f"model, lora or train: {one_line(error)}") from error
         set_status(run_dir, "running", stage="train")
@@ -153,7 +155,12 @@ def prepare_examples(
 def build_trainer(run: RunConfig, base: str, tokenizer: PreTrainedTokenizerBase, args: Any, examples: Examples) -> Any:
     model = load_model(base, run.model.revision, run.model.dtype)
     log.info("%s loaded in %s on %s", base, str(model.dtype).removeprefix("torch."), model.device)
-    revision = getattr(model.config, "_commit_hash", None) or run.model.revision
+    if run.cogumi.method == "gspo" and gspo.is_planned(run):
+        run = gspo.plan(run, model, tokenizer, examples.train)
+        args = trl_arguments(run)
+    lora: Any = lora_config(run.lora, getattr(model.config, "_commit_hash", None) or run.model.revision)
+    if unsloth_rl.status().applied:
+        model, lora = unsloth_rl.with_adapter(model, lora), None
     return METHODS[run.cogumi.method].build_trainer(
         run,
         model=model,
@@ -161,7 +168,7 @@ def build_trainer(run: RunConfig, base: str, tokenizer: PreTrainedTokenizerBase,
         train_dataset=examples.train.dataset,
         eval_dataset=examples.held_out.dataset if examples.held_out else None,
         processing_class=tokenizer,
-        peft_config=lora_config(run.lora, revision),
+        peft_config=lora,
     )
 
 
@@ -184,7 +191,7 @@ def fit(run: RunConfig, run_dir: Path, trainer: Any, examples: Examples) -> list
         trainer.evaluate()
     metrics, state = read_jsonl(run_dir / "metrics.jsonl"), trainer.state
     checks = judge_training(metrics, state.global_step, state.max_steps, largest_change(trainer.model))
-    return checks + (judge_gspo(metrics) if run.cogumi.method == "gspo" else [])
+    return checks + (judge_gspo(metrics, run_dir) if run.cogumi.method == "gspo" else [])
 
 
 def conclude(run_dir: Path, checks: list[Check]) -> Verdict:

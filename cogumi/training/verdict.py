@@ -2,7 +2,12 @@
 
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+from cogumi.rl.alarms import no_reward_was_scored
+from cogumi.rl.watch import RECORD
+from cogumi.rundir import read_json
 
 
 @dataclass(frozen=True)
@@ -50,18 +55,39 @@ def judge_training(metrics: list[dict[str, Any]], steps: int, max_steps: int, la
     ]
 
 
-def judge_gspo(metrics: list[dict[str, Any]]) -> list[Check]:
-    """What GSPO adds: completions were scored, and every ratio it computed is a number."""
+def judge_gspo(metrics: list[dict[str, Any]], run_dir: Path) -> list[Check]:
+    """What GSPO adds: completions were scored, the loss that was asked for ran, and every ratio is a number."""
     rewards = [row["reward"] for row in metrics if row.get("reward") is not None]
-    ratios = [row[key] for row in metrics for key in ("ratio_new_old/min", "ratio_new_old/max") if key in row]
-    clipped = [row["clip_ratio/region_mean"] for row in metrics if "clip_ratio/region_mean" in row]
+    ratios = [
+        row[f"policy/{side}_ratio"] for row in metrics for side in ("min", "max") if f"policy/{side}_ratio" in row
+    ]
+    clipped = [row["policy/clipped_ratio_fraction"] for row in metrics if "policy/clipped_ratio_fraction" in row]
     numbers = [x for x in ratios + clipped if isinstance(x, (int, float)) and math.isfinite(x)]
     span = (
         f"ratio {min(ratios):.5f} to {max(ratios):.5f}, clipped {sum(clipped) / len(clipped):.1%}"
-        if numbers
-        else "none"
+        if len(numbers) == len(ratios + clipped) > 0
+        else f"{len(numbers)} of {len(ratios + clipped)} values finite"
     )
     return [
-        Check("rewards", f"{len(rewards)} batches scored", "at least one", bool(rewards)),
+        Check(
+            "rewards", no_reward_was_scored(metrics) or f"{len(rewards)} batches scored", "at least one", bool(rewards)
+        ),
+        which_loss_ran(run_dir),
         Check("ratio and clip fraction", span, "all finite", len(numbers) == len(ratios + clipped) > 0),
     ]
+
+
+def which_loss_ran(run_dir: Path) -> Check:
+    """The first step's loss as `cogumi.rl.proof` recorded it."""
+    path, required = run_dir / RECORD, "the formula's value and gradient at the first step"
+    if not path.exists():
+        return Check("loss that ran", "no step was made", required, False)
+    record = read_json(path)
+    function = record["function"].rpartition(".")[0].rpartition(".")[2] + "." + record["function"].rpartition(".")[2]
+    what = f"{record['loss']} by {function} ({record['backend']})"
+    if record["unproven"]:
+        return Check("loss that ran", f"{what}; not compared: {', '.join(record['unproven'])}", "its settings", True)
+    apart = record["relative_difference"]
+    return Check(
+        "loss that ran", f"{what}, {max(apart['loss'], apart['gradient']):.1e} apart", required, record["asserted"]
+    )

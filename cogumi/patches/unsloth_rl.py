@@ -1,0 +1,311 @@
+"""unsloth's GRPO trainer in the place of TRL's, where there is a GPU for it.
+
+unsloth has to be imported before trl, transformers and peft; on CUDA importing it rewrites TRL's trainers, and afterwards
+`trl.GRPOTrainer` is `UnslothGRPOTrainer`. Its rewriting replaces functions in trl, transformers, peft and torch and
+keeps none of the originals: it cannot be undone within a process.
+
+unsloth and unsloth_zoo are called, never copied (their RL code is AGPL-3.0 and LGPL-3.0).
+"""
+
+import ast
+import functools
+import importlib
+import importlib.util
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from cogumi.errors import UsageError
+from cogumi.patches.status import PatchStatus
+
+NAME = "unsloth"
+WRITTEN_FOR = "unsloth 2026.10.7 and 2026.10.9"
+PATCHED_BY_UNSLOTH = ("trl", "transformers", "peft")  # critical_modules in unsloth/_gpu_init.py
+CPU_SWITCH = "UNSLOTH_ON_CPU"  # "1": also without a GPU, which unsloth has supported since 2026.10.8
+
+
+# ------------------------------------------------------------------------------------------------------------- applying
+
+
+def apply() -> PatchStatus:
+    """Import unsloth and let it patch TRL, where there is CUDA and unsloth; applying twice is applying once.
+
+    Call it before anything imports trl, transformers or peft. Raises UsageError, which names the import, when one was
+    imported earlier or unsloth does not import; RuntimeError when unsloth is not one this was written for.
+    """
+    if reason := why_not():
+        return PatchStatus(NAME, False, reason)
+    refuse_early_imports()
+    check_upstream()
+    patch_fast_rl = import_unsloth()
+    import trl
+
+    if not is_unsloths(trl.GRPOTrainer):  # importing unsloth has done it already on CUDA
+        patch_fast_rl("GRPO")
+    return status()
+
+
+def undo() -> PatchStatus:
+    """Raises RuntimeError when unsloth is in place: it cannot be taken out of a process again."""
+    if status().applied:
+        raise RuntimeError(f"{NAME}: unsloth's changes to TRL, transformers and torch cannot be undone; start anew")
+    return status()
+
+
+def status() -> PatchStatus:
+    """Whether `trl.GRPOTrainer` is unsloth's, and why (not). Imports nothing."""
+    trl = sys.modules.get("trl")
+    if "unsloth" in sys.modules and trl is not None and is_unsloths(trl.GRPOTrainer):
+        versions = f"unsloth {version('unsloth')}, unsloth_zoo {version('unsloth_zoo')}, written for {WRITTEN_FOR}"
+        return PatchStatus(NAME, True, f"trl.GRPOTrainer is unsloth's ({versions})")
+    return PatchStatus(NAME, False, why_not() or "unsloth is not in place: trl.GRPOTrainer is TRL's own")
+
+
+def why_not() -> str | None:
+    """Why TRL's own trainer is used on this machine; None where unsloth's is."""
+    if importlib.util.find_spec("unsloth") is None:
+        return "unsloth is not installed: stock TRL trains"
+    if not torch.cuda.is_available() and os.environ.get(CPU_SWITCH) != "1":
+        return "no CUDA device: stock TRL trains"
+    return None
+
+
+def is_unsloths(trainer: type) -> bool:
+    """Whether a trainer class is the one unsloth generated, or derives from it."""
+    return any(cls.__module__ == "UnslothGRPOTrainer" for cls in trainer.__mro__)
+
+
+def import_unsloth() -> Any:
+    """`PatchFastRL`. unsloth checks the machine while it is imported, and raises whatever suits it."""
+    try:
+        importlib.import_module("unsloth")
+        return importlib.import_module("unsloth.models.rl").PatchFastRL
+    except (ImportError, NotImplementedError, RuntimeError, OSError) as error:
+        found = version("unsloth")
+        said = " ".join(str(error).split())
+        raise UsageError(
+            f"unsloth {found} is installed and does not import here ({type(error).__name__}: {said}); "
+            "repair it, or `pip uninstall unsloth` to train with stock TRL, and restart the kernel"
+        ) from error
+
+
+def with_adapter(model: Any, lora: Any) -> Any:
+    """A transformers model as unsloth's trainers expect one: in its PEFT wrapper, with unsloth's two mode switches.
+
+    unsloth's trainers ignore `peft_config`, and would train every weight of a model that comes without an adapter.
+    """
+    from peft import get_peft_model
+
+    loader = importlib.import_module("unsloth").FastLanguageModel
+    for name in ("for_training", "for_inference"):
+        setattr(model, name, functools.partial(getattr(loader, name), model))
+    model.enable_input_require_grads()  # unsloth checkpoints re-entrantly, which needs an input with a gradient
+    return get_peft_model(model, lora)
+
+
+# --------------------------------------------------------------------------------------------------------- import order
+
+
+def refuse_early_imports() -> None:
+    """Raise UsageError if a module that unsloth patches was imported before unsloth, and say where."""
+    # A module moves to the end of sys.modules when its import is complete; unsloth's first parts are, before the rest.
+    order = list(sys.modules)
+    before_unsloth = itertools.takewhile(lambda name: name.partition(".")[0] != "unsloth", order)
+    early = [name for name in before_unsloth if name in PATCHED_BY_UNSLOTH]
+    if not early:
+        return
+    places = import_chain(early[0])
+    where = f" ({early[0]} at {', from '.join(places)})" if places else ""
+    was = "was" if len(early) == 1 else "were"
+    raise UsageError(
+        f"{' and '.join(early)} {was} imported before unsloth{where}, and unsloth has to come first: call "
+        "cogumi.patch() in the first cell, before importing trl, transformers or peft, and restart the kernel"
+    )
+
+
+def import_chain(name: str) -> list[str]:
+    """Where `name` was first imported, and where its importer was, up to the script or the notebook's cell.
+
+    Each place is `file:line` or `cell In[n], line m`; empty where none can be told (an import inside a function).
+    """
+    direct = script_import(name)
+    through, package = [], name
+    while found := first_importer(package):
+        package, place = found
+        through.append(place)
+        if last := script_import(package):
+            if direct is None or last[0] < direct[0]:
+                return [*through, last[1]]
+            break
+    return [direct[1]] if direct else through
+
+
+def first_importer(name: str) -> tuple[str, str] | None:
+    """(package, place) of the first module outside `name` to complete after `name` that imports it."""
+    order = list(sys.modules)
+    for later in order[order.index(name) + 1 :]:
+        package, module = later.partition(".")[0], sys.modules[later]
+        if package == name or not isinstance(module, ModuleType):
+            continue
+        for _, label, source in sources(module):
+            if name in source and (line := executed_import(source, name, module)) is not None:
+                return package, f"{label}{line}"
+    return None
+
+
+def script_import(name: str) -> tuple[tuple[int, int], str] | None:
+    """((cell, line), place) of the first import of `name` that the running script or notebook has executed."""
+    script = sys.modules["__main__"]
+    for cell, label, source in sources(script):
+        if (line := executed_import(source, name, script)) is not None:
+            return (cell, line), f"{label}{line}"
+    return None
+
+
+def sources(module: ModuleType) -> Iterator[tuple[int, str, str]]:
+    """(0, `file:`, text) of a module's file, or (n, `cell In[n], line `, text) of each cell of a notebook."""
+    for number, cell in enumerate(vars(module).get("In", []) if module.__name__ == "__main__" else []):
+        yield number, f"cell In[{number}], line ", cell
+    file = getattr(module, "__file__", None)
+    if file and file.endswith(".py") and Path(file).is_file():
+        yield 0, f"{file}:", Path(file).read_text(encoding="utf-8", errors="replace")
+
+
+def executed_import(source: str, name: str, module: ModuleType) -> int | None:
+    """Line of the first import of `name` at a module's own level whose result the module holds."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # a template, or a cell that never ran
+        return None
+    for node in own_level(tree.body):
+        if isinstance(node, ast.Import):
+            imported = [a for a in node.names if a.name.partition(".")[0] == name]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").partition(".")[0] == name:
+            imported = node.names
+        else:
+            continue
+        for alias in imported:
+            bound = alias.asname or (alias.name.partition(".")[0] if isinstance(node, ast.Import) else alias.name)
+            if bound == "*" or bound in vars(module):
+                return node.lineno
+    return None
+
+
+def own_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run when a module is imported: into `if`, `try`, `with`, not into functions and classes."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With | ast.For | ast.While):
+            for field in ("body", "orelse", "finalbody"):
+                yield from own_level(getattr(node, field, []))
+            for handler in getattr(node, "handlers", []):
+                yield from own_level(handler.body)
+
+
+# ------------------------------------------------------------------------------------------------- what is relied upon
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Parameters of an upstream function in order (those relied upon come first), and how many values it returns."""
+
+    parameters: tuple[str, ...]
+    returns: int | None = None
+
+
+def takes(parameters: str, returns: int | None = None) -> Signature:
+    return Signature(tuple(parameters.split()), returns)
+
+
+SCORER = (
+    "hidden_states lm_head index chunks logit_scale_multiply logit_scale_divide logit_softcapping temperature "
+    "max_rows_per_chunk lm_head_bias"
+)
+LOSS_FILE, PATCH_FILE = "unsloth_zoo/rl_replacements.py", "unsloth/models/rl.py"
+# What cogumi.rl.unsloth_seam binds to, per file; the same in both versions this was written for. Upstream may append.
+UPSTREAM = {
+    PATCH_FILE: {"PatchFastRL": takes("algorithm")},
+    LOSS_FILE: {
+        "UnslothEfficientGRPO.forward": takes(
+            "ctx _new_logps _old_logps _ref_logps _sampling_per_token_logps lm_head _input_ids _mask _advantages beta "
+            "scaler n_chunks extra_kwargs",
+            returns=6,
+        ),
+        "grpo_compute_loss": takes(
+            "ref new old sampling_per_token_logps input_ids mask beta advantages **kwargs", returns=7
+        ),
+        "grpo_accumulated_loss": takes(
+            "trainer input_ids attention_mask logits_to_keep completion_mask advantages old_logps ref_logps n_chunks "
+            "tool_mask **kwargs",
+            returns=7,
+        ),
+        "chunked_selective_log_softmax": takes("logits index temperature"),
+        "chunked_hidden_states_selective_log_softmax": takes(SCORER),
+        "chunked_hidden_states_selective_log_softmax_recompute": takes(SCORER),
+    },
+}
+
+
+def check_upstream() -> None:
+    """Raise RuntimeError, naming version and function, unless unsloth has the functions this was written for.
+
+    Read from the sources: importing them would already patch.
+    """
+    for file, expected in UPSTREAM.items():
+        package, _, inside = file.partition("/")
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise RuntimeError(f"{NAME}: unsloth {version('unsloth')} is installed without {package}")
+        path = Path(spec.submodule_search_locations[0]) / inside
+        problems = list(differences(signatures(path.read_text(encoding="utf-8")), expected))
+        if problems:
+            found = f"{package} {version(package)}"
+            raise RuntimeError(f"{NAME}: {found} is not {WRITTEN_FOR}: {file}: {'; '.join(problems)}")
+
+
+def differences(found: dict[str, Signature], expected: dict[str, Signature]) -> Iterator[str]:
+    """What of `expected` is not so in `found`, one sentence each."""
+    for name, wanted in expected.items():
+        if name not in found:
+            yield f"{name} is missing"
+            continue
+        there = found[name]
+        # Upstream may append parameters, before **kwargs; those relied upon keep their names and places.
+        named = tuple(p for p in wanted.parameters if not p.startswith("*"))
+        rest = set(wanted.parameters[len(named) :])
+        if there.parameters[: len(named)] != named or not rest <= set(there.parameters):
+            yield f"{name} takes ({', '.join(there.parameters)})"
+        if wanted.returns is not None and there.returns != wanted.returns:
+            yield f"{name} returns {there.returns} values, not {wanted.returns}"
+
+
+def signatures(source: str) -> dict[str, Signature]:
+    """Of each function and `Class.forward` at a file's own level."""
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = signature_of(node)
+        elif isinstance(node, ast.ClassDef):
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and method.name == "forward":
+                    found[f"{node.name}.forward"] = signature_of(method)
+    return found
+
+
+def signature_of(function: ast.FunctionDef) -> Signature:
+    arguments = function.args
+    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
+    names += [f"*{arguments.vararg.arg}"] if arguments.vararg else []
+    names += [a.arg for a in arguments.kwonlyargs]
+    names += [f"**{arguments.kwarg.arg}"] if arguments.kwarg else []
+    last = next((s for s in reversed(function.body) if isinstance(s, ast.Return)), None)
+    returns = len(last.value.elts) if last and isinstance(last.value, ast.Tuple) else None
+    return Signature(tuple(names), returns)

@@ -1,0 +1,137 @@
+"""The language-model head in fp32, for the trainer's log-probabilities and for the sampler's.
+
+The logits of a bf16 head are rounded to 8 bits, so two engines that agree on everything else differ by about 1e-2 per
+token, which is far outside GSPO's clip of 3e-4. MiniMax-M1 (arXiv:2506.13585, section 3.2) and ScaleRL (arXiv:2510.13786)
+multiply the head in fp32 on both sides. TRL's own switch, `cast_lm_head_to_fp32`, turns the weights themselves into fp32
+(with tied embeddings: the embedding too) and raises AttributeError for PEFT on a tied model.
+"""
+
+import importlib
+import inspect
+import logging
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cogumi.errors import UsageError
+from cogumi.rl.seam import backend_of
+
+log = logging.getLogger(__name__)
+
+# Vocabulary rows that are in fp32 at once: 64 MiB at a hidden size of 4096. Measured on one core, 8 x 896 x 152k: 96 ms
+# with 4096 rows, as with weights that were cast beforehand (92 ms); 143 ms with 16384, which no cache holds.
+VOCABULARY_TILE = 4096
+
+VLLM_WARNING = (
+    "cogumi.fp32_lm_head: the trainer's head is in fp32, vLLM's is not, and TRL cannot tell vLLM: write "
+    '"head_dtype": "float32" into the config.json of the base model (vLLM 0.26 or newer, unquantized head; older '
+    "versions ignore it), or the two differ by the rounding of a bf16 head"
+)
+
+
+def fp32_lm_head(trainer: Any) -> None:
+    """Multiply the head in fp32 wherever this GRPO trainer, TRL's or unsloth's, uses it: in its loss and in `generate`.
+
+    To be called once the trainer is built (it needs its temperature and its reference model) and before it trains,
+    with `cast_lm_head_to_fp32=False`, GRPOConfig's default. Calling it twice is calling it once. With PEFT or without,
+    tied or untied. No weight changes its dtype, no module its class, no hook is added: what is saved, merged or
+    embedded is what it was. What the body rounds (its hidden states are still bf16) stays rounded.
+
+    Under unsloth the loss takes an fp32 head only from UNSLOTH_VLLM_FP32_LM_HEAD=1, which must stand in the environment
+    before unsloth is imported; a batch of one row is sampled by a kernel of unsloth's that knows nothing of this one.
+
+    Raises UsageError for a head that is trained, quantized or not a plain Linear, for TRL's own switch beside this one,
+    and for unsloth without that variable. Warns when vLLM samples and was not told.
+    """
+    if trainer.args.cast_lm_head_to_fp32:
+        raise UsageError(
+            "train.cast_lm_head_to_fp32: true would turn the weights themselves into fp32, beside cogumi.fp32_lm_head: "
+            "true, which leaves them as they are; remove train.cast_lm_head_to_fp32"
+        )
+    policy, reference = plain_model(trainer.model), trainer.ref_model
+    models = [policy] if reference is None else [policy, plain_model(reference)]
+    heads = [untrained_head(model) for model in models]
+    if is_in_fp32(heads[0]):
+        return
+    if backend_of(trainer) == "unsloth":
+        require_unsloth_in_fp32()
+    else:
+        score_in_fp32(trainer, models)
+    for head in heads:
+        # On the instance, as TRL does it; a method bound to its module, so that a deep copy is bound to the copy.
+        vars(head)["forward"] = MethodType(project_in_fp32, head)
+    if trainer.use_vllm and getattr(policy.config, "head_dtype", None) not in ("float32", torch.float32):
+        log.warning(VLLM_WARNING)
+
+
+def project_in_fp32(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """The logits (..., V) of `hidden` (..., H) in float32 (float64 for a float64 head), also under autocast."""
+    # Cast in each call, a tile at a time. Cast once, the weights would take V * H * 4 bytes for good (2.3 GiB for 152k x
+    # 4096, twice the bf16 head) and save no time that could be measured on a CPU; and where the head is trained, the
+    # copy would be stale after each step. A head that is in fp32 already is not cast.
+    dtype = torch.promote_types(head.weight.dtype, torch.float32)
+    wide = hidden.to(device=head.weight.device, dtype=dtype)
+    with torch.autocast(wide.device.type, enabled=False):
+        if head.weight.dtype == dtype:
+            logits = nn.functional.linear(wide, head.weight)
+        else:
+            tiles = head.weight.split(VOCABULARY_TILE)
+            logits = torch.cat([nn.functional.linear(wide, rows.to(dtype)) for rows in tiles], dim=-1)
+        return logits if head.bias is None else logits + head.bias.to(dtype)
+
+
+def is_in_fp32(head: nn.Module) -> bool:
+    """Whether `fp32_lm_head` has been here."""
+    return getattr(head.forward, "__func__", None) is project_in_fp32
+
+
+def plain_model(model: Any) -> Any:
+    """The transformers model, out of its PEFT wrapper if it has one."""
+    from peft import PeftModel
+
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def untrained_head(model: Any) -> nn.Linear:
+    """The head of a transformers model. Raises UsageError for one that cannot be multiplied in fp32 from here."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    head = model.get_output_embeddings()
+    if isinstance(head, BaseTunerLayer | AuxiliaryTrainingWrapper):
+        raise UsageError(
+            "cogumi.fp32_lm_head: true does not work with an adapter on the head; take lm_head out of "
+            "lora.target_modules and lora.modules_to_save"
+        )
+    if type(head) is not nn.Linear or not head.weight.dtype.is_floating_point:
+        raise UsageError(
+            f"cogumi.fp32_lm_head: true needs a plain Linear head and {type(model).__name__} has "
+            f"{type(head).__module__}.{type(head).__name__}; remove cogumi.fp32_lm_head, or load the head unquantized"
+        )
+    return head
+
+
+def score_in_fp32(trainer: Any, models: list[Any]) -> None:
+    """Give TRL's scoring forward an fp32 head. `models`: the policy, and the reference model if there is one."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    # TRL's Triton kernel rounds the logits to the dtype of the hidden states, or of autocast (log-probs of 64 x 256 x
+    # 5000, logits of standard deviation 3.9, T 0.7, in Triton's interpreter: off by 8.7e-2 at most in bf16); with this
+    # argument it casts tile by tile (4.3e-6). cogumi's head for the CPU (head_logps) is in fp32 either way. The new
+    # forward hands everything but scoring to the one TRL installed. Outputs are those of grpo_trainer.py:1041-1051.
+    for model, outputs in zip(models, (("log_probs", "entropy"), ("log_probs",)), strict=False):
+        add_fused_lm_head(model, temperature=trainer.temperature, cast_lm_head_to_fp32=True, outputs=outputs)
+
+
+def require_unsloth_in_fp32() -> None:
+    """Raise UsageError unless unsloth's scorers were imported with an fp32 head (unsloth 2026.10.9)."""
+    scorers: Any = importlib.import_module("unsloth_zoo.rl_replacements")
+    scorer = inspect.signature(scorers.chunked_hidden_states_selective_log_softmax)
+    flag = scorer.parameters.get("fp32_lm_head")
+    if flag is None or flag.default is not True:
+        raise UsageError(
+            "cogumi.fp32_lm_head: true needs UNSLOTH_VLLM_FP32_LM_HEAD=1 in the environment before unsloth is "
+            "imported (unsloth 2026.10.9 or newer); set it and start again"
+        )

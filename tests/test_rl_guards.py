@@ -1,0 +1,448 @@
+"""Every guard, both ways, on real trainers: what TRL does without it, and that it speaks then and only then."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cogumi.errors import UsageError
+from cogumi.rl import guards
+from cogumi.rl.alarms import DuringTheRun, no_reward_was_scored
+from cogumi.rl.guards import before_the_first_rollout, check_groups, guard
+
+# A rollout of four optimizer steps: nothing to say about.
+GOOD = {"steps_per_generation": 4}
+
+
+def messages(trainer: Any, refused: bool | None = None, backend: Any = "trl", **kwargs: Any) -> list[str]:
+    found = before_the_first_rollout(trainer, backend=backend, **kwargs)
+    assert all("\n" not in finding.message for finding in found)
+    return [finding.message for finding in found if refused in (None, finding.refused)]
+
+
+def refusal(trainer: Any, **kwargs: Any) -> str:
+    (message,) = messages(trainer, True, **kwargs)
+    return message
+
+
+def test_a_good_run_is_left_alone(make_trainer: Callable[..., Any]) -> None:
+    assert messages(make_trainer(**GOOD)) == []
+    assert guard(make_trainer(**GOOD, loss_type="dapo"), backend="unsloth") == []
+    assert messages(make_trainer("gspo-length", **GOOD)) == messages(make_trainer("gspo-token", **GOOD)) == []
+
+
+def test_every_refusal_is_in_one_message_and_warnings_are_returned(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(lora={"lora_dropout": 0.05}, epsilon=0.2, epsilon_high=0.28, steps_per_generation=1)
+    with pytest.raises(UsageError) as refused:
+        guard(trainer, backend="trl")
+    lines = str(refused.value).splitlines()
+    assert len(lines) == 2
+    assert "lora_dropout" in lines[0]
+    assert "train.epsilon 0.2 and train.epsilon_high 0.28" in lines[1]
+    (warning,) = guard(make_trainer(steps_per_generation=1), backend="trl")
+    assert "exactly 1" in warning
+
+
+# ------------------------------------------------------------------------------------------------------------ dropout
+
+
+def clipped(trainer: Any) -> list[float]:
+    """The share of each step's sequences whose ratio is outside 3e-4/4e-4."""
+    compute = trainer._get_per_token_logps_and_entropies
+    shares = []
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        result = compute(*args, **kwargs)
+        if kwargs.get("compute_entropy"):  # the loss, not the rollout's old log-probabilities
+            inputs = trainer._buffered_inputs[trainer._step % trainer.args.steps_per_generation]
+            mask, old = inputs["completion_mask"], inputs["old_per_token_logps"]
+            ratio = torch.exp(((result[0].detach() - old) * mask).sum(-1) / mask.sum(-1).clamp(min=1))
+            shares.append(((ratio < 1 - 3e-4) | (ratio > 1 + 4e-4)).float().mean().item())
+        return result
+
+    trainer._get_per_token_logps_and_entropies = note
+    trainer.train()
+    return shares
+
+
+def test_what_dropout_does_to_the_ratio(make_trainer: Callable[..., Any]) -> None:
+    """The first step of a rollout is taken with the weights that wrote it, so nothing but dropout is in its ratios."""
+    config = {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}
+    config |= {"steps_per_generation": 4, "per_device_train_batch_size": 32, "rows": 32}
+
+    def shares(p: float, steps: int, init: bool, **more: Any) -> list[float]:
+        torch.manual_seed(0)
+        lora = {"lora_dropout": p, "init_lora_weights": init}
+        return clipped(make_trainer(lora=lora, max_steps=steps, **config, **more))
+
+    (with_dropout,), (without,) = shares(0.05, 1, False), shares(0.0, 1, False)
+    (switched_off,) = shares(0.05, 1, False, disable_dropout=True)
+    print(f"clipped at step 1: {with_dropout:.0%} with lora_dropout 0.05, {without:.0%} without")
+    assert with_dropout > 0.5
+    assert without == switched_off == 0
+
+    fresh = shares(0.05, 5, True)  # B = 0, so that the first rollout drops nothing
+    print(f"a fresh adapter: {fresh[0]:.0%} at the start of the first rollout, {fresh[4]:.0%} of the second")
+    assert fresh[0] == 0
+    assert fresh[4] > 0.5
+    assert shares(0.0, 5, True)[4] == 0
+
+
+def test_dropout_is_refused_where_a_sequence_ratio_is_clipped(make_trainer: Callable[..., Any]) -> None:
+    lora = {"lora_dropout": 0.05}
+    message = refusal(make_trainer(**GOOD, lora=lora))
+    assert "lora.lora_dropout is 0.05" in message
+    assert "lora.lora_dropout: 0" in message
+    assert "and 13 more" in message  # 2 layers x 7 linear layers
+    assert refusal(make_trainer("gspo-token", **GOOD, lora=lora))
+    (warning,) = messages(make_trainer("dapo", **GOOD, lora=lora), False)
+    assert "adds noise to every ratio" in warning
+    assert messages(make_trainer("vespo", **GOOD, lora=lora), True) == []
+    assert messages(make_trainer(**GOOD, lora=lora, disable_dropout=True)) == []
+
+
+def test_dropout_that_is_not_loras_is_found_too(make_trainer: Callable[..., Any]) -> None:
+    """Llama's attention_dropout is a number and a functional call: TRL's disable_dropout leaves it on."""
+    trainer = make_trainer(**GOOD, disable_dropout=True)
+    layers = trainer.model.base_model.model.model.layers
+    layers[0].self_attn.attention_dropout = 0.1
+    message = refusal(trainer)
+    assert "layers.0.self_attn.attention_dropout)" in message
+    assert "config.json" in message
+    layers[0].self_attn.attention_dropout = 0.0
+    layers[1].mlp.act_fn = torch.nn.Sequential(layers[1].mlp.act_fn, torch.nn.Dropout(0.2))
+    assert "set train.disable_dropout: true" in refusal(trainer)
+
+
+# ---------------------------------------------------------------------------------------------------------- pad == eos
+
+
+def run_with_pad(make_trainer: Callable[..., Any], pad_is_eos: bool) -> tuple[Any, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    trainer = make_trainer(**GOOD, max_steps=4, max_completion_length=12)
+    tokenizer, model = trainer.processing_class, trainer.model
+    # Every third token ends a completion, so that rows are padded.
+    trainer.eos_token_ids = sorted({tokenizer.eos_token_id, *range(0, model.config.vocab_size, 3)})
+    trainer.generation_config.eos_token_id = trainer.eos_token_ids
+    if pad_is_eos:
+        tokenizer.pad_token = tokenizer.eos_token
+    else:
+        # A pad token the model never writes, so that both runs sample the same.
+        assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
+    trainer.generation_config.pad_token_id = tokenizer.pad_token_id
+    trainer.train()
+    return trainer, [p.detach().clone() for p in model.parameters() if p.requires_grad]
+
+
+def test_under_trl_it_does_not_matter_whether_pad_is_eos(make_trainer: Callable[..., Any]) -> None:
+    apart, together = run_with_pad(make_trainer, False), run_with_pad(make_trainer, True)
+    logs = [[row for row in run[0].state.log_history if "loss" in row] for run in (apart, together)]
+    assert min(row["completions/min_length"] for row in logs[0] if "reward" in row) < 12  # padded rows were there
+    assert any(row["grad_norm"] > 0 for row in logs[0])
+    for key in ("loss", "grad_norm", "policy/num_tokens", "policy/new_logprobs"):
+        assert [row[key] for row in logs[0]] == [row[key] for row in logs[1]], key
+    assert all(torch.equal(a, b) for a, b in zip(apart[1], together[1], strict=True))
+    assert messages(together[0]) == []
+
+
+def test_under_unsloth_pad_as_eos_is_refused(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(**GOOD)
+    assert messages(trainer, backend="unsloth") == []
+    tokenizer = trainer.processing_class
+    trainer.eos_token_ids = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    (warning,) = messages(trainer, False, backend="unsloth")
+    assert "one of the model's EOS tokens" in warning
+    tokenizer.pad_token = tokenizer.eos_token
+    assert f"(id {tokenizer.eos_token_id}): unsloth masks" in refusal(trainer, backend="unsloth")
+
+
+# ------------------------------------------------------------------------------------------------------ loss settings
+
+
+@pytest.mark.parametrize("loss", ["grpo", "luspo"])
+def test_a_token_losss_epsilon_is_refused_at_sequence_level(loss: str, make_trainer: Callable[..., Any]) -> None:
+    level = {"importance_sampling_level": "sequence"}
+    assert "train.epsilon 0.2" in refusal(make_trainer(loss, **GOOD, **level))  # TRL's default
+    message = refusal(make_trainer(loss, **GOOD, **level, epsilon=3e-4, epsilon_high=0.051))
+    assert message.startswith("train.epsilon_high 0.051")
+    assert messages(make_trainer(loss, **GOOD, **level, epsilon=0.05)) == []
+    assert messages(make_trainer("grpo", **GOOD, epsilon=0.2)) == []
+    assert messages(make_trainer("sapo", **GOOD, **level)) == []  # no clip
+
+
+@pytest.mark.parametrize("loss", ["bnpo", "dr_grpo", "dapo", "cispo"])
+def test_a_sequence_ratio_in_a_loss_summed_over_tokens_is_refused(loss: str, make_trainer: Callable[..., Any]) -> None:
+    message = refusal(make_trainer(loss, **GOOD, importance_sampling_level="sequence", epsilon=3e-4))
+    assert f"train.loss_type {loss} sums over tokens" in message
+    assert messages(make_trainer(loss, **GOOD)) == []
+
+
+def test_luspo_at_token_level_is_refused(make_trainer: Callable[..., Any]) -> None:
+    assert "train.loss_type: gspo-length" in refusal(make_trainer("luspo", **GOOD))
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "steps", "iterations"),
+    [(1, 1, 1), (2, 2, 1), (4, 2, 1), (4, 2, 2), (2, 2, 2), (2, 3, 1), (1, 4, 1)],
+)
+def test_a_ratio_that_is_always_one_is_said(
+    accumulation: int, steps: int, iterations: int, make_trainer: Callable[..., Any]
+) -> None:
+    """The guard speaks exactly where TRL hands the loss no old log-probabilities."""
+    config = {"gradient_accumulation_steps": accumulation, "steps_per_generation": steps, "num_iterations": iterations}
+    trainer = make_trainer(**config, max_steps=1)
+    found = messages(trainer, False)
+    trainer.train()
+    always_one = "old_per_token_logps" not in trainer._buffered_inputs[0]
+    assert [f"train.steps_per_generation: {4 * accumulation}" in message for message in found] == [True] * always_one
+    assert messages(trainer, behaviour_logps="rollout") == []
+    assert not [m for m in messages(make_trainer("dapo", **config)) if "exactly 1" in m]
+
+
+# -------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize(
+    ("config", "nearest"),
+    [
+        ({"save_steps": 4}, None),
+        ({"save_steps": 6}, "4 or 8"),
+        ({"save_steps": 3}, "4$"),
+        ({"save_steps": 6, "gradient_accumulation_steps": 2}, None),
+        ({"save_steps": 4, "num_iterations": 2}, "8$"),
+        ({"save_steps": 0.1}, "8 or 12"),  # a tenth of 100 steps
+        ({"save_steps": 150}, None),  # none before the last step
+        ({"save_steps": 6, "save_only_model": True}, None),
+        ({"save_strategy": "epoch"}, None),
+    ],
+)
+def test_checkpoints_inside_a_rollout_are_refused(
+    config: dict[str, Any], nearest: str | None, make_trainer: Callable[..., Any]
+) -> None:
+    found = messages(make_trainer(**{"save_strategy": "steps", "max_steps": 100, **GOOD, **config}))
+    if nearest is None:
+        assert found == []
+    else:
+        (message,) = found
+        assert f"train.save_steps: {nearest}".rstrip("$") in message
+        assert message.endswith(nearest.rstrip("$"))
+
+
+def test_the_best_checkpoint_is_taken_where_the_run_evaluates(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(**GOOD, max_steps=100)
+    args = trainer.args
+    args.save_strategy, args.eval_strategy, args.eval_steps = "best", "steps", 6
+    assert refusal(trainer).endswith("train.eval_steps: 4 or 8")
+    args.eval_steps = 8
+    assert messages(trainer) == []
+
+
+def test_what_a_checkpoint_inside_a_rollout_does(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    """Resumed at step 2 of a rollout of 4, TRL samples anew at once; resumed at step 4 it goes on as it would have."""
+
+    def rollouts(resume: str | None, save_steps: int) -> list[int]:
+        # Not by the name "gspo", whose trainers guard themselves and would not begin.
+        loss = {"importance_sampling_level": "sequence", "epsilon": 3e-4}
+        trainer = make_trainer("grpo", **GOOD, **loss, max_steps=8, save_strategy="steps", save_steps=save_steps)
+        generate, steps = trainer._generate_and_score_completions, []
+
+        def note(inputs: Any) -> Any:
+            steps.append(trainer.state.global_step)
+            return generate(inputs)
+
+        trainer._generate_and_score_completions = note
+        assert bool(messages(trainer)) == (save_steps % 4 != 0)
+        trainer.train(resume_from_checkpoint=resume)
+        return steps
+
+    folder = tmp_path / "trainer"
+    assert rollouts(None, 2) == [0, 4]
+    assert rollouts(str(folder / "checkpoint-4"), 4) == [4]
+    assert rollouts(str(folder / "checkpoint-2"), 2) == [2, 6]
+
+
+# ------------------------------------------------------------------------------------------------------------- groups
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_generations": 1}, "at least 2"),
+        ({"num_generations": 6}, "per_device_train_batch_size 8 x 1 .* = 8 completions.*: 6 or 12$"),
+        ({"num_generations": 8, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 4}, ": 2 or 4$"),
+        ({"num_generations": 8, "per_device_train_batch_size": 3, "steps_per_generation": 2}, "set .*: 4$"),
+        ({"num_generations": 4, "generation_batch_size": 12}, "generation_batch_size 12 .*set 8 or 16$"),
+        ({"num_generations": 16, "generation_batch_size": 24}, "generation_batch_size 24 .*set 16 or 32$"),
+        ({"num_generations": 8}, None),
+        ({"num_generations": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}, None),
+        ({"num_generations": 8, "generation_batch_size": 32}, None),
+    ],
+)
+def test_groups_are_refused_where_trl_refuses_them(arguments: dict[str, int], message: str | None) -> None:
+    import trl
+
+    def build() -> None:
+        trl.GRPOConfig(output_dir="unused", bf16=False, report_to="none", **arguments)
+
+    if message is None:
+        check_groups(arguments)
+        build()
+        return
+    with pytest.raises(UsageError, match=message):
+        check_groups(arguments)
+    with pytest.raises(ValueError, match=r"must be divisible by|at least 2 generations"):
+        build()
+
+
+def test_groups_may_span_devices() -> None:
+    arguments = {"num_generations": 8, "per_device_train_batch_size": 2}
+    check_groups(arguments, world_size=4)
+    with pytest.raises(UsageError, match=r"2 x 3 devices x 1 .* = 6 .*: 8$"):
+        check_groups(arguments, world_size=3)
+
+
+# ------------------------------------------------------------------------------------------------------------ prompts
+
+
+def test_prompts_longer_than_the_context_are_refused(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(**GOOD, max_completion_length=64)
+    assert trainer.model.config.max_position_embeddings == 512
+    dataset = trainer.train_dataset.map(lambda row, n: {"prompt": "x" * (300 if n < 3 else 4)}, with_indices=True)
+    trainer.train_dataset = dataset
+    longest = len(trainer.processing_class("x" * 300)["input_ids"])
+    trainer.args.max_completion_length = 512 - longest
+    assert messages(trainer) == []  # exactly full
+    trainer.args.max_completion_length = 512 - longest + 1
+    message = refusal(trainer)
+    assert message.startswith(f"3 of 16 prompts are too long: the longest has {longest} tokens")
+    assert f"train.max_completion_length: {512 - longest}" in message
+    trainer.use_vllm, trainer.args.vllm_max_model_length = True, 4096
+    assert messages(trainer) == []
+    trainer.args.vllm_max_model_length = longest
+    assert f"train.vllm_max_model_length is {longest}; shorten them" in refusal(trainer)
+
+
+def test_a_scaled_rope_counts_with_its_scale(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(**GOOD)
+    config = trainer.model.config
+    assert guards.context_length(trainer) == (512, "the model's max_position_embeddings")
+    config.rope_parameters = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    assert guards.context_length(trainer) == (2048, "the model's max_position_embeddings")
+    config.rope_parameters = {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 128}
+    assert guards.context_length(trainer) == (512, "the model's max_position_embeddings")
+
+
+def test_two_temperatures_are_refused(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer("gspo", **GOOD, temperature=0.7, generation_kwargs={"temperature": 1.0})
+    assert "TRL scores at train.temperature 0.7" in refusal(trainer)
+    same = make_trainer("gspo", **GOOD, temperature=0.7, generation_kwargs={"temperature": 0.7})
+    assert guard(same, backend="trl") == []
+
+
+def test_fewer_prompts_than_one_rollout_are_refused(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(**GOOD, rows=3)
+    assert len(trainer.get_train_dataloader()) == 0
+    message = refusal(trainer)
+    assert message.startswith("3 prompts, and one rollout takes 4 (train.generation_batch_size 16 / ")
+    assert "at most 12 completions" in message
+    assert messages(make_trainer(**GOOD, rows=4)) == []
+
+
+# ----------------------------------------------------------------------------------------------------- during the run
+
+
+def run(trainer: Any, *rewards: Callable[..., Any]) -> list[dict[str, Any]]:
+    """The logged rows of training under other rewards."""
+    if rewards:
+        trainer.reward_funcs = list(rewards)
+    trainer.train()
+    return [row for row in trainer.state.log_history if "loss" in row]
+
+
+def said(rows: list[dict[str, Any]], max_grad_norm: float = 1.0) -> list[str]:
+    during = DuringTheRun(max_grad_norm)
+    return [line for row in rows for line in during.warnings(row)]
+
+
+def same_for_all(completions: list[str], **_: Any) -> list[float]:
+    return [0.5] * len(completions)
+
+
+def nothing(completions: list[str], **_: Any) -> list[None]:
+    return [None] * len(completions)
+
+
+def test_groups_without_variance_are_said_once(make_trainer: Callable[..., Any]) -> None:
+    rows = run(make_trainer(max_steps=24), same_for_all)  # a rollout every second step
+    assert [row["frac_reward_zero_std"] for row in rows if "frac_reward_zero_std" in row] == [1] * 12
+    assert all(row["grad_norm"] == 0 for row in rows)
+    (line,) = said(rows)  # nor is a gradient of 0 without variance a finding of its own
+    assert line.startswith("in 100% of the last 8 rollouts' groups all rewards are the same")
+    assert said(rows[:14]) == []
+    assert said(run(make_trainer(max_steps=20))) == []
+
+
+def test_a_share_of_nine_tenths_is_not_said() -> None:
+    rows = [{"frac_reward_zero_std": 0.9}] * 20
+    assert said(rows) == []
+    assert len(said([*rows, *[{"frac_reward_zero_std": 1.0}] * 9])) == 1
+
+
+def test_a_gradient_that_clipping_throws_away_is_said(make_trainer: Callable[..., Any]) -> None:
+    import trl
+
+    class Scaled(trl.GRPOTrainer):
+        """The wrong divisor: the loss 1e5 times too large."""
+
+        def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+            return super()._compute_loss(model, inputs) * 1e5
+
+    rows = run(make_trainer("dapo", cls=Scaled))
+    line, *_ = said(rows)
+    norm = rows[0]["grad_norm"]
+    assert norm > 100
+    assert line.startswith(
+        f"the gradient norm starts at {norm:.3g}, and train.max_grad_norm is 1: clipping divides it by {norm:.0f}."
+    )
+    assert said(rows, max_grad_norm=norm) == []
+    assert said(rows, max_grad_norm=0.0) == []  # transformers does not clip then
+    assert said(run(make_trainer("dapo"))) == []
+
+
+def test_a_gradient_far_above_its_median_is_said_later() -> None:
+    usual = [{"grad_norm": 0.1 + 0.01 * (n % 3)} for n in range(20)]
+    assert said([*usual, {"grad_norm": 10.0}]) == []
+    (line,) = said([*usual, {"grad_norm": 12.0}, {"grad_norm": 13.0}])
+    assert line == "the gradient norm is 12, 109 times its running median"
+    assert said([*usual[:4], {"grad_norm": 12.0}]) == []
+
+
+def test_a_gradient_of_zero_with_variance_is_said() -> None:
+    row = {"grad_norm": 0.0, "frac_reward_zero_std": 0.5}
+    assert said([row, {"grad_norm": 0.0}]) == []
+    (line,) = said([row, {"grad_norm": 0.0}, {"grad_norm": 0.0}, {"grad_norm": 0.0}])
+    assert "exactly 0 in 3 logged steps" in line
+    assert said([row, {"grad_norm": 1e-9}, {"grad_norm": 0.0}, {"grad_norm": 0.0}]) == []
+
+
+def test_ratios_away_from_one_at_the_first_step_are_said() -> None:
+    during = DuringTheRun()
+    during.first_step({"ratio_max_deviation": 3.5e-4, "ratio_outside_clip": 0.0})
+    assert during.warnings({}) == []
+    during.first_step({"ratio_max_deviation": 0.0123, "ratio_outside_clip": 0.8125})
+    (line,) = during.warnings({"loss": 0.1, "grad_norm": None})
+    assert "up to 0.012 away from 1 and 81% of them outside the clip" in line
+    assert during.warnings({}) == []
+
+
+def test_a_run_in_which_nothing_was_scored_is_a_failure(make_trainer: Callable[..., Any]) -> None:
+    rows = run(make_trainer(max_steps=4), nothing)
+    assert [row["reward"] for row in rows if "reward" in row] == [None, None]
+    assert "2 logged rollouts without a reward" in str(no_reward_was_scored(rows))
+    assert no_reward_was_scored([*rows, {"reward": 0.0}]) is None
+    assert no_reward_was_scored([{"reward": float("nan")}]) is not None
+    assert no_reward_was_scored([]) is not None
+    assert no_reward_was_scored(run(make_trainer(max_steps=2))) is None

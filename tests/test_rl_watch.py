@@ -1,0 +1,188 @@
+"""The loss that ran is held against the formula, and what a step did is logged, on real trainers."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cogumi.rl import PRESETS, preset
+from cogumi.rl.presets import OURS
+from cogumi.rl.proof import WrongLossError
+from cogumi.rl.watch import Watch, watch
+
+# TRL's own names mean TRL's own defaults in a script; the preset is then given value by value.
+TRLS = [name for name in PRESETS if name not in OURS]
+
+
+def trained(trainer: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(loss.json, the logged steps) of a trainer that has trained."""
+    watch(trainer)
+    trainer.train()
+    record = json.loads((Path(trainer.args.output_dir) / "loss.json").read_text())
+    return record, [row for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_first_loss_of_every_preset_is_the_formulas(name: str, make_trainer: Callable[..., Any]) -> None:
+    values = {"loss_type": name} if name in OURS else preset(name) | {"mask_truncated_completions": False}
+    record, rows = trained(make_trainer(**values, gradient_accumulation_steps=2, steps_per_generation=4))
+    assert record["loss"] == name
+    assert record["asserted"]
+    assert record["backend"] == "trl"
+    assert record["micro_batches"] == 2
+    assert record["function"].endswith("GRPOTrainer._compute_loss")
+    assert record["arguments"]["loss_type"] == PRESETS[name].values["loss_type"]
+    assert record["relative_difference"]["loss"] < 1e-6
+    assert record["relative_difference"]["gradient"] < 1e-5
+    assert len(rows) == 2
+
+
+def test_a_ratio_away_from_one_is_proven_too(make_trainer: Callable[..., Any]) -> None:
+    """With other old log-probabilities, as a sampler with numerics of its own gives them, both sides of the clip."""
+    trainer = make_trainer(gradient_accumulation_steps=2, steps_per_generation=4)
+    watching = watch(trainer)
+    generate = watching.generate
+
+    def drifted(inputs: Any) -> Any:
+        output = generate(inputs)
+        rows = torch.linspace(-1e-3, 1e-3, len(output["old_per_token_logps"]))[:, None]
+        return output | {"old_per_token_logps": output["old_per_token_logps"] + rows}
+
+    watching.generate = drifted
+    record, _ = trained(trainer)
+    assert record["ratio_max_deviation"] == pytest.approx(1e-3, rel=0.3)
+    assert 0 < record["ratio_outside_clip"] <= 1
+    assert record["relative_difference"]["gradient"] < 1e-4
+
+
+def scaled(loss_factor: float, gradient_factor: float) -> Any:
+    import trl
+
+    class Scaled(trl.GRPOTrainer):
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            loss = super()._compute_loss(model, inputs)
+            return loss_factor * loss.detach() + gradient_factor * (loss - loss.detach())
+
+    return Scaled
+
+
+@pytest.mark.parametrize(
+    ("factors", "wrong"), [((2.0, 2.0), "loss"), ((1.0, 0.5), "gradient"), ((1.0, 1024.0), "gradient")]
+)
+def test_a_loss_with_another_divisor_is_stopped_before_the_weights_move(
+    factors: tuple[float, float], wrong: str, make_trainer: Callable[..., Any]
+) -> None:
+    trainer = make_trainer(cls=scaled(*factors))
+    before = {name: p.clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    with pytest.raises(WrongLossError, match=f"the {wrong} of the first step"):
+        trainer.train()
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters() if p.requires_grad)
+
+
+def test_somebody_elses_epsilon_is_stopped(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer()
+    trainer.epsilon_low = 0.2
+    with pytest.raises(WrongLossError, match=r"epsilon_low=0\.2, and 0\.0003 was asked for"):
+        trainer.train()
+
+
+def test_a_loss_on_other_log_probabilities_is_stopped(make_trainer: Callable[..., Any]) -> None:
+    """The trap of overriding `_compute_loss`: something else computes the loss, and the override is dead."""
+    import trl
+
+    class Bypassed(trl.GRPOTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            super().compute_loss(model, inputs)
+            return sum(p.square().sum() for p in model.parameters() if p.requires_grad)
+
+    with pytest.raises(WrongLossError):
+        make_trainer(cls=Bypassed).train()
+
+
+def test_a_term_without_a_formula_is_said_and_not_called_proven(make_trainer: Callable[..., Any]) -> None:
+    record, _ = trained(make_trainer(entropy_coef=0.01))
+    assert record["unproven"] == ["entropy_coef"]
+    assert not record["asserted"]
+
+
+def test_a_script_is_watched_because_of_the_name_alone(make_trainer: Callable[..., Any]) -> None:
+    ours, trls = make_trainer("gspo"), make_trainer("dapo")
+    assert [type(c) for c in ours.callback_handler.callbacks].count(Watch) == 1
+    assert not any(isinstance(c, Watch) for c in trls.callback_handler.callbacks)
+    assert watch(ours) is watch(ours)
+    assert [type(c) for c in ours.callback_handler.callbacks].count(Watch) == 1
+
+
+def test_every_step_logs_the_metrics(make_trainer: Callable[..., Any]) -> None:
+    """On-policy step, then one that is 4 documents late; TRL's own entropy and clip figures agree where defined alike."""
+    _, rows = trained(make_trainer(max_steps=4))
+    names = (
+        "new_logprobs", "old_logprobs", "ratio_new_old", "ratio_new_old_sum", "ratio_new_old_squared_sum", "kl_new_old",
+        "clipped_ratio_fraction", "advantage", "min_advantage", "max_advantage", "entropy", "num_tokens",
+        "num_segments", "staleness", "effective_sample_size",
+    )  # fmt: skip
+    assert all(f"policy/{name}" in row for row in rows for name in names)
+    assert [row["policy/staleness"] for row in rows] == [0, 4, 0, 4]
+    assert [row["policy/num_segments"] for row in rows] == [4, 4, 4, 4]
+    assert rows[0]["policy/ratio_new_old"] == pytest.approx(1, abs=1e-6)
+    assert rows[1]["policy/ratio_new_old"] != pytest.approx(1, abs=1e-6)
+    full = [row for row in rows if row["policy/num_tokens"] == 4 * 8]
+    assert full, "no step with completions of equal length"
+    for row in full:  # equal lengths: the mean over tokens is the mean over documents
+        assert row["policy/entropy"] == pytest.approx(row["entropy"], rel=1e-5)
+
+
+def test_watching_does_not_change_the_run(make_trainer: Callable[..., Any]) -> None:
+    def weights(watched: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        trainer = make_trainer(**preset("gspo"), max_steps=3)
+        if watched:
+            watch(trainer)
+        trainer.train()
+        return [p.detach().clone() for p in trainer.model.parameters() if p.requires_grad]
+
+    assert all(torch.equal(a, b) for a, b in zip(weights(True), weights(False), strict=True))
+
+
+def test_gspo_token_is_gspo_under_constant_advantages(make_trainer: Callable[..., Any]) -> None:  # reference 9
+    def run(name: str) -> list[dict[str, Any]]:
+        torch.manual_seed(0)
+        return trained(make_trainer(name, max_steps=4))[1]
+
+    for ours, token in zip(run("gspo"), run("gspo-token"), strict=True):
+        for name in ("loss", "grad_norm", "policy/ratio_new_old", "policy/clipped_ratio_fraction", "reward"):
+            if name in ours:
+                assert token[name] == pytest.approx(ours[name], rel=1e-4, abs=1e-7), name
+    assert token["policy/staleness"] == 4  # the last step was off-policy: the ratio was not 1
+
+
+def test_gspo_token_gives_every_token_its_own_advantage(make_trainer: Callable[..., Any]) -> None:
+    """arXiv:2507.18071, equations 13 to 17, in float64: the gradient of token t is -R_s A_t / (B N) where not clipped."""
+    trainer = make_trainer("gspo-token")
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]])
+    old = -torch.rand(3, 4, generator=generator, dtype=torch.float64)
+    drift = torch.tensor([[2e-4], [-1e-3], [1e-3]], dtype=torch.float64)  # inside, below, above the clip
+    new = (old + drift).requires_grad_()
+    advantages = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (new, torch.zeros_like(new), None)
+    ones = torch.ones(3, 2, dtype=torch.long)
+    inputs = {"prompt_ids": ones, "prompt_mask": ones, "completion_ids": mask, "completion_mask": mask}
+    trainer.compute_loss(trainer.model, inputs | {"advantages": advantages, "old_per_token_logps": old}).backward()
+    ratio = drift.exp()
+    live = torch.where(advantages > 0, ratio <= 1 + 4e-4, ratio >= 1 - 3e-4)
+    expected = -ratio * advantages * live * mask / mask.sum(-1, keepdim=True) / 3
+    torch.testing.assert_close(new.grad, expected, atol=1e-14, rtol=1e-10)
+
+
+def test_the_rollout_that_the_trainer_keeps_is_not_touched(make_trainer: Callable[..., Any]) -> None:
+    """num_iterations=2 uses every rollout twice: GSPO-token's stand-in for the old log-probabilities must not stay."""
+    trainer = make_trainer("gspo-token", num_iterations=2, max_steps=4)
+    _, rows = trained(trainer)
+    assert [row["policy/staleness"] for row in rows] == [0, 4, 8, 12]
+    assert rows[2]["policy/kl_new_old"] > 0
