@@ -1,8 +1,11 @@
 #!/bin/sh
 # Create .venv and install the lane that fits this machine: the stable GPU lane where an NVIDIA driver answers, the CPU
 # lane otherwise. `sh requirements/install.sh test` adds the tests' tools. Running it again brings .venv up to date.
+# `sh requirements/install.sh unsloth` makes .venv-unsloth instead: the CPU lane, the tests' tools, and unsloth.
 set -eu
 cd "$(dirname "$0")/.."
+venv=.venv
+[ "${1:-}" != unsloth ] || venv=.venv-unsloth
 
 for python in ${PYTHON:-} python3.12 python3.11 python3 python; do
     "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && break
@@ -14,17 +17,18 @@ if [ -z "$python" ]; then
     exit 2
 fi
 
-if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
-    rm -rf .venv
-    if ! "$python" -m venv .venv; then
-        rm -rf .venv
+if ! $venv/bin/python -m pip --version >/dev/null 2>&1; then
+    rm -rf $venv
+    if ! "$python" -m venv $venv; then
+        rm -rf $venv
         echo "$python cannot make a virtual environment. On Debian and Ubuntu: apt-get install python3-venv" >&2
         exit 2
     fi
+    echo '*' >$venv/.gitignore
 fi
-install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes "$@"; }
+install() { $venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes "$@"; }
 
-if nvidia-smi -L >/dev/null 2>&1; then
+if [ "${1:-}" != unsloth ] && nvidia-smi -L >/dev/null 2>&1; then
     driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
     echo "NVIDIA driver $driver: installing the stable GPU lane (about 2.9 GiB)"
     [ "${driver%%.*}" -ge 580 ] || echo "warning: its CUDA 13.0 wheels need driver 580 or newer; choose another host" >&2
@@ -33,14 +37,24 @@ else
     echo "no NVIDIA driver: installing the CPU lane"
     # PyTorch's own index is asked for torch alone, so that a network without it costs one failed look-up, not 140.
     if [ "$(uname)" = Darwin ] || install --no-deps --retries 1 --index-url https://download.pytorch.org/whl/cpu \
-        -r requirements/cpu-torch.txt 2>.venv/cpu-torch.log; then
+        -r requirements/cpu-torch.txt 2>$venv/cpu-torch.log; then
         install -r requirements/cpu.txt
     else
-        echo "no CPU build of torch can be had here (.venv/cpu-torch.log says why):"
+        echo "no CPU build of torch can be had here ($venv/cpu-torch.log says why):"
         echo "taking the index's build with its CUDA libraries (about 3 GiB)"
         install -r requirements/cpu-index-torch.txt
     fi
 fi
-[ "${1:-}" != test ] || install -r requirements/test.txt
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
-.venv/bin/python -m pip check
+if [ "${1:-}" = test ]; then
+    install -r requirements/test.txt
+    # Liger declares Triton, which the CPU lane has not; its loss in PyTorch needs none. Apart, so that `pip check` holds.
+    install --no-deps --upgrade --target $venv/oracles -r requirements/oracles.txt
+fi
+$venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+if [ "${1:-}" = unsloth ]; then
+    # Without dependencies, and so without `pip check`: requirements/unsloth-cpu-overrides.in says which are left out.
+    install -r requirements/test.txt
+    install --no-deps -r requirements/unsloth-cpu.txt
+else
+    $venv/bin/python -m pip check
+fi
