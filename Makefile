@@ -3,7 +3,7 @@ SHELL := /bin/sh
 PYTHON_IN := .venv/bin/python
 LANES := requirements-stable-precompiled.txt $(wildcard requirements/*.txt) requirements/install.sh pyproject.toml
 
-.PHONY: smoke test test-all lint bench lock clean
+.PHONY: smoke test test-all test-unsloth lint bench lock clean
 
 smoke: .venv/lane
 	$(PYTHON_IN) -m cogumi.smoke
@@ -13,6 +13,10 @@ test: lint
 
 test-all: lint
 	$(PYTHON_IN) -m pytest
+
+# Not part of `make test`: a virtual environment of its own with unsloth, which runs on a CPU there.
+test-unsloth: .venv-unsloth/lane
+	UNSLOTH_ON_CPU=1 .venv-unsloth/bin/python -m pytest tests/test_unsloth.py
 
 lint: .venv/test
 	$(PYTHON_IN) -m ruff check .
@@ -33,5 +37,9 @@ lock: .venv/lane
 	sh requirements/install.sh test
 	touch .venv/lane $@
 
+.venv-unsloth/lane: $(LANES)
+	sh requirements/install.sh unsloth
+	touch $@
+
 clean:
-	rm -rf .venv runs
+	rm -rf .venv .venv-unsloth runs

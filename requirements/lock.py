@@ -5,6 +5,7 @@
     requirements/cpu-torch.txt            that CPU build alone, by hash
     requirements/cpu-index-torch.txt      no GPU and no CPU build to be had: the index's torch with its CUDA libraries
     requirements/test.txt                 tests, linter, type checker, on top of any lane
+    requirements/unsloth-cpu.txt          unsloth without a GPU, on top of the CPU lane and the tests
 
 Every file is resolved for Python 3.11 and 3.12 at once, from wheels only.
 """
@@ -38,6 +39,12 @@ def resolve(source: str, platforms: list[dict[str, str]], *options: str) -> str:
         sys.exit(f"{source} does not resolve:\n{done.stderr}")
     requirements = re.split(r"(?m)^(?=\S)", done.stdout)
     return "".join(r for r in requirements if can_apply(r, platforms))
+
+
+def without(pins: str, present: str) -> str:
+    """The requirements of `pins` whose package `present` does not pin."""
+    names = set(re.findall(r"(?m)^(\S+)==", present))
+    return "".join(r for r in re.split(r"(?m)^(?=\S)", pins) if r.partition("==")[0] not in names)
 
 
 def can_apply(requirement: str, platforms: list[dict[str, str]]) -> bool:
@@ -88,6 +95,14 @@ def main() -> None:
             HERE / "test.txt",
             "Tests, linter and type checker, on top of a lane.",
             resolve("test.in", [LINUX, MACOS], "-c", both.name),
+        )
+        unsloth = resolve(
+            "unsloth-cpu.in", [LINUX], "-c", both.name, "--override", str(HERE / "unsloth-cpu-overrides.in")
+        )
+        write(
+            HERE / "unsloth-cpu.txt",
+            "unsloth without a GPU, on top of cpu.txt, without dependencies: see unsloth-cpu-overrides.in.",
+            without(unsloth, cpu),
         )
 
 

@@ -1,0 +1,623 @@
+"""unsloth in the place of TRL's trainer. `make test-unsloth` runs all of this; without unsloth, what needs none of it.
+
+unsloth cannot be taken out of a process again, so whatever imports it runs in a process of its own: this file again,
+as a script.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cogumi.patches import unsloth_rl
+
+HERE = Path(__file__)
+RECORDED = tomllib.loads((HERE.parent / "unsloth_signatures.toml").read_text())
+LOSSES = ("grpo", "luspo", "dapo", "dr_grpo")
+DECIDED = {
+    "loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.0, "epsilon": 3e-4, "epsilon_high": 4e-4,
+    "learning_rate": 1e-6, "optim": "adamw_torch_fused", "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 3.0,
+}  # fmt: skip
+# unsloth trains in bf16 or fp16 mixed precision where both are off, and scales the gradient; this keeps float32.
+NO_AUTOCAST = {"UNSLOTH_MIXED_PRECISION": "bfloat16"}
+TRY = "try:\n    {}\nexcept Exception as error:\n    print(type(error).__name__, error)\n"
+with_unsloth = pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="`make test-unsloth` installs it")
+
+
+def in_a_process(*words: str, cwd: Path, **environment: str) -> str:
+    """Standard output of `python WORDS...` in `cwd`, where unsloth writes its generated modules."""
+    names = {"OMP_NUM_THREADS": "1", "UNSLOTH_ON_CPU": "1", "PYTHONPATH": str(HERE.parents[1])} | environment
+    done = subprocess.run(
+        [sys.executable, *words], cwd=cwd, env=os.environ | names, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+# ----------------------------------------------------------------------------------- as scripts, in processes of their own
+
+
+MODULES = ["q_proj", "v_proj", "down_proj"]
+
+
+def plain_model(model_path: str) -> Any:
+    """The tiny model in float32 with an adapter, as transformers and peft make it."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)  # peft draws lora_A
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=MODULES, lora_dropout=0.0))
+
+
+def fast_model(model_path: str) -> Any:
+    """The same as unsloth makes it. Its trainer generates with no other: it calls `model.for_inference()`."""
+    from unsloth import FastLanguageModel
+
+    model, _ = FastLanguageModel.from_pretrained(
+        model_path, max_seq_length=128, load_in_4bit=False, dtype=torch.float32
+    )
+    return FastLanguageModel.get_peft_model(
+        model, r=4, target_modules=MODULES, lora_dropout=0, use_gradient_checkpointing=False
+    )
+
+
+def lora_trainer(model: Any, model_path: str, **settings: Any) -> Any:
+    """`trl.GRPOTrainer`, whosever it is, with an adapter that is not zero."""
+    import trl
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    config = trl.GRPOConfig(
+        output_dir="run",
+        bf16=False,
+        report_to="none",
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=9,
+        temperature=0.8,
+        gradient_checkpointing=False,
+        **settings,
+    )
+    return trl.GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [float(len(set(text))) for text in completions],
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": ["def f(x):", "import os", "return", "a = [1, 2"] * 2}),
+        processing_class=AutoTokenizer.from_pretrained(model_path),
+    )
+
+
+def a_batch(tokenizer: Any) -> dict[str, torch.Tensor]:
+    """Prompts padded to the left, completions of lengths 9, 5, 1 and 7 to the right; one token is a tool's."""
+    generator = torch.Generator().manual_seed(1)
+    prompt, completion = torch.tensor([6, 2, 4, 3]), torch.tensor([9, 5, 1, 7])
+    prompt_mask = (torch.arange(6) >= 6 - prompt[:, None]).long()
+    completion_mask = (torch.arange(9) < completion[:, None]).long()
+    ids = torch.randint(10, 900, (4, 15), generator=generator)
+    tool_mask = torch.ones_like(completion_mask)
+    tool_mask[3, 2] = 0
+    return {
+        "prompt_ids": torch.where(prompt_mask.bool(), ids[:, :6], tokenizer.pad_token_id),
+        "prompt_mask": prompt_mask,
+        "completion_ids": torch.where(completion_mask.bool(), ids[:, 6:], tokenizer.pad_token_id),
+        "completion_mask": completion_mask,
+        "tool_mask": tool_mask,
+        "advantages": torch.tensor([1.3, -0.4, 0.7, -1.1]),
+        "num_items_in_batch": completion_mask.sum() * 2,
+    }
+
+
+def in_unsloths_layout(old: torch.Tensor, prompt_mask: torch.Tensor) -> torch.Tensor:
+    """(B, T) of TRL's columns in unsloth's: rows moved left by their own padding, as wide as the widest."""
+    padding = (prompt_mask == 0).sum(-1)
+    moved = old.new_zeros(len(old), int(padding.max()) + old.shape[1])
+    for row, pad in enumerate(padding.tolist()):
+        start = int(padding.max()) - pad
+        moved[row, start : start + old.shape[1]] = old[row]
+    return moved
+
+
+def by_token(values: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor | None:
+    """The values that count, row after row: the same in both layouts."""
+    return None if values is None else values.detach()[mask.bool()]
+
+
+def run_losses(whose: str, model_path: str, results: str, old_from: str = "") -> None:
+    """Every loss once on the same batch; loss, gradient and what was overheard, saved to `results`."""
+    import cogumi
+    from cogumi.rl.seam import overheard
+
+    if whose == "unsloth":
+        assert unsloth_rl.apply().applied
+    else:
+        cogumi.patch()
+    clip = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4, "beta": 0.0}
+    trainer = lora_trainer(plain_model(model_path), model_path, loss_type="grpo", gradient_accumulation_steps=2, **clip)
+    inputs = a_batch(trainer.processing_class)
+    model = trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 2
+    if whose == "trl":
+        ids, mask = (torch.cat([inputs[f"prompt_{k}"], inputs[f"completion_{k}"]], 1) for k in ("ids", "mask"))
+        with torch.no_grad():
+            new = trainer._get_per_token_logps_and_entropies(model, ids, mask, 9)[0]
+        shift = torch.tensor([[1e-4], [-2e-4], [9e-4], [-8e-4]])  # two rows within the clip, two outside
+        noise = torch.randn(new.shape, generator=torch.Generator().manual_seed(2)) * 0.02
+        counted = inputs["completion_mask"] * inputs["tool_mask"]
+        noise -= (noise * counted).sum(-1, keepdim=True) / counted.sum(-1, keepdim=True)
+        old = new + noise - shift
+    else:
+        old = in_unsloths_layout(torch.load(old_from)["old"], inputs["prompt_mask"])
+    outcome: dict[str, Any] = {"old": old, "unheard_is_equal": {}}
+    for loss_type in LOSSES:
+        trainer.loss_type = trainer.args.loss_type = loss_type
+        this = inputs | {"old_per_token_logps": old}
+        unheard = trainer.compute_loss(model, dict(this))
+        model.zero_grad()
+        unheard.backward()
+        without = gradients(model)
+        model.zero_grad()
+        with overheard(trainer, this, token_ratio=False) as calls:
+            loss = trainer.compute_loss(model, this)
+        loss.backward()
+        (call,) = calls
+        outcome[loss_type] = {
+            "loss": loss.detach(),
+            "gradient": gradients(model),
+            "tokens": {k: by_token(getattr(call, k), call.mask) for k in ("new", "old", "entropy")},
+            "arguments": {k: v for k, v in call.arguments.items() if isinstance(v, int | float | str)},
+            "function": call.function.__name__,
+        }
+        same = all(torch.equal(without[name], gradient) for name, gradient in gradients(model).items())
+        outcome["unheard_is_equal"][loss_type] = same and torch.equal(loss, unheard)
+    torch.save(outcome, results)
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def run_training(model_path: str, results: str) -> None:
+    """Two optimizer steps of GSPO on one rollout, so that the second step's ratio is not 1."""
+    from cogumi.patches import gspo
+    from cogumi.rl.seam import overheard, sequence_log_ratio
+
+    unsloth_rl.apply()
+    gspo.apply()
+    settings = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "max_steps": 2, "logging_steps": 1}
+    trainer = lora_trainer(fast_model(model_path), model_path, loss_type="gspo", learning_rate=1e-3, **settings)
+    compute, seen = trainer.compute_loss, []
+
+    def compute_loss(model: Any, inputs: dict[str, Any], **kwargs: Any) -> torch.Tensor:
+        with overheard(trainer, inputs, token_ratio=False) as calls:
+            loss = compute(model, inputs, **kwargs)
+        (call,) = calls
+        arguments = {k: call.arguments[k] for k in ("loss_type", "importance_sampling_level", "beta", "epsilon_low")}
+        seen.append({"log_ratio": sequence_log_ratio(call), "function": call.function.__name__, **arguments})
+        return loss
+
+    trainer.compute_loss = compute_loss
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    moved = max(float((p - before[n]).abs().max()) for n, p in trainer.model.named_parameters() if n in before)
+    names = [cls.__name__ for cls in type(trainer).__mro__]
+    torch.save({"seen": seen, "moved": moved, "names": names, "log": trainer.state.log_history}, results)
+
+
+def show_config(results: str) -> None:
+    """What `loss_type="gspo"` becomes, alone and with values of one's own; what it was asked for by."""
+    from cogumi.patches import gspo
+
+    unsloth_rl.apply()
+    gspo.apply()
+    import trl
+
+    mine = {"beta": 0.1, "learning_rate": 3e-6, "optim": "sgd", "vllm_importance_sampling_correction": False}
+    configs = [
+        trl.GRPOConfig(output_dir="run", loss_type="gspo"),
+        trl.GRPOConfig(output_dir="run", loss_type="gspo", epsilon=1e-3, **mine),
+    ]
+    values = [{key: vars(config)[key] for key in DECIDED} for config in configs]
+    torch.save([v | {"optim": str(v["optim"].value)} for v in values], results)
+
+
+SCRIPTS = {"losses": run_losses, "training": run_training, "config": show_config}
+
+
+# -------------------------------------------------------------------------------------------------- with unsloth installed
+
+
+@pytest.fixture(scope="module")
+def losses(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What TRL's and unsloth's `compute_loss` made of the same batch, in float32."""
+    at = tmp_path_factory.mktemp("losses")
+    in_a_process(str(HERE), "losses", "trl", str(tiny_model), "trl.pt", cwd=at, UNSLOTH_ON_CPU="0")
+    in_a_process(str(HERE), "losses", "unsloth", str(tiny_model), "unsloth.pt", "trl.pt", cwd=at, **NO_AUTOCAST)
+    return torch.load(at / "trl.pt"), torch.load(at / "unsloth.pt")
+
+
+@with_unsloth
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_loss_and_gradient_equal_stock_trls(losses: tuple[dict[str, Any], dict[str, Any]], loss_type: str) -> None:
+    ours, theirs = (each[loss_type] for each in losses)
+    assert theirs["function"] == "UnslothEfficientGRPO"
+    torch.testing.assert_close(theirs["loss"], ours["loss"], atol=1e-6, rtol=0)
+    assert set(theirs["gradient"]) == set(ours["gradient"])
+    assert max(float(each.abs().max()) for each in ours["gradient"].values()) > 1e-2
+    for name, gradient in ours["gradient"].items():
+        torch.testing.assert_close(theirs["gradient"][name], gradient, atol=1e-6, rtol=0)
+
+
+@with_unsloth
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_what_is_overheard_equals_what_trl_logs(losses: tuple[dict[str, Any], dict[str, Any]], loss_type: str) -> None:
+    ours, theirs = (each[loss_type] for each in losses)
+    for name in ("new", "old", "entropy"):
+        assert len(ours["tokens"][name]) == 9 + 5 + 1 + 6
+        torch.testing.assert_close(theirs["tokens"][name], ours["tokens"][name], atol=2e-6, rtol=0)
+    said = {k: v for k, v in theirs["arguments"].items() if k in ours["arguments"]}
+    assert said.items() >= {"loss_type": loss_type, "importance_sampling_level": "sequence", "beta": 0.0}.items()
+    assert said == {k: ours["arguments"][k] for k in said}
+
+
+@with_unsloth
+def test_overhearing_changes_no_bit(losses: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    assert losses[1]["unheard_is_equal"] == dict.fromkeys(LOSSES, True)
+
+
+@with_unsloth
+def test_two_steps_of_gspo(tiny_model: Path, tmp_path: Path) -> None:
+    in_a_process(str(HERE), "training", str(tiny_model), "run.pt", cwd=tmp_path, **NO_AUTOCAST)
+    run = torch.load(tmp_path / "run.pt")
+    assert run["names"][0] == "UnslothGRPOTrainer"
+    assert len(run["seen"]) == 2
+    for call in run["seen"]:
+        said = (
+            call["function"],
+            call["loss_type"],
+            call["importance_sampling_level"],
+            call["beta"],
+            call["epsilon_low"],
+        )
+        assert said == ("UnslothEfficientGRPO", "grpo", "sequence", 0.0, 3e-4)
+    # Scored twice by the same weights, then by weights that one step has moved.
+    first, second = (call["log_ratio"].abs().max().item() for call in run["seen"])
+    assert first < 1e-5 < second
+    assert run["moved"] > 0
+    assert all("loss" in row and row["loss"] == row["loss"] for row in run["log"][:2])
+
+
+RUN = """
+import json, sys, cogumi
+assert cogumi.patch().backend == "unsloth", cogumi.patch()
+result = cogumi.train(json.loads(sys.argv[1]))
+assert result.passed, str(result.verdict)
+"""
+
+
+@with_unsloth
+def test_a_whole_run_goes_through_unsloth(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> None:
+    """`cogumi.patch()` and `cogumi.train`: GSPO with an adapter, judged and merged, on unsloth's trainer."""
+    config = {
+        "model": {"name": str(tiny_model), "dtype": "float32"},
+        "lora": {"r": 4},
+        "data": {"source": str(code_parquet), "eval_rows": 4, "fim": {"max_length": 128, "middle_chars": [8, 32]}},
+        "train": {
+            "max_steps": 4, "num_generations": 4, "per_device_train_batch_size": 8, "steps_per_generation": 2,
+            "max_completion_length": 8, "learning_rate": 1e-3, "gradient_checkpointing": False, "save_strategy": "no",
+        },
+        "cogumi": {"method": "gspo", "run_dir": str(tmp_path / "run")},
+    }  # fmt: skip
+    in_a_process("-c", RUN, json.dumps(config), cwd=tmp_path, **NO_AUTOCAST)
+    ran = json.loads((tmp_path / "run" / "loss.json").read_text())
+    assert (ran["backend"], ran["loss"], ran["asserted"]) == ("unsloth", "gspo", True)
+    assert ran["function"] == "UnslothGRPOTrainer.UnslothEfficientGRPO"
+    assert (ran["arguments"]["beta"], ran["arguments"]["epsilon_low"]) == (0.0, 3e-4)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "policy/ratio_new_old" in row]
+    assert [row["policy/staleness"] for row in steps] == [0, 8, 0, 8]
+    assert all(row["policy/entropy"] > 0 for row in steps)
+
+
+@with_unsloth
+def test_gspo_is_not_given_unsloths_defaults(tmp_path: Path) -> None:
+    in_a_process(str(HERE), "config", "config.pt", cwd=tmp_path)
+    plain, mine = torch.load(tmp_path / "config.pt")
+    assert plain == DECIDED
+    assert mine == DECIDED | {
+        "beta": 0.1, "learning_rate": 3e-6, "optim": "sgd", "vllm_importance_sampling_correction": False,
+        "epsilon": 1e-3, "epsilon_high": 1e-3,
+    }  # fmt: skip
+
+
+@with_unsloth
+def test_too_late_an_import_is_refused_and_named(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(
+        "import transformers\nimport cogumi\nfrom cogumi.patches import unsloth_rl\n" + TRY.format("unsloth_rl.apply()")
+    )
+    said = in_a_process("late.py", cwd=tmp_path)
+    assert f"transformers was imported before unsloth (transformers at {tmp_path / 'late.py'}:1)" in said
+    assert "call cogumi.patch() in the first cell" in said
+
+
+@with_unsloth
+def test_in_time_it_is_applied_once_and_for_good(tmp_path: Path) -> None:
+    (tmp_path / "early.py").write_text(
+        "from cogumi.patches import unsloth_rl\n"
+        "print(unsloth_rl.status().applied, unsloth_rl.apply().applied)\n"
+        "import trl; trainer = trl.GRPOTrainer\n"
+        "print(unsloth_rl.apply().applied, trl.GRPOTrainer is trainer, trainer.__name__)\n"
+        + TRY.format("unsloth_rl.undo()")
+    )
+    said = in_a_process("early.py", cwd=tmp_path)
+    assert "False True\n" in said
+    assert "True True UnslothGRPOTrainer\n" in said
+    assert "RuntimeError unsloth: unsloth's changes to TRL, transformers and torch cannot be undone" in said
+
+
+@with_unsloth
+def test_the_recorded_signatures_are_the_installed_ones() -> None:
+    from importlib.metadata import version
+
+    unsloth_rl.check_upstream()
+    for file, functions in RECORDED[version("unsloth")].items():
+        package, _, inside = file.partition("/")
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        assert spec.submodule_search_locations is not None
+        found = unsloth_rl.signatures((Path(spec.submodule_search_locations[0]) / inside).read_text())
+        assert {name: found[name] for name in functions} == {
+            n: recorded(version("unsloth"), file, n) for n in functions
+        }
+
+
+# ------------------------------------------------------------------------------------------------------ with or without it
+
+
+def recorded(release: str, file: str, name: str) -> unsloth_rl.Signature:
+    entry = RECORDED[release][file][name]
+    return unsloth_rl.takes(entry["parameters"], entry.get("returns"))
+
+
+def test_without_a_gpu_or_unsloth_trl_trains_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(unsloth_rl.CPU_SWITCH, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    why = "no CUDA device" if importlib.util.find_spec("unsloth") else "unsloth is not installed"
+    for status in (unsloth_rl.apply(), unsloth_rl.status(), unsloth_rl.undo()):
+        assert (status.applied, status.reason) == (False, f"{why}: stock TRL trains")
+    assert "unsloth" not in sys.modules
+
+
+@pytest.mark.parametrize("release", RECORDED)
+def test_both_releases_have_what_is_relied_upon(release: str) -> None:
+    for file, expected in unsloth_rl.UPSTREAM.items():
+        found = {name: recorded(release, file, name) for name in RECORDED[release][file]}
+        assert list(unsloth_rl.differences(found, expected)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "now", "said"),
+    [
+        ("grpo_accumulated_loss", "trainer input_ids **kwargs", "takes (trainer, input_ids, **kwargs)"),
+        ("grpo_compute_loss", None, "grpo_compute_loss is missing"),
+    ],
+)
+def test_a_changed_upstream_is_named(name: str, now: str | None, said: str) -> None:
+    file = unsloth_rl.LOSS_FILE
+    found = {name: recorded("2026.10.7", file, name) for name in RECORDED["2026.10.7"][file]}
+    if now is None:
+        del found[name]
+    else:
+        found[name] = unsloth_rl.takes(now, returns=7)
+    (problem,) = unsloth_rl.differences(found, unsloth_rl.UPSTREAM[file])
+    assert said in problem
+
+
+def test_signatures_are_read_from_source() -> None:
+    source = "def f(a, /, b, *c, d=1, **e):\n    return 1, 2\nclass G:\n    @staticmethod\n    def forward(ctx, x=None): return x"
+    found = unsloth_rl.signatures(source)
+    assert found["f"] == unsloth_rl.takes("a b *c d **e", returns=2)
+    assert found["G.forward"] == unsloth_rl.takes("ctx x")
+
+
+IMPORTS = {
+    "directly": ("import math\nimport trl\n", "trl was imported before unsloth (trl at {here}:2)"),
+    "by another package": (
+        "import math\n\nimport peft\n",
+        "transformers and peft were imported before unsloth (transformers at ",
+    ),
+    "inside a function": ("def f():\n    import trl\nf()\n", "trl was imported before unsloth, and"),
+    "below what has run": ("__import__('trl')\n{check}import trl\n", "trl was imported before unsloth, and"),
+}
+
+
+@pytest.mark.parametrize("how", IMPORTS)
+def test_the_offending_import_is_named(how: str, tmp_path: Path) -> None:
+    source, said = IMPORTS[how]
+    check = "from cogumi.patches import unsloth_rl\n" + TRY.format("unsloth_rl.refuse_early_imports()")
+    script = tmp_path / "script.py"
+    script.write_text(source.replace("{check}", check) + ("" if "{check}" in source else check))
+    message = in_a_process(str(script), cwd=tmp_path)
+    assert message.startswith("UsageError " + said.format(here=script))
+    if how == "by another package":
+        assert "peft/" in message
+        assert f", from {script}:3)" in message
+
+
+def test_the_offending_cell_is_named(tmp_path: Path) -> None:
+    check = "from cogumi.patches import unsloth_rl\n" + TRY.format("unsloth_rl.refuse_early_imports()")
+    (tmp_path / "notebook.py").write_text(
+        "from IPython.core.interactiveshell import InteractiveShell\n"
+        "shell = InteractiveShell.instance()\n"
+        f"for cell in ('x = 1', '%time y = 2\\nfrom trl import GRPOConfig', {check!r}):\n"
+        "    shell.run_cell(cell, store_history=True)\n"
+    )
+    said = in_a_process("notebook.py", cwd=tmp_path)
+    assert "(trl at cell In[2], line 2)" in said
+
+
+def test_in_order_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import cogumi, torch\nfrom cogumi.patches import unsloth_rl, gspo, fused_head\nimport cogumi.config\n"
+        "unsloth_rl.refuse_early_imports(); print('fine')\n"
+    )
+    assert in_a_process("script.py", cwd=tmp_path) == "fine\n"
+
+
+# -------------------------------------------------------------------------------------------------------------- the seam
+
+
+def dense(
+    hidden_states: torch.Tensor,
+    lm_head: torch.Tensor,
+    index: torch.Tensor,
+    chunks: int = 4,
+    logit_scale_multiply: float = 0.0,
+    logit_scale_divide: float = 0.0,
+    logit_softcapping: float = 0.0,
+    temperature: float = 1.0,
+    max_rows_per_chunk: int = 0,
+    lm_head_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Log-probabilities by definition, with the parameters of unsloth's scorers."""
+    return dense_log_p(
+        hidden_states, lm_head, lm_head_bias, logit_scale_multiply, logit_scale_divide, logit_softcapping, temperature
+    ).gather(-1, index[..., None])[..., 0]
+
+
+def dense_log_p(
+    hidden: torch.Tensor,
+    head: torch.Tensor,
+    bias: torch.Tensor | None,
+    multiply: float,
+    divide: float,
+    softcap: float,
+    temperature: float,
+) -> torch.Tensor:
+    logits = torch.nn.functional.linear(hidden, head, bias) * (multiply or 1) / (divide or 1)
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    return (logits / temperature).log_softmax(-1)
+
+
+class Offloaded(torch.autograd.Function):
+    """A scorer run inside another function's forward, without a graph, as unsloth does for long completions."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, score: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return score(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:  # type: ignore[override]
+        raise AssertionError("the search for a token's place runs no scorer's backward")
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded in parts", "offloaded"])
+@pytest.mark.parametrize("law", [(0.0, 0.0, 0.0, 1.0), (1.5, 2.0, 3.0, 0.7)], ids=["plain", "scaled and capped"])
+def test_every_token_gets_its_own_entropy(layout: str, law: tuple[float, float, float, float]) -> None:
+    from cogumi.rl.unsloth_seam import Scores
+
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 5, 8, generator=generator, dtype=torch.float64).requires_grad_()
+    head, bias = (
+        torch.randn(11, 8, generator=generator, dtype=torch.float64),
+        torch.randn(11, generator=generator).double(),
+    )
+    ids = torch.randint(11, (3, 5), generator=generator)
+    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
+    scores = Scores()
+    record = scores.recorder(dense)
+
+    def score(some: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return record(some, head, index, 4, *law, lm_head_bias=bias)
+
+    with torch.no_grad():
+        score(hidden.detach()[:1], ids[:1])  # unsloth's checks of its own packing come first, and do not count
+    if layout == "packed":
+        flat = score(hidden[mask.bool()][None], ids[mask.bool()][None])[0]
+        new = torch.zeros(15, dtype=torch.float64).index_put((mask.flatten().nonzero()[:, 0],), flat).view(3, 5)
+    elif layout == "padded in parts":
+        new = torch.cat([score(hidden[:2], ids[:2]), score(hidden[2:], ids[2:])])
+    else:
+        new = Offloaded.apply(hidden, lambda some: score(some, ids))
+    entropy = scores.entropy(new, mask)
+    log_p = dense_log_p(hidden, head, bias, *law).detach()
+    assert entropy is not None
+    torch.testing.assert_close(entropy, -(log_p.exp() * log_p).sum(-1) * mask, atol=1e-12, rtol=1e-12)
+    assert hidden.grad is None
+
+
+def test_logits_that_were_already_there_give_the_same_entropy() -> None:
+    from cogumi.rl.unsloth_seam import Scores
+
+    logits = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    ids, mask = torch.randint(7, (2, 3)), torch.ones(2, 3)
+
+    def score_logits(logits: torch.Tensor, index: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+        return (logits / temperature).log_softmax(-1).gather(-1, index[..., None])[..., 0]
+
+    scores = Scores()
+    entropy = scores.entropy(scores.recorder(score_logits)(logits, ids, temperature=0.6), mask)
+    log_p = (logits.detach().double() / 0.6).log_softmax(-1)
+    torch.testing.assert_close(entropy, -(log_p.exp() * log_p).sum(-1).float(), atol=1e-6, rtol=0)
+
+
+def test_a_score_from_elsewhere_is_said_not_guessed() -> None:
+    from cogumi.rl.unsloth_seam import Scores
+
+    new = torch.randn(2, 3).requires_grad_()
+    with pytest.warns(UserWarning, match="no entropy is logged"):
+        assert Scores().entropy(new * 1, torch.ones(2, 3)) is None
+
+
+@pytest.mark.parametrize("release", RECORDED)
+def test_recorders_bind_to_the_recorded_signatures(release: str) -> None:
+    """The call unsloth makes, with the parameters of each release in their order."""
+    from cogumi.rl.seam import LossCall
+    from cogumi.rl.unsloth_seam import Scores, record_efficient
+
+    _, *parameters = recorded(release, unsloth_rl.LOSS_FILE, "UnslothEfficientGRPO.forward").parameters
+    names: dict[str, Any] = {}
+    exec(
+        f"def forward(ctx, {', '.join(parameters)}): return 'loss', 0, 0, None, torch.ones(0), 1",
+        {"torch": torch},
+        names,
+    )
+
+    class UnslothEfficientGRPO:
+        forward = staticmethod(names["forward"])
+
+        @classmethod
+        def apply(cls, *args: Any) -> Any:
+            return cls.forward(None, *args)
+
+    given = {name: torch.full((2, 3), float(place)) for place, name in enumerate(parameters)}
+    settings = {"loss_type": "grpo", "epsilon_low": 3e-4, "get_gamma_weights": print}
+    given |= {"beta": 0.0, "extra_kwargs": settings, "_old_logps": None, "_advantages": torch.ones(2)}
+    calls: list[LossCall] = []
+    assert record_efficient(UnslothEfficientGRPO, calls, Scores()).apply(*given.values())[0] == "loss"
+    (call,) = calls
+    assert (call.new is given["_new_logps"], call.mask is given["_mask"], call.old, call.ref) == (
+        True,
+        True,
+        None,
+        None,
+    )
+    assert call.advantages is given["_advantages"]
+    assert call.arguments == {"beta": 0.0, "loss_type": "grpo", "epsilon_low": 3e-4}
+
+
+if __name__ == "__main__":
+    SCRIPTS[sys.argv[1]](*sys.argv[2:])
