@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks import harness
 from benchmarks.harness import Row
 
-CPU = ("importing", "fused_head", "fim_data", "smoke")
+CPU = ("importing", "fused_head", "fim_data", "gspo_step", "gspo_learning", "smoke")
 # `gpu` runs the three others under one time budget.
 SAID = ("case", "metric", "value", "unit", "note")
 GPU = ("gpu", "gpu_probes", "gpu_head", "gpu_steps")

@@ -99,7 +99,7 @@ def test_smoke_reports_the_last_line_of_a_failure_and_no_times(monkeypatch):
 def test_unknown_name_and_missing_card_end_with_one_line_and_status_2(capsys):
     assert command.main(["nope"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "unknown benchmark 'nope': one of cpu, importing, fused_head, fim_data, smoke, "
+        "unknown benchmark 'nope': one of cpu, importing, fused_head, fim_data, gspo_step, gspo_learning, smoke, "
         "gpu, gpu_probes, gpu_head, gpu_steps"
     ]
     if not torch.cuda.is_available():
@@ -280,7 +280,7 @@ def test_no_case_starts_when_the_time_is_over():
     start = time.monotonic()
     rows = well_formed(list(gpu.run(device="cpu", budget=Budget(0.0))))
     assert time.monotonic() - start < 1
-    assert {each["benchmark"] for each in rows} == {"gpu_probes", "gpu_head", "gpu_steps"}
+    assert {each["benchmark"] for each in rows} == {"gpu_probes", "gpu_head", "gpu_steps", "gspo_step"}
     assert {each["note"] for each in rows} == {"skipped: out of time"}
 
 

@@ -1,0 +1,312 @@
+"""An optimizer step of GSPO with cogumi beside the same step of stock TRL: seconds, peak memory, what the metrics take.
+
+`cogumi` is `GRPOConfig(loss_type="gspo")` after `cogumi.patch()`, so the trainer is watched: metrics every step, the loss
+compared with the formula at the first. `stock` is TRL's trainer with the same loss spelled out by hand. Both start from
+the same weights and train on the same rollout, which is sampled once and played back: sampling takes most of a real
+step and would hide everything else. A step is what lies between two starts of a step in `trainer.train()`: fetching the
+batch, forward, backward, AdamW, logging. On a machine without a GPU TRL's own LM-head kernel does not run, and both
+sides have cogumi's.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+from transformers.trainer_callback import PrinterCallback
+
+from benchmarks.fused_head import Allocations
+from benchmarks.gpu_device import out_of_time, release
+from benchmarks.gpu_steps import QWEN3_0_6B, Batch, Shape, build
+from benchmarks.harness import Budget, Row, ratio, row, summary, synchronize
+
+# Large enough that a step is arithmetic and not Python, small enough for two CPU cores.
+SMALL = Shape("Llama of 5 million weights", "llama", 256, 688, 4, 4, 4, 64, 8192, True, 1e4)
+STEPS = 2  # optimizer steps of one rollout, and of one measurement
+MICRO_BATCHES = 2  # of a step, summed by the metrics
+BY_NAME = {"loss_type": "gspo"}
+BY_HAND = {
+    "loss_type": "grpo",
+    "importance_sampling_level": "sequence",
+    "beta": 0.0,
+    "epsilon": 3e-4,
+    "epsilon_high": 4e-4,
+}
+NEEDS_SECONDS = 75.0
+
+
+# -------------------------------------------------------------------------------------------------------- the trainers
+
+
+def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+    """A reward that differs inside a group and costs nothing."""
+    return [sum(i % 2 == 0 for i in ids) / max(len(ids), 1) for ids in completion_ids]
+
+
+def make_trainer(
+    loss: dict[str, Any],
+    rollout: list[dict[str, Any]],
+    shape: Shape,
+    batch: Batch,
+    device: str,
+    dtype: torch.dtype,
+    folder: str,
+    steps: int = STEPS,
+) -> Any:
+    """A GRPOTrainer on random weights with LoRA r16, always from the same seed; `steps` optimizer steps per `.train()`.
+
+    It puts the first rollout it samples into `rollout`, if that is empty, and trains on what is there ever after.
+    """
+    import trl
+    from datasets import Dataset
+
+    class PlayingBack(trl.GRPOTrainer):  # type: ignore[misc]
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            if not rollout:
+                rollout.append(super()._generate_and_score_completions(inputs))
+            torch.manual_seed(0)  # TRL shuffles it next: alike in every trainer
+            return dict(rollout[0])
+
+    model = build(shape, device, dtype)
+    model.gradient_checkpointing_disable()  # it would make the step longer, and every share of it smaller
+    args = trl.GRPOConfig(
+        output_dir=folder,
+        use_cpu=device == "cpu",
+        bf16=dtype == torch.bfloat16,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=batch.sequences // MICRO_BATCHES,
+        gradient_accumulation_steps=MICRO_BATCHES,
+        steps_per_generation=STEPS * MICRO_BATCHES,
+        num_generations=batch.sequences,
+        max_completion_length=batch.completion,
+        max_steps=steps,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=device != "cpu",
+        **loss,
+    )
+    numbers = torch.randint(2, shape.vocabulary, (STEPS, batch.prompt), generator=torch.Generator().manual_seed(0))
+    prompts = [" ".join(map(str, line)) for line in numbers.tolist()]
+    trainer = PlayingBack(
+        model,
+        even_tokens,
+        args,
+        Dataset.from_dict({"prompt": prompts}),
+        processing_class=numbered_words(shape.vocabulary),
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def numbered_words(vocabulary: int) -> Any:
+    """A tokenizer whose words are the token ids."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1} | {str(i): i for i in range(2, vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="2"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def both_trainers(shape: Shape, batch: Batch, device: str, dtype: torch.dtype, folder: Path) -> dict[str, Any]:
+    """{"cogumi", "stock"}, untrained, with one rollout between them."""
+    import cogumi
+    from cogumi.patches import fused_head
+
+    fused_head.apply()  # does nothing where TRL's kernel runs
+    rollout: list[dict[str, Any]] = []
+    make = partial(make_trainer, rollout=rollout, shape=shape, batch=batch, device=device, dtype=dtype)
+    # The sampler is a third trainer, so that neither of the two has a step behind it.
+    make(BY_HAND, folder=str(folder / "sampler"), steps=1).train()
+    release()
+    stock = make(BY_HAND, folder=str(folder / "stock"))  # before the patch, so that nothing of it is in there
+    cogumi.patch()
+    return {"cogumi": make(BY_NAME, folder=str(folder / "cogumi")), "stock": stock}
+
+
+# ------------------------------------------------------------------------------------------------------ what is measured
+
+
+class Clock(TrainerCallback):
+    """Seconds of the last `.train()`, from the start of its first step; setting up and loading are left out."""
+
+    def __init__(self) -> None:
+        self.start = self.seconds = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 0:
+            self.start = now()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.seconds = now() - self.start
+
+
+def now() -> float:
+    synchronize()
+    return time.perf_counter()
+
+
+def interleaved_steps(trainers: dict[str, Any], repeats: int) -> dict[str, list[float]]:
+    """Seconds per step of each trainer, `STEPS` steps at a time: a, b, b, a, ... so that neither is always second."""
+    clocks = {name: Clock() for name in trainers}
+    for name, trainer in trainers.items():
+        trainer.add_callback(clocks[name])
+    times: dict[str, list[float]] = {name: [] for name in trainers}
+    turns = list(trainers.items())
+    for turn in range(repeats):
+        for name, trainer in reversed(turns) if turn % 2 else turns:
+            trainer.train()
+            times[name].append(clocks[name].seconds / STEPS)
+    for name, trainer in trainers.items():
+        trainer.remove_callback(clocks[name])
+    return times
+
+
+class OwnTime:
+    """Seconds spent in what is `ours`, without what is `theirs` inside of it. They may be nested either way."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def ours(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return self._signed(function, 1.0)
+
+    def theirs(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return self._signed(function, -1.0)
+
+    def _signed(self, function: Callable[..., Any], sign: float) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self.seconds -= sign * now()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += sign * now()
+
+        return timed
+
+
+def time_the_watch(trainer: Any) -> OwnTime:
+    """From now on, everything the Watch of this trainer does in a step is counted, its callbacks included.
+
+    On a GPU each boundary waits for the card, so that kernels are counted where they were launched: an upper bound.
+    """
+    from cogumi.rl.watch import watch
+
+    own, watching = OwnTime(), watch(trainer)
+    trainer.compute_loss = own.ours(watching.overhear)
+    watching.compute_loss = own.theirs(watching.compute_loss)
+    trainer._generate_and_score_completions = own.ours(watching.note_rollout)
+    watching.generate = own.theirs(watching.generate)
+    for event in ("on_pre_optimizer_step", "on_step_end", "on_log"):
+        setattr(watching, event, own.ours(getattr(watching, event)))
+    return own
+
+
+def metrics_shares(trainer: Any, repeats: int) -> tuple[list[float], list[float]]:
+    """(seconds of the Watch per step, its share of the step), per measurement."""
+    from cogumi.rl import seam
+
+    own, clock = time_the_watch(trainer), Clock()
+    trainer.add_callback(clock)
+    seconds, shares = [], []
+    # The one part of the Watch that runs inside of TRL's loss.
+    with mock.patch.object(seam, "trl_call", own.ours(seam.trl_call)):
+        for _ in range(repeats):
+            own.seconds = 0.0
+            trainer.train()
+            seconds.append(own.seconds / STEPS)
+            shares.append(own.seconds / clock.seconds)
+    return seconds, shares
+
+
+def peak_bytes(trainer: Any, device: str) -> int:
+    """What `.train()` allocates at its peak beyond what is there before: activations, gradients, new optimizer state."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        trainer.train()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with Allocations(*held(trainer)) as allocations:
+        trainer.train()
+    return allocations.peak
+
+
+def held(trainer: Any) -> Iterator[Tensor]:
+    """The tensors a trainer holds between two trainings: weights, buffers, optimizer state."""
+    yield from trainer.model.parameters()
+    yield from trainer.model.buffers()
+    if trainer.optimizer is not None:
+        for state in trainer.optimizer.state.values():
+            yield from (each for each in state.values() if isinstance(each, Tensor))
+
+
+def trained_weights(trainer: Any) -> Tensor:
+    return torch.cat([each.detach().flatten() for each in trainer.model.parameters() if each.requires_grad])
+
+
+# ---------------------------------------------------------------------------------------------------------- the rows
+
+
+def step_rows(shape: Shape, batch: Batch, device: str, dtype: torch.dtype, repeats: int) -> Iterator[Row]:
+    """Peak memory of the first steps, times, shares, peak memory of later steps, and whether both learned the same."""
+    from cogumi.patches import fused_head
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainers = both_trainers(shape, batch, device, dtype, Path(folder))
+        head = "cogumi's head on both sides" if fused_head.status().applied else "TRL's head on both sides"
+        case = f"{shape.name}, {batch.sequences} x {batch.prompt}+{batch.completion} tokens, {head}"
+        first = {name: peak_bytes(trainer, device) for name, trainer in trainers.items()}  # also the warm-up
+        times = interleaved_steps(trainers, repeats)
+        for name, seconds in times.items():
+            middle, spread = summary(seconds)
+            yield row("gspo_step", case, f"step, {name}", middle, "s", spread=spread)
+        middle, low, high = ratio(times, "cogumi", "stock")
+        yield row("gspo_step", case, "step, cogumi / stock TRL", middle, "ratio", spread=(low, high), target="<= 1.02")
+
+        later = {name: peak_bytes(trainer, device) for name, trainer in trainers.items()}
+        yield row("gspo_step", case, "peak memory of a step, stock", later["stock"] / 2**20, "MiB")
+        for metric, peaks in (
+            ("peak memory of a step", later),
+            ("peak memory of the first steps, proof included", first),
+        ):
+            extra = f"{peaks['cogumi'] - peaks['stock']:+,d} bytes"
+            # To 0.01 %: what the metrics keep between two micro-batches is bytes, and the note has them.
+            value = round(peaks["cogumi"] / peaks["stock"], 4)
+            yield row("gspo_step", case, f"{metric}, cogumi / stock TRL", value, "ratio", target="<= 1.0", note=extra)
+        apart = (trained_weights(trainers["cogumi"]) - trained_weights(trainers["stock"])).abs().max().item()
+        # A GPU may add up in another order each time.
+        target = "<= 0" if device == "cpu" else ""
+        yield row("gspo_step", case, "weights after training, max |cogumi - stock TRL|", apart, target=target)
+
+        seconds, shares = metrics_shares(trainers["cogumi"], max(2, repeats // 3))
+        middle, spread = summary([1e3 * each for each in seconds])
+        yield row("gspo_step", case, "metrics, timed directly", middle, "ms a step", spread=spread)
+        middle, spread = summary([100 * each for each in shares])
+        yield row("gspo_step", case, "metrics, share of a step", middle, "%", spread=spread, target="<= 1")
+
+
+def run(quick: bool = False, device: str | None = None, budget: Budget | None = None) -> Iterator[Row]:
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device.startswith("cuda")
+    shape, batch = (QWEN3_0_6B, Batch(8, 512, 512)) if on_gpu else (SMALL, Batch(8, 32, 128))
+    if budget is not None and budget.left() < NEEDS_SECONDS:
+        yield out_of_time("gspo_step", shape.name)
+        return
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    yield from step_rows(shape, batch, device, dtype, repeats=6 if quick else 30)
+    release()
