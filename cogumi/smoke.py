@@ -240,8 +240,8 @@ def check_sft(report: Report, model: str) -> Any:
 def check_gspo(report: Report, model: str) -> Any:
     """The reward must rise from the first quarter of the rollouts to the last, and the clip must act."""
     result = run_config(report, "gspo", model)
-    clipped = [share for share in result.series("policy/clipped_ratio_fraction") if share > 0]
-    steps = len(result.series("policy/clipped_ratio_fraction"))
+    clipped = [share for share in result.series("clip_ratio/region_mean") if share > 0]
+    steps = len(result.series("clip_ratio/region_mean"))
     report.add("gspo", "the clip acts", f"in {len(clipped)} of {steps} steps", bool(clipped))
     rewards = result.series("reward")
     quarter = max(1, len(rewards) // 4)

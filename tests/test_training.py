@@ -231,6 +231,7 @@ def test_a_finished_run_directory_is_not_written_over(sft: Config) -> None:
         ({"train__per_device_train_batch_size": 0}, "batch_size should be a positive integer"),
         ({"train__resume_from_checkpoint": "x"}, "train.resume_from_checkpoint would be ignored"),
         ({"train__gradient_accumulation_steps": 0}, "train.gradient_accumulation_steps is 0"),
+        ({"train__completion_only_loss": False}, "SFTTrainer would learn"),
         ({"cogumi__fp32_lm_head": True}, "cogumi.fp32_lm_head would be ignored: it is for cogumi.method: gspo"),
     ],
 )

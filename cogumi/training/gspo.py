@@ -10,12 +10,21 @@ from transformers import PreTrainedTokenizerBase
 from cogumi.config import RunConfig
 from cogumi.data.fim import FimData, prompts_for_rl
 from cogumi.errors import UsageError
+from cogumi.models.adapters import lora_config
 from cogumi.patches.gspo import defaults, spelled_out
 from cogumi.rewards.fim import fim_rewards
 from cogumi.rl.behaviour import use_rollout_logps
 from cogumi.rl.fp32_head import fp32_lm_head
 from cogumi.rl.guards import check_groups
-from cogumi.rl.planner import ModelShape, documents_of, free_memory_bytes, plan_batch, refuse_uneven, whole_rollout
+from cogumi.rl.planner import (
+    ModelShape,
+    documents_of,
+    free_memory_bytes,
+    nearest_multiples,
+    plan_batch,
+    refuse_uneven,
+    whole_rollout,
+)
 from cogumi.rl.presets import OURS, PRESETS
 from cogumi.rl.watch import RECORD, watch
 
@@ -66,7 +75,7 @@ def mini_batches_per_rollout(run: RunConfig, documents: int) -> int:
     if rollout % documents:
         raise UsageError(
             f"train.generation_batch_size {rollout} is no whole number of optimizer steps of {documents} documents; "
-            f"set {max(rollout // documents, 1) * documents} or {(rollout // documents + 1) * documents}"
+            f"set {nearest_multiples(rollout, documents)}"
         )
     return int(rollout // documents)
 
@@ -105,7 +114,7 @@ def plan(run: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase, data: F
         shape=ModelShape.of(model.config),
         longest_prompt=max(map(len, tokenizer(list(data.dataset["prompt"]))["input_ids"])),
         max_completion_length=setting(run, "max_completion_length"),
-        free_bytes=free_memory_bytes() - TRAINABLE_BYTES * lora_parameters(model, run.lora.get("r", 8)),
+        free_bytes=free_memory_bytes() - TRAINABLE_BYTES * lora_parameters(model, lora_config(run.lora).r),
         bytes_per_element=model.dtype.itemsize,
         gradient_checkpointing=setting(run, "gradient_checkpointing"),
     )

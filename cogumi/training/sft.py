@@ -27,6 +27,25 @@ def prepare(run: RunConfig, rows: pl.DataFrame, tokenizer: PreTrainedTokenizerBa
 
 
 def build_trainer(run: RunConfig, **common: Any) -> Any:
-    from trl import SFTTrainer
+    import trl  # looked up here: unsloth may have put its own trainer on the module
 
-    return SFTTrainer(**common)
+    trainer = trl.SFTTrainer(**common)
+    if not trainer.args.packing:  # rows of their own, whose labels are folded into other columns
+        refuse_other_labels(trainer, common["train_dataset"])
+    return trainer
+
+
+def refuse_other_labels(trainer: Any, dataset: Any) -> None:
+    """Raise RuntimeError unless the trainer learns exactly the tokens the data says: whoever's trainer it is.
+
+    TRL 1.15 ignores `completion_mask` without `completion_only_loss`, and a trainer that unsloth generated may have a
+    preparation of its own. The prompts would be trained on without a word.
+    """
+    first = range(min(4, len(dataset)))
+    wanted = [sum(dataset[i]["completion_mask"]) for i in first]
+    labels = trainer.data_collator([trainer.train_dataset[i] for i in first])["labels"]
+    learned = (labels != -100).sum(-1).tolist()
+    if learned != wanted:
+        raise RuntimeError(
+            f"{type(trainer).__name__} would learn {learned} tokens of the first examples, whose middles have {wanted}"
+        )

@@ -64,7 +64,7 @@ def judge_gspo(metrics: list[dict[str, Any]], run_dir: Path) -> list[Check]:
     clipped = [row["policy/clipped_ratio_fraction"] for row in metrics if "policy/clipped_ratio_fraction" in row]
     numbers = [x for x in ratios + clipped if isinstance(x, (int, float)) and math.isfinite(x)]
     span = (
-        f"ratio {min(ratios):.5f} to {max(ratios):.5f}, clipped {sum(clipped) / len(clipped):.1%}"
+        f"ratio {min(ratios):.5f} to {max(ratios):.5f}, {sum(clipped) / len(clipped):.1%} outside the clip"
         if len(numbers) == len(ratios + clipped) > 0
         else f"{len(numbers)} of {len(ratios + clipped)} values finite"
     )
