@@ -30,7 +30,7 @@ def build_trainer(run: RunConfig, **common: Any) -> Any:
     import trl  # looked up here: unsloth may have put its own trainer on the module
 
     trainer = trl.SFTTrainer(**common)
-    if not trainer.args.packing:  # rows of their own, whose labels are folded into other columns
+    if not run.train.get("packing"):  # packed: rows of their own, whose labels are folded into other columns
         refuse_other_labels(trainer, common["train_dataset"])
     return trainer
 
