@@ -275,6 +275,8 @@ def bind_signature(
     )
     bound = {}
     for key, value in values.items():
+        if value is None:  # `train.beta=null` on the command line takes the key of the file away
+            continue
         try:
             if isinstance(value, bool) and hints[key] in (int, float):  # pydantic would read `yes` as 1
                 raise UsageError(f"{origins.get(f'{section}.{key}', label)}: {section}.{key} = {value}: not a number")

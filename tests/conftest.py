@@ -96,6 +96,7 @@ def make_trainer(tiny_model: Path, tmp_path: Path, sources: list[str]) -> Callab
             reward_funcs=letters,
             args=args,
             train_dataset=Dataset.from_dict({"prompt": [text[:40] for text in sources[:rows]]}),
+            eval_dataset=Dataset.from_dict({"prompt": [text[:40] for text in sources[-2:]]}),
             processing_class=AutoTokenizer.from_pretrained(tiny_model),
             peft_config=peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", **(lora or {})}),
         )

@@ -104,7 +104,7 @@ def gradients(head: Any, case: Case, trainable: bool, log_prob: float, entropy: 
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_output_equals_the_dense_one(case: Case) -> None:
+def test_every_output_equals_the_dense_one(case: Case) -> None:  # reference 10
     inputs = tensors(case)
     for name, ours, wanted in zip(ALL, fused(case, *inputs), dense(case, *inputs), strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
@@ -160,7 +160,7 @@ def test_large_logits_cost_no_digits() -> None:
     assert entropy.item() == pytest.approx(math.log(37), abs=1e-6)
 
 
-def test_bf16_inputs_are_summed_in_fp32() -> None:
+def test_bf16_inputs_are_summed_in_fp32() -> None:  # reference 12
     case = Case(tokens=30, vocabulary=1000)
     hidden, weight, _, targets = tensors(case, torch.bfloat16, width=64)
     hidden.requires_grad_()
@@ -291,7 +291,7 @@ def spend(trainable: bool, outputs: tuple[str, ...] = ALL, entropy: float = 0.0,
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 @pytest.mark.parametrize("entropy", [0.0, 1.0])
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
-def test_no_tensor_is_tokens_by_vocabulary(trainable: bool, entropy: float, grad: bool) -> None:
+def test_no_tensor_is_tokens_by_vocabulary(trainable: bool, entropy: float, grad: bool) -> None:  # reference 11
     spent = spend(trainable, entropy=entropy, grad=grad)
     logits = COST.tokens * COST.vocabulary
     weight = COST.vocabulary * WIDTH if trainable else 0

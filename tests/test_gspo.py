@@ -4,6 +4,7 @@ The trainer is a real GRPOTrainer built by cogumi; only the model's log-probabil
 that the loss under test is the one that trains.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -220,6 +221,43 @@ def test_every_preset_is_a_valid_config_with_a_paper() -> None:
         assert config.loss_type == each.values["loss_type"], name
         assert each.summary
         assert each.paper
+
+
+def test_a_subclass_of_the_config_understands_the_name() -> None:
+    """A dataclass subclass has an `__init__` of its own that calls no other."""
+    import trl
+
+    cogumi.patch()
+
+    @dataclasses.dataclass
+    class Mine(trl.GRPOConfig):
+        extra: int = 0
+
+    mine = Mine(output_dir="unused", loss_type="gspo", bf16=False, report_to="none", extra=3, epsilon_high=1e-3)
+    assert (mine.loss_type, mine.importance_sampling_level, mine.epsilon) == ("grpo", "sequence", 3e-4)
+    assert (mine.epsilon_high, mine.extra, gspo.loss_name(mine)) == (1e-3, 3, "gspo")
+
+
+def test_a_name_that_was_changed_since_is_not_shown() -> None:
+    import trl
+
+    cogumi.patch()
+    config = trl.GRPOConfig(output_dir="unused", loss_type="gspo", bf16=False, report_to="none")
+    config.importance_sampling_level = "token"
+    assert gspo.loss_name(config) == config.to_dict()["loss_type"] == "grpo"
+
+
+@pytest.mark.parametrize("name", ["gspo", "GSPO"])
+def test_a_name_set_too_late_is_refused_before_anything_is_loaded(name: str, make_trainer: Callable[..., Any]) -> None:
+    import trl
+
+    class Late(trl.GRPOTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs["args"].loss_type = name
+            super().__init__(*args, **kwargs)
+
+    with pytest.raises(UsageError, match=f"loss_type is '{name}', set after the config was built"):
+        make_trainer("dapo", cls=Late)
 
 
 def test_the_patch_can_be_repeated_and_undone() -> None:

@@ -190,7 +190,9 @@ def test_trains_with_more_than_one_step_per_rollout(build: Callable[..., Any]) -
     trainer._compute_loss = and_ratio
     trainer.train()
     assert ratios[0] < 1e-5
-    assert all(1e-5 < ratio < 0.5 for ratio in ratios[1:]), ratios
+    # A rollout may earn one reward throughout, and then moves nothing: which one depends on the sample's texts.
+    assert max(ratios[1:]) > 1e-5, ratios
+    assert max(ratios) < 0.5, ratios
     assert trainer.state.log_history[0]["sampling/unscored_tokens"] == 0
 
 

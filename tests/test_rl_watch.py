@@ -27,7 +27,7 @@ def trained(trainer: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_first_loss_of_every_preset_is_the_formulas(name: str, make_trainer: Callable[..., Any]) -> None:
-    values = {"loss_type": name} if name in OURS else preset(name) | {"mask_truncated_completions": False}
+    values = preset(name) | {"mask_truncated_completions": False}
     record, rows = trained(make_trainer(**values, gradient_accumulation_steps=2, steps_per_generation=4))
     assert record["loss"] == name
     assert record["asserted"]
@@ -77,7 +77,7 @@ def test_a_loss_with_another_divisor_is_stopped_before_the_weights_move(
 ) -> None:
     trainer = make_trainer(cls=scaled(*factors))
     before = {name: p.clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-    with pytest.raises(WrongLossError, match=f"the {wrong} of the first step"):
+    with pytest.raises(WrongLossError, match=f"the {wrong} of step 1 is not"):
         trainer.train()
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters() if p.requires_grad)
 
@@ -100,6 +100,94 @@ def test_a_loss_on_other_log_probabilities_is_stopped(make_trainer: Callable[...
 
     with pytest.raises(WrongLossError):
         make_trainer(cls=Bypassed).train()
+
+
+def test_another_clip_is_stopped_at_the_first_step_where_it_shows(make_trainer: Callable[..., Any]) -> None:
+    """On-policy a token ratio clipped at 0.2 has GSPO's value and gradient; the second step of the rollout tells."""
+    import trl
+
+    class TokenLevel(trl.GRPOTrainer):
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            settings = self.importance_sampling_level, self.epsilon_low, self.epsilon_high
+            self.importance_sampling_level, self.epsilon_low, self.epsilon_high = "token", 0.2, 0.2
+            given = self._get_per_token_logps_and_entropies
+
+            def as_asked(*args: Any, **kwargs: Any) -> Any:  # what is read beside the call says nothing
+                asked = self.importance_sampling_level, self.epsilon_low, self.epsilon_high
+                self.importance_sampling_level, self.epsilon_low, self.epsilon_high = settings
+                result = given(*args, **kwargs)
+                self.importance_sampling_level, self.epsilon_low, self.epsilon_high = asked
+                return result
+
+            self._get_per_token_logps_and_entropies = as_asked
+            try:
+                return super()._compute_loss(model, inputs)
+            finally:
+                self._get_per_token_logps_and_entropies = given
+                self.importance_sampling_level, self.epsilon_low, self.epsilon_high = settings
+
+    with pytest.raises(WrongLossError, match="of step 2 is not"):
+        make_trainer(cls=TokenLevel, max_steps=4, learning_rate=1e-2).train()
+
+
+def test_a_step_without_a_gradient_proves_nothing_and_the_next_one_is_looked_at(
+    make_trainer: Callable[..., Any],
+) -> None:
+    trainer = make_trainer(cls=scaled(1024.0, 1024.0), max_steps=4)
+    score, rollouts = trainer._calculate_rewards, []
+
+    def alike_at_first(*args: Any) -> Any:
+        rewards = score(*args)
+        rollouts.append(rewards)
+        return torch.zeros_like(rewards) if len(rollouts) == 1 else rewards
+
+    trainer._calculate_rewards = alike_at_first
+    with pytest.raises(WrongLossError, match="of step 3 is not"):
+        trainer.train()
+    record = json.loads((Path(trainer.args.output_dir) / "loss.json").read_text())
+    assert record["asserted"] is False
+
+
+def test_the_record_says_when_the_clip_was_seen_to_act(make_trainer: Callable[..., Any]) -> None:
+    record, _ = trained(make_trainer(max_steps=4, learning_rate=1e-2))
+    assert record["clip_seen_at_step"] == 2
+    assert record["relative_difference"]["steps"] == 2
+    never, _ = trained(make_trainer(max_steps=3, steps_per_generation=1))
+    assert never["clip_seen_at_step"] is None
+    assert never["relative_difference"]["steps"] == 3
+
+
+def test_evaluation_before_training_is_left_to_the_trainer(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(eval_strategy="steps", eval_steps=2, eval_on_start=True, per_device_eval_batch_size=4)
+    record, rows = trained(trainer)
+    assert record["asserted"]
+    assert len(rows) == 2
+    assert any("eval_loss" in row for row in trainer.state.log_history)
+
+
+def test_a_subclass_that_scores_twice_is_not_stopped(make_trainer: Callable[..., Any]) -> None:
+    import trl
+
+    class Diagnosed(trl.GRPOTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+            mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+            with torch.no_grad():
+                self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].size(1))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    assert trained(make_trainer(cls=Diagnosed))[0]["asserted"]
+
+
+def test_extremes_are_those_of_the_steps_between_two_logs(make_trainer: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    _, every = trained(make_trainer(max_steps=4))
+    torch.manual_seed(0)
+    _, (once,) = trained(make_trainer(max_steps=4, logging_steps=4))
+    assert once["policy/max_ratio"] == max(row["policy/max_ratio"] for row in every)
+    assert once["policy/min_ratio"] == min(row["policy/min_ratio"] for row in every)
+    mean = sum(row["policy/ratio_new_old"] for row in every) / 4
+    assert once["policy/ratio_new_old"] == pytest.approx(mean, rel=1e-12)
 
 
 def test_a_term_without_a_formula_is_said_and_not_called_proven(make_trainer: Callable[..., Any]) -> None:
@@ -138,7 +226,7 @@ def test_every_step_logs_the_metrics(make_trainer: Callable[..., Any]) -> None:
 def test_watching_does_not_change_the_run(make_trainer: Callable[..., Any]) -> None:
     def weights(watched: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        trainer = make_trainer(**preset("gspo"), max_steps=3)
+        trainer = make_trainer(**PRESETS["gspo"].values, max_steps=3)
         if watched:
             watch(trainer)
         trainer.train()

@@ -132,6 +132,7 @@ def test_a_gspo_run_says_which_loss_ran_and_logs_every_step(gspo: Config) -> Non
     (check,) = (check for check in result.verdict.checks if check.name == "loss that ran")
     assert check.passed
     assert "gspo by GRPOTrainer._compute_loss (trl)" in check.figure
+    assert f"clip seen at step {record['clip_seen_at_step']}" in check.figure
     assert len(result.series("policy/effective_sample_size")) == 4
     assert result.series("policy/staleness") == [0, 8, 0, 8]
 
@@ -169,6 +170,14 @@ def test_prompts_per_step_with_a_fixed_micro_batch_accumulate(gspo: Config) -> N
     result = cogumi.train(gspo, cogumi__prompts_per_step=2, cogumi__merge=False)
     assert result.series("policy/num_segments") == [8, 8]
     assert read_json(result.run_dir / "loss.json")["micro_batches"] == 4
+
+
+def test_null_takes_a_key_of_the_file_away(gspo: Config) -> None:
+    result = cogumi.train(
+        gspo, train__steps_per_generation=None, train__per_device_train_batch_size=None, cogumi__docs_per_step=8,
+        train__max_steps=2, cogumi__merge=False,
+    )  # fmt: skip
+    assert result.series("policy/num_segments") == [8, 8]
 
 
 def test_few_prompts_are_repeated_until_a_rollout_is_whole(gspo: Config) -> None:
@@ -264,6 +273,16 @@ def test_a_mistake_writes_nothing(sft: Config, overrides: dict[str, Any], says: 
         ({"train__max_completion_length": 500}, "prompts are too long"),
         ({"train__cast_lm_head_to_fp32": True}, "set cogumi.fp32_lm_head: true instead"),
         ({"cogumi__docs_per_step": 16}, "train.steps_per_generation and cogumi.docs_per_step"),
+        (
+            {"cogumi__docs_per_step": 16, "train__steps_per_generation": None, "train__num_generations": 0},
+            "train.num_generations is 0",
+        ),
+        (
+            {"cogumi__docs_per_step": 16, "train__steps_per_generation": None, "train__generation_batch_size": 8},
+            "train.generation_batch_size 8 is no whole number of optimizer steps of 16 documents; set 16",
+        ),
+        ({"train__beta": -1.0}, "train.beta is -1.0: a negative KL term"),
+        ({"train__use_liger_kernel": True}, "liger"),
     ],
 )
 def test_a_gspo_mistake_writes_nothing(gspo: Config, overrides: dict[str, Any], says: str) -> None:

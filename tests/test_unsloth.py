@@ -250,7 +250,9 @@ def losses(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 @with_unsloth
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_loss_and_gradient_equal_stock_trls(losses: tuple[dict[str, Any], dict[str, Any]], loss_type: str) -> None:
+def test_loss_and_gradient_equal_stock_trls(
+    losses: tuple[dict[str, Any], dict[str, Any]], loss_type: str
+) -> None:  # reference 14
     ours, theirs = (each[loss_type] for each in losses)
     assert theirs["function"] == "UnslothEfficientGRPO"
     torch.testing.assert_close(theirs["loss"], ours["loss"], atol=1e-6, rtol=0)

@@ -17,7 +17,7 @@ from typing import Any
 
 from cogumi.errors import UsageError
 from cogumi.patches.status import PatchStatus
-from cogumi.rl.presets import OURS, preset
+from cogumi.rl.presets import OURS, PRESETS
 
 NAME = "gspo"
 WRITTEN_FOR = "trl 1.15"
@@ -49,8 +49,8 @@ def gspo_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     name = arguments.get("loss_type")
     if name not in OURS:
         return dict(arguments)
-    level = arguments.get("importance_sampling_level", preset(name)["importance_sampling_level"])
-    if level != preset(name)["importance_sampling_level"]:
+    wanted = PRESETS[name].values["importance_sampling_level"]
+    if (level := arguments.get("importance_sampling_level", wanted)) != wanted:
         ratio = "per sequence" if name != "gspo-token" else "the sequence's, with each token's gradient"
         raise UsageError(
             f"importance_sampling_level={level!r} contradicts loss_type={name!r}, whose ratio is {ratio}; drop one"
@@ -62,7 +62,8 @@ def gspo_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def spelled_out(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """GRPOConfig keyword arguments of a preset under `arguments`, with everything that unsloth has other defaults for."""
-    values = {**defaults(SPELLED_OUT), **preset(name), **arguments, "loss_type": preset(name)["loss_type"]}
+    preset = PRESETS[name].values
+    values = {**defaults(SPELLED_OUT), **preset, **arguments, "loss_type": preset["loss_type"]}
     if values.get("generation_batch_size") is None and values.get("steps_per_generation") is None:
         values["steps_per_generation"] = values["gradient_accumulation_steps"]  # TRL's default, said aloud
     return values
@@ -81,7 +82,7 @@ def without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """
     if arguments.get("loss_type") not in OURS:
         return dict(arguments)
-    upstream = defaults(tuple(key for key in preset(arguments["loss_type"]) if key != "loss_type"))
+    upstream = defaults(tuple(PRESETS[arguments["loss_type"]].values.keys() - {"loss_type"}))
     if not upstream.keys() <= arguments.keys():
         return dict(arguments)
     return {key: value for key, value in arguments.items() if key not in upstream or value != upstream[key]}
@@ -97,7 +98,11 @@ def apply() -> PatchStatus:
     config: Any = trl.GRPOConfig
     if config not in _originals:
         showing = {name: _under_its_name(getattr(config, name)) for name in ("to_dict", "__repr__", "__str__")}
-        _replace(config, {"__init__": _spelling_out(config.__init__), **showing})
+        spelling_out = {
+            "__init__": _spelling_out(config.__init__),
+            "__post_init__": _spelling_out_later(config.__post_init__),
+        }
+        _replace(config, spelling_out | showing)
     trainer: Any = trl.GRPOTrainer
     if trainer not in _originals:
         _replace(trainer, {"__init__": _watched(trainer.__init__)})
@@ -118,7 +123,7 @@ def undo() -> PatchStatus:
 
 def status() -> PatchStatus:
     applied = grpo_config() in _originals
-    values = preset("gspo")
+    values = PRESETS["gspo"].values
     became = f"grpo + sequence-level ratio, beta 0, epsilon {values['epsilon']:g}/{values['epsilon_high']:g}"
     reason = (
         f"loss_type='gspo' becomes {became}"
@@ -129,8 +134,13 @@ def status() -> PatchStatus:
 
 
 def loss_name(config: Any) -> str:
-    """The name a config was given ("gspo"), or TRL's `loss_type` where it was given none of ours."""
-    return getattr(config, "cogumi_loss_name", config.loss_type)
+    """The name a config was given ("gspo"), or TRL's `loss_type` where it was given none of ours or was changed since."""
+    name = getattr(config, "cogumi_loss_name", None)
+    if name is None:
+        return str(config.loss_type)
+    values = PRESETS[name].values
+    kept = all(getattr(config, key) == values[key] for key in ("loss_type", "importance_sampling_level"))
+    return name if kept else str(config.loss_type)
 
 
 def grpo_config() -> Any:
@@ -155,6 +165,23 @@ def _spelling_out(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
+def _spelling_out_later(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """For subclasses of the config whose own generated `__init__` sets the fields and calls nothing but this."""
+
+    @functools.wraps(original)
+    def __post_init__(self: Any) -> None:
+        if (name := self.loss_type) in OURS:
+            given = without_defaults({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+            said = {key: given[key] for key in ("loss_type", *PRESETS[name].values) if key in given}
+            for key, value in gspo_arguments(said).items():
+                if key in PRESETS[name].values:
+                    setattr(self, key, value)
+            self.cogumi_loss_name = name
+        original(self)
+
+    return __post_init__
+
+
 def _under_its_name(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A method that shows or saves a config, shown a twin whose `loss_type` is the name it was given."""
 
@@ -172,6 +199,13 @@ def _under_its_name(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _watched(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        for config in (*args, *kwargs.values()):
+            said = str(getattr(config, "loss_type", "")).lower()
+            if isinstance(config, grpo_config()) and said in OURS:  # TRL would fail after the first rollout
+                raise UsageError(
+                    f"loss_type is {config.loss_type!r}, set after the config was built; "
+                    f"pass it to it: GRPOConfig(loss_type={said!r}, ...)"
+                )
         original(self, *args, **kwargs)
         if loss_name(self.args) in OURS:
             from cogumi.rl.watch import watch  # brings torch

@@ -36,17 +36,19 @@ class DuringTheRun:
                 "ratio",
                 f"the first step's ratios are up to {deviation:.2g} away from 1 and {outside:.0%} of them outside the clip, "
                 "before anything was learned: the sampler's and the trainer's numerics differ, and the clip acts on that "
-                "(cogumi.fp32_lm_head: true on both sides, dropout off, or a wider clip)",
+                "(an fp32 head on both sides takes its share away, what the body rounds stays; else a wider clip)",
             )
 
     def warnings(self, row: Mapping[str, Any]) -> list[str]:
         """New warnings after one logged row; metrics it lacks, or has as None, are passed over."""
         share, norm = number(row, "frac_reward_zero_std"), number(row, "grad_norm")
         if share is not None:  # rows of a step without a rollout lack it
-            self.zero_variance.append(share)
+            # TRL 1.15 logs a share of 0 where no completion was scored.
+            unscored = "reward" in row and number(row, "reward") is None
+            self.zero_variance.append(1.0 if unscored else share)
             self._look_at_variance()
         if norm is not None:
-            self.rows += 1
+            self.rows += bool(self.rows or norm)  # counted from the first gradient there is
             self._look_at_gradient(norm)
         new, self.waiting = self.waiting, []
         return new
@@ -80,7 +82,8 @@ class DuringTheRun:
             self._say(
                 "zero",
                 f"the gradient was exactly 0 in {ZEROS} logged steps in a row, though rewards differ within groups: "
-                "everything is clipped, or the loss does not reach a trainable weight",
+                "everything is clipped, or masked (train.mask_truncated_completions), or the loss does not reach a trainable "
+                "weight",
             )
 
     def _say(self, what: str, line: str) -> None:

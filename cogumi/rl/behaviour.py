@@ -66,6 +66,12 @@ def use_rollout_logps(trainer: Any) -> None:
     if not trainer.use_vllm and trainer.rollout_func is None:
         record_sampled_logps(trainer)
     take_sampled_as_old(trainer)
+    trainer.cogumi_behaviour_logps = "rollout"
+
+
+def takes_rollout_logps(trainer: Any) -> bool:
+    """Whether `use_rollout_logps` has been here."""
+    return getattr(trainer, "cogumi_behaviour_logps", "trainer") == "rollout"
 
 
 def refuse_what_has_no_logps(trainer: Any) -> None:

@@ -21,6 +21,7 @@ from cogumi.rl.presets import PRESETS
 CLIPPING = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # TRL 1.15's losses with PPO's two-sided clip
 SUMMED_OVER_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")  # a sequence weighs as much as it is long
 LARGEST_SEQUENCE_EPSILON = 0.05
+SMALLEST_TOKEN_EPSILON = 0.01
 TOKENIZED_AT_ONCE = 1024
 
 
@@ -66,6 +67,11 @@ def before_the_first_rollout(
         token_aggregation(args.loss_type, args.importance_sampling_level),
         two_temperatures(args.temperature, args.generation_kwargs),
     ]
+    found += clip_numbers(
+        {key: getattr(args, key) for key in ("loss_type", "epsilon", "epsilon_high", "delta", "beta")}
+    )
+    if not per_sequence:
+        found.append(narrow_clip(args.loss_type, args.epsilon, args.epsilon_high))
     if clips_sequences:
         found.append(wide_clip(args.epsilon, args.epsilon_high))
         corrected = args.use_vllm and args.vllm_importance_sampling_correction
@@ -73,6 +79,8 @@ def before_the_first_rollout(
             found.append(ratio_always_one(args.gradient_accumulation_steps, generate_every, args.num_iterations))
     if every := steps_between_checkpoints(trainer):
         found.append(checkpoint_inside_a_rollout(*every, args.gradient_accumulation_steps, generate_every))
+    if SaveStrategy(args.save_strategy) == SaveStrategy.STEPS and not args.save_only_model:
+        found.append(last_checkpoint_inside_a_rollout(args.max_steps, args.gradient_accumulation_steps, generate_every))
     if isinstance(trainer.train_dataset, Dataset):
         found.append(less_than_a_rollout(len(trainer.train_dataset), args.generation_batch_size, args.num_generations))
         context = context_length(trainer)
@@ -191,9 +199,46 @@ def two_temperatures(scored: float, generation_kwargs: Mapping[str, Any] | None)
         return None
     return Finding(
         True,
-        f"train.generation_kwargs.temperature {sampled:g} is what completions are sampled at, and TRL scores at "
-        f"train.temperature {scored:g}: two policies; set train.temperature: {sampled:g} and drop the other",
+        f"train.generation_kwargs.temperature {sampled} is what completions are sampled at, and TRL scores at "
+        f"train.temperature {scored}: two policies; set train.temperature alone",
     )
+
+
+def clip_numbers(values: Mapping[str, Any]) -> list[Finding]:
+    """Numbers with which a clip or a KL term does something else than its name says; `values` may lack any of them."""
+    found = []
+    for key in ("epsilon", "epsilon_high"):
+        if (value := values.get(key)) is not None and not value > 0:
+            found.append(Finding(True, f"train.{key} is {value}; the clip needs a positive number, such as 3e-4"))
+    if (beta := values.get("beta")) is not None and beta < 0:
+        found.append(Finding(True, f"train.beta is {beta}: a negative KL term drives the policy away; set 0 or more"))
+    if (delta := values.get("delta")) is not None and values.get("loss_type") in CLIPPING and delta <= 1:
+        found.append(
+            Finding(
+                True,
+                f"train.delta {delta:g} caps every ratio at or below 1, so rewarded completions get no gradient; set more than "
+                "1 + train.epsilon_high, or leave it out",
+            )
+        )
+    return found
+
+
+def narrow_clip(loss_type: str, epsilon: float, epsilon_high: float | None) -> Finding | None:
+    """A sequence loss's epsilon on ratios of single tokens."""
+    high = epsilon if epsilon_high is None else epsilon_high
+    if loss_type == "cispo" and high < 1:
+        return Finding(
+            False,
+            f"train.epsilon_high {high:g} is cispo's cap of the ratio itself, and below 1 it scales every gradient down; the "
+            "papers use 4 to 8",
+        )
+    if loss_type in CLIPPING and min(epsilon, high) < SMALLEST_TOKEN_EPSILON:
+        return Finding(
+            False,
+            f"train.epsilon {epsilon:g} / train.epsilon_high {high:g} are a sequence loss's, and the ratio of train.loss_type "
+            f"{loss_type} is per token: almost every token is clipped after one step; leave them out for the preset's",
+        )
+    return None
 
 
 def wide_clip(epsilon: float, epsilon_high: float | None) -> Finding | None:
@@ -218,8 +263,8 @@ def ratio_always_one(accumulation: int, generate_every: int, num_iterations: int
     return Finding(
         False,
         f"train.steps_per_generation {generate_every // num_iterations} x train.num_iterations {num_iterations} is not more "
-        f"than train.gradient_accumulation_steps {accumulation}: every rollout makes one step, the ratio is exactly 1 and "
-        "GSPO's clip can never act (what trains is REINFORCE divided by the length); set "
+        f"than train.gradient_accumulation_steps {accumulation}: no rollout is used for a second step, the ratio is exactly 1 "
+        "and GSPO's clip can never act (what trains is REINFORCE divided by the length); set "
         f"train.steps_per_generation: {4 * accumulation} for the paper's 4 steps a rollout",
     )
 
@@ -253,6 +298,19 @@ def checkpoint_inside_a_rollout(key: str, steps: int, accumulation: int, generat
         f"train on other rollouts than this one; a rollout lasts {aligned} steps "
         "(train.steps_per_generation x train.num_iterations micro-batches, "
         f"train.gradient_accumulation_steps of them a step): set train.{key}: {nearest_multiples(steps, aligned)}",
+    )
+
+
+def last_checkpoint_inside_a_rollout(max_steps: int, accumulation: int, generate_every: int) -> Finding | None:
+    """transformers saves after the last step too; only a run that is to be continued from there minds."""
+    if max_steps <= 0 or max_steps * accumulation % generate_every == 0:
+        return None
+    aligned = generate_every // math.gcd(generate_every, accumulation)
+    return Finding(
+        False,
+        f"train.max_steps {max_steps} ends inside a rollout of {aligned} steps: its last checkpoint is good to use, and a run "
+        "continued from it would train on other rollouts; to continue, set train.max_steps: "
+        f"{nearest_multiples(max_steps, aligned)}",
     )
 
 
@@ -323,11 +381,9 @@ def check_groups(arguments: Mapping[str, Any], world_size: int = 1) -> None:
     """
     values = defaults(GROUP_KEYS) | {key: value for key, value in arguments.items() if value is not None}
     group, per_device = values["num_generations"], values["per_device_train_batch_size"]
-    if group < 2:
-        raise UsageError(
-            f"train.num_generations is {group}: an advantage is a reward minus its group's mean, always 0 in a group of "
-            "one; set at least 2"
-        )
+    refuse_small_group(group)
+    if per_device < 1:
+        raise UsageError(f"train.per_device_train_batch_size is {per_device}; set at least 1")
     if (rollout := values["generation_batch_size"]) is not None:
         unit = math.lcm(group, per_device * world_size)
         if rollout % unit:
@@ -345,6 +401,15 @@ def check_groups(arguments: Mapping[str, Any], world_size: int = 1) -> None:
             f"train.per_device_train_batch_size {per_device}{devices} x {steps} micro-batches a rollout = {rollout} "
             f"completions, which are no whole groups of train.num_generations {group}; set "
             f"train.per_device_train_batch_size: {nearest_multiples(per_device, unit)}"
+        )
+
+
+def refuse_small_group(group: int) -> None:
+    """Raise UsageError for a group in which an advantage is always 0."""
+    if group < 2:
+        raise UsageError(
+            f"train.num_generations is {group}: an advantage is a reward minus its group's mean, always 0 in a group of "
+            "one; set at least 2"
         )
 
 

@@ -87,5 +87,8 @@ OURS = ("gspo", "gspo-length", "gspo-token")
 
 
 def preset(name: str) -> dict[str, Any]:
-    """GRPOConfig keyword arguments of a preset, for `trl.GRPOConfig(**preset("dapo"), ...)`. KeyError for other names."""
-    return dict(PRESETS[name].values)
+    """GRPOConfig keyword arguments of a preset, for `trl.GRPOConfig(**preset("dapo"), ...)`. KeyError for other names.
+
+    Ours keep their names, which `cogumi.patch()` makes GRPOConfig understand, and with them their trainers' watch.
+    """
+    return {**PRESETS[name].values, **({"loss_type": name} if name in OURS else {})}

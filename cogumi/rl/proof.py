@@ -1,4 +1,4 @@
-"""Which loss ran: the first optimizer step's loss and gradient against the formula, before the weights are moved.
+"""Which loss ran: the first optimizer steps' loss and gradient against the formula, before the weights are moved.
 
 A loss that is bypassed, scaled twice or called with somebody else's epsilon trains on without a word. So the loss that
 was asked for is computed once more, in float64, from the log-probabilities that the loss itself was given, and both the
@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cogumi.rl.reference import loss_and_gradient
-from cogumi.rl.seam import LossCall, sequence_log_ratio
+from cogumi.rl.reference import CLIPPED, loss_and_gradient
+from cogumi.rl.seam import LossCall, is_per_sequence, sequence_log_ratio
 
 TOLERANCE = 1e-4  # relative; the losses are computed in float32 from sums of up to thousands of terms
+LAST_STEP = 100  # by which a clip that has not acted is not waited for any longer
 BOUNDARY = 1e-6  # a ratio this close to the clip may fall on either side of it in another precision
 
 
@@ -26,7 +27,12 @@ class WrongLossError(RuntimeError):
 
 
 class LossProof:
-    """Compares the micro-batches of the first optimizer step, and describes what it found."""
+    """Compares optimizer steps with the formula until one has exercised the clip, and describes what it found.
+
+    On the policy's own rollout every ratio is 1, and a loss with another epsilon, or with token ratios, has the same
+    value and gradient. So the proof goes on until a step has had a gradient to compare, and another a sequence (or
+    token) whose gradient the clip took away: with the paper's four steps a rollout, the second.
+    """
 
     def __init__(self, asked_for: dict[str, Any], token_ratio: bool, unproven: list[str]) -> None:
         """`asked_for`: the settings the loss must have been called with; `unproven`: terms the formula leaves out."""
@@ -34,6 +40,16 @@ class LossProof:
         self.calls: list[LossCall] = []
         self.losses: list[Tensor] = []
         self.gradients: dict[int, Tensor] = {}
+        self.step = 0
+        self.record: dict[str, Any] = {"unproven": unproven, "asserted": False, "clip_seen_at_step": None}
+        self.worst = {"loss": 0.0, "gradient": 0.0}
+
+    @property
+    def complete(self) -> bool:
+        """Nothing is left to be shown, or nothing can be."""
+        clips = self.record.get("arguments", {}).get("loss_type") in CLIPPED
+        seen = self.record["asserted"] and (not clips or self.record["clip_seen_at_step"] is not None)
+        return bool(self.step and (self.unproven or seen or self.step >= LAST_STEP))
 
     def add(self, call: LossCall, loss: Tensor) -> None:
         """One micro-batch: what went in, what came out; its gradient is noted when it passes."""
@@ -50,37 +66,24 @@ class LossProof:
     def check(self, scale: float = 1.0) -> dict[str, Any]:
         """The record of the comparison, for `loss.json`; `scale` is the gradient scaler's, 1 without one.
 
-        Raises WrongLossError when a setting, the value or the gradient is not what was asked for.
+        Called before each optimizer step. Raises WrongLossError when a setting, the value or the gradient is not what
+        was asked for.
         """
+        self.step += 1
         if not self.calls:
             raise WrongLossError(
                 "the trainer's compute_loss made a step without asking for the new log-probabilities: it is not the loss "
                 "that was asked for"
             )
-        function = self.calls[0].function
-        record: dict[str, Any] = {
-            "function": f"{function.__module__}.{function.__qualname__}",
-            "source": source_of(function),
-            "arguments": {name: plain(value) for name, value in self.calls[0].arguments.items()},
-            "micro_batches": len(self.calls),
-            "unproven": self.unproven,
-            **first_ratios(self.calls),
-        }
+        if self.step == 1:
+            self.record = describe(self.calls) | self.record
         self._check_settings()
         if not self.unproven:
-            differences = [self._differences(i, scale) for i in range(len(self.calls))]
-            record["relative_difference"] = {"tolerance": TOLERANCE}
-            for name in ("loss", "gradient"):
-                found = [difference[name] for difference in differences]
-                worst = math.nan if any(map(math.isnan, found)) else max(found)
-                if not worst <= TOLERANCE:
-                    raise WrongLossError(
-                        f"the {name} of the first step is not that of the loss that was asked for: {worst:.2g} apart "
-                        f"(relative; at most {TOLERANCE:g}). {record['function']} ran with {record['arguments']}"
-                    )
-                record["relative_difference"][name] = worst
-        record["asserted"] = not self.unproven
-        return record
+            for index in range(len(self.calls)):
+                self._compare(index, scale)
+            self.record["relative_difference"] = self.worst | {"tolerance": TOLERANCE, "steps": self.step}
+        self.calls, self.losses, self.gradients = [], [], {}
+        return self.record
 
     def _check_settings(self) -> None:
         for name, wanted in self.asked_for.items():
@@ -89,22 +92,55 @@ class LossProof:
             if not same:
                 raise WrongLossError(f"the loss ran with {name}={found!r}, and {wanted!r} was asked for")
 
-    def _differences(self, index: int, scale: float) -> dict[str, float]:
+    def _compare(self, index: int, scale: float) -> None:
         call, loss, gradient = self.calls[index], self.losses[index], self.gradients.get(index)
         expected, size, slope = loss_and_gradient(call, self.token_ratio)
+        if not torch.isfinite(loss) and not torch.isfinite(expected):
+            return  # wrong together: it is the run that is not a number, which its verdict says
         tiny = torch.finfo(torch.float32).tiny
         apart = {"loss": ((loss.double() - expected).abs() / size.clamp(min=tiny)).item(), "gradient": math.nan}
-        if gradient is not None:
-            difference = (gradient.double() / scale - slope)[~at_the_clip(call)].abs()
-            apart["gradient"] = (
-                (difference.max() / slope.abs().max().clamp(min=tiny)).item() if len(difference) else 0.0
-            )
-        return apart
+        if not slope.abs().max() > 0:
+            apart["gradient"] = 0.0 if gradient is None or not gradient.any() else math.inf
+        elif gradient is not None:
+            difference = (gradient.double() / scale - slope)[~at_the_clip(call, self.token_ratio)].abs()
+            apart["gradient"] = (difference.max() / slope.abs().max()).item() if len(difference) else 0.0
+            self.record["asserted"] |= bool(len(difference))
+        for name, found in apart.items():
+            if not found <= TOLERANCE:  # NaN is not
+                raise WrongLossError(
+                    f"the {name} of step {self.step} is not that of the loss that was asked for: {found:.2g} apart "
+                    f"(relative; at most {TOLERANCE:g}). {self.record['function']} ran with {self.record['arguments']}"
+                )
+            self.worst[name] = max(self.worst[name], found)
+        if self.record["clip_seen_at_step"] is None and clip_cut(call, slope):
+            self.record["clip_seen_at_step"] = self.step
 
 
-def at_the_clip(call: LossCall) -> Tensor:
-    """(B,) rows whose sequence ratio is on a bound of the clip, up to rounding."""
-    ratio = sequence_log_ratio(call).double().exp()
+def describe(calls: list[LossCall]) -> dict[str, Any]:
+    """What computed the loss of a step, with what, and how far from 1 its ratios were."""
+    function = calls[0].function
+    return {
+        "function": f"{function.__module__}.{function.__qualname__}",
+        "source": source_of(function),
+        "arguments": {name: plain(value) for name, value in calls[0].arguments.items()},
+        "micro_batches": len(calls),
+        **first_ratios(calls),
+    }
+
+
+def clip_cut(call: LossCall, slope: Tensor) -> bool:
+    """Whether the formula's gradient (B, T) is zero somewhere though the token counts and its advantage is not zero."""
+    advantages = call.advantages[:, None] if call.advantages.dim() == 1 else call.advantages
+    return bool(((slope == 0) & (call.mask > 0) & (advantages != 0)).any())
+
+
+def at_the_clip(call: LossCall, token_ratio: bool = False) -> Tensor:
+    """(B, T) tokens whose ratio is on a bound of the clip, up to rounding."""
+    if is_per_sequence(call, token_ratio):
+        log_ratio = sequence_log_ratio(call)[:, None].expand_as(call.new)
+    else:
+        log_ratio = call.new - call.old_or_new()
+    ratio = log_ratio.double().exp()
     low, high = 1 - call.arguments["epsilon_low"], 1 + call.arguments["epsilon_high"]
     return ((ratio - low).abs() < BOUNDARY) | ((ratio - high).abs() < BOUNDARY)
 

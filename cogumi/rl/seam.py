@@ -39,7 +39,7 @@ class LossCall:
     function: Any
     """What computed the loss."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """The loss's settings as it was called: loss_type, importance_sampling_level, epsilons, normalisers."""
+    """The loss's settings: as it was called under unsloth, as it reads them off the trainer under TRL."""
     weight: Tensor | None = None
     """(B, T) or (B, 1) factor of the policy term: TRL's correction for the sampler's own numerics (vLLM)."""
 

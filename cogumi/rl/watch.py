@@ -14,8 +14,9 @@ from transformers import TrainerCallback
 from cogumi.errors import UsageError
 from cogumi.patches.gspo import loss_name
 from cogumi.rl.alarms import DuringTheRun
+from cogumi.rl.behaviour import takes_rollout_logps
 from cogumi.rl.guards import guard
-from cogumi.rl.metrics import PolicyMetrics
+from cogumi.rl.metrics import PREFIX, PolicyMetrics
 from cogumi.rl.presets import PRESETS
 from cogumi.rl.proof import LossProof, unproven_terms
 from cogumi.rl.seam import backend_of, overheard
@@ -23,10 +24,11 @@ from cogumi.rundir import write_json
 
 log = logging.getLogger("cogumi")
 RECORD = "loss.json"
+EXTREMES = (f"{PREFIX}max_", f"{PREFIX}min_")
 ASSERTED = ("loss_type", "importance_sampling_level", "delta", "beta")
 
 
-def watch(trainer: Any, record: Path | None = None) -> "Watch":
+def watch(trainer: Any, record: str | Path | None = None) -> "Watch":
     """Guard, measure and prove a `trl.GRPOTrainer`; watching it twice is watching it once.
 
     `record` is where the description of the loss that ran goes (`loss.json` in the trainer's output directory). The
@@ -35,9 +37,9 @@ def watch(trainer: Any, record: Path | None = None) -> "Watch":
     """
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, Watch):
-            callback.record = record or callback.record
+            callback.record = Path(record) if record else callback.record
             return callback
-    watching = Watch(trainer, record or Path(trainer.args.output_dir) / RECORD)
+    watching = Watch(trainer, Path(record) if record else Path(trainer.args.output_dir) / RECORD)
     trainer.add_callback(watching)
     return watching
 
@@ -58,7 +60,6 @@ class Watch(TrainerCallback):
         self.metrics = PolicyMetrics()
         self.proof: LossProof | None = None
         self.during = DuringTheRun(trainer.args.max_grad_norm)
-        self.behaviour_logps: Literal["trainer", "rollout"] = "trainer"
         self.guarded = False
         self.rollout_step = 0
         self.compute_loss, self.generate = trainer.compute_loss, trainer._generate_and_score_completions
@@ -72,7 +73,10 @@ class Watch(TrainerCallback):
             if self.token_ratio and backend == "unsloth":
                 raise UsageError("train.loss_type gspo-token: unsloth's loss cannot form its ratio; set gspo, which is "
                                  "the same where advantages do not vary along a completion")  # fmt: skip
-            for warning in guard(self.trainer, backend=backend, behaviour_logps=self.behaviour_logps):
+            behaviour_logps: Literal["trainer", "rollout"] = (
+                "rollout" if takes_rollout_logps(self.trainer) else "trainer"
+            )
+            for warning in guard(self.trainer, backend=backend, behaviour_logps=behaviour_logps):
                 log.warning("%s", warning)
             self.proof = LossProof(asked_for(self.trainer.args), self.token_ratio, unproven_terms(self.trainer))
 
@@ -80,16 +84,20 @@ class Watch(TrainerCallback):
         self.guard()
 
     def note_rollout(self, inputs: Any) -> Any:
+        self.guard()  # an evaluation before training is a rollout too
         if self.trainer.model.training:
             self.rollout_step = self.trainer.state.global_step
         return self.generate(inputs)
 
     def overhear(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        training = self.trainer.model.training
+        if not training and not self.token_ratio:
+            return self.compute_loss(model, inputs, *args, **kwargs)
         inputs = dict(inputs)  # the trainer keeps the rollout for later steps
         with overheard(self.trainer, inputs, self.token_ratio) as calls:
             loss: Tensor = self.compute_loss(model, inputs, *args, **kwargs)
-        if self.trainer.model.training:
-            for call in calls:
+        for call in calls:
+            if training and call.new.requires_grad:  # a subclass may score without a graph, for a figure of its own
                 self.metrics.add(call, self.staleness(), self.token_ratio)
                 if self.proof is not None:
                     self.proof.add(call, loss)
@@ -105,16 +113,21 @@ class Watch(TrainerCallback):
         if self.proof is not None:
             scaler = self.trainer.accelerator.scaler
             found = self.proof.check(scale=scaler.get_scale() if scaler is not None else 1.0)
-            self.proof = None
-            self.during.first_step(found)
+            if self.proof.step == 1:
+                self.during.first_step(found)
+            self.proof = None if self.proof.complete else self.proof
             if self.trainer.accelerator.is_main_process:
                 self.record.parent.mkdir(parents=True, exist_ok=True)
                 asked = {"loss": loss_name(self.trainer.args), "backend": backend_of(self.trainer)}
                 write_json(self.record, asked | found)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
+        logged = self.trainer._metrics["train"]
         for name, value in self.metrics.take(self.trainer.accelerator).items():
-            self.trainer._metrics["train"][name].append(value)
+            if name.startswith(EXTREMES):  # TRL logs the mean over the steps since it last did
+                logged[name] = [(max if "max_" in name else min)([*logged[name], value])]
+            else:
+                logged[name].append(value)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         for warning in self.during.warnings(logs or {}):

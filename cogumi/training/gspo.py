@@ -15,7 +15,7 @@ from cogumi.patches.gspo import defaults, spelled_out
 from cogumi.rewards.fim import fim_rewards
 from cogumi.rl.behaviour import use_rollout_logps
 from cogumi.rl.fp32_head import fp32_lm_head
-from cogumi.rl.guards import check_groups
+from cogumi.rl.guards import check_groups, clip_numbers, refuse_small_group
 from cogumi.rl.planner import (
     ModelShape,
     documents_of,
@@ -41,9 +41,8 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     name = train["loss_type"]
     if name not in PRESETS:
         raise UsageError(f"train.loss_type is {name!r}; one of {', '.join(PRESETS)}")
-    for key in ("epsilon", "epsilon_high"):
-        if (value := train.get(key)) is not None and value <= 0:
-            raise UsageError(f"train.{key} is {value}; the clip needs a positive number, such as 3e-4")
+    for finding in clip_numbers(PRESETS[name].values | train | {"loss_type": PRESETS[name].values["loss_type"]}):
+        raise UsageError(finding.message)
     if train.get("cast_lm_head_to_fp32"):
         raise UsageError("train.cast_lm_head_to_fp32: TRL's switch fails on tied embeddings with PEFT; "
                          "set cogumi.fp32_lm_head: true instead")  # fmt: skip
@@ -72,7 +71,7 @@ def mini_batches_per_rollout(run: RunConfig, documents: int) -> int:
     rollout = run.train.get("generation_batch_size")
     if rollout is None:
         return STEPS_PER_ROLLOUT
-    if rollout % documents:
+    if rollout % documents or rollout < documents:
         raise UsageError(
             f"train.generation_batch_size {rollout} is no whole number of optimizer steps of {documents} documents; "
             f"set {nearest_multiples(rollout, documents)}"
@@ -89,6 +88,7 @@ def provisional_batch(run: RunConfig) -> dict[str, Any]:
                 "(documents per rollout are train.generation_batch_size)"
             )
     group = setting(run, "num_generations")
+    refuse_small_group(group)
     documents = documents_of(run.cogumi.docs_per_step, run.cogumi.prompts_per_step, group)
     mini_batches, fixed = mini_batches_per_rollout(run, documents), run.train.get("per_device_train_batch_size")
     refuse_uneven(documents, run.cogumi.prompts_per_step, group, mini_batches, 1, fixed)
@@ -147,7 +147,5 @@ def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) 
         fp32_lm_head(trainer)
     if run.cogumi.behaviour_logps == "rollout":
         use_rollout_logps(trainer)
-    watching = watch(trainer, record=run.run_dir / RECORD)
-    watching.behaviour_logps = run.cogumi.behaviour_logps
-    watching.guard()
+    watch(trainer, record=run.run_dir / RECORD).guard()
     return trainer

@@ -78,16 +78,19 @@ def judge_gspo(metrics: list[dict[str, Any]], run_dir: Path) -> list[Check]:
 
 
 def which_loss_ran(run_dir: Path) -> Check:
-    """The first step's loss as `cogumi.rl.proof` recorded it."""
-    path, required = run_dir / RECORD, "the formula's value and gradient at the first step"
+    """The first steps' loss as `cogumi.rl.proof` recorded it."""
+    path, required = run_dir / RECORD, "the formula's value and gradient"
     if not path.exists():
         return Check("loss that ran", "no step was made", required, False)
     record = read_json(path)
-    function = record["function"].rpartition(".")[0].rpartition(".")[2] + "." + record["function"].rpartition(".")[2]
-    what = f"{record['loss']} by {function} ({record['backend']})"
+    what = f"{record['loss']} by {'.'.join(record['function'].split('.')[-2:])} ({record['backend']})"
     if record["unproven"]:
         return Check("loss that ran", f"{what}; not compared: {', '.join(record['unproven'])}", "its settings", True)
     apart = record["relative_difference"]
+    figure = f"{what}, {max(apart['loss'], apart['gradient']):.1e} apart over {apart['steps']} steps"
+    if not record["asserted"]:
+        return Check("loss that ran", f"{figure}, none with a gradient to compare", required, False)
+    seen = record["clip_seen_at_step"]
     return Check(
-        "loss that ran", f"{what}, {max(apart['loss'], apart['gradient']):.1e} apart", required, record["asserted"]
+        "loss that ran", f"{figure}, " + (f"clip seen at step {seen}" if seen else "no clip seen"), required, True
     )
