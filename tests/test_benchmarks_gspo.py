@@ -83,6 +83,7 @@ def test_all_of_the_watch_is_timed_and_nothing_else(trainers: dict[str, Any], mo
     )
     clock, watching = Seconds(monkeypatch), watch(trainer)
     watching.guard()  # makes the proof
+    proof = watching.proof
     watching.compute_loss = clock.taking(100, watching.compute_loss)  # TRL's
     watching.generate = clock.taking(1000, watching.generate)
     monkeypatch.setattr(seam, "trl_call", clock.taking(0.5, seam.trl_call))  # the watch's
@@ -96,7 +97,7 @@ def test_all_of_the_watch_is_timed_and_nothing_else(trainers: dict[str, Any], mo
     (seconds,), (share,) = gspo_step.metrics_shares(trainer, 1)
     steps, micro_batches = gspo_step.STEPS, gspo_step.STEPS * gspo_step.MICRO_BATCHES
     logs = steps + 1  # one more when training ends
-    ours = 1.5 * micro_batches + 2 * steps + 4 + 8 * logs
+    ours = 1.5 * micro_batches + 2 * steps + 4 * proof.step + 8 * logs
     theirs = 100 * micro_batches + 1000
     assert seconds == ours / steps
     assert share == pytest.approx(ours / (ours + theirs))

@@ -282,7 +282,7 @@ def test_a_mistake_writes_nothing(sft: Config, overrides: dict[str, Any], says: 
             "train.generation_batch_size 8 is no whole number of optimizer steps of 16 documents; set 16",
         ),
         ({"train__beta": -1.0}, "train.beta is -1.0: a negative KL term"),
-        ({"train__use_liger_kernel": True}, "liger"),
+        ({"train__use_liger_kernel": True}, "refused before the first step"),
     ],
 )
 def test_a_gspo_mistake_writes_nothing(gspo: Config, overrides: dict[str, Any], says: str) -> None:

@@ -30,8 +30,9 @@ class LossProof:
     """Compares optimizer steps with the formula until one has exercised the clip, and describes what it found.
 
     On the policy's own rollout every ratio is 1, and a loss with another epsilon, or with token ratios, has the same
-    value and gradient. So the proof goes on until a step has had a gradient to compare, and another a sequence (or
-    token) whose gradient the clip took away: with the paper's four steps a rollout, the second.
+    value and gradient. So the proof goes on until a step has had a gradient to compare, and one a sequence (or token)
+    whose gradient the clip took away (for losses without a clip: a ratio other than 1): with the paper's four steps a
+    rollout, usually the second.
     """
 
     def __init__(self, asked_for: dict[str, Any], token_ratio: bool, unproven: list[str]) -> None:
@@ -41,6 +42,7 @@ class LossProof:
         self.losses: list[Tensor] = []
         self.gradients: dict[int, Tensor] = {}
         self.step = 0
+        self.moved = False  # has any ratio been other than 1?
         self.record: dict[str, Any] = {"unproven": unproven, "asserted": False, "clip_seen_at_step": None}
         self.worst = {"loss": 0.0, "gradient": 0.0}
 
@@ -48,8 +50,8 @@ class LossProof:
     def complete(self) -> bool:
         """Nothing is left to be shown, or nothing can be."""
         clips = self.record.get("arguments", {}).get("loss_type") in CLIPPED
-        seen = self.record["asserted"] and (not clips or self.record["clip_seen_at_step"] is not None)
-        return bool(self.step and (self.unproven or seen or self.step >= LAST_STEP))
+        seen = self.record["clip_seen_at_step"] is not None if clips else self.moved
+        return bool(self.step and (self.unproven or (self.record["asserted"] and seen) or self.step >= LAST_STEP))
 
     def add(self, call: LossCall, loss: Tensor) -> None:
         """One micro-batch: what went in, what came out; its gradient is noted when it passes."""
@@ -97,12 +99,15 @@ class LossProof:
         expected, size, slope = loss_and_gradient(call, self.token_ratio)
         if not torch.isfinite(loss) and not torch.isfinite(expected):
             return  # wrong together: it is the run that is not a number, which its verdict says
+        if gradient is not None and scale != 1 and not torch.isfinite(gradient).all():
+            return  # overflowed in float16: the gradient scaler drops this step and tries a smaller scale
+        sure = ~at_the_clip(call, self.token_ratio)
         tiny = torch.finfo(torch.float32).tiny
         apart = {"loss": ((loss.double() - expected).abs() / size.clamp(min=tiny)).item(), "gradient": math.nan}
         if not slope.abs().max() > 0:
-            apart["gradient"] = 0.0 if gradient is None or not gradient.any() else math.inf
+            apart["gradient"] = 0.0 if gradient is None or not gradient[sure].any() else math.inf
         elif gradient is not None:
-            difference = (gradient.double() / scale - slope)[~at_the_clip(call, self.token_ratio)].abs()
+            difference = (gradient.double() / scale - slope)[sure].abs()
             apart["gradient"] = (difference.max() / slope.abs().max()).item() if len(difference) else 0.0
             self.record["asserted"] |= bool(len(difference))
         for name, found in apart.items():
@@ -112,6 +117,7 @@ class LossProof:
                     f"(relative; at most {TOLERANCE:g}). {self.record['function']} ran with {self.record['arguments']}"
                 )
             self.worst[name] = max(self.worst[name], found)
+        self.moved |= bool(((call.new - call.old_or_new()).abs() * (call.mask > 0) > BOUNDARY).any())
         if self.record["clip_seen_at_step"] is None and clip_cut(call, slope):
             self.record["clip_seen_at_step"] = self.step
 
