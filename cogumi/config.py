@@ -275,14 +275,14 @@ def bind_signature(
     )
     bound = {}
     for key, value in values.items():
-        if value is None:  # `train.beta=null` on the command line takes the key of the file away
-            continue
         try:
             if isinstance(value, bool) and hints[key] in (int, float):  # pydantic would read `yes` as 1
                 raise UsageError(f"{origins.get(f'{section}.{key}', label)}: {section}.{key} = {value}: not a number")
             # Lax mode: YAML 1.1 reads `5e-7` as a string, which is a float to everybody else.
             bound[key] = TypeAdapter(hints[key], config=None).validate_python(value)
         except ValidationError as error:
+            if value is None:  # not a value of this key: `train.beta=null` takes what the file says away
+                continue
             wanted = (
                 getattr(hints[key], "__name__", str(hints[key])) if isinstance(hints[key], type) else str(hints[key])
             )

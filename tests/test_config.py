@@ -43,6 +43,12 @@ def test_a_good_config_is_bound_to_the_trainers_types(config: Path) -> None:
     assert run.run_dir == Path("runs/run")
 
 
+def test_null_takes_a_key_away_unless_it_is_one_of_its_values(config: Path) -> None:
+    run = load_config(config, train__max_steps=None, lora__target_modules=None)
+    assert run.train == {"learning_rate": 5e-7}
+    assert run.lora == {"target_modules": None}  # peft's own choice for the architecture
+
+
 def test_every_shipped_config_loads() -> None:
     configs = sorted((Path(__file__).parents[1] / "configs").rglob("*.yaml"))
     assert len(configs) >= 2

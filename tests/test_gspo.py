@@ -213,6 +213,19 @@ def test_what_decides_the_update_is_passed_explicitly(name: str) -> None:
     assert (ours["learning_rate"], ours["steps_per_generation"]) == (1e-4, 3)
 
 
+def test_none_stays_a_value_where_it_is_one() -> None:
+    import trl
+
+    cogumi.patch()
+    config = trl.GRPOConfig(
+        output_dir="unused", loss_type="gspo", bf16=False, max_grad_norm=None, vllm_importance_sampling_clip_max=None,
+        epsilon_high=None,
+    )  # fmt: skip
+    assert config.max_grad_norm is None
+    assert config.vllm_importance_sampling_clip_max is None
+    assert config.epsilon_high == 4e-4  # as in TRL, None is "not given" here
+
+
 def test_every_preset_is_a_valid_config_with_a_paper() -> None:
     import trl
 

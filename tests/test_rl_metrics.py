@@ -133,7 +133,11 @@ def test_nothing_but_masked_rows_is_zero_and_not_an_error() -> None:
 def test_without_entropies_there_is_no_entropy_rather_than_a_zero() -> None:
     call = some_call("sequence")
     call.entropy = None
-    assert "entropy" not in measured([call])
+    metrics = PolicyMetrics()
+    metrics.add(call, 0.0)
+    assert "policy/entropy" not in metrics.take(OneProcess())
+    metrics.add(some_call("sequence"), 0.0)
+    assert "policy/entropy" in metrics.take(OneProcess())  # of this step nothing is missing
 
 
 def test_advantages_may_vary_along_the_sequence() -> None:

@@ -333,14 +333,18 @@ def test_a_run_shorter_than_the_logging_interval_is_still_judged(sft: Config) ->
     assert result.passed, str(result.verdict)
 
 
-def test_a_run_that_fails_says_so_in_its_directory(gspo: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, ConnectionError, ZeroDivisionError])
+def test_a_run_that_fails_says_so_in_its_directory(
+    gspo: Config, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first rollout already: a reward is the user's code, not a setting that was refused."""
     from cogumi.rewards import fim
 
     def broken(**kwargs: Any) -> list[float]:
-        raise RuntimeError("the grader is down")
+        raise error("the grader is down")
 
     monkeypatch.setitem(fim.REWARDS, "parses", broken)
-    with pytest.raises(RuntimeError, match="the grader is down"):
+    with pytest.raises(error, match="the grader is down"):
         cogumi.train(gspo)
     status = json.loads(Path(gspo["cogumi"]["run_dir"], "status.json").read_text())
     assert status["state"] == "failed"

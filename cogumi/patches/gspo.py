@@ -57,7 +57,9 @@ def gspo_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         )
     # As in TRL, a lone epsilon bounds both sides.
     both = {"epsilon_high": arguments["epsilon"]} if arguments.get("epsilon") is not None else {}
-    return spelled_out(name, both | {key: value for key, value in arguments.items() if value is not None})
+    # Elsewhere None is a value: max_grad_norm=None does not clip the gradient, a correction's clip_max=None has no bound.
+    given = {key: value for key, value in arguments.items() if value is not None or key not in PRESETS[name].values}
+    return spelled_out(name, both | given)
 
 
 def spelled_out(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

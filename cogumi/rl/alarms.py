@@ -24,6 +24,7 @@ class DuringTheRun:
         self.zero_variance: deque[float] = deque(maxlen=ROLLOUTS)
         self.norms: deque[float] = deque(maxlen=HISTORY)
         self.rows = 0
+        self.varied = False  # did rewards differ within the latest rollout's groups?
         self.zeros_in_a_row = 0
         self.waiting: list[str] = []
         self.said: set[str] = set()
@@ -42,10 +43,14 @@ class DuringTheRun:
     def warnings(self, row: Mapping[str, Any]) -> list[str]:
         """New warnings after one logged row; metrics it lacks, or has as None, are passed over."""
         share, norm = number(row, "frac_reward_zero_std"), number(row, "grad_norm")
-        if share is not None:  # rows of a step without a rollout lack it
-            # TRL 1.15 logs a share of 0 where no completion was scored.
-            unscored = "reward" in row and number(row, "reward") is None
-            self.zero_variance.append(1.0 if unscored else share)
+        if "reward" in row and number(row, "reward") is None:  # TRL 1.15 logs a share of 0 then
+            self.varied = False
+            self._say(
+                "unscored", "no completion of this rollout was scored: every reward function returned None or NaN"
+            )
+        elif share is not None:  # rows of a step without a rollout lack it
+            self.varied = share < 1
+            self.zero_variance.append(share)
             self._look_at_variance()
         if norm is not None:
             self.rows += bool(self.rows or norm)  # counted from the first gradient there is
@@ -76,8 +81,7 @@ class DuringTheRun:
             if norm > ORDERS_OF_MAGNITUDE * median > 0:
                 self._say("norm", f"the gradient norm is {norm:.3g}, {norm / median:.0f} times its running median")
         self.norms.append(norm)
-        has_variance = bool(self.zero_variance) and self.zero_variance[-1] < 1
-        self.zeros_in_a_row = self.zeros_in_a_row + 1 if norm == 0 and has_variance else 0
+        self.zeros_in_a_row = self.zeros_in_a_row + 1 if norm == 0 and self.varied else 0
         if self.zeros_in_a_row == ZEROS:
             self._say(
                 "zero",

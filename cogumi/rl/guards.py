@@ -17,8 +17,8 @@ from cogumi.errors import UsageError
 from cogumi.patches.gspo import defaults, loss_name
 from cogumi.rl.planner import nearest_multiples
 from cogumi.rl.presets import PRESETS
+from cogumi.rl.reference import CLIPPED
 
-CLIPPING = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # TRL 1.15's losses with PPO's two-sided clip
 SUMMED_OVER_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")  # a sequence weighs as much as it is long
 LARGEST_SEQUENCE_EPSILON = 0.05
 SMALLEST_TOKEN_EPSILON = 0.01
@@ -59,7 +59,7 @@ def before_the_first_rollout(
     """
     args = trainer.args
     per_sequence = ratio_is_per_sequence(args)
-    clips_sequences = per_sequence and args.loss_type in CLIPPING
+    clips_sequences = per_sequence and args.loss_type in CLIPPED
     generate_every = args.steps_per_generation * args.num_iterations
     found = [
         dropout(active_dropout(trainer.model), clips_sequences),
@@ -212,7 +212,7 @@ def clip_numbers(values: Mapping[str, Any]) -> list[Finding]:
             found.append(Finding(True, f"train.{key} is {value}; the clip needs a positive number, such as 3e-4"))
     if (beta := values.get("beta")) is not None and beta < 0:
         found.append(Finding(True, f"train.beta is {beta}: a negative KL term drives the policy away; set 0 or more"))
-    if (delta := values.get("delta")) is not None and values.get("loss_type") in CLIPPING and delta <= 1:
+    if (delta := values.get("delta")) is not None and values.get("loss_type") in CLIPPED and delta <= 1:
         found.append(
             Finding(
                 True,
@@ -232,7 +232,7 @@ def narrow_clip(loss_type: str, epsilon: float, epsilon_high: float | None) -> F
             f"train.epsilon_high {high:g} is cispo's cap of the ratio itself, and below 1 it scales every gradient down; the "
             "papers use 4 to 8",
         )
-    if loss_type in CLIPPING and min(epsilon, high) < SMALLEST_TOKEN_EPSILON:
+    if loss_type in CLIPPED and min(epsilon, high) < SMALLEST_TOKEN_EPSILON:
         return Finding(
             False,
             f"train.epsilon {epsilon:g} / train.epsilon_high {high:g} are a sequence loss's, and the ratio of train.loss_type "

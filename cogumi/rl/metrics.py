@@ -60,6 +60,7 @@ class PolicyMetrics:
         metrics = {name: summed[name] / documents for name in (*MEANS, "staleness")}
         if not self.has_entropy:
             del metrics["entropy"]
+        self.has_entropy = True
         metrics |= {name: summed[name] for name in (*SUMS[:2], "num_tokens", "num_segments")}
         if summed["num_segments"] > 0:
             metrics |= {"max_advantage": largest["max_advantage"], "min_advantage": -largest["negative_min_advantage"]}

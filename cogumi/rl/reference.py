@@ -8,9 +8,9 @@ import math
 import torch
 from torch import Tensor
 
-from cogumi.rl.seam import LossCall, as_float
+from cogumi.rl.seam import LossCall
 
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # TRL 1.15's losses with PPO's two-sided clip
 
 
 def loss_and_gradient(call: LossCall, token_ratio: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,6 +90,6 @@ def _share(call: LossCall, mask: Tensor, lengths: Tensor) -> Tensor:
         case "dr_grpo":
             normaliser = torch.full_like(lengths, rows * settings["max_completion_length"])
         case _:  # dapo, cispo, vespo: the step's tokens, which TRL takes to be an even share of the rollout's
-            tokens = max(as_float(settings["num_items_in_batch"]), 1.0) / settings["num_processes"]
+            tokens = max(float(settings["num_items_in_batch"]), 1.0) / settings["num_processes"]
             normaliser = torch.full_like(lengths, tokens / settings["steps_per_generation"])
     return 1 / (normaliser * accumulation)

@@ -10,8 +10,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
+
+from cogumi.patches.unsloth_rl import is_unsloths
 
 Backend = Literal["trl", "unsloth"]
 # Shapes of the soft clips, named after their losses.
@@ -49,7 +50,7 @@ class LossCall:
 
 def backend_of(trainer: Any) -> Backend:
     """Whose `compute_loss` this trainer has."""
-    return "unsloth" if any(cls.__module__ == "UnslothGRPOTrainer" for cls in type(trainer).__mro__) else "trl"
+    return "unsloth" if is_unsloths(type(trainer)) else "trl"
 
 
 def overheard(trainer: Any, inputs: dict[str, Any], token_ratio: bool) -> AbstractContextManager[list[LossCall]]:
@@ -141,7 +142,3 @@ def sequence_log_ratio(call: LossCall) -> Tensor:
 
 def is_per_sequence(call: LossCall, token_ratio: bool = False) -> bool:
     return token_ratio or call.arguments["importance_sampling_level"] == "sequence"
-
-
-def as_float(value: Any) -> float:
-    return float(value.item() if isinstance(value, torch.Tensor) else value)

@@ -59,7 +59,7 @@ class Watch(TrainerCallback):
         self.token_ratio = name in PRESETS and PRESETS[name].token_ratio
         self.metrics = PolicyMetrics()
         self.proof: LossProof | None = None
-        self.during = DuringTheRun(trainer.args.max_grad_norm)
+        self.during = DuringTheRun(trainer.args.max_grad_norm or 0.0)
         self.guarded = False
         self.rollout_step = 0
         self.compute_loss, self.generate = trainer.compute_loss, trainer._generate_and_score_completions

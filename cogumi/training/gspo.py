@@ -48,7 +48,7 @@ def arguments(run: RunConfig) -> dict[str, Any]:
                          "set cogumi.fp32_lm_head: true instead")  # fmt: skip
     if is_planned(run):
         train |= provisional_batch(run)
-    elif name in OURS and not {"steps_per_generation", "generation_batch_size"} & train.keys():
+    elif name in OURS and all(train.get(key) is None for key in ("steps_per_generation", "generation_batch_size")):
         train["steps_per_generation"] = STEPS_PER_ROLLOUT * setting(run, "gradient_accumulation_steps")
     check_groups(train)
     # Metrics are for every step. The names of ours stay in the config, which spells them out by itself.
@@ -82,7 +82,7 @@ def mini_batches_per_rollout(run: RunConfig, documents: int) -> int:
 def provisional_batch(run: RunConfig) -> dict[str, Any]:
     """The step's size checked, and a batch of that size for TRL's own checks until the model is there to plan with."""
     for key in PLANNED:
-        if key in run.train:
+        if run.train.get(key) is not None:
             raise UsageError(
                 f"train.{key} and cogumi.docs_per_step or prompts_per_step decide the same; drop one "
                 "(documents per rollout are train.generation_batch_size)"

@@ -182,8 +182,8 @@ def fit(run: RunConfig, run_dir: Path, trainer: Any, examples: Examples) -> list
     with closing(telemetry):
         try:
             trainer.train()
-        except BUILD_REFUSALS as error:
-            if trainer.state.global_step > 0 or isinstance(error, RuntimeError):
+        except (ValueError, ImportError) as error:
+            if trainer.state.global_step > 0:
                 raise
             # Libraries look at some settings only when they are first used: a learning rate, a loss's name.
             raise RefusedAtSetup(f"train: refused before the first step: {one_line(error)}") from error
