@@ -271,6 +271,16 @@ def test_gspo_token_gives_every_token_its_own_advantage(make_trainer: Callable[.
 def test_the_rollout_that_the_trainer_keeps_is_not_touched(make_trainer: Callable[..., Any]) -> None:
     """num_iterations=2 uses every rollout twice: GSPO-token's stand-in for the old log-probabilities must not stay."""
     trainer = make_trainer("gspo-token", num_iterations=2, max_steps=4)
+    watching, sampled = watch(trainer), []
+    generate = watching.generate
+
+    def noted(inputs: Any) -> Any:
+        output = generate(inputs)
+        sampled.extend(output["old_per_token_logps"].sum(-1).tolist())
+        return output
+
+    watching.generate = noted
     _, rows = trained(trainer)
     assert [row["policy/staleness"] for row in rows] == [0, 4, 8, 12]
-    assert rows[2]["policy/kl_new_old"] > 0
+    kept = torch.cat([batch["old_per_token_logps"] for batch in trainer._buffered_inputs]).sum(-1).tolist()
+    assert sorted(kept) == pytest.approx(sorted(sampled))  # TRL shuffles them
