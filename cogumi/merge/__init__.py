@@ -23,10 +23,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from cogumi.errors import UsageError
 from cogumi.merge import stream
 from cogumi.merge import verify as verification
+from cogumi.merge.logits import LogitCheck, check_logits
 from cogumi.merge.manifest import MANIFEST_NAME, build_manifest, sha256_file
 from cogumi.merge.plan import INDEX_NAME, OUTPUT_DTYPES, MergePlan, build_plan
 from cogumi.merge.resolve import resolve_adapter, resolve_base
-from cogumi.merge.verify import LogitCheck, MergeError, check_logits
+from cogumi.merge.verify import MergeError
 
 __all__ = ["LogitCheck", "MergeError", "MergeReport", "check_logits", "merge_adapter"]
 

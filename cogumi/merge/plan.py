@@ -15,6 +15,7 @@ from safetensors import safe_open
 
 from cogumi.errors import UsageError
 from cogumi.merge.resolve import Adapter, Base
+from cogumi.merge.sidefiles import side_files
 from cogumi.merge.tensorfile import FLOAT_DTYPES, Shard, Span, element_count, header_for
 
 OUTPUT_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -256,7 +257,13 @@ def plan_shard(shard: Shard, updates: dict[str, LowRank], dtype: str) -> ShardPl
     plans = []
     position = len(header)
     for span, (name, out_dtype, shape, length) in zip(shard.spans, tensors, strict=True):
-        plans.append(TensorPlan(span, Span(name, out_dtype, shape, position, position + length), updates.get(name)))
+        plans.append(
+            TensorPlan(
+                span,
+                Span(Path(shard.path.name), name, out_dtype, shape, position, position + length),
+                updates.get(name),
+            )
+        )
         position += length
     return ShardPlan(shard.path, shard.path.name, header, tuple(plans))
 
@@ -292,41 +299,3 @@ def set_dtype(config: dict[str, Any], dtype: str) -> None:
             config[key] = dtype
         elif isinstance(value, dict):
             set_dtype(value, dtype)
-
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "*.tiktoken",
-    "processor_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-)
-TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
-MODEL_FILES = ("generation_config.json", "*.py", "LICENSE*", "NOTICE*")
-
-
-def side_files(adapter: Path, base: Path) -> dict[str, Path]:
-    """Name in the output -> file to copy.
-
-    A tokenizer is taken whole from one place, the adapter's if it has one (that is what training used): mixing files
-    of two tokenizers gives a third that nobody trained with. Without one, a chat template of the adapter's still wins.
-    """
-    own = matches(adapter, TOKENIZER_FILES)
-    template = matches(adapter, TEMPLATE_FILES)
-    if not own:
-        template = template or matches(base, TEMPLATE_FILES)
-    return {**matches(base, MODEL_FILES), **(own or matches(base, TOKENIZER_FILES)), **template}
-
-
-def matches(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
-    found = sorted(path for pattern in patterns for path in directory.glob(pattern) if path.is_file())
-    return {path.relative_to(directory).as_posix(): path for path in found}

@@ -23,8 +23,9 @@ MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class Span:
-    """One tensor in one shard. `start` and `end` are byte offsets from the beginning of the file."""
+    """One tensor in one file. `start` and `end` are byte offsets from the beginning of the file."""
 
+    path: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -58,7 +59,7 @@ def read_shard(path: Path) -> Shard:
     metadata = entries.pop("__metadata__", {})
     begin = 8 + length
     spans = [
-        Span(name, entry["dtype"], tuple(entry["shape"]), *(begin + offset for offset in entry["data_offsets"]))
+        Span(path, name, entry["dtype"], tuple(entry["shape"]), *(begin + offset for offset in entry["data_offsets"]))
         for name, entry in entries.items()
     ]
     spans.sort(key=lambda span: (span.start, span.end))

@@ -21,9 +21,8 @@ from cogumi.config import RunConfig, dump_config, load_config, trl_config_class
 from cogumi.data.fim import FimData
 from cogumi.data.prepare import load_rows
 from cogumi.errors import RefusedAtSetup, UsageError
-from cogumi.merge import MergeError, merge_adapter
+from cogumi.merge import MergeError, check_logits, merge_adapter
 from cogumi.merge.resolve import refuse_unsupported
-from cogumi.merge.verify import check_logits
 from cogumi.models.adapters import largest_change, lora_config
 from cogumi.models.complete import complete
 from cogumi.models.load import load_model, load_tokenizer, resolve_model
