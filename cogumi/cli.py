@@ -1,9 +1,13 @@
 """The command line: a command parses, calls one public function, prints. Exit status 0 good, 1 failed, 2 used wrongly."""
 
+import json
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -39,18 +43,90 @@ def train(
 
 @app.command()
 def merge(
-    adapter: Annotated[Path, typer.Argument(help="The directory a run saved its adapter to.")],
-    out: Annotated[Path, typer.Argument(help="A directory that does not exist yet.")],
+    adapter: Annotated[Path | None, typer.Argument(help="The directory a run saved its adapter to.")] = None,
+    out: Annotated[Path | None, typer.Argument(help="A directory that does not exist yet.")] = None,
     base: Annotated[
         str | None, typer.Option(help="The full-precision base, where the adapter does not name it.")
     ] = None,
     revision: Annotated[str | None, typer.Option(help="The base's revision on the hub.")] = None,
+    base_mode: Annotated[
+        str, typer.Option(help="full, or dequant: into the decoded weights of a quantized base.")
+    ] = "full",
     dtype: Annotated[str, typer.Option(help="keep, bfloat16, float16 or float32.")] = "keep",
+    verify: Annotated[
+        str, typer.Option(help="elements; logits: also run both models, in float32 in memory; or none.")
+    ] = "elements",
+    weight: Annotated[float, typer.Option(help="What the adapter's update is multiplied by.")] = 1.0,
+    add: Annotated[
+        list[str] | None, typer.Option(help="Another adapter to add, as DIRECTORY=WEIGHT. May be repeated.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads; by default one for each core.")] = None,
+    export: Annotated[str | None, typer.Option(help="gguf: also convert with llama.cpp's converter.")] = None,
+    check: Annotated[
+        Path | None, typer.Option(help="Check this merged directory again, instead of merging.", metavar="DIR")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Merge an adapter into its full-precision base and check every element written."""
+    """Merge an adapter into its full-precision base and check every element written; or check a merged directory."""
+    if check is not None:
+        if adapter is not None:
+            raise UsageError(f"--check {check} takes no adapter; leave out {adapter}")
+        from cogumi.merge.recheck import check_merged
+
+        with failures_in_one_line():
+            show(check_merged(check, workers), as_json)
+        return
+    if adapter is None or out is None:
+        raise UsageError(
+            "merge needs an ADAPTER directory and an OUT directory, or --check DIR; see cogumi merge --help"
+        )
+    if export not in (None, "gguf"):
+        raise UsageError(f"--export {export} is not known; gguf is")
     from cogumi.merge import merge_adapter
 
-    print(merge_adapter(adapter, out, base=base, base_revision=revision, dtype=dtype))
+    adapters = [(adapter, weight), *(weighted_path(word) for word in add or [])]
+    with failures_in_one_line():
+        report = merge_adapter(adapters, out, base, revision, base_mode, dtype, verify, workers=workers)
+    show(report, as_json)
+    if export:
+        export_to_gguf(out)
+
+
+@contextmanager
+def failures_in_one_line() -> Iterator[None]:
+    """A merge that is not what it should be, or a disk that fails, is one line and exit status 1."""
+    from cogumi.merge import MergeError
+
+    try:
+        yield
+    except (MergeError, OSError) as error:
+        print(f"cogumi: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+
+
+def weighted_path(word: str) -> tuple[Path, float]:
+    """DIRECTORY=WEIGHT in two. Raises UsageError for anything else."""
+    path, equals, number = word.rpartition("=")
+    try:
+        return Path(path if equals else word), float(number if equals else "nan")
+    except ValueError:
+        raise UsageError(f"--add {word}: {number!r} is not a number; write DIRECTORY=WEIGHT") from None
+
+
+def export_to_gguf(merged: Path) -> None:
+    from cogumi.merge.export import export_gguf, gguf_path, install_hint
+
+    written = export_gguf(merged)
+    if written is None:
+        print("llama.cpp's converter is not installed, so there is no GGUF file yet; this makes it:")
+        print(install_hint(merged, gguf_path(merged)))
+    else:
+        print(f"{written}: {written.stat().st_size / 1e9:.2f} GB")
+
+
+def show(report: Any, as_json: bool) -> None:
+    """A report in words, or its fields as one JSON object."""
+    print(json.dumps(asdict(report), default=str, indent=2) if as_json else report)
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Create .venv and install the lane that fits this machine: the stable GPU lane where an NVIDIA driver answers, the CPU
 # lane otherwise. `sh requirements/install.sh test` adds the tests' tools. Running it again brings .venv up to date.
+# `sh requirements/install.sh peers` adds what `python -m benchmarks merge` compares with, and no lane needs.
 # `sh requirements/install.sh unsloth` makes .venv-unsloth instead: the CPU lane, the tests' tools, and unsloth.
 set -eu
 cd "$(dirname "$0")/.."
@@ -49,6 +50,9 @@ if [ "${1:-}" = test ]; then
     install -r requirements/test.txt
     # Liger declares Triton, which the CPU lane has not; its loss in PyTorch needs none. Apart, so that `pip check` holds.
     install --no-deps --upgrade --target $venv/oracles -r requirements/oracles.txt
+fi
+if [ "${1:-}" = peers ]; then
+    install --no-deps --upgrade --target $venv/peers -r requirements/peers.txt
 fi
 $venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 if [ "${1:-}" = unsloth ]; then

@@ -89,6 +89,15 @@ def test_only_the_adapter_is_trained_and_the_base_directory_is_untouched(sft: Co
     assert all("_proj" in name for name in changed)
 
 
+@pytest.mark.parametrize("method", ["sft", "gspo"])
+def test_the_adapter_says_what_it_was_trained_on(method: str, request: pytest.FixtureRequest, tiny_model: Path) -> None:
+    from cogumi.models.provenance import BaseRecord, read_base
+
+    result = cogumi.train(request.getfixturevalue(method), train__max_steps=2, cogumi__merge=False)
+    dtype = "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
+    assert read_base(result.adapter) == BaseRecord(str(tiny_model), None, None, None, dtype)
+
+
 def test_the_sft_loss_is_the_mean_cross_entropy_of_the_middles(sft: Config, tiny_model: Path) -> None:
     """All rows in one batch: the first logged loss against dense logits, without TRL and without the fused head."""
     from transformers import AutoModelForCausalLM

@@ -1,233 +1,197 @@
-"""Merging a LoRA adapter into its full-precision base, exactly and checked.
+"""Merging LoRA adapters into their full-precision base, exactly and checked.
 
-resolve -> plan -> write -> verify -> manifest -> commit. Everything that can be refused is refused before the first
-byte is written; everything is written next to the output under another name, checked there, and renamed at the end, so
-the output directory is either absent or complete.
+resolve -> plan -> allocate -> write and verify -> manifest -> commit. Everything that can be refused is refused before the
+first byte is written; everything is written next to the output under another name, checked there, and renamed at the
+end, so the output directory is either absent or complete.
 """
 
-import json
 import logging
+import math
 import os
-import secrets
-import shutil
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
 from cogumi.errors import UsageError
-from cogumi.merge import stream
-from cogumi.merge import verify as verification
+from cogumi.merge.bases import resolve_base
+from cogumi.merge.commit import allocate, check_target, commit, partial_directory, remove_stale
 from cogumi.merge.logits import LogitCheck, check_logits
-from cogumi.merge.manifest import MANIFEST_NAME, build_manifest, sha256_file
-from cogumi.merge.plan import INDEX_NAME, OUTPUT_DTYPES, MergePlan, build_plan
-from cogumi.merge.resolve import resolve_adapter, resolve_base
-from cogumi.merge.verify import MergeError
+from cogumi.merge.manifest import Facts, write_description, write_side_files
+from cogumi.merge.noise import median, q_over_delta, quantization_noise
+from cogumi.merge.plan import OUTPUT_DTYPES, MergePlan, build_plan
+from cogumi.merge.progress import progress_bars
+from cogumi.merge.resolve import resolve_adapter
+from cogumi.merge.verify import MergeError, sha256_file
+from cogumi.merge.work import cores, threads, write_and_verify
 
 __all__ = ["LogitCheck", "MergeError", "MergeReport", "check_logits", "merge_adapter"]
 
 log = logging.getLogger(__name__)
+
+AdapterPath = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
 class MergeReport:
     """What a finished merge did.
 
+    tensors_merged: with an update; tensors_replaced: trained whole, so taken from the adapter; tensors_copied: the rest.
     bytes: of all output shards. max_delta: the largest change of an element before rounding; max_delta_ratio: the
-    largest Frobenius |delta| / |W| of a tensor. largest_error: the
-    largest |out - (W + delta)| of an element as a share of what one rounding allows it, measured on disk (more than 1
-    raises MergeError); None when the merge was asked not to verify.
+    largest Frobenius |delta| / |W| of a tensor. elements: how many were compared with W + delta on disk;
+    not_nearest: those of them that are not the nearest value of their dtype to it, and largest_error: the largest
+    |out - (W + delta)| of these as a share of what float32 arithmetic and one rounding allow (more than 1 raises
+    MergeError); None when the merge was asked not to verify. q_over_delta: the quantization error that training saw
+    beside what it learned (median over tensors of the ratio of rms values), None where training saw none or it is not
+    known. logits: with verify="logits", how the merged model compared with the live one.
     """
 
     out: Path
     base: str
     tensors_merged: int
+    tensors_replaced: int
     tensors_copied: int
     bytes: int
     max_delta: float
     max_delta_ratio: float
+    elements: int
+    not_nearest: int
     largest_error: float | None
+    q_over_delta: float | None
+    logits: LogitCheck | None
     seconds: float
 
     def __str__(self) -> str:
-        checked = "not verified" if self.largest_error is None else "every element checked on disk"
+        replaced = f", {self.tensors_replaced} replaced" if self.tensors_replaced else ""
+        checked = "not verified"
+        if self.largest_error is not None:
+            checked = f"{self.elements:,} updated elements checked on disk, {self.not_nearest:,} of them next to a tie"
         return (
-            f"{self.out}: {self.base} with {self.tensors_merged} tensors merged and {self.tensors_copied} copied "
+            f"{self.out}: {self.base} with {self.tensors_merged} tensors merged{replaced} and {self.tensors_copied} copied "
             f"({self.bytes / 1e9:.2f} GB, {self.seconds:.1f} s)\n"
             f"{checked}; largest change of an element {self.max_delta:.3g}, of a tensor {self.max_delta_ratio:.2%}"
+            + (f"\nq/delta {self.q_over_delta:.2f}: docs/merging.md says what that means" if self.q_over_delta else "")
+            + (f"\n{self.logits}" if self.logits else "")
         )
 
 
 def merge_adapter(
-    adapter: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    base: str | os.PathLike[str] | None = None,
+    adapter: AdapterPath | Sequence[tuple[AdapterPath, float]],
+    out: AdapterPath,
+    base: AdapterPath | None = None,
     base_revision: str | None = None,
+    base_mode: str = "full",
     dtype: str = "keep",
     verify: str = "elements",
     *,
+    workers: int | None = None,
     progress: bool = True,
 ) -> MergeReport:
-    """Merge a PEFT LoRA adapter into its full-precision base and write the model to `out`.
+    """Merge PEFT LoRA adapters into their full-precision base and write the model to `out`.
 
     W + scaling * B @ A is computed in float32 and rounded once. Shards, names and (with dtype="keep") dtypes are the
-    base's, and tensors without an update are its bytes. Memory stays at one layer's factors and a few megabytes of
-    blocks. The formula is LoRA's (https://arxiv.org/abs/2106.09685, section 4.1), with scaling alpha / r, or
-    alpha / sqrt(r) for rsLoRA (https://arxiv.org/abs/2312.03732).
+    base's, and tensors without an update are its bytes; a head that no longer equals the embedding it was tied to gets a
+    tensor of its own. Memory stays at one layer's factors and a few megabytes of blocks for each worker.
 
-    adapter: a directory written by PEFT's save_pretrained. base: a directory, or a hub id that is in the local cache;
-    by default what the adapter records, at the revision it records. dtype: "keep", "bfloat16", "float16" or "float32".
-    verify: "elements" re-reads every output tensor and compares it with W + delta in float64; "none" does not.
-    progress: show a bar when stderr is a terminal.
+    adapter: a directory written by PEFT's save_pretrained, or (directory, weight) pairs whose updates are added up.
+    base: a directory, or a hub id that is in the local cache; by default what the adapter records, at the commit it
+    records. base_mode: "full" merges into full precision, also where the adapter was trained on a quantized base, whose
+    full-precision original is found by name and proven; "dequant" merges into the quantized base's decoded weights.
+    dtype: "keep", "bfloat16", "float16" or "float32". verify: "elements" re-reads every output tensor and compares it
+    with W + delta in float64; "logits" then also runs base + adapter and the merged model, each in float32 in memory;
+    "none" does neither. workers: threads, by default one for each core. progress: show bars when stderr is a terminal.
 
     Raises UsageError, with nothing written, when the adapter or base is not one that merges exactly, they do not fit
     together, `out` exists or cannot be written, or the disk is too full; MergeError when the verification fails;
     OSError when the disk does. In every case, interruption included, `out` exists afterwards only if it is whole.
     """
     started = time.monotonic()
-    if dtype != "keep" and dtype not in OUTPUT_DTYPES:
-        raise UsageError(f"dtype={dtype!r} is not one of keep, {', '.join(OUTPUT_DTYPES)}")
-    if verify not in ("elements", "none"):
-        raise UsageError(f"verify={verify!r} is not one of elements, none")
+    check_choice("base_mode", base_mode, ("full", "dequant"))
+    check_choice("dtype", dtype, ("keep", *OUTPUT_DTYPES))
+    check_choice("verify", verify, ("elements", "logits", "none"))
     target = Path(out)
     check_target(target)
-    found = resolve_adapter(Path(adapter))
-    plan = build_plan(found, resolve_base(found, None if base is None else os.fspath(base), base_revision), dtype)
-    check_space(plan, target)
-
-    partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
-    try:
-        make_directory(partial)
-        stats: dict[str, stream.DeltaStats] = {}
-        checks: dict[str, verification.ElementCheck] = {}
-        digests: dict[str, str] = {}
-        with progress_bar("writing", plan.shard_bytes, progress) as advance:
-            for shard in plan.shards:
-                stats |= stream.write_shard(shard, partial, found.weights, advance)
-        write_side_files(plan, partial)
-        if verify == "elements":
-            with progress_bar("verifying", plan.shard_bytes, progress) as advance:
-                for shard in plan.shards:
-                    digests[shard.name], shard_checks = verification.verify_shard(
-                        shard, partial, found.weights, advance
-                    )
-                    checks |= shard_checks
-        else:
-            digests = {shard.name: sha256_file(partial / shard.name) for shard in plan.shards}
-        manifest = build_manifest(plan, dtype, verify, digests, stats, checks)
-        write_synced(partial / MANIFEST_NAME, (json.dumps(manifest, indent=2) + "\n").encode())
-        commit(partial, target)
-    except BaseException:  # KeyboardInterrupt too: a half-written model must not stay on a disk that is short of space
-        if partial.exists():
-            shutil.rmtree(partial)
-        raise
-    unchanged = [name for name, stat in stats.items() if stat.max_abs_delta == 0]
+    adapters = [(resolve_adapter(path), weight) for path, weight in weighted(adapter)]
+    found = resolve_base(adapters[0][0], None if base is None else os.fspath(base), base_revision, base_mode)
+    with threads(1) as background:
+        # Hashing what is read needs nothing but the disk, and goes on while transformers is imported.
+        hashing = {shard.path.name: background.submit(sha256_file, shard.path) for shard in found.shards}
+        plan = build_plan(adapters, found, dtype)
+        remove_stale(target)
+        with partial_directory(target) as partial:
+            allocate(plan, partial, target)
+            to_check = 0 if verify == "none" else plan.shard_bytes
+            with progress_bars(progress, writing=plan.shard_bytes, verifying=to_check) as bars:
+                outcome = write_and_verify(plan, partial, workers or cores(), verify != "none", *bars)
+            write_side_files(plan, partial)
+            facts = Facts(
+                dtype=dtype,
+                base_mode=base_mode,
+                verify=verify,
+                outcome=outcome,
+                inputs={name: digest.result() for name, digest in hashing.items()},
+                noise=q_over_delta(quantization_noise(plan), outcome.stats),
+                logits=logits_agree(plan, partial) if verify == "logits" else None,
+            )
+            write_description(plan, partial, facts)
+            commit(partial, target)
+    unchanged = [name for name, stat in outcome.stats.items() if stat.max_abs_delta == 0]
     if unchanged:
         log.warning(
-            "%d of %d updates are zero (never trained?), the first is %s", len(unchanged), len(stats), unchanged[0]
+            "%d of %d updates are zero (never trained?), the first is %s",
+            len(unchanged),
+            len(outcome.stats),
+            unchanged[0],
         )
+    return report_of(plan, target, facts, time.monotonic() - started)
+
+
+def weighted(adapter: AdapterPath | Sequence[tuple[AdapterPath, float]]) -> list[tuple[Path, float]]:
+    """(directory, weight) of each adapter. Raises UsageError for a weight that is zero or not a number."""
+    if isinstance(adapter, str | os.PathLike):
+        return [(Path(adapter), 1.0)]
+    pairs = [(Path(path), float(weight)) for path, weight in adapter]
+    for path, weight in pairs:
+        if not math.isfinite(weight) or weight == 0:
+            raise UsageError(f"adapter {path} has weight {weight}; give it a number other than 0")
+    if not pairs:
+        raise UsageError("no adapter was given; pass a directory or (directory, weight) pairs")
+    return pairs
+
+
+def logits_agree(plan: MergePlan, partial: Path) -> LogitCheck:
+    """Run base + adapters and the merged model. Raises MergeError where they differ by more than rounding explains."""
+    if plan.base.quantized:
+        raise UsageError("verify='logits' runs the full-precision base; with base_mode='dequant' use verify='elements'")
+    from cogumi.merge.logits_disk import check_directory
+
+    pairs = [(adapter.path, weight) for adapter, weight in plan.adapters]
+    check = check_directory(pairs, partial, plan.base.path)
+    if not check.passed:
+        raise MergeError(f"{check}; nothing was committed")
+    return check
+
+
+def report_of(plan: MergePlan, target: Path, facts: Facts, seconds: float) -> MergeReport:
+    stats, checks = facts.outcome.stats.values(), facts.outcome.checks.values()
     return MergeReport(
         out=target,
         base=plan.base.name,
-        tensors_merged=plan.updates,
-        tensors_copied=plan.copies,
+        tensors_merged=sum(tensor.updated for tensor in plan.tensors),
+        tensors_replaced=sum(tensor.replaced for tensor in plan.tensors),
+        tensors_copied=sum(not (tensor.updated or tensor.replaced) for tensor in plan.tensors),
         bytes=plan.shard_bytes,
-        max_delta=max(stat.max_abs_delta for stat in stats.values()),
-        max_delta_ratio=max(stat.ratio or 0.0 for stat in stats.values()),
-        largest_error=max(check.bound_used for check in checks.values()) if verify == "elements" else None,
-        seconds=time.monotonic() - started,
+        max_delta=max((stat.max_abs_delta for stat in stats), default=0.0),
+        max_delta_ratio=max((stat.ratio or 0.0 for stat in stats), default=0.0),
+        elements=sum(check.elements for check in checks),
+        not_nearest=sum(check.not_nearest for check in checks),
+        largest_error=None if facts.verify == "none" else max((check.largest_error for check in checks), default=0.0),
+        q_over_delta=median(facts.noise),
+        logits=facts.logits,
+        seconds=seconds,
     )
 
 
-def check_target(target: Path) -> None:
-    """Raise UsageError unless `target` is free and its parent directory can be written."""
-    if os.path.lexists(target):
-        raise UsageError(f"out {target} exists; choose another name or remove it (a merge never overwrites)")
-    parent = target.absolute().parent
-    if not parent.is_dir():
-        raise UsageError(f"out {target}: {parent} is not a directory; create it first")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError(f"out {target}: no permission to write in {parent}; choose another out")
-
-
-def make_directory(path: Path) -> None:
-    try:
-        path.mkdir()
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; choose another out") from error
-
-
-def check_space(plan: MergePlan, target: Path) -> None:
-    """Raise UsageError, with the numbers, when the output does not fit on the disk."""
-    parent = target.absolute().parent
-    tensors = plan.updates + plan.copies
-    # The manifest and the index take some 600 bytes a tensor, and each file up to one 4 KiB block more than its size.
-    small = 64 * 1024 + 600 * tensors + 4096 * (len(plan.shards) + len(plan.side_files))
-    needed = plan.shard_bytes + sum(path.stat().st_size for path in plan.side_files.values()) + small
-    status = os.statvfs(parent)
-    free = status.f_bavail * status.f_frsize
-    if needed <= free:
-        return
-    leftovers = sorted(path.name for path in parent.glob(f"{target.name}.partial-*"))
-    hint = f"; {', '.join(leftovers)} was left by a killed merge and can be removed" if leftovers else ""
-    raise UsageError(
-        f"out {target} needs {needed / 1e9:.3f} GB and {parent} has {free / 1e9:.3f} GB free; free "
-        f"{(needed - free) / 1e9:.3f} GB or choose another disk{hint}"
-    )
-
-
-def write_side_files(plan: MergePlan, directory: Path) -> None:
-    write_synced(directory / "config.json", plan.config)
-    if plan.index is not None:
-        write_synced(directory / INDEX_NAME, (json.dumps(plan.index, indent=2) + "\n").encode())
-    for name, source in plan.side_files.items():
-        (directory / name).parent.mkdir(exist_ok=True)
-        write_synced(directory / name, source.read_bytes())
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def commit(partial: Path, target: Path) -> None:
-    """Make `partial` durable and rename it: the output appears whole or not at all, power cuts included."""
-    for directory in [path for path in partial.rglob("*") if path.is_dir()] + [partial]:
-        sync_directory(directory)
-    partial.rename(target)
-    sync_directory(target.absolute().parent)
-
-
-def sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def progress_bar(what: str, total: int, wanted: bool) -> Iterator[Callable[[int], None]]:
-    """Yields a function that takes the bytes just done. Silent when stderr is not a terminal."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    shown = wanted and sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True) as bar:
-        task = bar.add_task(what, total=total)
-
-        def advance(count: int) -> None:
-            bar.update(task, advance=count)
-
-        yield advance
+def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UsageError(f"{name}={value!r} is not one of {', '.join(known)}")

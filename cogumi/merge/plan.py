@@ -1,12 +1,9 @@
-"""What the merge will write, decided in full and checked before the first byte.
-
-Names are the hard part. A checkpoint's tensor names need not be the model's parameter names: transformers renames and
-fuses on load. So the model is built on the meta device (no memory), PEFT injects the adapter there, which yields rank,
-scaling and layer type per module by PEFT's own rules, and transformers' own renaming maps disk names to parameters.
-"""
+"""What the merge will write, decided in full and checked before the first byte."""
 
 import json
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +11,51 @@ import torch
 from safetensors import safe_open
 
 from cogumi.errors import UsageError
+from cogumi.merge.changes import Change, Changes, LowRank, adapter_changes
+from cogumi.merge.checkpoint import Checkpoint, Place, read_checkpoint
+from cogumi.merge.quantized import Bnb4bit, Bnb8bit
 from cogumi.merge.resolve import Adapter, Base
-from cogumi.merge.sidefiles import side_files
-from cogumi.merge.tensorfile import FLOAT_DTYPES, Shard, Span, element_count, header_for
+from cogumi.merge.sidefiles import output_config, side_files
+from cogumi.merge.tensorfile import FLOAT_DTYPES, Shard, Span, element_count, header_for, matrix_shape
 
 OUTPUT_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 MERGEABLE_DTYPES = tuple(OUTPUT_DTYPES.values())
 INDEX_NAME = "model.safetensors.index.json"
-# Rows are merged in blocks of about this many elements: 1 MiB in float32, so that temporaries stay in the cache and
-# memory does not grow with the tensor. Fixed, because the block's shape can change the last bit of a matrix product.
-BLOCK_ELEMENTS = 1 << 18
+
+# Where a tensor's values before the update come from: bytes in a file, or a quantized tensor, decoded.
+Source = Span | Bnb4bit | Bnb8bit
 
 
 @dataclass(frozen=True)
-class LowRank:
-    """delta = scaling * B @ A, transposed when the layer stores its weight as [in, out] (fan_in_fan_out)."""
+class Piece:
+    """Rows `place.first` to `place.last` of one stored tensor, and what happens to them (None: nothing)."""
 
-    module: str
-    key_a: str
-    key_b: str
-    rank: int
-    scaling: float
-    transposed: bool
+    place: Place
+    change: Change | None
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One output tensor: the span it comes from, the span it goes to, and what is added to it (None: nothing)."""
+    """One output tensor: where its values come from, where they go, and what is done to which rows.
 
-    source: Span
+    The pieces follow each other and hold every row of the tensor, seen as a matrix of its last dimension. replaced: the
+    source is the adapter's (a module trained whole, a resized embedding), not the base's.
+    """
+
+    source: Source
     target: Span
-    update: LowRank | None
+    pieces: tuple[Piece, ...]
+    replaced: bool = False
+
+    @property
+    def updated(self) -> bool:
+        return any(piece.change is not None for piece in self.pieces)
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One output shard: its header, ready to write, and its tensors in file order."""
+    """One output shard: its name, its header, ready to write, and its tensors in file order."""
 
-    source: Path
     name: str
     header: bytes
     tensors: tuple[TensorPlan, ...]
@@ -63,7 +67,7 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class MergePlan:
-    adapter: Adapter
+    adapters: tuple[tuple[Adapter, float], ...]
     base: Base
     shards: tuple[ShardPlan, ...]
     index: dict[str, Any] | None
@@ -75,197 +79,239 @@ class MergePlan:
         return sum(shard.bytes for shard in self.shards)
 
     @property
-    def updates(self) -> int:
-        return sum(tensor.update is not None for shard in self.shards for tensor in shard.tensors)
-
-    @property
-    def copies(self) -> int:
-        return sum(tensor.update is None for shard in self.shards for tensor in shard.tensors)
+    def tensors(self) -> tuple[TensorPlan, ...]:
+        return tuple(tensor for shard in self.shards for tensor in shard.tensors)
 
 
-def build_plan(adapter: Adapter, base: Base, dtype: str) -> MergePlan:
-    """Plan every output tensor. Raises UsageError naming the key when adapter and base do not fit together."""
-    spans = {span.name: span for shard in base.shards for span in shard.spans}
-    updates = map_updates(adapter, base, spans)
-    shards = tuple(plan_shard(shard, updates, dtype) for shard in base.shards)
+def build_plan(adapters: Sequence[tuple[Adapter, float]], base: Base, dtype: str) -> MergePlan:
+    """Plan every output tensor of base + the weighted sum of the adapters.
+
+    Raises UsageError naming the key when an adapter and the base do not fit together, or cannot be merged exactly.
+    """
+    checkpoint = read_checkpoint(base)
+    each = [(adapter_changes(adapter, base, checkpoint), adapter, weight) for adapter, weight in adapters]
+    changes = weighted_sum(each)
+    untied = untie(changes, checkpoint, base)
+    stored = changes_by_tensor(changes, checkpoint, base, adapters[0][0])
+    shards = tuple(plan_shard(shard, base, stored, untied, checkpoint, dtype) for shard in base.shards)
     return MergePlan(
-        adapter,
+        tuple(adapters),
         base,
         shards,
         output_index(base, shards),
-        output_config(base, dtype),
-        side_files(adapter.path, base.path),
+        config_bytes(base, dtype, bool(untied), changes.vocabulary),
+        side_files(adapters[0][0].path, base.path),
     )
 
 
-def map_updates(adapter: Adapter, base: Base, spans: dict[str, Span]) -> dict[str, LowRank]:
-    """Disk name -> update. Every adapter key is used exactly once and every targeted module has its key."""
-    model = meta_model(base)
-    disk_names = parameter_to_disk(model, list(spans))
-    tied = set(model.all_tied_weights_keys) | set(model.all_tied_weights_keys.values())
-    layers = lora_layers(adapter, base, model)
-    for module in adapter.factors.keys() - layers.keys():
-        raise UsageError(
-            f"adapter {adapter.path}: {adapter.factors[module][0]} maps to no targeted linear layer of base "
-            f"{base.name}; is this the base the adapter was trained on?"
-        )
-    for module in layers.keys() - adapter.factors.keys():
-        raise UsageError(
-            f"adapter {adapter.path} targets {module} in base {base.name} but holds no factors for it; "
-            "is this the base the adapter was trained on?"
-        )
-    updates: dict[str, LowRank] = {}
-    with safe_open(adapter.weights, framework="pt") as weights:
-        shapes = {key: tuple(weights.get_slice(key).get_shape()) for key in weights.keys()}  # noqa: SIM118
-    for module, layer in sorted(layers.items()):
-        key_a, key_b = adapter.factors[module]
-        parameter = f"{module}.weight"
-        if parameter in tied:
-            raise UsageError(
-                f"adapter {adapter.path} cannot be merged yet: {key_a} updates {parameter}, which is tied to another "
-                "weight (tie_word_embeddings), so folding it in would change both"
-            )
-        if parameter not in disk_names:
-            raise UsageError(
-                f"adapter {adapter.path} cannot be merged: {key_a} updates {parameter}, which has no tensor of its own "
-                f"in base {base.name} (absent, or stored in another layout)"
-            )
-        span = spans[disk_names[parameter]]
-        update = LowRank(module, key_a, key_b, layer.r["default"], layer.scaling["default"], layer.fan_in_fan_out)
-        check_shapes(adapter, base, span, update, shapes)
-        if span.dtype not in MERGEABLE_DTYPES:
-            raise UsageError(f"base {base.name}: {span.name} is stored as {span.dtype}; only {MERGEABLE_DTYPES} merge")
-        updates[span.name] = update
-    refuse_trained_whole_weights(adapter, base, disk_names)
-    return updates
+def weighted_sum(each: list[tuple[Changes, Adapter, float]]) -> Changes:
+    """The changes of several adapters as one: their low-rank updates added up with their weights.
 
-
-def refuse_trained_whole_weights(adapter: Adapter, base: Base, disk_names: dict[str, str]) -> None:
-    """Raise UsageError unless every full weight that came with the adapter is the base's, in the adapter's dtype."""
-    files = {span.name: shard.path for shard in base.shards for span in shard.spans}
-    for parameter, key in adapter.whole.items():
-        name = disk_names.get(parameter)
-        with safe_open(adapter.weights, framework="pt") as weights:
-            same = name is not None and same_weight(weights.get_slice(key), files[name], name)
-        if not same:
-            raise UsageError(
-                f"adapter {adapter.path} cannot be merged yet: {key} is not a LoRA factor but a whole weight, and not "
-                f"the one in base {base.name} (a trained module, a resized vocabulary, or another base?)"
-            )
-
-
-def same_weight(stored: Any, path: Path, name: str) -> bool:
-    """Whether `stored` (a safetensors slice) equals the tensor in the shard, cast to the dtype it was stored in."""
-    with safe_open(path, framework="pt") as shard:
-        own = shard.get_slice(name)
-        shape = own.get_shape()
-        if stored.get_shape() != shape:
-            return False
-        step = max(1, BLOCK_ELEMENTS // max(1, element_count(tuple(shape[1:]))))
-        for first in range(0, shape[0], step):
-            block = stored[first : first + step]
-            if not torch.equal(block, own[first : first + step].to(block.dtype)):
-                return False
-    return True
-
-
-def check_shapes(adapter: Adapter, base: Base, span: Span, update: LowRank, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raise UsageError unless B [out, r] @ A [r, in] has the shape of the base tensor."""
-    if len(span.shape) != 2:
-        raise UsageError(f"base {base.name}: {span.name} has shape {span.shape}; only matrices take a LoRA update")
-    outputs, inputs = reversed(span.shape) if update.transposed else span.shape
-    for key, expected in ((update.key_a, (update.rank, inputs)), (update.key_b, (outputs, update.rank))):
-        if shapes[key] != expected:
-            raise UsageError(
-                f"adapter {adapter.path}: {key} has shape {shapes[key]} where {span.name} {span.shape} of base "
-                f"{base.name} and rank {update.rank} need {expected}; is this the base it was trained on?"
-            )
-
-
-def meta_model(base: Base) -> Any:
-    """The base's causal language model on the meta device: names and shapes, no memory."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(base.path, trust_remote_code=False)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    # The two ways transformers says that it knows no such architecture.
-    except (ValueError, KeyError) as error:
-        raise UsageError(
-            f"base {base.name} (model_type {base.config.get('model_type')!r}) is not a causal language model that this "
-            f"transformers can build: {error}"
-        ) from error
-
-
-def parameter_to_disk(model: Any, disk_names: list[str]) -> dict[str, str]:
-    """Parameter name -> disk name, for tensors that transformers loads as they are (renamed at most).
-
-    Tensors that it converts on load (fused experts, permuted or transposed weights) are left out: adding a delta in
-    the model's layout to bytes in the disk's layout would be wrong.
+    Raises UsageError where a sum means nothing: DoRA, whole modules and replaced rows are values, not differences.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    if len(each) == 1 and each[0][2] == 1:
+        return each[0][0]
+    total = Changes()
+    for changes, adapter, weight in each:
+        if changes.vocabulary is not None:
+            raise UsageError(f"adapter {adapter.path} resized the vocabulary, so it cannot be weighted; merge it alone")
+        for into, found in ((total.parameters, changes.parameters), (total.tensors, changes.tensors)):
+            for name, change in found.items():
+                if change.whole or change.magnitude or change.rows:
+                    raise UsageError(
+                        f"adapter {adapter.path} sets {name} instead of adding to it (DoRA, a module trained whole, or "
+                        "trained tokens), so it cannot be weighted; merge it alone, with weight 1"
+                    )
+                terms = tuple(replace(term, scaling=term.scaling * weight) for term in change.terms)
+                into[name] = Change(terms=into.get(name, Change()).terms + terms)
+    return total
 
-    transforms = get_model_conversion_mapping(model)
-    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    parameters = model.state_dict()
-    mapping: dict[str, str] = {}
-    for disk_name in disk_names:
-        name, converted = rename_source_key(disk_name, renamings, converters, model.base_model_prefix, parameters)
-        if name not in parameters and disk_name in parameters:
-            name, converted = disk_name, None  # the loader's own rule: a name that exists is not renamed away
-        if converted is not None or name not in parameters:
+
+def untie(changes: Changes, checkpoint: Checkpoint, base: Base) -> dict[str, str]:
+    """{new stored tensor: the stored tensor that it starts from}, for heads that no longer equal their embedding.
+
+    A head that is tied to the embedding has no tensor of its own. When an adapter changes the two differently, as it does
+    when it changes only one of them, the merged model needs both, and tie_word_embeddings=false. Changes that are the
+    same on both sides leave them tied. A head that is stored although it is tied follows the embedding.
+    """
+    fresh: dict[str, str] = {}
+    for head, embedding in checkpoint.tied.items():
+        if head not in changes.parameters and embedding not in changes.parameters:
             continue
-        if name in mapping:
-            raise UsageError(f"base tensors {mapping[name]} and {disk_name} both load as {name}; the base is ambiguous")
-        mapping[name] = disk_name
-    return mapping
-
-
-def lora_layers(adapter: Adapter, base: Base, model: Any) -> dict[str, Any]:
-    """Module name -> PEFT's LoRA layer, injected into `model` on meta. Rank, scaling and orientation are PEFT's."""
-    from peft import LoraConfig, inject_adapter_in_model
-    from peft.tuners.lora.layer import Linear, LoraLayer
-
-    config = LoraConfig.from_pretrained(str(adapter.path))
-    config.init_lora_weights = True  # how A and B began no longer matters
-    try:
-        inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
-    except ValueError as error:  # PEFT's word for "no target module found" and "this layer type is not supported"
-        raise UsageError(f"adapter {adapter.path} does not fit base {base.name}: {error}") from error
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-    for name, layer in layers.items():
-        if not isinstance(layer, Linear):
-            kind = type(layer.get_base_layer()).__name__
-            raise UsageError(f"adapter {adapter.path} cannot be merged yet: {name} is a {kind}, not a linear layer")
-    return layers
-
-
-def plan_shard(shard: Shard, updates: dict[str, LowRank], dtype: str) -> ShardPlan:
-    """The output shard that keeps the base shard's names and order; only dtypes, and so offsets, may change."""
-    tensors = []
-    for span in shard.spans:
-        out_dtype = OUTPUT_DTYPES[dtype] if dtype != "keep" and span.dtype in MERGEABLE_DTYPES else span.dtype
-        length = span.end - span.start
-        if out_dtype != span.dtype:
-            length = element_count(span.shape) * FLOAT_DTYPES[out_dtype].itemsize
-        tensors.append((span.name, out_dtype, span.shape, length))
-    unchanged = all(out[1] == span.dtype for out, span in zip(tensors, shard.spans, strict=True))
-    header = shard.header if unchanged else header_for(shard.metadata, tensors)
-    plans = []
-    position = len(header)
-    for span, (name, out_dtype, shape, length) in zip(shard.spans, tensors, strict=True):
-        plans.append(
-            TensorPlan(
-                span,
-                Span(Path(shard.path.name), name, out_dtype, shape, position, position + length),
-                updates.get(name),
+        homes = checkpoint.places.get(embedding, ())
+        if len(homes) != 1 or not head.endswith(".weight"):
+            raise UsageError(
+                f"the adapter changes {embedding} or {head}, which are tied in base {base.name}, in a layout that this merge "
+                "does not know"
             )
+        if same_change(changes.parameters.get(head), changes.parameters.get(embedding)):
+            if head not in checkpoint.places:
+                changes.parameters.pop(head, None)
+            continue
+        if head not in checkpoint.places:
+            fresh[head] = homes[0].tensor
+    return fresh
+
+
+def same_change(one: Change | None, other: Change | None) -> bool:
+    """Whether two changes of equally shaped weights do the same, bit for bit."""
+    if one is None or other is None:
+        return one is other
+    if one.rows or other.rows or one.magnitude or other.magnitude:
+        return one == other
+    if (one.whole is None) != (other.whole is None) or len(one.terms) != len(other.terms):
+        return False
+    if one.whole and other.whole and not same_tensor(one.whole, other.whole):
+        return False
+    return all(same_term(left, right) for left, right in zip(one.terms, other.terms, strict=True))
+
+
+def same_tensor(one: Span, other: Span) -> bool:
+    with safe_open(one.path, framework="pt") as left, safe_open(other.path, framework="pt") as right:
+        return torch.equal(left.get_tensor(one.name), right.get_tensor(other.name))
+
+
+def same_term(one: LowRank, other: LowRank) -> bool:
+    """Whether two updates have the same factors: PEFT ties an embedding's to its head's by sharing them, transposed."""
+    if one.scaling != other.scaling or one.key_a is None or other.key_a is None:
+        return False
+    with safe_open(one.file, framework="pt") as left, safe_open(other.file, framework="pt") as right:
+        a, b = left.get_tensor(one.key_a), left.get_tensor(one.key_b)
+        c, d = right.get_tensor(other.key_a), right.get_tensor(other.key_b)
+    if one.transposed != other.transposed:
+        c, d = d.T, c.T
+    return torch.equal(a, c) and torch.equal(b, d)
+
+
+def changes_by_tensor(changes: Changes, checkpoint: Checkpoint, base: Base, adapter: Adapter) -> dict[str, list[Piece]]:
+    """Stored tensor -> its changed pieces. A head without a tensor of its own is found under its own name."""
+    stored: dict[str, list[Piece]] = defaultdict(list)
+    for tensor, change in changes.tensors.items():
+        stored[tensor].append(Piece(Place(tensor, 0, checkpoint.spans[tensor].shape[0]), change))
+    for parameter, change in changes.parameters.items():
+        places = checkpoint.places.get(parameter, ())
+        if not places and parameter in checkpoint.tied:
+            home = checkpoint.places[checkpoint.tied[parameter]][0]
+            places = (replace(home, tensor=parameter),)
+        if not places:
+            raise UsageError(
+                f"adapter {adapter.path} cannot be merged: it changes {parameter}, which base {base.name} does not store, "
+                "or stores in a layout that this merge does not know"
+            )
+        for place in places:
+            refuse_partial(place, change, len(places), parameter, adapter)
+            stored[place.tensor].append(Piece(place, change))
+    return stored
+
+
+def refuse_partial(place: Place, change: Change, count: int, parameter: str, adapter: Adapter) -> None:
+    """Raise UsageError for changes that need a whole parameter where the base stores it in parts or transposed."""
+    apart = count > 1 or place.transposed
+    if apart and (change.rows or change.magnitude):
+        kind = "DoRA" if change.magnitude else "trained tokens"
+        raise UsageError(
+            f"adapter {adapter.path} cannot be merged yet: {kind} on {parameter}, which is stored in parts"
         )
-        position += length
-    return ShardPlan(shard.path, shard.path.name, header, tuple(plans))
+    if change.whole and place.transposed:
+        raise UsageError(
+            f"adapter {adapter.path} cannot be merged yet: {parameter} is trained whole, and stored transposed"
+        )
+
+
+def plan_shard(
+    shard: Shard,
+    base: Base,
+    stored: dict[str, list[Piece]],
+    untied: dict[str, str],
+    checkpoint: Checkpoint,
+    dtype: str,
+) -> ShardPlan:
+    """The output shard: the base shard's tensors in its order, then heads that were tied to one of them.
+
+    Where no name, dtype or shape changes, the header is the base's own, byte for byte.
+    """
+    own = {span.name: checkpoint.spans[span.name] for span in shard.spans if span.name in checkpoint.spans}
+    order = own | {head: own[embedding] for head, embedding in untied.items() if embedding in own}
+    twice = heads_stored_twice(checkpoint)
+    drafts = []
+    for name, span in order.items():
+        pieces = stored.get(name, [])
+        whole = next((piece for piece in pieces if piece.change and piece.change.whole), None)
+        source: Source = base.quantized.get(span.name, span)
+        if name in twice:
+            source = checkpoint.spans[twice[name]]
+        if whole:
+            source = replacement(whole, span)
+        drafts.append(draft_tensor(name, source, pieces, base, dtype, kept=span.dtype, replaced=whole is not None))
+    entries = [(draft.target.name, draft.target.dtype, draft.target.shape, draft.target.end) for draft in drafts]
+    same = [entry[:3] for entry in entries] == [(span.name, span.dtype, span.shape) for span in shard.spans]
+    header = shard.header if same else header_for(shard.metadata, entries)
+    tensors, position = [], len(header)
+    for draft in drafts:
+        target = replace(draft.target, path=Path(shard.path.name), start=position, end=position + draft.target.end)
+        tensors.append(replace(draft, target=target))
+        position = target.end
+    return ShardPlan(shard.path.name, header, tuple(tensors))
+
+
+def heads_stored_twice(checkpoint: Checkpoint) -> dict[str, str]:
+    """Stored head -> stored embedding, where the two are tied and the embedding's values are those that are loaded."""
+    return {
+        place.tensor: checkpoint.places[embedding][0].tensor
+        for head, embedding in checkpoint.tied.items()
+        for place in checkpoint.places.get(head, ())
+        if embedding in checkpoint.places
+    }
+
+
+def replacement(piece: Piece, span: Span) -> Span:
+    """The adapter's bytes that take the place of a stored tensor: all of them, or those of one matrix of a stack."""
+    assert piece.change is not None
+    assert piece.change.whole is not None
+    whole = piece.change.whole
+    if len(whole.shape) < 3 or len(span.shape) == 3:
+        return whole
+    rows, columns = matrix_shape(span.shape)
+    width = columns * FLOAT_DTYPES[whole.dtype].itemsize
+    start = whole.start + (piece.place.matrix * whole.shape[1] + piece.place.offset) * width
+    return replace(whole, shape=span.shape, start=start, end=start + rows * width)
+
+
+def draft_tensor(
+    name: str, source: Source, changed: list[Piece], base: Base, dtype: str, *, kept: str, replaced: bool
+) -> TensorPlan:
+    """One output tensor, its `end` its length in bytes until it is placed. kept: the dtype that dtype="keep" keeps."""
+    out = OUTPUT_DTYPES[dtype] if dtype != "keep" and kept in MERGEABLE_DTYPES else kept
+    updates = [
+        replace(piece, change=replace(piece.change, whole=None))
+        for piece in changed
+        if piece.change is not None and replace(piece.change, whole=None) != Change()
+    ]
+    stored = source.dtype if isinstance(source, Span) else kept
+    if (updates or stored != out) and not (stored in MERGEABLE_DTYPES and out in MERGEABLE_DTYPES):
+        raise UsageError(f"base {base.name}: {name} is stored as {stored}; only {MERGEABLE_DTYPES} merge")
+    if replaced:  # rows may have been added, which belong to the same piece
+        updates = [replace(piece, place=replace(piece.place, last=matrix_shape(source.shape)[0])) for piece in updates]
+    if out in FLOAT_DTYPES:
+        length = element_count(source.shape) * FLOAT_DTYPES[out].itemsize
+    else:
+        assert isinstance(source, Span), "decoded tensors are of a float dtype"
+        length = source.end - source.start
+    return TensorPlan(source, Span(Path(), name, out, source.shape, 0, length), fill(name, updates, source), replaced)
+
+
+def fill(name: str, updates: list[Piece], source: Source) -> tuple[Piece, ...]:
+    """The updates in row order, with untouched pieces for the rows between them."""
+    pieces, row = [], 0
+    rows = matrix_shape(source.shape)[0]
+    for piece in sorted(updates, key=lambda piece: piece.place.first):
+        if piece.place.first > row:
+            pieces.append(Piece(Place(name, row, piece.place.first), None))
+        pieces.append(piece)
+        row = piece.place.last
+    if row < rows or not pieces:
+        pieces.append(Piece(Place(name, row, rows), None))
+    return tuple(pieces)
 
 
 def output_index(base: Base, shards: tuple[ShardPlan, ...]) -> dict[str, Any] | None:
@@ -273,29 +319,13 @@ def output_index(base: Base, shards: tuple[ShardPlan, ...]) -> dict[str, Any] | 
     if not base.indexed:
         return None
     metadata = json.loads((base.path / INDEX_NAME).read_text(encoding="utf-8")).get("metadata") or {}
-    targets = [(tensor.target, shard.name) for shard in shards for tensor in shard.tensors]
-    metadata["total_size"] = sum(target.end - target.start for target, _ in targets)
-    return {"metadata": metadata, "weight_map": {target.name: name for target, name in sorted(targets, key=_by_name)}}
+    targets = {tensor.target.name: (tensor.target, shard.name) for shard in shards for tensor in shard.tensors}
+    metadata["total_size"] = sum(target.end - target.start for target, _ in targets.values())
+    return {"metadata": metadata, "weight_map": {name: targets[name][1] for name in sorted(targets)}}
 
 
-def _by_name(item: tuple[Span, str]) -> str:
-    return item[0].name
-
-
-def output_config(base: Base, dtype: str) -> bytes:
-    """The base's config.json: byte for byte, unless the dtype changes and has to be said there too."""
+def config_bytes(base: Base, dtype: str, untied: bool, vocabulary: int | None) -> bytes:
+    """The output's config.json: the base's, byte for byte, unless something in it changes."""
     text = (base.path / "config.json").read_bytes()
-    if dtype == "keep":
-        return text
-    config = json.loads(text)
-    set_dtype(config, dtype)
-    return (json.dumps(config, indent=2) + "\n").encode()
-
-
-def set_dtype(config: dict[str, Any], dtype: str) -> None:
-    """Set every recorded dtype in a config, nested ones (text_config) included; transformers 4 said torch_dtype."""
-    for key, value in config.items():
-        if key in ("dtype", "torch_dtype"):
-            config[key] = dtype
-        elif isinstance(value, dict):
-            set_dtype(value, dtype)
+    config = output_config(base.config, dtype=None if dtype == "keep" else dtype, untied=untied, vocab_size=vocabulary)
+    return text if config == base.config else (json.dumps(config, indent=2) + "\n").encode()

@@ -1,145 +1,175 @@
-"""Writing the merged shards, block by block: float32 arithmetic and one rounding to the output dtype."""
+"""Writing the merged shards, run by run: float32 arithmetic and one rounding to the output dtype."""
 
+import errno
 import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
-from safetensors import safe_open
 
-from cogumi.merge.plan import BLOCK_ELEMENTS, LowRank, ShardPlan, TensorPlan
-from cogumi.merge.tensorfile import FLOAT_DTYPES, as_bytes, element_count, read_bytes
+from cogumi.merge.arithmetic import BLOCK_ELEMENTS, Scratch, Weights, apply_update, load_update, read_rows, row_blocks
+from cogumi.merge.plan import Piece, ShardPlan, TensorPlan
+from cogumi.merge.tensorfile import FLOAT_DTYPES, Span, matrix_shape, read_into, write_at
 
+# The unit of work of a thread: long enough that opening files and loading factors do not show, short enough to share out.
+RUN_ELEMENTS = 32 * BLOCK_ELEMENTS
 COPY_BYTES = 1 << 22
+# What the kernel says where it cannot copy between two files by itself (other filesystem, or none that supports it).
+NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @dataclass(frozen=True)
-class DeltaStats:
-    """What one update did: the largest |delta| of an element, and the Frobenius norms of delta and of W."""
+class Run:
+    """Rows `first` to `last` of one piece of one tensor."""
 
-    max_abs_delta: float
-    delta_norm: float
-    weight_norm: float
+    tensor: TensorPlan
+    piece: Piece
+    first: int
+    last: int
+
+
+@dataclass
+class DeltaStats:
+    """What the updates of one tensor did, added up over its runs.
+
+    max_abs_delta: the largest change of an element before rounding; squares of delta and of W. Of the first block of
+    each run: squares of delta again, and the sum of rounding error times delta.
+    """
+
+    elements: int = 0
+    max_abs_delta: float = 0.0
+    delta_squares: float = 0.0
+    weight_squares: float = 0.0
+    sampled_squares: float = 0.0
+    along_delta: float = 0.0
+
+    def add(self, other: "DeltaStats") -> None:
+        self.elements += other.elements
+        self.max_abs_delta = max(self.max_abs_delta, other.max_abs_delta)
+        self.delta_squares += other.delta_squares
+        self.weight_squares += other.weight_squares
+        self.sampled_squares += other.sampled_squares
+        self.along_delta += other.along_delta
 
     @property
     def ratio(self) -> float | None:
-        """|delta| / |W|; None for a weight that is all zero."""
-        return self.delta_norm / self.weight_norm if self.weight_norm else None
+        """Frobenius |delta| / |W|; None for a weight that is all zero."""
+        return math.sqrt(self.delta_squares / self.weight_squares) if self.weight_squares else None
+
+    @property
+    def delta_rms(self) -> float:
+        return math.sqrt(self.delta_squares / self.elements)
+
+    @property
+    def retained(self) -> float | None:
+        """The share of delta that arrived, <out - W, delta> / <delta, delta>, of the sample; None where delta is zero."""
+        return 1 + self.along_delta / self.sampled_squares if self.sampled_squares else None
 
 
-@contextmanager
-def ieee_matmul() -> Iterator[None]:
-    """Real float32 matrix products, whatever the process was set to.
+def runs_of(plan: ShardPlan) -> Iterator[Run]:
+    """A shard's work, in file order, cut at places that depend on the shapes alone."""
+    for tensor in plan.tensors:
+        columns = matrix_shape(tensor.source.shape)[1]
+        step = max(1, BLOCK_ELEMENTS // max(1, columns)) * (RUN_ELEMENTS // BLOCK_ELEMENTS)
+        for piece in tensor.pieces:
+            change = piece.change
+            whole = change is not None and change.magnitude is not None and change.terms[0].transposed
+            length = piece.place.last - piece.place.first if whole else step  # norms of columns need every row
+            for first in range(piece.place.first, piece.place.last, max(1, length)):
+                yield Run(tensor, piece, first, min(first + length, piece.place.last))
 
-    With torch.set_float32_matmul_precision("medium"), usual in training, oneDNN multiplies float32 in bfloat16 on CPUs
-    that can, and CUDA in TF32: errors larger than the rounding that the merge promises.
+
+def run_bytes(run: Run) -> int:
+    """Bytes of the output that a run is about."""
+    return (run.last - run.first) * row_bytes(run.tensor)
+
+
+def row_bytes(tensor: TensorPlan) -> int:
+    """Bytes of one row of the output tensor, seen as a matrix."""
+    rows = matrix_shape(tensor.target.shape)[0]
+    return (tensor.target.end - tensor.target.start) // max(1, rows)
+
+
+def write_run(run: Run, directory: Path, weights: Weights) -> DeltaStats | None:
+    """Write one run's rows into the shard, which exists in its full size; the statistics of the update, if there is one.
+
+    Memory beyond the factors is a few blocks of BLOCK_ELEMENTS, independent of tensor and shard size.
     """
-    settings: list[Any] = [
-        torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
-        torch.backends.cuda.matmul,
-    ]
-    before = [setting.fp32_precision for setting in settings]
-    for setting in settings:
-        setting.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        for setting, value in zip(settings, before, strict=True):
-            setting.fp32_precision = value
-
-
-def load_factors(weights: Any, update: LowRank, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(left [rows, r], right [r, columns]) with left @ right shaped like the stored weight, in `dtype`."""
-    a = weights.get_tensor(update.key_a).to(dtype)
-    b = weights.get_tensor(update.key_b).to(dtype)
-    return (a.T, b.T) if update.transposed else (b, a)
-
-
-def row_blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """(first, past last) row of each block of a matrix."""
-    rows, columns = shape
-    step = max(1, BLOCK_ELEMENTS // max(1, columns))
-    for first in range(0, rows, step):
-        yield first, min(first + step, rows)
-
-
-def read_block(file: BinaryIO, start: int, dtype: str, first: int, count: int) -> torch.Tensor:
-    """`count` elements from element `first` of the tensor that begins at byte `start`, as a flat tensor."""
-    kind = FLOAT_DTYPES[dtype]
-    return torch.frombuffer(read_bytes(file, start + first * kind.itemsize, count * kind.itemsize), dtype=kind)
-
-
-def write_shard(
-    plan: ShardPlan, directory: Path, adapter: Path, advance: Callable[[int], None]
-) -> dict[str, DeltaStats]:
-    """Write one output shard and sync it to disk; return the statistics of its updates by tensor name.
-
-    Memory beyond the factors of one layer is a few blocks of BLOCK_ELEMENTS, independent of tensor and shard size.
-    """
-    stats: dict[str, DeltaStats] = {}
+    tensor = run.tensor
+    source_path = tensor.source.path if isinstance(tensor.source, Span) else tensor.source.weight.path
     with (
-        plan.source.open("rb") as source,
-        (directory / plan.name).open("xb") as target,
-        safe_open(adapter, framework="pt") as weights,
-        ieee_matmul(),
+        source_path.open("rb", buffering=0) as source,
+        (directory / tensor.target.path).open("r+b", buffering=0) as target,
         torch.inference_mode(),
     ):
-        target.write(plan.header)
-        for tensor in plan.tensors:
-            if tensor.update is not None:
-                stats[tensor.target.name] = write_merged(source, target, tensor, tensor.update, weights, advance)
-            elif tensor.source.dtype == tensor.target.dtype:
-                copy_span(source, target, tensor, advance)
-            else:
-                convert_span(source, target, tensor, advance)
-        target.flush()
-        os.fsync(target.fileno())
+        if run.piece.change is not None:
+            return merge_run(run, source, target, weights)
+        if isinstance(tensor.source, Span) and tensor.source.dtype == tensor.target.dtype:
+            copy_run(run, tensor.source, source, target)
+        else:
+            convert_run(run, source, target)
+    return None
+
+
+def merge_run(run: Run, source: BinaryIO, target: BinaryIO, weights: Weights) -> DeltaStats:
+    """The update in float32, rounded once (to nearest even) to the output dtype."""
+    tensor, width = run.tensor, row_bytes(run.tensor)
+    update = load_update(run.piece, tensor, weights, torch.float32, source)
+    kind = FLOAT_DTYPES[tensor.target.dtype]
+    stats, scratch = DeltaStats(), Scratch()
+    columns = matrix_shape(tensor.source.shape)[1]
+    for first, last in row_blocks(run.first, run.last, columns):
+        weight = read_rows(tensor.source, first, last, source, torch.float32, scratch)
+        merged = scratch.take("merged", last - first, columns, torch.float32)
+        apply_update(weight, update, run.piece, first, merged)
+        out = scratch.take("out", last - first, columns, kind).copy_(merged)
+        write_at(target, tensor.target.start + first * width, out)
+        measure(stats, weight, merged, out, sample=first == run.first)
     return stats
 
 
-def write_merged(
-    source: BinaryIO,
-    target: BinaryIO,
-    tensor: TensorPlan,
-    update: LowRank,
-    weights: Any,
-    advance: Callable[[int], None],
-) -> DeltaStats:
-    """W + scaling * B @ A in float32, rounded once (to nearest even) to the output dtype."""
-    left, right = load_factors(weights, update, torch.float32)
-    columns = tensor.source.shape[1]
-    out_dtype = FLOAT_DTYPES[tensor.target.dtype]
-    largest, delta_squares, weight_squares = 0.0, 0.0, 0.0
-    for first, last in row_blocks(tensor.source.shape):
-        count = (last - first) * columns
-        block = read_block(source, tensor.source.start, tensor.source.dtype, first * columns, count).float()
-        weight = block.view(last - first, columns)
-        delta = (left[first:last] @ right).mul_(update.scaling)
-        largest = max(largest, torch.linalg.vector_norm(delta, float("inf")).item())
-        # A float32 norm of one block is good to about 1e-6, and the squares of the blocks are summed in double.
-        delta_squares += delta.norm().item() ** 2
-        weight_squares += weight.norm().item() ** 2
-        target.write(as_bytes((weight + delta).to(out_dtype)))
-        advance(count * out_dtype.itemsize)
-    return DeltaStats(largest, math.sqrt(delta_squares), math.sqrt(weight_squares))
+def measure(stats: DeltaStats, weight: torch.Tensor, merged: torch.Tensor, out: torch.Tensor, sample: bool) -> None:
+    """Add a block's statistics. In float32, of one block at a time: good to about 1e-6. weight and merged are used up.
+
+    sample: also how much of delta arrived, which costs as much as the rest and needs no more than a few blocks.
+    """
+    stats.elements += weight.numel()
+    stats.weight_squares += torch.dot(weight.view(-1), weight.view(-1)).item()
+    delta = torch.sub(merged, weight, out=weight).view(-1)
+    low, high = torch.aminmax(delta)
+    stats.max_abs_delta = max(stats.max_abs_delta, -low.item(), high.item())
+    squares = torch.dot(delta, delta).item()
+    stats.delta_squares += squares
+    if sample:
+        stats.sampled_squares += squares
+        stats.along_delta += torch.dot(torch.sub(out, merged, out=merged).view(-1), delta).item()
 
 
-def copy_span(source: BinaryIO, target: BinaryIO, tensor: TensorPlan, advance: Callable[[int], None]) -> None:
-    for start in range(tensor.source.start, tensor.source.end, COPY_BYTES):
-        length = min(COPY_BYTES, tensor.source.end - start)
-        target.write(read_bytes(source, start, length))
-        advance(length)
+def copy_run(run: Run, span: Span, source: BinaryIO, target: BinaryIO) -> None:
+    """Copy bytes without decoding them: by the kernel (which shares the blocks where the filesystem can), or by hand."""
+    width = row_bytes(run.tensor)
+    position, shift = span.start + run.first * width, run.tensor.target.start - span.start
+    end = span.start + run.last * width
+    while position < end:
+        try:
+            done = os.copy_file_range(source.fileno(), target.fileno(), end - position, position, position + shift)
+        except OSError as error:
+            if error.errno not in NO_KERNEL_COPY:
+                raise
+            done = 0
+        if done == 0:
+            done = min(COPY_BYTES, end - position)
+            write_at(target, position + shift, read_into(source, position, torch.empty(done, dtype=torch.uint8)))
+        position += done
 
 
-def convert_span(source: BinaryIO, target: BinaryIO, tensor: TensorPlan, advance: Callable[[int], None]) -> None:
-    out_dtype = FLOAT_DTYPES[tensor.target.dtype]
-    total = element_count(tensor.source.shape)
-    for first in range(0, total, BLOCK_ELEMENTS):
-        count = min(BLOCK_ELEMENTS, total - first)
-        block = read_block(source, tensor.source.start, tensor.source.dtype, first, count)
-        target.write(as_bytes(block.to(out_dtype)))
-        advance(count * out_dtype.itemsize)
+def convert_run(run: Run, source: BinaryIO, target: BinaryIO) -> None:
+    """Untouched rows in another dtype, rounded once."""
+    width, kind = row_bytes(run.tensor), FLOAT_DTYPES[run.tensor.target.dtype]
+    scratch = Scratch()
+    for first, last in row_blocks(run.first, run.last, matrix_shape(run.tensor.source.shape)[1]):
+        block = read_rows(run.tensor.source, first, last, source, kind, scratch)
+        write_at(target, run.tensor.target.start + first * width, block)

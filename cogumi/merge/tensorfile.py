@@ -6,6 +6,7 @@ merge copy an untouched tensor byte for byte and write a changed one block by bl
 """
 
 import json
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,13 @@ def element_count(shape: tuple[int, ...]) -> int:
     return count
 
 
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(rows, columns) of a tensor seen as a matrix of its last dimension; a vector is one column."""
+    if len(shape) < 2:
+        return element_count(shape), 1
+    return element_count(shape[:-1]), shape[-1]
+
+
 def header_for(metadata: dict[str, str], tensors: list[tuple[str, str, tuple[int, ...], int]]) -> bytes:
     """Header bytes for tensors (name, dtype, shape, bytes) that will be written in this order."""
     entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
@@ -92,15 +100,44 @@ def header_for(metadata: dict[str, str], tensors: list[tuple[str, str, tuple[int
     return struct.pack("<Q", len(body)) + body
 
 
-def read_bytes(file: BinaryIO, start: int, length: int) -> bytearray:
-    """Exactly `length` bytes from `start`. Raises OSError when the file ends before them."""
-    buffer = bytearray(length)
-    file.seek(start)
-    if file.readinto(buffer) != length:  # type: ignore[attr-defined]
-        raise OSError(f"{file.name} ended before byte {start + length}: did something change it during the merge?")
-    return buffer
+def read_into(file: BinaryIO, start: int, values: torch.Tensor) -> torch.Tensor:
+    """Fill a contiguous tensor from byte `start` on, and return it. Any number of threads may read one file at once.
+
+    Raises OSError when the file ends before that.
+    """
+    buffer = as_bytes(values)
+    done = 0
+    while done < len(buffer):
+        read = os.preadv(file.fileno(), [buffer[done:]], start + done)
+        if read == 0:
+            raise OSError(
+                f"{file.name} ended before byte {start + len(buffer)}: did something change it during the merge?"
+            )
+        done += read
+    return values
+
+
+def read_elements(span: Span, first: int, count: int) -> torch.Tensor:
+    """`count` elements of a float tensor, from element `first` on, flat."""
+    kind = FLOAT_DTYPES[span.dtype]
+    with span.path.open("rb", buffering=0) as file:
+        return read_into(file, span.start + first * kind.itemsize, torch.empty(count, dtype=kind))
+
+
+def write_at(file: BinaryIO, start: int, values: torch.Tensor) -> None:
+    """Write a tensor's elements at byte `start`. Any number of threads may write one file at once."""
+    buffer = as_bytes(values)
+    done = 0
+    while done < len(buffer):
+        done += os.pwrite(file.fileno(), buffer[done:], start + done)
+
+
+def write_header(path: Path, header: bytes) -> None:
+    """Write the beginning of a file that exists."""
+    with path.open("r+b") as file:
+        file.write(header)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The tensor's elements as bytes, row-major."""
+    """The tensor's elements as bytes, row-major; writable where the tensor is contiguous."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data

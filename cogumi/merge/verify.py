@@ -1,19 +1,18 @@
-"""Proof that a merge did what it says: every element of the written files, and the logits of the reloaded model."""
+"""Proof that a merge did what it says: every element of the written files against base + adapter in float64."""
 
 import hashlib
+import math
 import os
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
-from safetensors import safe_open
 
-from cogumi.merge.plan import BLOCK_ELEMENTS, ShardPlan, TensorPlan
-from cogumi.merge.stream import COPY_BYTES, load_factors, read_block, row_blocks
-from cogumi.merge.tensorfile import FLOAT_DTYPES, element_count, read_bytes
+from cogumi.merge.arithmetic import Scratch, Update, Weights, apply_update, load_update, read_rows, row_blocks
+from cogumi.merge.plan import Piece, ShardPlan, TensorPlan
+from cogumi.merge.stream import COPY_BYTES, Run, row_bytes
+from cogumi.merge.tensorfile import FLOAT_DTYPES, Span, matrix_shape, read_into
 
 # Stored mantissa bits and smallest normal exponent. (float64 is never an output dtype.)
 MANTISSA = {torch.bfloat16: (7, -126), torch.float16: (10, -14), torch.float32: (23, -126)}
@@ -25,16 +24,23 @@ class MergeError(Exception):
     """The merge produced something that is not W + delta. Nothing was committed."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ElementCheck:
-    """One updated tensor, re-read from disk.
+    """The elements of one tensor, re-read from the written file.
 
-    bound_used: the largest |out - (W + delta)| as a share of what rounding allows that element (1 is the limit).
-    delta_retained: how much of delta arrived, <out - W, delta> / <delta, delta>; None where delta is zero.
+    not_nearest: those that are not the nearest value of the output dtype to W + delta (as computed in float64) but as
+    near as float32 arithmetic can tell, which happens close to the middle between two values. largest_error: the
+    largest |out - (W + delta)| of these, as a share of what is allowed (more than 1 raises MergeError).
     """
 
-    bound_used: float
-    delta_retained: float | None
+    elements: int = 0
+    not_nearest: int = 0
+    largest_error: float = 0.0
+
+    def add(self, other: "ElementCheck") -> None:
+        self.elements += other.elements
+        self.not_nearest += other.not_nearest
+        self.largest_error = max(self.largest_error, other.largest_error)
 
 
 def half_ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -47,133 +53,152 @@ def half_ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return binade.clamp_(min=2.0**smallest).mul_(2.0 ** (-bits - 1))
 
 
-def verify_shard(
-    plan: ShardPlan, directory: Path, adapter: Path, advance: Callable[[int], None]
-) -> tuple[str, dict[str, ElementCheck]]:
-    """Re-read one written shard and compare every element with base and adapter.
-
-    Updated tensors: |out - (W + delta)|, in float64, is at most half an ulp of the output dtype at W + delta, plus the
-    float32 arithmetic's own error, see arithmetic_bound. Other tensors: the same bytes as the base, or within half an
-    ulp where the dtype was converted.
-
-    Returns the sha256 of the whole file and the checks by tensor name. Raises MergeError naming the tensor.
-    """
+def verify_header(plan: ShardPlan, directory: Path) -> None:
+    """Raise MergeError unless the written shard has the planned size and header."""
     path = directory / plan.name
-    checks: dict[str, ElementCheck] = {}
+    size = path.stat().st_size
+    if size != plan.bytes:
+        raise MergeError(f"{path} has {size} bytes on disk where {plan.bytes} were written")
+    with path.open("rb") as file:
+        if file.read(len(plan.header)) != plan.header:
+            raise MergeError(f"{path}: the header on disk is not the one written")
+
+
+def verify_run(run: Run, directory: Path, weights: Weights) -> ElementCheck:
+    """Re-read one run's rows and compare every element with base and adapter. Raises MergeError naming the first bad.
+
+    Updated rows: |out - (W + delta)|, in float64, is at most half an ulp of the output dtype at W + delta, plus the
+    float32 arithmetic's own error, see rounding_bound. Other rows: the same bytes as the source, or the nearest value
+    where the dtype was converted.
+    """
+    tensor = run.tensor
+    source_path = tensor.source.path if isinstance(tensor.source, Span) else tensor.source.weight.path
     with (
-        plan.source.open("rb") as source,
-        path.open("rb") as written,
-        safe_open(adapter, framework="pt") as weights,
+        source_path.open("rb", buffering=0) as source,
+        (directory / tensor.target.path).open("rb", buffering=0) as written,
         torch.inference_mode(),
     ):
-        # The pages just written would answer from memory; drop them, so that the disk is what is read.
-        if sys.platform == "linux":
-            os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        size = os.fstat(written.fileno()).st_size
-        if size != plan.bytes:
-            raise MergeError(f"{plan.name} has {size} bytes on disk where {plan.bytes} were written; nothing committed")
-        digest = hashlib.sha256()
-        header = read_bytes(written, 0, len(plan.header))
-        digest.update(header)
-        if header != plan.header:
-            raise MergeError(f"{plan.name}: the header on disk is not the one written; nothing committed")
-        for tensor in plan.tensors:
-            if tensor.update is not None:
-                checks[tensor.target.name] = check_merged(source, written, tensor, weights, digest, advance)
-            elif tensor.source.dtype == tensor.target.dtype:
-                check_copied(source, written, tensor, digest, advance)
-            else:
-                check_converted(source, written, tensor, digest, advance)
-    return digest.hexdigest(), checks
+        if run.piece.change is not None:
+            update = load_update(run.piece, tensor, weights, torch.float64, source)
+            return check_rows(run, update, source, written)
+        if isinstance(tensor.source, Span) and tensor.source.dtype == tensor.target.dtype:
+            check_copied(run, tensor.source, source, written)
+            return ElementCheck()
+        nothing = Update(
+            torch.zeros(run.piece.place.last - run.piece.place.first, 0, dtype=torch.float64),
+            torch.zeros(0, matrix_shape(tensor.source.shape)[1], dtype=torch.float64),
+        )
+        return check_rows(run, nothing, source, written)
 
 
-def read_written(
-    written: BinaryIO, tensor: TensorPlan, first: int, count: int, digest: Any, advance: Callable[[int], None]
-) -> torch.Tensor:
-    """`count` elements of the written tensor as flat float64; their bytes go into the digest."""
-    kind = FLOAT_DTYPES[tensor.target.dtype]
-    data = read_bytes(written, tensor.target.start + first * kind.itemsize, count * kind.itemsize)
-    digest.update(data)
-    advance(len(data))
-    return torch.frombuffer(data, dtype=kind).double()
-
-
-def check_merged(
-    source: BinaryIO, written: BinaryIO, tensor: TensorPlan, weights: Any, digest: Any, advance: Callable[[int], None]
-) -> ElementCheck:
-    update = tensor.update
-    assert update is not None
-    left, right = load_factors(weights, update, torch.float64)
-    left = update.scaling * left
-    columns = tensor.source.shape[1]
-    arithmetic = arithmetic_bound(left, right)
-    used, along_delta, delta_squares = 0.0, 0.0, 0.0
-    for first, last in row_blocks(tensor.source.shape):
-        start, count = first * columns, (last - first) * columns
-        weight = read_block(source, tensor.source.start, tensor.source.dtype, start, count).double()
-        out = read_written(written, tensor, start, count, digest, advance)
-        delta = (left[first:last] @ right).flatten()
-        used = max(used, check_bound(tensor, out, weight + delta, arithmetic[first:last], start))
-        along_delta += torch.dot(out - weight, delta).item()
-        delta_squares += torch.dot(delta, delta).item()
-    return ElementCheck(used, along_delta / delta_squares if delta_squares else None)
-
-
-def arithmetic_bound(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """How far float32 arithmetic may carry an element of each row from W + delta, beyond a share of W + delta itself.
-
-    left [rows, r] (scaled) and right [r, columns] are float64; the result is [rows]. A dot product of length r, in any
-    order, is off by at most r u sum |l||r| with u = 2**-24 (Higham, Accuracy and Stability of Numerical Algorithms,
-    section 3.1), the scaling and its own rounding add 2 u, and the sum with W adds u (|W| + |delta|); sum |l||r| is at
-    most the product of the two vectors' norms. Eight in place of three covers |W| <= |W + delta| + |delta|.
-    """
-    return (left.shape[1] + 8) * UNIT * left.norm(dim=1) * right.norm(dim=0).max()
-
-
-def check_bound(
-    tensor: TensorPlan, out: torch.Tensor, expected: torch.Tensor, arithmetic: torch.Tensor, start: int
-) -> float:
-    """The largest share of the bound that an element of this block uses. Raises MergeError where it is above 1.
-
-    out, expected: float64 [n], the elements from `start` on; arithmetic: float64 [rows], for n / rows elements each.
-    The factor on half an ulp is the float32 sum's 2 u |expected|, as |expected| < 2**(mantissa bits + 2) half ulps.
-    """
-    dtype = FLOAT_DTYPES[tensor.target.dtype]
-    bound = half_ulp(expected, dtype).mul_(1 + 2.0 ** (MANTISSA[dtype][0] - 21))
-    bound.view(len(arithmetic), -1).add_(arithmetic[:, None])
-    error = (out - expected).abs_()
-    if not bool((error <= bound).all()):  # NaN is not <= anything
-        bad = ~((error <= bound) | (out == expected))  # two equal infinities have no difference
-        if bool(bad.any()):
-            where = int(bad.nonzero()[0])
-            position = divmod(start + where, tensor.target.shape[-1] if tensor.target.shape else 1)
-            raise MergeError(
-                f"{tensor.target.name}: element {position} is {out[where].item():.9g} where W + delta is "
-                f"{expected[where].item():.9g} and {tensor.target.dtype} rounding allows {bound[where].item():.3g}; "
-                f"{int(bad.sum())} of {bad.numel()} elements of this block are off; nothing was committed"
+def check_rows(run: Run, update: Update, source: BinaryIO, written: BinaryIO) -> ElementCheck:
+    """Compare rows with W + delta. Those that are not the nearest value are set aside, and held to the bound at the end."""
+    tensor, kind, width = run.tensor, FLOAT_DTYPES[run.tensor.target.dtype], row_bytes(run.tensor)
+    columns = matrix_shape(tensor.source.shape)[1]
+    scratch, suspects = Scratch(), []
+    for first, last in row_blocks(run.first, run.last, columns):
+        weight = read_rows(tensor.source, first, last, source, torch.float64, scratch)
+        out = scratch.take("out", last - first, columns, kind)
+        read_into(written, tensor.target.start + first * width, out.view(-1))
+        expected = scratch.take("expected", last - first, columns, torch.float64)
+        apply_update(weight, update, run.piece, first, expected)
+        # Nearest but for what float64 -> float32 -> dtype rounds twice, which the bound allows.
+        nearest = scratch.take("nearest", last - first, columns, kind).copy_(expected)
+        where = differing(nearest, out)
+        if len(where):
+            suspects.append(
+                Suspects(where + first * columns, *(each.view(-1)[where] for each in (expected, weight, out)))
             )
-    return error.div_(bound).max().item()
+    elements = (run.last - run.first) * columns
+    if not suspects:
+        return ElementCheck(elements)
+    found = Suspects(*(torch.cat(each) for each in zip(*(vars(each).values() for each in suspects), strict=True)))
+    share = largest_share(tensor, found, rounding_bound(found, update, run.piece, columns, kind), columns)
+    return ElementCheck(elements, len(found.where), share)
 
 
-def check_copied(
-    source: BinaryIO, written: BinaryIO, tensor: TensorPlan, digest: Any, advance: Callable[[int], None]
-) -> None:
-    shift = tensor.target.start - tensor.source.start
-    for start in range(tensor.source.start, tensor.source.end, COPY_BYTES):
-        length = min(COPY_BYTES, tensor.source.end - start)
-        data = read_bytes(written, start + shift, length)
-        digest.update(data)
-        if data != read_bytes(source, start, length):
-            raise MergeError(f"{tensor.target.name} should be the base's bytes and is not; nothing was committed")
-        advance(length)
+@dataclass(frozen=True)
+class Suspects:
+    """Elements to be looked at: their positions in the stored tensor, int64 [n], W + delta and W in float64, and what
+    is in the file."""
+
+    where: torch.Tensor
+    expected: torch.Tensor
+    weight: torch.Tensor
+    out: torch.Tensor
 
 
-def check_converted(
-    source: BinaryIO, written: BinaryIO, tensor: TensorPlan, digest: Any, advance: Callable[[int], None]
-) -> None:
-    total = element_count(tensor.source.shape)
-    for first in range(0, total, BLOCK_ELEMENTS):
-        count = min(BLOCK_ELEMENTS, total - first)
-        expected = read_block(source, tensor.source.start, tensor.source.dtype, first, count).double()
-        out = read_written(written, tensor, first, count, digest, advance)
-        check_bound(tensor, out, expected, torch.zeros(1, dtype=torch.float64), first)
+def differing(nearest: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Flat positions, int64 [n], at which two tensors of one dtype differ in their bits, or which are not finite."""
+    if not all(math.isfinite(end.item()) for end in torch.aminmax(out)):
+        return ((nearest != out) | ~out.isfinite()).view(-1).nonzero().view(-1)
+    lanes = 8 // out.element_size()
+    if out.numel() % lanes:
+        return (nearest != out).view(-1).nonzero().view(-1)
+    # Eight bytes at a time: few words differ, and in those few every element is compared.
+    words = (nearest.view(-1).view(torch.int64) != out.view(-1).view(torch.int64)).nonzero().view(-1)
+    if not len(words):
+        return words
+    lane = (nearest.view(-1, lanes)[words] != out.view(-1, lanes)[words]).nonzero()
+    return words[lane[:, 0]] * lanes + lane[:, 1]
+
+
+def rounding_bound(found: Suspects, update: Update, piece: Piece, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """How far each of these elements may be from `expected`: one rounding to `dtype`, and float32 arithmetic before it.
+
+    A dot product of length r, in any order, is off by at most r u sum |l||r| with u = 2**-24 (Higham, Accuracy and
+    Stability of Numerical Algorithms, section 3.1), the scaling and its own rounding add 2 u, and the sum with W adds
+    u (|W| + |delta|); sum |l||r| is at most the product of the two vectors' norms, so (r + 8) u |l||r| covers it with
+    |W| <= |W + delta| + |delta|. The factor on half an ulp is the float32 sum's 2 u |expected|, as
+    |expected| < 2**(mantissa bits + 2) half ulps.
+
+    DoRA multiplies V = W + delta by s = m / |V|: V's error by s, two more roundings, and that of the norm, which is at
+    most that of V's row (sqrt(columns) elements) times |expected| / |V| <= s.
+    """
+    left, right = update.left[found.where // columns - piece.place.first], update.right[:, found.where % columns]
+    error = (left.shape[1] + 8) * UNIT * left.norm(dim=1) * right.norm(dim=0)
+    relative = 2.0 ** (MANTISSA[dtype][0] - 21)
+    if update.magnitude is not None or update.factor is not None:
+        normed = columns if update.magnitude is not None else len(update.left)
+        scale = found.expected.abs() / (found.weight + (left * right.T).sum(dim=1)).abs().clamp_(min=2.0**-126)
+        error = scale * (error * (1 + normed**0.5) + 2 * UNIT * found.weight.abs())
+        relative *= 3
+    return half_ulp(found.expected, dtype).mul_(1 + relative) + error
+
+
+def largest_share(tensor: TensorPlan, found: Suspects, bound: torch.Tensor, columns: int) -> float:
+    """The largest |out - expected| / bound of these elements. Raises MergeError where it is above 1."""
+    out = found.out.double()
+    error = (out - found.expected).abs()
+    bad = ~((error <= bound) | (out == found.expected))  # NaN is not <= anything; equal infinities have no difference
+    if bool(bad.any()):
+        worst = int(bad.nonzero()[0])
+        raise MergeError(
+            f"{tensor.target.name}: element {divmod(int(found.where[worst]), columns)} is {out[worst].item():.9g} where "
+            f"W + delta is {found.expected[worst].item():.9g} and {tensor.target.dtype} rounding allows "
+            f"{bound[worst].item():.3g}; {int(bad.sum())} elements near it are off"
+        )
+    return (error / bound).nan_to_num(0.0).max().item()
+
+
+def check_copied(run: Run, span: Span, source: BinaryIO, written: BinaryIO) -> None:
+    width, shift = row_bytes(run.tensor), run.tensor.target.start - span.start
+    begin, end = span.start + run.first * width, span.start + run.last * width
+    for start in range(begin, end, COPY_BYTES):
+        length = min(COPY_BYTES, end - start)
+        ours, theirs = (torch.empty(length, dtype=torch.uint8) for _ in range(2))
+        if not torch.equal(read_into(written, start + shift, ours), read_into(source, start, theirs)):
+            raise MergeError(f"{run.tensor.target.name} should be the base's bytes and is not")
+
+
+def sha256_file(path: Path) -> str:
+    """The sha256 of a file's bytes, as `sha256sum` prints it."""
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def drop_cached_pages(path: Path) -> None:
+    """Make the next read of a file come from the disk, where the kernel lets us say so."""
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -26,6 +26,7 @@ from cogumi.merge.resolve import refuse_unsupported
 from cogumi.models.adapters import largest_change, lora_config
 from cogumi.models.complete import complete
 from cogumi.models.load import load_model, load_tokenizer, resolve_model
+from cogumi.models.provenance import record_base
 from cogumi.patches import patch, unsloth_rl
 from cogumi.rundir import append_jsonl, create_run_dir, read_jsonl, refuse_occupied, write_atomic, write_json
 from cogumi.training import gspo, sft
@@ -96,7 +97,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
             raise RefusedAtSetup(f"model, lora or train: {one_line(error)}") from error
         set_status(run_dir, "running", stage="train")
         checks = fit(run, run_dir, trainer, examples)
-        adapter = save_adapter(trainer.model, tokenizer, run_dir)
+        adapter = save_adapter(trainer.model, tokenizer, run_dir, run.model.revision)
         if examples.prompts is not None:
             set_status(run_dir, "running", stage="samples")
             write_samples(run_dir, trainer.model, tokenizer, examples.prompts)
@@ -231,12 +232,13 @@ def one_line(error: Exception) -> str:
     return " ".join(f"{error}".split()) or type(error).__name__
 
 
-def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path) -> Path:
-    """Adapter and tokenizer, written aside and renamed, so that `adapter/` is whole or not there."""
+def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, revision: str | None) -> Path:
+    """Adapter, tokenizer and a record of the base, written aside and renamed: `adapter/` is whole or not there."""
     unfinished, adapter = run_dir / ".adapter", run_dir / "adapter"
     shutil.rmtree(unfinished, ignore_errors=True)
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
+    record_base(unfinished, model, revision)
     unfinished.rename(adapter)
     return adapter
 
@@ -268,7 +270,8 @@ def merge_and_check(
     return report.out, [
         Check(
             "merged weights",
-            f"largest error {report.largest_error:.3f} of one rounding, {report.tensors_merged} tensors",
+            f"{report.elements:,} elements in {report.tensors_merged} tensors, {report.not_nearest:,} of them next to a tie, "
+            f"the worst at {report.largest_error:.2f} of what rounding allows",
             "<= 1",
             report.largest_error <= 1,
         ),
@@ -280,8 +283,8 @@ def merge_and_check(
         ),
         Check(
             "merged logits",
-            f"rms {logits.measured:.2e} from the live adapter's",
-            f"<= {logits.bound:.2e}",
+            f"rms {logits.measured:.2e}, KL {logits.kl:.1e} from the live adapter's",
+            f"<= {logits.bound:.2e}, {logits.kl_bound:.1e}",
             logits.passed,
         ),
     ]

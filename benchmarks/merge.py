@@ -1,0 +1,264 @@
+"""Merging an adapter into a base of 6 GB: time against `cp -r`, PEFT and axolotl, memory, identity, kills, full disks.
+
+`sh requirements/install.sh peers` installs what is only compared with. A full run writes up to 14 GB at a time into the
+temporary directory (TMPDIR) and takes about half an hour. Each time is that of a whole process, `sync` included, with
+the inputs dropped from the page cache; sides take turns, so that a neighbour's load on a shared disk falls on all.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from benchmarks import merge_processes as processes
+from benchmarks.harness import Row, attempt, missing, ratio, row, summary
+from benchmarks.merge_inputs import Inputs, Llama, forget_cached, write_inputs, write_sparse_inputs
+from benchmarks.merge_kills import digests, full_disk_rows, kill_rows
+from benchmarks.merge_processes import Finished, python, run_and_watch
+
+# The shapes of Llama-3.2-3B; 14 of Llama-3.1-8B's layers; and what fits a 64 MB disk.
+BIG = Llama("Llama-3.2-3B", 3072, 8192, 28, 24, 8, 128256, tied=True)
+ONE_SHARD = Llama("14 layers of Llama-3.1-8B", 4096, 14336, 14, 32, 8, 128256, tied=False)
+SMALL = Llama("small Llama", 512, 1536, 6, 8, 4, 8000, tied=False)
+TINY = Llama("tiny Llama", 64, 160, 2, 4, 2, 512, tied=True)
+WORKERS = (1, 2, 8)
+
+
+@dataclass(frozen=True)
+class Scale:
+    big: Llama
+    one_shard: Llama
+    small: Llama
+    shard_bytes: int
+    rank: int
+    repeats: int
+    peer_repeats: int
+    kills: int
+    moments: int
+    shares: tuple[float, ...]
+    disk_bytes: int
+    timed: bool  # whether the times mean something, and are held to their targets
+
+
+# Free space as a share of the base's bytes: too little by far, by a little, just enough.
+SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999, 1.01, 1.1)
+FULL = Scale(BIG, ONE_SHARD, SMALL, 2_000_000_000, 16, 5, 2, 60, 15, SHARES, 17_000_000_000, True)
+QUICK = Scale(TINY, TINY, TINY, 100_000, 4, 1, 1, 2, 1, (0.5, 1.1), 100_000_000, False)
+
+
+# ----------------------------------------------------------------------------------------------------------------- time
+
+
+def time_rows(inputs: Inputs, warm: Inputs, folder: Path, scale: Scale) -> Iterator[Row]:
+    """All sides in turns, forwards and backwards alternately; the slow peers take part in the first turns only."""
+    out = folder / "out"
+    more = [warm.base, warm.adapter]
+    commands = {
+        "cogumi": python(processes.COGUMI, inputs, out),
+        "cp -r": ["cp", "-r", str(inputs.base), str(out)],
+        "cogumi, all imported": python(processes.COGUMI_WARM, inputs, out, *more, folder / "warm-out"),
+        "imports": [sys.executable, "-c", processes.IMPORTS],
+        "PEFT": python(processes.PEFT, inputs, out),
+    }
+    if scale.timed and processes.axolotl_is_here():
+        commands["axolotl"] = python(processes.AXOLOTL, inputs, out, processes.PEERS)
+    runs: dict[str, list[Finished]] = {name: [] for name in commands}
+    for turn in range(scale.repeats):
+        names = [name for name in commands if turn < scale.peer_repeats or name not in ("PEFT", "axolotl")]
+        for name in reversed(names) if turn % 2 else names:
+            forget_cached(inputs.base, inputs.adapter)
+            runs[name].append(run_and_watch(commands[name], sync=True))
+            for directory in (out, folder / "warm-out"):
+                if directory.exists():
+                    shutil.rmtree(directory)
+    case = f"{scale.big.name}, {inputs.base_bytes / 1e9:.2f} GB, r={scale.rank} all-linear"
+    yield from seconds_and_ratios(case, runs, scale.timed)
+    yield from memory_rows(case, inputs, runs)
+
+
+def seconds_and_ratios(case: str, runs: dict[str, list[Finished]], judged: bool) -> Iterator[Row]:
+    """`judged`: hold the ratios to their targets."""
+    times = {name: [each.seconds for each in finished] for name, finished in runs.items()}
+    # Only the call, which the process timed; it prints nothing else.
+    times["cogumi, all imported"] = [float(each.output.split()[-1]) for each in runs["cogumi, all imported"]]
+    said = {
+        "cogumi": "whole process, every element verified, sync",
+        "cp -r": "whole process, sync",
+        "cogumi, all imported": "the call alone, in a process that has merged before, sync",
+        "imports": "whole process: import torch, transformers, peft",
+        "PEFT": "whole process: load, merge_and_unload, save_pretrained, sync",
+        "axolotl": "whole process: merge_lora_sharded_efficient, sync",
+    }
+    for name, seconds in times.items():
+        middle, spread = summary(seconds)
+        yield row("merge", case, f"time, {name}", middle, "s", spread=spread, note=said[name])
+    middle, low, high = ratio(times, "cogumi", "cp -r")
+    target = "<= 1.5" if judged else ""
+    note = "1.25 is the aim"
+    yield row("merge", case, "cogumi / cp -r", middle, "ratio", spread=(low, high), target=target, note=note)
+    middle, low, high = ratio(times, "cogumi, all imported", "cp -r")
+    yield row("merge", case, "cogumi, all imported / cp -r", middle, "ratio", spread=(low, high))
+    for peer in ("PEFT", "axolotl"):
+        if peer not in times:
+            yield missing("merge", f"{case}, {peer}", f"{peer} (sh requirements/install.sh peers)")
+            continue
+        adjacent = {peer: times[peer], "cogumi": times["cogumi"][: len(times[peer])]}
+        middle, low, high = ratio(adjacent, peer, "cogumi")
+        target = ">= 4" if judged else ""
+        yield row("merge", case, f"{peer} / cogumi", middle, "ratio", spread=(low, high), target=target)
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def memory_rows(case: str, inputs: Inputs, runs: dict[str, list[Finished]]) -> Iterator[Row]:
+    """Peak anonymous memory over that of the imports, the largest of all runs, and what a merge holds on the GPU."""
+    peaks = {
+        name: [each.anonymous for each in found if each.anonymous is not None]
+        for name, found in runs.items()
+        if name != "cp -r"
+    }
+    if not all(peaks.values()):
+        yield missing("merge", case, "/proc/PID/status, for the peak memory")
+        return
+    highest, imports = {name: max(found) for name, found in peaks.items()}, min(peaks["imports"])
+    for name, peak in highest.items():
+        shared = max(each.high_water or 0 for each in runs[name])
+        note = f"VmHWM, file pages included: {shared / 2**20:,.0f} MiB"
+        yield row("merge", case, f"peak anonymous memory, {name}", peak / 2**20, "MiB", note=note)
+    allowed = (2 * inputs.adapter_bytes + (128 << 20)) / 2**20
+    note = f"2 x the adapter's {inputs.adapter_bytes / 2**20:.1f} MiB + 128 MiB"
+    over = (highest["cogumi"] - imports) / 2**20
+    metric = "peak anonymous memory, cogumi - imports"
+    yield row("merge", case, metric, over, "MiB", target=f"<= {allowed:.1f}", note=note)
+    _, held = last_numbers(runs["cogumi"][-1])
+    note = "CUDA was not initialised" if torch.cuda.is_available() else "no CUDA device here: 0 by construction"
+    yield row("merge", case, "GPU memory", held, "bytes", target="<= 0", note="" if held else note)
+
+
+def last_numbers(finished: Finished) -> tuple[float, int]:
+    """(largest_error of the report, bytes reserved on the GPU): what processes.COGUMI prints."""
+    error, held = finished.output.split()[-2:]
+    return float(error), int(held)
+
+
+def one_shard_rows(folder: Path, scale: Scale) -> Iterator[Row]:
+    """A single shard of 8 GB whose weights are a hole, with a small adapter, merged and verified."""
+    inputs = write_sparse_inputs(scale.one_shard, folder, targets=["q_proj", "v_proj"], rank=8)
+    out = folder / "out"
+    imports = [run_and_watch([sys.executable, "-c", processes.IMPORTS])]
+    merged = [run_and_watch(python(processes.COGUMI, inputs, out), sync=True)]
+    case = f"{scale.one_shard.name}, one shard of {inputs.base_bytes / 1e9:.2f} GB (sparse), r=8 q and v"
+    yield from memory_rows(case, inputs, {"cogumi": merged, "imports": imports})
+    yield row(
+        "merge", case, "time, cogumi", merged[0].seconds, "s", note="whole process, sync; the input takes no disk"
+    )
+    yield from bound_rows(case, inputs, out, last_numbers(merged[0])[0])
+
+
+# ---------------------------------------------------------------------------------------------------------- correctness
+
+
+def identity_rows(inputs: Inputs, folder: Path, scale: Scale) -> Iterator[Row]:
+    """The shards that 1, 2 and 8 workers write, by sha256; the last merge is checked here once more."""
+    case = f"{scale.big.name}, {inputs.base_bytes / 1e9:.2f} GB, r={scale.rank} all-linear"
+    out, found = folder / "out", []
+    for workers in WORKERS:
+        if out.exists():
+            shutil.rmtree(out)
+        run_and_watch(python(processes.WORKERS, inputs, out, str(workers)))
+        found.append({name: each for name, each in digests(out).items() if name.endswith(".safetensors")})
+    different = sum(len({each[name] for each in found}) > 1 for name in found[0])
+    note = f"workers {', '.join(map(str, WORKERS))}; sha256 of the files"
+    unit = f"of {len(found[0])} shards"
+    yield row("merge", case, "shards that differ between workers", different, unit, target="<= 0", note=note)
+    yield from bound_rows(case, inputs, out, None)
+
+
+def bound_rows(case: str, inputs: Inputs, out: Path, reported: float | None) -> Iterator[Row]:
+    """The element bound: as the merge reported it, and on sampled rows by the formula below."""
+    if reported is not None:
+        note = "|out - (W + delta)| of every element as a share of what rounding allows, as reported"
+        yield row("merge", case, "largest error", reported, "of the bound", target="<= 1", note=note)
+    beyond, looked = sampled_violations(inputs, out)
+    note = "computed here: half an ulp + 2^-20 (|W| + |delta|)"
+    yield row("merge", case, "sampled elements off", beyond, f"of {looked:,}", target="<= 0", note=note)
+
+
+def sampled_violations(inputs: Inputs, out: Path, rows: int = 8) -> tuple[int, int]:
+    """(violations, elements looked at) on some rows of every merged tensor, in float64, without any code of cogumi's.
+
+    |out - (W + delta)| <= half a bfloat16 ulp of W + delta + 2^-20 (|W| + |delta|), delta = scaling * B @ A.
+    """
+    from peft import LoraConfig
+
+    config = LoraConfig.from_pretrained(str(inputs.adapter))
+    scaling, beyond, looked = config.lora_alpha / config.r, 0, 0
+    generator = torch.Generator().manual_seed(0)
+    base, merged = tensor_files(inputs.base), tensor_files(out)
+    with safe_open(inputs.adapter / "adapter_model.safetensors", framework="pt") as factors:
+        for key in (each for each in factors.keys() if ".lora_A." in each):  # noqa: SIM118
+            name = key.removeprefix("base_model.model.").replace(".lora_A.weight", ".weight")
+            left = factors.get_tensor(key.replace(".lora_A.", ".lora_B.")).double()
+            right = factors.get_tensor(key).double()
+            with safe_open(base[name], framework="pt") as before, safe_open(merged[name], framework="pt") as after:
+                weights, outs = before.get_slice(name), after.get_slice(name)
+                for i in torch.randint(len(left), (rows,), generator=generator).tolist():
+                    weight, got = weights[i].double(), outs[i].double()
+                    delta = scaling * (left[i] @ right)
+                    # frexp: 2^(exponent - 1) <= |x| < 2^exponent, and bfloat16 has 7 bits after the leading one.
+                    exponent = torch.frexp(weight + delta).exponent
+                    half_ulp = torch.ldexp(torch.ones_like(weight), exponent - 1 - 7 - 1)
+                    allowed = half_ulp + 2.0**-20 * (weight.abs() + delta.abs())
+                    beyond += int((~((got - weight - delta).abs() <= allowed)).sum())
+                    looked += len(got)
+    return beyond, looked
+
+
+def tensor_files(directory: Path) -> dict[str, Path]:
+    """File by tensor name."""
+    found: dict[str, Path] = {}
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= dict.fromkeys(file.keys(), path)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- the rows
+
+
+def run(quick: bool = False) -> Iterator[Row]:
+    scale = QUICK if quick else FULL
+    with tempfile.TemporaryDirectory(prefix="cogumi-merge-") as name:
+        folder = Path(name)
+        free = shutil.disk_usage(folder).free
+        if free < scale.disk_bytes:
+            note = f"skipped: needs {scale.disk_bytes / 1e9:.0f} GB in TMPDIR, {free / 1e9:.1f} GB are free"
+            yield row("merge", scale.big.name, "-", None, note=note)
+            return
+        few = min(scale.shard_bytes, 10_000_000)  # several shards here too
+        small = write_inputs(scale.small, folder / "small", shard_bytes=few, targets="all-linear", rank=8)
+        big = write_inputs(
+            scale.big, folder / "big", shard_bytes=scale.shard_bytes, targets="all-linear", rank=scale.rank
+        )
+        parts: dict[str, Callable[..., Any]] = {
+            "time": partial(time_rows, big, small, folder, scale),
+            "workers": partial(identity_rows, big, folder, scale),
+        }
+        for part, work in parts.items():
+            yield from attempt("merge", part, work)
+            shutil.rmtree(folder / "out", ignore_errors=True)
+        shutil.rmtree(folder / "big")
+        yield from attempt("merge", "one shard", partial(one_shard_rows, folder / "one", scale))
+        shutil.rmtree(folder / "one")
+        yield from attempt("merge", "kills", partial(kill_rows, small, folder, scale.kills))
+        yield from attempt("merge", "full disk", partial(full_disk_rows, small, folder, scale.shares, scale.moments))

@@ -1,0 +1,162 @@
+"""Bases and adapters for the merge benchmark: real shapes and real files with random weights, and a sparse shard.
+
+Names and shapes come from transformers (a model on the meta device), adapters are saved by PEFT.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Llama:
+    """A Llama's shapes. `tied`: the embedding is the head too, and stored once."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    tied: bool
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A base and an adapter trained on it, on disk; sizes in bytes of their safetensors files."""
+
+    base: Path
+    adapter: Path
+    base_bytes: int
+    adapter_bytes: int
+
+
+def meta_model(shape: Llama) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.hidden // shape.heads,
+        vocab_size=shape.vocabulary,
+        tie_word_embeddings=shape.tied,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+    )
+    with torch.device("meta"):
+        return LlamaForCausalLM(config)
+
+
+def write_inputs(shape: Llama, directory: Path, *, shard_bytes: int, targets: str | list[str], rank: int) -> Inputs:
+    """Random weights (standard deviation 0.02, norms 1) in shards of at most `shard_bytes`, and an adapter."""
+    model = meta_model(shape)
+    base = directory / "base"
+    base.mkdir(parents=True)
+    model.config.save_pretrained(base)
+    groups = list(shards(stored_tensors(model), shard_bytes))
+    weight_map: dict[str, str] = {}
+    generator = torch.Generator().manual_seed(0)
+    for number, group in enumerate(groups, 1):
+        name = "model.safetensors" if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
+        save_file({key: random_weight(dims, generator) for key, dims in group.items()}, base / name, {"format": "pt"})
+        weight_map |= dict.fromkeys(group, name)
+    if len(groups) > 1:
+        total = sum(byte_count(group) for group in groups)
+        (base / INDEX_NAME).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
+    return with_adapter(model, base, directory / "adapter", targets, rank)
+
+
+def write_sparse_inputs(shape: Llama, directory: Path, *, targets: str | list[str], rank: int) -> Inputs:
+    """One shard whose weights are a hole in the file: they read as zeros, and take no disk."""
+    model = meta_model(shape)
+    base = directory / "base"
+    base.mkdir(parents=True)
+    model.config.save_pretrained(base)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for key, dims in stored_tensors(model).items():
+        end = position + byte_count({key: dims})
+        header[key] = {"dtype": "BF16", "shape": list(dims), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (base / "model.safetensors").open("xb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + position)
+    return with_adapter(model, base, directory / "adapter", targets, rank)
+
+
+def stored_tensors(model: Any) -> dict[str, tuple[int, ...]]:
+    """Names and shapes as they are saved: a tied head is not there."""
+    tied = set(model.all_tied_weights_keys)
+    return {name: tuple(weight.shape) for name, weight in model.state_dict().items() if name not in tied}
+
+
+def shards(tensors: dict[str, tuple[int, ...]], shard_bytes: int) -> Iterator[dict[str, tuple[int, ...]]]:
+    group: dict[str, tuple[int, ...]] = {}
+    for name, dims in tensors.items():
+        if group and byte_count(group) + byte_count({name: dims}) > shard_bytes:
+            yield group
+            group = {}
+        group[name] = dims
+    yield group
+
+
+def byte_count(tensors: dict[str, tuple[int, ...]]) -> int:
+    """In bfloat16."""
+    return sum(2 * torch.Size(dims).numel() for dims in tensors.values())
+
+
+def random_weight(dims: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    if len(dims) == 1:
+        return torch.ones(dims, dtype=torch.bfloat16)
+    return torch.randn(dims, generator=generator, dtype=torch.bfloat16).mul_(0.02)
+
+
+def with_adapter(model: Any, base: Path, adapter: Path, targets: str | list[str], rank: int) -> Inputs:
+    """An adapter for `model` (on meta) with the float32 factors a trained one might have, saved by PEFT."""
+    from peft import LoraConfig, get_peft_model
+
+    model.name_or_path = model.config._name_or_path = str(base)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config, low_cpu_mem_usage=True)
+    generator = torch.Generator().manual_seed(1)
+    state = {
+        name: torch.randn(weight.shape, generator=generator).mul_(0.02 if "lora_A" in name else 0.005)
+        for name, weight in adapted.state_dict().items()
+        if "lora_" in name
+    }
+    adapted.save_pretrained(str(adapter), state_dict=state, save_embedding_layers=False)
+    sizes = [sum(file.stat().st_size for file in path.glob("*.safetensors")) for path in (base, adapter)]
+    os.sync()
+    return Inputs(base, adapter, *sizes)
+
+
+def forget_cached(*directories: Path) -> None:
+    """Drop the files' pages from memory, so that the next reader reads the disk. Only Linux can be asked to."""
+    if sys.platform != "linux":
+        return
+    os.sync()  # a page that is not on disk yet is not dropped
+    for path in (each for directory in directories for each in directory.rglob("*") if each.is_file()):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,307 @@
+"""Merges that are killed, and merges onto a disk that is full or fills up: what is left behind, each time.
+
+A merge starts in a forked process that has everything imported, so that the moments fall on the merge and not on
+`import torch`. OUT must be absent or complete: loadable, with every shard's bytes those of an undisturbed merge.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Row, missing, one_line, row
+from benchmarks.merge_inputs import Inputs
+
+# With what transformers and PEFT would otherwise import during the merge.
+IMPORTED = ["cogumi.merge", "transformers.models.llama.modeling_llama", "peft.tuners.lora.model"]
+DISK_BYTES = 64 << 20
+
+
+@dataclass
+class Ended:
+    """How a merge in a child ended. said: "done", or the error that a user would see; None when it was killed."""
+
+    said: str | None
+    exitcode: int | None
+    seconds: float
+
+
+def merge_and_say(inputs: Inputs, out: Path, pipe: Connection) -> None:
+    """Runs in the child. An error that no one expects ends it with a traceback and exit status 1."""
+    from cogumi.errors import UsageError
+    from cogumi.merge import merge_adapter
+
+    pipe.send("started")
+    try:
+        merge_adapter(inputs.adapter, out, base=str(inputs.base), progress=False)
+    except UsageError as error:
+        pipe.send(f"refused: {one_line(error)}")
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        pipe.send(f"failed: {one_line(error)}")
+    else:
+        pipe.send("done")
+
+
+class Merges:
+    """Starts merges of one pair of inputs in forks of one prepared process."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        from transformers.utils.logging import disable_progress_bar
+
+        self.inputs = inputs
+        self.context: ForkServerContext = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(IMPORTED)
+        disable_progress_bar()  # each check loads a model
+
+    def start(self, out: Path) -> tuple[BaseProcess, Connection]:
+        """A child at the very moment at which it calls merge_adapter."""
+        ours, theirs = self.context.Pipe()
+        child = self.context.Process(target=merge_and_say, args=(self.inputs, out, theirs))
+        child.start()
+        theirs.close()
+        if ours.recv() != "started":
+            raise RuntimeError("the merging process said something before it started")
+        return child, ours
+
+    def finish(self, child: BaseProcess, pipe: Connection, start: float) -> Ended:
+        try:
+            said = pipe.recv()
+        except EOFError:  # killed
+            said = None
+        child.join()
+        return Ended(said, child.exitcode, time.perf_counter() - start)
+
+    def undisturbed(self, out: Path) -> Ended:
+        child, pipe = self.start(out)
+        return self.finish(child, pipe, time.perf_counter())
+
+    def killed_after(self, out: Path, seconds: float) -> Ended:
+        child, pipe = self.start(out)
+        start = time.perf_counter()
+        time.sleep(seconds)
+        child.kill()
+        return self.finish(child, pipe, start)
+
+    def out_of_space_after(self, out: Path, seconds: float, filler: Path) -> Ended:
+        """Something else takes every free block of the disk while the merge runs."""
+        child, pipe = self.start(out)
+        start = time.perf_counter()
+        time.sleep(seconds)
+        take_all_space(filler)
+        return self.finish(child, pipe, start)
+
+
+def digests(directory: Path) -> dict[str, str]:
+    """sha256 of every file in a directory, by name."""
+    found = {}
+    for path in sorted(each for each in directory.rglob("*") if each.is_file()):
+        with path.open("rb") as file:
+            found[path.relative_to(directory).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def fault_of(out: Path, expected: dict[str, str]) -> str | None:
+    """What is wrong with `out`; None when it is absent, or complete. expected: sha256 of each shard by name."""
+    from transformers import AutoModelForCausalLM
+
+    from cogumi.merge.manifest import MANIFEST_NAME
+
+    if not os.path.lexists(out):
+        return None
+    if not (out / MANIFEST_NAME).is_file():
+        return f"no {MANIFEST_NAME}"
+    present = {name: digest for name, digest in digests(out).items() if name.endswith(".safetensors")}
+    if present != expected:
+        return "shards are not those of an undisturbed merge"
+    recorded = json.loads((out / MANIFEST_NAME).read_text())["shards"]
+    if {name: each["sha256"] for name, each in recorded.items()} != expected:
+        return "the manifest's hashes are not the shards'"
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(out, dtype="auto", output_loading_info=True)
+    except (OSError, ValueError) as error:  # transformers' words for missing files and for a broken config
+        return one_line(error)
+    loading = loaded[1]
+    lacking = loading["missing_keys"] or loading["unexpected_keys"] or loading["mismatched_keys"]
+    return f"loads with {sorted(lacking)[0]} missing, unexpected or of another shape" if lacking else None
+
+
+@dataclass
+class Tally:
+    """What a series of disturbed merges left behind."""
+
+    merges: int = 0
+    killed: int = 0
+    refused: int = 0
+    failed: int = 0
+    complete: int = 0
+    faults: int = 0
+    damaged: int = 0
+    repeated: int = 0
+    unexplained: int = 0
+    leftovers: int = 0
+    partials: int = 0
+    first_fault: str = ""
+
+    def count(self, ended: Ended) -> None:
+        self.merges += 1
+        said = ended.said or ""
+        self.killed += ended.said is None and ended.exitcode == -9
+        self.refused += said.startswith("refused")
+        self.failed += said.startswith("failed")
+        self.unexplained += ended.exitcode not in (0, -9)
+
+
+def inspect(tally: Tally, merges: Merges, out: Path, expected: dict[str, str], before: list[dict[str, str]]) -> None:
+    """What the last merge left, then the same merge again, undisturbed; the output is removed afterwards."""
+    fault = fault_of(out, expected)
+    tally.faults += fault is not None
+    tally.first_fault = tally.first_fault or fault or ""
+    tally.complete += out.exists() and fault is None
+    tally.damaged += [digests(merges.inputs.base), digests(merges.inputs.adapter)] != before
+    tally.partials += len(leftovers(out))
+    if out.exists():
+        shutil.rmtree(out)
+    again = merges.undisturbed(out)
+    good = again.said == "done" and out.exists() and fault_of(out, expected) is None
+    tally.repeated += good
+    tally.first_fault = tally.first_fault or ("" if good else f"the next merge: {again.said}")
+    tally.leftovers += len(leftovers(out))
+    for directory in [out, *leftovers(out)]:
+        if directory.exists():
+            shutil.rmtree(directory)
+
+
+def leftovers(out: Path) -> list[Path]:
+    return sorted(out.parent.glob(f"{out.name}.partial-*"))
+
+
+def kill_rows(inputs: Inputs, folder: Path, kills: int, seed: int = 0) -> Iterator[Row]:
+    """Kill merges at uniform moments of an undisturbed one's duration until `kills` of them died of it."""
+    merges, out, tally = Merges(inputs), folder / "out", Tally()
+    before = [digests(inputs.base), digests(inputs.adapter)]
+    merges.undisturbed(out)  # the first one reads from the disk
+    expected = {name: digest for name, digest in digests(out).items() if name.endswith(".safetensors")}
+    durations = []
+    for _ in range(3):
+        shutil.rmtree(out)
+        durations.append(merges.undisturbed(out).seconds)
+    shutil.rmtree(out)
+    duration, moment = statistics.median(durations), random.Random(seed)
+    while tally.killed < kills and tally.merges < 3 * kills:
+        tally.count(merges.killed_after(out, moment.uniform(0, duration)))
+        inspect(tally, merges, out, expected, before)
+    case = f"SIGKILL at random moments of {duration:.2f} s, base of {inputs.base_bytes / 1e6:.0f} MB"
+    yield row("merge", case, "merges that died of it", tally.killed, f"of {tally.merges}", target=f">= {kills}")
+    yield from shared_rows(case, tally)
+    yield row("merge", case, "killed with a partial left", tally.partials, note="before the next merge")
+
+
+def shared_rows(case: str, tally: Tally) -> Iterator[Row]:
+    """What must hold however a merge was disturbed."""
+    note = tally.first_fault
+    yield row("merge", case, "OUT complete", tally.complete, f"of {tally.merges}")
+    yield row("merge", case, "half-merged OUT", tally.faults, f"of {tally.merges}", target="<= 0", note=note)
+    yield row("merge", case, "damaged base or adapter", tally.damaged, f"of {tally.merges}", target="<= 0")
+    yield row("merge", case, "ended otherwise", tally.unexplained, f"of {tally.merges}", target="<= 0")
+    all_of_them = f">= {tally.merges}"
+    yield row("merge", case, "next merge complete", tally.repeated, f"of {tally.merges}", target=all_of_them, note=note)
+    yield row("merge", case, "partials left by then", tally.leftovers, target="<= 0")
+
+
+# ------------------------------------------------------------------------------------------------------------ full disk
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Path | str]:
+    """A tmpfs of DISK_BYTES, or why there is none: mounting takes root, and Linux."""
+    tool = shutil.which("mount")
+    if tool is None:
+        yield "no mount command"
+        return
+    point = folder / "disk"
+    point.mkdir()
+    options = ["-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(point)]
+    mounted = subprocess.run([tool, *options], capture_output=True, text=True)
+    if mounted.returncode != 0:
+        yield f"mounting a tmpfs is not permitted: {mounted.stderr.strip()}"
+        return
+    try:
+        yield point
+    finally:
+        subprocess.run(["umount", str(point)], check=True)
+
+
+def free_bytes(directory: Path) -> int:
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
+
+
+def fill(filler: Path, leave: int) -> None:
+    """Take space until `leave` bytes are free."""
+    size = free_bytes(filler.parent) - leave
+    with filler.open("xb") as file:
+        if size > 0:
+            os.posix_fallocate(file.fileno(), 0, size)
+
+
+def take_all_space(filler: Path) -> None:
+    """Take every free block, in steps that halve: the merge takes blocks meanwhile."""
+    size, position = DISK_BYTES, 0
+    with filler.open("xb") as file:
+        while size >= 4096:
+            try:
+                os.posix_fallocate(file.fileno(), position, size)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                size //= 2
+            else:
+                position += size
+
+
+def full_disk_rows(
+    inputs: Inputs, folder: Path, shares: tuple[float, ...], moments: int, seed: int = 0
+) -> Iterator[Row]:
+    """Merges onto a small disk: with `shares` of the base's bytes free, and filled up by another while they run."""
+    case = f"a disk of {DISK_BYTES >> 20} MiB, base of {inputs.base_bytes / 1e6:.0f} MB"
+    with small_disk(folder) as disk:
+        if isinstance(disk, str):
+            yield missing("merge", case, disk)
+            return
+        merges, out, filler, tally = Merges(inputs), disk / "out", disk / "filler", Tally()
+        before = [digests(inputs.base), digests(inputs.adapter)]
+        duration = merges.undisturbed(out).seconds
+        expected = {name: digest for name, digest in digests(out).items() if name.endswith(".safetensors")}
+        shutil.rmtree(out)
+        for share in shares:
+            fill(filler, int(share * inputs.base_bytes))
+            tally.count(merges.undisturbed(out))
+            filler.unlink()
+            inspect(tally, merges, out, expected, before)
+        moment = random.Random(seed)
+        for _ in range(moments):
+            tally.count(merges.out_of_space_after(out, moment.uniform(0, duration), filler))
+            filler.unlink()
+            inspect(tally, merges, out, expected, before)
+    at_least = f">= {sum(share < 1 for share in shares)}"
+    yield row("merge", case, "refused", tally.refused, f"of {tally.merges}", target=at_least)
+    yield row("merge", case, "failed with ENOSPC", tally.failed, f"of {tally.merges}")
+    yield from shared_rows(case, tally)

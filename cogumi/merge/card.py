@@ -1,0 +1,157 @@
+"""README.md of a merged model: what it is made of and what was checked, and nothing that is not known."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCardData
+
+FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|\Z)", re.DOTALL)
+LICENCE_KEYS = ("license", "license_name", "license_link")
+HUB_SNAPSHOT = re.compile(r"models--(.+)/snapshots/[0-9a-f]{40}/?$")
+
+
+@dataclass(frozen=True)
+class CardAdapter:
+    """One merged adapter. weight: what its update was multiplied by, 1 unless several were combined."""
+
+    name: str
+    sha256: str
+    weight: float = 1.0
+
+
+def model_card(
+    *,
+    base: str,
+    base_commit: str | None,
+    base_sha256: str,
+    adapters: Sequence[CardAdapter],
+    dtype: str,
+    tensors_merged: int,
+    tensors_copied: int,
+    elements: int | None,
+    not_nearest: int = 0,
+    delta_retained: float | None = None,
+    noise_ratio: float | None = None,
+    dequantized: bool = False,
+    logits: str | None = None,
+    licence: dict[str, str] | None = None,
+) -> str:
+    """Markdown with YAML front matter, in the words of https://huggingface.co/docs/hub/model-cards.
+
+    base: hub id or directory; of a directory, only the last part of its path appears, as people publish their
+    cards. base_sha256: of the list of the base's files with their sha256, as the manifest has it. dtype: what the
+    merged weights are stored in, or "keep". elements, not_nearest: MergeReport's; elements None when nothing was
+    verified. delta_retained: the smallest share of an update that arrived. noise_ratio: q/delta, the size of the
+    quantization error that training saw relative to the update. dequantized: the base is that quantized one,
+    dequantized (base_mode="dequant"). logits: LogitCheck in words. licence: licence_of(base).
+
+    The relation is `finetune`: on the hub, `merge` means several models made into one.
+    """
+    hub_id = hub_id_of(base)
+    shown = hub_id or Path(base).name
+    data = ModelCardData(
+        base_model=hub_id,
+        base_model_relation="finetune" if hub_id else None,
+        library_name="transformers",
+        tags=["cogumi", "merged"],
+        **dict(licence or {}),  # type: ignore[arg-type]
+    )
+    parts = [
+        f"---\n{data.to_yaml()}\n---",
+        f"# {shown} with {'an adapter' if len(adapters) == 1 else f'{len(adapters)} adapters'} merged in",
+        made_of(shown, hub_id, base_commit, base_sha256, adapters, dtype),
+        "## What was checked\n\n"
+        + "\n".join(
+            checked(dtype, tensors_merged, tensors_copied, elements, not_nearest)
+            + measured(delta_retained, noise_ratio, dequantized, logits)
+        ),
+        "## Use\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model = AutoModelForCausalLM.from_pretrained("<this directory or repository>", dtype="auto")\n'
+        'tokenizer = AutoTokenizer.from_pretrained("<this directory or repository>")\n```\n\n'
+        "To check it again, against the hashes in `cogumi-merge.json`: `cogumi merge --check <this directory>`.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def made_of(
+    shown: str, hub_id: str | None, commit: str | None, sha256: str, adapters: Sequence[CardAdapter], dtype: str
+) -> str:
+    base = f"[{shown}](https://huggingface.co/{shown})" if hub_id else f"{shown}, a local directory"
+    lines = [
+        "| | |\n|---|---|",
+        f"| base | {base} |",
+        f"| base commit | {f'`{commit}`' if commit else 'none: not from the hub'} |",
+        f"| base files (sha256 of their sha256) | `{sha256}` |",
+    ]
+    for adapter in adapters:
+        weight = "" if adapter.weight == 1 else f", times {adapter.weight:g}"
+        lines.append(f"| adapter {adapter.name}{weight} (sha256) | `{adapter.sha256}` |")
+    lines.append(f"| stored as | {'the dtypes of the base' if dtype == 'keep' else dtype} |")
+    lines.append(f"| made by | cogumi {version('cogumi')} |")
+    return "\n".join(lines)
+
+
+def checked(dtype: str, tensors_merged: int, tensors_copied: int, elements: int | None, not_nearest: int) -> list[str]:
+    counts = f"{tensors_merged} tensors hold base + update, computed in float32 and rounded once"
+    if elements is None:
+        return [f"- {counts}. **The written files were not compared with base and adapter.**"]
+    rest = "the bytes of the base" if dtype == "keep" else "those of the base, converted"
+    return [
+        f"- {counts}. All {elements:,} elements were read back from disk and compared with base + update in float64: each "
+        f"is the nearest value that can be stored, but for {not_nearest:,} that lie between two as closely as float32 can "
+        "tell.",
+        f"- The other {tensors_copied} tensors are {rest}; that was compared too.",
+    ]
+
+
+def measured(
+    delta_retained: float | None, noise_ratio: float | None, dequantized: bool, logits: str | None
+) -> list[str]:
+    lines = []
+    if delta_retained is not None:
+        lines.append(f"- Of each tensor's update, at least {delta_retained:.2%} arrived in the rounded weights.")
+    error = "" if noise_ratio is None else f", whose error is {noise_ratio:.2g} times as large as the update"
+    if dequantized:
+        lines.append(
+            f"- The base is a quantized model, dequantized again{error}: what training saw is what is stored here."
+        )
+    elif noise_ratio is not None:
+        lines.append(
+            f"- The adapter was trained on a quantized base{error}. This model has the update without that error."
+        )
+    lines.append(f"- Logits: {logits}." if logits else "- Logits of this model were not compared with the adapter's.")
+    lines.append("- What the model is good for was not measured here.")
+    return lines
+
+
+def hub_id_of(base: str) -> str | None:
+    """`owner/name` of a base on the hub, also where it was given as a snapshot in the hub's cache; else None."""
+    snapshot = HUB_SNAPSHOT.search(Path(base).as_posix())
+    if snapshot:
+        return snapshot[1].replace("--", "/", 1)
+    if Path(base).is_dir() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base) or base.startswith("."):
+        return None
+    return base
+
+
+def licence_of(base: Path) -> dict[str, str]:
+    """license, license_name and license_link from the front matter of the base's README.md, as far as they are there.
+
+    A front matter that is not YAML says nothing that could be repeated, so it yields nothing.
+    """
+    path = base / "README.md"
+    if not path.is_file():
+        return {}
+    block = FRONT_MATTER.match(path.read_text(encoding="utf-8", errors="replace"))
+    try:
+        data: Any = yaml.safe_load(block[1]) if block else None
+    except yaml.YAMLError:
+        return {}
+    if not isinstance(data, dict):
+        return {}
+    return {key: data[key] for key in LICENCE_KEYS if isinstance(data.get(key), str)}

@@ -1,0 +1,365 @@
+"""What an adapter does to each parameter, by PEFT's own account.
+
+PEFT injects the adapter into the model on the meta device. That yields rank, scaling and orientation per layer by PEFT's
+own rules, and the exact keys and shapes that PEFT would save: a file that holds others is refused.
+"""
+
+import math
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cogumi.errors import UsageError
+from cogumi.merge.checkpoint import Checkpoint, meta_model
+from cogumi.merge.resolve import FACTOR_KEY, Adapter, Base
+from cogumi.merge.tensorfile import Span, matrix_shape, read_elements
+
+PREFIX = "base_model.model."
+EXPERT = re.compile(r".+\.experts\.\d+\.[^.]+")
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """scaling * B @ A on one parameter, from the tensors `key_a` [count * r, in] and `key_b` [out, r * count] of a file.
+
+    count: how many matrices the parameter stacks (experts); A holds their factors one after the other, B interleaved
+    (r, count), as PEFT stores target_parameters. transposed: the parameter's matrices are [in, out]. key_a None: B is a
+    bias [out], added as it is (lora_bias).
+    """
+
+    file: Path
+    key_a: str | None
+    key_b: str
+    rank: int
+    scaling: float
+    count: int = 1
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a parameter that are replaced by those of a tensor [len(indices), columns] (trainable tokens)."""
+
+    file: Path
+    key: str
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What happens to one parameter, in this order: replaced whole, updated, rescaled (DoRA), rows replaced.
+
+    magnitude: (file, key) of DoRA's magnitude, one for each output: a row of the parameter, or a column where the low
+    rank is transposed.
+    """
+
+    whole: Span | None = None
+    terms: tuple[LowRank, ...] = ()
+    magnitude: tuple[Path, str] | None = None
+    rows: Rows | None = None
+
+
+@dataclass
+class Changes:
+    """Changes of one adapter: by parameter, and by stored tensor for modules that only the checkpoint still has.
+
+    vocabulary: the number of rows of the embedding where the adapter resized it.
+    """
+
+    parameters: dict[str, Change] = field(default_factory=dict)
+    tensors: dict[str, Change] = field(default_factory=dict)
+    vocabulary: int | None = None
+
+
+def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint) -> Changes:
+    """Every change that the adapter makes. Each of its keys is used exactly once, or UsageError names it."""
+    from peft import LoraConfig
+
+    model = meta_model(base)  # PEFT changes the model it is given, so each adapter gets its own
+    held = {span.name: span for span in adapter.spans}
+    changes = Changes(vocabulary=resize_vocabulary(model, held))
+    config = LoraConfig.from_pretrained(str(adapter.path))
+    config.init_lora_weights = True  # how A and B began no longer matters
+    stored = stored_modules(model, config, held, checkpoint.spans)
+    if stored:
+        changes.tensors = stored_changes(adapter, config, stored, checkpoint.spans)
+        config.target_modules = layers_with_factors(adapter, config, model, held)
+        held = {key: span for key, span in held.items() if all(key not in keys for keys in stored.values())}
+        if not (config.target_modules or config.target_parameters or config.modules_to_save):
+            refuse_leftover(adapter, base, held)
+            return changes
+    layers = inject(adapter, base, config, model)
+    expected, embeddings = expected_keys(layers)
+    check_keys(adapter, base, held, expected, embeddings)
+    changes.parameters, used = layer_changes(adapter, base, layers.get_base_model(), held)
+    for key in expected.keys() - used:
+        changes.parameters[bias_parameter(adapter, key)] = Change(whole=held[key])
+    for key in held.keys() - expected.keys():
+        keep_embedding(adapter, base, changes, held[key], checkpoint)
+    return changes
+
+
+def resize_vocabulary(model: Any, held: dict[str, Span]) -> int | None:
+    """Resize the meta model to the vocabulary of the embedding that the adapter brings, if that is another; its size."""
+    embedding = model.get_input_embeddings()
+    name = next(name for name, module in model.named_modules() if module is embedding)
+    for key in (f"{PREFIX}{name}.weight", f"{PREFIX}{name}.base_layer.weight"):
+        if key in held and held[key].shape[0] != embedding.weight.shape[0]:
+            model.resize_token_embeddings(held[key].shape[0], mean_resizing=False)
+            return held[key].shape[0]
+    return None
+
+
+def layer_names(model: Any) -> set[str]:
+    """The linear layers of a model, GPT-2's transposed ones included."""
+    from transformers.pytorch_utils import Conv1D
+
+    return {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)}
+
+
+def stored_modules(
+    model: Any, config: Any, held: dict[str, Span], spans: dict[str, Span]
+) -> dict[str, tuple[str, str]]:
+    """Stored tensor -> (key of A, key of B), for factors of modules that this transformers no longer builds as layers.
+
+    Adapters that were saved before transformers stacked the experts of a layer name one linear layer per expert (and
+    the router); the checkpoint still stores them so, and there the update can be added.
+    """
+    layers = layer_names(model)
+    parameters = tuple(config.target_parameters or ())
+    found: dict[str, tuple[str, str]] = {}
+    for key in held:
+        factor = FACTOR_KEY.fullmatch(key)
+        if factor and factor["side"] == "A" and factor["module"] not in layers:
+            tensor = f"{factor['module']}.weight"
+            named = any(tensor == parameter or tensor.endswith(f".{parameter}") for parameter in parameters)
+            if not named and tensor in spans and len(spans[tensor].shape) == 2:
+                found[tensor] = (key, key.replace("lora_A", "lora_B"))
+    return found
+
+
+def layers_with_factors(adapter: Adapter, config: Any, model: Any, held: dict[str, Span]) -> list[str]:
+    """The linear layers for which the file holds factors. Raises UsageError where it lacks those of a targeted one."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    found = []
+    for layer in sorted(layer_names(model)):
+        if f"{PREFIX}{layer}.lora_A.weight" in held:
+            found.append(layer)
+        elif check_target_module_exists(config, layer) and config.target_modules != "all-linear":
+            raise UsageError(f"adapter {adapter.path} targets {layer} but holds no factors for it; is it damaged?")
+    return found
+
+
+def stored_changes(
+    adapter: Adapter, config: Any, stored: dict[str, tuple[str, str]], spans: dict[str, Span]
+) -> dict[str, Change]:
+    """Changes by stored tensor, with PEFT's rules for patterns applied to the module's name."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.other import get_pattern_key
+
+    held = {span.name: span for span in adapter.spans}
+    for tensor in spans:
+        layer = tensor.removesuffix(".weight")
+        if EXPERT.fullmatch(layer) and tensor not in stored and check_target_module_exists(config, layer):
+            raise UsageError(f"adapter {adapter.path} targets {layer} but holds no factors for it; is it damaged?")
+    changes = {}
+    for tensor, (key_a, key_b) in stored.items():
+        module = tensor.removesuffix(".weight")
+        if config.use_dora or config.lora_bias:
+            raise UsageError(
+                f"adapter {adapter.path} cannot be merged yet: {key_a} is DoRA or has a bias on a layer that only the "
+                "checkpoint still names; load it with PEFT on the base instead"
+            )
+        rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), module), config.r)
+        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), module), config.lora_alpha)
+        outputs, inputs = spans[tensor].shape
+        for key, shape in ((key_a, (rank, inputs)), (key_b, (outputs, rank))):
+            if held[key].shape != shape:
+                raise UsageError(
+                    f"adapter {adapter.path}: {key} has shape {held[key].shape} where {tensor} {spans[tensor].shape} and "
+                    f"rank {rank} need {shape}; is this the base it was trained on?"
+                )
+        scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+        changes[tensor] = Change(terms=(LowRank(adapter.weights, key_a, key_b, rank, scaling),))
+    return changes
+
+
+def inject(adapter: Adapter, base: Base, config: Any, model: Any) -> Any:
+    """The PEFT model on meta. Raises UsageError in PEFT's words where the adapter finds no place in the model."""
+    from peft import get_peft_model
+
+    try:
+        return get_peft_model(model, config, low_cpu_mem_usage=True)
+    except ValueError as error:  # "no target module found", "this layer type is not supported"
+        raise UsageError(f"adapter {adapter.path} does not fit base {base.name}: {error}") from error
+
+
+def expected_keys(layers: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """(keys that PEFT saves for this adapter, keys of embeddings that it adds at times), with their shapes."""
+    from peft import get_peft_model_state_dict
+
+    def shapes(save_embedding_layers: bool) -> dict[str, tuple[int, ...]]:
+        state = get_peft_model_state_dict(layers, save_embedding_layers=save_embedding_layers)
+        return {key: tuple(tensor.shape) for key, tensor in state.items()}
+
+    expected, with_embeddings = shapes(False), shapes(True)
+    return expected, {key: shape for key, shape in with_embeddings.items() if key not in expected}
+
+
+def check_keys(
+    adapter: Adapter,
+    base: Base,
+    held: dict[str, Span],
+    expected: dict[str, tuple[int, ...]],
+    embeddings: dict[str, tuple[int, ...]],
+) -> None:
+    """Raise UsageError unless the file holds exactly what PEFT would save for this adapter on this base."""
+    refuse_leftover(adapter, base, {key: span for key, span in held.items() if key not in expected | embeddings})
+    for key in sorted(expected.keys() - held.keys()):
+        raise UsageError(
+            f"adapter {adapter.path} lacks {key}, which its configuration promises for base {base.name}; is this the "
+            "base the adapter was trained on?"
+        )
+    for key, span in held.items():
+        shape = (expected | embeddings)[key]
+        if span.shape != shape:
+            raise UsageError(
+                f"adapter {adapter.path}: {key} has shape {span.shape} where base {base.name} and the adapter's "
+                f"configuration need {shape}; is this the base it was trained on?"
+            )
+
+
+def refuse_leftover(adapter: Adapter, base: Base, unknown: dict[str, Span]) -> None:
+    for key in sorted(unknown):
+        raise UsageError(
+            f"adapter {adapter.path}: {key} belongs to nothing that the adapter's configuration puts on base "
+            f"{base.name}; is this the base the adapter was trained on?"
+        )
+
+
+def layer_changes(
+    adapter: Adapter, base: Base, model: Any, held: dict[str, Span]
+) -> tuple[dict[str, Change], set[str]]:
+    """(change by parameter, keys used), from the layers that PEFT put into the model."""
+    from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, ParamWrapper
+    from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+
+    changes: dict[str, Change] = {}
+    used: set[str] = set()
+    tokens: dict[int, Rows] = {}  # by the identity of PEFT's token adapter, which tied layers share
+    own = set(model.state_dict())
+
+    def add(parameter: str, change: Change, *keys: str) -> None:
+        if parameter in changes:
+            raise UsageError(f"adapter {adapter.path} cannot be merged: it changes {parameter} in two ways at once")
+        changes[parameter] = change
+        used.update(keys)
+
+    for name, module in model.named_modules():
+        key, parameter = f"{PREFIX}{name}", name.replace(".base_layer", "")
+        if isinstance(module, ParamWrapper):
+            term = expert_term(adapter, key, module)
+            add(f"{parameter}.{module.parameter_name}", Change(terms=(term,)), term.key_b, str(term.key_a))
+        elif isinstance(module, Linear | Embedding):
+            kind = "lora_embedding_{}" if isinstance(module, Embedding) else "lora_{}.weight"
+            term = layer_term(adapter, f"{key}.{kind.format('A')}", f"{key}.{kind.format('B')}", module)
+            magnitude = f"{key}.lora_magnitude_vector" if module.use_dora["default"] else None
+            change = Change(terms=(term,), magnitude=(adapter.weights, magnitude) if magnitude else None)
+            add(f"{parameter}.weight", change, term.key_b, str(term.key_a), *([magnitude] if magnitude else []))
+            if f"{key}.lora_B.bias" in held:
+                if f"{name}.base_layer.bias" not in own:
+                    raise UsageError(
+                        f"adapter {adapter.path} cannot be merged: lora_bias trained a bias on {name}, which has none in "
+                        f"base {base.name}; load it with PEFT on the base instead"
+                    )
+                bias = LowRank(adapter.weights, None, f"{key}.lora_B.bias", 1, module.scaling["default"])
+                add(f"{parameter}.bias", Change(terms=(bias,)), bias.key_b)
+        elif isinstance(module, LoraLayer):
+            raise UsageError(
+                f"adapter {adapter.path} cannot be merged yet: {name} is a {type(module.get_base_layer()).__name__}, not "
+                "a linear layer, an embedding or a stack of experts"
+            )
+        elif isinstance(module, ModulesToSaveWrapper):
+            for part in module.modules_to_save["default"].state_dict():
+                add(f"{parameter}.{part}", Change(whole=held[f"{key}.{part}"]), f"{key}.{part}")
+        elif isinstance(module, TrainableTokensWrapper):
+            layer = module.token_adapter
+            if layer.tied_adapter is None:
+                delta = f"{key}.token_adapter.trainable_tokens_delta"
+                tokens[id(layer)] = Rows(adapter.weights, delta, tuple(layer.token_indices["default"]))
+                used.add(delta)
+            add(f"{parameter}.weight", Change(rows=tokens[id(layer.tied_adapter or layer)]))
+    return changes, used
+
+
+def layer_term(adapter: Adapter, key_a: str, key_b: str, layer: Any) -> LowRank:
+    """The update of a linear layer or an embedding. PEFT's embedding update is (B @ A).T on a weight [rows, dim]."""
+    from peft.tuners.lora.layer import Embedding
+
+    transposed = isinstance(layer, Embedding) or bool(layer.fan_in_fan_out)
+    return LowRank(
+        adapter.weights, key_a, key_b, layer.r["default"], float(layer.scaling["default"]), transposed=transposed
+    )
+
+
+def expert_term(adapter: Adapter, key: str, layer: Any) -> LowRank:
+    """The update of a bare parameter (target_parameters): a matrix, or a stack of experts in PEFT's layout.
+
+    PEFT knows by the layer's `is_transposed` whether the experts are [out, in] or [in, out] and then swaps its idea of
+    in and out; guessing it from shapes would be ambiguous.
+    """
+    stacked = len(layer.get_param().shape) == 3
+    return LowRank(
+        adapter.weights,
+        f"{key}.lora_A.weight",
+        f"{key}.lora_B.weight",
+        layer.r["default"],
+        float(layer.scaling["default"]),
+        count=layer.num_experts,
+        transposed=stacked and not layer._did_swap_in_out_features,
+    )
+
+
+def bias_parameter(adapter: Adapter, key: str) -> str:
+    """The parameter behind a key that no adapter layer uses: a bias trained whole (bias="all" or "lora_only")."""
+    if not key.endswith(".bias"):
+        raise UsageError(
+            f"adapter {adapter.path} cannot be merged yet: {key} is of a kind that this merge does not know"
+        )
+    return key.removeprefix(PREFIX).replace(".base_layer", "")
+
+
+def keep_embedding(adapter: Adapter, base: Base, changes: Changes, span: Span, checkpoint: Checkpoint) -> None:
+    """An embedding that PEFT saved beside the factors (targeted, or resized): the base's rows, and perhaps new ones.
+
+    It was not trained, so its rows must be the base's; anything else is another base. A resized one takes the place of
+    the base's, and the adapter's updates come on top.
+    """
+    parameter = span.name.removeprefix(PREFIX).replace(".base_layer", "")
+    home = parameter if parameter in checkpoint.places else checkpoint.tied.get(parameter, parameter)
+    stored = [checkpoint.spans[place.tensor] for place in checkpoint.places.get(home, ())]
+    if len(stored) != 1 or not leading_rows_equal(span, stored[0]):
+        raise UsageError(
+            f"adapter {adapter.path}: {span.name} holds a whole embedding that is not the one in base {base.name} (and is "
+            "not among modules_to_save); is this the base the adapter was trained on?"
+        )
+    if span.shape != stored[0].shape:
+        changes.parameters[parameter] = replace(changes.parameters.get(parameter, Change()), whole=span)
+
+
+def leading_rows_equal(span: Span, stored: Span, block: int = 1 << 18) -> bool:
+    """Whether the rows that both tensors have are equal, in the dtype of `span`."""
+    rows, columns = matrix_shape(span.shape)
+    if matrix_shape(stored.shape)[1] != columns:
+        return False
+    total = min(rows, matrix_shape(stored.shape)[0]) * columns
+    for first in range(0, total, block):
+        count = min(block, total - first)
+        ours, theirs = read_elements(span, first, count), read_elements(stored, first, count)
+        if not torch.equal(ours, theirs.to(ours.dtype)):
+            return False
+    return True

@@ -1,0 +1,150 @@
+"""The output directory appears whole or not at all: a partial beside it, locked, allocated in full, renamed at the end."""
+
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cogumi.errors import UsageError
+from cogumi.merge.plan import MergePlan
+
+log = logging.getLogger(__name__)
+
+# What flock says on filesystems that cannot lock a directory (some network filesystems).
+NO_LOCKS = (errno.EINVAL, errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+def check_target(target: Path) -> None:
+    """Raise UsageError unless `target` is free and its parent directory can be written."""
+    if os.path.lexists(target):
+        raise UsageError(f"out {target} exists; choose another name or remove it (a merge never overwrites)")
+    parent = target.absolute().parent
+    if not parent.is_dir():
+        raise UsageError(f"out {target}: {parent} is not a directory; create it first")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"out {target}: no permission to write in {parent}; choose another out")
+
+
+def remove_stale(target: Path) -> None:
+    """Remove what killed merges into `target` left. Raises UsageError when another merge into it is running.
+
+    A running merge holds a lock on its partial directory, which the kernel lets go when the process dies, however it
+    dies; so a partial that can be locked is nobody's. Merging takes less time than telling which half of one is good.
+    """
+    for partial in sorted(target.absolute().parent.glob(f"{target.name}.partial-*")):
+        with locked(partial) as free:
+            if free is None:
+                log.warning(
+                    "%s was left by a killed merge, or belongs to a running one; remove it if none runs", partial
+                )
+            elif not free:
+                raise UsageError(
+                    f"out {target}: another merge is writing {partial.name}; wait for it or choose another out"
+                )
+            else:
+                size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+                shutil.rmtree(partial)
+                log.info("removed %s (%.2f GB), which a killed merge had left", partial, size / 1e9)
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[bool | None]:
+    """Hold the lock of a directory while in the block: True, False where somebody else has it, None if none can be had."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held: bool | None = True
+        except BlockingIOError:
+            held = False
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            held = None
+        yield held
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def partial_directory(target: Path) -> Iterator[Path]:
+    """A new, locked directory beside `target`, to be renamed to it; removed when the block fails.
+
+    KeyboardInterrupt too: a half-written model must not stay on a disk that is short of space.
+    """
+    partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
+    try:
+        partial.mkdir()
+    except OSError as error:
+        raise UsageError(f"cannot write {partial}: {error.strerror}; choose another out") from error
+    try:
+        with locked(partial):
+            yield partial
+    except BaseException:
+        if partial.exists():
+            shutil.rmtree(partial)
+        raise
+
+
+def allocate(plan: MergePlan, partial: Path, target: Path) -> None:
+    """Create every shard in its full size, with its blocks taken from the disk, before any work is done.
+
+    What `df` says is not what can be written (quotas, reserved blocks, thin volumes): asking for the blocks is the only
+    way to know. Raises UsageError with the numbers when they cannot be had.
+    """
+    wanted = [(partial / shard.name, shard.bytes) for shard in plan.shards]
+    # The manifest and the index take some 600 bytes a tensor, and each small file up to a 4 KiB block more than its size.
+    small = 64 * 1024 + 600 * len(plan.tensors) + sum(path.stat().st_size + 4096 for path in plan.side_files.values())
+    reserve = partial / ".reserve"
+    taken = 0
+    try:
+        for path, size in [(reserve, small), *wanted]:
+            with path.open("xb") as file:
+                if size:
+                    os.posix_fallocate(file.fileno(), 0, size)
+            taken += size
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        needed = small + plan.shard_bytes
+        status = os.statvfs(partial)
+        free = taken + status.f_bavail * status.f_frsize
+        raise UsageError(
+            f"out {target} needs {spoken(needed)} and {target.absolute().parent} has {spoken(free)} free "
+            f"({error.strerror}); free {spoken(max(0, needed - free))} or choose another disk; nothing was written"
+        ) from error
+    reserve.unlink()
+
+
+def spoken(count: int) -> str:
+    """Bytes in the unit a person would use: 13.49 GB, 240 kB."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{-(-count // 1000)} kB"
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def commit(partial: Path, target: Path) -> None:
+    """Make `partial` durable and rename it: the output appears whole or not at all, power cuts included."""
+    for directory in [path for path in partial.rglob("*") if path.is_dir()] + [partial]:
+        sync_path(directory)
+    partial.rename(target)
+    sync_path(target.absolute().parent)
+
+
+def sync_path(path: Path) -> None:
+    """Wait until a file or directory is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

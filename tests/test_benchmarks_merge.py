@@ -1,0 +1,269 @@
+"""The merge benchmark measures what it says: real merges of a tiny base, and damage that its checks must see."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from benchmarks import harness, merge, merge_inputs, merge_kills
+from benchmarks.merge_inputs import Inputs
+from benchmarks.merge_processes import Finished, run_and_watch
+from cogumi.merge import merge_adapter
+from cogumi.merge.manifest import MANIFEST_NAME
+
+ON_LINUX = sys.platform == "linux"
+COLUMNS = {"benchmark", "case", "metric", "value", "unit", "spread", "target", "ok", "note"}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    folder = tmp_path_factory.mktemp("inputs")
+    return merge_inputs.write_inputs(merge.TINY, folder, shard_bytes=100_000, targets="all-linear", rank=4)
+
+
+@pytest.fixture(scope="module")
+def merged(inputs: Inputs) -> Path:
+    out = inputs.base.parent / "merged"
+    merge_adapter(inputs.adapter, out, base=str(inputs.base), progress=False)
+    return out
+
+
+@pytest.fixture
+def out(merged: Path, tmp_path: Path) -> Path:
+    """A merged directory to damage."""
+    shutil.copytree(merged, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def shards_of(directory: Path) -> dict[str, str]:
+    return {name: each for name, each in merge_kills.digests(directory).items() if name.endswith(".safetensors")}
+
+
+def change_one_byte(path: Path) -> None:
+    """In the last tensor's bytes: the lowest bit of a mantissa."""
+    with path.open("r+b") as file:
+        file.seek(-2, os.SEEK_END)
+        low = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([low ^ 1]))
+
+
+# --------------------------------------------------------------------------------------------------------------- inputs
+
+
+def test_the_base_is_a_sharded_model_that_transformers_loads(inputs: Inputs) -> None:
+    files = sorted(inputs.base.glob("*.safetensors"))
+    assert len(files) > 1
+    assert inputs.base_bytes == sum(path.stat().st_size for path in files)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(inputs.base, dtype="auto", output_loading_info=True)
+    model, loading = loaded
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.dtype == torch.bfloat16
+    index = json.loads((inputs.base / merge_inputs.INDEX_NAME).read_text())
+    assert index["metadata"]["total_size"] == sum(2 * weight.numel() for weight in model.parameters())
+    assert all(weight.any() for weight in model.parameters())
+
+
+def test_the_adapter_is_peft_s_and_every_linear_layer_has_one(inputs: Inputs) -> None:
+    from peft import PeftModel
+
+    base = AutoModelForCausalLM.from_pretrained(inputs.base, dtype=torch.float32)
+    tokens = torch.arange(12).reshape(1, 12)
+    before = base(tokens).logits
+    live = PeftModel.from_pretrained(base, str(inputs.adapter))
+    assert (live(tokens).logits - before).abs().max() > 1e-4
+    weights = load_file(inputs.adapter / "adapter_model.safetensors")
+    assert len(weights) == 2 * 7 * merge.TINY.layers
+    assert all(weight.any() and weight.dtype == torch.float32 for weight in weights.values())
+    assert inputs.adapter_bytes == (inputs.adapter / "adapter_model.safetensors").stat().st_size
+
+
+def test_the_sparse_shard_is_whole_and_takes_no_disk(tmp_path: Path) -> None:
+    shape = merge_inputs.Llama("holes", 256, 512, 4, 4, 2, 4096, tied=False)
+    sparse = merge_inputs.write_sparse_inputs(shape, tmp_path, targets=["q_proj"], rank=2)
+    path = sparse.base / "model.safetensors"
+    assert path.stat().st_size == sparse.base_bytes > 4_000_000
+    if ON_LINUX:
+        assert 512 * path.stat().st_blocks < 100_000
+    with safe_open(path, framework="pt") as file:
+        names = set(file.keys())
+        assert not file.get_tensor("lm_head.weight").any()
+    assert names == set(merge_inputs.meta_model(shape).state_dict())
+    report = merge_adapter(sparse.adapter, tmp_path / "out", base=str(sparse.base), progress=False)
+    assert report.tensors_merged == shape.layers
+
+
+# ------------------------------------------------------------------------------------------------------------ processes
+
+
+@pytest.mark.skipif(not ON_LINUX, reason="reads /proc")
+def test_anonymous_memory_is_counted_and_file_pages_and_children_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x" * (40 << 20))
+    hold = "import time; data = bytearray(b'x') * (64 << 20); time.sleep(0.3)"
+    mapped = (
+        f"import mmap, time; f = open({str(tmp_path / 'file')!r}); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); "
+        "sum(m[::4096]); time.sleep(0.3)"
+    )
+    parent = f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {hold!r} + '; time.sleep(1.5)'])"
+    peaks = {
+        name: run_and_watch([sys.executable, "-c", code])
+        for name, code in {"hold": hold, "mapped": mapped, "parent": parent}.items()
+    }
+    anonymous = {name: (each.anonymous or 0) / 2**20 for name, each in peaks.items()}
+    assert 64 < anonymous["hold"] < 64 + 20
+    assert anonymous["mapped"] < 20
+    assert (peaks["mapped"].high_water or 0) / 2**20 > 40
+    assert anonymous["parent"] > 64
+
+
+def test_a_command_that_fails_says_why() -> None:
+    with pytest.raises(RuntimeError, match=r"exit status 3: the reason"):
+        run_and_watch([sys.executable, "-c", "import sys; print('the reason', file=sys.stderr); sys.exit(3)"])
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def finished(seconds: float, mebibytes: int, output: str = "") -> Finished:
+    return Finished(seconds, mebibytes << 20, mebibytes << 20, output)
+
+
+def test_ratios_are_of_adjacent_runs_and_held_to_their_targets() -> None:
+    runs = {
+        "cogumi": [finished(s, 1) for s in (12.0, 30.0, 16.0)],
+        "cp -r": [finished(s, 1) for s in (10.0, 15.0, 10.0)],
+        "cogumi, all imported": [finished(99.0, 1, f"{s}\n") for s in (11.0, 15.0, 12.0)],
+        "PEFT": [finished(s, 1) for s in (60.0, 90.0)],
+    }
+    rows = {each["metric"]: each for each in merge.seconds_and_ratios("case", runs, judged=True)}
+    against_cp = rows["cogumi / cp -r"]
+    assert (against_cp["value"], against_cp["spread"], against_cp["ok"]) == (1.6, [1.2, 2.0], False)
+    assert rows["cogumi, all imported / cp -r"]["value"] == 1.1
+    peft = rows["PEFT / cogumi"]
+    assert (peft["value"], peft["spread"], peft["ok"]) == (4.0, [3.0, 5.0], True)
+    assert rows["-"]["note"] == "missing: axolotl (sh requirements/install.sh peers)"
+    unjudged = [each for each in merge.seconds_and_ratios("case", runs, judged=False) if each["target"]]
+    assert unjudged == []
+
+
+def test_memory_is_the_worst_merge_over_the_imports(inputs: Inputs) -> None:
+    runs = {
+        "cogumi": [finished(1, 300, "0.5 0"), finished(1, 429, "0.5 7")],
+        "cp -r": [Finished(0.001, None, None, "")],
+        "imports": [finished(1, 300), finished(1, 301)],
+    }
+    rows = {each["metric"]: each for each in merge.memory_rows("case", inputs, runs)}
+    over = rows["peak anonymous memory, cogumi - imports"]
+    assert (over["value"], over["target"], over["ok"]) == (129, "<= 128.1", False)
+    assert (rows["GPU memory"]["value"], rows["GPU memory"]["ok"]) == (7, False)
+    runs["imports"] = [Finished(1, None, None, "")]
+    (row,) = merge.memory_rows("case", inputs, runs)
+    assert row["note"].startswith("missing")
+
+
+def test_a_sampled_element_that_is_off_is_counted(inputs: Inputs, out: Path) -> None:
+    assert merge.sampled_violations(inputs, out)[0] == 0
+    name = "model.layers.1.mlp.down_proj.weight"
+    path = merge.tensor_files(out)[name]
+    tensors = load_file(path)
+    # Every element by one ulp: at least half an ulp further off than it was allowed to be, or exactly on its edge.
+    tensors[name] = (tensors[name].view(torch.int16) + 2).view(torch.bfloat16)
+    save_file(tensors, path, {"format": "pt"})
+    beyond, looked = merge.sampled_violations(inputs, out)
+    assert beyond == 8 * merge.TINY.intermediate
+    assert looked == 8 * merge.TINY.layers * (6 * merge.TINY.hidden + merge.TINY.intermediate)
+
+
+# --------------------------------------------------------------------------------------------------- kills, full disks
+
+
+def test_an_output_is_complete_or_has_a_fault(merged: Path, out: Path) -> None:
+    expected = shards_of(merged)
+    assert merge_kills.fault_of(out, expected) is None
+    assert merge_kills.fault_of(out.parent / "absent", expected) is None
+    (out / "config.json").rename(out / "elsewhere")
+    assert "config" in str(merge_kills.fault_of(out, expected))
+    (out / "elsewhere").rename(out / "config.json")
+    text = (out / MANIFEST_NAME).read_text()
+    (out / MANIFEST_NAME).write_text(text.replace(next(iter(expected.values())), "0" * 64))
+    assert merge_kills.fault_of(out, expected) == "the manifest's hashes are not the shards'"
+    change_one_byte(next(iter(out.glob("*.safetensors"))))
+    assert merge_kills.fault_of(out, expected) == "shards are not those of an undisturbed merge"
+    (out / MANIFEST_NAME).unlink()
+    assert merge_kills.fault_of(out, expected) == f"no {MANIFEST_NAME}"
+
+
+def test_what_a_merge_left_is_counted(inputs: Inputs, merged: Path, out: Path, tmp_path: Path) -> None:
+    own = Inputs(tmp_path / "base", inputs.adapter, inputs.base_bytes, inputs.adapter_bytes)
+    shutil.copytree(inputs.base, own.base)
+    before, expected = [merge_kills.digests(own.base), merge_kills.digests(own.adapter)], shards_of(merged)
+    merges, tally = merge_kills.Merges(own), merge_kills.Tally()
+    merge_kills.inspect(tally, merges, out, expected, before)
+    assert (tally.complete, tally.faults, tally.damaged, tally.repeated, tally.leftovers) == (1, 0, 0, 1, 0)
+    assert not out.exists()
+    out.mkdir()
+    change_one_byte(sorted(own.base.glob("*.safetensors"))[-1])
+    merge_kills.inspect(tally, merges, out, expected, before)
+    assert (tally.complete, tally.faults, tally.damaged, tally.repeated) == (1, 1, 1, 1)
+    rows = {each["metric"]: each["ok"] for each in merge_kills.shared_rows("case", tally)}
+    assert not rows["half-merged OUT"]
+    assert not rows["damaged base or adapter"]
+    # A merge that is killed at once is one that died of it.
+    ended = merges.killed_after(out, 0.0)
+    assert (ended.said, ended.exitcode) == (None, -9)
+    tally.count(ended)
+    assert (tally.merges, tally.killed, tally.unexplained) == (1, 1, 0)
+
+
+@pytest.mark.skipif(not ON_LINUX or os.geteuid() != 0, reason="mounts a tmpfs")
+def test_the_small_disk_is_small_and_can_be_filled(tmp_path: Path) -> None:
+    with merge_kills.small_disk(tmp_path) as disk:
+        if isinstance(disk, str):
+            pytest.skip(disk)
+        assert merge_kills.free_bytes(disk) == merge_kills.DISK_BYTES
+        merge_kills.fill(disk / "filler", 3 << 20)
+        assert merge_kills.free_bytes(disk) == 3 << 20
+        merge_kills.take_all_space(disk / "rest")
+        assert merge_kills.free_bytes(disk) == 0
+    assert subprocess.run(["mountpoint", "-q", str(tmp_path / "disk")], check=False).returncode != 0
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+@pytest.mark.slow  # seven processes that import torch, transformers and PEFT
+def test_a_quick_run_has_every_part_and_no_failure() -> None:
+    rows = list(merge.run(quick=True))
+    assert all(set(each) == COLUMNS and each["benchmark"] == "merge" for each in rows)
+    assert harness.failed(rows) == []
+    metrics = {each["metric"] for each in rows}
+    assert {
+        "cogumi / cp -r",
+        "PEFT / cogumi",
+        "shards that differ between workers",
+        "largest error",
+        "sampled elements off",
+        "merges that died of it",
+        "half-merged OUT",
+        "damaged base or adapter",
+    } <= metrics
+    if ON_LINUX:
+        assert metrics >= {"peak anonymous memory, cogumi - imports", "GPU memory"}
+        assert sum(each["metric"] == "half-merged OUT" for each in rows) == 1 + (os.geteuid() == 0)
+
+
+def test_too_little_disk_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    monkeypatch.setattr(merge, "QUICK", replace(merge.QUICK, disk_bytes=10**18))
+    (row,) = merge.run(quick=True)
+    assert row["note"].startswith("skipped: needs 1000000000 GB in TMPDIR, ")

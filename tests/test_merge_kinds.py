@@ -1,0 +1,199 @@
+"""Every kind of adapter: merged, reloaded through transformers, and compared with the live, unmerged adapter.
+
+These are the cases in which merges elsewhere are silently wrong. Base weights are bfloat16 and the live model computes
+in float32, so that one rounding of the touched weights is all that may separate the two.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from cogumi.merge import merge_adapter
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
+    "qwen3-tied": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+    "gpt2": GPT2Config(vocab_size=256, n_positions=128, n_embd=64, n_layer=2, n_head=4),
+    "qwen3-moe": Qwen3MoeConfig(**SIZES, head_dim=16, **EXPERTS),
+    # As many rows as columns, twice over: nothing can be told from shapes.
+    "qwen3-moe-square": Qwen3MoeConfig(**SIZES, head_dim=16, **(EXPERTS | {"moe_intermediate_size": 32})),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
+    "gpt-oss": GptOssConfig(
+        **SIZES,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+}
+INPUT_IDS = torch.arange(2 * 24).reshape(2, 24) * 5 % 256
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("llama", {"target_modules": LINEARS}),
+    "rslora": ("llama", {"target_modules": LINEARS, "use_rslora": True}),
+    "dora": ("llama", {"target_modules": LINEARS, "use_dora": True}),
+    "dora-stored-transposed": (
+        "gpt2",
+        {"target_modules": ["c_attn", "c_proj"], "use_dora": True, "fan_in_fan_out": True},
+    ),
+    "patterns": (
+        "llama",
+        {"target_modules": LINEARS, "rank_pattern": {"q_proj": 3}, "alpha_pattern": {r"layers\.0\.mlp\.up_proj": 40}},
+    ),
+    "lora-bias": ("qwen2", {"target_modules": ["q_proj", "v_proj"], "lora_bias": True}),
+    "bias-all": ("qwen2", {"target_modules": ["q_proj"], "bias": "all"}),
+    "bias-lora-only": ("qwen2", {"target_modules": ["q_proj"], "bias": "lora_only"}),
+    "tokens": ("llama", {"target_modules": ["q_proj"], "trainable_token_indices": [5, 250]}),
+    "tokens-tied": ("qwen3-tied", {"target_modules": ["q_proj"], "trainable_token_indices": [5, 250]}),
+    "tokens-two-layers": (
+        "llama",
+        {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [5], "lm_head": [7]}},
+    ),
+    "embedding": ("llama", {"target_modules": ["embed_tokens", "q_proj"]}),
+    "embedding-dora": ("llama", {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True}),
+    "embedding-tied": ("qwen3-tied", {"target_modules": ["embed_tokens", "q_proj"]}),
+    "embedding-and-head-tied": ("qwen3-tied", {"target_modules": ["embed_tokens", "lm_head"]}),
+    "embedding-kept-tied": ("qwen3-tied", {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}),
+    "head": ("llama", {"target_modules": ["lm_head"]}),
+    "head-tied": ("qwen3-tied", {"target_modules": ["lm_head", "q_proj"]}),
+    "saved-both-tied": ("qwen3-tied", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "saved-kept-tied": (
+        "qwen3-tied",
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
+    "saved-embedding-tied": ("qwen3-tied", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+    "saved-norm-and-head": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}),
+    "saved-experts": ("qwen3-moe", {"target_modules": ["q_proj"], "modules_to_save": ["experts"]}),
+    "moe-attention": ("qwen3-moe", {"target_modules": ["q_proj", "o_proj"]}),
+    "qwen3-moe": ("qwen3-moe", {"target_modules": ["q_proj"], "target_parameters": FUSED}),
+    "qwen3-moe-square": ("qwen3-moe-square", {"target_modules": ["q_proj"], "target_parameters": FUSED}),
+    "qwen3-moe-one-of-two": ("qwen3-moe", {"target_modules": [], "target_parameters": FUSED[1:]}),
+    "qwen3-moe-router": ("qwen3-moe", {"target_modules": ["q_proj"], "target_parameters": ["mlp.gate.weight"]}),
+    "mixtral": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": FUSED}),
+    "gpt-oss": ("gpt-oss", {"target_modules": ["q_proj"], "target_parameters": FUSED}),
+}
+STILL_TIED = {"tokens-tied", "embedding-kept-tied", "saved-kept-tied"}
+
+
+def save_base(path: Path, config: PreTrainedConfig, **options: Any) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.2)  # transformers starts them at zero
+    model.to(torch.bfloat16).save_pretrained(path, **options)
+    return path
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("bases")
+    return {name: save_base(root / name, config, max_shard_size="60KB") for name, config in FAMILIES.items()}
+
+
+def train_adapter(base: Path, path: Path, **lora: Any) -> Path:
+    """A real adapter, saved by PEFT, every trainable value moved as training might."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    torch.manual_seed(1)
+    adapted = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | lora))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad:
+                scale = 0.05 if "lora_" in name and "bias" not in name else 0.5
+                if "magnitude" in name:
+                    parameter.mul_(1 + 0.3 * torch.rand_like(parameter))
+                else:
+                    parameter.add_(torch.randn_like(parameter) * scale)
+    adapted.save_pretrained(str(path))
+    return path
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model.eval()(input_ids=INPUT_IDS, use_cache=False).logits.double()
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+
+
+def rms(values: torch.Tensor) -> float:
+    return values.square().mean().sqrt().item()
+
+
+def distances(base: Path, adapter: Path, merged: Path) -> tuple[float, float]:
+    """rms of (merged - live), and of (live - base), in logits."""
+    live = logits(PeftModel.from_pretrained(load(base), str(adapter)))
+    return rms(logits(load(merged)) - live), rms(live - logits(load(base)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reloaded_merge_is_the_live_adapter(kind: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    family, lora = KINDS[kind]
+    adapter = train_adapter(bases[family], tmp_path / "adapter", **lora)
+    out = tmp_path / "merged"
+
+    report = merge_adapter(adapter, out, base=bases[family], dtype="float32", progress=False)
+
+    difference, effect = distances(bases[family], adapter, out)
+    assert effect > 0.002
+    assert difference < 1e-5 * effect + 1e-6  # float32 sums in another order, and nothing else
+    assert report.largest_error is not None
+    assert report.largest_error <= 1
+    tied = json.loads((out / "config.json").read_text()).get("tie_word_embeddings", False)
+    assert tied == (kind in STILL_TIED or (family == "gpt2"))
+    _, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rounding_to_the_bases_dtype(kind: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    """In the base's own dtype, every updated value is the nearest bfloat16 to the exact one."""
+    family, lora = KINDS[kind]
+    adapter = train_adapter(bases[family], tmp_path / "adapter", **lora)
+    merge_adapter(adapter, tmp_path / "exact", base=bases[family], dtype="float32", progress=False)
+    report = merge_adapter(adapter, tmp_path / "merged", base=bases[family], progress=False)
+
+    exact, rounded = all_tensors(tmp_path / "exact"), all_tensors(tmp_path / "merged")
+    assert exact.keys() == rounded.keys()
+    assert {tensor.dtype for tensor in rounded.values()} == {torch.bfloat16}
+    off = sum(int((exact[name].bfloat16() != rounded[name]).sum()) for name in exact)
+    assert off <= report.not_nearest + 1e-5 * report.elements
+
+
+def all_tensors(path: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for shard in sorted(path.glob("*.safetensors")):
+        found |= load_file(shard)
+    return found

@@ -1,0 +1,455 @@
+"""The logit check on every kind of adapter: right merges pass, and each kind's own wrong merge does not.
+
+The merges are PEFT's, in float32 and rounded once, so that nothing of cogumi's merge is involved.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from cogumi.errors import UsageError
+from cogumi.merge.logits import KL_SHARE, LOGIT_GATE, check_logits
+from cogumi.merge.logits_disk import check_directory, prompt_tokens, trained_tokens
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+    "head_dim": 16,
+}
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+INPUT_IDS = torch.arange(2 * 24).reshape(2, 24) * 5 % 256
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+BASES: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)),
+    "tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
+    "qwen3moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE, tie_word_embeddings=False)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, tie_word_embeddings=False)),
+    "gptoss": lambda: GptOssForCausalLM(
+        GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False)
+    ),
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("llama", {"target_modules": LINEARS}),
+    "rslora": ("llama", {"target_modules": LINEARS, "use_rslora": True}),
+    "dora": ("llama", {"target_modules": LINEARS, "use_dora": True}),
+    "lora_bias": ("qwen2", {"target_modules": ["q_proj", "k_proj", "v_proj"], "lora_bias": True}),
+    "bias_all": ("qwen2", {"target_modules": ["q_proj", "down_proj"], "bias": "all"}),
+    "modules_to_save": (
+        "llama",
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head", "norm"]},
+    ),
+    "tokens": ("llama", {"target_modules": ["q_proj"], "trainable_token_indices": [5, 200]}),
+    "tokens_tied": ("tied", {"target_modules": ["q_proj"], "trainable_token_indices": [5, 200]}),
+    "embedding": ("llama", {"target_modules": ["embed_tokens", "q_proj"]}),
+    "embedding_tied": ("tied", {"target_modules": ["embed_tokens", "q_proj"]}),
+    "head": ("llama", {"target_modules": ["lm_head", "q_proj"]}),
+    "head_tied": ("tied", {"target_modules": ["lm_head", "q_proj"]}),
+    "qwen3moe": ("qwen3moe", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    "mixtral": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    "gptoss": ("gptoss", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+}
+
+
+def make_base(path: Path, model: Any) -> Path:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # zero by default, as no trained model's are
+                torch.nn.init.normal_(parameter, std=0.05)
+            if name.endswith(("gate.weight", "router.weight")):  # a router that has made up its mind
+                torch.nn.init.normal_(parameter, std=0.2)
+    model.bfloat16().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("bases")
+
+    def get(name: str) -> Path:
+        torch.manual_seed(0)
+        return folder / name if (folder / name).exists() else make_base(folder / name, BASES[name]())
+
+    return get
+
+
+def load(path: Path, dtype: Any = torch.float32, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options).eval()
+
+
+def make_adapter(base: Path, path: Path, arguments: dict[str, Any], size: float = 0.05, seed: int = 1) -> Path:
+    """A real adapter, saved by PEFT, in which everything that training would change has changed."""
+    adapted = get_peft_model(load(base), LoraConfig(**({"r": 8, "lora_alpha": 16} | arguments)))
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad and not any(part in name for part in ("lora_A", "lora_embedding_B")):
+                scale = 0.5 if "lora_magnitude" in name else 1.0  # a norm of the order of 0.2, of rows of 64 elements
+                parameter.add_(torch.randn_like(parameter) * size * scale)
+    adapted.save_pretrained(str(path))
+    return path
+
+
+def load_live(base: Path, adapter: Path) -> Any:
+    return PeftModel.from_pretrained(load(base), adapter).eval()
+
+
+def peft_merge(base: Path, adapter: Path, out: Path, tied: bool = False) -> Path:
+    """What a right merge writes: a tied head is untied first, as a delta on one of the two is not one on the other."""
+    model = load(base)
+    if model.config.tie_word_embeddings and not tied:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    PeftModel.from_pretrained(model, adapter).merge_and_unload().bfloat16().save_pretrained(out)
+    return out
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def edited(source: Path, out: Path, edit: Callable[[str, torch.Tensor], torch.Tensor | None]) -> Path:
+    """A copy of a directory with its tensors edited; those for which `edit` returns None are left out."""
+    shutil.copytree(source, out)
+    for file in out.glob("*.safetensors"):
+        tensors = {name: edit(name, tensor) for name, tensor in load_file(file).items()}
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None},
+            file,
+            {"format": "pt"},
+        )
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_right_merges_pass_and_a_scaling_off_by_a_twentieth_does_not(
+    kind: str, bases: Callable[[str], Path], tmp_path: Path
+) -> None:
+    family, arguments = KINDS[kind]
+    base = bases(family)
+    # An embedding's update that outweighs the embedding would lose its scale in the first norm.
+    adapter = make_adapter(base, tmp_path / "adapter", arguments, size=0.005 if "embedding" in kind else 0.05)
+    merged = peft_merge(base, adapter, tmp_path / "merged", tied=kind == "tokens_tied")
+    check = check_directory(adapter, merged, base)
+    print(
+        f"{kind:16} measured/predicted {check.measured / check.predicted:.2f}, KL {check.kl / check.predicted_kl:.2f}"
+    )
+    assert check.passed, check
+    assert 0.5 < check.measured / check.predicted < 1.6  # what the gate's factor of 3 leaves room over
+    assert check.kl < KL_SHARE * check.base_kl
+    assert check.base_distance > 3 * check.bound
+
+    before, after, live = tensors_of(base), load(merged, torch.bfloat16), load_live(base, adapter)
+    original = load(base)
+    originals = dict(original.named_parameters(remove_duplicate=False))
+    assert set(before) <= set(tensors_of(merged))
+    with torch.no_grad():
+        for name, parameter in after.named_parameters():
+            weight = originals[name].float()
+            parameter.copy_(weight + 1.05 * (parameter.float() - weight))
+    found = check_logits(live, after, INPUT_IDS, draws=1)
+    assert not found.passed, found
+    assert "DIFFER" in str(found)
+
+
+def without_magnitude(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    return None if "magnitude" in name else tensor
+
+
+def base_biases(base: Path, merged: Path, out: Path) -> Path:
+    before = tensors_of(base)
+    return edited(merged, out, lambda name, tensor: before[name] if name.endswith("bias") else tensor)
+
+
+def plain(adapter: Path, **changes: Any) -> Path:
+    """The adapter as something that reads only its low-rank factors sees it."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | changes))
+    return edited(adapter, adapter.with_name("plain"), without_magnitude)
+
+
+def swap_rows(tensor: torch.Tensor, one: int, other: int) -> torch.Tensor:
+    swapped = tensor.clone()
+    swapped[[one, other]] = tensor[[other, one]]
+    return swapped
+
+
+def base_expert(base: Path, merged: Path, out: Path, names: tuple[str, ...], expert: int | None) -> Path:
+    before = tensors_of(base)
+
+    def edit(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not name.endswith(names):
+            return tensor
+        if expert is None:
+            return before[name]
+        forgotten = tensor.clone()
+        forgotten[expert] = before[name][expert]
+        return forgotten
+
+    return edited(merged, out, edit)
+
+
+# The classic mistake of each kind: (base, adapter, right merge, out) -> wrong merge.
+MISTAKES: dict[str, Callable[[Path, Path, Path, Path], Path]] = {
+    "rslora": lambda base, adapter, merged, out: peft_merge(base, plain(adapter, use_rslora=False), out),
+    "dora": lambda base, adapter, merged, out: peft_merge(base, plain(adapter, use_dora=False), out),
+    "lora_bias": lambda base, adapter, merged, out: base_biases(base, merged, out),
+    "bias_all": lambda base, adapter, merged, out: base_biases(base, merged, out),
+    "modules_to_save": lambda base, adapter, merged, out: edited(
+        merged, out, lambda name, tensor: tensors_of(base)[name] if name == "model.norm.weight" else tensor
+    ),
+    "tokens": lambda base, adapter, merged, out: edited(
+        merged, out, lambda name, tensor: swap_rows(tensor, 5, 200) if "embed_tokens" in name else tensor
+    ),
+    "tokens_tied": lambda base, adapter, merged, out: edited(
+        merged, out, lambda name, tensor: tensors_of(base)[name] if "embed_tokens" in name else tensor
+    ),
+    "embedding_tied": lambda base, adapter, merged, out: peft_merge(base, adapter, out, tied=True),
+    "head_tied": lambda base, adapter, merged, out: peft_merge(base, adapter, out, tied=True),
+    "qwen3moe": lambda base, adapter, merged, out: base_expert(
+        base, merged, out, ("experts.3.down_proj.weight",), None
+    ),
+    "mixtral": lambda base, adapter, merged, out: base_expert(base, merged, out, ("experts.3.w2.weight",), None),
+    "gptoss": lambda base, adapter, merged, out: base_expert(base, merged, out, ("experts.down_proj",), 3),
+}
+
+
+@pytest.mark.parametrize("kind", MISTAKES)
+def test_the_usual_mistake_of_each_kind_fails(kind: str, bases: Callable[[str], Path], tmp_path: Path) -> None:
+    family, arguments = KINDS[kind]
+    base = bases(family)
+    adapter = make_adapter(base, tmp_path / "adapter", arguments)
+    live = load_live(base, adapter)
+    merged = peft_merge(base, adapter, tmp_path / "merged", tied=kind == "tokens_tied")
+    wrong = MISTAKES[kind](base, adapter, merged, tmp_path / "wrong")
+    check = check_logits(live, load(wrong, torch.bfloat16), INPUT_IDS, draws=1)
+    assert not check.passed, check
+
+
+def test_prediction_and_kl_against_closed_forms(bases: Callable[[str], Path], tmp_path: Path) -> None:
+    """With LoRA on the head alone the logits are linear in what is rounded: var = sum h^2 (half ulp)^2 / 3."""
+    base = bases("llama")
+    adapter = make_adapter(base, tmp_path / "adapter", {"target_modules": ["lm_head"]})
+    merged = load(peft_merge(base, adapter, tmp_path / "merged"), torch.bfloat16)
+    live = load_live(base, adapter)
+    check = check_logits(live, merged, INPUT_IDS, draws=16)
+    precise = load(tmp_path / "merged")
+    with torch.no_grad():
+        hidden = precise.model(INPUT_IDS).last_hidden_state.double()
+        half = torch.exp2(precise.lm_head.weight.double().abs().log2().floor() - 8)
+        expected = (hidden.square() @ half.square().T / 3).mean().sqrt().item()
+        ours, base_logits = live(INPUT_IDS).logits.double(), load(base)(INPUT_IDS).logits.double()
+        theirs = precise(INPUT_IDS).logits.double()
+    assert check.predicted == pytest.approx(expected, rel=0.02)
+    assert check.bound == LOGIT_GATE * check.predicted
+    for other, found in ((theirs, check.kl), (base_logits, check.base_kl)):
+        oracle = torch.nn.functional.kl_div(
+            other.log_softmax(-1).flatten(0, 1),
+            ours.log_softmax(-1).flatten(0, 1),
+            reduction="batchmean",
+            log_target=True,
+        )
+        assert found == pytest.approx(oracle.item(), rel=1e-3)
+    assert check.measured == pytest.approx((ours - theirs).square().mean().sqrt().item(), rel=1e-3)
+    assert check.kl_bound == KL_SHARE * check.base_kl
+
+
+def test_adapters_that_do_almost_nothing(bases: Callable[[str], Path], tmp_path: Path) -> None:
+    base = bases("llama")
+    faint = make_adapter(base, tmp_path / "faint", {"target_modules": LINEARS}, size=1e-6)
+    check = check_directory(faint, base, base)
+    assert check.passed, check  # rounding took all of it, and there is no better merge in bfloat16
+    assert check.measured > 0
+    assert check.kl > KL_SHARE * check.base_kl
+    assert check.kl_bound == LOGIT_GATE**2 * check.predicted_kl
+    untrained = make_adapter(base, tmp_path / "untrained", {"target_modules": LINEARS}, size=0)
+    check = check_directory(untrained, base, base)
+    assert (check.measured, check.kl, check.base_distance, check.base_kl) == (0, 0, 0, 0)
+    assert check.passed
+
+
+def test_flipped_experts_do_not_decide(tmp_path: Path) -> None:
+    """Rounding tips near-ties between experts; unequal experts then move the logits far more than rounding does."""
+    torch.manual_seed(0)
+    model = BASES["qwen3moe"]()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            torch.nn.init.normal_(layer.mlp.gate.weight, std=0.2)
+            layer.mlp.experts.down_proj.mul_(30)
+    model.bfloat16().save_pretrained(tmp_path / "base")
+    adapter = make_adapter(tmp_path / "base", tmp_path / "adapter", KINDS["qwen3moe"][1], size=0.02)
+    merged = load(peft_merge(tmp_path / "base", adapter, tmp_path / "merged"), torch.bfloat16)
+    ids = torch.randint(256, (8, 64), generator=torch.Generator().manual_seed(0))
+    live = load_live(tmp_path / "base", adapter)
+    check = check_logits(live, merged, ids)
+    with torch.no_grad():
+        free = (live(ids).logits - merged.float()(ids).logits).square().mean().sqrt().item()
+    assert check.passed
+    assert 0.5 < check.measured / check.predicted < 1.6
+    assert 0 < check.rerouted < 0.02
+    assert free > check.bound  # the same comparison with each model's own choices: 5 times what rounding explains
+
+
+def test_check_leaves_models_alone_and_repeats(bases: Callable[[str], Path], tmp_path: Path) -> None:
+    base = bases("llama")
+    adapter = make_adapter(base, tmp_path / "adapter", {"target_modules": LINEARS})
+    live, merged = load_live(base, adapter), load(peft_merge(base, adapter, tmp_path / "merged"), torch.bfloat16)
+    states = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in (live, merged)]
+    check = check_logits(live, merged, INPUT_IDS)
+    assert check.passed, check
+    assert check == check_logits(live, merged, INPUT_IDS)
+    for model, state in zip((live, merged), states, strict=True):
+        assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+        assert all(tensor.dtype == state[name].dtype for name, tensor in model.state_dict().items())
+    original = load(base, torch.bfloat16)
+    weight = "model.layers.1.self_attn.v_proj.weight"
+    merged.get_parameter(weight).data.copy_(original.get_parameter(weight).data)  # one update forgotten
+    assert not check_logits(live, merged, INPUT_IDS).passed
+    with pytest.raises(UsageError, match="should be a PEFT model"):
+        check_logits(merged, merged, INPUT_IDS)
+    with pytest.raises(UsageError, match=r"merged model has no .*q_norm|other shape|no model\.layers|another shape"):
+        check_logits(live, BASES["mixtral"](), INPUT_IDS)
+    live.merge_adapter()
+    with pytest.raises(UsageError, match="adapter merged"):
+        check_logits(live, original, INPUT_IDS)
+
+
+def test_check_runs_the_copys_weights_under_trls_patched_forward(bases: Callable[[str], Path], tmp_path: Path) -> None:
+    """TRL's trainers leave a closure over the live model as its instance's `forward`; a copy must not run through it."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    base = bases("llama")
+    adapter = make_adapter(base, tmp_path / "adapter", {"target_modules": LINEARS})
+    live, merged = load_live(base, adapter), load(peft_merge(base, adapter, tmp_path / "merged"), torch.bfloat16)
+    plain = check_logits(live, merged, INPUT_IDS)
+    add_fused_lm_head(live.get_base_model())
+    assert "forward" in vars(live.get_base_model())
+    assert check_logits(live, merged, INPUT_IDS) == plain
+    assert plain.base_distance > plain.bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_directories_in_another_dtype(dtype: torch.dtype, bases: Callable[[str], Path], tmp_path: Path) -> None:
+    base = bases("llama")
+    adapter = make_adapter(base, tmp_path / "adapter", {"target_modules": LINEARS})
+    PeftModel.from_pretrained(load(base), adapter).merge_and_unload().to(dtype).save_pretrained(tmp_path / "merged")
+    check = check_directory(adapter, tmp_path / "merged", base)
+    assert check.passed, check
+    assert check.base_distance > 100 * check.bound
+
+
+def test_several_adapters_with_weights(bases: Callable[[str], Path], tmp_path: Path) -> None:
+    base = bases("llama")
+    one = make_adapter(base, tmp_path / "one", {"target_modules": LINEARS})
+    two = make_adapter(base, tmp_path / "two", {"target_modules": ["q_proj"], "r": 4, "use_rslora": True}, seed=2)
+    layers = {
+        (share, f"{name}.weight"): module
+        for share, path in ((0.7, one), (-0.4, two))
+        for name, module in load_live(base, path).get_base_model().named_modules()
+        if isinstance(module, LoraLayer)
+    }
+
+    def total(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        weight = tensor.double()
+        for (share, target), layer in layers.items():
+            if target == name:
+                weight = weight + share * layer.get_delta_weight("default").detach().double()
+        return weight.bfloat16()
+
+    merged = edited(base, tmp_path / "merged", total)
+    check = check_directory([(one, 0.7), (two, -0.4)], merged, base)
+    assert check.passed, check
+    assert not check_directory([(one, 0.7), (two, 0.4)], merged, base).passed
+
+
+def test_vocabulary_that_the_adapter_grew(bases: Callable[[str], Path], tmp_path: Path) -> None:
+    base = bases("llama")
+    model = load(base)
+    model.resize_token_embeddings(260, mean_resizing=False)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    adapted.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=True)
+    adapted.merge_and_unload().bfloat16().save_pretrained(tmp_path / "merged")
+    ids = torch.cat([INPUT_IDS, torch.tensor([[256, 257], [258, 259]])], dim=1)
+    check = check_directory(tmp_path / "adapter", tmp_path / "merged", base, input_ids=ids)
+    assert check.passed, check
+    wrong = edited(tmp_path / "merged", tmp_path / "wrong", lambda n, t: swap_rows(t, 256, 259) if "embed" in n else t)
+    assert not check_directory(tmp_path / "adapter", wrong, base, input_ids=ids).passed
+
+
+def test_prompt(bases: Callable[[str], Path], tmp_path: Path) -> None:
+    base = bases("llama")
+    adapter = make_adapter(
+        base, tmp_path / "adapter", {"target_modules": ["q_proj"], "trainable_token_indices": [200, 5, 9]}
+    )
+    config = load(base).config
+    random = prompt_tokens(base, config, trained_tokens([adapter]), 2, 0)
+    assert random.shape == (2, 128)
+    assert random[0, :2].tolist() == [5, 200]
+    assert random[1, 0].item() == 9
+    assert torch.equal(random, prompt_tokens(base, config, [5, 9, 200], 2, 0))
+    shutil.copytree(base, tmp_path / "merged")
+    letters = Tokenizer(models.WordLevel({chr(code): code for code in range(128)}, unk_token="?"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(tmp_path / "merged")
+    text = "".join(map(chr, prompt_tokens(tmp_path / "merged", config, [], 2, 0).flatten().tolist()))
+    assert text.startswith("The harbour was quiet when the first boats came in.")
+
+
+def test_directory_refusals(bases: Callable[[str], Path], tmp_path: Path) -> None:
+    base = bases("llama")
+    adapter = make_adapter(base, tmp_path / "adapter", {"target_modules": ["q_proj"]})
+    with pytest.raises(UsageError, match=r"nowhere has no adapter_config\.json"):
+        check_directory(tmp_path / "nowhere", base, base)
+    with pytest.raises(UsageError, match=r"adapter has no config\.json"):
+        check_directory(adapter, adapter, base)
+    quantized = shutil.copytree(base, tmp_path / "quantized")
+    config = json.loads((base / "config.json").read_text())
+    (quantized / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}})
+    )
+    with pytest.raises(UsageError, match="quantized is quantized; pass the full-precision base"):
+        check_directory(adapter, base, quantized)
+    # A tensor of 2 TB, in a file of holes: 4 bytes and a quarter more for each of 10^12 elements.
+    huge = shutil.copytree(base, tmp_path / "huge")
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [10**6, 10**6], "data_offsets": [0, 2 * 10**12]}}).encode()
+    with (huge / "model-2.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 2 * 10**12)
+    with pytest.raises(UsageError, match=r"needs 20000\.\d GB of memory and this machine has \d+\.\d GB"):
+        check_directory(adapter, huge, base)

@@ -1,0 +1,436 @@
+"""Quantized bases: dequantization against bitsandbytes and PEFT, and which model passes for the full-precision one."""
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant, int8_vectorwise_quant, quantize_4bit
+from peft.utils.integrations import dequantize_module_weight
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from cogumi.errors import UsageError
+from cogumi.merge.base_proof import BaseProof, prove_base
+from cogumi.merge.quantized import (
+    Bnb4bit,
+    dequantize_rows,
+    full_precision_names,
+    nf4_round_trip,
+    quantization,
+    quantized_tensors,
+    refuse_dequantize,
+)
+from cogumi.merge.tensorfile import Shard, read_shard
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "head_dim": 16,
+}
+NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+FORMATS = {
+    "nf4": NF4,
+    "fp4": BitsAndBytesConfig(load_in_4bit=True),
+    "int8": BitsAndBytesConfig(load_in_8bit=True),
+    "nf4-stored-as-bfloat16": BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.bfloat16
+    ),
+    # What unsloth's dynamic 4-bit checkpoints do: some linear layers stay in 16 bits.
+    "nf4-some-kept": BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["lm_head", "layers.1.mlp.down_proj"]
+    ),
+}
+
+
+def shards_of(path: Path) -> tuple[Shard, ...]:
+    return tuple(read_shard(shard) for shard in sorted(path.glob("*.safetensors")))
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((path / "config.json").read_text())
+    return found
+
+
+def prove(quantized: Path, full: Path) -> BaseProof:
+    return prove_base(shards_of(quantized), config_of(quantized), shards_of(full), config_of(full))
+
+
+def save_model(path: Path, model: Any, dtype: torch.dtype = torch.bfloat16) -> Path:
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # all ones otherwise, which any two models share
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
+    model.to(dtype).save_pretrained(path, max_shard_size="100KB")
+    return path
+
+
+def save_quantized(full: Path, path: Path, how: BitsAndBytesConfig, **options: Any) -> Path:
+    AutoModelForCausalLM.from_pretrained(full, quantization_config=how, **options).save_pretrained(path)
+    return path
+
+
+def copy_with(path: Path, out: Path, changes: dict[str, torch.Tensor | None], **config: Any) -> Path:
+    """A copy of the checkpoint with other tensors (None: without it) and other config fields."""
+    tensors = {
+        name: tensor for shard in sorted(path.glob("*.safetensors")) for name, tensor in load_file(shard).items()
+    }
+    changed = {name: tensor for name, tensor in (tensors | changes).items() if tensor is not None}
+    out.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in changed.items()}, out / "model.safetensors")
+    (out / "config.json").write_text(json.dumps(config_of(path) | config))
+    return out
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for shard in sorted(path.glob("*.safetensors")) for name, tensor in load_file(shard).items()}
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    same_kind = left.dtype == right.dtype and left.shape == right.shape
+    return same_kind and torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("bases") / "llama"
+    return save_model(path, LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)))
+
+
+@pytest.fixture(scope="module")
+def quantized(full: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("quantized")
+    return {name: save_quantized(full, place / name, how) for name, how in FORMATS.items()}
+
+
+NAMES: list[tuple[str, str | None, tuple[str, ...]]] = [
+    ("unsloth/Qwen3-8B-unsloth-bnb-4bit", "bnb-4bit", ("unsloth/Qwen3-8B", "Qwen/Qwen3-8B")),
+    ("unsloth/Qwen3-8B-bnb-4bit", "bnb-4bit", ("unsloth/Qwen3-8B", "Qwen/Qwen3-8B")),
+    (
+        "hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4",
+        "awq",
+        ("hugging-quants/Meta-Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3.1-8B-Instruct"),
+    ),
+    ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "gptq", ("Qwen/Qwen2.5-7B-Instruct",)),
+    ("Qwen/Qwen3-4B-Instruct-2507-FP8", "fp8", ("Qwen/Qwen3-4B-Instruct-2507",)),
+    (
+        "unsloth/Llama-3.1-8B-Instruct-FP8-Dynamic",
+        "compressed-tensors",
+        ("unsloth/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+    ),
+    (
+        "RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w4a16",
+        "compressed-tensors",
+        ("RedHatAI/Meta-Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3.1-8B-Instruct"),
+    ),
+    ("openai/gpt-oss-20b", "mxfp4", ("unsloth/gpt-oss-20b-BF16", "openai/gpt-oss-20b-BF16")),
+    ("unsloth/gpt-oss-20b-unsloth-bnb-4bit", "bnb-4bit", ("unsloth/gpt-oss-20b-BF16", "unsloth/gpt-oss-20b")),
+    ("deepseek-ai/DeepSeek-V3", "fp8", ("unsloth/DeepSeek-V3-BF16", "deepseek-ai/DeepSeek-V3-BF16")),
+    ("/models/Qwen3-8B-bnb-4bit/", "bnb-4bit", ("/models/Qwen3-8B", "Qwen/Qwen3-8B")),
+    ("someone/my-model-8bit", "bnb-8bit", ("someone/my-model",)),
+    ("someone/my-model", "bnb-4bit", ()),  # nothing to go by
+]
+
+
+@pytest.mark.parametrize(("name", "method", "expected"), NAMES, ids=[name for name, _, _ in NAMES])
+def test_names_lead_to_full_precision(name: str, method: str | None, expected: tuple[str, ...]) -> None:
+    assert full_precision_names(name, method) == expected
+
+
+def test_quantization_is_read_from_the_config(full: Path, quantized: dict[str, Path]) -> None:
+    kinds = {name: quantization(config_of(path)) for name, path in quantized.items()}
+    assert kinds == dict.fromkeys(FORMATS, "bnb-4bit") | {"int8": "bnb-8bit"}
+    assert quantization(config_of(full)) is None
+    assert quantization({"text_config": {"quantization_config": {"quant_method": "gptq", "bits": 4}}}) == "gptq"
+    assert quantization({"quantization_config": {"load_in_8bit": True}}) == "bnb-8bit"  # older files name no method
+    assert quantization({"quantization_config": None}) is None
+    with pytest.raises(UsageError, match=r"X is quantized \(gptq\).*reads only bitsandbytes"):
+        refuse_dequantize("X", "gptq")
+    refuse_dequantize("X", "bnb-4bit")
+
+
+def save_4bit(path: Path, weight: torch.Tensor, **how: Any) -> tuple[Bnb4bit, torch.Tensor]:
+    """A file with one weight quantized by bitsandbytes; what bitsandbytes makes of it again."""
+    packed, state = quantize_4bit(weight, **how)
+    tensors = {"w.weight": packed} | {f"w.weight.{key}": part for key, part in state.as_dict(packed=True).items()}
+    save_file(tensors, path / "model.safetensors")
+    found = quantized_tensors(shards_of(path), {"quantization_config": {"load_in_4bit": True}})["w.weight"]
+    assert isinstance(found, Bnb4bit)
+    assert set(found.auxiliary) == tensors.keys() - {"w.weight"}
+    # bitsandbytes compiles its odd-sized path, for tens of seconds; uncompiled it computes the same.
+    with torch.compiler.set_stance("force_eager"):
+        return found, dequantize_4bit(packed, state)
+
+
+# 100 columns: rows begin inside blocks of 64. 33 x 7: an odd number of elements. 4096: one block, not full.
+@pytest.mark.parametrize("shape", [(48, 128), (37, 100), (33, 7)], ids=str)
+@pytest.mark.parametrize("blocksize", [64, 128, 4096])
+@pytest.mark.parametrize("nested", [True, False], ids=["double", "single"])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_rows_are_bitsandbytes_own_bits(
+    kind: str, nested: bool, blocksize: int, shape: tuple[int, int], tmp_path: Path
+) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        torch.manual_seed(1)
+        weight = (torch.randn(shape) * 0.02).to(dtype)
+        tensor, expected = save_4bit(tmp_path, weight, quant_type=kind, blocksize=blocksize, compress_statistics=nested)
+        rows = shape[0]
+        for first, last in ((0, rows), (0, 1), (1, 2), (5, 18), (rows - 1, rows), (3, 3)):
+            assert same_bits(dequantize_rows(tensor, first, last), expected[first:last]), (dtype, first, last)
+
+
+def test_many_nested_blocks(tmp_path: Path) -> None:
+    """More than 256 blocks, so that the nested scales have several of their own, and rows that begin inside one."""
+    torch.manual_seed(2)
+    weight = (torch.randn(600, 192) * torch.linspace(0.001, 0.1, 600)[:, None]).bfloat16()
+    tensor, expected = save_4bit(tmp_path, weight, quant_type="nf4", compress_statistics=True)
+    ranges = [(first, min(600, first + 7)) for first in range(0, 600, 7)]
+    with ThreadPoolExecutor(4) as pool:
+        pieces = list(pool.map(lambda rows: dequantize_rows(tensor, *rows), ranges))
+    assert same_bits(torch.cat(pieces), expected)
+
+
+def test_eight_bit_rows_are_bitsandbytes_own_bits(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    weight = torch.randn(40, 100).half()
+    weight[3] = 0
+    values, scale, _ = int8_vectorwise_quant(weight.clone())
+    save_file({"w.weight": values, "w.SCB": scale}, tmp_path / "model.safetensors")
+    found = quantized_tensors(shards_of(tmp_path), {"quantization_config": {"load_in_8bit": True}})["w.weight"]
+    expected = int8_vectorwise_dequant(values, scale)
+    assert same_bits(dequantize_rows(found, 0, 40), expected)
+    assert same_bits(dequantize_rows(found, 7, 9), expected[7:9])
+    assert found.auxiliary == ("w.SCB",)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_saved_models_come_back_as_peft_dequantizes_them(name: str, full: Path, quantized: dict[str, Path]) -> None:
+    path = quantized[name]
+    found = quantized_tensors(shards_of(path), config_of(path))
+    linears = {key for key in tensors_of(full) if "_proj" in key}
+    assert found.keys() == linears - ({"model.layers.1.mlp.down_proj.weight"} if "kept" in name else set())
+    beside = {key for tensor in found.values() for key in tensor.auxiliary}
+    assert tensors_of(path).keys() - beside == tensors_of(full).keys()
+    live = AutoModelForCausalLM.from_pretrained(path)
+    for key, tensor in found.items():
+        expected = dequantize_module_weight(live.get_submodule(key.removesuffix(".weight"))).data
+        assert same_bits(dequantize_rows(tensor, 0, tensor.shape[0]), expected), key
+
+
+def test_nf4_round_trip_is_what_load_in_4bit_makes(full: Path, quantized: dict[str, Path]) -> None:
+    path = quantized["nf4"]
+    weights = tensors_of(full)
+    for name, tensor in quantized_tensors(shards_of(path), config_of(path)).items():
+        assert same_bits(nf4_round_trip(weights[name]), dequantize_rows(tensor, 0, tensor.shape[0]))
+
+
+def test_importing_the_merge_imports_no_bitsandbytes() -> None:
+    code = "import sys, cogumi.merge.base_proof; sys.exit('bitsandbytes' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_right_base_is_proven(name: str, full: Path, quantized: dict[str, Path]) -> None:
+    proof = prove(quantized[name], full)
+    path = quantized[name]
+    packed = quantized_tensors(shards_of(path), config_of(path))
+    weights = tensors_of(full)
+    kept = [key for key in weights if key not in packed]
+    assert proof.tensors_equal == len(kept)
+    assert proof.bytes_equal == sum(weights[key].nbytes for key in kept)
+    assert proof.sampled_tensors == len(packed)
+    assert proof.codes_differing == 0
+    assert proof.tensors_unmatched == 0
+    # The layers are small enough to be sampled whole, so the closed form over all of them is the oracle.
+    off = {key: dequantize_rows(t, 0, t.shape[0]).double() - weights[key].double() for key, t in packed.items()}
+    norms = {key: weights[key].double().norm().item() for key in packed}
+    overall = sum(o.square().sum().item() for o in off.values()) / sum(norm**2 for norm in norms.values())
+    assert proof.nf4_error == pytest.approx(overall**0.5, rel=1e-9)
+    assert proof.largest_tensor_error == pytest.approx(max(off[key].norm().item() / norms[key] for key in packed))
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("loaded", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_base_of_another_dtype_is_proven(stored: torch.dtype, loaded: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    full = save_model(tmp_path / "full", LlamaForCausalLM(LlamaConfig(**SIZES)), stored)
+    for name in ("nf4", "int8"):
+        path = save_quantized(full, tmp_path / name, FORMATS[name], dtype=loaded)
+        assert prove(path, full).codes_differing == 0, name
+
+
+def test_tied_heads_experts_and_extra_modules_are_proven(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    tied = save_model(tmp_path / "qwen", Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)))
+    path = save_quantized(tied, tmp_path / "qwen4", NF4)
+    embedding = tensors_of(tied)["model.embed_tokens.weight"]
+    # Full checkpoints may hold the tied head as well, and layers that transformers does not load.
+    extra = {"lm_head.weight": embedding.clone(), "mtp.fc.weight": torch.zeros(4, 4, dtype=torch.bfloat16)}
+    assert prove(path, tied).tensors_unmatched == 0
+    assert prove(path, copy_with(tied, tmp_path / "more", extra)).tensors_unmatched == 2
+
+    # transformers 5 fuses experts into parameters, which bitsandbytes leaves in 16 bits; on disk they are split again.
+    moe = save_model(tmp_path / "moe", MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)))
+    proof = prove(save_quantized(moe, tmp_path / "moe4", NF4), moe)
+    assert proof.sampled_tensors == 2 * 4  # attention only
+    assert proof.codes_differing == 0
+
+
+def refused(quantized: Path, full: Path) -> str:
+    with pytest.raises(UsageError) as caught:
+        prove(quantized, full)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "pass base=" in text
+    return text
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp4", "int8"])
+def test_another_model_and_a_sibling_are_refused(
+    name: str, full: Path, quantized: dict[str, Path], tmp_path: Path
+) -> None:
+    weights = tensors_of(full)
+    linears = [key for key in weights if "_proj" in key]
+    torch.manual_seed(6)
+    # Everything that is stored unquantized is the same: only the quantized weights can tell.
+    other = {key: (torch.randn_like(weights[key].float()) * 0.02).bfloat16() for key in linears}
+    assert "the quantized weights are 1.4" in refused(quantized[name], copy_with(full, tmp_path / "other", other))
+    near = {key: (weights[key].float() + 0.003 * 0.02 * torch.randn(weights[key].shape)).bfloat16() for key in linears}
+    assert "a fine-tuned sibling?" in refused(quantized[name], copy_with(full, tmp_path / "near", near))
+
+
+def test_the_dequantized_checkpoint_is_not_the_base(full: Path, quantized: dict[str, Path], tmp_path: Path) -> None:
+    path = quantized["nf4"]
+    packed = quantized_tensors(shards_of(path), config_of(path))
+    weights: dict[str, torch.Tensor | None] = {k: dequantize_rows(t, 0, t.shape[0]) for k, t in packed.items()}
+    assert "is it the dequantized checkpoint?" in refused(path, copy_with(full, tmp_path / "back", weights))
+
+
+def test_what_is_not_quantized_must_be_equal(full: Path, quantized: dict[str, Path], tmp_path: Path) -> None:
+    weights = tensors_of(full)
+
+    def changed(name: str, row: int) -> dict[str, torch.Tensor | None]:
+        tensor = weights[name].clone()
+        tensor.view(torch.int16)[row] ^= 1  # the last bit of a row or an element
+        return {name: tensor}
+
+    for index, (kind, name) in enumerate(
+        [
+            ("nf4", "model.norm.weight"),
+            ("nf4", "model.embed_tokens.weight"),
+            ("int8", "lm_head.weight"),
+            ("nf4-some-kept", "model.layers.1.mlp.down_proj.weight"),
+        ]
+    ):
+        text = refused(quantized[kind], copy_with(full, tmp_path / str(index), changed(name, 63)))
+        assert f"{name}, which is stored unquantized" in text
+    # The same in float32: the change is smaller than bfloat16 sees, and then large enough.
+    norm = weights["model.norm.weight"].float()
+    assert prove(quantized["nf4"], copy_with(full, tmp_path / "fine", {"model.norm.weight": norm * (1 + 1e-6)}))
+    text = refused(quantized["nf4"], copy_with(full, tmp_path / "off", {"model.norm.weight": norm * 1.01}))
+    assert "model.norm.weight, which is stored unquantized, differs after rounding to BF16" in text
+
+
+def test_names_shapes_and_configs_must_agree(full: Path, quantized: dict[str, Path], tmp_path: Path) -> None:
+    path, weights = quantized["nf4"], tensors_of(full)
+    embedding = weights["model.embed_tokens.weight"]
+    padded = copy_with(full, tmp_path / "padded", {"model.embed_tokens.weight": torch.cat([embedding, embedding[:8]])})
+    assert "model.embed_tokens.weight is [264, 64] where the quantized one has [256, 64]" in refused(path, padded)
+    projection = "model.layers.0.mlp.up_proj.weight"
+    turned = copy_with(full, tmp_path / "turned", {projection: weights[projection].T})
+    assert f"{projection} is [64, 96] where the quantized one has [96, 64]" in refused(path, turned)
+    bias = copy_with(full, tmp_path / "bias", {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)})
+    assert "it has model.layers.0.self_attn.q_proj.bias, which the quantized one lacks" in refused(path, bias)
+    short = copy_with(full, tmp_path / "short", {"model.layers.1.mlp.up_proj.weight": None})
+    assert "it has no model.layers.1.mlp.up_proj.weight" in refused(path, short)
+    heads = copy_with(full, tmp_path / "heads", {}, num_attention_heads=2)
+    assert "num_attention_heads=2 where the quantized one says 4" in refused(path, heads)
+    with pytest.raises(UsageError, match="is quantized itself"):
+        prove(path, quantized["int8"])
+    with pytest.raises(UsageError, match="is not quantized"):
+        prove(full, full)
+
+
+def as_gptq(full: Path, out: Path, method: str, changes: dict[str, torch.Tensor | None] | None = None) -> Path:
+    """The names and dtypes of a GPTQ or AWQ checkpoint (float16 beside packed integers); the codes are never read."""
+    tensors: dict[str, torch.Tensor | None] = {}
+    for name, tensor in tensors_of(full).items():
+        if "_proj" in name:
+            stem, (rows, columns) = name.removesuffix(".weight"), tensor.shape
+            tensors[name] = None
+            tensors[f"{stem}.qweight"] = torch.zeros(columns // 8, rows, dtype=torch.int32)
+            tensors[f"{stem}.scales"] = torch.ones(1, rows, dtype=torch.float16)
+        else:
+            tensors[name] = tensor.half()
+    return copy_with(full, out, tensors | (changes or {}), quantization_config={"quant_method": method, "bits": 4})
+
+
+def test_other_formats_are_proven_by_what_they_leave_alone(full: Path, tmp_path: Path) -> None:
+    weights = tensors_of(full)
+    proof = prove(as_gptq(full, tmp_path / "gptq", "gptq"), full)
+    assert proof == BaseProof(7, 2 * (2 * 256 * 64 + 5 * 64), 0, 0, None, None, None)
+    norm = "model.layers.0.input_layernorm.weight"
+    scaled = {norm: weights[norm].half() / 2}
+    assert norm in refused(as_gptq(full, tmp_path / "gptq-other", "gptq", scaled), full)
+    # AWQ divides norms by the scales that it gives the weights: there the matrices speak.
+    assert prove(as_gptq(full, tmp_path / "awq", "awq", scaled), full).tensors_equal == 2
+    head = {"lm_head.weight": weights["lm_head.weight"].half() * 2}
+    assert "lm_head.weight" in refused(as_gptq(full, tmp_path / "awq-other", "awq", head), full)
+    nothing = {name: None for name in weights if "_proj" not in name}
+    assert "nothing can be compared" in refused(as_gptq(full, tmp_path / "nothing", "gptq", nothing), full)
+
+
+def test_fp8_weights_are_not_compared_but_what_is_beside_them_is(full: Path, tmp_path: Path) -> None:
+    weights = tensors_of(full)
+    eight = {name: w.to(torch.float8_e4m3fn) for name, w in weights.items() if "_proj" in name}
+    scales = {f"{name}_scale_inv": torch.ones(1, 1) for name in eight}
+    config = {"quantization_config": {"quant_method": "fp8"}}
+    proof = prove(copy_with(full, tmp_path / "fp8", {**eight, **scales}, **config), full)
+    assert (proof.tensors_equal, proof.sampled_tensors, proof.nf4_error) == (7, 0, None)
+    moved = {"model.norm.weight": weights["model.norm.weight"] * 2}
+    assert "model.norm.weight" in refused(copy_with(full, tmp_path / "o", {**eight, **scales, **moved}, **config), full)
+
+
+def test_damaged_and_unknown_layouts_are_refused(quantized: dict[str, Path], tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+
+    def read(kind: str, what: str, changes: dict[str, torch.Tensor | None]) -> None:
+        path = copy_with(quantized[kind], tmp_path / what, changes)
+        quantized_tensors(shards_of(path), config_of(path))
+
+    with pytest.raises(UsageError, match=r"up_proj.weight has no .*up_proj.weight.absmax beside it"):
+        read("nf4", "no-absmax", {f"{name}.absmax": None})
+    with pytest.raises(UsageError, match="does not hold 6144 4-bit elements"):
+        read("nf4", "short", {name: torch.zeros(8, 1, dtype=torch.uint8)})
+    with pytest.raises(UsageError, match="layout of bitsandbytes that is not known here"):
+        read("nf4", "half-absmax", {f"{name}.nested_absmax": torch.zeros(1, dtype=torch.float16)})
+    with pytest.raises(UsageError, match="is not a bitsandbytes quant state"):
+        read("nf4", "state", {f"{name}.quant_state.bitsandbytes__nf4": torch.zeros(9, dtype=torch.uint8)})
+    state = json.dumps({"shape": [96, 64], "dtype": "float64", "blocksize": 64}).encode()
+    with pytest.raises(UsageError, match="has dtype float64"):
+        read(
+            "nf4",
+            "f64",
+            {f"{name}.quant_state.bitsandbytes__nf4": torch.frombuffer(bytearray(state), dtype=torch.uint8)},
+        )
+    with pytest.raises(UsageError, match="tiled order"):
+        read("int8", "tiled", {f"{name}_format": torch.tensor(3, dtype=torch.uint8)})
+    with pytest.raises(UsageError, match="stands without an int8"):
+        read("int8", "no-weight", {name: None})

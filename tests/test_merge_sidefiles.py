@@ -1,0 +1,387 @@
+"""Which files end up beside the merged weights, judged by what transformers makes of them; config.json; the card."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Gemma3Config, LlamaConfig
+from transformers import Gemma3ForConditionalGeneration as Gemma3
+
+from cogumi.errors import UsageError
+from cogumi.merge.card import CardAdapter, hub_id_of, licence_of, model_card
+from cogumi.merge.sidefiles import output_config, side_files
+
+BASE_TEMPLATE = "base: {{ messages[0]['content'] }}"
+OWN_TEMPLATE = "own: {{ messages[0]['content'] }}"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def base(tiny_model: Path, tmp_path: Path) -> Path:
+    """A base as publishers make them: a chat template, a SentencePiece file, licences, and a README."""
+    path = tmp_path / "base"
+    shutil.copytree(tiny_model, path)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = BASE_TEMPLATE
+    tokenizer.save_pretrained(path)
+    for name in ("tokenizer.model", "special_tokens_map.json", "generation_config.json", "README.md"):
+        (path / name).write_text("{}")
+    for name in ("LICENSE.txt", "LLAMA_LICENSE", "USE_POLICY.md", "Notice"):
+        (path / name).write_text("terms")
+    return path
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    path = tmp_path / "adapter"
+    path.mkdir()
+    for name in ("README.md", "adapter_config.json", "adapter_model.safetensors", "training_args.bin"):
+        (path / name).write_text("the adapter's")
+    return path
+
+
+def save_tokenizer(base: Path, out: Path, template: str | None, token: str | None = None) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = template
+    if token:
+        tokenizer.add_tokens([token])
+    tokenizer.save_pretrained(out)
+    return tokenizer
+
+
+def copied(files: dict[str, Path], out: Path) -> Path:
+    for name, source in files.items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_bytes(source.read_bytes())
+    return out
+
+
+def owners(files: dict[str, Path], base: Path) -> dict[str, str]:
+    return {name: "base" if path.is_relative_to(base) else "adapter" for name, path in files.items()}
+
+
+def test_a_tokenizer_with_another_vocabulary_is_taken_whole(base: Path, adapter: Path, tmp_path: Path) -> None:
+    trained = save_tokenizer(base, adapter, OWN_TEMPLATE, token="<|think|>")
+    files = side_files(adapter, base)
+    assert owners(files, base) == {
+        "LICENSE.txt": "base",
+        "LLAMA_LICENSE": "base",
+        "Notice": "base",
+        "USE_POLICY.md": "base",
+        "chat_template.jinja": "adapter",
+        "generation_config.json": "base",
+        "tokenizer.json": "adapter",
+        "tokenizer_config.json": "adapter",
+    }
+    merged = AutoTokenizer.from_pretrained(copied(files, tmp_path / "merged"))
+    assert merged("a <|think|> b")["input_ids"] == trained("a <|think|> b")["input_ids"]
+    assert len(merged) == len(trained) == len(AutoTokenizer.from_pretrained(base)) + 1
+    assert merged.apply_chat_template(HELLO, tokenize=False) == "own: hello"
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_the_same_vocabulary_brings_the_bases_other_encodings(base: Path, adapter: Path, older: bool) -> None:
+    save_tokenizer(base, adapter, OWN_TEMPLATE)
+    if older:  # merges as "a b", which files of 2023 have, and a truncation that a trainer set
+        content = json.loads((base / "tokenizer.json").read_text())
+        content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
+        content["truncation"] = {"max_length": 8, "strategy": "LongestFirst", "direction": "Right", "stride": 0}
+        (base / "tokenizer.json").write_text(json.dumps(content))
+    found = owners(side_files(adapter, base), base)
+    assert found["tokenizer.model"] == "base"
+    assert found["tokenizer.json"] == found["tokenizer_config.json"] == found["chat_template.jinja"] == "adapter"
+    assert "special_tokens_map.json" not in found
+
+
+@pytest.mark.parametrize("change", ["id", "merge", "added"])
+def test_one_different_token_or_merge_is_another_vocabulary(base: Path, adapter: Path, change: str) -> None:
+    save_tokenizer(base, adapter, None)
+    content = json.loads((adapter / "tokenizer.json").read_text())
+    if change == "id":
+        one, other = list(content["model"]["vocab"])[-2:]
+        vocabulary = content["model"]["vocab"]
+        vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    elif change == "merge":
+        content["model"]["merges"].reverse()
+    else:
+        content["added_tokens"][-1]["content"] = "<|other|>"
+    (adapter / "tokenizer.json").write_text(json.dumps(content))
+    found = side_files(adapter, base)
+    assert "tokenizer.model" not in found
+    assert "chat_template.jinja" not in found
+
+
+def test_the_bases_template_serves_a_tokenizer_of_its_vocabulary_that_has_none(
+    base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    save_tokenizer(base, adapter, None)
+    merged = AutoTokenizer.from_pretrained(copied(side_files(adapter, base), tmp_path / "merged"))
+    assert merged.apply_chat_template(HELLO, tokenize=False) == "base: hello"
+
+
+def test_a_template_inside_the_tokenizers_settings_is_not_overruled(base: Path, adapter: Path, tmp_path: Path) -> None:
+    """transformers reads chat_template.jinja before tokenizer_config.json, so the base's must stay out."""
+    AutoTokenizer.from_pretrained(base).save_pretrained(adapter)
+    (adapter / "chat_template.jinja").unlink()
+    settings = json.loads((adapter / "tokenizer_config.json").read_text())
+    (adapter / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": OWN_TEMPLATE}))
+    merged = AutoTokenizer.from_pretrained(copied(side_files(adapter, base), tmp_path / "merged"))
+    assert merged.apply_chat_template(HELLO, tokenize=False) == "own: hello"
+
+
+@pytest.mark.parametrize("template", [None, OWN_TEMPLATE])
+def test_without_a_tokenizer_the_bases_and_still_the_adapters_template(
+    base: Path, adapter: Path, template: str | None
+) -> None:
+    if template:
+        (adapter / "chat_template.jinja").write_text(template)
+    (adapter / "tokenizer_config.json").write_text("{}")  # no vocabulary, so no tokenizer
+    files = side_files(adapter, base)
+    assert owners(files, base)["tokenizer_config.json"] == owners(files, base)["special_tokens_map.json"] == "base"
+    assert files["chat_template.jinja"].read_text() == (template or BASE_TEMPLATE)
+
+
+def test_a_checkpoint_uses_the_tokenizer_of_the_run_around_it(base: Path, adapter: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save_tokenizer(base, run, OWN_TEMPLATE, token="<|think|>")
+    checkpoint, stranger = run / "checkpoint-40", run / "base-of-someone"
+    shutil.copytree(adapter, checkpoint)
+    shutil.copytree(adapter, stranger)
+    assert side_files(checkpoint, base)["tokenizer.json"] == run / "tokenizer.json"
+    assert side_files(stranger, base)["tokenizer.json"] == base / "tokenizer.json"
+    (run / "training_args.bin").write_text("")
+    assert side_files(stranger, base)["tokenizer.json"] == run / "tokenizer.json"
+    save_tokenizer(base, checkpoint, OWN_TEMPLATE)
+    assert side_files(checkpoint, base)["tokenizer.json"] == checkpoint / "tokenizer.json"
+
+
+def test_a_text_tokenizer_at_the_adapter_does_not_lose_the_image_processor(base: Path, adapter: Path) -> None:
+    save_tokenizer(base, adapter, None)
+    (base / "preprocessor_config.json").write_text("{}")
+    assert owners(side_files(adapter, base), base)["preprocessor_config.json"] == "base"
+    (adapter / "processor_config.json").write_text("{}")
+    found = owners(side_files(adapter, base), base)
+    assert found["processor_config.json"] == "adapter"
+    assert "preprocessor_config.json" not in found
+
+
+def test_remote_code_is_the_bases_where_its_config_says_so(base: Path, adapter: Path) -> None:
+    for name in ("modeling_own.py", "layers/mixer.py", "custom_generate/generate.py", ".git/hook.py", "env/lib/six.py"):
+        (base / name).parent.mkdir(parents=True, exist_ok=True)
+        (base / name).write_text("the base's")
+    (base / "env" / "pyvenv.cfg").write_text("")
+    save_tokenizer(base, adapter, None)
+    for name in ("modeling_own.py", "tokenization_own.py"):
+        (adapter / name).write_text("the adapter's")
+
+    def code() -> dict[str, str]:
+        return {name: owner for name, owner in owners(side_files(adapter, base), base).items() if name.endswith(".py")}
+
+    plain = {"modeling_own.py": "base", "custom_generate/generate.py": "base"}
+    assert code() == plain
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "modeling_own.Own"}}))
+    assert code() == plain | {"layers/mixer.py": "base"}
+    settings = {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
+    (adapter / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert code() == plain | {"layers/mixer.py": "base", "tokenization_own.py": "adapter"}
+
+
+def test_links_of_the_hubs_cache_are_followed_and_dangling_ones_refused(
+    base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    snapshot, blobs = tmp_path / "snapshot", tmp_path / "blobs"
+    snapshot.mkdir()
+    shutil.copytree(base, blobs)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    merged = copied(side_files(adapter, snapshot), tmp_path / "merged")
+    assert not [path for path in merged.iterdir() if path.is_symlink()]
+    assert AutoTokenizer.from_pretrained(merged)("x = 1") == AutoTokenizer.from_pretrained(base)("x = 1")
+    (blobs / "README.md").unlink()
+    side_files(adapter, snapshot)  # not a file that is needed
+    (blobs / "tokenizer.json").unlink()
+    with pytest.raises(UsageError, match=r"snapshot/tokenizer\.json is a link .*download"):
+        side_files(adapter, snapshot)
+
+
+def test_without_any_tokenizer_it_is_said(tmp_path: Path, adapter: Path, caplog: pytest.LogCaptureFixture) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert side_files(adapter, empty) == {}
+    assert "will have none" in caplog.text
+
+
+def test_damaged_json_is_one_line(base: Path, adapter: Path) -> None:
+    save_tokenizer(base, adapter, None)
+    (adapter / "tokenizer.json").write_text('{"model": ')
+    with pytest.raises(UsageError, match=r"adapter/tokenizer\.json is not valid JSON") as error:
+        side_files(adapter, base)
+    assert "\n" not in str(error.value)
+
+
+# ------------------------------------------------------------------------------------------------------- config.json
+
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 256,
+}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def saved_config(config: Any, path: Path) -> dict[str, Any]:
+    config.save_pretrained(path)
+    return json.loads((path / "config.json").read_text())
+
+
+def write_config(config: dict[str, Any], path: Path) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_quantization_goes_and_nothing_else(tmp_path: Path) -> None:
+    quantized = LlamaConfig(**TEXT, dtype="bfloat16", eos_token_id=[1, 2])
+    plain = saved_config(quantized, tmp_path / "plain")
+    quantized.quantization_config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    config = saved_config(quantized, tmp_path / "quantized")
+    config["text_config"] = {"quantization_config": {"bits": 4}, "rope_scaling": {"factor": 2.0}}
+    before = json.loads(json.dumps(config))
+    out = output_config(config, dtype=None, untied=False, vocab_size=None)
+    assert out == plain | {"text_config": {"rope_scaling": {"factor": 2.0}}}
+    out["text_config"]["rope_scaling"]["factor"] = 4.0
+    out["eos_token_id"].append(7)
+    assert config == before  # a deep copy
+
+
+def test_untied_and_resized_as_transformers_reads_it(tmp_path: Path) -> None:
+    config = saved_config(LlamaConfig(**TEXT, tie_word_embeddings=True, dtype="float32"), tmp_path / "base")
+    out = output_config(config, dtype="bfloat16", untied=True, vocab_size=264)
+    loaded = AutoConfig.from_pretrained(write_config(out, tmp_path / "out"))
+    assert (loaded.tie_word_embeddings, loaded.vocab_size, loaded.dtype) == (False, 264, torch.bfloat16)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(loaded)
+    assert not model.all_tied_weights_keys
+    assert model.lm_head.weight.shape == model.model.embed_tokens.weight.shape == (264, 32)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_multimodal_config_changes_in_its_language_model(recorded: bool, tmp_path: Path) -> None:
+    """Not recorded: Gemma 3 is tied by its class's default, which a file that says nothing has to be told."""
+    full = Gemma3Config(text_config=TEXT, vision_config=VISION, dtype="float32", mm_tokens_per_image=1)
+    config = saved_config(full, tmp_path / "base")
+    config["text_config"] |= {"torch_dtype": "float32", "dtype": "float32"}
+    config["vision_config"] |= {"vocab_size": 9, "tie_word_embeddings": True}
+    if not recorded:
+        del config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"]
+        del config["text_config"]["vocab_size"]
+    out = output_config(config, dtype="bfloat16", untied=True, vocab_size=264)
+    assert out["vision_config"]["vocab_size"] == 9
+    assert out["vision_config"]["tie_word_embeddings"] is True
+    assert "vocab_size" not in out
+    assert out["dtype"] == out["text_config"]["torch_dtype"] == out["text_config"]["dtype"] == "bfloat16"
+    with torch.device("meta"):
+        model = Gemma3(AutoConfig.from_pretrained(write_config(out, tmp_path / "out")))
+    assert not model.all_tied_weights_keys
+    assert model.lm_head.weight.shape == (264, 32)
+
+
+# -------------------------------------------------------------------------------------------------------------- card
+
+
+def card(**changes: Any) -> str:
+    facts: dict[str, Any] = {
+        "base": "org/model",
+        "base_commit": "c" * 40,
+        "base_sha256": "b" * 64,
+        "adapters": [CardAdapter("style", "a" * 64)],
+        "dtype": "keep",
+        "tensors_merged": 14,
+        "tensors_copied": 7,
+        "elements": 1234567,
+        "not_nearest": 89,
+    }
+    return model_card(**(facts | changes))
+
+
+def test_the_card_says_base_commit_adapter_and_checks(base: Path) -> None:
+    (base / "README.md").write_text(
+        "---\nlicense: other\nlicense_name: mine\nlicense_link: LICENSE\ntags: [x]\n---\n# Model\n\n---\nlicense: mit\n---\n"
+    )
+    text = card(licence=licence_of(base), delta_retained=0.9987, noise_ratio=5.7, logits="rms 1e-3, allowed 3e-3")
+    parsed = ModelCard(text)
+    assert parsed.data.to_dict() == {
+        "base_model": "org/model",
+        "base_model_relation": "finetune",
+        "library_name": "transformers",
+        "license": "other",
+        "license_name": "mine",
+        "license_link": "LICENSE",
+        "tags": ["cogumi", "merged"],
+    }
+    for fact in (
+        "c" * 40,
+        "b" * 64,
+        "a" * 64,
+        "1,234,567",
+        "for 89 that",
+        "14 tensors",
+        "7 tensors",
+        "99.87%",
+        "5.7 times",
+        "rms 1e-3",
+    ):
+        assert fact in parsed.text
+    assert "times 0.5" not in text
+
+
+def test_the_card_admits_what_was_not_checked() -> None:
+    text = card(elements=None, dtype="bfloat16")
+    assert "not compared with base and adapter" in text
+    assert "float64" not in text
+    assert "Logits of this model were not compared" in text
+
+
+def test_a_local_base_leaves_no_path_in_the_card(tmp_path: Path) -> None:
+    home = tmp_path / "my-base"
+    home.mkdir()
+    text = card(
+        base=str(home), base_commit=None, adapters=[CardAdapter("a", "1" * 64, 0.5), CardAdapter("b", "2" * 64)]
+    )
+    assert str(tmp_path) not in text
+    assert "my-base, a local directory" in text
+    assert "base_model" not in ModelCard(text).data.to_dict()
+    assert "adapter a, times 0.5" in text
+    assert "2 adapters merged" in text
+
+
+def test_a_base_in_the_hubs_cache_has_its_hub_name(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--org--the--model" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    assert hub_id_of(str(snapshot)) == "org/the--model"
+    assert hub_id_of("gpt2") == "gpt2"
+    assert hub_id_of("./model") is None
+    assert hub_id_of(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("readme", ["no front matter\nlicense: mit\n", "---\na: [\n---\n", "---\n- list\n---\n"])
+def test_a_readme_without_a_readable_licence_yields_none(readme: str, tmp_path: Path) -> None:
+    assert licence_of(tmp_path) == {}
+    (tmp_path / "README.md").write_text(readme)
+    assert licence_of(tmp_path) == {}
