@@ -106,9 +106,11 @@ def failures_in_one_line() -> Iterator[None]:
 
 def weighted_path(word: str) -> tuple[Path, float]:
     """DIRECTORY=WEIGHT in two. Raises UsageError for anything else."""
-    path, equals, number = word.rpartition("=")
+    path, _, number = word.rpartition("=")
+    if not path:
+        raise UsageError(f"--add {word} is not a directory and a weight; write DIRECTORY=WEIGHT")
     try:
-        return Path(path if equals else word), float(number if equals else "nan")
+        return Path(path), float(number)
     except ValueError:
         raise UsageError(f"--add {word}: {number!r} is not a number; write DIRECTORY=WEIGHT") from None
 
@@ -144,5 +146,8 @@ def run_command(app: typer.Typer) -> None:
         sys.exit(2)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
-            print("cogumi: interrupted; a run directory, if one was made, says at which stage", file=sys.stderr)
+            print(
+                "cogumi: interrupted; a run directory, if one was made, says at which stage; a merge left nothing",
+                file=sys.stderr,
+            )
         raise

@@ -1,4 +1,4 @@
-"""Mistakes the user can fix."""
+"""What the user can fix, and what a merge found wrong."""
 
 
 class UsageError(Exception):
@@ -11,3 +11,7 @@ class UsageError(Exception):
 
 class RefusedAtSetup(UsageError):
     """A setting that a library refuses while the run is set up, before the first step; the run leaves no directory."""
+
+
+class MergeError(Exception):
+    """A merge produced something that is not W + delta, or a merged directory is not what was written."""

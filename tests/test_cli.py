@@ -1,11 +1,22 @@
 """The command line as a user meets it: real subprocesses, their output and exit status."""
 
+import contextlib
+import fcntl
+import json
 import os
+import pty
+import re
+import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -94,6 +105,190 @@ def test_ctrl_c_is_status_130_and_the_run_says_interrupted(config: Path, tmp_pat
     assert "interrupted" in stderr.splitlines()[-1]
     assert "Traceback" not in stderr
     assert '"interrupted"' in (tmp_path / "long" / "status.json").read_text()
+
+
+@dataclass(frozen=True)
+class MergeInputs:
+    base: Path
+    adapter: Path
+    other: Path
+
+
+@pytest.fixture(scope="module")
+def merge_inputs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> MergeInputs:
+    """A base and two adapters for it, saved by PEFT."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    root = tmp_path_factory.mktemp("merge")
+    torch.manual_seed(0)
+    for name in ("adapter", "other"):
+        model: Any = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+        adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                torch.nn.init.normal_(parameter, std=0.05)
+        adapted.save_pretrained(str(root / name))
+    return MergeInputs(tiny_model, root / "adapter", root / "other")
+
+
+@pytest.fixture
+def run_main(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """The command line in this process: (exit status, standard output, standard error)."""
+    from cogumi.cli import main
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["cogumi", *map(str, words)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        said = capsys.readouterr()
+        return int(stopped.value.code or 0), said.out, said.err
+
+    return run
+
+
+def shards_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.glob("*.safetensors")}
+
+
+def test_merge_hands_every_option_on(
+    merge_inputs: MergeInputs, tmp_path: Path, run_main: Callable[..., tuple[int, str, str]]
+) -> None:
+    """Each option gives what the same argument of merge_adapter gives, and something else than without it."""
+    from cogumi.merge import merge_adapter
+
+    given = merge_inputs
+    cases: dict[str, tuple[list[object], Any, dict[str, Any]]] = {
+        "plain": ([], given.adapter, {}),
+        "weight": (["--weight", "0.5"], [(given.adapter, 0.5)], {}),
+        "add": (["--add", f"{given.other}=-0.5"], [(given.adapter, 1.0), (given.other, -0.5)], {}),
+        "add twice": (
+            ["--add", f"{given.other}=1e-1", "--add", f"{given.other}=2"],
+            [(given.adapter, 1.0), (given.other, 0.1), (given.other, 2.0)],
+            {},
+        ),
+        "dtype": (["--dtype", "float32"], given.adapter, {"dtype": "float32"}),
+    }
+    found = []
+    for name, (words, adapters, options) in cases.items():
+        out = tmp_path / name
+        status, said, error = run_main("merge", given.adapter, out, "--base", given.base, "--workers", "1", *words)
+        assert (status, error) == (0, ""), error
+        assert said.startswith(f"{out}: {given.base} with 4 tensors merged")
+        merge_adapter(adapters, tmp_path / f"{name} again", base=given.base, progress=False, **options)
+        found.append(shards_of(out))
+        assert found[-1] == shards_of(tmp_path / f"{name} again") != {}
+    assert all(found[one] != found[two] for one in range(len(found)) for two in range(one))
+
+
+def test_merge_reports_as_json_and_by_what_it_verified(
+    merge_inputs: MergeInputs, tmp_path: Path, run_main: Callable[..., tuple[int, str, str]]
+) -> None:
+    given = merge_inputs
+    status, said, error = run_main("merge", given.adapter, tmp_path / "a", "--verify", "logits", "--json")
+    assert status == 0, error
+    report = json.loads(said)
+    assert report["out"] == str(tmp_path / "a")
+    assert report["tensors_merged"] == 4
+    assert report["bytes"] == sum(len(data) for data in shards_of(tmp_path / "a").values())
+    assert report["logits"]["measured"] > 0
+    status, said, error = run_main("merge", given.adapter, tmp_path / "b", "--verify", "none")
+    assert status == 0
+    assert "not verified" in said
+    assert not list(tmp_path.glob("*.partial-*"))
+
+
+def test_each_mistake_of_a_merge_is_one_line_and_status_2(
+    merge_inputs: MergeInputs, tmp_path: Path, run_main: Callable[..., tuple[int, str, str]]
+) -> None:
+    adapter, out = merge_inputs.adapter, tmp_path / "merged"
+    mistakes: dict[tuple[object, ...], str] = {
+        (): "merge needs an ADAPTER directory and an OUT directory, or --check DIR",
+        (adapter,): "merge needs an ADAPTER directory and an OUT directory",
+        (tmp_path / "nowhere", out): "nowhere",
+        (merge_inputs.base, out): "no adapter_config.json",
+        (adapter, tmp_path): "exists; choose another name",
+        (adapter, out, "--base", "no/such/place"): "no/such/place",
+        (adapter, out, "--revision", "main"): "no revisions",
+        (adapter, out, "--base-mode", "half"): "base_mode='half' is not one of full, dequant",
+        (adapter, out, "--base-mode", "dequant"): "dequant",
+        (adapter, out, "--dtype", "bf16"): "dtype='bf16' is not one of keep, bfloat16, float16, float32",
+        (adapter, out, "--verify", "all"): "verify='all' is not one of elements, logits, none",
+        (adapter, out, "--weight", "0"): "has weight 0.0; give it a number other than 0",
+        (adapter, out, "--weight", "nan"): "has weight nan",
+        (adapter, out, "--add", str(adapter)): f"--add {adapter} is not a directory and a weight",
+        (adapter, out, "--add", "=0.5"): "--add =0.5 is not a directory and a weight",
+        (adapter, out, "--add", "x=half"): "--add x=half: 'half' is not a number; write DIRECTORY=WEIGHT",
+        (adapter, out, "--add", f"{tmp_path}/x=0.5"): f"{tmp_path}/x",
+        (adapter, out, "--export", "onnx"): "--export onnx is not known; gguf is",
+    }
+    for words, says in mistakes.items():
+        status, said, error = run_main("merge", *words)
+        assert (status, said) == (2, ""), (words, error)
+        assert error.startswith("cogumi: "), (words, error)
+        assert error.count("\n") == 1, (words, error)
+        assert says in error, (words, error)
+    for words in ((adapter, out, "--workers", "0"), (adapter, out, "--weight", "much"), (adapter, out, "--merge")):
+        assert run_main("merge", *words)[0] == 2  # said by Typer, with the usage
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_merge_that_is_not_exact_is_one_line_and_status_1(
+    merge_inputs: MergeInputs, tmp_path: Path, run_main: Callable[..., tuple[int, str, str]]
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    base = Path(shutil.copytree(merge_inputs.base, tmp_path / "base"))
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.layers.1.self_attn.q_proj.weight"][0, 0] = 1e5  # fits bfloat16, not float16
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    out = tmp_path / "merged"
+    status, said, error = run_main("merge", merge_inputs.adapter, out, "--base", base, "--dtype", "float16")
+    assert (status, said) == (1, "")
+    assert error.startswith("cogumi: model.layers.1.self_attn.q_proj.weight: element (0, 0) is inf where W + delta is ")
+    assert error.count("\n") == 1
+    assert not list(tmp_path.glob("merged*"))
+
+
+def test_progress_on_a_terminal(tmp_path: Path) -> None:
+    """On a real one: bytes, speed and time left on standard error, the report alone on standard output."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    # 50 MB, so that the bars are drawn while it goes on.
+    config = LlamaConfig(hidden_size=512, intermediate_size=512, num_hidden_layers=1, vocab_size=24000)
+    model: Any = LlamaForCausalLM(config).bfloat16()
+    model.save_pretrained(tmp_path / "base")
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False))
+    adapted.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=False)
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cogumi", "merge", "adapter", "merged", "--base", "base", "--workers", "1"],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm"},
+        stdout=subprocess.PIPE,
+        stderr=slave,
+    )
+    os.close(slave)
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO is how Linux says that the other end has closed
+        while chunk := os.read(master, 1 << 16):
+            shown += chunk
+    os.close(master)
+    assert process.stdout is not None
+    report = process.stdout.read().decode()
+    process.stdout.close()
+    assert process.wait() == 0, shown
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    bar = r" +\S+ +[\d.]+/[\d.]+ MB +[\d.]+ [kMG]B/s +(\d:\d\d:\d\d|-:--:--)"
+    assert re.search("writing" + bar, drawn), drawn
+    assert re.search("verifying" + bar, drawn), drawn
+    assert report.startswith("merged: base with 1 tensors merged")
+    assert "writing" not in report
 
 
 def test_importing_cogumi_is_light() -> None:

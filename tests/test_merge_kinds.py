@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from merge_models import EXPERTS, FUSED, LINEARS, SIZES, all_tensors, distances, save_base, train_adapter
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -26,16 +25,6 @@ from transformers import (
 
 from cogumi.merge import merge_adapter
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 128,
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
@@ -53,10 +42,6 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         layer_types=["sliding_attention", "full_attention"],
     ),
 }
-INPUT_IDS = torch.arange(2 * 24).reshape(2, 24) * 5 % 256
-LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("llama", {"target_modules": LINEARS}),
     "rslora": ("llama", {"target_modules": LINEARS, "use_rslora": True}),
@@ -104,57 +89,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 STILL_TIED = {"tokens-tied", "embedding-kept-tied", "saved-kept-tied"}
 
 
-def save_base(path: Path, config: PreTrainedConfig, **options: Any) -> Path:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                torch.nn.init.normal_(parameter, std=0.2)  # transformers starts them at zero
-    model.to(torch.bfloat16).save_pretrained(path, **options)
-    return path
-
-
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("bases")
     return {name: save_base(root / name, config, max_shard_size="60KB") for name, config in FAMILIES.items()}
-
-
-def train_adapter(base: Path, path: Path, **lora: Any) -> Path:
-    """A real adapter, saved by PEFT, every trainable value moved as training might."""
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    torch.manual_seed(1)
-    adapted = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | lora))
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if parameter.requires_grad:
-                scale = 0.05 if "lora_" in name and "bias" not in name else 0.5
-                if "magnitude" in name:
-                    parameter.mul_(1 + 0.3 * torch.rand_like(parameter))
-                else:
-                    parameter.add_(torch.randn_like(parameter) * scale)
-    adapted.save_pretrained(str(path))
-    return path
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        return model.eval()(input_ids=INPUT_IDS, use_cache=False).logits.double()
-
-
-def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-
-
-def rms(values: torch.Tensor) -> float:
-    return values.square().mean().sqrt().item()
-
-
-def distances(base: Path, adapter: Path, merged: Path) -> tuple[float, float]:
-    """rms of (merged - live), and of (live - base), in logits."""
-    live = logits(PeftModel.from_pretrained(load(base), str(adapter)))
-    return rms(logits(load(merged)) - live), rms(live - logits(load(base)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -190,10 +128,3 @@ def test_one_rounding_to_the_bases_dtype(kind: str, bases: dict[str, Path], tmp_
     assert {tensor.dtype for tensor in rounded.values()} == {torch.bfloat16}
     off = sum(int((exact[name].bfloat16() != rounded[name]).sum()) for name in exact)
     assert off <= report.not_nearest + 1e-5 * report.elements
-
-
-def all_tensors(path: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for shard in sorted(path.glob("*.safetensors")):
-        found |= load_file(shard)
-    return found

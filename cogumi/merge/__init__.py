@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cogumi.errors import UsageError
+from cogumi.errors import MergeError, UsageError
 from cogumi.merge.bases import resolve_base
 from cogumi.merge.commit import allocate, check_target, commit, partial_directory, remove_stale
 from cogumi.merge.logits import LogitCheck, check_logits
@@ -22,7 +22,7 @@ from cogumi.merge.noise import median, q_over_delta, quantization_noise
 from cogumi.merge.plan import OUTPUT_DTYPES, MergePlan, build_plan
 from cogumi.merge.progress import progress_bars
 from cogumi.merge.resolve import resolve_adapter
-from cogumi.merge.verify import MergeError, sha256_file
+from cogumi.merge.verify import sha256_file
 from cogumi.merge.work import cores, threads, write_and_verify
 
 __all__ = ["LogitCheck", "MergeError", "MergeReport", "check_logits", "merge_adapter"]
@@ -109,6 +109,8 @@ def merge_adapter(
     check_choice("base_mode", base_mode, ("full", "dequant"))
     check_choice("dtype", dtype, ("keep", *OUTPUT_DTYPES))
     check_choice("verify", verify, ("elements", "logits", "none"))
+    if base_mode == "dequant" and verify == "logits":
+        raise UsageError("verify='logits' runs the full-precision base; with base_mode='dequant' use verify='elements'")
     target = Path(out)
     check_target(target)
     adapters = [(resolve_adapter(path), weight) for path, weight in weighted(adapter)]
@@ -161,8 +163,6 @@ def weighted(adapter: AdapterPath | Sequence[tuple[AdapterPath, float]]) -> list
 
 def logits_agree(plan: MergePlan, partial: Path) -> LogitCheck:
     """Run base + adapters and the merged model. Raises MergeError where they differ by more than rounding explains."""
-    if plan.base.quantized:
-        raise UsageError("verify='logits' runs the full-precision base; with base_mode='dequant' use verify='elements'")
     from cogumi.merge.logits_disk import check_directory
 
     pairs = [(adapter.path, weight) for adapter, weight in plan.adapters]

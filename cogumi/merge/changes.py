@@ -80,13 +80,14 @@ def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint) -> Cha
 
     model = meta_model(base)  # PEFT changes the model it is given, so each adapter gets its own
     held = {span.name: span for span in adapter.spans}
-    changes = Changes(vocabulary=resize_vocabulary(model, held))
+    changes = Changes(vocabulary=resize_vocabulary(adapter, base, model, held))
     config = LoraConfig.from_pretrained(str(adapter.path))
     config.init_lora_weights = True  # how A and B began no longer matters
     stored = stored_modules(model, config, held, checkpoint.spans)
     if stored:
         changes.tensors = stored_changes(adapter, config, stored, checkpoint.spans)
-        config.target_modules = layers_with_factors(adapter, config, model, held)
+        done = {name for name, places in checkpoint.places.items() if all(place.tensor in stored for place in places)}
+        config.target_modules = layers_with_factors(adapter, config, model, held, done)
         held = {key: span for key, span in held.items() if all(key not in keys for keys in stored.values())}
         if not (config.target_modules or config.target_parameters or config.modules_to_save):
             refuse_leftover(adapter, base, held)
@@ -102,14 +103,30 @@ def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint) -> Cha
     return changes
 
 
-def resize_vocabulary(model: Any, held: dict[str, Span]) -> int | None:
-    """Resize the meta model to the vocabulary of the embedding that the adapter brings, if that is another; its size."""
-    embedding = model.get_input_embeddings()
-    name = next(name for name, module in model.named_modules() if module is embedding)
-    for key in (f"{PREFIX}{name}.weight", f"{PREFIX}{name}.base_layer.weight"):
-        if key in held and held[key].shape[0] != embedding.weight.shape[0]:
-            model.resize_token_embeddings(held[key].shape[0], mean_resizing=False)
-            return held[key].shape[0]
+def resize_vocabulary(adapter: Adapter, base: Base, model: Any, held: dict[str, Span]) -> int | None:
+    """Resize the meta model to the vocabulary of the embedding that the adapter brings, if that is another; its size.
+
+    Raises UsageError where only the head has another size: the embedding's new rows are nowhere, then.
+    """
+
+    def rows(layer: Any) -> int | None:
+        """Of the tensor that PEFT saved for an embedding or a head, whatever it wrapped it in."""
+        name = next((name for name, module in model.named_modules() if module is layer), None)
+        keys = (f"{PREFIX}{name}{inner}.weight" for inner in ("", ".base_layer", ".token_adapter.base_layer"))
+        return next((held[key].shape[0] for key in keys if key in held), None)
+
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    head = model.get_output_embeddings()
+    before = None if head is None else head.weight.shape[0]
+    found = rows(model.get_input_embeddings())
+    if found not in (None, vocabulary):
+        model.resize_token_embeddings(found, mean_resizing=False)
+        return found
+    if head is not None and rows(head) not in (None, before):
+        raise UsageError(
+            f"adapter {adapter.path} holds a head of {rows(head)} rows for base {base.name} with {before}, and no embedding "
+            "of that size; resize the base's vocabulary as in training, save it, and pass that as the base"
+        )
     return None
 
 
@@ -141,15 +158,20 @@ def stored_modules(
     return found
 
 
-def layers_with_factors(adapter: Adapter, config: Any, model: Any, held: dict[str, Span]) -> list[str]:
-    """The linear layers for which the file holds factors. Raises UsageError where it lacks those of a targeted one."""
+def layers_with_factors(adapter: Adapter, config: Any, model: Any, held: dict[str, Span], done: set[str]) -> list[str]:
+    """The linear layers for which the file holds factors. Raises UsageError where it lacks those of a targeted one.
+
+    done: parameters whose factors were found under the names of their stored tensors.
+    """
     from peft.tuners.tuners_utils import check_target_module_exists
 
     found = []
     for layer in sorted(layer_names(model)):
         if f"{PREFIX}{layer}.lora_A.weight" in held:
             found.append(layer)
-        elif check_target_module_exists(config, layer) and config.target_modules != "all-linear":
+        elif f"{layer}.weight" in done or config.target_modules == "all-linear":
+            continue
+        elif check_target_module_exists(config, layer):
             raise UsageError(f"adapter {adapter.path} targets {layer} but holds no factors for it; is it damaged?")
     return found
 
@@ -337,9 +359,22 @@ def keep_embedding(adapter: Adapter, base: Base, changes: Changes, span: Span, c
     """An embedding that PEFT saved beside the factors (targeted, or resized): the base's rows, and perhaps new ones.
 
     It was not trained, so its rows must be the base's; anything else is another base. A resized one takes the place of
-    the base's, and the adapter's updates come on top.
+    the base's, and the adapter's updates come on top; a head that is tied to it and not in the file does likewise. What
+    PEFT saved a second time (a module that was trained whole, tokens of a tied head) must be the same tensor.
     """
-    parameter = span.name.removeprefix(PREFIX).replace(".base_layer", "")
+    key = re.sub(r"(\.modules_to_save|\.original_module|\.token_adapter)?(\.base_layer)?\.[^.]+$", ".weight", span.name)
+    parameter = key.removeprefix(PREFIX)
+    change = changes.parameters.get(parameter, Change())
+    held = {other.name: other for other in adapter.spans}
+    again = change.whole if span.name.endswith(".modules_to_save.weight") else None
+    if span.name.endswith(".trainable_tokens_delta") and change.rows:
+        again = held[change.rows.key]
+    if again is not None:
+        if again.shape != span.shape or not leading_rows_equal(span, again):
+            raise UsageError(
+                f"adapter {adapter.path}: {span.name} and {again.name} should be the same and differ; save it again"
+            )
+        return
     home = parameter if parameter in checkpoint.places else checkpoint.tied.get(parameter, parameter)
     stored = [checkpoint.spans[place.tensor] for place in checkpoint.places.get(home, ())]
     if len(stored) != 1 or not leading_rows_equal(span, stored[0]):
@@ -347,8 +382,12 @@ def keep_embedding(adapter: Adapter, base: Base, changes: Changes, span: Span, c
             f"adapter {adapter.path}: {span.name} holds a whole embedding that is not the one in base {base.name} (and is "
             "not among modules_to_save); is this the base the adapter was trained on?"
         )
-    if span.shape != stored[0].shape:
-        changes.parameters[parameter] = replace(changes.parameters.get(parameter, Change()), whole=span)
+    if span.shape == stored[0].shape or span.name.endswith(".original_module.weight"):
+        return
+    changes.parameters[parameter] = replace(change, whole=span)
+    for head, embedding in checkpoint.tied.items():
+        if embedding == parameter:
+            changes.parameters.setdefault(head, Change(whole=span))
 
 
 def leading_rows_equal(span: Span, stored: Span, block: int = 1 << 18) -> bool:

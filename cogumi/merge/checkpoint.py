@@ -14,7 +14,7 @@ import torch
 
 from cogumi.errors import UsageError
 from cogumi.merge.resolve import Base
-from cogumi.merge.tensorfile import Span, element_count, matrix_shape
+from cogumi.merge.tensorfile import Span, matrix_shape
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,18 @@ def parameter_places(model: Any, spans: dict[str, Span]) -> dict[str, tuple[Plac
         if name not in parameters and tensor in parameters:
             name, pattern = tensor, None  # the loader's own rule: a name that exists is not renamed away
         if pattern is not None:
-            number = next(n for n, converter in enumerate(converters) if pattern in converter.source_patterns)
+            # Of two converters with one pattern, transformers takes the last.
+            number = max(n for n, converter in enumerate(converters) if pattern in converter.source_patterns)
             converted[name, number][pattern].append(spans[tensor])
         elif name in parameters:
             if name in plain:
                 raise UsageError(f"base tensors {plain[name]} and {tensor} both load as {name}; the base is ambiguous")
             plain[name] = tensor
-    places = {name: whole_tensor(spans[tensor], parameters[name]) for name, tensor in plain.items()}
+    places = {
+        name: whole_tensor(spans[tensor], parameters[name])
+        for name, tensor in plain.items()
+        if spans[tensor].shape == parameters[name]
+    }
     for (name, number), stored in converted.items():
         places |= converted_places(name, converters[number], stored, parameters)
     return {name: found for name, found in places.items() if covers(found, parameters[name], spans)}
@@ -142,7 +147,7 @@ def split_places(
     name: str, targets: list[str], span: Span, parameters: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[Place, ...]]:
     """One stored tensor that loads as several parameters, its rows shared out evenly. name: of the first of them."""
-    rows = matrix_shape(span.shape)[0] // len(targets)
+    rows = -(-matrix_shape(span.shape)[0] // len(targets))
     first = next((target for target in targets if target in name), None)
     if first is None:
         return {}
@@ -187,14 +192,21 @@ def concatenated_places(tensors: list[Span]) -> tuple[Place, ...]:
 
 
 def covers(places: tuple[Place, ...], shape: tuple[int, ...], spans: dict[str, Span]) -> bool:
-    """Whether the places hold exactly a parameter of this shape."""
+    """Whether the places hold exactly a parameter of this shape: every row of every matrix once."""
     rows, columns = matrix_shape(shape)
-    height = shape[-2] if len(shape) == 3 else rows
-    held = 0
+    count, height = (shape[0], shape[1]) if len(shape) == 3 else (1, rows)
+    held = []
     for place in places:
         stored_rows, stored_columns = matrix_shape(spans[place.tensor].shape)
-        wide, high = (height, columns) if place.transposed else (columns, height)
-        if stored_columns != wide or place.last > stored_rows or place.offset + place.last - place.first > high:
+        high, wide = place.last - place.first, stored_columns
+        if place.transposed:
+            high, wide = wide, high
+        if wide != columns or place.last > stored_rows:
             return False
-        held += (place.last - place.first) * stored_columns
-    return held == element_count(shape)
+        held.append((place.matrix, place.offset, place.offset + high))
+    reached = [0] * count
+    for matrix, first, last in sorted(held):
+        if matrix >= count or reached[matrix] != first:
+            return False
+        reached[matrix] = last
+    return all(last == height for last in reached)

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ from cogumi.merge.plan import MergePlan
 log = logging.getLogger(__name__)
 
 # What flock says on filesystems that cannot lock a directory (some network filesystems).
-NO_LOCKS = (errno.EINVAL, errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP)
+NO_LOCKS = (errno.EINVAL, errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+# What a filesystem says when it takes no more of a file.
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_target(target: Path) -> None:
@@ -36,26 +39,43 @@ def remove_stale(target: Path) -> None:
     A running merge holds a lock on its partial directory, which the kernel lets go when the process dies, however it
     dies; so a partial that can be locked is nobody's. Merging takes less time than telling which half of one is good.
     """
-    for partial in sorted(target.absolute().parent.glob(f"{target.name}.partial-*")):
-        with locked(partial) as free:
-            if free is None:
-                log.warning(
-                    "%s was left by a killed merge, or belongs to a running one; remove it if none runs", partial
-                )
-            elif not free:
-                raise UsageError(
-                    f"out {target}: another merge is writing {partial.name}; wait for it or choose another out"
-                )
-            else:
-                size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
-                shutil.rmtree(partial)
-                log.info("removed %s (%.2f GB), which a killed merge had left", partial, size / 1e9)
+    for partial in partials_of(target):
+        try:
+            with locked(partial) as free:
+                if free is None:
+                    log.warning(
+                        "%s was left by a killed merge, or belongs to a running one; remove it if none runs", partial
+                    )
+                elif not free:
+                    raise being_written(target, partial)
+                else:
+                    size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+                    shutil.rmtree(partial)
+                    log.info("removed %s (%s), which a killed merge had left", partial, spoken(size))
+        except FileNotFoundError:
+            continue  # its own merge, or another one that cleans up, was faster
+        except PermissionError as error:
+            raise UsageError(
+                f"out {target}: {partial} was left by a merge and cannot be removed ({error.strerror}); remove it or "
+                "choose another out"
+            ) from error
+
+
+def partials_of(target: Path) -> list[Path]:
+    """The directories beside `target` with a name that partial_directory gives. Links and files are somebody else's."""
+    name = re.compile(re.escape(f"{target.name}.partial-") + "[0-9a-f]{8}")
+    beside = target.absolute().parent.iterdir()
+    return sorted(path for path in beside if name.fullmatch(path.name) and path.is_dir() and not path.is_symlink())
+
+
+def being_written(target: Path, partial: Path) -> UsageError:
+    return UsageError(f"out {target}: another merge is writing {partial.name}; wait for it or choose another out")
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[bool | None]:
     """Hold the lock of a directory while in the block: True, False where somebody else has it, None if none can be had."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -82,13 +102,17 @@ def partial_directory(target: Path) -> Iterator[Path]:
         partial.mkdir()
     except OSError as error:
         raise UsageError(f"cannot write {partial}: {error.strerror}; choose another out") from error
-    try:
-        with locked(partial):
+    with locked(partial) as ours:
+        if ours is False:  # a merge that has begun at the same moment took it for a killed one's, and removes it
+            raise being_written(target, partial)
+        try:
             yield partial
-    except BaseException:
-        if partial.exists():
-            shutil.rmtree(partial)
-        raise
+        except BaseException as error:
+            if isinstance(error, OSError) and error.errno in NO_SPACE and error.filename is None:
+                error.filename = os.fspath(partial)  # a failed write does not say where
+            if partial.exists():
+                shutil.rmtree(partial)
+            raise
 
 
 def allocate(plan: MergePlan, partial: Path, target: Path) -> None:
@@ -101,24 +125,41 @@ def allocate(plan: MergePlan, partial: Path, target: Path) -> None:
     # The manifest and the index take some 600 bytes a tensor, and each small file up to a 4 KiB block more than its size.
     small = 64 * 1024 + 600 * len(plan.tensors) + sum(path.stat().st_size + 4096 for path in plan.side_files.values())
     reserve = partial / ".reserve"
-    taken = 0
     try:
         for path, size in [(reserve, small), *wanted]:
             with path.open("xb") as file:
-                if size:
-                    os.posix_fallocate(file.fileno(), 0, size)
-            taken += size
+                take_blocks(file.fileno(), size)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in NO_SPACE:
             raise
-        needed = small + plan.shard_bytes
-        status = os.statvfs(partial)
-        free = taken + status.f_bavail * status.f_frsize
-        raise UsageError(
-            f"out {target} needs {spoken(needed)} and {target.absolute().parent} has {spoken(free)} free "
-            f"({error.strerror}); free {spoken(max(0, needed - free))} or choose another disk; nothing was written"
-        ) from error
+        raise UsageError(refusal(target, partial, small + plan.shard_bytes, error)) from error
     reserve.unlink()
+
+
+def take_blocks(descriptor: int, size: int) -> None:
+    """Give an empty file its size and its blocks. Where the filesystem cannot (ext2, some network filesystems), glibc
+    writes a byte into each block; other C libraries say so, and the file gets its size alone."""
+    if not size:
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.truncate(descriptor, size)
+
+
+def refusal(target: Path, partial: Path, needed: int, error: OSError) -> str:
+    """Why `needed` bytes could not be had, in one line with the numbers. Blocks taken in vain count as free."""
+    taken = sum(path.stat().st_blocks * 512 for path in partial.iterdir())
+    status = os.statvfs(partial)
+    free = taken + status.f_bavail * status.f_frsize
+    place = target.absolute().parent
+    if error.errno == errno.ENOSPC and free < needed:
+        remedy = f"has {spoken(free)} free ({error.strerror}); free {spoken(needed - free)}"
+    else:  # a quota, a limit on the size of one file, blocks reserved for root
+        remedy = f"gave {spoken(taken)} ({error.strerror}) of {spoken(free)} free; raise that limit"
+    return f"out {target} needs {spoken(needed)} and {place} {remedy} or choose another disk; nothing was written"
 
 
 def spoken(count: int) -> str:
@@ -134,10 +175,20 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def commit(partial: Path, target: Path) -> None:
-    """Make `partial` durable and rename it: the output appears whole or not at all, power cuts included."""
+    """Make `partial` durable and rename it: the output appears whole or not at all, power cuts included.
+
+    Raises UsageError when `target` has appeared meanwhile. In the instant between that look and the rename only an empty
+    directory could still be replaced, which holds nothing to lose: the kernel refuses to rename over anything else.
+    """
     for directory in [path for path in partial.rglob("*") if path.is_dir()] + [partial]:
         sync_path(directory)
-    partial.rename(target)
+    check_target(target)
+    try:
+        partial.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise UsageError(f"out {target} has appeared during the merge; choose another out") from error
     sync_path(target.absolute().parent)
 
 

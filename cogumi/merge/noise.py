@@ -8,7 +8,10 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from cogumi.merge.plan import MergePlan, TensorPlan
+import torch
+
+from cogumi.merge.checkpoint import meta_model, parameter_places
+from cogumi.merge.plan import MergePlan
 from cogumi.merge.quantized import Bnb4bit, Bnb8bit, dequantize_rows, nf4_round_trip, quantization, quantized_tensors
 from cogumi.merge.resolve import Base
 from cogumi.merge.stream import DeltaStats
@@ -31,22 +34,49 @@ class Noise:
 def quantization_noise(plan: MergePlan) -> dict[str, Noise]:
     """q by updated tensor; empty where training saw no quantized weights, or they are not at hand.
 
-    Three cases: the base that the adapter was trained on is a quantized checkpoint beside the full one; the full one was
-    quantized in memory (NF4 only, done again here); or the merge goes into the dequantized base, and q is not known.
+    Three cases: the base that the adapter was trained on is a quantized checkpoint beside the full one; the merge goes
+    into such a checkpoint, decoded, and the full one is at hand; or the full one was quantized in memory (NF4 only, done
+    again here).
     """
     base = plan.base
+    if base.original is not None:
+        full = base.original.tensors
+        return {
+            tensor.target.name: sampled(full[tensor.target.name], tensor.source)
+            for tensor in plan.tensors
+            if tensor.updated and not isinstance(tensor.source, Span)
+        }
     decoded = decodable(base.trained_on)
-    if not decoded and base.trained_in != "nf4":
+    if decoded:
+        names = set(decoded)
+    elif base.trained_in == "nf4":
+        names = quantized_on_load(base)
+    else:
         return {}
-    found = {}
-    for tensor in plan.tensors:
-        name = tensor.target.name
-        if not (tensor.updated and isinstance(tensor.source, Span) and len(tensor.source.shape) == 2):
-            continue
-        if decoded and name not in decoded:
-            continue  # left unquantized: no error
-        found[name] = sampled(tensor, tensor.source, decoded.get(name))
-    return found
+    return {
+        tensor.target.name: sampled(tensor.source, decoded.get(tensor.target.name))
+        for tensor in plan.tensors
+        # What was left unquantized (embeddings, heads, fused experts) has no error.
+        if tensor.target.name in names and tensor.updated and not tensor.replaced and isinstance(tensor.source, Span)
+    }
+
+
+def quantized_on_load(base: Base) -> set[str]:
+    """The stored tensors that transformers' load_in_4bit quantizes, by its own rule: weights of linear layers, less the
+    head and what is tied. What the training was told to leave out besides (llm_int8_skip_modules) is not recorded."""
+    from transformers.pytorch_utils import Conv1D
+    from transformers.quantizers.base import get_keys_to_not_convert
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    model = meta_model(base)
+    places = parameter_places(model, base.tensors)
+    kept = get_keys_to_not_convert(model)
+    return {
+        place.tensor
+        for name, module in model.named_modules()
+        if (type(module) is torch.nn.Linear or isinstance(module, Conv1D)) and should_convert_module(name, kept)
+        for place in places.get(f"{name}.weight", ())
+    }
 
 
 def decodable(trained_on: Base | None) -> dict[str, Bnb4bit | Bnb8bit]:
@@ -55,7 +85,7 @@ def decodable(trained_on: Base | None) -> dict[str, Bnb4bit | Bnb8bit]:
     return quantized_tensors(trained_on.shards, trained_on.config)
 
 
-def sampled(tensor: TensorPlan, source: Span, quantized: Bnb4bit | Bnb8bit | None) -> Noise:
+def sampled(source: Span, quantized: Bnb4bit | Bnb8bit | None) -> Noise:
     """q over a few runs of rows. quantized None: what NF4 makes of these rows by themselves."""
     rows, columns = matrix_shape(source.shape)
     length = min(rows, max(1, RUN_ELEMENTS // columns))
@@ -70,12 +100,8 @@ def sampled(tensor: TensorPlan, source: Span, quantized: Bnb4bit | Bnb8bit | Non
 
 
 def q_over_delta(noise: dict[str, Noise], stats: dict[str, DeltaStats]) -> dict[str, float]:
-    """rms of q over rms of the update, by tensor; infinite where the update is zero."""
-    found = {}
-    for name, entry in noise.items():
-        delta = stats[name].delta_rms
-        found[name] = entry.q / delta if delta else math.inf
-    return found
+    """rms of q over rms of the update, by tensor; without those whose update is zero."""
+    return {name: entry.q / stats[name].delta_rms for name, entry in noise.items() if stats[name].delta_rms}
 
 
 def median(ratios: dict[str, float]) -> float | None:

@@ -1,5 +1,6 @@
 """What the merge will write, decided in full and checked before the first byte."""
 
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from cogumi.errors import UsageError
-from cogumi.merge.changes import Change, Changes, LowRank, adapter_changes
+from cogumi.merge.changes import Change, Changes, LowRank, adapter_changes, leading_rows_equal
 from cogumi.merge.checkpoint import Checkpoint, Place, read_checkpoint
 from cogumi.merge.quantized import Bnb4bit, Bnb8bit
 from cogumi.merge.resolve import Adapter, Base
@@ -91,15 +92,15 @@ def build_plan(adapters: Sequence[tuple[Adapter, float]], base: Base, dtype: str
     checkpoint = read_checkpoint(base)
     each = [(adapter_changes(adapter, base, checkpoint), adapter, weight) for adapter, weight in adapters]
     changes = weighted_sum(each)
-    untied = untie(changes, checkpoint, base)
+    untied, fresh = untie(changes, checkpoint, base)
     stored = changes_by_tensor(changes, checkpoint, base, adapters[0][0])
-    shards = tuple(plan_shard(shard, base, stored, untied, checkpoint, dtype) for shard in base.shards)
+    shards = tuple(plan_shard(shard, base, stored, fresh, checkpoint, dtype) for shard in base.shards)
     return MergePlan(
         tuple(adapters),
         base,
         shards,
         output_index(base, shards),
-        config_bytes(base, dtype, bool(untied), changes.vocabulary),
+        config_bytes(base, dtype, untied, changes.vocabulary),
         side_files(adapters[0][0].path, base.path),
     )
 
@@ -127,14 +128,15 @@ def weighted_sum(each: list[tuple[Changes, Adapter, float]]) -> Changes:
     return total
 
 
-def untie(changes: Changes, checkpoint: Checkpoint, base: Base) -> dict[str, str]:
-    """{new stored tensor: the stored tensor that it starts from}, for heads that no longer equal their embedding.
+def untie(changes: Changes, checkpoint: Checkpoint, base: Base) -> tuple[bool, dict[str, str]]:
+    """(whether a head no longer equals its embedding, {new stored tensor: the stored tensor that it starts from}).
 
-    A head that is tied to the embedding has no tensor of its own. When an adapter changes the two differently, as it does
-    when it changes only one of them, the merged model needs both, and tie_word_embeddings=false. Changes that are the
-    same on both sides leave them tied. A head that is stored although it is tied follows the embedding.
+    A head that is tied to the embedding has no tensor of its own, as a rule. When an adapter changes the two differently,
+    as it does when it changes only one of them, the merged model needs both, and tie_word_embeddings=false. Changes that
+    are the same on both sides leave them tied, and a head that is stored all the same gets the embedding's, bit for bit.
     """
     fresh: dict[str, str] = {}
+    untied = False
     for head, embedding in checkpoint.tied.items():
         if head not in changes.parameters and embedding not in changes.parameters:
             continue
@@ -144,20 +146,29 @@ def untie(changes: Changes, checkpoint: Checkpoint, base: Base) -> dict[str, str
                 f"the adapter changes {embedding} or {head}, which are tied in base {base.name}, in a layout that this merge "
                 "does not know"
             )
+        own = checkpoint.places.get(head)
+        # transformers ties two stored tensors only where they are equal, whatever the config says.
+        if own and not leading_rows_equal(checkpoint.spans[own[0].tensor], checkpoint.spans[homes[0].tensor]):
+            raise UsageError(
+                f"base {base.name} stores a {head} that differs from the {embedding} it should be tied to; set "
+                "tie_word_embeddings to false in its config.json"
+            )
         if same_change(changes.parameters.get(head), changes.parameters.get(embedding)):
-            if head not in checkpoint.places:
-                changes.parameters.pop(head, None)
+            del changes.parameters[head]
+            if own:
+                changes.parameters[head] = changes.parameters[embedding]
             continue
-        if head not in checkpoint.places:
+        untied = True
+        if not own:
             fresh[head] = homes[0].tensor
-    return fresh
+    return untied, fresh
 
 
 def same_change(one: Change | None, other: Change | None) -> bool:
     """Whether two changes of equally shaped weights do the same, bit for bit."""
     if one is None or other is None:
         return one is other
-    if one.rows or other.rows or one.magnitude or other.magnitude:
+    if one.rows != other.rows or one.magnitude or other.magnitude:
         return one == other
     if (one.whole is None) != (other.whole is None) or len(one.terms) != len(other.terms):
         return False
@@ -199,23 +210,49 @@ def changes_by_tensor(changes: Changes, checkpoint: Checkpoint, base: Base, adap
                 "or stores in a layout that this merge does not know"
             )
         for place in places:
-            refuse_partial(place, change, len(places), parameter, adapter)
-            stored[place.tensor].append(Piece(place, change))
+            refuse_partial(place, change, places, parameter, checkpoint, adapter)
+            part = change if len(places) == 1 else part_of(change, place, checkpoint.spans[place.tensor])
+            stored[place.tensor].append(Piece(place, part))
+    for tensor, pieces in stored.items():
+        pieces.sort(key=lambda piece: piece.place.first)
+        if any(one.place.last > other.place.first for one, other in itertools.pairwise(pieces)):
+            raise UsageError(
+                f"{tensor} of base {base.name} is changed both as it is stored and as part of a parameter; merge one adapter "
+                "after the other"
+            )
     return stored
 
 
-def refuse_partial(place: Place, change: Change, count: int, parameter: str, adapter: Adapter) -> None:
+def refuse_partial(
+    place: Place, change: Change, places: tuple[Place, ...], parameter: str, checkpoint: Checkpoint, adapter: Adapter
+) -> None:
     """Raise UsageError for changes that need a whole parameter where the base stores it in parts or transposed."""
-    apart = count > 1 or place.transposed
+    apart = len(places) > 1 or place.transposed
     if apart and (change.rows or change.magnitude):
         kind = "DoRA" if change.magnitude else "trained tokens"
         raise UsageError(
             f"adapter {adapter.path} cannot be merged yet: {kind} on {parameter}, which is stored in parts"
         )
-    if change.whole and place.transposed:
+    if change.whole is None:
+        return
+    span = checkpoint.spans.get(place.tensor)  # None: a head that gets a tensor of its own
+    filled = span is None or (place.first, place.last) == (0, matrix_shape(span.shape)[0])
+    if place.transposed or not (filled or (span and span.shape == change.whole.shape)):
         raise UsageError(
-            f"adapter {adapter.path} cannot be merged yet: {parameter} is trained whole, and stored transposed"
+            f"adapter {adapter.path} cannot be merged yet: {parameter} is trained whole, and stored in {place.tensor} "
+            "transposed or with others"
         )
+
+
+def part_of(change: Change, place: Place, span: Span) -> Change:
+    """A change with, where a parameter that is stored in parts is trained whole, only the bytes of the part in `span`."""
+    whole = change.whole
+    if whole is None or whole.shape == span.shape:
+        return change
+    rows, columns = matrix_shape(span.shape)
+    width = columns * FLOAT_DTYPES[whole.dtype].itemsize
+    start = whole.start + (place.matrix * whole.shape[-2] + place.offset) * width
+    return replace(change, whole=replace(whole, shape=span.shape, start=start, end=start + rows * width))
 
 
 def plan_shard(
@@ -232,16 +269,13 @@ def plan_shard(
     """
     own = {span.name: checkpoint.spans[span.name] for span in shard.spans if span.name in checkpoint.spans}
     order = own | {head: own[embedding] for head, embedding in untied.items() if embedding in own}
-    twice = heads_stored_twice(checkpoint)
     drafts = []
     for name, span in order.items():
         pieces = stored.get(name, [])
         whole = next((piece for piece in pieces if piece.change and piece.change.whole), None)
         source: Source = base.quantized.get(span.name, span)
-        if name in twice:
-            source = checkpoint.spans[twice[name]]
-        if whole:
-            source = replacement(whole, span)
+        if whole and whole.change and whole.change.whole:
+            source = whole.change.whole
         drafts.append(draft_tensor(name, source, pieces, base, dtype, kept=span.dtype, replaced=whole is not None))
     entries = [(draft.target.name, draft.target.dtype, draft.target.shape, draft.target.end) for draft in drafts]
     same = [entry[:3] for entry in entries] == [(span.name, span.dtype, span.shape) for span in shard.spans]
@@ -252,29 +286,6 @@ def plan_shard(
         tensors.append(replace(draft, target=target))
         position = target.end
     return ShardPlan(shard.path.name, header, tuple(tensors))
-
-
-def heads_stored_twice(checkpoint: Checkpoint) -> dict[str, str]:
-    """Stored head -> stored embedding, where the two are tied and the embedding's values are those that are loaded."""
-    return {
-        place.tensor: checkpoint.places[embedding][0].tensor
-        for head, embedding in checkpoint.tied.items()
-        for place in checkpoint.places.get(head, ())
-        if embedding in checkpoint.places
-    }
-
-
-def replacement(piece: Piece, span: Span) -> Span:
-    """The adapter's bytes that take the place of a stored tensor: all of them, or those of one matrix of a stack."""
-    assert piece.change is not None
-    assert piece.change.whole is not None
-    whole = piece.change.whole
-    if len(whole.shape) < 3 or len(span.shape) == 3:
-        return whole
-    rows, columns = matrix_shape(span.shape)
-    width = columns * FLOAT_DTYPES[whole.dtype].itemsize
-    start = whole.start + (piece.place.matrix * whole.shape[1] + piece.place.offset) * width
-    return replace(whole, shape=span.shape, start=start, end=start + rows * width)
 
 
 def draft_tensor(

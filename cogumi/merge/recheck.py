@@ -27,9 +27,9 @@ class CheckReport:
     missing: str | None
 
     def __str__(self) -> str:
-        again = f"{self.elements:,} updated elements compared with base + adapter again"
-        if self.elements is None:
-            again = f"not compared with base + adapter again: {self.missing}"
+        again = f"not compared with base + adapter again: {self.missing}"
+        if self.elements is not None:
+            again = f"{self.elements:,} updated elements compared with base + adapter again"
         return f"{self.directory}: {self.files} files ({self.bytes / 1e9:.2f} GB) are what the manifest says; {again}"
 
 
@@ -41,40 +41,68 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
     """
     workers = workers or cores()
     manifest = read_manifest(directory)
-    expected = manifest["files"] | {name: shard["sha256"] for name, shard in manifest["shards"].items()}
-    present = sum((directory / name).stat().st_size for name in expected if (directory / name).is_file())
+    present = sum((directory / name).stat().st_size for name in manifest.outputs if (directory / name).is_file())
     total = 0
     with threads(workers) as pool, progress_bars(progress, hashing=present) as (hashed,):
-        digests = {name: pool.submit(read_back, directory / name, hashed) for name in expected}
+        digests = {name: pool.submit(read_back, directory / name, hashed) for name in manifest.outputs}
         for name, digest in digests.items():
             found, size = digest.result()
             total += size
             if found is None:
                 raise MergeError(f"{directory / name} is gone; the directory is not whole")
-            if found != expected[name]:
+            if found != manifest.outputs[name]:
                 raise MergeError(f"{directory / name} is not the file that was merged: its sha256 is {found}")
-    extra = sorted(path.name for path in directory.glob("*.safetensors") if path.name not in expected)
+    extra = sorted(path.name for path in directory.glob("*.safetensors") if path.name not in manifest.outputs)
     if extra:
         raise MergeError(f"{directory / extra[0]} was not written by the merge")
-    plan, missing = plan_again(manifest)
-    if plan is None:
-        return CheckReport(directory, len(expected), total, None, missing)
+    missing = changed_input(manifest, workers, progress)
+    if missing is not None:
+        return CheckReport(directory, len(manifest.outputs), total, None, missing)
+    plan = plan_again(manifest)
     with progress_bars(progress, verifying=plan.shard_bytes) as (checked,):
         checks = verify_shards(plan, directory, workers, checked)
-    return CheckReport(directory, len(expected), total, sum(check.elements for check in checks.values()), None)
+    return CheckReport(directory, len(manifest.outputs), total, sum(check.elements for check in checks.values()), None)
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Manifest:
+    """What a check needs of a manifest. outputs: sha256 by file of the directory; inputs: sha256 by file elsewhere."""
+
+    outputs: dict[str, str]
+    inputs: dict[Path, str]
+    base: Path
+    adapters: list[tuple[Path, float]]
+    dtype: str
+    base_mode: str
+
+
+def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_NAME
     if not path.is_file():
         raise UsageError(f"{directory} holds no {MANIFEST_NAME}, so it is not a directory that cogumi merged")
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise MergeError(f"{path} is damaged: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != 2:
+    if not isinstance(values, dict) or values.get("format") != 2:
         raise UsageError(f"{path} has a format that this version does not know; merge again")
-    return manifest
+    try:
+        return parse_manifest(values)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise MergeError(f"{path} is damaged: an entry is missing or of another kind ({error})") from error
+
+
+def parse_manifest(values: dict[str, Any]) -> Manifest:
+    """Raises KeyError, TypeError or AttributeError where it is not what a merge writes."""
+    inputs = [values["base"], *values["adapters"]]
+    return Manifest(
+        outputs=values["files"] | {name: shard["sha256"] for name, shard in values["shards"].items()},
+        inputs={Path(each["path"]) / name: digest for each in inputs for name, digest in each["sha256"].items()},
+        base=Path(values["base"]["path"]),
+        adapters=[(Path(each["path"]), each["weight"]) for each in values["adapters"]],
+        dtype=values["dtype"],
+        base_mode=values["base_mode"],
+    )
 
 
 def read_back(path: Path, hashed: Advance) -> tuple[str | None, int]:
@@ -87,19 +115,22 @@ def read_back(path: Path, hashed: Advance) -> tuple[str | None, int]:
     return digest, size
 
 
-def plan_again(manifest: dict[str, Any]) -> tuple[MergePlan | None, str | None]:
-    """The plan of the merge, or why it cannot be made again: an input is gone, or is not the one that was merged."""
-    base = manifest["base"]
-    inputs = [(Path(base["path"]), base["sha256"])]
-    inputs += [(Path(entry["path"]), entry["sha256"]) for entry in manifest["adapters"]]
-    for directory, digests in inputs:
-        for name, digest in digests.items():
-            if not (directory / name).is_file():
-                return None, f"{directory / name} is gone"
-            if sha256_file(directory / name) != digest:
-                return None, f"{directory / name} has changed since"
-    adapters = [(resolve_adapter(Path(entry["path"])), entry["weight"]) for entry in manifest["adapters"]]
-    found = read_model(base["path"], None)
-    return build_plan(
-        adapters, decoded(found) if manifest["base_mode"] == "dequant" else found, manifest["dtype"]
-    ), None
+def changed_input(manifest: Manifest, workers: int, progress: bool) -> str | None:
+    """Which file of base or adapters is gone, or not the one that was merged; None when all are as they were."""
+    for path in manifest.inputs:
+        if not path.is_file():
+            return f"{path} is gone"
+    total = sum(path.stat().st_size for path in manifest.inputs)
+    with threads(workers) as pool, progress_bars(progress, inputs=total) as (hashed,):
+        digests = {path: pool.submit(read_back, path, hashed) for path in manifest.inputs}
+        for path, digest in digests.items():
+            if digest.result()[0] != manifest.inputs[path]:
+                return f"{path} has changed since"
+    return None
+
+
+def plan_again(manifest: Manifest) -> MergePlan:
+    """The plan of the merge, from inputs that are what they were."""
+    adapters = [(resolve_adapter(path), weight) for path, weight in manifest.adapters]
+    found = read_model(str(manifest.base), None)
+    return build_plan(adapters, decoded(found) if manifest.base_mode == "dequant" else found, manifest.dtype)

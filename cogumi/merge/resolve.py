@@ -73,7 +73,8 @@ class Adapter:
 class Base:
     """A model on disk. `name` is what it was asked for as; `indexed` says if it has an index.
 
-    quantized: stored tensors that are decoded before the update (base_mode="dequant"); empty otherwise. trained_on: the
+    quantized: stored tensors that are decoded before the update (base_mode="dequant"); empty otherwise. original: what
+    such a model was quantized from, where that is at hand. trained_on: the
     quantized model that the adapter was trained on, where it is another one and at hand; proof: that this is what it was
     quantized from. trained_in: how the base was quantized in memory while the adapter was trained ("nf4").
     """
@@ -85,6 +86,7 @@ class Base:
     shards: tuple[Shard, ...]
     indexed: bool
     quantized: dict[str, Bnb4bit | Bnb8bit] = field(default_factory=dict)
+    original: "Base | None" = None
     trained_on: "Base | None" = None
     proof: BaseProof | None = None
     trained_in: str | None = None

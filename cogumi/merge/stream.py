@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 import torch
 
+from cogumi.errors import MergeError
 from cogumi.merge.arithmetic import BLOCK_ELEMENTS, Scratch, Weights, apply_update, load_update, read_rows, row_blocks
 from cogumi.merge.plan import Piece, ShardPlan, TensorPlan
 from cogumi.merge.tensorfile import FLOAT_DTYPES, Span, matrix_shape, read_into, write_at
@@ -35,28 +36,26 @@ class Run:
 class DeltaStats:
     """What the updates of one tensor did, added up over its runs.
 
-    max_abs_delta: the largest change of an element before rounding; squares of delta and of W. Of the first block of
-    each run: squares of delta again, and the sum of rounding error times delta.
+    max_abs_delta: the largest change of an element before rounding. The rest is of a sample, the first block of each
+    run: elements; squares of delta and of W; along_delta, the sum of rounding error times delta.
     """
 
-    elements: int = 0
     max_abs_delta: float = 0.0
+    elements: int = 0
     delta_squares: float = 0.0
     weight_squares: float = 0.0
-    sampled_squares: float = 0.0
     along_delta: float = 0.0
 
     def add(self, other: "DeltaStats") -> None:
-        self.elements += other.elements
         self.max_abs_delta = max(self.max_abs_delta, other.max_abs_delta)
+        self.elements += other.elements
         self.delta_squares += other.delta_squares
         self.weight_squares += other.weight_squares
-        self.sampled_squares += other.sampled_squares
         self.along_delta += other.along_delta
 
     @property
     def ratio(self) -> float | None:
-        """Frobenius |delta| / |W|; None for a weight that is all zero."""
+        """Frobenius |delta| / |W| of the sample; None for a weight that is all zero."""
         return math.sqrt(self.delta_squares / self.weight_squares) if self.weight_squares else None
 
     @property
@@ -66,7 +65,7 @@ class DeltaStats:
     @property
     def retained(self) -> float | None:
         """The share of delta that arrived, <out - W, delta> / <delta, delta>, of the sample; None where delta is zero."""
-        return 1 + self.along_delta / self.sampled_squares if self.sampled_squares else None
+        return 1 + self.along_delta / self.delta_squares if self.delta_squares else None
 
 
 def runs_of(plan: ShardPlan) -> Iterator[Run]:
@@ -128,23 +127,26 @@ def merge_run(run: Run, source: BinaryIO, target: BinaryIO, weights: Weights) ->
         out = scratch.take("out", last - first, columns, kind).copy_(merged)
         write_at(target, tensor.target.start + first * width, out)
         measure(stats, weight, merged, out, sample=first == run.first)
+    if not math.isfinite(stats.max_abs_delta):
+        raise MergeError(f"{tensor.target.name}: base weight or update is not finite; is the base damaged?")
     return stats
 
 
 def measure(stats: DeltaStats, weight: torch.Tensor, merged: torch.Tensor, out: torch.Tensor, sample: bool) -> None:
     """Add a block's statistics. In float32, of one block at a time: good to about 1e-6. weight and merged are used up.
 
-    sample: also how much of delta arrived, which costs as much as the rest and needs no more than a few blocks.
+    sample: more than the largest change, which costs more than the merge and needs no more than a few blocks.
     """
-    stats.elements += weight.numel()
-    stats.weight_squares += torch.dot(weight.view(-1), weight.view(-1)).item()
+    if sample:
+        stats.elements += weight.numel()
+        stats.weight_squares += torch.dot(weight.view(-1), weight.view(-1)).item()
     delta = torch.sub(merged, weight, out=weight).view(-1)
     low, high = torch.aminmax(delta)
-    stats.max_abs_delta = max(stats.max_abs_delta, -low.item(), high.item())
-    squares = torch.dot(delta, delta).item()
-    stats.delta_squares += squares
+    # What is not a number is neither smaller nor larger than anything, so it has to be asked for.
+    change = max(-low.item(), high.item())
+    stats.max_abs_delta = max(stats.max_abs_delta, change) if math.isfinite(change) else math.nan
     if sample:
-        stats.sampled_squares += squares
+        stats.delta_squares += torch.dot(delta, delta).item()
         stats.along_delta += torch.dot(torch.sub(out, merged, out=merged).view(-1), delta).item()
 
 

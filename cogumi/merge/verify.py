@@ -9,6 +9,7 @@ from typing import BinaryIO
 
 import torch
 
+from cogumi.errors import MergeError
 from cogumi.merge.arithmetic import Scratch, Update, Weights, apply_update, load_update, read_rows, row_blocks
 from cogumi.merge.plan import Piece, ShardPlan, TensorPlan
 from cogumi.merge.stream import COPY_BYTES, Run, row_bytes
@@ -18,10 +19,6 @@ from cogumi.merge.tensorfile import FLOAT_DTYPES, Span, matrix_shape, read_into
 MANTISSA = {torch.bfloat16: (7, -126), torch.float16: (10, -14), torch.float32: (23, -126)}
 # Half a float32 ulp, relative: what one float32 operation can be off by.
 UNIT = 2.0**-24
-
-
-class MergeError(Exception):
-    """The merge produced something that is not W + delta. Nothing was committed."""
 
 
 @dataclass
@@ -95,7 +92,7 @@ def check_rows(run: Run, update: Update, source: BinaryIO, written: BinaryIO) ->
     """Compare rows with W + delta. Those that are not the nearest value are set aside, and held to the bound at the end."""
     tensor, kind, width = run.tensor, FLOAT_DTYPES[run.tensor.target.dtype], row_bytes(run.tensor)
     columns = matrix_shape(tensor.source.shape)[1]
-    scratch, suspects = Scratch(), []
+    scratch, found = Scratch(), []
     for first, last in row_blocks(run.first, run.last, columns):
         weight = read_rows(tensor.source, first, last, source, torch.float64, scratch)
         out = scratch.take("out", last - first, columns, kind)
@@ -104,17 +101,16 @@ def check_rows(run: Run, update: Update, source: BinaryIO, written: BinaryIO) ->
         apply_update(weight, update, run.piece, first, expected)
         # Nearest but for what float64 -> float32 -> dtype rounds twice, which the bound allows.
         nearest = scratch.take("nearest", last - first, columns, kind).copy_(expected)
-        where = differing(nearest, out)
-        if len(where):
-            suspects.append(
-                Suspects(where + first * columns, *(each.view(-1)[where] for each in (expected, weight, out)))
-            )
+        groups, size = differing(nearest, out)
+        if len(groups):
+            gathered = (each.view(-1, size)[groups] for each in (expected, weight, out, nearest))
+            found.append((groups + first * columns // size, *gathered))
     elements = (run.last - run.first) * columns
-    if not suspects:
+    if not found:
         return ElementCheck(elements)
-    found = Suspects(*(torch.cat(each) for each in zip(*(vars(each).values() for each in suspects), strict=True)))
-    share = largest_share(tensor, found, rounding_bound(found, update, run.piece, columns, kind), columns)
-    return ElementCheck(elements, len(found.where), share)
+    suspects = ungrouped(*(torch.cat(each) for each in zip(*found, strict=True)))
+    share = largest_share(tensor, suspects, rounding_bound(suspects, update, run.piece, columns, kind), columns)
+    return ElementCheck(elements, len(suspects.where), share)
 
 
 @dataclass(frozen=True)
@@ -128,19 +124,27 @@ class Suspects:
     out: torch.Tensor
 
 
-def differing(nearest: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Flat positions, int64 [n], at which two tensors of one dtype differ in their bits, or which are not finite."""
-    if not all(math.isfinite(end.item()) for end in torch.aminmax(out)):
-        return ((nearest != out) | ~out.isfinite()).view(-1).nonzero().view(-1)
-    lanes = 8 // out.element_size()
-    if out.numel() % lanes:
-        return (nearest != out).view(-1).nonzero().view(-1)
-    # Eight bytes at a time: few words differ, and in those few every element is compared.
-    words = (nearest.view(-1).view(torch.int64) != out.view(-1).view(torch.int64)).nonzero().view(-1)
-    if not len(words):
-        return words
-    lane = (nearest.view(-1, lanes)[words] != out.view(-1, lanes)[words]).nonzero()
-    return words[lane[:, 0]] * lanes + lane[:, 1]
+def differing(nearest: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """(indices of groups of `size` elements that differ, int64 [n]; size), for two tensors of one dtype.
+
+    Compared eight bytes at a time, as few differ. float16 can overflow: then every element is looked at.
+    """
+    if out.dtype == torch.float16 and not all(math.isfinite(end.item()) for end in torch.aminmax(out)):
+        return torch.arange(out.numel()), 1
+    size = 8 // out.element_size()
+    if out.numel() % size:
+        return (nearest != out).view(-1).nonzero().view(-1), 1
+    return (nearest.view(-1).view(torch.int64) != out.view(-1).view(torch.int64)).nonzero().view(-1), size
+
+
+def ungrouped(
+    groups: torch.Tensor, expected: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, nearest: torch.Tensor
+) -> Suspects:
+    """The elements of some groups [n], [n, size] that differ from the nearest value, or are not finite."""
+    size = expected.shape[1]
+    where = groups[:, None] * size + torch.arange(size)
+    chosen = (nearest != out) | ~out.isfinite()
+    return Suspects(where[chosen], expected[chosen], weight[chosen], out[chosen])
 
 
 def rounding_bound(found: Suspects, update: Update, piece: Piece, columns: int, dtype: torch.dtype) -> torch.Tensor:

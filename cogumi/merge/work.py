@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from cogumi.merge.arithmetic import Weights, ieee_matmul, one_thread_each, open_weights
 from cogumi.merge.commit import sync_path
 from cogumi.merge.plan import MergePlan, ShardPlan
@@ -38,8 +40,12 @@ def cores() -> int:
 
 @contextmanager
 def threads(workers: int) -> Iterator[ThreadPoolExecutor]:
-    """A pool that, when the block fails, drops what has not begun and waits for what has."""
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="cogumi-merge")
+    """A pool that, when the block fails, drops what has not begun and waits for what has.
+
+    A new thread does not know of torch.set_num_threads until something asks it: matrix products do not, and would bring
+    in OpenMP threads for each worker.
+    """
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="cogumi-merge", initializer=torch.get_num_threads)
     try:
         yield pool
     finally:

@@ -1,0 +1,138 @@
+"""Tiny bases, adapters on them and the comparison of live and merged models, shared by the merge's tests."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from cogumi.merge import merge_adapter
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+INPUT_IDS = torch.arange(2 * 24).reshape(2, 24) * 5 % 256
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def save_base(path: Path, config: PreTrainedConfig, **options: Any) -> Path:
+    """A bfloat16 base of the class that `architectures` names in the config, or of the one for language modelling."""
+    torch.manual_seed(0)
+    known = getattr(transformers, (config.architectures or [""])[0], None)
+    model = known(config) if known is not None else AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.2)  # transformers starts them at zero
+    model.to(torch.bfloat16).save_pretrained(path, **options)
+    return path
+
+
+def train_adapter(base: Path, path: Path, **lora: Any) -> Path:
+    """A real adapter, saved by PEFT, every trainable value moved as training might."""
+    return train(load(base), path, **lora)
+
+
+def train(model: Any, path: Path, **lora: Any) -> Path:
+    """The same on a model in memory (a vocabulary that was resized, say)."""
+    torch.manual_seed(lora.pop("seed", 1))
+    adapted = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | lora))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad:
+                scale = 0.05 if "lora_" in name and "bias" not in name else 0.5
+                if "magnitude" in name:
+                    parameter.mul_(1 + 0.3 * torch.rand_like(parameter))
+                else:
+                    parameter.add_(torch.randn_like(parameter) * scale)
+    adapted.save_pretrained(str(path))
+    return path
+
+
+def logits(model: Any, input_ids: torch.Tensor = INPUT_IDS) -> torch.Tensor:
+    with torch.inference_mode():
+        return model.eval()(input_ids=input_ids, use_cache=False).logits.double()
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The model of a directory, of the class that its config names."""
+    kind = getattr(transformers, AutoConfig.from_pretrained(path).architectures[0])
+    return kind.from_pretrained(path, dtype=dtype)
+
+
+def rms(values: torch.Tensor) -> float:
+    return values.square().mean().sqrt().item()
+
+
+def distances(base: Path, adapter: Path, merged: Path) -> tuple[float, float]:
+    """rms of (merged - live), and of (live - base), in logits."""
+    live = logits(PeftModel.from_pretrained(load(base), str(adapter)))
+    return rms(logits(load(merged)) - live), rms(live - logits(load(base)))
+
+
+def all_tensors(path: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for shard in sorted(path.glob("*.safetensors")):
+        found |= load_file(shard)
+    return found
+
+
+def check_merge(base: Path, adapter: Path, out: Path) -> Any:
+    """Merge, reload, and compare with the live adapter; the loading info must be clean and the index true."""
+    report = merge_adapter(adapter, out, base=base, dtype="float32", progress=False)
+    difference, effect = distances(base, adapter, out)
+    check_close(difference, effect)
+    check_loads(out)
+    return report
+
+
+def check_close(difference: float, effect: float) -> None:
+    assert effect > 0.002
+    assert difference < 1e-5 * effect + 1e-6  # float32 sums in another order, and nothing else
+
+
+def check_loads(out: Path) -> None:
+    kind = getattr(transformers, json.loads((out / "config.json").read_text())["architectures"][0])
+    _, info = kind.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    if (out / "model.safetensors.index.json").is_file():
+        index = json.loads((out / "model.safetensors.index.json").read_text())
+        found = {}
+        for shard in out.glob("*.safetensors"):
+            with safe_open(shard, framework="pt") as file:
+                found |= dict.fromkeys(file.keys(), shard.name)
+        assert index["weight_map"] == found
+        size = sum(tensor.numel() * tensor.itemsize for tensor in all_tensors(out).values())
+        assert index["metadata"]["total_size"] == size
+
+
+def closed_form(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
+    """W + scaling * B @ A in float64, by the stored tensor's own name."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    factors = load_file(adapter / "adapter_model.safetensors")
+    expected = {name: weight.double() for name, weight in all_tensors(base).items()}
+    for key, a in factors.items():
+        if ".lora_A." in key:
+            module = key.removeprefix("base_model.model.").partition(".lora_A")[0]
+            b = factors[key.replace("lora_A", "lora_B")]
+            alpha = next(
+                (v for end, v in config["alpha_pattern"].items() if module.endswith(end)), config["lora_alpha"]
+            )
+            scaling = alpha / (len(a) ** 0.5 if config["use_rslora"] else len(a))
+            expected[f"{module}.weight"] += scaling * b.double() @ a.double()
+    return expected

@@ -1,0 +1,554 @@
+"""Quantized bases end to end: found, proven, merged into full precision or into what they decode to, or refused."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from cogumi.errors import UsageError
+from cogumi.merge import MergeReport, merge_adapter
+from cogumi.models.provenance import record_base
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+}
+NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+NF4_SINGLE = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+INT8 = BitsAndBytesConfig(load_in_8bit=True)
+INPUT_IDS = torch.arange(2 * 24).reshape(2, 24) * 5 % 256
+LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": LINEARS}
+
+
+def save_full(path: Path, seed: int = 0) -> Path:
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # all ones otherwise, which any two models share
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
+    model.to(torch.bfloat16).save_pretrained(path, max_shard_size="100KB")
+    return path
+
+
+def save_quantized(full: Path, path: Path, how: BitsAndBytesConfig) -> Path:
+    AutoModelForCausalLM.from_pretrained(full, quantization_config=how).save_pretrained(path)
+    return path
+
+
+def save_sibling(full: Path, path: Path) -> Path:
+    """As if fine-tuned from `full` with embeddings, norms and head frozen: 1 % away, in what gets quantized alone."""
+    shutil.copytree(full, path)
+    torch.manual_seed(7)
+    for shard in path.glob("*.safetensors"):
+        weights = {
+            name: (w.float() * (1 + 0.01 * torch.randn(w.shape))).bfloat16() if "_proj" in name else w
+            for name, w in load_file(shard).items()
+        }
+        save_file(weights, shard, metadata={"format": "pt"})
+    return path
+
+
+def randomise(adapted: Any) -> None:
+    torch.manual_seed(2)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.01)
+
+
+def make_adapter(base: Path | str, path: Path, record: bool = False, lora: dict[str, Any] = LORA, **load: Any) -> Path:
+    """A real adapter, saved by PEFT on the base as transformers loads it, with the factors a trained one might have."""
+    model = AutoModelForCausalLM.from_pretrained(base, **load)
+    adapted = get_peft_model(model, LoraConfig(**lora))
+    randomise(adapted)
+    adapted.save_pretrained(str(path))
+    if record:
+        record_base(path, adapted, load.get("revision"))
+    return path
+
+
+def edit_config(path: Path, **changes: Any) -> Path:
+    file = path / ("adapter_config.json" if (path / "adapter_config.json").is_file() else "config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return path
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for shard in sorted(path.glob("*.safetensors")) for name, tensor in load_file(shard).items()}
+
+
+def manifest_of(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "cogumi-merge.json").read_text())
+    return found
+
+
+def deltas_of(adapter: Path) -> dict[str, torch.Tensor]:
+    """scaling * B @ A in float64 by the name of the base's tensor: alpha / r is 2 throughout."""
+    factors = load_file(adapter / "adapter_model.safetensors")
+    return {
+        key.removeprefix("base_model.model.").replace("lora_A.weight", "weight"): 2
+        * (factors[key.replace("lora_A", "lora_B")].double() @ factors[key].double())
+        for key in factors
+        if key.endswith(".lora_A.weight")
+    }
+
+
+def seen_in_training(model: Any) -> dict[str, torch.Tensor]:
+    """What bitsandbytes itself makes of the weights of a live quantized model: float64 by name."""
+    found = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if hasattr(weight, "quant_state"):
+            found[f"{name}.weight"] = dequantize_4bit(weight.data, weight.quant_state).double()
+        elif weight is not None and weight.dtype == torch.int8:
+            scale = module.state.SCB if weight.SCB is None else weight.SCB
+            found[f"{name}.weight"] = int8_vectorwise_dequant(weight.data, scale).double()
+    assert found
+    return found
+
+
+def rms(values: torch.Tensor) -> float:
+    return values.double().square().mean().sqrt().item()
+
+
+def assert_merged_into(weights: dict[str, torch.Tensor], adapter: Path, out: Path) -> None:
+    """The closed form in float64, one rounding to bfloat16 and a hair of float32; bytes elsewhere."""
+    deltas, after = deltas_of(adapter), tensors_of(out)
+    assert after.keys() == weights.keys()
+    for name, weight in weights.items():
+        if name not in deltas:
+            assert torch.equal(after[name].view(torch.uint8), weight.view(torch.uint8)), name
+            continue
+        expected = weight.double() + deltas[name]
+        assert after[name].dtype == torch.bfloat16
+        half = torch.exp2(expected.abs().log2().floor() - 8)
+        slack = 2**-20 * (weight.double().abs() + deltas[name].abs())
+        assert ((after[name].double() - expected).abs() <= half + slack).all(), name
+        assert not torch.equal(after[name], weight.bfloat16()), name
+
+
+def refused(adapter: Path, out: Path, **options: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        merge_adapter(adapter, out, progress=False, **options)
+    assert not list(out.parent.glob(f"*{out.name}*"))  # no output, and no partial one
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models in directories with names that lead nowhere; tests lay them out as they need them."""
+    place = tmp_path_factory.mktemp("models")
+    full = save_full(place / "full")
+    return {
+        "full": full,
+        "other": save_full(place / "other", seed=1),
+        "sibling": save_sibling(full, place / "sibling"),
+        "nf4": save_quantized(full, place / "nf4", NF4),
+        "nf4-single": save_quantized(full, place / "nf4-single", NF4_SINGLE),
+        "int8": save_quantized(full, place / "int8", INT8),
+    }
+
+
+@pytest.fixture(scope="module")
+def adapters(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Adapters by the base that they were trained on, all of whose records say so."""
+    place = tmp_path_factory.mktemp("adapters")
+    return {name: make_adapter(models[name], place / name) for name in ("nf4", "nf4-single", "int8", "full")}
+
+
+@pytest.fixture
+def beside(models: dict[str, Path], adapters: dict[str, Path], tmp_path: Path) -> Path:
+    """A directory with tiny-bnb-4bit and an adapter that records it as its base, as seen by transformers and PEFT."""
+    shutil.copytree(models["nf4"], tmp_path / "tiny-bnb-4bit")
+    shutil.copytree(adapters["nf4"], tmp_path / "adapter")
+    edit_config(tmp_path / "adapter", base_model_name_or_path=str(tmp_path / "tiny-bnb-4bit"))
+    return tmp_path
+
+
+def into_cache(cache: Path, name: str, **models: Path) -> None:
+    """Models as the hub's client lays them out, by commit (one repeated hex digit); the last one is main."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    for digit, model in models.items():
+        shutil.copytree(model, repository / "snapshots" / (digit * 40))
+        (repository / "refs" / "main").write_text(digit * 40)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # PEFT asks the hub when it saves
+    return tmp_path / "cache"
+
+
+def test_found_by_name_proven_and_merged_into(beside: Path, models: dict[str, Path]) -> None:
+    shutil.copytree(models["full"], beside / "tiny")
+    report = merge_adapter(beside / "adapter", beside / "out", progress=False)
+    assert report.base == str(beside / "tiny")
+    weights = tensors_of(models["full"])
+    assert_merged_into(weights, beside / "adapter", beside / "out")
+    manifest = manifest_of(beside / "out")
+    assert manifest["base"]["trained_on"] == str(beside / "tiny-bnb-4bit")
+    proof = manifest["base"]["proof"]
+    assert (proof["sampled_tensors"], proof["codes_differing"], proof["tensors_unmatched"]) == (14, 0, 0)
+    assert proof["tensors_equal"] == len(weights) - 14
+    assert_noise(report, beside / "out", models["nf4"], models["full"], beside / "adapter")
+
+
+def assert_noise(report: MergeReport, out: Path, quantized: Path, full: Path, adapter: Path) -> None:
+    """q/delta against bitsandbytes' own weights and the closed form, over whole tensors."""
+    seen = seen_in_training(AutoModelForCausalLM.from_pretrained(quantized))
+    weights, deltas = tensors_of(full), deltas_of(adapter)
+    expected = {name: rms(seen[name] - weights[name].double()) / rms(deltas[name]) for name in deltas}
+    entries = manifest_of(out)["tensors"]
+    assert {name: entry["q_over_delta"] for name, entry in entries.items()} == pytest.approx(expected, rel=1e-4)
+    middle = torch.tensor(sorted(expected.values()), dtype=torch.float64).quantile(0.5).item()
+    assert report.q_over_delta == pytest.approx(middle, rel=1e-4)
+    assert report.q_over_delta == pytest.approx(manifest_of(out)["q_over_delta"])
+    assert f"q/delta {report.q_over_delta:.2f}" in str(report)
+
+
+def test_eight_bits_are_proven_and_measured_too(
+    models: dict[str, Path], adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    report = merge_adapter(adapters["int8"], tmp_path / "out", base=models["full"], progress=False)
+    assert_merged_into(tensors_of(models["full"]), adapters["int8"], tmp_path / "out")
+    assert manifest_of(tmp_path / "out")["base"]["proof"]["nf4_error"] < 0.05
+    assert_noise(report, tmp_path / "out", models["int8"], models["full"], adapters["int8"])
+
+
+def test_noise_of_a_large_tensor_is_sampled(tmp_path: Path) -> None:
+    """Rows that are not alike: a sample from one end only would be far off."""
+    torch.manual_seed(3)
+    sizes = SIZES | {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False))
+    weight = model.get_submodule("model.layers.0.mlp.gate_proj").weight
+    weight.data *= torch.linspace(0.1, 2, 4096)[:, None]
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "tiny")
+    quantized = save_quantized(tmp_path / "tiny", tmp_path / "tiny-bnb-4bit", NF4)
+    adapter = make_adapter(quantized, tmp_path / "adapter", lora=LORA | {"target_modules": ["gate_proj"]})
+    report = merge_adapter(adapter, tmp_path / "out", progress=False)
+    seen = seen_in_training(AutoModelForCausalLM.from_pretrained(quantized))
+    name = "model.layers.0.mlp.gate_proj.weight"
+    expected = rms(seen[name] - weight.double()) / rms(deltas_of(adapter)[name])
+    assert report.q_over_delta == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("wrong", ["other", "sibling"])
+def test_a_wrong_model_of_the_right_name_is_refused(wrong: str, beside: Path, models: dict[str, Path]) -> None:
+    shutil.copytree(models[wrong], beside / "tiny")
+    text = refused(beside / "adapter", beside / "out")
+    assert f"base {beside / 'tiny-bnb-4bit'} is quantized (bnb-4bit)" in text
+    assert f"{beside / 'tiny'} is not what it was quantized from: " in text
+    assert text.endswith("pass base=<the full-precision model> or base_mode='dequant'")
+    assert ("sibling" in text) == (wrong == "sibling")
+    # The same when it is passed by hand, wherever it lies.
+    text = refused(beside / "adapter", beside / "out", base=models[wrong])
+    assert f"base {models[wrong]} is not what {beside / 'tiny-bnb-4bit'} (bnb-4bit) was quantized from: " in text
+    # The right one, by hand, is not bothered by what is beside.
+    report = merge_adapter(beside / "adapter", beside / "out", base=models["full"], progress=False)
+    assert report.base == str(models["full"])
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was said of the base."""
+    records = [record for record in caplog.records if record.name == "cogumi.merge.bases"]
+    assert all(record.levelno == logging.WARNING for record in records)
+    return [record.getMessage() for record in records]
+
+
+def test_an_explicit_base_is_proven_where_that_is_possible(
+    beside: Path, models: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    merge_adapter(beside / "adapter", beside / "here", base=models["full"], progress=False)
+    base = manifest_of(beside / "here")["base"]
+    assert base["trained_on"] == str(beside / "tiny-bnb-4bit")
+    assert base["proof"]["codes_differing"] == 0
+    assert not warnings_in(caplog)
+    # A config alone is what reading it by itself leaves in a cache.
+    for file in (beside / "tiny-bnb-4bit").glob("*.safetensors*"):
+        file.unlink()
+    merge_adapter(beside / "adapter", beside / "config-only", base=models["full"], progress=False)
+    shutil.rmtree(beside / "tiny-bnb-4bit")
+    report = merge_adapter(beside / "adapter", beside / "gone", base=models["full"], progress=False)
+    said = (
+        f"not proven that {models['full']} fits the adapter, which was trained on another: base {beside}/tiny-bnb-4bit "
+    )
+    first, second = warnings_in(caplog)
+    assert first.startswith(f"{said}has no model.safetensors")
+    assert second.startswith(f"{said}is neither")
+    for out in ("config-only", "gone"):
+        base = manifest_of(beside / out)["base"]
+        assert (base["trained_on"], base["proof"]) == (None, None)
+        assert_merged_into(tensors_of(models["full"]), beside / "adapter", beside / out)
+    assert report.q_over_delta is None
+
+
+def test_a_full_precision_base_that_is_not_the_recorded_one_is_said_to_be(
+    models: dict[str, Path], adapters: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    merge_adapter(adapters["full"], tmp_path / "one", base=models["other"], progress=False)
+    assert warnings_in(caplog) == [
+        f"the adapter was trained on {models['full']}: not proven that {models['other']} is the same model"
+    ]
+    caplog.clear()
+    merge_adapter(adapters["full"], tmp_path / "two", base=f"{models['full']}/", progress=False)
+    assert not warnings_in(caplog)
+
+
+def test_an_absent_quantized_base_says_what_to_get_and_what_to_pass(
+    beside: Path, models: dict[str, Path], cache: Path
+) -> None:
+    shutil.rmtree(beside / "tiny-bnb-4bit")
+    adapter, out = beside / "adapter", beside / "out"
+    assert "neither an existing directory nor a hub id" in refused(adapter, out)
+    shutil.copytree(models["full"], beside / "tiny")
+    assert f"by its name it is quantized; pass base={beside / 'tiny'}, " in refused(adapter, out)
+    edit_config(adapter, base_model_name_or_path="unsloth/Qwen3-tiny-unsloth-bnb-4bit")
+    text = refused(adapter, out)
+    assert "base unsloth/Qwen3-tiny-unsloth-bnb-4bit, which the adapter records, is not here" in text
+    assert "run: hf download unsloth/Qwen3-tiny and pass base=unsloth/Qwen3-tiny " in text
+    into_cache(cache, "Qwen/Qwen3-tiny", a=models["full"])
+    assert "pass base=Qwen/Qwen3-tiny, its full-precision model by name, which is here" in refused(adapter, out)
+    # Who asks for the quantized weights is told how to get those.
+    text = refused(adapter, out, base_mode="dequant")
+    assert "run: hf download unsloth/Qwen3-tiny-unsloth-bnb-4bit" in text
+
+
+def test_candidates_are_tried_until_one_is_proven(beside: Path, models: dict[str, Path], cache: Path) -> None:
+    into_cache(cache, "unsloth/Qwen3-tiny-unsloth-bnb-4bit", a=models["nf4"])
+    into_cache(cache, "unsloth/Qwen3-tiny", b=models["sibling"])
+    adapter = edit_config(beside / "adapter", base_model_name_or_path="unsloth/Qwen3-tiny-unsloth-bnb-4bit")
+    text = refused(adapter, beside / "out")
+    assert "(unsloth/Qwen3-tiny is not what it was quantized from: quantizing its weights gives other codes" in text
+    assert "run: hf download Qwen/Qwen3-tiny; or pass base=" in text
+    assert str(cache) not in text
+    into_cache(cache, "Qwen/Qwen3-tiny", c=models["full"])
+    report = merge_adapter(adapter, beside / "out", progress=False)
+    assert report.base == "Qwen/Qwen3-tiny"
+    base = manifest_of(beside / "out")["base"]
+    assert (base["commit"], base["trained_on"]) == ("c" * 40, "unsloth/Qwen3-tiny-unsloth-bnb-4bit")
+    assert base["proof"]["codes_differing"] == 0
+
+
+def test_why_each_candidate_is_not_the_one(beside: Path, models: dict[str, Path], cache: Path) -> None:
+    into_cache(cache, "unsloth/gpt-oss-tiny-unsloth-bnb-4bit", a=models["nf4"])
+    into_cache(cache, "unsloth/gpt-oss-tiny", b=models["int8"])
+    into_cache(cache, "unsloth/gpt-oss-tiny-BF16", c=models["full"])
+    shard = sorted((cache / "models--unsloth--gpt-oss-tiny-BF16/snapshots" / ("c" * 40)).glob("*.safetensors"))[0]
+    shard.unlink()
+    adapter = edit_config(beside / "adapter", base_model_name_or_path="unsloth/gpt-oss-tiny-unsloth-bnb-4bit")
+    text = refused(adapter, beside / "out")
+    assert f"base unsloth/gpt-oss-tiny-BF16 lacks {shard.name}" in text
+    assert "unsloth/gpt-oss-tiny is quantized itself (bnb-8bit)" in text
+    # Passed by hand, the other one is refused in the name that was passed.
+    into_cache(cache, "someone/else", d=models["other"])
+    text = refused(adapter, beside / "out", base="someone/else")
+    assert "base someone/else is not what unsloth/gpt-oss-tiny-unsloth-bnb-4bit (bnb-4bit) was quantized from" in text
+    assert str(cache) not in text
+
+
+def test_a_damaged_quantized_base_is_not_blamed_on_the_candidates(beside: Path, models: dict[str, Path]) -> None:
+    shutil.copytree(models["full"], beside / "tiny")
+    [shard] = (beside / "tiny-bnb-4bit").glob("*.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight.absmax"
+    save_file({key: value for key, value in load_file(shard).items() if key != name}, shard)
+    text = refused(beside / "adapter", beside / "out")
+    assert f"has no {name} beside it; download the quantized base again" in text
+    assert "quantized from" not in text
+
+
+def test_the_recorded_commit_and_not_the_newest(models: dict[str, Path], cache: Path, tmp_path: Path) -> None:
+    """main has moved since training: to another model, where the mistake would be silent."""
+    into_cache(cache, "someone/tiny", a=models["full"], b=models["other"])
+    adapter = make_adapter(
+        "someone/tiny",
+        tmp_path / "adapter",
+        record=True,
+        revision="a" * 40,
+        cache_dir=str(cache),
+        local_files_only=True,
+    )
+    commits = {"a" * 40: tensors_of(models["full"]), "b" * 40: tensors_of(models["other"])}
+
+    def merge(commit: str, out: str, **options: Any) -> None:
+        merge_adapter(adapter, tmp_path / out, progress=False, **options)
+        assert manifest_of(tmp_path / out)["base"]["commit"] == commit
+        assert_merged_into(commits[commit], adapter, tmp_path / out)
+
+    merge("a" * 40, "recorded")
+    merge("a" * 40, "named", base="someone/tiny")
+    merge("b" * 40, "asked", base_revision="main")
+    record = json.loads((adapter / "cogumi-base.json").read_text())
+    (adapter / "cogumi-base.json").write_text(json.dumps(record | {"commit": "c" * 40}))
+    text = refused(adapter, tmp_path / "gone")
+    assert f"someone/tiny at revision {'c' * 40} is neither" in text
+    assert f"hf download someone/tiny --revision {'c' * 40}" in text
+    edit_config(adapter, revision="a" * 40)
+    (adapter / "cogumi-base.json").write_text(json.dumps(record | {"commit": None, "revision": None}))
+    merge("a" * 40, "config-after-record")
+    (adapter / "cogumi-base.json").unlink()
+    merge("a" * 40, "config")
+    edit_config(adapter, revision=None)
+    merge("b" * 40, "newest")
+
+
+def test_the_recorded_commit_of_a_quantized_base(models: dict[str, Path], cache: Path, tmp_path: Path) -> None:
+    other = save_quantized(models["other"], tmp_path / "other4", NF4)
+    into_cache(cache, "unsloth/tiny-bnb-4bit", a=models["nf4"], b=other)
+    into_cache(cache, "unsloth/tiny", c=models["full"])
+    adapter = make_adapter(
+        "unsloth/tiny-bnb-4bit",
+        tmp_path / "adapter",
+        record=True,
+        revision="a" * 40,
+        cache_dir=str(cache),
+        local_files_only=True,
+    )
+    merge_adapter(adapter, tmp_path / "found", progress=False)
+    merge_adapter(adapter, tmp_path / "passed", base="unsloth/tiny", progress=False)
+    for out in (tmp_path / "found", tmp_path / "passed"):
+        assert manifest_of(out)["base"]["proof"]["codes_differing"] == 0
+        assert_merged_into(tensors_of(models["full"]), adapter, out)
+    (adapter / "cogumi-base.json").unlink()  # without it, main is all there is to go by
+    assert "unsloth/tiny is not what it was quantized from" in refused(adapter, tmp_path / "out")
+
+
+def test_a_revision_that_was_recorded_for_a_directory_is_no_obstacle(
+    beside: Path, models: dict[str, Path], adapters: dict[str, Path]
+) -> None:
+    """Nobody asked for it, and a directory has none."""
+    adapter = edit_config(beside / "adapter", revision="main", base_model_name_or_path=str(models["full"]))
+    assert merge_adapter(adapter, beside / "full", progress=False).base == str(models["full"])
+    shutil.copytree(models["full"], beside / "tiny")
+    edit_config(adapter, base_model_name_or_path=str(beside / "tiny-bnb-4bit"))
+    assert merge_adapter(adapter, beside / "found", progress=False).base == str(beside / "tiny")
+    merge_adapter(adapter, beside / "passed", base=models["full"], progress=False)
+    assert manifest_of(beside / "passed")["base"]["proof"] is not None
+
+
+def test_quantized_in_memory(models: dict[str, Path], tmp_path: Path) -> None:
+    """The checkpoint is the full one: q is what NF4 makes of it, and of the layers that are quantized only."""
+    lora = LORA | {"target_modules": ["q_proj", "down_proj", "lm_head"]}
+    adapter = make_adapter(models["full"], tmp_path / "adapter", record=True, lora=lora, quantization_config=NF4)
+    report = merge_adapter(adapter, tmp_path / "out", progress=False)
+    weights, deltas = tensors_of(models["full"]), deltas_of(adapter)
+    assert_merged_into(weights, adapter, tmp_path / "out")
+    seen = seen_in_training(AutoModelForCausalLM.from_pretrained(models["full"], quantization_config=NF4))
+    assert "lm_head.weight" in deltas
+    assert "lm_head.weight" not in seen
+    expected = {name: rms(seen[name] - weights[name].double()) / rms(deltas[name]) for name in deltas if name in seen}
+    manifest = manifest_of(tmp_path / "out")
+    found = {name: entry["q_over_delta"] for name, entry in manifest["tensors"].items() if "q_over_delta" in entry}
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert report.q_over_delta is not None
+    assert (manifest["base"]["trained_on"], manifest["base"]["proof"]) == ("nf4", None)
+    # The same directory by another name is still the one that was quantized.
+    again = merge_adapter(adapter, tmp_path / "again", base=f"{models['full']}/", progress=False)
+    assert again.q_over_delta == report.q_over_delta
+    text = refused(adapter, tmp_path / "no", base_mode="dequant")
+    assert f"base {models['full']} is not quantized on disk (it was quantized in memory while training)" in text
+    assert "leave out base_mode" in text
+
+
+def test_experts_that_stay_in_16_bits_have_no_noise(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)).to(torch.bfloat16).save_pretrained(tmp_path / "moe")
+    lora = LORA | {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}
+    adapter = make_adapter(tmp_path / "moe", tmp_path / "adapter", record=True, lora=lora, quantization_config=NF4)
+    merge_adapter(adapter, tmp_path / "out", progress=False)
+    tensors = manifest_of(tmp_path / "out")["tensors"]
+    assert len(tensors) == 2 + 2 * 4
+    assert sorted(name for name, entry in tensors.items() if "q_over_delta" in entry) == [
+        f"model.layers.{number}.self_attn.q_proj.weight" for number in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nf4-single", "int8"])
+def test_dequant_merges_into_what_the_weights_decode_to(
+    kind: str, models: dict[str, Path], adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    adapter, out = adapters[kind], tmp_path / "out"
+    report = merge_adapter(adapter, out, base_mode="dequant", progress=False)
+    assert report.base == str(models[kind])
+    assert report.tensors_merged == 14
+    seen = seen_in_training(AutoModelForCausalLM.from_pretrained(models[kind]))
+    full = tensors_of(models["full"])
+    assert seen.keys() == deltas_of(adapter).keys()
+    assert_merged_into(full | seen, adapter, out)
+    manifest = manifest_of(out)
+    assert (manifest["base_mode"], manifest["base"]["proof"], manifest["q_over_delta"]) == (
+        "dequant",
+        None,
+        None,
+    )  # no X
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    assert report.q_over_delta is None
+
+    # In float32 there is no rounding to speak of, so the reloaded model is transformers' own dequantized one with its
+    # adapter, and the live quantized one but for what that rounds: the weights to bfloat16 or not, as the kernel likes it,
+    # and in 8 bits the activations too.
+    merge_adapter(adapter, tmp_path / "wide", base_mode="dequant", dtype="float32", progress=False)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "wide", dtype=torch.float32)
+    assert not getattr(merged, "is_quantized", False)
+    live = AutoModelForCausalLM.from_pretrained(models[kind], dtype=torch.float32)
+    decoded = AutoModelForCausalLM.from_pretrained(models[kind], dtype=torch.float32).dequantize().float()
+    with torch.inference_mode():
+        base = live(INPUT_IDS).logits
+        adapted = PeftModel.from_pretrained(live, adapter).eval()(INPUT_IDS).logits
+        exact = PeftModel.from_pretrained(decoded, adapter).eval()(INPUT_IDS).logits
+        got = merged(INPUT_IDS).logits
+    assert rms(got - exact) < 1e-5 * rms(exact)
+    assert rms(got - adapted) < (2**-6 if kind == "int8" else 2**-8) * rms(adapted)
+    assert rms(adapted - base) > 0.1 * rms(adapted)
+
+
+def test_dequant_reports_the_noise_where_the_original_is_here(beside: Path, models: dict[str, Path]) -> None:
+    shutil.copytree(models["full"], beside / "tiny")
+    report = merge_adapter(beside / "adapter", beside / "out", base_mode="dequant", progress=False)
+    assert_noise(report, beside / "out", models["nf4"], models["full"], beside / "adapter")
+    assert manifest_of(beside / "out")["base"]["proof"]["codes_differing"] == 0
+
+
+def test_dequant_refuses_what_it_cannot_decode(
+    models: dict[str, Path], adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    text = refused(adapters["nf4"], out, base=models["full"], base_mode="dequant")
+    assert text.startswith(f"base {models['full']} is not quantized on disk, so there is nothing to dequantize")
+    assert "pass base=<the quantized checkpoint>" in text
+    for method in ("gptq", "awq", "fp8"):
+        base = tmp_path / f"tiny-{method}"
+        shutil.copytree(models["full"], base)
+        edit_config(base, quantization_config={"quant_method": method, "bits": 4})
+        text = refused(adapters["nf4"], out, base=base, base_mode="dequant")
+        assert f"base {base} is quantized ({method}), and base_mode='dequant' reads only bitsandbytes" in text
+        text = refused(adapters["nf4"], out, base=base)
+        assert f"base {base} is quantized ({method})" in text
+        assert text.endswith("pass base=<the full-precision model>")
+    # Another base than the recorded one may have been quantized in memory or not: nothing is claimed about it.
+    adapter = make_adapter(models["full"], tmp_path / "adapter", record=True, quantization_config=NF4)
+    text = refused(adapter, out, base=models["other"], base_mode="dequant")
+    assert "in memory" not in text

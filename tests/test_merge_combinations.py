@@ -1,0 +1,343 @@
+"""Resized vocabularies, tied heads, sums of adapters, odd bases and odd configurations.
+
+Every merge is reloaded through transformers and compared with the live adapter, as in test_merge_kinds.py.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from merge_models import (
+    LINEARS,
+    SIZES,
+    all_tensors,
+    check_close,
+    check_loads,
+    check_merge,
+    closed_form,
+    distances,
+    load,
+    logits,
+    rms,
+    save_base,
+    train,
+    train_adapter,
+)
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, Qwen3Config
+
+from cogumi.errors import UsageError
+from cogumi.merge import merge_adapter
+
+# Vocabularies that grew or shrank while the adapter was trained.
+
+
+@pytest.fixture(scope="module")
+def small_bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("small")
+    sizes = SIZES | {"num_hidden_layers": 1}
+    bases = {
+        "open": save_base(root / "open", LlamaConfig(**sizes, tie_word_embeddings=False), max_shard_size="60KB"),
+        "tied": save_base(root / "tied", Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=True)),
+    }
+    for sharded in (True, False):  # tied, and the head is stored all the same
+        both = shutil.copytree(bases["tied"], root / f"both-{sharded}")
+        tensors = load_file(both / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        store(both, tensors, 2 if sharded else 1)
+        bases["both-sharded" if sharded else "both"] = both
+    return bases
+
+
+def store(directory: Path, tensors: dict[str, torch.Tensor], shards: int = 1) -> None:
+    """Write these tensors as the directory's model, dealt out over shards, the last of which is empty if there are more."""
+    for old in [*directory.glob("*.safetensors"), *directory.glob("*.index.json")]:
+        old.unlink()
+    if shards == 1:
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        return
+    names = [f"model-{number + 1:05}-of-{shards:05}.safetensors" for number in range(shards)]
+    weight_map = {tensor: names[number % min(shards, 2)] for number, tensor in enumerate(tensors)}
+    for name in names:
+        part = {tensor: value for tensor, value in tensors.items() if weight_map[tensor] == name}
+        save_file(part, directory / name, metadata={"format": "pt"})
+    total = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+VOCABULARIES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "grown": ("open", 261, {"target_modules": ["v_proj"]}),
+    "grown-tied": ("tied", 261, {"target_modules": ["v_proj"]}),
+    "grown-both-stored": ("both", 261, {"target_modules": ["v_proj"]}),
+    "grown-lora-on-both": ("open", 261, {"target_modules": ["embed_tokens", "lm_head"]}),
+    "grown-lora-on-embedding-tied": ("tied", 261, {"target_modules": ["embed_tokens", "q_proj"]}),
+    "grown-dora-on-both": ("open", 261, {"target_modules": ["embed_tokens", "lm_head"], "use_dora": True}),
+    "grown-tokens": ("open", 261, {"target_modules": ["v_proj"], "trainable_token_indices": [3, 258, 260]}),
+    "grown-tokens-tied": ("tied", 261, {"target_modules": ["v_proj"], "trainable_token_indices": [3, 258, 260]}),
+    "grown-whole": ("open", 261, {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "grown-whole-tied": ("tied", 261, {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "grown-whole-embedding-tied": ("tied", 261, {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"]}),
+    "shrunk": ("open", 250, {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
+    "shrunk-tied": ("tied", 250, {"target_modules": ["v_proj"]}),
+}
+INPUT = torch.arange(40).reshape(2, 20) % 250
+
+
+@pytest.mark.parametrize("case", VOCABULARIES)
+def test_resized_vocabulary(case: str, small_bases: dict[str, Path], tmp_path: Path) -> None:
+    name, rows, lora = VOCABULARIES[case]
+    base = small_bases[name]
+
+    def resized() -> Any:
+        torch.manual_seed(5)
+        model = load(base)
+        model.resize_token_embeddings(rows, mean_resizing=False)
+        return model
+
+    adapter = train(resized(), tmp_path / "adapter", **lora)
+    merge_adapter(adapter, tmp_path / "out", base=base, dtype="float32", progress=False)
+    inputs = INPUT.clone()
+    if rows > 256:
+        inputs[:, -3:] = torch.tensor([256, 258, 260])
+    live = logits(PeftModel.from_pretrained(resized(), str(adapter)), inputs)
+    merged = load(tmp_path / "out")
+    assert live.shape[-1] == rows
+    assert merged.config.vocab_size == rows
+    check_close(rms(logits(merged, inputs) - live), rms(live - logits(resized(), inputs)))
+    check_loads(tmp_path / "out")
+
+
+def test_refuses_new_rows_that_are_nowhere(small_bases: dict[str, Path], tmp_path: Path) -> None:
+    """PEFT saves only the targeted head's new rows: the embedding's are gone, or random again at the next start."""
+    model = load(small_bases["open"])
+    model.resize_token_embeddings(261)
+    adapter = train(model, tmp_path / "adapter", target_modules=["lm_head"])
+    with pytest.raises(UsageError, match=r"holds a head of 261 rows .* with 256, and no embedding of that size"):
+        merge_adapter(adapter, tmp_path / "out", base=small_bases["open"], progress=False)
+
+
+# A tied head that the checkpoint stores all the same.
+
+HEADS: dict[str, tuple[dict[str, Any], bool]] = {
+    "neither": ({"target_modules": ["q_proj"]}, True),
+    "embedding": ({"target_modules": ["embed_tokens"]}, False),
+    "head": ({"target_modules": ["lm_head", "q_proj"]}, False),
+    "both-differently": ({"target_modules": ["embed_tokens", "lm_head"]}, False),
+    "both-alike": ({"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, True),
+    "rows": ({"target_modules": ["q_proj"], "trainable_token_indices": [5, 250]}, True),
+    "whole-head": ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, False),
+}
+
+
+@pytest.mark.parametrize("stored", ["both", "both-sharded"])
+@pytest.mark.parametrize("case", HEADS)
+def test_tied_head_that_is_stored(case: str, stored: str, small_bases: dict[str, Path], tmp_path: Path) -> None:
+    lora, tied = HEADS[case]
+    out = tmp_path / "out"
+    check_merge(small_bases[stored], train_adapter(small_bases[stored], tmp_path / "adapter", **lora), out)
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] == tied
+    tensors = all_tensors(out)
+    assert torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]) == tied
+
+
+@pytest.fixture
+def apart(small_bases: dict[str, Path], tmp_path: Path) -> Path:
+    """A base whose config ties what its checkpoint holds two different tensors for: transformers loads both."""
+    directory = shutil.copytree(small_bases["both"], tmp_path / "apart")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].flip(0).contiguous()
+    store(directory, tensors)
+    return directory
+
+
+def test_head_that_differs_from_its_embedding_stays_as_it_is(apart: Path, tmp_path: Path) -> None:
+    check_merge(apart, train_adapter(apart, tmp_path / "adapter", target_modules=["q_proj"]), tmp_path / "out")
+    assert torch.equal(all_tensors(tmp_path / "out")["lm_head.weight"], all_tensors(apart)["lm_head.weight"].float())
+
+
+@pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
+def test_refuses_to_change_a_head_that_is_tied_in_name_only(module: str, apart: Path, tmp_path: Path) -> None:
+    adapter = train_adapter(apart, tmp_path / "adapter", target_modules=[module])
+    with pytest.raises(UsageError, match=r"set tie_word_embeddings to false in its config\.json"):
+        merge_adapter(adapter, tmp_path / "out", base=apart, progress=False)
+
+
+# Sums of adapters.
+
+
+def weights_of(base: Path, *pairs: tuple[Path, float]) -> dict[str, torch.Tensor]:
+    """W plus the weighted updates that PEFT itself computes for each adapter (get_delta_weight), float64."""
+    expected = {name: weight.double() for name, weight in all_tensors(base).items()}
+    for path, weight in pairs:
+        model = PeftModel.from_pretrained(load(base), str(path)).get_base_model()
+        for name, module in model.named_modules():
+            if hasattr(module, "get_delta_weight"):
+                expected[f"{name}.weight"] += weight * module.get_delta_weight("default").detach().double()
+    return expected
+
+
+SUMS: dict[str, tuple[dict[str, Any], float, dict[str, Any], float]] = {
+    "same-targets": ({"target_modules": ["q_proj"]}, 0.5, {"target_modules": ["q_proj"]}, 0.5),
+    "ranks-and-targets": (
+        {"target_modules": LINEARS, "r": 3},
+        0.7,
+        {"target_modules": ["q_proj", "lm_head"], "r": 8},
+        1.5,
+    ),
+    "apart": ({"target_modules": ["q_proj"]}, 1.0, {"target_modules": ["k_proj"]}, 2.0),
+    "negative-and-rslora": (
+        {"target_modules": ["q_proj"], "use_rslora": True},
+        1.0,
+        {"target_modules": ["q_proj"]},
+        -0.8,
+    ),
+    "embedding": ({"target_modules": ["embed_tokens"]}, 0.5, {"target_modules": ["embed_tokens", "q_proj"]}, 0.25),
+}
+
+
+@pytest.mark.parametrize("case", SUMS)
+def test_weighted_sum(case: str, small_bases: dict[str, Path], tmp_path: Path) -> None:
+    first, weight, second, other = SUMS[case]
+    base = small_bases["open"]
+    pairs = [
+        (train_adapter(base, tmp_path / "first", **first), weight),
+        (train_adapter(base, tmp_path / "second", seed=2, **second), other),
+    ]
+    merge_adapter(pairs, tmp_path / "out", base=base, dtype="float32", progress=False)
+    expected, merged = weights_of(base, *pairs), all_tensors(tmp_path / "out")
+    assert merged.keys() == expected.keys()
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor.double(), expected[name], rtol=0, atol=1e-6)
+    check_loads(tmp_path / "out")
+
+
+def test_the_same_adapter_twice_is_twice_its_update(small_bases: dict[str, Path], tmp_path: Path) -> None:
+    adapter = train_adapter(small_bases["tied"], tmp_path / "adapter", target_modules=["lm_head", "q_proj"])
+    for name, pairs in {"twice": [(adapter, 1.0), (adapter, 1.0)], "double": [(adapter, 2.0)]}.items():
+        merge_adapter(pairs, tmp_path / name, base=small_bases["tied"], dtype="float32", progress=False)
+    twice, double = all_tensors(tmp_path / "twice"), all_tensors(tmp_path / "double")
+    assert twice.keys() == double.keys()
+    for name, tensor in twice.items():
+        torch.testing.assert_close(tensor, double[name], rtol=0, atol=1e-6)
+    # The head that leaves its embedding must not take the embedding with it.
+    embedding = all_tensors(small_bases["tied"])["model.embed_tokens.weight"].float()
+    assert torch.equal(twice["model.embed_tokens.weight"], embedding)
+    assert not torch.equal(twice["lm_head.weight"], embedding)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"use_dora": True},
+        {"modules_to_save": ["norm"]},
+        {"trainable_token_indices": [3]},
+        {"target_modules": ["embed_tokens"], "use_dora": True},
+    ],
+)
+def test_refuses_to_weight_what_replaces(lora: dict[str, Any], small_bases: dict[str, Path], tmp_path: Path) -> None:
+    base = small_bases["open"]
+    pairs = [
+        (train_adapter(base, tmp_path / "plain", target_modules=["q_proj"]), 0.5),
+        (train_adapter(base, tmp_path / "other", **{"target_modules": ["q_proj"]} | lora), 0.5),
+    ]
+    with pytest.raises(UsageError, match=r"other sets .* instead of adding to it"):
+        merge_adapter(pairs, tmp_path / "out", base=base, progress=False)
+
+
+# What else a base may hold.
+
+
+def test_mixed_dtypes_and_tensors_that_no_model_knows(small_bases: dict[str, Path], tmp_path: Path) -> None:
+    """Two shards with tensors and one without; float32, float16, integers, no dimension, no element, unknown names."""
+    base = shutil.copytree(small_bases["open"], tmp_path / "base")
+    tensors = {name: tensor.clone() for name, tensor in all_tensors(base).items()}
+    tensors["model.layers.0.self_attn.q_proj.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"].float()
+    tensors["model.layers.0.self_attn.v_proj.weight"] = tensors["model.layers.0.self_attn.v_proj.weight"].half()
+    extra = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.arange(8) / 7,
+        "model.unknown.ids": torch.arange(5),
+        "model.unknown.flags": torch.tensor([True, False]),
+        "model.unknown.scale": torch.tensor(1.0 / 3),
+        "model.unknown.step": torch.tensor(7),
+        "model.unknown.nothing": torch.zeros(0, 4, dtype=torch.bfloat16),
+        "model.unknown.double": torch.tensor([1.0 / 3], dtype=torch.float64),
+    }
+    store(base, tensors | extra, shards=3)
+    adapter = train_adapter(base, tmp_path / "adapter", target_modules=LINEARS)
+
+    merge_adapter(adapter, tmp_path / "kept", base=base, progress=False)
+    kept = all_tensors(tmp_path / "kept")
+    assert {name: tensor.dtype for name, tensor in kept.items()} == {
+        name: tensor.dtype for name, tensor in (tensors | extra).items()
+    }
+    assert all(torch.equal(kept[name], tensor) for name, tensor in extra.items())
+    expected = closed_form(base, adapter)
+    for name, tensor in tensors.items():  # half a unit of the last place, and a little for ties and float32 sums
+        torch.testing.assert_close(
+            kept[name].double(), expected[name], rtol=0.51 * torch.finfo(tensor.dtype).eps, atol=1e-7
+        )
+
+    merge_adapter(adapter, tmp_path / "wide", base=base, dtype="float32", progress=False)
+    wide = all_tensors(tmp_path / "wide")
+    check_close(*distances(base, adapter, tmp_path / "wide"))
+    assert {wide[name].dtype for name in tensors} == {torch.float32}
+    assert wide["model.unknown.scale"].dtype == torch.float32
+    assert wide["model.unknown.nothing"].shape == (0, 4)
+    for name in ("ids", "flags", "step", "double"):
+        assert torch.equal(wide[f"model.unknown.{name}"], extra[f"model.unknown.{name}"])
+    # The third file holds nothing and is in no index.
+    files = sorted(path.name for path in (tmp_path / "wide").glob("*.safetensors"))
+    assert files == sorted(path.name for path in base.glob("*.safetensors"))[:2]
+
+
+# Configurations.
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "no-task": {"target_modules": ["v_proj"], "task_type": None},
+    "excluded": {"target_modules": LINEARS, "exclude_modules": ["up_proj"]},
+    "excluded-regex": {"target_modules": "all-linear", "exclude_modules": r".*mlp.*"},
+    "some-layers": {"target_modules": ["v_proj"], "layers_to_transform": [0], "layers_pattern": "layers"},
+    "a-matrix": {"target_modules": ["v_proj"], "target_parameters": ["q_proj.weight"]},
+    "only-a-matrix": {"target_modules": [], "target_parameters": ["gate_proj.weight"]},
+    "nothing-to-save": {"target_modules": ["v_proj"], "modules_to_save": ["classifier"]},
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_configuration(case: str, small_bases: dict[str, Path], tmp_path: Path) -> None:
+    base = small_bases["open"]
+    check_merge(base, train_adapter(base, tmp_path / "adapter", **CONFIGS[case]), tmp_path / "out")
+
+
+def test_sequence_classifier_on_its_own_base(tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES, num_labels=3, pad_token_id=0, architectures=["LlamaForSequenceClassification"])
+    base = save_base(tmp_path / "base", config)
+    adapter = train_adapter(base, tmp_path / "adapter", target_modules=["q_proj"], task_type="SEQ_CLS")
+    assert any("score" in key for key in load_file(adapter / "adapter_model.safetensors"))
+    check_merge(base, adapter, tmp_path / "out")
+
+
+def test_refuses_a_sequence_classifier_on_a_language_model(small_bases: dict[str, Path], tmp_path: Path) -> None:
+    """The head that the adapter brings has no place in the base's model."""
+    base = small_bases["open"]
+    kind = transformers.LlamaForSequenceClassification
+    model = kind.from_pretrained(base, num_labels=3, dtype=torch.float32)
+    adapter = train(model, tmp_path / "adapter", target_modules=["q_proj"], task_type="SEQ_CLS")
+    with pytest.raises(UsageError, match=r"score\.weight belongs to nothing"):
+        merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+
+
+def test_refuses_two_updates_of_one_matrix(small_bases: dict[str, Path], tmp_path: Path) -> None:
+    """PEFT refuses to train such an adapter, so nothing says what it would mean."""
+    base = small_bases["open"]
+    adapter = train_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"target_parameters": ["q_proj.weight"]}))
+    with pytest.raises(UsageError, match=r"does not fit base .*q_proj"):
+        merge_adapter(adapter, tmp_path / "out", base=base, progress=False)

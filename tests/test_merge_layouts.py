@@ -1,0 +1,407 @@
+"""Checkpoints whose tensors are not the model's parameters as they are, and adapters of the time when they were.
+
+Every merge is reloaded through transformers and compared with the live adapter, as in test_merge_kinds.py.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from merge_models import (
+    EXPERTS,
+    LINEARS,
+    SIZES,
+    all_tensors,
+    check_close,
+    check_loads,
+    check_merge,
+    closed_form,
+    distances,
+    load,
+    save_base,
+    train_adapter,
+)
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+)
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
+
+from cogumi.errors import UsageError
+from cogumi.merge import merge_adapter
+from cogumi.merge.checkpoint import Place, parameter_places
+from cogumi.merge.tensorfile import Span, matrix_shape
+
+# Every conversion that transformers registers ends in the right places or in none.
+
+
+def converters() -> list[tuple[str, int]]:
+    """(name that the mapping is registered under, number of the converter in it), for every converter there is."""
+    from transformers.conversion_mapping import _build_checkpoint_conversion_mapping
+
+    mapping = _build_checkpoint_conversion_mapping()
+    return [
+        (name, number)
+        for name, transforms in sorted(mapping.items())
+        for number, transform in enumerate(transforms)
+        if isinstance(transform, WeightConverter)
+    ]
+
+
+def stub_model(registered: str, shapes: dict[str, tuple[int, ...]]) -> Any:
+    """A model on meta with these parameters, which transformers takes for one of its own of that class or type."""
+
+    class Config(transformers.PreTrainedConfig):
+        model_type = registered
+
+    stub = type(registered, (PreTrainedModel,), {"__module__": "transformers.stub", "config_class": Config})
+    model = stub(Config())
+    for name, shape in shapes.items():
+        *path, leaf = name.split(".")
+        module: nn.Module = model
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(leaf, nn.Parameter(torch.empty(shape, device="meta")))
+    model.all_tied_weights_keys = {}
+    return model
+
+
+def stored_tensors(converter: Any, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Distinct numbers under names that the converter's source patterns match: three of each list."""
+    tensors: dict[str, torch.Tensor] = {}
+    start = 0
+    for pattern in converter.source_patterns:
+        name = "layers.0." + pattern.replace(r"\.", ".").removeprefix(".").removeprefix("^")
+        for number in range(4) if "*" in name else range(1):
+            values = torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+            start += values.numel()
+            tensors[name.replace("*", str(number))] = values
+    return tensors
+
+
+def converted_shapes(registered: str, tensors: dict[str, torch.Tensor], flip: bool) -> dict[str, tuple[int, ...]]:
+    """Parameter -> shape, of what the stored tensors become. flip: the first of them is transposed in the model.
+
+    Raises IndexError, RuntimeError or ValueError where tensors of these dimensions cannot be converted so.
+    """
+    transforms = get_model_conversion_mapping(stub_model(registered, {}))
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    for name, tensor in tensors.items():
+        first, pattern = rename_source_key(name, renamings, converters)
+        converter = next(converter for converter in converters if pattern in converter.source_patterns)
+        converter.add_tensor(first, name, str(pattern), lambda tensor=tensor: tensor)  # type: ignore[arg-type]
+    shape = next(iter(tensors.values())).shape
+    model = stub_model(registered, {first: (*shape[:-2], shape[-1], shape[-2]) if flip else tuple(shape)})
+    values = converter.convert(first, model=model, config=model.config)
+    return {name: tuple(value.shape) for name, value in values.items()}
+
+
+def loaded(
+    registered: str, tensors: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, torch.Tensor]:
+    """Parameter -> value, as transformers' own loader makes them."""
+    model = stub_model(registered, shapes)
+    config = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(model), dtype=torch.float32)
+    info, _ = convert_and_load_state_dict_in_model(model, tensors, config, None)
+    assert not info.conversion_errors
+    assert not info.mismatched_keys
+    found = {name: tensor for name, tensor in model.state_dict().items() if tensor.device.type != "meta"}
+    assert found.keys() == shapes.keys()
+    return found
+
+
+def assembled(places: tuple[Place, ...], tensors: dict[str, torch.Tensor], shape: torch.Size) -> torch.Tensor:
+    """A parameter put together from its places; NaN where there is none."""
+    stack = torch.full(shape if len(shape) == 3 else (1, *matrix_shape(tuple(shape))), torch.nan)
+    for place in places:
+        stored = tensors[place.tensor]
+        rows = stored.reshape(-1, stored.shape[-1] if stored.dim() > 1 else 1)[place.first : place.last]
+        rows = rows.T if place.transposed else rows
+        stack[place.matrix, place.offset : place.offset + len(rows)] = rows
+    return stack.reshape(shape)
+
+
+# What the merge knows. Everything else (permutations for rotary embeddings, interleaved rows, experts shared out between
+# two stacks, a transposed router) must be left without places, so that an adapter on it is refused.
+KNOWN = {
+    "Chunk(dim=0)",
+    "Concatenate(dim=0)",
+    "Concatenate(dim=1)",
+    "MergeModulelist(dim=0)",
+    "MergeModulelist(dim=0) Concatenate(dim=1)",
+    "Transpose",
+}
+
+
+def test_every_registered_conversion_is_mapped_right_or_not_at_all() -> None:
+    """transformers' own loader, run on distinct numbers, against the places."""
+    mapped, unmapped, tried = set(), set(), set()
+    for registered, number in converters():
+        converter = get_checkpoint_conversion_mapping(registered)[number]
+        operations = " ".join(map(repr, converter.operations))
+        for shape, flip in (((24,), False), ((24, 4), False), ((3, 24, 4), False), ((3, 24, 4), True)):
+            if flip and "Transpose" not in operations:
+                continue
+            tensors = stored_tensors(converter, shape)
+            try:
+                shapes = converted_shapes(registered, tensors, flip)
+            except (IndexError, RuntimeError, ValueError):
+                continue
+            tried.add((registered, number))
+            expected = loaded(registered, tensors, shapes)
+            spans = {name: Span(Path(), name, "F32", tuple(tensor.shape), 0, 0) for name, tensor in tensors.items()}
+            places = parameter_places(stub_model(registered, shapes), spans)
+            assert places.keys() <= expected.keys()
+            for name, found in places.items():
+                assert torch.equal(assembled(found, tensors, expected[name].shape), expected[name]), (registered, name)
+            (mapped if places else unmapped).add(operations)
+    assert tried == set(converters())
+    assert mapped == KNOWN
+    assert {"Interleave(dim=1)", "Chunk(dim=0) PermuteForRope", "ErnieFuseAndSplitTextVisionExperts"} <= unmapped
+
+
+# Layouts, through the whole merge.
+
+VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+}
+TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+TEXT = SIZES | {"head_dim": 16}
+
+
+def qwen3_vl_moe(width: int) -> Any:
+    return transformers.Qwen3VLMoeConfig(
+        text_config=TEXT | EXPERTS | {"moe_intermediate_size": width},
+        vision_config=VISION | {"deepstack_visual_indexes": [], "num_position_embeddings": 16},
+        architectures=["Qwen3VLMoeForConditionalGeneration"],
+    )
+
+
+LAYOUT_BASES: dict[str, Any] = {
+    # One stored tensor for the gate, the queries, keys and values; one for the MLP's gate and up.
+    "chunked": transformers.HrmTextConfig(
+        **{name: value for name, value in SIZES.items() if name != "num_key_value_heads"} | {"num_hidden_layers": 1},
+        head_dim=16,
+        H_cycles=1,
+        L_cycles=1,
+        initializer_range=0.1,
+    ),
+    "experts-transposed": qwen3_vl_moe(48),
+    "experts-square": qwen3_vl_moe(32),
+    # Experts one by one, a dense MLP whose gate and up are one parameter, and other prefixes.
+    "concatenated": transformers.MiniMaxM3VLConfig(
+        text_config=TEXT
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32, "num_hidden_layers": 1}
+        | {"bos_token_id": 1, "eos_token_id": 2},
+        vision_config=TOWER | {"patch_size": 14},
+        projector_hidden_size=32,
+        architectures=["MiniMaxM3SparseForConditionalGeneration"],
+    ),
+    "renamed-tied": transformers.Gemma3Config(
+        text_config=TEXT | {"sliding_window": 16},
+        vision_config=TOWER | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        architectures=["Gemma3ForConditionalGeneration"],
+    ),
+    "experts-fused": Qwen3MoeConfig(**TEXT, **EXPERTS),
+}
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+LANGUAGE = r".*language_model.*\.(q_proj|v_proj|down_proj)"
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chunked": ("chunked", {"target_modules": LINEARS}),
+    "chunked-dora": ("chunked", {"target_modules": LINEARS, "use_dora": True}),
+    "chunked-third-of-four": ("chunked", {"target_modules": ["k_proj"]}),
+    "experts-transposed": ("experts-transposed", {"target_modules": LANGUAGE, "target_parameters": STACKS}),
+    "experts-square": ("experts-square", {"target_modules": LANGUAGE, "target_parameters": STACKS}),
+    "experts-fused": ("experts-fused", {"target_modules": ["q_proj"], "target_parameters": STACKS}),
+    "concatenated": (
+        "concatenated",
+        {"target_modules": r".*language_model.*\.(q_proj|gate_up_proj)", "target_parameters": STACKS},
+    ),
+    "concatenated-whole": (
+        "concatenated",
+        {"target_modules": ["o_proj"], "modules_to_save": ["shared_experts"]},
+    ),
+    "experts-whole": ("concatenated", {"target_modules": ["o_proj"], "modules_to_save": ["experts"]}),
+    "renamed": ("renamed-tied", {"target_modules": LANGUAGE}),
+    "renamed-head-untied": ("renamed-tied", {"target_modules": ["lm_head", "o_proj"]}),
+    "renamed-embedding-whole": (
+        "renamed-tied",
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "exclude_modules": ".*vision.*"},
+    ),
+}
+
+
+def store_otherwise(base: Path, name: str) -> None:
+    """Store a base's experts as its publisher does and save_pretrained does not."""
+    tensors = load_file(base / "model.safetensors")
+    if name == "experts-transposed":
+        tensors = {key: value.mT.contiguous() if ".experts." in key else value for key, value in tensors.items()}
+    if name == "experts-fused":
+        model = load(base, torch.bfloat16)
+        tensors = {key: value.contiguous() for key, value in model.state_dict().items()}
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def layout_bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("layouts")
+    bases = {name: save_base(root / name, config) for name, config in LAYOUT_BASES.items()}
+    for name, base in bases.items():
+        store_otherwise(base, name)
+    return bases
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout(layout: str, layout_bases: dict[str, Path], tmp_path: Path) -> None:
+    name, lora = LAYOUTS[layout]
+    base = layout_bases[name]
+    before = {key: value.shape for key, value in all_tensors(base).items()}
+    check_merge(base, train_adapter(base, tmp_path / "adapter", **lora), tmp_path / "out")
+    after = {key: value.shape for key, value in all_tensors(tmp_path / "out").items()}
+    assert before.items() <= after.items()
+
+
+def test_refuses_a_module_trained_whole_that_is_stored_with_others(
+    layout_bases: dict[str, Path], tmp_path: Path
+) -> None:
+    adapter = train_adapter(
+        layout_bases["chunked"], tmp_path / "adapter", target_modules=["o_proj"], modules_to_save=["q_proj"]
+    )
+    with pytest.raises(UsageError, match=r"q_proj.weight is trained whole, and stored in .*gqkv_proj"):
+        merge_adapter(adapter, tmp_path / "out", base=layout_bases["chunked"], progress=False)
+
+
+def test_adapter_with_the_names_of_an_older_transformers(layout_bases: dict[str, Path], tmp_path: Path) -> None:
+    """Modules are named as the checkpoint still names them; the layers of today have other names."""
+    base = layout_bases["renamed-tied"]
+    today = train_adapter(base, tmp_path / "today", target_modules=LANGUAGE)
+    shutil.copytree(today, tmp_path / "older")
+    factors = load_file(today / "adapter_model.safetensors")
+    names = ("base_model.model.model.language_model.", "base_model.model.language_model.model.")
+    older = {key.replace(*names): value for key, value in factors.items()}
+    assert all(key.startswith("base_model.model.language_model.model.layers.") for key in older)
+    save_file(older, tmp_path / "older" / "adapter_model.safetensors")
+    merge_adapter(today, tmp_path / "one", base=base, progress=False)
+    merge_adapter(tmp_path / "older", tmp_path / "other", base=base, progress=False)
+    assert_equal_tensors(all_tensors(tmp_path / "one"), all_tensors(tmp_path / "other"))
+
+
+def assert_equal_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+# Adapters that name one linear layer for each expert, as they were saved before the experts were stacked.
+
+EXPERT_NAMES = {
+    "qwen": (["gate_proj", "up_proj", "down_proj"], "mlp.gate"),
+    "mixtral": (["w1", "w3", "w2"], "block_sparse_moe.gate"),
+}
+
+
+@pytest.fixture(scope="module")
+def expert_bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("experts")
+    return {
+        "qwen": save_base(root / "qwen", Qwen3MoeConfig(**TEXT, **EXPERTS), max_shard_size="60KB"),
+        "mixtral": save_base(root / "mixtral", MixtralConfig(**SIZES, num_local_experts=4), max_shard_size="60KB"),
+    }
+
+
+def old_adapter(family: str, base: Path, path: Path, router: bool = True, **config: Any) -> Path:
+    """An adapter of that time. Rank and alpha by the patterns in `config`, matched as PEFT does: at the end of a name."""
+    names, gate = EXPERT_NAMES[family]
+    targets = [*names, "q_proj", *([gate.rpartition(".")[2]] if router else [])]
+    settings = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", "target_modules": targets} | config
+    LoraConfig(**settings).save_pretrained(str(path))
+    stored = all_tensors(base)
+    generator = torch.Generator().manual_seed(3)
+    factors = {}
+    for tensor, weight in sorted(stored.items()):
+        module = tensor.removesuffix(".weight")
+        if any(module.endswith(f".{name}") for name in [*names, "q_proj"]) or (router and module.endswith(gate)):
+            rank = next(
+                (r for end, r in settings.get("rank_pattern", {}).items() if module.endswith(end)), settings["r"]
+            )
+            for side, shape in (("A", (rank, weight.shape[1])), ("B", (weight.shape[0], rank))):
+                factors[f"base_model.model.{module}.lora_{side}.weight"] = 0.05 * torch.randn(
+                    shape, generator=generator
+                )
+    save_file(factors, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+OLD: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "without-router": {"router": False},
+    "rslora": {"use_rslora": True},
+    "patterns": {
+        "rank_pattern": {"experts.1.up_proj": 3, "experts.1.w3": 3},
+        "alpha_pattern": {"experts.0.down_proj": 40, "experts.0.w2": 40, "q_proj": 3},
+    },
+    "all-linear": {"target_modules": "all-linear"},
+    "regex": {"target_modules": r".*\.(gate_proj|up_proj|down_proj|w1|w2|w3|q_proj|gate)"},
+}
+
+
+@pytest.mark.parametrize("family", EXPERT_NAMES)
+@pytest.mark.parametrize("kind", OLD)
+def test_one_adapter_layer_for_each_expert(
+    kind: str, family: str, expert_bases: dict[str, Path], tmp_path: Path
+) -> None:
+    base = expert_bases[family]
+    adapter = old_adapter(family, base, tmp_path / "adapter", **OLD[kind])
+    merge_adapter(adapter, tmp_path / "out", base=base, dtype="float32", progress=False)
+    merged, expected, before = all_tensors(tmp_path / "out"), closed_form(base, adapter), all_tensors(base)
+    assert merged.keys() == expected.keys()
+    changed = 0
+    for name, weight in merged.items():
+        torch.testing.assert_close(weight.double(), expected[name], rtol=0, atol=1e-6)
+        changed += not torch.equal(weight, before[name].float())
+    assert changed == len(load_file(adapter / "adapter_model.safetensors")) / 2
+    check_loads(tmp_path / "out")
+    # PEFT's conversion doubles rank and alpha, which scales rsLoRA wrongly; it knows no patterns by expert and no strings.
+    if kind in ("plain", "without-router"):
+        check_close(*distances(base, adapter, tmp_path / "out"))
+
+
+@pytest.mark.parametrize("family", EXPERT_NAMES)
+def test_refuses_an_adapter_that_lacks_an_expert(family: str, expert_bases: dict[str, Path], tmp_path: Path) -> None:
+    adapter = old_adapter(family, expert_bases[family], tmp_path / "adapter")
+    factors = load_file(adapter / "adapter_model.safetensors")
+    kept = {key: value for key, value in factors.items() if "layers.1." not in key or ".experts.2." not in key}
+    assert len(kept) == len(factors) - 6
+    save_file(kept, adapter / "adapter_model.safetensors")
+    with pytest.raises(UsageError, match=r"layers.1\..*experts.2\..*holds no factors"):
+        merge_adapter(adapter, tmp_path / "out", base=expert_bases[family], progress=False)
+
+
+def test_refuses_experts_changed_in_two_layouts(expert_bases: dict[str, Path], tmp_path: Path) -> None:
+    """One adapter changes the stored tensor of each expert, the other the stack: the sum has no common pieces."""
+    base = expert_bases["qwen"]
+    old = old_adapter("qwen", base, tmp_path / "old")
+    new = train_adapter(base, tmp_path / "new", target_modules=["q_proj"], target_parameters=STACKS)
+    with pytest.raises(UsageError, match=r"experts.*is changed both as it is stored and as part of a parameter"):
+        merge_adapter([(old, 0.5), (new, 0.5)], tmp_path / "out", base=base, progress=False)

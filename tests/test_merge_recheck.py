@@ -1,0 +1,267 @@
+"""`cogumi merge --check DIR`: what it says of a good directory and of every way in which one can have gone bad."""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+
+from cogumi.cli import main
+from cogumi.errors import UsageError
+from cogumi.merge import MergeError, merge_adapter
+from cogumi.merge.recheck import check_merged
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "head_dim": 16,
+}
+LLAMA = LlamaConfig(**SIZES, tie_word_embeddings=False)
+EXPERTS = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A merged directory and what it was made of, all in one folder of the test's own."""
+
+    out: Path
+    base: Path
+    adapter: Path
+    elements: int
+
+
+def make_base(path: Path, config: PreTrainedConfig) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path, max_shard_size="60KB")
+    (path / "tokenizer.json").write_text('{"of": "base"}\n')
+    return path
+
+
+def make_adapter(base: Path, path: Path, seed: int = 1, **lora: Any) -> Path:
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapted = get_peft_model(model, LoraConfig(**({"r": 4, "target_modules": ["q_proj", "down_proj"]} | lora)))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.01)
+    adapted.save_pretrained(str(path))
+    return path
+
+
+@pytest.fixture
+def merged(tmp_path: Path) -> Merged:
+    base = make_base(tmp_path / "base", LLAMA)
+    adapter = make_adapter(base, tmp_path / "adapter")
+    report = merge_adapter(adapter, tmp_path / "merged", progress=False)
+    return Merged(tmp_path / "merged", base, adapter, report.elements)
+
+
+@dataclass(frozen=True)
+class Said:
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    """The command line, in this process: exit status, standard output, standard error."""
+
+    def run(*words: object) -> Said:
+        monkeypatch.setattr("sys.argv", ["cogumi", *map(str, words)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        captured = capsys.readouterr()
+        return Said(int(stopped.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+def flip(path: Path, position: int) -> None:
+    """Change one bit of the byte at `position`, from the end where it is negative."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def shard(directory: Path) -> Path:
+    return sorted(directory.glob("*.safetensors"))[1]
+
+
+def edit_manifest(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = directory / "cogumi-merge.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def test_a_good_directory(merged: Merged, cli: Callable[..., Said]) -> None:
+    done = cli("merge", "--check", merged.out)
+    files = len(list(merged.out.iterdir())) - 1  # all but the manifest
+    assert (done.status, done.err) == (0, "")
+    assert done.out.startswith(f"{merged.out}: {files} files (")
+    assert f"{merged.elements:,} updated elements compared with base + adapter again" in done.out
+
+    done = cli("merge", "--check", merged.out, "--json")
+    size = sum(path.stat().st_size for path in merged.out.iterdir() if path.name != "cogumi-merge.json")
+    assert done.status == 0
+    assert json.loads(done.out) == {
+        "directory": str(merged.out),
+        "files": files,
+        "bytes": size,
+        "elements": merged.elements,
+        "missing": None,
+    }
+
+
+KINDS: dict[str, tuple[PreTrainedConfig, dict[str, Any], dict[str, Any]]] = {
+    "dora": (LLAMA, {"use_dora": True}, {}),
+    "float16": (LLAMA, {}, {"dtype": "float16"}),
+    "not verified": (LLAMA, {}, {"verify": "none"}),
+    "experts": (EXPERTS, {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}, {}),
+    "head": (LLAMA, {"target_modules": ["lm_head"]}, {}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds(kind: str, tmp_path: Path) -> None:
+    config, lora, options = KINDS[kind]
+    base = make_base(tmp_path / "base", config)
+    adapter = make_adapter(base, tmp_path / "adapter", **lora)
+    report = merge_adapter(adapter, tmp_path / "merged", progress=False, **options)
+    found = check_merged(tmp_path / "merged", workers=2, progress=False)
+    assert found.missing is None
+    assert found.elements
+    assert found.elements == report.elements or options.get("verify") == "none"
+
+
+def test_two_weighted_adapters(merged: Merged, tmp_path: Path) -> None:
+    """The weights are part of what is checked."""
+    other = make_adapter(merged.base, tmp_path / "other", seed=5, r=2)
+    out = tmp_path / "both"
+    merge_adapter([(merged.adapter, 0.5), (other, -2.0)], out, progress=False)
+    assert check_merged(out, progress=False).elements == merged.elements
+    edit_manifest(out, lambda manifest: manifest["adapters"][1].update(weight=-2.01))
+    with pytest.raises(MergeError, match=r"model\.layers\.\d\.\S+: element .* rounding allows"):
+        check_merged(out, progress=False)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "shard": (lambda out: flip(shard(out), -100), r"{shard} is not the file that was merged: its sha256 is \w{{64}}"),
+    "shard's header": (lambda out: flip(shard(out), 12), r"{shard} is not the file that was merged"),
+    "shard cut off": (lambda out: shard(out).write_bytes(shard(out).read_bytes()[:-1]), "{shard} is not the file"),
+    "tokenizer": (lambda out: flip(out / "tokenizer.json", 4), r"{out}/tokenizer\.json is not the file"),
+    "config": (lambda out: flip(out / "config.json", -5), r"{out}/config\.json is not the file"),
+    "index": (lambda out: flip(out / "model.safetensors.index.json", 9), r"index\.json is not the file"),
+    "missing shard": (lambda out: shard(out).unlink(), "{shard} is gone; the directory is not whole"),
+    "missing tokenizer": (lambda out: (out / "tokenizer.json").unlink(), r"tokenizer\.json is gone"),
+    "extra shard": (
+        lambda out: shutil.copy(shard(out), out / "model-00009-of-00009.safetensors"),
+        r"{out}/model-00009-of-00009\.safetensors was not written by the merge",
+    ),
+    "manifest cut off": (
+        lambda out: (out / "cogumi-merge.json").write_text((out / "cogumi-merge.json").read_text()[:-40]),
+        r"{out}/cogumi-merge\.json is damaged: ",
+    ),
+    "manifest not text": (
+        lambda out: (out / "cogumi-merge.json").write_bytes(b"\xff\xfe\x00"),
+        r"{out}/cogumi-merge\.json is damaged: ",
+    ),
+    "manifest without shards": (lambda out: edit_manifest(out, lambda m: m.pop("shards")), r"is damaged: .*'shards'"),
+    "manifest without base": (lambda out: edit_manifest(out, lambda m: m.update(base=None)), "is damaged: an entry"),
+    "manifest of adapters without path": (
+        lambda out: edit_manifest(out, lambda m: m["adapters"][0].pop("path")),
+        r"is damaged: .*'path'",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_status_1_and_one_line(damage: str, merged: Merged, cli: Callable[..., Said]) -> None:
+    harm, says = DAMAGES[damage]
+    pattern = says.format(shard=shard(merged.out), out=merged.out)
+    harm(merged.out)
+    with pytest.raises(MergeError, match=pattern) as caught:
+        check_merged(merged.out, progress=False)
+    assert "\n" not in str(caught.value)
+    done = cli("merge", "--check", merged.out, "--json")
+    assert (done.status, done.out, done.err) == (1, "", f"cogumi: {caught.value}\n")
+
+
+def test_a_change_that_the_manifest_agrees_with_is_found_too(merged: Merged, cli: Callable[..., Said]) -> None:
+    """One element off and every hash renewed: base + adapter still say otherwise."""
+    for path in sorted(merged.out.glob("*.safetensors")):
+        before = path.read_bytes()
+        flip(path, -1)  # a sign or exponent bit of the shard's last element
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        edit_manifest(merged.out, lambda m, name=path.name, digest=digest: m["shards"][name].update(sha256=digest))  # type: ignore[misc]
+        done = cli("merge", "--check", merged.out)
+        assert done.status == 1, path
+        assert "rounding allows" in done.err or "should be the base's bytes" in done.err
+        assert done.err.count("\n") == 1
+        path.write_bytes(before)
+        digest = hashlib.sha256(before).hexdigest()
+        edit_manifest(merged.out, lambda m, name=path.name, digest=digest: m["shards"][name].update(sha256=digest))  # type: ignore[misc]
+    assert cli("merge", "--check", merged.out).status == 0
+
+
+CHANGES: dict[str, tuple[Callable[[Merged], object], str]] = {
+    "base moved": (lambda m: m.base.rename(m.base.with_name("elsewhere")), r"{base}/config\.json is gone"),
+    "adapter moved": (lambda m: m.adapter.rename(m.base.with_name("x")), r"{adapter}/adapter_config\.json is gone"),
+    "base's shard": (lambda m: flip(shard(m.base), -1), r"{base}/model-\S+ has changed since"),
+    "adapter trained on": (
+        lambda m: flip(m.adapter / "adapter_model.safetensors", -2),
+        r"{adapter}/adapter_model\.safetensors has changed since",
+    ),
+    "adapter's scaling": (
+        lambda m: (m.adapter / "adapter_config.json").write_text("{}"),
+        r"{adapter}/adapter_config\.json has changed since",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_inputs_that_are_not_what_they_were(change: str, merged: Merged, cli: Callable[..., Said]) -> None:
+    """The directory is still what was merged; that it is base + adapter cannot be said, and that is what is said."""
+    alter, says = CHANGES[change]
+    alter(merged)
+    report = check_merged(merged.out, progress=False)
+    assert report.elements is None
+    assert report.missing is not None
+    done = cli("merge", "--check", merged.out)
+    assert (done.status, done.err) == (0, "")
+    assert f"not compared with base + adapter again: {report.missing}" in done.out
+    as_json = json.loads(cli("merge", "--check", merged.out, "--json").out)
+    assert as_json["elements"] is None
+    assert as_json["missing"] == report.missing
+    assert re.fullmatch(says.format(base=merged.base, adapter=merged.adapter), report.missing)
+
+
+def test_the_directory_may_move(merged: Merged, tmp_path: Path) -> None:
+    moved = merged.out.rename(tmp_path / "renamed")
+    assert check_merged(moved, progress=False).elements == merged.elements
+
+
+def test_what_is_no_merged_directory_is_status_2(merged: Merged, tmp_path: Path, cli: Callable[..., Said]) -> None:
+    for path in (merged.base, tmp_path / "nowhere", merged.out / "config.json"):
+        done = cli("merge", "--check", path)
+        assert (done.status, done.out) == (2, "")
+        assert done.err == f"cogumi: {path} holds no cogumi-merge.json, so it is not a directory that cogumi merged\n"
+    edit_manifest(merged.out, lambda manifest: manifest.update(format=3))
+    with pytest.raises(UsageError, match="has a format that this version does not know; merge again"):
+        check_merged(merged.out, progress=False)
+    done = cli("merge", merged.adapter, "--check", merged.out)
+    assert done.status == 2
+    assert "takes no adapter" in done.err

@@ -1,0 +1,669 @@
+"""A merge that is killed, stopped, raced, or short of space: OUT is absent or complete, and the rest as it was."""
+
+import errno
+import fcntl
+import hashlib
+import importlib
+import json
+import logging
+import multiprocessing
+import os
+import random
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+
+import cogumi.merge
+from cogumi.errors import UsageError
+from cogumi.merge import MergeError, merge_adapter, work
+
+commit: Any = importlib.import_module("cogumi.merge.commit")  # by attribute, the package has the function of that name
+LINEARS = ["q_proj", "v_proj", "down_proj"]
+SIZES: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+SMALL = SIZES | {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 256}
+BASES: dict[str, PreTrainedConfig] = {
+    "small": LlamaConfig(**SMALL, tie_word_embeddings=False),
+    # Embedding and head are cut into two runs each.
+    "large": LlamaConfig(**SIZES, hidden_size=256, intermediate_size=512, vocab_size=36000, tie_word_embeddings=False),
+    "experts": Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("large", {"target_modules": [*LINEARS, "lm_head"]}),
+    "dora": ("large", {"target_modules": [*LINEARS, "lm_head"], "use_dora": True}),
+    "embedding-dora": ("large", {"target_modules": ["embed_tokens"], "use_dora": True}),
+    "experts": (
+        "experts",
+        {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+    ),
+    "plain": ("small", {"target_modules": LINEARS}),
+}
+# What a merge would import, so that a forked child starts at the merge itself.
+IMPORTED = ["cogumi.cli", "cogumi.merge", "peft.tuners.lora.model", "transformers.models.llama.modeling_llama"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """(base, adapter) of a kind, made when first asked for."""
+    root = tmp_path_factory.mktemp("inputs")
+
+    def make(kind: str) -> tuple[Path, Path]:
+        family, lora = KINDS[kind]
+        base, adapter = root / family, root / f"adapter-{kind}"
+        if not base.exists():
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(BASES[family], dtype=torch.bfloat16)
+            model.save_pretrained(base, max_shard_size="60KB" if family == "small" else "16MB")
+            (base / "tokenizer.json").write_text("{}")
+        if not adapter.exists():
+            torch.manual_seed(1)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+            adapted = get_peft_model(loaded, LoraConfig(r=8, **lora))
+            for name, parameter in adapted.named_parameters():
+                if "lora_B" in name or "lora_embedding_A" in name:
+                    torch.nn.init.normal_(parameter, std=0.01)
+            adapted.save_pretrained(str(adapter), save_embedding_layers=False)
+        return base, adapter
+
+    return make
+
+
+@pytest.fixture
+def plain(inputs: Callable[[str], tuple[Path, Path]]) -> tuple[Path, Path]:
+    return inputs("plain")
+
+
+def contents(directory: Path) -> dict[str, str]:
+    """sha256 of every file, by name; of the manifest, without its time of day."""
+    found = {}
+    for path in sorted(each for each in directory.rglob("*") if each.is_file()):
+        data = path.read_bytes()
+        if path.name == "cogumi-merge.json":
+            data = re.sub(rb'"created": "[^"]*"', b"", data)
+        found[path.relative_to(directory).as_posix()] = hashlib.sha256(data).hexdigest()
+    return found
+
+
+def nothing_left(out: Path) -> bool:
+    return not [path for path in out.parent.iterdir() if path.name.startswith(out.name)]
+
+
+# ---------------------------------------------------------------------------------------------------------------- threads
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("lora", "keep"), ("dora", "keep"), ("embedding-dora", "keep"), ("experts", "keep"), ("lora", "float16")],
+)
+def test_bits_do_not_depend_on_threads(
+    kind: str, dtype: str, inputs: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """Statistics, checks and model card too: they are added up in one order."""
+    base, adapter = inputs(kind)
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for workers, torch_threads in [(1, 1), (2, 4), (8, 3)]:
+            torch.set_num_threads(torch_threads)
+            out = tmp_path / f"out{workers}"
+            merge_adapter(adapter, out, base=base, dtype=dtype, workers=workers, progress=False)
+            assert torch.get_num_threads() == torch_threads
+            found.append(contents(out))
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] == found[1] == found[2]
+    assert sum(name.endswith(".safetensors") for name in found[0]) >= 1
+
+
+@pytest.mark.parametrize("failure", [MergeError, KeyboardInterrupt])
+def test_torch_is_as_it_was_after_a_failure(
+    failure: type[BaseException], plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, adapter = plain
+    before = torch.get_num_threads(), torch.get_float32_matmul_precision()
+
+    def fail(*_: Any) -> None:
+        assert torch.get_num_threads() == 1
+        assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"  # type: ignore[attr-defined]
+        raise failure("stop")
+
+    monkeypatch.setattr(work, "verify_run", fail)
+    try:
+        torch.set_num_threads(3)
+        torch.set_float32_matmul_precision("medium")
+        with pytest.raises(failure, match="stop"):
+            merge_adapter(adapter, tmp_path / "merged", base=base, progress=False)
+        assert torch.get_num_threads() == 3
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_num_threads(before[0])
+        torch.set_float32_matmul_precision(before[1])
+    assert nothing_left(tmp_path / "merged")
+
+
+COUNT_THREADS = """
+import os, torch
+from cogumi.merge.arithmetic import one_thread_each
+from cogumi.merge.work import threads
+def product(matrix):
+    before = len(os.listdir("/proc/self/task"))
+    matrix @ matrix
+    return len(os.listdir("/proc/self/task")) - before
+matrix = torch.ones(1500, 1500)
+with one_thread_each(), threads(1) as pool:
+    print(pool.submit(product, matrix).result())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
+def test_a_worker_brings_in_no_threads_of_its_own() -> None:
+    """torch.set_num_threads does not reach a thread that nothing has asked for its number of threads."""
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT_THREADS],
+        env=environment | {"OMP_NUM_THREADS": "4"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "0"
+
+
+# ------------------------------------------------------------------------------------------------------- killed, stopped
+
+
+def merge_and_say(base: Path, adapter: Path, out: Path, pipe: Connection, slow: str | None) -> None:
+    """Runs in a child. slow: a function of the merge, such as "work.write_run"; each call is announced and then held up."""
+    slow_down(slow, pipe)
+    pipe.send("started")
+    merge_adapter(adapter, out, base=str(base), progress=False)
+    pipe.send("done")
+
+
+def run_cli(words: list[str], stderr: Path, limit: int | None, pipe: Connection, slow: str | None) -> None:
+    """The command line in a child, its standard error in a file, and no file larger than `limit` bytes."""
+    from cogumi.cli import main
+
+    slow_down(slow, pipe)
+    descriptor = os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 2)
+    sys.stderr = os.fdopen(descriptor, "w", buffering=1)
+    sys.argv = ["cogumi", *words]
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    pipe.send("started")
+    main()
+
+
+def slow_down(name: str | None, pipe: Connection) -> None:
+    if name is None:
+        return
+    place, _, function = f"cogumi.merge.{name}".rpartition(".")
+    module = sys.modules[place]
+    original = getattr(module, function)
+
+    def slower(*arguments: Any) -> Any:
+        pipe.send(function)
+        time.sleep(0.4)
+        return original(*arguments)
+
+    setattr(module, function, slower)
+
+
+def start(target: Callable[..., None], *arguments: Any, slow: str | None = None) -> tuple[BaseProcess, Connection]:
+    """A forked child that has everything imported, at the moment at which it begins; or at its first slow call."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    ours, theirs = context.Pipe()
+    child = context.Process(target=target, args=(*arguments, theirs, slow))
+    child.start()
+    theirs.close()
+    assert ours.recv() == "started"
+    if slow is not None:
+        assert ours.recv() == slow.rpartition(".")[2]
+    return child, ours
+
+
+def survive_kills(base: Path, adapter: Path, folder: Path, kills: int, caplog: pytest.LogCaptureFixture) -> None:
+    """SIGKILL at uniform moments of a merge: OUT absent or complete, nothing else touched, and the next merge cleans."""
+    out, before, moment = folder / "merged", [contents(base), contents(adapter)], random.Random(0)
+    merge_adapter(adapter, out, base=base, progress=False)
+    expected = contents(out)
+    shutil.rmtree(out)
+    child, pipe = start(merge_and_say, base, adapter, out)
+    begun = time.perf_counter()
+    assert pipe.recv() == "done"
+    duration = time.perf_counter() - begun
+    child.join()
+    assert child.exitcode == 0
+    shutil.rmtree(out)
+    killed = attempts = partials = 0
+    while killed < kills and attempts < 3 * kills:
+        attempts += 1
+        child, _ = start(merge_and_say, base, adapter, out)
+        time.sleep(moment.uniform(0, duration))
+        child.kill()
+        child.join()
+        killed += child.exitcode == -9
+        left = [path for path in folder.iterdir() if path != out]
+        assert len(left) <= 1  # each merge removes what the one before it left
+        partials += len(left)
+        assert not any((path / "cogumi-merge.json").exists() and out.exists() for path in left)
+        if out.exists():
+            assert contents(out) == expected
+            shutil.rmtree(out)
+        assert [contents(base), contents(adapter)] == before
+    assert killed == kills
+    assert partials > 0
+    with caplog.at_level(logging.INFO):
+        merge_adapter(adapter, out, base=base, progress=False)
+    assert contents(out) == expected
+    assert list(folder.iterdir()) == [out]
+    assert ("which a killed merge had left" in caplog.text) == bool(left)
+
+
+def test_killed_at_random_moments(
+    inputs: Callable[[str], tuple[Path, Path]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    survive_kills(*inputs("lora"), tmp_path, 8, caplog)
+
+
+@pytest.mark.slow
+def test_killed_at_many_random_moments(
+    inputs: Callable[[str], tuple[Path, Path]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    survive_kills(*inputs("lora"), tmp_path, 60, caplog)
+
+
+def test_a_running_merge_is_left_alone_and_a_killed_one_removed(
+    plain: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base, adapter = plain
+    out = tmp_path / "merged"
+    child, _ = start(merge_and_say, base, adapter, out, slow="write_side_files")
+    (partial,) = tmp_path.glob("merged.partial-*")
+    with pytest.raises(UsageError, match=f"^out {out}: another merge is writing {partial.name}; wait") as caught:
+        merge_adapter(adapter, out, base=base, progress=False)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == [partial]
+    child.kill()
+    child.join()
+    assert child.exitcode == -9
+    assert list(tmp_path.iterdir()) == [partial]
+    assert len(list(partial.glob("*.safetensors"))) > 1  # its shards are there, in their full size
+    with caplog.at_level(logging.INFO):
+        merge_adapter(adapter, out, base=base, progress=False)
+    assert f"removed {partial} (" in caplog.text
+    assert "which a killed merge had left" in caplog.text
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_what_only_looks_like_a_partial_is_left_alone(plain: tuple[Path, Path], tmp_path: Path) -> None:
+    """Nothing but a directory with a name of ours is removed, and no link is followed to somebody's data."""
+    base, adapter = plain
+    out = tmp_path / "merged[1]*"  # which means something else to a glob
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "precious").write_text("keep me")
+    (tmp_path / "merged[1]*.partial-x").write_text("a file")
+    (tmp_path / "merged[1]*.partial-12345678").write_text("a file")
+    (tmp_path / "merged[1]*.partial-0123abcd").symlink_to(data)
+    (tmp_path / "merged[1]*.partial-0123abce").symlink_to(tmp_path / "nowhere")
+    for name in ("merged[1]*.partial-of-mine", "merged1x.partial-0123abcd", "merged[1]*.partial-0123abcd.old"):
+        shutil.copytree(data, tmp_path / name)
+    stale = tmp_path / "merged[1]*.partial-00000000"
+    shutil.copytree(data, stale)
+    (stale / "link").symlink_to(data)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and stale not in path.parents}
+    merge_adapter(adapter, out, base=base, progress=False)
+    assert not stale.exists()
+    assert {path: path.read_bytes() for path in before} == before
+    assert (tmp_path / "merged[1]*.partial-0123abce").is_symlink()
+    assert (out / "cogumi-merge.json").is_file()
+
+
+def test_a_partial_that_another_merge_took_is_refused(
+    plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its creation and its lock, a partial looks like a killed merge's."""
+    original = commit.locked
+    held: list[int] = []
+
+    def beaten(directory: Path) -> Any:
+        held.append(os.open(directory, os.O_RDONLY))
+        fcntl.flock(held[-1], fcntl.LOCK_EX)
+        return original(directory)
+
+    monkeypatch.setattr(commit, "locked", beaten)
+    with pytest.raises(UsageError, match="another merge is writing"):
+        merge_adapter(plain[1], tmp_path / "merged", base=plain[0], progress=False)
+    assert not (tmp_path / "merged").exists()
+    os.close(held[0])
+
+
+@pytest.mark.parametrize("during", ["work.write_run", "work.verify_run", "write_side_files", "write_description"])
+def test_ctrl_c_stops_the_workers_and_leaves_nothing(
+    during: str, inputs: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    base, adapter = inputs("lora")
+    out, said = tmp_path / "out" / "merged", tmp_path / "stderr"
+    out.parent.mkdir()
+    words = ["merge", str(adapter), str(out), "--base", str(base), "--workers", "1"]
+    child, pipe = start(run_cli, words, said, None, slow=during)
+    time.sleep(0.1)
+    assert child.pid is not None
+    os.kill(child.pid, 2)
+    begun = time.perf_counter()
+    child.join(30)
+    assert child.exitcode == 130, said.read_text()
+    assert time.perf_counter() - begun < 2
+    with pytest.raises(EOFError):  # no other run has begun
+        pipe.recv()
+    assert nothing_left(out)
+    assert "interrupted" in said.read_text().splitlines()[-1]
+    assert "Traceback" not in said.read_text()
+
+
+# -------------------------------------------------------------------------------------------------------- full and odd disks
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mounts a filesystem. Skips where that takes rights, or parts of the kernel, that are not to be had."""
+    mounted: list[Path] = []
+
+    def mount_one(kind: str, options: str = "", source: str = "none") -> Path:
+        point = tmp_path / f"disk{len(mounted)}"
+        point.mkdir()
+        words = ["mount", "-t", kind, *(["-o", options] if options else []), source, str(point)]
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode != 0:
+            pytest.skip(f"mounting {kind} is not possible here: {done.stderr.strip()}")
+        mounted.append(point)
+        return point
+
+    yield mount_one
+    for point in mounted:
+        subprocess.run(["umount", str(point)], check=True)
+
+
+def make_image(path: Path, size: int, kind: str) -> Path:
+    tool = shutil.which(f"mkfs.{kind}") or shutil.which(f"mkfs.{kind}", path="/usr/sbin:/sbin")
+    if tool is None:
+        pytest.skip(f"no mkfs.{kind}")
+    with path.open("xb") as file:
+        file.truncate(size)
+    subprocess.run([tool, "-q", "-m", "0", str(path)], check=True)
+    return path
+
+
+def kilobytes(message: str) -> tuple[int, int, int]:
+    """(needed, free, to be freed) in bytes, as a refusal says them in kB or GB."""
+    found = re.search(r"needs ([\d.]+ \w+) and .* has ([\d.]+ \w+) free .*; free ([\d.]+ \w+) or", message)
+    assert found, message
+    needed, free, more = (float(n) * {"kB": 1e3, "GB": 1e9}[unit] for n, unit in map(str.split, found.groups()))
+    return int(needed), int(free), int(more)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 1.0])
+def test_too_small_a_disk_is_refused_before_a_byte_is_written(
+    share: float,
+    plain: tuple[Path, Path],
+    tmp_path: Path,
+    mount: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """share: of the shards' bytes, of which the small files need some more."""
+    base, adapter = plain
+    shards = sum(path.stat().st_size for path in base.glob("*.safetensors"))
+    disk = mount("tmpfs", f"size={int(share * shards)}")
+    room = os.statvfs(disk).f_bavail * 4096
+    monkeypatch.setattr(work, "write_header", lambda *_: pytest.fail("wrote"))
+    with pytest.raises(UsageError, match="nothing was written") as caught:
+        merge_adapter(adapter, disk / "merged", base=base, progress=False)
+    assert "\n" not in str(caught.value)
+    needed, free, more = kilobytes(str(caught.value))
+    assert needed >= shards
+    assert free == pytest.approx(room, abs=8192)
+    assert more == pytest.approx(needed - free, abs=2000)
+    assert list(disk.iterdir()) == []
+
+
+def test_the_numbers_of_a_disk_that_gave_a_part(
+    inputs: Callable[[str], tuple[Path, Path]], tmp_path: Path, mount: Callable[..., Path]
+) -> None:
+    """ext4 keeps the blocks it found for a file that then does not fit: they are free, too, once that is removed."""
+    base, adapter = inputs("lora")
+    disk = mount("ext4", "loop", str(make_image(tmp_path / "image", 32 << 20, "ext4")))
+    room = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+    with pytest.raises(UsageError, match="nothing was written") as caught:
+        merge_adapter(adapter, disk / "merged", base=base, progress=False)
+    _, free, _ = kilobytes(str(caught.value))
+    assert free == pytest.approx(room, rel=0.02)
+    assert [path.name for path in disk.iterdir()] == ["lost+found"]
+
+
+def test_a_limit_on_file_size_is_refused(inputs: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    """Not a full disk: the message must not ask to free 0 kB."""
+    base, adapter = inputs("lora")
+    out, said = tmp_path / "out" / "merged", tmp_path / "stderr"
+    out.parent.mkdir()
+    child, _ = start(run_cli, ["merge", str(adapter), str(out), "--base", str(base)], said, 1 << 20)
+    child.join(60)
+    assert child.exitcode == 2, said.read_text()
+    assert re.fullmatch(
+        rf"cogumi: out {out} needs \S+ kB and {out.parent} gave \d+ kB \(File too large\) of \S+ GB free; raise that "
+        r"limit or choose another disk; nothing was written\n",
+        said.read_text(),
+    )
+    assert nothing_left(out)
+
+
+def test_a_disk_that_others_fill_up_later(
+    plain: tuple[Path, Path], mount: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shards have their blocks; the small files find none."""
+    base, adapter = plain
+    disk = mount("tmpfs", "size=4m")
+    original = cogumi.merge.write_side_files
+
+    def fill(*arguments: Any) -> None:
+        with (disk / "filler").open("xb", buffering=0) as file:
+            os.posix_fallocate(file.fileno(), 0, os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize)
+        original(*arguments)
+
+    monkeypatch.setattr(cogumi.merge, "write_side_files", fill)
+    with pytest.raises(OSError, match=r"No space left on device: .*merged\.partial-") as caught:
+        merge_adapter(adapter, disk / "merged", base=base, progress=False)
+    assert caught.value.errno == errno.ENOSPC
+    assert [path.name for path in disk.iterdir()] == ["filler"]
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ramfs", "ext2"])
+def test_out_on_another_filesystem(
+    kind: str, plain: tuple[Path, Path], tmp_path: Path, mount: Callable[..., Path]
+) -> None:
+    """The kernel does not copy between two of them, and ramfs and ext2 cannot allocate blocks beforehand."""
+    base, adapter = plain
+    source = str(make_image(tmp_path / "image", 8 << 20, "ext2")) if kind == "ext2" else "none"
+    disk = mount(kind, "loop" if kind == "ext2" else "", source)
+    merge_adapter(adapter, tmp_path / "here", base=base, progress=False)
+    merge_adapter(adapter, disk / "there", base=base, progress=False)
+    assert contents(tmp_path / "here") == contents(disk / "there")
+    assert not list(disk.glob("there.*"))
+
+
+MERGE = "import sys; from cogumi.cli import main; sys.argv = ['cogumi', *sys.argv[1:]]; main()"
+
+
+def with_faults(faults: list[str], *words: str) -> subprocess.CompletedProcess[str]:
+    """The command line, with system calls that fail as told."""
+    tool = shutil.which("strace")
+    if tool is None:
+        pytest.skip("no strace, which makes system calls fail")
+    names = ",".join(fault.partition(":")[0] for fault in faults)
+    injected = [word for fault in faults for word in ("-e", f"inject={fault}")]
+    command = [tool, "-f", "--seccomp-bpf", "-o", os.devnull, "-e", f"trace={names}", *injected]
+    done = subprocess.run([*command, sys.executable, "-c", MERGE, *words], capture_output=True, text=True, timeout=120)
+    if "ptrace" in done.stderr:
+        pytest.skip(f"strace is not permitted here: {done.stderr.splitlines()[0]}")
+    return done
+
+
+def test_without_locks_a_partial_is_said_and_left(
+    plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    base, adapter = plain
+    partial = tmp_path / "merged.partial-0123abcd"
+    partial.mkdir()
+
+    def no_locks(*_: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    merge_adapter(adapter, tmp_path / "merged", base=base, progress=False)
+    assert f"{partial} was left by a killed merge, or belongs to a running one" in caplog.text
+    assert partial.exists()
+
+
+@pytest.mark.slow
+def test_a_filesystem_that_can_do_little(plain: tuple[Path, Path], tmp_path: Path) -> None:
+    """As some network filesystems: no locks, no allocation, no copies by the kernel; system calls that really fail."""
+    base, adapter = plain
+    out = tmp_path / "merged"
+    partial = tmp_path / "merged.partial-0123abcd"
+    partial.mkdir()
+    faults = ["flock:error=ENOLCK", "fallocate:error=EOPNOTSUPP", "copy_file_range:error=EXDEV"]
+    done = with_faults(faults, "merge", str(adapter), str(out), "--base", str(base))
+    assert done.returncode == 0, done.stderr
+    assert f"{partial} was left by a killed merge, or belongs to a running one" in done.stderr
+    assert partial.exists()
+    merge_adapter(adapter, tmp_path / "usual", base=base, progress=False)
+    assert contents(out) == contents(tmp_path / "usual")
+
+
+def test_a_quota_is_refused(plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, adapter = plain
+    original, calls = os.posix_fallocate, []
+
+    def limited(*arguments: int) -> None:
+        calls.append(arguments)
+        if len(calls) > 2:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        original(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", limited)
+    with pytest.raises(
+        UsageError, match=r"^out .* needs .* gave \d+ kB \(Disk quota exceeded\) of .* raise that limit"
+    ):
+        merge_adapter(adapter, tmp_path / "merged", base=base, progress=False)
+    assert nothing_left(tmp_path / "merged")
+
+
+# ------------------------------------------------------------------------------------------------------------ where OUT is
+
+
+def test_out_however_it_is_written(plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, adapter = plain
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "there")
+    for out, lies in {"slash/": "there/slash", "plain": "there/plain", "../up": "up", "./a/../b": "there/b"}.items():
+        if "a/" in out:
+            (tmp_path / "there" / "a").mkdir()
+        merge_adapter(adapter, out, base=base, progress=False)
+        assert (tmp_path / lies / "cogumi-merge.json").is_file()
+        assert nothing_left(tmp_path / f"{lies}.partial-")
+    with pytest.raises(UsageError, match=r"there/~ is not a directory; create it first"):
+        merge_adapter(adapter, "~/merged", base=base, progress=False)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for taken in (base, adapter, tmp_path / "dangling", ".", "..", "/", ""):
+        with pytest.raises(UsageError, match="exists; choose another name"):
+            merge_adapter(adapter, taken, base=base, progress=False)
+    with pytest.raises(UsageError, match=r"cannot write .*File name too long"):
+        merge_adapter(adapter, "x" * 250, base=base, progress=False)
+
+
+def test_out_inside_base_or_adapter_changes_neither(plain: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = (Path(shutil.copytree(path, tmp_path / path.name)) for path in plain)
+    before = contents(base), contents(adapter)
+    merge_adapter(adapter, tmp_path / "usual", base=base, progress=False)
+    for inside in (base / "merged", adapter / "merged"):
+        for _ in range(2):  # the second one has an output inside its inputs
+            merge_adapter(adapter, inside, base=base, progress=False)
+            assert contents(inside) == contents(tmp_path / "usual")
+            inside = inside.with_name("again")
+    for directory in (base, adapter):
+        for name in ("merged", "again"):
+            shutil.rmtree(directory / name)
+    assert (contents(base), contents(adapter)) == before
+
+
+@pytest.mark.parametrize("appears", ["directory", "full directory", "file", "link"])
+def test_out_that_appears_during_the_merge_is_not_touched(
+    appears: str, plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, adapter = plain
+    out = tmp_path / "merged"
+    original = cogumi.merge.write_description
+
+    def appear(*arguments: Any) -> None:
+        original(*arguments)
+        make_something(out, appears)
+
+    monkeypatch.setattr(cogumi.merge, "write_description", appear)
+    with pytest.raises(UsageError, match=f"^out {out} exists"):
+        merge_adapter(adapter, out, base=base, progress=False)
+    assert is_still(out, appears)
+    assert [path.name for path in tmp_path.glob("merged*")] == ["merged"]
+
+
+@pytest.mark.parametrize("appears", ["full directory", "file", "link"])
+def test_out_that_appears_at_the_last_instant(
+    appears: str, plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the last look. Of an empty directory the kernel makes no fuss, and nothing is lost."""
+    base, adapter = plain
+    out = tmp_path / "merged"
+    monkeypatch.setattr(commit, "check_target", lambda target: make_something(target, appears))
+    with pytest.raises(UsageError, match="has appeared during the merge"):
+        merge_adapter(adapter, out, base=base, progress=False)
+    assert is_still(out, appears)
+    assert [path.name for path in tmp_path.glob("merged*")] == ["merged"]
+
+
+def make_something(out: Path, what: str) -> None:
+    if what == "link":
+        out.symlink_to(out.parent / "nowhere")
+    elif what == "file":
+        out.write_text("keep me")
+    else:
+        out.mkdir()
+        if what == "full directory":
+            (out / "precious").write_text("keep me")
+
+
+def is_still(out: Path, what: str) -> bool:
+    if what == "link":
+        return out.is_symlink() and not out.exists()
+    if what == "file":
+        return out.read_text() == "keep me"
+    return [path.name for path in out.iterdir()] == (["precious"] if what == "full directory" else [])
+
+
+def test_the_manifest_is_json_again(plain: tuple[Path, Path], tmp_path: Path) -> None:
+    """What `contents` cuts out of it is the time and nothing else."""
+    merge_adapter(plain[1], tmp_path / "merged", base=plain[0], progress=False)
+    manifest = json.loads((tmp_path / "merged" / "cogumi-merge.json").read_text())
+    assert set(manifest["shards"]) == {path.name for path in (tmp_path / "merged").glob("*.safetensors")}
