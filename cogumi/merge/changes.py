@@ -15,7 +15,7 @@ import torch
 from cogumi.errors import UsageError
 from cogumi.merge.checkpoint import Checkpoint, meta_model
 from cogumi.merge.resolve import FACTOR_KEY, Adapter, Base
-from cogumi.merge.tensorfile import Span, matrix_shape, read_elements
+from cogumi.merge.tensorfile import Span, leading_rows_equal
 
 PREFIX = "base_model.model."
 EXPERT = re.compile(r".+\.experts\.\d+\.[^.]+")
@@ -83,6 +83,7 @@ def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint) -> Cha
     changes = Changes(vocabulary=resize_vocabulary(adapter, base, model, held))
     config = LoraConfig.from_pretrained(str(adapter.path))
     config.init_lora_weights = True  # how A and B began no longer matters
+    config.base_model_name_or_path = None  # PEFT would warn of every base that is not at the recorded place
     stored = stored_modules(model, config, held, checkpoint.spans)
     if stored:
         changes.tensors = stored_changes(adapter, config, stored, checkpoint.spans)
@@ -388,17 +389,3 @@ def keep_embedding(adapter: Adapter, base: Base, changes: Changes, span: Span, c
     for head, embedding in checkpoint.tied.items():
         if embedding == parameter:
             changes.parameters.setdefault(head, Change(whole=span))
-
-
-def leading_rows_equal(span: Span, stored: Span, block: int = 1 << 18) -> bool:
-    """Whether the rows that both tensors have are equal, in the dtype of `span`."""
-    rows, columns = matrix_shape(span.shape)
-    if matrix_shape(stored.shape)[1] != columns:
-        return False
-    total = min(rows, matrix_shape(stored.shape)[0]) * columns
-    for first in range(0, total, block):
-        count = min(block, total - first)
-        ours, theirs = read_elements(span, first, count), read_elements(stored, first, count)
-        if not torch.equal(ours, theirs.to(ours.dtype)):
-            return False
-    return True

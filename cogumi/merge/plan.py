@@ -12,12 +12,20 @@ import torch
 from safetensors import safe_open
 
 from cogumi.errors import UsageError
-from cogumi.merge.changes import Change, Changes, LowRank, adapter_changes, leading_rows_equal
+from cogumi.merge.changes import Change, Changes, LowRank, adapter_changes
 from cogumi.merge.checkpoint import Checkpoint, Place, read_checkpoint
 from cogumi.merge.quantized import Bnb4bit, Bnb8bit
 from cogumi.merge.resolve import Adapter, Base
 from cogumi.merge.sidefiles import output_config, side_files
-from cogumi.merge.tensorfile import FLOAT_DTYPES, Shard, Span, element_count, header_for, matrix_shape
+from cogumi.merge.tensorfile import (
+    FLOAT_DTYPES,
+    Shard,
+    Span,
+    element_count,
+    header_for,
+    leading_rows_equal,
+    matrix_shape,
+)
 
 OUTPUT_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 MERGEABLE_DTYPES = tuple(OUTPUT_DTYPES.values())

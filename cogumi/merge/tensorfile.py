@@ -124,6 +124,20 @@ def read_elements(span: Span, first: int, count: int) -> torch.Tensor:
         return read_into(file, span.start + first * kind.itemsize, torch.empty(count, dtype=kind))
 
 
+def leading_rows_equal(span: Span, stored: Span, block: int = 1 << 18) -> bool:
+    """Whether the rows that both tensors have are equal, in the dtype of `span`."""
+    rows, columns = matrix_shape(span.shape)
+    if matrix_shape(stored.shape)[1] != columns:
+        return False
+    total = min(rows, matrix_shape(stored.shape)[0]) * columns
+    for first in range(0, total, block):
+        count = min(block, total - first)
+        ours, theirs = read_elements(span, first, count), read_elements(stored, first, count)
+        if not torch.equal(ours, theirs.to(ours.dtype)):
+            return False
+    return True
+
+
 def write_at(file: BinaryIO, start: int, values: torch.Tensor) -> None:
     """Write a tensor's elements at byte `start`. Any number of threads may write one file at once."""
     buffer = as_bytes(values)

@@ -79,10 +79,9 @@ def write_and_verify(
                 if stats is not None:
                     outcome.stats.setdefault(name, DeltaStats()).add(stats)
             backlog.finish(directory / shard.name)
-            outcome_digest = pool.submit(sha256_file, directory / shard.name)
-            checking.append(
-                (shard, outcome_digest, check_shard(shard, directory, weights, pool, checked) if verify else [])
-            )
+            digest = pool.submit(sha256_file, directory / shard.name)
+            checks = check_shard(shard, directory, weights, pool, checked) if verify else []
+            checking.append((shard, digest, checks))
             writing = following
         for shard, digest, checks in checking:
             add_checks(outcome.checks, checks)
