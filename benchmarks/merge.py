@@ -51,7 +51,7 @@ class Scale:
 
 # Free space as a share of the base's bytes: too little by far, by a little, just enough.
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999, 1.01, 1.1)
-FULL = Scale(BIG, ONE_SHARD, SMALL, 2_000_000_000, 16, 5, 2, 60, 15, SHARES, 17_000_000_000, True)
+FULL = Scale(BIG, ONE_SHARD, SMALL, 2_000_000_000, 16, 3, 1, 50, 15, SHARES, 17_000_000_000, True)
 QUICK = Scale(TINY, TINY, TINY, 100_000, 4, 1, 1, 2, 1, (0.5, 1.1), 100_000_000, False)
 
 

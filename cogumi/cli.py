@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,8 +70,8 @@ def merge(
 ) -> None:
     """Merge an adapter into its full-precision base and check every element written; or check a merged directory."""
     if check is not None:
-        if adapter is not None:
-            raise UsageError(f"--check {check} takes no adapter; leave out {adapter}")
+        if adapter is not None or add or export:
+            raise UsageError(f"--check {check} merges nothing; leave out {adapter or 'the options of a merge'}")
         from cogumi.merge.recheck import check_merged
 
         with failures_in_one_line():
@@ -99,9 +100,23 @@ def failures_in_one_line() -> Iterator[None]:
 
     try:
         yield
+    except UsageError as error:
+        raise UsageError(as_typed(str(error))) from error
     except (MergeError, OSError) as error:
         print(f"cogumi: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
+
+
+def as_typed(text: str) -> str:
+    """What Python is to be passed, in the words of the command line."""
+    text = re.sub(
+        r"\b(base_mode|verify|dtype)='([a-z0-9]*)'", lambda found: f"--{found[1].replace('_', '-')} {found[2]}", text
+    )
+    return (
+        re.sub(r"\bbase=(?=\S)", "--base ", text)
+        .replace("base_revision", "--revision")
+        .replace(" base_mode", " --base-mode")
+    )
 
 
 def weighted_path(word: str) -> tuple[Path, float]:
@@ -147,7 +162,7 @@ def run_command(app: typer.Typer) -> None:
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
             print(
-                "cogumi: interrupted; a run directory, if one was made, says at which stage; a merge left nothing",
+                "cogumi: interrupted; of a merge nothing is left, and a run's directory says at which stage it stopped",
                 file=sys.stderr,
             )
         raise

@@ -112,7 +112,7 @@ def test_a_good_directory(merged: Merged, cli: Callable[..., Said]) -> None:
     files = len(list(merged.out.iterdir())) - 1  # all but the manifest
     assert (done.status, done.err) == (0, "")
     assert done.out.startswith(f"{merged.out}: {files} files (")
-    assert f"{merged.elements:,} updated elements compared with base + adapter again" in done.out
+    assert f"{merged.elements:,} computed elements compared with base + adapter again" in done.out
 
     done = cli("merge", "--check", merged.out, "--json")
     size = sum(path.stat().st_size for path in merged.out.iterdir() if path.name != "cogumi-merge.json")
@@ -264,4 +264,4 @@ def test_what_is_no_merged_directory_is_status_2(merged: Merged, tmp_path: Path,
         check_merged(merged.out, progress=False)
     done = cli("merge", merged.adapter, "--check", merged.out)
     assert done.status == 2
-    assert "takes no adapter" in done.err
+    assert "merges nothing" in done.err

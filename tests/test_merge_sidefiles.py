@@ -13,7 +13,7 @@ from transformers import Gemma3ForConditionalGeneration as Gemma3
 
 from cogumi.errors import UsageError
 from cogumi.merge.card import CardAdapter, hub_id_of, licence_of, model_card
-from cogumi.merge.sidefiles import output_config, side_files
+from cogumi.merge.sidefiles import has_tokenizer, output_config, side_files
 
 BASE_TEMPLATE = "base: {{ messages[0]['content'] }}"
 OWN_TEMPLATE = "own: {{ messages[0]['content'] }}"
@@ -209,11 +209,12 @@ def test_links_of_the_hubs_cache_are_followed_and_dangling_ones_refused(
         side_files(adapter, snapshot)
 
 
-def test_without_any_tokenizer_it_is_said(tmp_path: Path, adapter: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_any_tokenizer(tmp_path: Path, adapter: Path, base: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     assert side_files(adapter, empty) == {}
-    assert "will have none" in caplog.text
+    assert not has_tokenizer(side_files(adapter, empty))
+    assert has_tokenizer(side_files(adapter, base))
 
 
 def test_damaged_json_is_one_line(base: Path, adapter: Path) -> None:

@@ -22,6 +22,7 @@ from cogumi.merge.noise import median, q_over_delta, quantization_noise
 from cogumi.merge.plan import OUTPUT_DTYPES, MergePlan, build_plan
 from cogumi.merge.progress import progress_bars
 from cogumi.merge.resolve import resolve_adapter
+from cogumi.merge.sidefiles import has_tokenizer
 from cogumi.merge.verify import sha256_file
 from cogumi.merge.work import cores, threads, write_and_verify
 
@@ -36,7 +37,8 @@ AdapterPath = str | os.PathLike[str]
 class MergeReport:
     """What a finished merge did.
 
-    tensors_merged: with an update; tensors_replaced: trained whole, so taken from the adapter; tensors_copied: the rest.
+    tensors_merged: with an update; tensors_replaced: trained whole, so taken from the adapter; tensors_copied: the base's
+    bytes; tensors_converted: the rest, decoded or stored in another dtype.
     bytes: of all output shards. max_delta: the largest change of an element before rounding; max_delta_ratio: the
     largest Frobenius |delta| / |W| of a tensor. elements: how many were compared with W + delta on disk;
     not_nearest: those of them that are not the nearest value of their dtype to it, and largest_error: the largest
@@ -51,6 +53,7 @@ class MergeReport:
     tensors_merged: int
     tensors_replaced: int
     tensors_copied: int
+    tensors_converted: int
     bytes: int
     max_delta: float
     max_delta_ratio: float
@@ -62,12 +65,13 @@ class MergeReport:
     seconds: float
 
     def __str__(self) -> str:
-        replaced = f", {self.tensors_replaced} replaced" if self.tensors_replaced else ""
+        others = {"replaced": self.tensors_replaced, "converted": self.tensors_converted, "copied": self.tensors_copied}
+        rest = "".join(f", {count} {what}" for what, count in others.items() if count)
         checked = "not verified"
         if self.largest_error is not None:
-            checked = f"{self.elements:,} updated elements checked on disk, {self.not_nearest:,} of them next to a tie"
+            checked = f"{self.elements:,} computed elements checked on disk, {self.not_nearest:,} of them next to a tie"
         return (
-            f"{self.out}: {self.base} with {self.tensors_merged} tensors merged{replaced} and {self.tensors_copied} copied "
+            f"{self.out}: {self.base} with {self.tensors_merged} tensors merged{rest} "
             f"({self.bytes / 1e9:.2f} GB, {self.seconds:.1f} s)\n"
             f"{checked}; largest change of an element {self.max_delta:.3g}, of a tensor {self.max_delta_ratio:.2%}"
             + (f"\nq/delta {self.q_over_delta:.2f}: docs/merging.md says what that means" if self.q_over_delta else "")
@@ -137,6 +141,8 @@ def merge_adapter(
             )
             write_description(plan, partial, facts)
             commit(partial, target)
+    if not has_tokenizer(plan.side_files):
+        log.warning("neither %s nor the base has a tokenizer, so the merged model has none", adapters[0][0].path)
     unchanged = [name for name, stat in outcome.stats.items() if stat.max_abs_delta == 0]
     if unchanged:
         log.warning(
@@ -179,7 +185,8 @@ def report_of(plan: MergePlan, target: Path, facts: Facts, seconds: float) -> Me
         base=plan.base.name,
         tensors_merged=sum(tensor.updated for tensor in plan.tensors),
         tensors_replaced=sum(tensor.replaced for tensor in plan.tensors),
-        tensors_copied=sum(not (tensor.updated or tensor.replaced) for tensor in plan.tensors),
+        tensors_copied=sum(tensor.copied for tensor in plan.tensors),
+        tensors_converted=sum(not (tensor.updated or tensor.replaced or tensor.copied) for tensor in plan.tensors),
         bytes=plan.shard_bytes,
         max_delta=max((stat.max_abs_delta for stat in stats), default=0.0),
         max_delta_ratio=max((stat.ratio or 0.0 for stat in stats), default=0.0),

@@ -158,8 +158,8 @@ def dequantized(found: Base, kind: str | None, record: BaseRecord | None) -> Bas
     refuse_dequantize(found.name, kind)
     try:
         original = find_full_precision(found, kind)
-    except UsageError as error:  # it is wanted for a figure only
-        log.info("q/delta is not known: %s", error)
+    except UsageError:  # it is wanted for a figure only
+        log.info("q/delta is not known: the full-precision model of %s is not here, or not proven to be it", found.name)
         return decoded(found)
     return replace(decoded(found), original=original, proof=original.proof)
 

@@ -67,7 +67,7 @@ def model_card(
         made_of(shown, hub_id, base_commit, base_sha256, adapters, dtype),
         "## What was checked\n\n"
         + "\n".join(
-            checked(dtype, tensors_merged, tensors_copied, elements, not_nearest)
+            checked(tensors_merged, tensors_copied, elements, not_nearest)
             + measured(delta_retained, noise_ratio, dequantized, logits)
         ),
         "## Use\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
@@ -96,16 +96,15 @@ def made_of(
     return "\n".join(lines)
 
 
-def checked(dtype: str, tensors_merged: int, tensors_copied: int, elements: int | None, not_nearest: int) -> list[str]:
+def checked(tensors_merged: int, tensors_copied: int, elements: int | None, not_nearest: int) -> list[str]:
     counts = f"{tensors_merged} tensors hold base + update, computed in float32 and rounded once"
     if elements is None:
         return [f"- {counts}. **The written files were not compared with base and adapter.**"]
-    rest = "the bytes of the base" if dtype == "keep" else "those of the base, converted"
+    ties = f", but for {not_nearest:,} that lie between two as closely as float32 can tell" if not_nearest else ""
     return [
-        f"- {counts}. All {elements:,} elements were read back from disk and compared with base + update in float64: each "
-        f"is the nearest value that can be stored, but for {not_nearest:,} that lie between two as closely as float32 can "
-        "tell.",
-        f"- The other {tensors_copied} tensors are {rest}; that was compared too.",
+        f"- {counts}. All {elements:,} elements that were computed (or decoded, or converted) were read back from disk and "
+        f"compared with the base, and its update, in float64: each is the nearest value that can be stored{ties}.",
+        f"- {tensors_copied} tensors are the bytes of the base; that was compared too.",
     ]
 
 

@@ -6,6 +6,9 @@ own rules, and the exact keys and shapes that PEFT would save: a file that holds
 
 import math
 import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -216,9 +219,18 @@ def inject(adapter: Adapter, base: Base, config: Any, model: Any) -> Any:
     from peft import get_peft_model
 
     try:
-        return get_peft_model(model, config, low_cpu_mem_usage=True)
+        with without_advice():
+            return get_peft_model(model, config, low_cpu_mem_usage=True)
     except ValueError as error:  # "no target module found", "this layer type is not supported"
         raise UsageError(f"adapter {adapter.path} does not fit base {base.name}: {error}") from error
+
+
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """PEFT warns those who train and save, of tied weights and the like: what a merge has to know of it is checked here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
 
 
 def expected_keys(layers: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
@@ -229,7 +241,8 @@ def expected_keys(layers: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, tu
         state = get_peft_model_state_dict(layers, save_embedding_layers=save_embedding_layers)
         return {key: tuple(tensor.shape) for key, tensor in state.items()}
 
-    expected, with_embeddings = shapes(False), shapes(True)
+    with without_advice():
+        expected, with_embeddings = shapes(False), shapes(True)
     return expected, {key: shape for key, shape in with_embeddings.items() if key not in expected}
 
 
@@ -257,10 +270,14 @@ def check_keys(
 
 
 def refuse_leftover(adapter: Adapter, base: Base, unknown: dict[str, Span]) -> None:
+    task = adapter.config.get("task_type")
+    advice = "is this the base the adapter was trained on?"
+    if task not in (None, "CAUSAL_LM"):
+        advice = f"it is a {task} adapter: save the model it was trained on, head included, and pass that as the base"
     for key in sorted(unknown):
         raise UsageError(
             f"adapter {adapter.path}: {key} belongs to nothing that the adapter's configuration puts on base "
-            f"{base.name}; is this the base the adapter was trained on?"
+            f"{base.name}; {advice}"
         )
 
 

@@ -19,6 +19,7 @@ from cogumi.merge.verify import sha256_file
 from cogumi.merge.work import Outcome
 
 MANIFEST_NAME = "cogumi-merge.json"
+CARD_NAME = "README.md"
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,12 @@ def write_side_files(plan: MergePlan, partial: Path) -> None:
 def write_description(plan: MergePlan, partial: Path, facts: Facts) -> None:
     """Write the model card and, last of all files, the manifest."""
     manifest = build_manifest(plan, facts)
-    write_synced(partial / "README.md", card_of(plan, facts, manifest).encode())
+    write_synced(partial / CARD_NAME, card_of(plan, facts, manifest).encode())
     manifest["files"] = {
         path.relative_to(partial).as_posix(): sha256_file(path)
         for path in sorted(partial.rglob("*"))
-        if path.is_file() and path.suffix != ".safetensors"
+        # The card is there to be edited.
+        if path.is_file() and path.suffix != ".safetensors" and path.name != CARD_NAME
     }
     write_synced(partial / MANIFEST_NAME, (json.dumps(manifest, indent=2) + "\n").encode())
 
@@ -113,7 +115,7 @@ def build_manifest(plan: MergePlan, facts: Facts) -> dict[str, Any]:
             shard.name: {"bytes": shard.bytes, "sha256": facts.outcome.digests[shard.name]} for shard in plan.shards
         },
         "side_files": {name: os.fspath(source.resolve()) for name, source in sorted(plan.side_files.items())},
-        "tensors_copied": sum(not (tensor.updated or tensor.replaced) for tensor in plan.tensors),
+        "tensors_copied": sum(tensor.copied for tensor in plan.tensors),
         "tensors": {
             tensor.target.name: tensor_entry(tensor, facts)
             for tensor in plan.tensors

@@ -60,6 +60,12 @@ class TensorPlan:
     def updated(self) -> bool:
         return any(piece.change is not None for piece in self.pieces)
 
+    @property
+    def copied(self) -> bool:
+        """Whether the output has the base's bytes: no update, nothing of the adapter's, no other dtype, not decoded."""
+        same = isinstance(self.source, Span) and self.source.dtype == self.target.dtype
+        return same and not (self.updated or self.replaced)
+
 
 @dataclass(frozen=True)
 class ShardPlan:

@@ -29,7 +29,7 @@ class CheckReport:
     def __str__(self) -> str:
         again = f"not compared with base + adapter again: {self.missing}"
         if self.elements is not None:
-            again = f"{self.elements:,} updated elements compared with base + adapter again"
+            again = f"{self.elements:,} computed elements compared with base + adapter again"
         return f"{self.directory}: {self.files} files ({self.bytes / 1e9:.2f} GB) are what the manifest says; {again}"
 
 
@@ -49,9 +49,14 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
             found, size = digest.result()
             total += size
             if found is None:
-                raise MergeError(f"{directory / name} is gone; the directory is not whole")
+                raise MergeError(
+                    f"{directory / name} is gone; the directory is not whole: fetch it again, or merge again"
+                )
             if found != manifest.outputs[name]:
-                raise MergeError(f"{directory / name} is not the file that was merged: its sha256 is {found}")
+                raise MergeError(
+                    f"{directory / name} is not the file that was merged: its sha256 is {found}, "
+                    f"not {manifest.outputs[name]}; fetch it again, or merge again"
+                )
     extra = sorted(path.name for path in directory.glob("*.safetensors") if path.name not in manifest.outputs)
     if extra:
         raise MergeError(f"{directory / extra[0]} was not written by the merge")

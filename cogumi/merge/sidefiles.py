@@ -5,13 +5,12 @@ The model's own files are the base's. The tokenizer is the one that training use
 
 import copy
 import json
-import logging
+from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from cogumi.errors import UsageError
-
-log = logging.getLogger(__name__)
 
 # Each of these is a vocabulary by itself, or half of one (vocab.json with merges.txt). Without one there is no tokenizer.
 VOCABULARY_FILES = (
@@ -64,9 +63,12 @@ def side_files(adapter: Path, base: Path) -> dict[str, Path]:
         found |= own | template
         if settings(home).get("auto_map"):  # the tokenizer's own classes, saved with it
             found = matches(home, ("*.py",)) | found
-    if not matches(home, VOCABULARY_FILES) and not matches(base, VOCABULARY_FILES):
-        log.warning("neither %s nor the base has a tokenizer, so the merged model will have none", adapter)
     return dict(sorted(found.items()))
+
+
+def has_tokenizer(names: Iterable[str]) -> bool:
+    """Whether there is a vocabulary among these files of a model."""
+    return any(fnmatch(name, pattern) for name in names for pattern in VOCABULARY_FILES)
 
 
 def tokenizer_home(adapter: Path) -> Path:
