@@ -664,6 +664,18 @@ def test_a_file_of_another_length_is_caught(llama_base: Path, tmp_path: Path, mo
         merge_adapter(adapter, tmp_path / "merged", progress=False)
 
 
+def test_overflow_of_bfloat16_is_caught(tmp_path: Path) -> None:
+    """Infinity is the nearest bfloat16 to the largest float32 numbers, and still not what was trained."""
+    model = llama()
+    with torch.no_grad():
+        model.model.norm.weight[3] = torch.finfo(torch.float32).max
+    base = save_base(tmp_path / "base", model, torch.float32)
+    adapter = make_adapter(base, tmp_path / "adapter")
+    with pytest.raises(MergeError, match=r"norm\.weight: element \(3, 0\) is inf"):
+        merge_adapter(adapter, tmp_path / "merged", dtype="bfloat16", progress=False)
+    assert nothing_left(tmp_path / "merged")
+
+
 def test_overflow_of_a_narrow_dtype_is_caught(tmp_path: Path) -> None:
     model = llama()
     with torch.no_grad():

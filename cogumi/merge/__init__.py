@@ -20,7 +20,7 @@ from cogumi.merge.logits import LogitCheck, check_logits
 from cogumi.merge.manifest import Facts, write_description, write_side_files
 from cogumi.merge.noise import median, q_over_delta, quantization_noise
 from cogumi.merge.plan import OUTPUT_DTYPES, MergePlan, build_plan
-from cogumi.merge.progress import progress_bars
+from cogumi.merge.progress import progress_bars, spoken
 from cogumi.merge.resolve import resolve_adapter
 from cogumi.merge.sidefiles import has_tokenizer
 from cogumi.merge.verify import sha256_file
@@ -72,7 +72,7 @@ class MergeReport:
             checked = f"{self.elements:,} computed elements checked on disk, {self.not_nearest:,} of them next to a tie"
         return (
             f"{self.out}: {self.base} with {self.tensors_merged} tensors merged{rest} "
-            f"({self.bytes / 1e9:.2f} GB, {self.seconds:.1f} s)\n"
+            f"({spoken(self.bytes)}, {self.seconds:.1f} s)\n"
             f"{checked}; largest change of an element {self.max_delta:.3g}, of a tensor {self.max_delta_ratio:.2%}"
             + (f"\nq/delta {self.q_over_delta:.2f}: docs/merging.md says what that means" if self.q_over_delta else "")
             + (f"\n{self.logits}" if self.logits else "")

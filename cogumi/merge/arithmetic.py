@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from cogumi.merge.changes import LowRank
 from cogumi.merge.checkpoint import Place
 from cogumi.merge.plan import MergePlan, Piece, Source, TensorPlan
 from cogumi.merge.quantized import dequantize_rows
 from cogumi.merge.tensorfile import FLOAT_DTYPES, Span, matrix_shape, read_into
+from cogumi.merge.updates import LowRank
 
 # Rows are merged in blocks of about this many elements: 1 MiB in float32, so that temporaries stay in the cache and
 # memory does not grow with the tensor. Fixed, because the block's shape can change the last bit of a matrix product.
@@ -33,8 +33,8 @@ Weights = Mapping[Path, Any]
 class Update:
     """A piece's change, loaded: left [rows, r] (scaled) and right [r, columns], in the layout of the stored tensor.
 
-    scale: DoRA's magnitude, [rows, 1] for outputs that are rows; by columns it is divided by the norms already,
-    [1, columns]. rows, values: stored rows that are replaced, int64 [n] and [n, columns].
+    magnitude: DoRA's, float64 [rows, 1], where its outputs are rows; where they are columns, factor: the magnitude divided
+    by the norms already, [1, columns]. rows, values: stored rows that are replaced, int64 [n] and [n, columns].
     """
 
     left: torch.Tensor

@@ -4,77 +4,19 @@ PEFT injects the adapter into the model on the meta device. That yields rank, sc
 own rules, and the exact keys and shapes that PEFT would save: a file that holds others is refused.
 """
 
-import math
 import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
-
-import torch
 
 from cogumi.errors import UsageError
 from cogumi.merge.checkpoint import Checkpoint, meta_model
-from cogumi.merge.resolve import FACTOR_KEY, Adapter, Base
+from cogumi.merge.per_expert import layers_with_factors, stored_changes, stored_modules
+from cogumi.merge.resolve import PREFIX, Adapter, Base
 from cogumi.merge.tensorfile import Span, leading_rows_equal
-
-PREFIX = "base_model.model."
-EXPERT = re.compile(r".+\.experts\.\d+\.[^.]+")
-
-
-@dataclass(frozen=True)
-class LowRank:
-    """scaling * B @ A on one parameter, from the tensors `key_a` [count * r, in] and `key_b` [out, r * count] of a file.
-
-    count: how many matrices the parameter stacks (experts); A holds their factors one after the other, B interleaved
-    (r, count), as PEFT stores target_parameters. transposed: the parameter's matrices are [in, out]. key_a None: B is a
-    bias [out], added as it is (lora_bias).
-    """
-
-    file: Path
-    key_a: str | None
-    key_b: str
-    rank: int
-    scaling: float
-    count: int = 1
-    transposed: bool = False
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows of a parameter that are replaced by those of a tensor [len(indices), columns] (trainable tokens)."""
-
-    file: Path
-    key: str
-    indices: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Change:
-    """What happens to one parameter, in this order: replaced whole, updated, rescaled (DoRA), rows replaced.
-
-    magnitude: (file, key) of DoRA's magnitude, one for each output: a row of the parameter, or a column where the low
-    rank is transposed.
-    """
-
-    whole: Span | None = None
-    terms: tuple[LowRank, ...] = ()
-    magnitude: tuple[Path, str] | None = None
-    rows: Rows | None = None
-
-
-@dataclass
-class Changes:
-    """Changes of one adapter: by parameter, and by stored tensor for modules that only the checkpoint still has.
-
-    vocabulary: the number of rows of the embedding where the adapter resized it.
-    """
-
-    parameters: dict[str, Change] = field(default_factory=dict)
-    tensors: dict[str, Change] = field(default_factory=dict)
-    vocabulary: int | None = None
+from cogumi.merge.updates import Change, Changes, LowRank, Rows
 
 
 def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint) -> Changes:
@@ -132,86 +74,6 @@ def resize_vocabulary(adapter: Adapter, base: Base, model: Any, held: dict[str, 
             "of that size; resize the base's vocabulary as in training, save it, and pass that as the base"
         )
     return None
-
-
-def layer_names(model: Any) -> set[str]:
-    """The linear layers of a model, GPT-2's transposed ones included."""
-    from transformers.pytorch_utils import Conv1D
-
-    return {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)}
-
-
-def stored_modules(
-    model: Any, config: Any, held: dict[str, Span], spans: dict[str, Span]
-) -> dict[str, tuple[str, str]]:
-    """Stored tensor -> (key of A, key of B), for factors of modules that this transformers no longer builds as layers.
-
-    Adapters that were saved before transformers stacked the experts of a layer name one linear layer per expert (and
-    the router); the checkpoint still stores them so, and there the update can be added.
-    """
-    layers = layer_names(model)
-    parameters = tuple(config.target_parameters or ())
-    found: dict[str, tuple[str, str]] = {}
-    for key in held:
-        factor = FACTOR_KEY.fullmatch(key)
-        if factor and factor["side"] == "A" and factor["module"] not in layers:
-            tensor = f"{factor['module']}.weight"
-            named = any(tensor == parameter or tensor.endswith(f".{parameter}") for parameter in parameters)
-            if not named and tensor in spans and len(spans[tensor].shape) == 2:
-                found[tensor] = (key, key.replace("lora_A", "lora_B"))
-    return found
-
-
-def layers_with_factors(adapter: Adapter, config: Any, model: Any, held: dict[str, Span], done: set[str]) -> list[str]:
-    """The linear layers for which the file holds factors. Raises UsageError where it lacks those of a targeted one.
-
-    done: parameters whose factors were found under the names of their stored tensors.
-    """
-    from peft.tuners.tuners_utils import check_target_module_exists
-
-    found = []
-    for layer in sorted(layer_names(model)):
-        if f"{PREFIX}{layer}.lora_A.weight" in held:
-            found.append(layer)
-        elif f"{layer}.weight" in done or config.target_modules == "all-linear":
-            continue
-        elif check_target_module_exists(config, layer):
-            raise UsageError(f"adapter {adapter.path} targets {layer} but holds no factors for it; is it damaged?")
-    return found
-
-
-def stored_changes(
-    adapter: Adapter, config: Any, stored: dict[str, tuple[str, str]], spans: dict[str, Span]
-) -> dict[str, Change]:
-    """Changes by stored tensor, with PEFT's rules for patterns applied to the module's name."""
-    from peft.tuners.tuners_utils import check_target_module_exists
-    from peft.utils.other import get_pattern_key
-
-    held = {span.name: span for span in adapter.spans}
-    for tensor in spans:
-        layer = tensor.removesuffix(".weight")
-        if EXPERT.fullmatch(layer) and tensor not in stored and check_target_module_exists(config, layer):
-            raise UsageError(f"adapter {adapter.path} targets {layer} but holds no factors for it; is it damaged?")
-    changes = {}
-    for tensor, (key_a, key_b) in stored.items():
-        module = tensor.removesuffix(".weight")
-        if config.use_dora or config.lora_bias:
-            raise UsageError(
-                f"adapter {adapter.path} cannot be merged yet: {key_a} is DoRA or has a bias on a layer that only the "
-                "checkpoint still names; load it with PEFT on the base instead"
-            )
-        rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), module), config.r)
-        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), module), config.lora_alpha)
-        outputs, inputs = spans[tensor].shape
-        for key, shape in ((key_a, (rank, inputs)), (key_b, (outputs, rank))):
-            if held[key].shape != shape:
-                raise UsageError(
-                    f"adapter {adapter.path}: {key} has shape {held[key].shape} where {tensor} {spans[tensor].shape} and "
-                    f"rank {rank} need {shape}; is this the base it was trained on?"
-                )
-        scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
-        changes[tensor] = Change(terms=(LowRank(adapter.weights, key_a, key_b, rank, scaling),))
-    return changes
 
 
 def inject(adapter: Adapter, base: Base, config: Any, model: Any) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from cogumi.errors import UsageError
 from cogumi.merge.plan import MergePlan
+from cogumi.merge.progress import spoken
 
 log = logging.getLogger(__name__)
 
@@ -160,11 +161,6 @@ def refusal(target: Path, partial: Path, needed: int, error: OSError) -> str:
     else:  # a quota, a limit on the size of one file, blocks reserved for root
         remedy = f"gave {spoken(taken)} ({error.strerror}) of {spoken(free)} free; raise that limit"
     return f"out {target} needs {spoken(needed)} and {place} {remedy} or choose another disk; nothing was written"
-
-
-def spoken(count: int) -> str:
-    """Bytes in the unit a person would use: 13.49 GB, 240 kB."""
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{-(-count // 1000)} kB"
 
 
 def write_synced(path: Path, data: bytes) -> None:

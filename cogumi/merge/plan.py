@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from cogumi.errors import UsageError
-from cogumi.merge.changes import Change, Changes, LowRank, adapter_changes
+from cogumi.merge.changes import adapter_changes
 from cogumi.merge.checkpoint import Checkpoint, Place, read_checkpoint
 from cogumi.merge.quantized import Bnb4bit, Bnb8bit
 from cogumi.merge.resolve import Adapter, Base
@@ -26,6 +26,7 @@ from cogumi.merge.tensorfile import (
     leading_rows_equal,
     matrix_shape,
 )
+from cogumi.merge.updates import Change, Changes, LowRank
 
 OUTPUT_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 MERGEABLE_DTYPES = tuple(OUTPUT_DTYPES.values())

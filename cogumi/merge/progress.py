@@ -29,3 +29,8 @@ def progress_bars(wanted: bool, **totals: int) -> Iterator[list[Advance]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
         tasks = [shown.add_task(name, total=total, visible=total > 0) for name, total in totals.items()]
         yield [lambda count, task=task: shown.update(task, advance=count) for task in tasks]  # type: ignore[misc]
+
+
+def spoken(count: int) -> str:
+    """Bytes in the unit a person would use: 13.49 GB, 240 kB."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{-(-count // 1000)} kB"

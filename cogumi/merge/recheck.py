@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cogumi.errors import UsageError
+from cogumi.errors import MergeError, UsageError
 from cogumi.merge.bases import decoded, read_model
 from cogumi.merge.manifest import MANIFEST_NAME
 from cogumi.merge.plan import MergePlan, build_plan
-from cogumi.merge.progress import Advance, progress_bars
+from cogumi.merge.progress import Advance, progress_bars, spoken
 from cogumi.merge.resolve import resolve_adapter
-from cogumi.merge.verify import MergeError, drop_cached_pages, sha256_file
+from cogumi.merge.verify import drop_cached_pages, sha256_file
 from cogumi.merge.work import cores, threads, verify_shards
 
 
@@ -30,7 +30,7 @@ class CheckReport:
         again = f"not compared with base + adapter again: {self.missing}"
         if self.elements is not None:
             again = f"{self.elements:,} computed elements compared with base + adapter again"
-        return f"{self.directory}: {self.files} files ({self.bytes / 1e9:.2f} GB) are what the manifest says; {again}"
+        return f"{self.directory}: {self.files} files ({spoken(self.bytes)}) are what the manifest says; {again}"
 
 
 def check_merged(directory: Path, workers: int | None = None, *, progress: bool = True) -> CheckReport:

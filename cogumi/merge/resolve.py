@@ -150,6 +150,7 @@ def refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
             raise refuse(f"adapter_config.json sets {entry}={config[entry]!r}, which this merge does not know")
 
 
+PREFIX = "base_model.model."
 FACTOR_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 
 
@@ -159,7 +160,7 @@ def refuse_broken_names(path: Path, spans: tuple[Span, ...]) -> None:
     if not keys:
         raise UsageError(f"adapter {path}: {ADAPTER_WEIGHTS} holds no tensors")
     for key in sorted(keys):
-        if not key.startswith("base_model.model."):
+        if not key.startswith(PREFIX):
             raise UsageError(
                 f"adapter {path}: {key} is not a name that PEFT writes; save it again with save_pretrained"
             )
