@@ -81,7 +81,7 @@ class Finished:
     output: str
 
 
-def run_and_watch(command: list[str], interval: float = 0.005, sync: bool = False) -> Finished:
+def run_and_watch(command: list[str], interval: float = 0.02, sync: bool = False) -> Finished:
     """Run `command`, reading its memory every `interval` seconds; `sync` flushes the disks before the clock stops.
 
     Raises RuntimeError with the last line it said when it fails.

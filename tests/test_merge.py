@@ -34,6 +34,7 @@ from transformers import (
 
 from cogumi.errors import UsageError
 from cogumi.merge import MergeError, check_logits, merge_adapter, work
+from cogumi.merge.stream import Run
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SIZES: dict[str, Any] = {
@@ -629,19 +630,19 @@ def test_one_wrong_element_is_caught(
 ) -> None:
     """Flip the lowest mantissa bits of one element, touched or not, between writing and verifying."""
     adapter = make_adapter(llama_base, tmp_path / "adapter")
-    original = work.verify_header
+    original = work.write_run
 
-    def corrupting(plan: Any, directory: Path) -> None:
-        original(plan, directory)
-        for planned in plan.tensors:
-            if planned.target.name == tensor:
-                with (directory / plan.name).open("r+b") as file:
-                    file.seek(planned.target.start + 2 * 1234)
-                    low = file.read(1)[0]
-                    file.seek(-1, 1)
-                    file.write(bytes([low ^ 2]))
+    def corrupting(run: Run, directory: Path, weights: Any) -> Any:
+        stats, target = original(run, directory, weights), run.tensor.target
+        if target.name == tensor:
+            with (directory / target.path).open("r+b") as file:
+                file.seek(target.start + 2 * 1234)
+                low = file.read(1)[0]
+                file.seek(-1, 1)
+                file.write(bytes([low ^ 2]))
+        return stats
 
-    monkeypatch.setattr(work, "verify_header", corrupting)
+    monkeypatch.setattr(work, "write_run", corrupting)
     with pytest.raises(MergeError, match=tensor):
         merge_adapter(adapter, tmp_path / "merged", progress=False)
     assert nothing_left(tmp_path / "merged")
@@ -674,6 +675,29 @@ def test_overflow_of_bfloat16_is_caught(tmp_path: Path) -> None:
     with pytest.raises(MergeError, match=r"norm\.weight: element \(3, 0\) is inf"):
         merge_adapter(adapter, tmp_path / "merged", dtype="bfloat16", progress=False)
     assert nothing_left(tmp_path / "merged")
+
+
+def test_infinity_in_one_block_and_a_wrong_element_in_another(
+    llama_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every element of the one is looked at, a few of the other."""
+    monkeypatch.setattr("cogumi.merge.arithmetic.BLOCK_ELEMENTS", 1024)
+    adapter = make_adapter(llama_base, tmp_path / "adapter")
+    original = work.write_run
+
+    def corrupting(run: Run, directory: Path, weights: Any) -> Any:
+        stats, target = original(run, directory, weights), run.tensor.target
+        if target.name == "model.layers.0.self_attn.q_proj.weight":
+            with (directory / target.path).open("r+b") as file:
+                file.seek(target.start)
+                file.write(b"\x00\x41")  # 8
+                file.seek(target.end - 2)
+                file.write(b"\x80\x7f")  # infinity
+        return stats
+
+    monkeypatch.setattr(work, "write_run", corrupting)
+    with pytest.raises(MergeError, match=r"element \(0, 0\) is 8 .* 2 elements near it are off"):
+        merge_adapter(adapter, tmp_path / "merged", progress=False)
 
 
 def test_overflow_of_a_narrow_dtype_is_caught(tmp_path: Path) -> None:

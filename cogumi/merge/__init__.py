@@ -16,15 +16,15 @@ from pathlib import Path
 from cogumi.errors import MergeError, UsageError
 from cogumi.merge.bases import resolve_base
 from cogumi.merge.commit import allocate, check_target, commit, partial_directory, remove_stale
+from cogumi.merge.hashing import FileDigest, hashing_ahead
 from cogumi.merge.logits import LogitCheck, check_logits
 from cogumi.merge.manifest import Facts, write_description, write_side_files
 from cogumi.merge.noise import median, q_over_delta, quantization_noise
 from cogumi.merge.plan import OUTPUT_DTYPES, MergePlan, build_plan
-from cogumi.merge.progress import progress_bars, spoken
+from cogumi.merge.progress import progress_bar, spoken
 from cogumi.merge.resolve import resolve_adapter
 from cogumi.merge.sidefiles import has_tokenizer
-from cogumi.merge.verify import sha256_file
-from cogumi.merge.work import cores, threads, write_and_verify
+from cogumi.merge.work import cores, write_and_verify
 
 __all__ = ["LogitCheck", "MergeError", "MergeReport", "check_logits", "merge_adapter"]
 
@@ -103,7 +103,7 @@ def merge_adapter(
     full-precision original is found by name and proven; "dequant" merges into the quantized base's decoded weights.
     dtype: "keep", "bfloat16", "float16" or "float32". verify: "elements" re-reads every output tensor and compares it
     with W + delta in float64; "logits" then also runs base + adapter and the merged model, each in float32 in memory;
-    "none" does neither. workers: threads, by default one for each core. progress: show bars when stderr is a terminal.
+    "none" does neither. workers: threads, by default one for each core. progress: show a bar when stderr is a terminal.
 
     Raises UsageError, with nothing written, when the adapter or base is not one that merges exactly, they do not fit
     together, `out` exists or cannot be written, or the disk is too full; MergeError when the verification fails;
@@ -119,28 +119,26 @@ def merge_adapter(
     check_target(target)
     adapters = [(resolve_adapter(path), weight) for path, weight in weighted(adapter)]
     found = resolve_base(adapters[0][0], None if base is None else os.fspath(base), base_revision, base_mode)
-    with threads(1) as background:
-        # Hashing what is read needs nothing but the disk, and goes on while transformers is imported.
-        hashing = {shard.path.name: background.submit(sha256_file, shard.path) for shard in found.shards}
+    sources = {shard.path.name: FileDigest(shard.path) for shard in found.shards}
+    with hashing_ahead(sources.values()):  # which needs nothing of what planning waits for: transformers, imported
         plan = build_plan(adapters, found, dtype)
-        remove_stale(target)
-        with partial_directory(target) as partial:
-            allocate(plan, partial, target)
-            to_check = 0 if verify == "none" else plan.shard_bytes
-            with progress_bars(progress, writing=plan.shard_bytes, verifying=to_check) as bars:
-                outcome = write_and_verify(plan, partial, workers or cores(), verify != "none", *bars)
-            write_side_files(plan, partial)
-            facts = Facts(
-                dtype=dtype,
-                base_mode=base_mode,
-                verify=verify,
-                outcome=outcome,
-                inputs={name: digest.result() for name, digest in hashing.items()},
-                noise=q_over_delta(quantization_noise(plan), outcome.stats),
-                logits=logits_agree(plan, partial) if verify == "logits" else None,
-            )
-            write_description(plan, partial, facts)
-            commit(partial, target)
+    remove_stale(target)
+    with partial_directory(target) as partial:
+        allocate(plan, partial, target)
+        with progress_bar(progress, "merging", plan.shard_bytes) as merged:
+            outcome = write_and_verify(plan, partial, sources, workers or cores(), verify != "none", merged)
+        write_side_files(plan, partial)
+        facts = Facts(
+            dtype=dtype,
+            base_mode=base_mode,
+            verify=verify,
+            outcome=outcome,
+            inputs={name: digest.finish() for name, digest in sources.items()},
+            noise=q_over_delta(quantization_noise(plan), outcome.stats),
+            logits=logits_agree(plan, partial) if verify == "logits" else None,
+        )
+        write_description(plan, partial, facts)
+        commit(partial, target)
     if not has_tokenizer(plan.side_files):
         log.warning("neither %s nor the base has a tokenizer, so the merged model has none", adapters[0][0].path)
     unchanged = [name for name, stat in outcome.stats.items() if stat.max_abs_delta == 0]

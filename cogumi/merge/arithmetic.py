@@ -6,6 +6,7 @@ Written in float32, verified in float64, by the same formula. LoRA: W + scaling 
 each output (https://arxiv.org/abs/2402.09353, equation 5).
 """
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,11 @@ class Update:
     factor: torch.Tensor | None = None
     rows: torch.Tensor | None = None
     values: torch.Tensor | None = None
+
+    @property
+    def normed(self) -> bool:
+        """Whether W + delta is scaled by its norms (DoRA)."""
+        return self.magnitude is not None or self.factor is not None
 
 
 @contextmanager
@@ -94,29 +100,35 @@ def row_blocks(first: int, last: int, columns: int) -> Iterator[tuple[int, int]]
         yield start, min(start + step, last)
 
 
-class Scratch:
-    """Memory that the blocks of one run use one after the other: fresh memory for each would cost as much as the sums."""
+class PerThread(threading.local):
+    """Each thread's own."""
 
     def __init__(self) -> None:
-        self.held: dict[str, torch.Tensor] = {}
-
-    def take(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """A [rows, columns] tensor of whatever was left in it. One name, one dtype; the first block is the largest."""
-        if name not in self.held:
-            self.held[name] = torch.empty(rows * columns, dtype=dtype)
-        return self.held[name][: rows * columns].view(rows, columns)
+        self.tensors: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
 
-def read_rows(
-    source: Source, first: int, last: int, file: Any, dtype: torch.dtype, scratch: Scratch, name: str = "weight"
-) -> torch.Tensor:
+held = PerThread()
+
+
+def scratch(name: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """A [rows, columns] tensor of whatever was left in it, until this thread asks for that name in that dtype again.
+
+    A thread keeps a few of BLOCK_ELEMENTS: fresh memory for each block would cost as much as the sums.
+    """
+    kept = held.tensors.get((name, dtype))
+    if kept is None or kept.numel() < rows * columns:
+        kept = held.tensors[name, dtype] = torch.empty(rows * columns, dtype=dtype)
+    return kept[: rows * columns].view(rows, columns)
+
+
+def read_rows(source: Source, first: int, last: int, file: Any, dtype: torch.dtype) -> torch.Tensor:
     """Rows of a tensor as a matrix in `dtype`, in scratch memory. file: the open file of a plain source."""
     columns = matrix_shape(source.shape)[1]
-    values = scratch.take(name, last - first, columns, dtype)
+    values = scratch("weight", last - first, columns, dtype)
     if not isinstance(source, Span):
         return values.copy_(dequantize_rows(source, first, last))
     kind = FLOAT_DTYPES[source.dtype]
-    stored = values if kind == dtype else scratch.take(f"{name} as stored", last - first, columns, kind)
+    stored = values if kind == dtype else scratch("weight as stored", last - first, columns, kind)
     read_into(file, source.start + first * columns * kind.itemsize, stored.view(-1))
     return values if stored is values else values.copy_(stored)
 
@@ -169,9 +181,8 @@ def column_norms(piece: Piece, tensor: TensorPlan, weights: Weights, file: Any) 
     assert piece.change is not None
     sides = [factors(term, piece.place, weights[term.file], torch.float64) for term in piece.change.terms]
     squares = torch.zeros(matrix_shape(tensor.source.shape)[1], dtype=torch.float64)
-    scratch = Scratch()
     for first, last in row_blocks(piece.place.first, piece.place.last, len(squares)):
-        block = read_rows(tensor.source, first, last, file, torch.float64, scratch)
+        block = read_rows(tensor.source, first, last, file, torch.float64)
         for left, right in sides:
             block.addmm_(left[first - piece.place.first : last - piece.place.first], right)
         squares += block.square().sum(dim=0)

@@ -11,11 +11,11 @@ from typing import Any
 
 from cogumi.merge.card import CardAdapter, licence_of, model_card
 from cogumi.merge.commit import write_synced
+from cogumi.merge.hashing import sha256_file
 from cogumi.merge.logits import LogitCheck
 from cogumi.merge.noise import median
 from cogumi.merge.plan import INDEX_NAME, MergePlan, TensorPlan
 from cogumi.merge.resolve import ADAPTER_WEIGHTS
-from cogumi.merge.verify import sha256_file
 from cogumi.merge.work import Outcome
 
 MANIFEST_NAME = "cogumi-merge.json"

@@ -1,4 +1,4 @@
-"""Progress bars with bytes, speed and time left, for whoever watches a terminal."""
+"""A progress bar with bytes, speed and time left, for whoever watches a terminal."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -11,13 +11,13 @@ Advance = Callable[[int], None]
 
 
 @contextmanager
-def progress_bars(wanted: bool, **totals: int) -> Iterator[list[Advance]]:
-    """One bar for each name, with its total of bytes; yields functions, in that order, that take the bytes just done.
+def progress_bar(wanted: bool, name: str, total: int) -> Iterator[Advance]:
+    """A bar over `total` bytes; yields a function that takes the bytes just done, from any thread.
 
-    They may be called from any thread. Nothing is shown when stderr is not a terminal, nor for a total of 0.
+    Nothing is shown when stderr is not a terminal.
     """
     if not (wanted and sys.stderr.isatty()):
-        yield [lambda count: None for _ in totals]
+        yield lambda count: None
         return
     columns = (
         TextColumn("{task.description}"),
@@ -27,8 +27,8 @@ def progress_bars(wanted: bool, **totals: int) -> Iterator[list[Advance]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        tasks = [shown.add_task(name, total=total, visible=total > 0) for name, total in totals.items()]
-        yield [lambda count, task=task: shown.update(task, advance=count) for task in tasks]  # type: ignore[misc]
+        task = shown.add_task(name, total=total)
+        yield lambda count: shown.update(task, advance=count)
 
 
 def spoken(count: int) -> str:

@@ -7,11 +7,11 @@ from typing import Any
 
 from cogumi.errors import MergeError, UsageError
 from cogumi.merge.bases import decoded, read_model
+from cogumi.merge.hashing import drop_from_memory, sha256_file
 from cogumi.merge.manifest import MANIFEST_NAME
 from cogumi.merge.plan import MergePlan, build_plan
-from cogumi.merge.progress import Advance, progress_bars, spoken
+from cogumi.merge.progress import Advance, progress_bar, spoken
 from cogumi.merge.resolve import resolve_adapter
-from cogumi.merge.verify import drop_cached_pages, sha256_file
 from cogumi.merge.work import cores, threads, verify_shards
 
 
@@ -43,7 +43,7 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
     manifest = read_manifest(directory)
     present = sum((directory / name).stat().st_size for name in manifest.outputs if (directory / name).is_file())
     total = 0
-    with threads(workers) as pool, progress_bars(progress, hashing=present) as (hashed,):
+    with threads(workers) as pool, progress_bar(progress, "hashing", present) as hashed:
         digests = {name: pool.submit(read_back, directory / name, hashed) for name in manifest.outputs}
         for name, digest in digests.items():
             found, size = digest.result()
@@ -64,7 +64,7 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
     if missing is not None:
         return CheckReport(directory, len(manifest.outputs), total, None, missing)
     plan = plan_again(manifest)
-    with progress_bars(progress, verifying=plan.shard_bytes) as (checked,):
+    with progress_bar(progress, "verifying", plan.shard_bytes) as checked:
         checks = verify_shards(plan, directory, workers, checked)
     return CheckReport(directory, len(manifest.outputs), total, sum(check.elements for check in checks.values()), None)
 
@@ -114,7 +114,7 @@ def read_back(path: Path, hashed: Advance) -> tuple[str | None, int]:
     """(sha256, bytes) of a file, read from the disk rather than from memory; None where it is gone."""
     if not path.is_file():
         return None, 0
-    drop_cached_pages(path)
+    drop_from_memory(path)
     digest, size = sha256_file(path), path.stat().st_size
     hashed(size)
     return digest, size
@@ -126,7 +126,7 @@ def changed_input(manifest: Manifest, workers: int, progress: bool) -> str | Non
         if not path.is_file():
             return f"{path} is gone"
     total = sum(path.stat().st_size for path in manifest.inputs)
-    with threads(workers) as pool, progress_bars(progress, inputs=total) as (hashed,):
+    with threads(workers) as pool, progress_bar(progress, "inputs", total) as hashed:
         digests = {path: pool.submit(read_back, path, hashed) for path in manifest.inputs}
         for path, digest in digests.items():
             if digest.result()[0] != manifest.inputs[path]:

@@ -11,7 +11,7 @@ from typing import BinaryIO
 import torch
 
 from cogumi.errors import MergeError
-from cogumi.merge.arithmetic import BLOCK_ELEMENTS, Scratch, Weights, apply_update, load_update, read_rows, row_blocks
+from cogumi.merge.arithmetic import BLOCK_ELEMENTS, Weights, apply_update, load_update, read_rows, row_blocks, scratch
 from cogumi.merge.plan import Piece, ShardPlan, TensorPlan
 from cogumi.merge.tensorfile import FLOAT_DTYPES, Span, matrix_shape, read_into, write_at
 
@@ -86,6 +86,19 @@ def run_bytes(run: Run) -> int:
     return (run.last - run.first) * row_bytes(run.tensor)
 
 
+def run_end(run: Run) -> int:
+    """The byte of the output shard after a run's last one."""
+    return run.tensor.target.start + run.last * row_bytes(run.tensor)
+
+
+def source_end(run: Run, path: Path) -> int:
+    """The byte of the base's file `path` after the last one that a run reads of it; 0 where it reads something else."""
+    source = run.tensor.source
+    if not isinstance(source, Span) or source.path != path:
+        return 0
+    return source.start + run.last * ((source.end - source.start) // max(1, matrix_shape(source.shape)[0]))
+
+
 def row_bytes(tensor: TensorPlan) -> int:
     """Bytes of one row of the output tensor, seen as a matrix."""
     rows = matrix_shape(tensor.target.shape)[0]
@@ -118,13 +131,13 @@ def merge_run(run: Run, source: BinaryIO, target: BinaryIO, weights: Weights) ->
     tensor, width = run.tensor, row_bytes(run.tensor)
     update = load_update(run.piece, tensor, weights, torch.float32, source)
     kind = FLOAT_DTYPES[tensor.target.dtype]
-    stats, scratch = DeltaStats(), Scratch()
+    stats = DeltaStats()
     columns = matrix_shape(tensor.source.shape)[1]
     for first, last in row_blocks(run.first, run.last, columns):
-        weight = read_rows(tensor.source, first, last, source, torch.float32, scratch)
-        merged = scratch.take("merged", last - first, columns, torch.float32)
+        weight = read_rows(tensor.source, first, last, source, torch.float32)
+        merged = scratch("merged", last - first, columns, torch.float32)
         apply_update(weight, update, run.piece, first, merged)
-        out = scratch.take("out", last - first, columns, kind).copy_(merged)
+        out = scratch("out", last - first, columns, kind).copy_(merged)
         write_at(target, tensor.target.start + first * width, out)
         measure(stats, weight, merged, out, sample=first == run.first)
     if not math.isfinite(stats.max_abs_delta):
@@ -171,7 +184,6 @@ def copy_run(run: Run, span: Span, source: BinaryIO, target: BinaryIO) -> None:
 def convert_run(run: Run, source: BinaryIO, target: BinaryIO) -> None:
     """Untouched rows in another dtype, rounded once."""
     width, kind = row_bytes(run.tensor), FLOAT_DTYPES[run.tensor.target.dtype]
-    scratch = Scratch()
     for first, last in row_blocks(run.first, run.last, matrix_shape(run.tensor.source.shape)[1]):
-        block = read_rows(run.tensor.source, first, last, source, kind, scratch)
+        block = read_rows(run.tensor.source, first, last, source, kind)
         write_at(target, run.tensor.target.start + first * width, block)

@@ -1,16 +1,14 @@
 """Proof that a merge did what it says: every element of the written files against base + adapter in float64."""
 
-import hashlib
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import torch
 
 from cogumi.errors import MergeError
-from cogumi.merge.arithmetic import Scratch, Update, Weights, apply_update, load_update, read_rows, row_blocks
+from cogumi.merge.arithmetic import Update, Weights, apply_update, load_update, read_rows, row_blocks, scratch
 from cogumi.merge.plan import Piece, ShardPlan, TensorPlan
 from cogumi.merge.stream import COPY_BYTES, Run, row_bytes
 from cogumi.merge.tensorfile import FLOAT_DTYPES, Span, matrix_shape, read_into
@@ -92,31 +90,30 @@ def check_rows(run: Run, update: Update, source: BinaryIO, written: BinaryIO) ->
     """Compare rows with W + delta. Those that are not the nearest value are set aside, and held to the bound at the end."""
     tensor, kind, width = run.tensor, FLOAT_DTYPES[run.tensor.target.dtype], row_bytes(run.tensor)
     columns = matrix_shape(tensor.source.shape)[1]
-    scratch, found = Scratch(), []
+    found = []
     for first, last in row_blocks(run.first, run.last, columns):
-        weight = read_rows(tensor.source, first, last, source, torch.float64, scratch)
-        out = scratch.take("out", last - first, columns, kind)
+        weight = read_rows(tensor.source, first, last, source, torch.float64)
+        out = scratch("out", last - first, columns, kind)
         read_into(written, tensor.target.start + first * width, out.view(-1))
-        expected = scratch.take("expected", last - first, columns, torch.float64)
+        # DoRA's bound asks for W; elsewhere its place is taken.
+        expected = scratch("expected", last - first, columns, torch.float64) if update.normed else weight
         apply_update(weight, update, run.piece, first, expected)
         # Nearest but for what float64 -> float32 -> dtype rounds twice, which the bound allows.
-        nearest = scratch.take("nearest", last - first, columns, kind).copy_(expected)
-        groups, size = differing(nearest, out)
-        if len(groups):
-            gathered = (each.view(-1, size)[groups] for each in (expected, weight, out, nearest))
-            found.append((groups + first * columns // size, *gathered))
+        nearest = scratch("nearest", last - first, columns, kind).copy_(expected)
+        suspects = suspects_of(expected, weight, out, nearest, first * columns)
+        if len(suspects.where):
+            found.append(suspects)
     elements = (run.last - run.first) * columns
     if not found:
         return ElementCheck(elements)
-    suspects = ungrouped(*(torch.cat(each) for each in zip(*found, strict=True)))
+    suspects = Suspects(*(torch.cat(each) for each in zip(*found, strict=True)))
     share = largest_share(tensor, suspects, rounding_bound(suspects, update, run.piece, columns, kind), columns)
     return ElementCheck(elements, len(suspects.where), share)
 
 
-@dataclass(frozen=True)
-class Suspects:
-    """Elements to be looked at: their positions in the stored tensor, int64 [n], W + delta and W in float64, and what
-    is in the file."""
+class Suspects(NamedTuple):
+    """Elements to be looked at: their positions in the stored tensor, int64 [n], W + delta and (for DoRA alone) W in
+    float64, and what is in the file."""
 
     where: torch.Tensor
     expected: torch.Tensor
@@ -124,28 +121,25 @@ class Suspects:
     out: torch.Tensor
 
 
-def differing(nearest: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """(indices of groups of `size` elements that differ, int64 [n]; size), for two tensors of one dtype.
-
-    Compared eight bytes at a time, as few differ. Where a value is not finite every element is looked at: an overflow is
-    the nearest value too, and is not what it should be.
-    """
-    if not all(math.isfinite(end.item()) for end in torch.aminmax(out)):
-        return torch.arange(out.numel()), 1
-    size = 8 // out.element_size()
-    if out.numel() % size:
-        return (nearest != out).view(-1).nonzero().view(-1), 1
-    return (nearest.view(-1).view(torch.int64) != out.view(-1).view(torch.int64)).nonzero().view(-1), size
-
-
-def ungrouped(
-    groups: torch.Tensor, expected: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, nearest: torch.Tensor
+def suspects_of(
+    expected: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, nearest: torch.Tensor, position: int
 ) -> Suspects:
-    """The elements of some groups [n], [n, size] that differ from the nearest value, or are not finite."""
-    size = expected.shape[1]
-    where = groups[:, None] * size + torch.arange(size)
-    chosen = (nearest != out) | ~out.isfinite()
-    return Suspects(where[chosen], expected[chosen], weight[chosen], out[chosen])
+    """The elements of a block that differ from the nearest value, or are not finite.
+
+    Compared 8 bytes at a time, and looked for 64 at a time, as few differ. Where a value is not finite every element is
+    looked at: an overflow is the nearest value too, and is not what it should be. position: the first element's.
+    """
+    group = 64 // out.element_size()
+    # A sum is not finite where an element is not, and costs less than asking each.
+    if out.numel() % group or not math.isfinite(out.sum(dtype=torch.float32).item()):
+        where = torch.arange(out.numel())
+    else:
+        eights = nearest.view(-1).view(torch.int64) != out.view(-1).view(torch.int64)
+        where = (eights.view(torch.int64).nonzero() * group + torch.arange(group)).view(-1)
+    found = out.view(-1)[where]
+    chosen = (nearest.view(-1)[where] != found) | ~found.isfinite()
+    where, found = where[chosen], found[chosen]
+    return Suspects(where + position, expected.view(-1)[where], weight.view(-1)[where], found)
 
 
 def rounding_bound(found: Suspects, update: Update, piece: Piece, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -163,7 +157,7 @@ def rounding_bound(found: Suspects, update: Update, piece: Piece, columns: int, 
     left, right = update.left[found.where // columns - piece.place.first], update.right[:, found.where % columns]
     error = (left.shape[1] + 8) * UNIT * left.norm(dim=1) * right.norm(dim=0)
     relative = 2.0 ** (MANTISSA[dtype][0] - 21)
-    if update.magnitude is not None or update.factor is not None:
+    if update.normed:
         normed = columns if update.magnitude is not None else len(update.left)
         scale = found.expected.abs() / (found.weight + (left * right.T).sum(dim=1)).abs().clamp_(min=2.0**-126)
         error = scale * (error * (1 + normed**0.5) + 2 * UNIT * found.weight.abs())
@@ -191,19 +185,6 @@ def check_copied(run: Run, span: Span, source: BinaryIO, written: BinaryIO) -> N
     begin, end = span.start + run.first * width, span.start + run.last * width
     for start in range(begin, end, COPY_BYTES):
         length = min(COPY_BYTES, end - start)
-        ours, theirs = (torch.empty(length, dtype=torch.uint8) for _ in range(2))
+        ours, theirs = (scratch(name, 1, length, torch.uint8)[0] for name in ("out", "weight"))
         if not torch.equal(read_into(written, start + shift, ours), read_into(source, start, theirs)):
             raise MergeError(f"{run.tensor.target.name} should be the base's bytes and is not")
-
-
-def sha256_file(path: Path) -> str:
-    """The sha256 of a file's bytes, as `sha256sum` prints it."""
-    with path.open("rb", buffering=0) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def drop_cached_pages(path: Path) -> None:
-    """Make the next read of a file come from the disk, where the kernel lets us say so."""
-    if hasattr(os, "posix_fadvise"):
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,27 +1,25 @@
-"""The merge's threads: every shard is written, then verified and hashed while the next is written and the disk catches up."""
+"""The merge's threads: runs are written and verified side by side, and each shard is hashed and sent to the disk behind them."""
 
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
-from cogumi.merge.arithmetic import Weights, ieee_matmul, one_thread_each, open_weights
+from cogumi.merge.arithmetic import ieee_matmul, one_thread_each, open_weights
 from cogumi.merge.commit import sync_path
-from cogumi.merge.plan import MergePlan, ShardPlan
+from cogumi.merge.hashing import FileDigest, drop_from_memory
+from cogumi.merge.plan import MergePlan
 from cogumi.merge.progress import Advance
-from cogumi.merge.stream import DeltaStats, Run, run_bytes, runs_of, write_run
+from cogumi.merge.stream import DeltaStats, Run, run_bytes, run_end, runs_of, source_end, write_run
 from cogumi.merge.tensorfile import write_header
-from cogumi.merge.verify import ElementCheck, sha256_file, verify_header, verify_run
+from cogumi.merge.verify import ElementCheck, verify_header, verify_run
 
-T = TypeVar("T")
-# How many bytes may wait for the disk before it is asked to take them: the kernel's own limit is a tenth of the memory.
-SYNC_BYTES = 1 << 28
+# How much of a shard is hashed before the disk is asked to take it.
+SYNC_BYTES = 1 << 26
 
 
 @dataclass
@@ -31,6 +29,17 @@ class Outcome:
     stats: dict[str, DeltaStats] = field(default_factory=dict)
     checks: dict[str, ElementCheck] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, stats: DeltaStats | None, check: ElementCheck | None) -> None:
+        """Count one run of the tensor `name`."""
+        if stats is not None:
+            self.stats.setdefault(name, DeltaStats()).add(stats)
+        if check is not None and check.elements:
+            self.checks.setdefault(name, ElementCheck()).add(check)
+
+
+# What a run gives: statistics where it updates, a check where it was verified.
+Merged = tuple[DeltaStats | None, ElementCheck | None]
 
 
 def cores() -> int:
@@ -53,103 +62,94 @@ def threads(workers: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def write_and_verify(
-    plan: MergePlan, directory: Path, workers: int, verify: bool, wrote: Advance, checked: Advance
+    plan: MergePlan,
+    directory: Path,
+    sources: Mapping[str, FileDigest],
+    workers: int,
+    verify: bool,
+    advance: Advance,
 ) -> Outcome:
-    """Write, sync and check every shard into `directory`, where the files exist in full size.
+    """Write, check, hash and sync every shard into `directory`, where the files exist in full size.
 
-    wrote, checked: called with the bytes just done, from any thread. The output's bits do not depend on `workers`: the
-    blocks are fixed and each is computed on one thread.
+    sources: the digest of each of the base's shards, by name, begun or not; finished afterwards. advance: called with
+    the bytes just done, from any thread. The output's bits do not depend on `workers`: the blocks
+    are fixed and each is computed on one thread.
     """
     outcome = Outcome()
-    with ieee_matmul(), one_thread_each(), open_weights(plan) as weights, threads(workers) as pool, threads(1) as disk:
-        backlog = Backlog(disk)
+    # The writers come last, as the first to stop when something fails: the others wait for them.
+    with (
+        ieee_matmul(),
+        one_thread_each(),
+        open_weights(plan) as weights,
+        threads(1) as disk,
+        threads(workers) as followers,
+        threads(workers) as pool,
+    ):
 
-        def write(run: Run) -> DeltaStats | None:
+        def merge(run: Run) -> Merged:
             stats = write_run(run, directory, weights)
-            wrote(run_bytes(run))
-            backlog.add(directory / run.tensor.target.path, run_bytes(run))
-            return stats
+            check = verify_run(run, directory, weights) if verify else None
+            advance(run_bytes(run))
+            return stats, check
 
-        writing = submit(pool, write, plan.shards[0])
-        checking = []
-        for number, shard in enumerate(plan.shards):
+        merging, digests = [], []
+        for shard in plan.shards:
             write_header(directory / shard.name, shard.header)
-            following = submit(pool, write, plan.shards[number + 1]) if number + 1 < len(plan.shards) else []
-            for name, stats in results(writing):
-                if stats is not None:
-                    outcome.stats.setdefault(name, DeltaStats()).add(stats)
-            backlog.finish(directory / shard.name)
-            digest = pool.submit(sha256_file, directory / shard.name)
-            checks = check_shard(shard, directory, weights, pool, checked) if verify else []
-            checking.append((shard, digest, checks))
-            writing = following
-        for shard, digest, checks in checking:
-            add_checks(outcome.checks, checks)
+            runs = [(run, pool.submit(merge, run)) for run in runs_of(shard)]
+            merging += runs
+            digests.append((shard, followers.submit(follow, directory / shard.name, sources[shard.name], runs, disk)))
+        for run, merged in merging:
+            outcome.add(run.tensor.target.name, *merged.result())
+        for shard, digest in digests:
             outcome.digests[shard.name] = digest.result()
-        backlog.wait()
+            if verify:
+                verify_header(shard, directory)
     return outcome
+
+
+def follow(path: Path, source: FileDigest, runs: list[tuple[Run, Future[Merged]]], disk: ThreadPoolExecutor) -> str:
+    """The sha256 of a shard and of its source, worked out behind the writers while both are in memory; see `settle`."""
+    target, settled, waiting = FileDigest(path), 0, []
+    used_up = None if source.found_in_memory else source.path
+    for run, merged in runs:
+        merged.result()
+        target.extend(run_end(run))
+        source.extend(source_end(run, source.path))
+        if target.position - settled >= SYNC_BYTES:
+            settled = target.position
+            waiting.append(disk.submit(settle, path, settled, used_up, source.position))
+    digest = target.finish()
+    source.finish()
+    waiting.append(disk.submit(settle, path, 0, used_up, 0))
+    for each in waiting:
+        each.result()
+    return digest
+
+
+def settle(path: Path, length: int, source: Path | None, read: int) -> None:
+    """Wait until a shard is on the disk, and let its first `length` bytes, and `read` of its source, leave the page cache.
+
+    A merge passes through two models that nobody has asked for yet, and leaves the page cache as it was: where the kernel
+    has to find new pages for all of it, that takes longer than the arithmetic.
+    """
+    sync_path(path)
+    drop_from_memory(path, length)
+    if source is not None:
+        drop_from_memory(source, read)
 
 
 def verify_shards(plan: MergePlan, directory: Path, workers: int, checked: Advance) -> dict[str, ElementCheck]:
     """Check every shard of a finished directory again."""
-    found: dict[str, ElementCheck] = {}
+    outcome = Outcome()
     with ieee_matmul(), one_thread_each(), open_weights(plan) as weights, threads(workers) as pool:
-        for checks in [check_shard(shard, directory, weights, pool, checked) for shard in plan.shards]:
-            add_checks(found, checks)
-    return found
 
+        def check(run: Run) -> ElementCheck:
+            found = verify_run(run, directory, weights)
+            checked(run_bytes(run))
+            return found
 
-def check_shard(
-    shard: ShardPlan, directory: Path, weights: Weights, pool: ThreadPoolExecutor, checked: Advance
-) -> list[tuple[str, Future[ElementCheck]]]:
-    """Compare a written shard's header now, and its tensors in the pool."""
-    verify_header(shard, directory)
-
-    def verify(run: Run) -> ElementCheck:
-        check = verify_run(run, directory, weights)
-        checked(run_bytes(run))
-        return check
-
-    return submit(pool, verify, shard)
-
-
-def submit(pool: ThreadPoolExecutor, work: Callable[[Run], T], shard: ShardPlan) -> list[tuple[str, Future[T]]]:
-    return [(run.tensor.target.name, pool.submit(work, run)) for run in runs_of(shard)]
-
-
-def add_checks(found: dict[str, ElementCheck], checks: list[tuple[str, Future[ElementCheck]]]) -> None:
-    for name, check in results(checks):
-        if check.elements:
-            found.setdefault(name, ElementCheck()).add(check)
-
-
-def results(futures: Iterable[tuple[str, Future[T]]]) -> Iterator[tuple[str, T]]:
-    """Each name with its result, in order; the first error is raised at its turn."""
-    for name, future in futures:
-        yield name, future.result()
-
-
-class Backlog:
-    """Asks the disk, on a thread of its own, to take what was written, so that the end does not wait for all of it."""
-
-    def __init__(self, disk: ThreadPoolExecutor) -> None:
-        self.disk = disk
-        self.lock = threading.Lock()
-        self.unsynced = 0
-        self.syncs: list[Future[None]] = []
-
-    def add(self, path: Path, count: int) -> None:
-        with self.lock:
-            self.unsynced += count
-            due = self.unsynced >= SYNC_BYTES
-            if due:
-                self.unsynced = 0
-        if due:
-            self.finish(path)
-
-    def finish(self, path: Path) -> None:
-        self.syncs.append(self.disk.submit(sync_path, path))
-
-    def wait(self) -> None:
-        for sync in self.syncs:
-            sync.result()
+        for shard in plan.shards:
+            verify_header(shard, directory)
+        for run, found in [(run, pool.submit(check, run)) for shard in plan.shards for run in runs_of(shard)]:
+            outcome.add(run.tensor.target.name, None, found.result())
+    return outcome.checks
