@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
+from cogumi.durable import sha256_file
 from cogumi.merge import merge_adapter
 from cogumi.merge.hashing import (
     HASH_BYTES,
@@ -16,7 +17,6 @@ from cogumi.merge.hashing import (
     drop_from_memory,
     hashing_ahead,
     is_in_memory,
-    sha256_file,
 )
 from tests.merge_models import SIZES, save_base, train_adapter
 

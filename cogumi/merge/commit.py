@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from cogumi.durable import NO_SPACE, sync_path
 from cogumi.errors import UsageError
 from cogumi.merge.plan import MergePlan
 from cogumi.merge.progress import spoken
@@ -19,8 +20,6 @@ log = logging.getLogger(__name__)
 
 # What flock says on filesystems that cannot lock a directory (some network filesystems).
 NO_LOCKS = (errno.EINVAL, errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-# What a filesystem says when it takes no more of a file.
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_target(target: Path) -> None:
@@ -163,13 +162,6 @@ def refusal(target: Path, partial: Path, needed: int, error: OSError) -> str:
     return f"out {target} needs {spoken(needed)} and {place} {remedy} or choose another disk; nothing was written"
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def commit(partial: Path, target: Path) -> None:
     """Make `partial` durable and rename it: the output appears whole or not at all, power cuts included.
 
@@ -186,12 +178,3 @@ def commit(partial: Path, target: Path) -> None:
             raise
         raise UsageError(f"out {target} has appeared during the merge; choose another out") from error
     sync_path(target.absolute().parent)
-
-
-def sync_path(path: Path) -> None:
-    """Wait until a file or directory is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

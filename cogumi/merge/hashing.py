@@ -48,11 +48,6 @@ class FileDigest:
         return self.digest.hexdigest()
 
 
-def sha256_file(path: Path) -> str:
-    """The sha256 of a file's bytes, as `sha256sum` prints it."""
-    return FileDigest(path).finish()
-
-
 @contextmanager
 def hashing_ahead(digests: Iterable[FileDigest]) -> Iterator[None]:
     """Work on digests, one after the other, while the block does something else; as far as that takes."""

@@ -9,9 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from cogumi.durable import sha256_file, write_synced
 from cogumi.merge.card import CardAdapter, licence_of, model_card
-from cogumi.merge.commit import write_synced
-from cogumi.merge.hashing import sha256_file
 from cogumi.merge.logits import LogitCheck
 from cogumi.merge.noise import median
 from cogumi.merge.plan import INDEX_NAME, MergePlan, TensorPlan

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from cogumi.durable import sync_path
 from cogumi.merge.arithmetic import ieee_matmul, one_thread_each, open_weights
-from cogumi.merge.commit import sync_path
 from cogumi.merge.hashing import FileDigest, drop_from_memory
 from cogumi.merge.plan import MergePlan
 from cogumi.merge.progress import Advance
