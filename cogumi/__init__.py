@@ -5,6 +5,10 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cogumi.checkpoints import last_good_checkpoint as last_good_checkpoint
+    from cogumi.checkpoints import protect as protect
+    from cogumi.disk.callback import DiskMonitorCallback as DiskMonitorCallback
+    from cogumi.disk.monitor import DiskMonitor as DiskMonitor
     from cogumi.errors import UsageError as UsageError
     from cogumi.merge import MergeReport as MergeReport
     from cogumi.merge import merge_adapter as merge_adapter
@@ -20,11 +24,15 @@ __version__ = "0.1.0"
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 _HOME = {
+    "DiskMonitor": "cogumi.disk.monitor",
+    "DiskMonitorCallback": "cogumi.disk.callback",
     "UsageError": "cogumi.errors",
     "MergeReport": "cogumi.merge",
     "merge_adapter": "cogumi.merge",
     "PatchReport": "cogumi.patches",
+    "last_good_checkpoint": "cogumi.checkpoints",
     "patch": "cogumi.patches",
+    "protect": "cogumi.checkpoints",
     "RunResult": "cogumi.training",
     "train": "cogumi.training",
 }

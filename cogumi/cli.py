@@ -13,12 +13,14 @@ from typing import Annotated, Any
 import typer
 
 from cogumi import smoke
+from cogumi.cli_disk import disk_app
 from cogumi.errors import UsageError
 
 INTERRUPTED = 130  # 128 + SIGINT, which is what Typer exits with after Ctrl-C
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("smoke")(smoke.main)
+app.add_typer(disk_app, name="disk")
 
 
 @app.callback()

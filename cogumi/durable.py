@@ -1,12 +1,18 @@
-"""What makes a file stay: waiting for the disk, hashes, and the words of a disk that takes no more."""
+"""What makes a file stay: waiting for the disk, hashes, locks, and the words of a disk that takes no more."""
 
 import errno
+import fcntl
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # What a filesystem says when it takes no more of a file: full, over a quota, over a limit on the size of one.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+# What flock says on filesystems that cannot lock a directory (some network filesystems).
+NO_LOCKS = (errno.EINVAL, errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def sync_path(path: Path) -> None:
@@ -24,6 +30,25 @@ def write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[bool | None]:
+    """Hold the lock of a directory while in the block: True, False where somebody else has it, None if none can be had."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held: bool | None = True
+        except BlockingIOError:
+            held = False
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            held = None
+        yield held
+    finally:
+        os.close(descriptor)
 
 
 def sha256_file(path: Path) -> str:

@@ -15,3 +15,7 @@ class RefusedAtSetup(UsageError):
 
 class MergeError(Exception):
     """A merge produced something that is not W + delta, or a merged directory is not what was written."""
+
+
+# What KeyboardInterrupt says when a training was ended in good order. (A subclass would not give exit status 130.)
+FINISHED_AND_SAVED = "the step was finished, and saved"

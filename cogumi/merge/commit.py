@@ -1,7 +1,6 @@
 """The output directory appears whole or not at all: a partial beside it, locked, allocated in full, renamed at the end."""
 
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -11,15 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cogumi.durable import NO_SPACE, sync_path
+from cogumi.durable import NO_SPACE, locked, sync_path
 from cogumi.errors import UsageError
 from cogumi.merge.plan import MergePlan
 from cogumi.merge.progress import spoken
 
 log = logging.getLogger(__name__)
-
-# What flock says on filesystems that cannot lock a directory (some network filesystems).
-NO_LOCKS = (errno.EINVAL, errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def check_target(target: Path) -> None:
@@ -70,25 +66,6 @@ def partials_of(target: Path) -> list[Path]:
 
 def being_written(target: Path, partial: Path) -> UsageError:
     return UsageError(f"out {target}: another merge is writing {partial.name}; wait for it or choose another out")
-
-
-@contextmanager
-def locked(directory: Path) -> Iterator[bool | None]:
-    """Hold the lock of a directory while in the block: True, False where somebody else has it, None if none can be had."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held: bool | None = True
-        except BlockingIOError:
-            held = False
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            held = None
-        yield held
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

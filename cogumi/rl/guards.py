@@ -77,9 +77,10 @@ def before_the_first_rollout(
         corrected = args.use_vllm and args.vllm_importance_sampling_correction
         if behaviour_logps == "trainer" and not corrected:
             found.append(ratio_always_one(args.gradient_accumulation_steps, generate_every, args.num_iterations))
-    if every := steps_between_checkpoints(trainer):
+    keeps_rollouts = hasattr(trainer, "cogumi_protection")  # cogumi.protect saves what TRL does not
+    if not keeps_rollouts and (every := steps_between_checkpoints(trainer)):
         found.append(checkpoint_inside_a_rollout(*every, args.gradient_accumulation_steps, generate_every))
-    if SaveStrategy(args.save_strategy) == SaveStrategy.STEPS and not args.save_only_model:
+    if not keeps_rollouts and SaveStrategy(args.save_strategy) == SaveStrategy.STEPS and not args.save_only_model:
         found.append(last_checkpoint_inside_a_rollout(args.max_steps, args.gradient_accumulation_steps, generate_every))
     if isinstance(trainer.train_dataset, Dataset):
         found.append(less_than_a_rollout(len(trainer.train_dataset), args.generation_batch_size, args.num_generations))
@@ -297,7 +298,8 @@ def checkpoint_inside_a_rollout(key: str, steps: int, accumulation: int, generat
         f"train.{key} {steps}: a checkpoint would fall inside a rollout, which TRL does not save, so a resumed run would "
         f"train on other rollouts than this one; a rollout lasts {aligned} steps "
         "(train.steps_per_generation x train.num_iterations micro-batches, "
-        f"train.gradient_accumulation_steps of them a step): set train.{key}: {nearest_multiples(steps, aligned)}",
+        "train.gradient_accumulation_steps of them a step): use cogumi.protect(trainer), which saves it, or set "
+        f"train.{key}: {nearest_multiples(steps, aligned)}",
     )
 
 

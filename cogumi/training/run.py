@@ -17,6 +17,7 @@ from datasets import Dataset
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from cogumi.checkpoints import protect
 from cogumi.config import RunConfig, dump_config, load_config, trl_config_class
 from cogumi.data.fim import FimData
 from cogumi.data.prepare import load_rows
@@ -176,6 +177,7 @@ def fit(run: RunConfig, run_dir: Path, trainer: Any, examples: Examples) -> list
     """Train, with the held-out loss before and after where the method has one, and judge what was logged."""
     telemetry = Telemetry(run_dir, run.cogumi.method)
     telemetry.attach(trainer)
+    protect(trainer)
     measure_loss = examples.held_out is not None and run.cogumi.method == "sft"
     if measure_loss:
         trainer.evaluate()

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from cogumi.errors import RefusedAtSetup
+from cogumi.errors import FINISHED_AND_SAVED, RefusedAtSetup
 from cogumi.rundir import append_jsonl, write_json
 
 log = logging.getLogger("cogumi")
@@ -87,6 +87,8 @@ def recorded(run_dir: Path) -> Iterator[None]:
         raise
     except BaseException as error:
         state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        if isinstance(error, SystemExit) or FINISHED_AND_SAVED in error.args:
+            state = "preempted"
         reason = f"{type(error).__name__}: {error}"
         log.error("%s: %s", state, reason)
         try:

@@ -1,0 +1,61 @@
+"""A checkpoint appears whole or not at all: written aside, synced, described by a manifest, renamed.
+
+Trainer writes into `checkpoint-N` itself, file by file; a kill leaves a directory that its resume takes for the newest.
+"""
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from cogumi.checkpoints.manifest import CHECKPOINT_NAME, write_manifest
+from cogumi.checkpoints.verify import Finding, inspect
+from cogumi.durable import sync_path
+
+# Not `checkpoint-...`: Trainer's rotation and its search for the last one look at every name that begins so.
+STAGING_NAME = ".cogumi-saving"
+ASIDE_PREFIX = "aside-"
+
+
+def open_staging(output_dir: Path) -> Path:
+    """An empty directory in which a checkpoint is written. What an interrupted save left there is removed."""
+    staging = output_dir / STAGING_NAME
+    if staging.exists():
+        shutil.rmtree(staging)
+    staging.mkdir(parents=True)
+    return staging
+
+
+def step_of(directory: Path) -> int:
+    """The step in a checkpoint's name."""
+    found = CHECKPOINT_NAME.fullmatch(directory.name)
+    assert found is not None, directory
+    return int(found.group(1))
+
+
+def commit(staged: Path, final: Path) -> Finding:
+    """Make a staged checkpoint durable, name it `final`, and read it back once. Raises OSError, with `final` as it was.
+
+    The order is what a power cut may interrupt anywhere: contents, manifest, names, the new name.
+    """
+    for path in sorted(staged.rglob("*"), reverse=True):  # files before the directories they are in
+        sync_path(path)
+    write_manifest(staged, step_of(final))
+    sync_path(staged)
+    staged.rename(final)
+    staged.parent.rmdir()
+    sync_path(final.parent)
+    return inspect(final)
+
+
+def set_aside(directory: Path) -> Path:
+    """Give a checkpoint that is in the way another name, which nothing takes for a checkpoint's: it may be somebody's last."""
+    aside = directory.with_name(f"{ASIDE_PREFIX}{directory.name}-{secrets.token_hex(2)}")
+    directory.rename(aside)
+    return aside
+
+
+def blocks_of(directory: Path) -> int:
+    """What the files below a directory take on the disk, in bytes."""
+    found = (os.lstat(path) for path in [directory, *directory.rglob("*")])
+    return sum(status.st_blocks * 512 for status in found)

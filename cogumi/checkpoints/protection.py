@@ -1,0 +1,210 @@
+"""`protect(trainer)`: safe checkpoints and resuming for any transformers or TRL trainer, on the instance, undoable."""
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import TrainOutput
+
+from cogumi.checkpoints.commit import set_aside, step_of
+from cogumi.checkpoints.resume import checkpoints_in, last_good_checkpoint
+from cogumi.checkpoints.retention import clean
+from cogumi.checkpoints.rollouts import load_rollouts, order_continued
+from cogumi.checkpoints.saving import Saver
+from cogumi.checkpoints.signals import Preemption
+from cogumi.checkpoints.verify import inspect
+from cogumi.durable import locked
+from cogumi.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+DEFAULT_KEEP = 2
+POLICIES = ("continue", "pause", "stop")
+
+
+def protect(
+    trainer: Any,
+    *,
+    keep: int | None = None,
+    resume: str = "auto",
+    on_full: str = "continue",
+    fallback: str | Path | None = None,
+) -> Any:
+    """Make a trainer's checkpoints whole or absent, keep the last good ones, and resume from them. Returns the trainer.
+
+    keep: how many of the newest checkpoints stay, at least 2; by default args.save_total_limit, or 2. The best one, the
+    one resumed from, and those that hold a file named KEEP stay too. resume: "auto" lets `trainer.train()` go on from the
+    newest checkpoint that verifies; "never" only where it is told to. on_full: what happens when the disk is full and
+    neither the reserve nor older checkpoints made enough room: "continue" trains on and tries again at the next save,
+    "pause" waits for space, "stop" ends the training. fallback: a directory on another disk that is tried before that.
+    SIGTERM and SIGINT during `trainer.train()` finish the step and save it, and then end the process, or interrupt the cell.
+
+    Raises UsageError for a trainer whose checkpoints it does not know: several processes, FSDP, DeepSpeed.
+    """
+    check_arguments(trainer, keep, resume, on_full)
+    if isinstance(getattr(trainer, "cogumi_protection", None), Protection):
+        raise UsageError("this trainer is protected already; cogumi.checkpoints.unprotect(trainer) undoes it")
+    protection = Protection(trainer, keep, resume, on_full, None if fallback is None else Path(fallback))
+    protection.apply()
+    trainer.cogumi_protection = protection
+    log.info("checkpoints: %s", protection)
+    return trainer
+
+
+def unprotect(trainer: Any) -> Any:
+    """Undo `protect`. Raises UsageError where there is nothing to undo, or something else was put over it since."""
+    protection = getattr(trainer, "cogumi_protection", None)
+    if not isinstance(protection, Protection):
+        raise UsageError("this trainer is not protected")
+    protection.undo()
+    del trainer.cogumi_protection
+    return trainer
+
+
+def check_arguments(trainer: Any, keep: int | None, resume: str, on_full: str) -> None:
+    if not isinstance(getattr(trainer, "args", None), TrainingArguments):
+        raise UsageError(f"protect takes a transformers or TRL trainer, and was given {type(trainer).__name__}")
+    if keep is not None and keep < 2:
+        raise UsageError(f"keep={keep}: at least 2, since the newest checkpoint is the one that a fault damages")
+    if resume not in ("auto", "never"):
+        raise UsageError(f"resume={resume!r} is not one of auto, never; pass a path to trainer.train()")
+    if on_full not in POLICIES:
+        raise UsageError(f"on_full={on_full!r} is not one of {', '.join(POLICIES)}")
+    several = trainer.args.world_size > 1 and f"{trainer.args.world_size} processes"
+    other = (trainer.is_fsdp_enabled and "FSDP") or (trainer.is_deepspeed_enabled and "DeepSpeed")
+    if several or other:
+        raise UsageError(f"protect knows checkpoints of one process, and this trainer uses {several or other}")
+
+
+class Protection:
+    """What `protect` put on a trainer, and how to take it off again."""
+
+    def __init__(self, trainer: Any, keep: int | None, resume: str, on_full: str, fallback: Path | None) -> None:
+        self.trainer = trainer
+        self.limit = trainer.args.save_total_limit
+        self.resume = resume
+        self.train = trainer.train
+        self.load_best = trainer._load_best_model
+        self.saver = Saver(
+            trainer, trainer._save_checkpoint, keep or max(2, self.limit or DEFAULT_KEEP), on_full, fallback
+        )
+        self.preemption = Preemption()
+        self.watch = Watch(self.saver, self.preemption)
+        self.ours = {
+            "_save_checkpoint": self.saver.save,
+            "_load_best_model": self.best_of_all,
+            "train": self.train_from,
+        }
+        # What the instance had of its own: others wrap trainers too.
+        self.before = {name: vars(trainer)[name] for name in self.ours if name in vars(trainer)}
+
+    def __str__(self) -> str:
+        where = f", then {self.saver.fallback}" if self.saver.fallback else ""
+        return (
+            f"written aside, verified and renamed in {self.trainer.args.output_dir}; the newest {self.saver.keep} stay "
+            f"(save_total_limit was {self.limit}); resume={self.resume}; on a full disk: the reserve, older checkpoints, "
+            f"the adapter alone{where}, then {self.saver.on_full}"
+        )
+
+    def apply(self) -> None:
+        for name, function in self.ours.items():
+            setattr(self.trainer, name, function)
+        self.trainer.args.save_total_limit = None
+        self.trainer.add_callback(self.watch)
+
+    def undo(self) -> None:
+        for name, function in self.ours.items():
+            if vars(self.trainer).get(name) != function:
+                raise UsageError(f"trainer.{name} was changed after protect(); undo that first")
+        for name in self.ours:
+            delattr(self.trainer, name)
+        for name, function in self.before.items():
+            setattr(self.trainer, name, function)
+        self.trainer.args.save_total_limit = self.limit
+        self.trainer.remove_callback(self.watch)
+
+    def train_from(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """In place of `trainer.train`."""
+        output_dir = Path(self.trainer.args.output_dir)
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with locked(output_dir) as ours:
+            if ours is False:
+                raise UsageError(
+                    f"{output_dir}: another training is writing there; wait for it, or set another output_dir"
+                )
+            point = self.resume_point(resume_from_checkpoint)
+            if point is not None and self.is_the_end(point):
+                return self.take_up_the_end(point)
+            for path in clean(output_dir):
+                log.info("removed %s, left by an interrupted removal", path.name)
+            self.put_later_aside(point)
+            self.saver.resumed_from = point
+            if point is not None:
+                load_rollouts(self.trainer, point)
+            with self.preemption.listening(), order_continued(self.trainer, point):
+                try:
+                    return self.train(None if point is None else str(point), *args, **kwargs)
+                finally:
+                    self.saver.finish()
+
+    def resume_point(self, wanted: str | bool | None) -> Path | None:
+        """Where the training goes on. Raises UsageError where it was told to and cannot."""
+        if wanted is False or (wanted is None and self.resume == "never"):
+            return None
+        if isinstance(wanted, str | Path):
+            finding = inspect(Path(wanted))
+            if finding.state == "rejected":
+                raise UsageError(f"{wanted} cannot be resumed from: {finding.reason}")
+            return Path(wanted)
+        places = [Path(self.trainer.args.output_dir), *([self.saver.fallback] if self.saver.fallback else [])]
+        found = [point for point in map(last_good_checkpoint, places) if point is not None]
+        if not found and wanted is True:
+            raise UsageError(f"{places[0]} holds no checkpoint that can be resumed from")
+        point = max(found, key=step_of, default=None)
+        if point is not None:
+            log.info("resuming from %s (train(resume_from_checkpoint=False) starts anew)", point)
+        return point
+
+    def is_the_end(self, point: Path) -> bool:
+        """Whether the training that wrote a checkpoint had no step left, and none was added since."""
+        args, state = self.trainer.args, TrainerState.load_from_json(str(point / "trainer_state.json"))
+        if args.max_steps > 0:
+            return state.global_step >= args.max_steps
+        return state.global_step >= state.max_steps and args.num_train_epochs <= state.num_train_epochs
+
+    def take_up_the_end(self, point: Path) -> TrainOutput:
+        """The trained model, without training: transformers would train one more step (5.17, `_inner_training_loop`)."""
+        log.info("%s is the end of this training: its weights are loaded, and nothing is left to train", point)
+        self.trainer._load_from_checkpoint(str(point))
+        self.trainer.state = state = TrainerState.load_from_json(str(point / "trainer_state.json"))
+        if self.trainer.args.load_best_model_at_end and state.best_model_checkpoint:
+            self.load_best()
+        return TrainOutput(state.global_step, math.nan, {})
+
+    def put_later_aside(self, point: Path | None) -> None:
+        """Checkpoints after the one resumed from are of another run, or do not verify: their steps are yet to come."""
+        reached = -1 if point is None else step_of(point)
+        for path in checkpoints_in(Path(self.trainer.args.output_dir)):
+            if step_of(path) > reached:
+                aside = set_aside(path).name
+                log.warning("%s is from before this start, and %s now; delete it when you do not need it", path, aside)
+
+    def best_of_all(self) -> None:
+        """In place of `trainer._load_best_model`: the best may be the one under way."""
+        self.saver.settle()
+        self.load_best()
+
+
+class Watch(TrainerCallback):
+    """Between steps: finishes commits, and ends the training that a signal has asked to end."""
+
+    def __init__(self, saver: Saver, preemption: Preemption) -> None:
+        self.saver = saver
+        self.preemption = preemption
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.saver.poll()
+        if self.preemption.received is not None:
+            control.should_save = control.should_training_stop = True

@@ -1,0 +1,267 @@
+"""One trainer's saves: staged, committed beside the training, pruned; and what happens when the disk is full."""
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from cogumi.checkpoints.commit import STAGING_NAME, blocks_of, commit, open_staging, set_aside
+from cogumi.checkpoints.full import causes, disk_is_full
+from cogumi.checkpoints.retention import plan_pruning, remove
+from cogumi.checkpoints.rollouts import save_rollouts
+from cogumi.checkpoints.verify import Finding, inspect
+from cogumi.durable import NO_SPACE, sync_path
+
+log = logging.getLogger(__name__)
+
+# Space for one more save, taken while there is some and let go when there is none.
+BALLAST_NAME = ".cogumi-ballast"
+RETRY_SECONDS = 15.0
+REMIND_SECONDS = 600.0
+
+
+class Saver:
+    """Saves one trainer's checkpoints. All of it runs in the training thread, but for the commit of what is staged.
+
+    original: the trainer's own `_save_checkpoint`. keep: how many of the newest stay. on_full: "continue", "pause" or
+    "stop". fallback: where a checkpoint goes that does not fit.
+    """
+
+    def __init__(
+        self, trainer: Any, original: Callable[..., None], keep: int, on_full: str, fallback: Path | None
+    ) -> None:
+        self.trainer = trainer
+        self.original = original
+        self.keep = keep
+        self.on_full = on_full
+        self.fallback = fallback
+        self.resumed_from: Path | None = None
+        self.committed: list[Path] = []
+        self.pending: tuple[Path, Path, Future[Finding]] | None = None
+        self.committer = ThreadPoolExecutor(1, thread_name_prefix="cogumi-checkpoint")
+
+    # ------------------------------------------------------------------------------------------------------------- a save
+
+    def save(self, model: Any, trial: Any) -> None:
+        """In place of the trainer's `_save_checkpoint`. Raises what that raises, unless the disk is full."""
+        self.settle()
+        output_dir = Path(self.trainer._get_output_dir(trial))
+        final = output_dir / f"checkpoint-{self.trainer.state.global_step}"
+        if final in self.committed:
+            return
+        if self.write(model, trial, final):
+            return
+        for make_room in (self.drop_ballast, self.prune_to_one):
+            if make_room(output_dir) and self.write(model, trial, final):
+                return
+        self.keep_adapter(output_dir)
+        if self.fallback is not None and self.write(model, trial, self.fallback / final.name):
+            return
+        self.follow_policy(final, lambda: self.write(model, trial, final))
+
+    def write(self, model: Any, trial: Any, final: Path) -> bool:
+        """Stage a checkpoint and have it committed; False where the disk is full, and then nothing of it is left."""
+        staging = final.parent / STAGING_NAME
+        try:
+            if final.exists():
+                log.warning("%s was there already, from another run; it is %s now", final, set_aside(final).name)
+            staged = open_staging(final.parent) / final.name
+            with staged_in(self.trainer, staging):
+                self.original(model, trial)
+            self.correct_best(staged, final)
+            save_rollouts(self.trainer, staged)
+        except BaseException as error:
+            full = isinstance(error, Exception) and disk_is_full(error, final.parent)  # before its room is given back
+            if staging.exists():
+                shutil.rmtree(staging)
+            if not full:
+                raise
+            log.warning("%s does not fit on the disk (%s: %s)", final, type(error).__name__, first_line(error))
+            return False
+        self.pending = staged, final, self.committer.submit(commit, staged, final)
+        if self.must_be_there_at_once():
+            self.settle()
+        if self.trainer.args.push_to_hub and final in self.committed:
+            self.trainer._push_from_checkpoint(str(final))
+        return True
+
+    def correct_best(self, staged: Path, final: Path) -> None:
+        """Where this checkpoint is the best, Trainer has noted the place where it was staged."""
+        state = self.trainer.state
+        if state.best_model_checkpoint and Path(state.best_model_checkpoint) == staged:
+            state.best_model_checkpoint = str(final)
+            path = staged / "trainer_state.json"
+            values = json.loads(path.read_text(encoding="utf-8")) | {"best_model_checkpoint": str(final)}
+            path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    def must_be_there_at_once(self) -> bool:
+        """Whether somebody looks at the checkpoint right after the save: a callback of the user's, or the hub's upload."""
+        callbacks = self.trainer.callback_handler.callbacks
+        return self.trainer.args.push_to_hub or any(
+            type(each).on_save is not TrainerCallback.on_save for each in callbacks
+        )
+
+    # ------------------------------------------------------------------------------------------------------------- commits
+
+    def poll(self) -> None:
+        """After a step: finish with a commit that is done."""
+        if self.pending is not None and self.pending[2].done():
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the commit under way, then let older checkpoints go. Raises OSError when the disk fails."""
+        if self.pending is None:
+            return
+        staged, final, committing = self.pending
+        try:
+            finding = committing.result()
+        except OSError as error:
+            if not says_full(error):
+                raise
+            log.warning("%s could not be committed (%s)", final, first_line(error))
+            if not (self.drop_ballast(final.parent) and self.commit_again(staged, final)):
+                self.pending = None
+                self.follow_policy(final, lambda: self.commit_again(staged, final))
+            return
+        self.pending = None
+        self.conclude(final, finding)
+
+    def commit_again(self, staged: Path, final: Path) -> bool:
+        """Commit in this thread what is still staged; False where the disk is still full."""
+        try:
+            finding = commit(staged, final)
+        except OSError as error:
+            if not says_full(error):
+                raise
+            return False
+        self.pending = None
+        self.conclude(final, finding)
+        return True
+
+    def conclude(self, final: Path, finding: Finding) -> None:
+        if finding.state != "verified":
+            raise OSError(f"{final} was written and reads back differently ({finding.reason}): disk or memory fail")
+        self.committed.append(final)
+        log.info("%s is saved and verified (%.2f GB)", final, finding.bytes / 1e9)
+        self.prune(final.parent, self.keep)
+        self.take_ballast(final.parent, blocks_of(final))
+
+    def prune(self, output_dir: Path, keep: int) -> bool:
+        """Let older checkpoints go, one that stays having just been read back; whether any went."""
+        best = self.trainer.state.best_model_checkpoint
+        pinned = frozenset() if self.resumed_from is None else frozenset({self.resumed_from})
+        going, _ = plan_pruning(output_dir, keep, Path(best) if best else None, pinned)
+        for path in going:
+            log.info("%s makes room (%.2f GB)", path, remove(path) / 1e9)
+        return bool(going)
+
+    # ---------------------------------------------------------------------------------------------------------- a full disk
+
+    def take_ballast(self, output_dir: Path, size: int) -> None:
+        """Take the space of one more checkpoint from the disk while it has some."""
+        path = output_dir / BALLAST_NAME
+        if path.exists():
+            return
+        descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            path.unlink()
+            log.warning("no room for a reserve of one more checkpoint beside %s (%s)", output_dir, error.strerror)
+        finally:
+            os.close(descriptor)
+
+    def drop_ballast(self, output_dir: Path) -> bool:
+        path = output_dir / BALLAST_NAME
+        if not path.exists():
+            return False
+        path.unlink()
+        log.warning("let go of the reserve in %s", output_dir)
+        return True
+
+    def prune_to_one(self, output_dir: Path) -> bool:
+        """Keep the newest that verifies, the best, the pinned and the one resumed from."""
+        newest = self.committed[-1] if self.committed else None
+        if newest is None or newest.parent != output_dir or inspect(newest).state != "verified":
+            return False
+        return self.prune(output_dir, 1)
+
+    def keep_adapter(self, output_dir: Path) -> None:
+        """What can be deployed, where nothing else fits: the adapter alone, a small part of a checkpoint."""
+        if getattr(self.trainer.model, "peft_config", None) is None:
+            return
+        final = output_dir / f"adapter-{self.trainer.state.global_step}"
+        try:
+            staged = open_staging(output_dir) / final.name
+            self.trainer.save_model(str(staged), _internal_call=True)
+            for path in staged.rglob("*"):
+                sync_path(path)
+            staged.rename(final)
+        except Exception as error:
+            if not disk_is_full(error, output_dir):
+                raise
+            log.warning("not even the adapter alone fits on the disk")
+        else:
+            log.warning("saved the adapter alone to %s: it can be used and merged, not resumed from", final)
+        shutil.rmtree(output_dir / STAGING_NAME)
+
+    def follow_policy(self, final: Path, again: Callable[[], bool]) -> None:
+        """The checkpoint is not to be had. again: tries once more, and says whether it worked."""
+        place = final.parent.absolute()
+        if self.on_full == "pause":
+            log.error("training waits: %s does not fit. Free space on the disk of %s and it goes on", final.name, place)
+            began = reminded = time.monotonic()
+            while not again():
+                time.sleep(RETRY_SECONDS)
+                if time.monotonic() - reminded > REMIND_SECONDS:
+                    reminded = time.monotonic()
+                    log.error("still waiting for space in %s, for %d minutes", place, (reminded - began) // 60)
+            log.info("there is space again; training goes on")
+            return
+        staging = final.parent / STAGING_NAME
+        if staging.exists():
+            shutil.rmtree(staging)
+        if self.on_full == "stop":
+            self.trainer.control.should_training_stop = True
+            log.error("training stops: %s does not fit on the disk of %s. Free space and resume", final.name, place)
+            return
+        last = f"the last good one is {self.committed[-1].name}" if self.committed else "there is none yet"
+        log.error(
+            "training goes on without %s, which does not fit in %s; %s. Free space there", final.name, place, last
+        )
+
+    def finish(self) -> None:
+        """At the end of training, however it ends."""
+        self.settle()
+        for directory in {path.parent for path in self.committed}:
+            (directory / BALLAST_NAME).unlink(missing_ok=True)
+
+
+@contextmanager
+def staged_in(trainer: Any, staging: Path) -> Iterator[None]:
+    """Have the trainer write its checkpoints below `staging`, rotate nothing and upload nothing."""
+    limit = trainer.args.save_total_limit
+    trainer._get_output_dir = lambda trial=None: str(staging)
+    trainer._push_from_checkpoint = lambda folder: None
+    trainer.args.save_total_limit = None
+    try:
+        yield
+    finally:
+        trainer.args.save_total_limit = limit
+        del trainer._get_output_dir, trainer._push_from_checkpoint
+
+
+def says_full(error: OSError) -> bool:
+    return any(isinstance(each, OSError) and each.errno in NO_SPACE for each in causes(error))
+
+
+def first_line(error: BaseException) -> str:
+    return f"{error}".strip().partition("\n")[0]

@@ -1,0 +1,304 @@
+"""What a checkpoint is worth: every byte of one that cogumi wrote is checked, and the structure of any other.
+
+A resume does not look at what it loads: it takes the highest number, skips an optimizer that is missing, and torch.load
+does not compare the checksums that torch.save wrote (transformers 5.17, torch 2.13). Neither torch nor transformers is
+imported here. The checkpoints are those of one process or of several with whole copies of the model: FSDP and DeepSpeed
+have no `optimizer.pt` and are rejected.
+"""
+
+import json
+import os
+import re
+import struct
+import zipfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+from cogumi.checkpoints.manifest import (
+    CHECKPOINT_NAME,
+    MANIFEST_NAME,
+    CheckpointDamaged,
+    Manifest,
+    files_of,
+    read_manifest,
+)
+from cogumi.durable import sha256_file
+from cogumi.errors import UsageError
+
+# The names are transformers' (trainer.py, utils/__init__.py) and PEFT's (utils/constants.py).
+STATE = "trainer_state.json"
+OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
+RNG = re.compile(r"rng_state(_\d+)?\.pth")
+WHOLE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+
+# What torch.save writes into a checkpoint. Another .bin or .pt may be anybody's, in any format.
+TORCH_FILE = re.compile(
+    r"(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth|training_args\.bin|(pytorch|adapter)_model.*\.bin"
+)
+# A file with one of these endings that the manifest does not list could be loaded in place of one that it does.
+LOADED_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".index.json")
+TEXT_SUFFIXES = (".jinja", ".md", ".txt")
+
+# https://github.com/huggingface/safetensors#format; the limit is the reference implementation's.
+MAX_HEADER_BYTES = 100_000_000
+DTYPE_BITS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
+# How a zip file without a comment ends, which is how torch.save ends one.
+ZIP_END_BYTES, ZIP_END = 22, b"PK\x05\x06"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came of looking at one checkpoint.
+
+    verified: every file has the size and the sha256 of the manifest, and nothing that a resume needs is missing.
+    unverified: there is no manifest (plain Trainer wrote it), and its structure is whole; a changed number is not seen.
+    rejected: `reason` says in one line what is wrong; "" for verified. `bytes` is what the directory's files weigh.
+    """
+
+    path: Path
+    step: int
+    state: Literal["verified", "unverified", "rejected"]
+    reason: str
+    bytes: int
+
+
+def inspect(directory: Path) -> Finding:
+    """Look at a checkpoint; reads all of it (about a second a GB). Raises UsageError unless it is named checkpoint-STEP.
+
+    What cannot be read is rejected with the system's reason, for a resume would not be able to read it either.
+    """
+    name = CHECKPOINT_NAME.fullmatch(directory.name)
+    if name is None:
+        raise UsageError(f"{directory} is not named checkpoint-STEP; name the directory of one checkpoint")
+    step, weight = int(name[1]), 0
+    try:
+        files = list_files(directory)
+        weight = bytes_of(directory)
+        manifest = read_manifest(directory)
+        if manifest is not None:
+            check_hashes(manifest, files, step)
+        check_complete(files)
+        check_step(files, step)
+        if manifest is None:
+            check_structure(files)
+    except CheckpointDamaged as damage:
+        return Finding(directory, step, "rejected", str(damage), weight)
+    except OSError as error:
+        place = os.path.relpath(error.filename, directory.parent) if error.filename else directory.name
+        return Finding(directory, step, "rejected", f"{place} cannot be read ({error.strerror})", weight)
+    if manifest is None:
+        return Finding(directory, step, "unverified", f"no {MANIFEST_NAME}: only the structure was checked", weight)
+    return Finding(directory, step, "verified", "", weight)
+
+
+def list_files(directory: Path) -> dict[str, Path]:
+    """Every file of a checkpoint by its relative name. Raises OSError where there is no directory to list."""
+    os.listdir(directory)  # rglob finds nothing in a directory that is not there, and says nothing
+    return files_of(directory)
+
+
+def bytes_of(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def check_hashes(manifest: Manifest, files: dict[str, Path], step: int) -> None:
+    """Raise CheckpointDamaged unless every file is the one that was saved: names, step and sizes before any hash."""
+    if manifest.step != step:
+        raise CheckpointDamaged(
+            f"{MANIFEST_NAME} is of step {manifest.step}, not {step}: the directory was renamed, or parts of two mixed"
+        )
+    require(manifest.files.keys() - files.keys())
+    for name, entry in manifest.files.items():
+        size = files[name].stat().st_size
+        if size != entry.size:
+            raise CheckpointDamaged(f"{name} has {size:,} bytes, and {entry.size:,} were saved")
+    for name in files.keys() - manifest.files.keys():
+        if name.endswith(LOADED_SUFFIXES):
+            raise CheckpointDamaged(f"{name} was added after the checkpoint was saved, and a resume might load it")
+    for name, entry in manifest.files.items():
+        with reading(files[name]):
+            same = sha256_file(files[name]) == entry.sha256
+        if not same:
+            raise CheckpointDamaged(f"{name} has other bytes than were saved (its sha256 differs)")
+
+
+def check_complete(files: dict[str, Path]) -> None:
+    """Raise CheckpointDamaged unless there is everything that a resumed run needs to go on as if it had not stopped."""
+    missing = {name for name in (STATE, OPTIMIZER, SCHEDULER) if name not in files}
+    if not any(RNG.fullmatch(name) for name in files):
+        missing.add("rng_state.pth")
+    if missing == {OPTIMIZER, SCHEDULER, "rng_state.pth"}:
+        raise CheckpointDamaged(
+            "it has no optimizer, scheduler and RNG state (save_only_model=True?): its weights are there, "
+            "but a run cannot resume from it"
+        )
+    require(missing, " (Trainer writes that last: the save did not finish)" if STATE in missing else "")
+    check_adapters(files)
+    indexes = [name for name in INDEXES if name in files]
+    for name in indexes:
+        require(set(shards_of(name, files[name]).values()) - files.keys(), f" (named in {name})")
+    if not indexes and not any(is_weights(name) for name in files):
+        raise CheckpointDamaged("it has no weights: neither a model's nor an adapter's")
+
+
+def require(missing: Collection[str], why: str = "") -> None:
+    if missing:
+        raise CheckpointDamaged(f"{', '.join(sorted(missing))} {'is' if len(missing) == 1 else 'are'} missing{why}")
+
+
+def is_weights(name: str) -> bool:
+    """Whether Trainer looks there for weights: adapters have a directory each where there are several."""
+    folder, _, file = name.rpartition("/")
+    return name in WHOLE_WEIGHTS or (file in ADAPTER_WEIGHTS and "/" not in folder)
+
+
+def check_adapters(files: dict[str, Path]) -> None:
+    """Raise CheckpointDamaged where an adapter has only one of its two files."""
+    folders = {
+        name.rpartition("/")[0] for name in files if name.rpartition("/")[2] in (ADAPTER_CONFIG, *ADAPTER_WEIGHTS)
+    }
+    for folder in sorted(folders):
+        inside = f"{folder}/" if folder else ""
+        if inside + ADAPTER_CONFIG not in files:
+            require([inside + ADAPTER_CONFIG])
+        if not any(inside + weights in files for weights in ADAPTER_WEIGHTS):
+            require([inside + ADAPTER_WEIGHTS[0]])
+
+
+def check_step(files: dict[str, Path], step: int) -> None:
+    content = read_object(STATE, files[STATE])
+    if content.get("global_step") != step:
+        raise CheckpointDamaged(
+            f"{STATE} is of step {content.get('global_step')}, not {step}: the directory was renamed, or parts of two mixed"
+        )
+
+
+def check_structure(files: dict[str, Path]) -> None:
+    """Raise CheckpointDamaged where a file is cut off, empty or garbled. Quick checks of all files come first."""
+    for name, path in files.items():
+        if name.endswith(".json"):
+            read_json(name, path)
+        elif name.endswith(TEXT_SUFFIXES):
+            check_text(name, path)
+    tensors = {name: tensors_of(name, path) for name, path in files.items() if name.endswith(".safetensors")}
+    index = files.get(INDEXES[0])
+    for tensor, shard in shards_of(INDEXES[0], index).items() if index else ():
+        if tensor not in tensors.get(shard, ()):
+            raise CheckpointDamaged(f"{shard} has no tensor {tensor}, which {INDEXES[0]} says is in it")
+    for name, path in files.items():
+        if TORCH_FILE.fullmatch(name.rpartition("/")[2]):
+            check_torch_file(name, path)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Name the file in an error of the block: a read that fails (a bad sector, a mount gone away) does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
+def read_json(name: str, path: Path) -> Any:
+    try:
+        with reading(path):
+            return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointDamaged(f"{name} is damaged: it is not JSON any more") from error
+
+
+def read_object(name: str, path: Path) -> dict[str, Any]:
+    content = read_json(name, path)
+    if not isinstance(content, dict):
+        raise CheckpointDamaged(f"{name} is damaged: it is not a JSON object any more")
+    return content
+
+
+def shards_of(name: str, index: Path) -> dict[str, str]:
+    """The shard that holds each tensor, as an index has it."""
+    shards = read_object(name, index).get("weight_map")
+    if not isinstance(shards, dict) or not shards or not all(isinstance(shard, str) for shard in shards.values()):
+        raise CheckpointDamaged(f"{name} is damaged: its weight_map does not name the shards")
+    return shards
+
+
+def check_text(name: str, path: Path) -> None:
+    """Raise CheckpointDamaged for what a crash makes of a text: nothing, or zeros where the end was."""
+    with reading(path):
+        text = path.read_bytes()
+    if not text:
+        raise CheckpointDamaged(f"{name} is empty")
+    if b"\0" in text:
+        raise CheckpointDamaged(f"{name} is damaged: it holds zero bytes, and it is a text")
+
+
+def tensors_of(name: str, path: Path) -> set[str]:
+    """The tensors of a safetensors file whose header accounts for every byte of it."""
+    size = path.stat().st_size
+    with reading(path), path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            raise CheckpointDamaged(f"{name} is damaged or cut off: {size:,} bytes without a whole header")
+        header = file.read(length)
+    try:
+        entries = json.loads(header)
+        entries.pop("__metadata__", None)
+        spans = sorted(
+            (*entry["data_offsets"], entry["dtype"], entry["shape"], tensor) for tensor, entry in entries.items()
+        )
+        position = 0
+        for begin, end, dtype, shape, tensor in spans:
+            if begin != position or (dtype in DTYPE_BITS and (end - begin) * 8 != prod(shape) * DTYPE_BITS[dtype]):
+                raise CheckpointDamaged(f"{name} is damaged: its header is wrong about {tensor}")
+            position = end
+    except (ValueError, TypeError, KeyError, AttributeError) as error:  # not JSON, or not the JSON of a header
+        raise CheckpointDamaged(f"{name} is damaged: its header cannot be read") from error
+    if 8 + length + position != size:
+        raise CheckpointDamaged(f"{name} has {size:,} bytes, and its header says {8 + length + position:,}")
+    return set(entries)
+
+
+def check_torch_file(name: str, path: Path) -> None:
+    """Raise CheckpointDamaged unless this is a whole zip file whose every record has the checksum that torch.save gave it."""
+    with reading(path), path.open("rb") as file:
+        file.seek(max(path.stat().st_size - ZIP_END_BYTES, 0))
+        end = file.read()
+        if not (end.startswith(ZIP_END) and end.endswith(b"\0\0")):
+            raise CheckpointDamaged(f"{name} is cut off, or is not what torch.save wrote")
+        try:
+            with zipfile.ZipFile(file) as archive:
+                whole = all(plain(record) for record in archive.infolist()) and archive.testzip() is None
+                whole = whole and any(record.endswith("/data.pkl") for record in archive.namelist())
+        except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError) as error:
+            raise CheckpointDamaged(f"{name} is damaged: {error or 'it ends too early'}") from error
+    if not whole:
+        raise CheckpointDamaged(f"{name} is damaged: its records are not those that torch.save wrote")
+
+
+def plain(record: zipfile.ZipInfo) -> bool:
+    """Whether a record's entry in the directory is one of torch.save's: stored as it is, on one disk, with nothing added.
+
+    Not all of it is covered by a checksum, and what zipfile overlooks there makes torch.load fail.
+    """
+    return (
+        record.compress_type == zipfile.ZIP_STORED
+        and record.compress_size == record.file_size
+        and record.flag_bits in (0, 0x8, 0x800, 0x808)  # sizes after the data, names in UTF-8
+        and record.header_offset >= 0
+        and record.volume == record.external_attr == len(record.comment) == 0
+    )

@@ -1,0 +1,110 @@
+"""The monitor of the disk as a callback of any transformers or TRL trainer."""
+
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
+
+from cogumi.disk.monitor import DiskMonitor, Sample, check_settings
+from cogumi.disk.usage import nearest_existing
+
+log = logging.getLogger(__name__)
+
+
+class DiskMonitorCallback(TrainerCallback):
+    """Watches the disk that a trainer saves to: `Trainer(..., callbacks=[cogumi.DiskMonitorCallback()])`.
+
+    path: by default args.output_dir. Looks at most once every `interval` seconds, after a step; a step without a look
+    costs the reading of a clock. Logs a line when the level changes, and puts disk/free_gb (10^9 bytes) and
+    disk/used_percent into what the trainer logs with a loss, for every reporter. warn, alarm, on_change and log_path
+    are those of `DiskMonitor`. It never deletes, never stops a training, and goes on where the disk does not answer.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        warn: float = 0.60,
+        alarm: float = 0.80,
+        interval: float = 10.0,
+        on_change: Callable[[Sample], object] | None = None,
+        log_path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        check_settings(warn, alarm, interval)
+        self.path = path
+        self.interval = interval
+        self.settings: dict[str, Any] = {"warn": warn, "alarm": alarm, "on_change": on_change, "log_path": log_path}
+        self.monitor: DiskMonitor | None = None
+        self.next_look = math.inf
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not state.is_local_process_zero:
+            return
+        go_before_reporters(self, sys._getframe(1).f_locals.get("self"))
+        path = there(Path(args.output_dir or ".")) if self.path is None else self.path
+        self.monitor = DiskMonitor(path, interval=self.interval, **self.settings)
+        announce(f"disk: watching {self.monitor}, at most every {self.interval:g} s, between steps")
+        self.look(self.monitor)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if time.monotonic() >= self.next_look and self.monitor is not None:
+            self.look(self.monitor)
+
+    def look(self, monitor: DiskMonitor) -> None:
+        monitor.sample()
+        self.next_look = time.monotonic() + self.interval
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        sample = None if self.monitor is None else self.monitor.latest
+        # What evaluate() and train() return is logged too, and is not to be added to.
+        if logs is None or "loss" not in logs or sample is None or sample.free is None or sample.used_share is None:
+            return
+        logs["disk/free_gb"] = round(sample.free / 1e9, 3)
+        logs["disk/used_percent"] = round(sample.used_share * 100, 2)
+
+
+def there(output_dir: Path) -> Path:
+    """What there is of a directory that the trainer makes at its first save."""
+    try:
+        return nearest_existing(output_dir)
+    except OSError as error:  # a mount that is gone: its watch says so, and the training finds out by itself
+        log.warning("disk: %s does not answer: %s", output_dir, error.strerror)
+        return output_dir
+
+
+def announce(line: str) -> None:
+    """Say what is watched also in a script that has not set up logging, where only warnings are shown."""
+    if log.hasHandlers():
+        log.info(line)
+    else:
+        print(line, file=sys.stderr)
+
+
+def go_before_reporters(callback: TrainerCallback, handler: Any) -> None:
+    """Have a callback called before those that report_to brought in, which otherwise read the logs before it adds to them.
+
+    handler: whoever calls on_train_begin. Trainer puts its own callbacks in front of the user's and hands no callback
+    the list, so it is taken from the calling frame. Moving an entry back does not disturb the loop over it: those that
+    it passes have been called.
+    """
+    if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
+        handler.callbacks.remove(callback)
+        handler.callbacks.insert(0, callback)
+    else:
+        log.info("disk: reporters that are called before this callback do not see its figures")

@@ -1,0 +1,264 @@
+"""A monitor of the disk that a directory is on: it measures, says when a threshold is passed, and never deletes."""
+
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+from cogumi.disk.usage import Space, filesystem_of, space_of, spoken
+from cogumi.errors import UsageError
+from cogumi.rundir import append_jsonl
+
+log = logging.getLogger(__name__)
+
+Level = Literal["green", "yellow", "red", "unknown"]
+
+# A rate is taken over the last hour: over less, one checkpoint looks like a disk that is full in minutes.
+RATE_WINDOW_SECONDS = 3600.0
+POINTS = 512
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One look at a filesystem. Bytes; None where it did not answer (level "unknown", and `reason` says why).
+
+    time: seconds since 1970. used_share: of what root's reserve leaves, 0 to 1; inodes_share: None where inodes are
+    without a limit. rate: bytes a second by which it filled over the last hour, negative where it emptied, None at the
+    first look. hours_until_full: at that rate, None where it does not fill.
+    """
+
+    time: float
+    path: str
+    level: Level
+    reason: str
+    total: int | None = None
+    used: int | None = None
+    free: int | None = None
+    used_share: float | None = None
+    inodes_free: int | None = None
+    inodes_share: float | None = None
+    rate: float | None = None
+    hours_until_full: float | None = None
+
+
+class DiskMonitor:
+    """Watches the filesystem of `path`: `with DiskMonitor("/workspace"):`, or start() and stop(), or sample() alone.
+
+    warn, alarm: shares of the bytes, or of the inodes, from which the level is "yellow" and "red". interval: seconds
+    between two looks of the thread. on_change: called with the Sample when the level is another one than before, which
+    is taken to be green at first; it runs in the thread that looked. log_path: a file that each Sample is added to as a
+    line of JSON. Levels are logged when they change. Nothing is ever deleted.
+
+    Raises UsageError for thresholds that are none, or a `path` that is not there.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] = ".",
+        *,
+        warn: float = 0.60,
+        alarm: float = 0.80,
+        interval: float = 30.0,
+        on_change: Callable[[Sample], object] | None = None,
+        log_path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        check_settings(warn, alarm, interval)
+        self.path = Path(path).absolute()
+        if is_missing(self.path):
+            raise UsageError(f"cannot watch {path}: it does not exist; give a directory on the disk to be watched")
+        self.warn, self.alarm, self.interval = warn, alarm, interval
+        self.on_change = on_change
+        self.log_path = None if log_path is None else Path(log_path)
+        self.latest: Sample | None = None
+        self._level: Level = "green"
+        self._device: int | None = None
+        self._history: deque[tuple[float, int]] = deque()
+        self._said: set[str] = set()
+        self._looking = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __str__(self) -> str:
+        return f"{described(self.path)}; yellow from {percent(self.warn)}, red from {percent(self.alarm)}"
+
+    @property
+    def level(self) -> Level:
+        """The level of the latest sample; "green" before the first one."""
+        return self._level
+
+    # ------------------------------------------------------------------------------------------------------ one look
+
+    def sample(self) -> Sample:
+        """Look now, with or without the thread running. A filesystem that does not answer is a Sample, not an error."""
+        with self._looking:
+            sample = self._measure()
+            changed = sample.level != self._level
+            self._level, self.latest = sample.level, sample
+        if changed:
+            log.log(logging.INFO if sample.level == "green" else logging.WARNING, "disk %s", sentence(sample))
+            self._tell(sample)
+        if self.log_path is not None:
+            self._write(self.log_path, sample)
+        return sample
+
+    def _measure(self) -> Sample:
+        try:
+            device = os.stat(self.path).st_dev
+            space = space_of(self.path)
+        except OSError as error:
+            self._history.clear()
+            return Sample(time.time(), str(self.path), "unknown", f"does not answer: {error.strerror}")
+        if self._device not in (None, device):
+            # An unmounted volume leaves an empty directory, whose numbers are those of the disk below.
+            log.warning("disk %s: is on another filesystem now than when the watch began", self.path)
+            self._history.clear()
+        self._device = device
+        level, reason = self._judge(space)
+        rate = self._rate(space.used)
+        return Sample(
+            time=time.time(),
+            path=str(self.path),
+            level=level,
+            reason=reason,
+            total=space.total,
+            used=space.used,
+            free=space.free,
+            used_share=space.used_share,
+            inodes_free=space.inodes_free,
+            inodes_share=space.inodes_share,
+            rate=rate,
+            hours_until_full=space.free / rate / 3600 if rate is not None and rate > 0 else None,
+        )
+
+    def _judge(self, space: Space) -> tuple[Level, str]:
+        if space.used_share is None:
+            return "unknown", "this filesystem tells no size"
+        reason = f"{percent(space.used_share)} of {spoken(space.used + space.free)} used, {spoken(space.free)} free"
+        if space.read_only:  # as the kernel makes a filesystem when its disk fails
+            return "red", f"it is read-only: nothing can be written; {reason}"
+        share = space.used_share
+        if space.inodes_share is not None and space.inodes_share > share:
+            share = space.inodes_share
+            if share >= self.warn:
+                reason = f"{percent(share)} of {space.inodes:,} inodes used, {space.inodes_free:,} free; {reason}"
+        return ("red" if share >= self.alarm else "yellow" if share >= self.warn else "green"), reason
+
+    def _rate(self, used: int) -> float | None:
+        """Bytes a second since the oldest look within the window."""
+        now = time.monotonic()
+        while self._history and now - self._history[0][0] > RATE_WINDOW_SECONDS:
+            self._history.popleft()
+        if len(self._history) >= POINTS:  # somebody looks often: every other point says the same
+            self._history = deque(list(self._history)[::2])
+        self._history.append((now, used))
+        then, before = self._history[0]
+        return (used - before) / (now - then) if now > then else None
+
+    def _tell(self, sample: Sample) -> None:
+        if self.on_change is None:
+            return
+        try:
+            self.on_change(sample)
+        except Exception:  # the caller's; a mistake in it must not end the watch
+            if "on_change" not in self._said:
+                self._said.add("on_change")
+                log.exception("disk %s: on_change failed; the watch goes on, and this is said once", self.path)
+
+    def _write(self, path: Path, sample: Sample) -> None:
+        try:
+            append_jsonl(path, asdict(sample))
+        except OSError as error:  # the disk that is watched may be the one it is on
+            if "log_path" not in self._said:
+                self._said.add("log_path")
+                log.warning("disk %s: cannot write %s: %s; said once", self.path, path, error.strerror)
+
+    # ---------------------------------------------------------------------------------------------------- the thread
+
+    def start(self) -> Self:
+        """Look now, and then every `interval` seconds in a thread of its own. Raises RuntimeError if that runs already."""
+        if self._thread is not None:
+            raise RuntimeError(f"{self.path} is being watched by this monitor already")
+        log.info("disk: watching %s, every %g s", self, self.interval)
+        self.sample()
+        self._stopping = threading.Event()  # of its own: an earlier thread may hang in a filesystem still
+        self._thread = threading.Thread(
+            target=self._watch, args=[self._stopping], name="cogumi-disk-monitor", daemon=True
+        )
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """End the thread and wait for it, a minute at most where the filesystem hangs. Does nothing where none runs."""
+        if self._thread is None:
+            return
+        self._stopping.set()
+        if self._thread is not threading.current_thread():  # on_change may be what stops it
+            self._thread.join(60)
+        self._thread = None
+
+    def _watch(self, stopping: threading.Event) -> None:
+        while not stopping.wait(self.interval):
+            self.sample()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def check_settings(warn: float, alarm: float, interval: float) -> None:
+    """Raises UsageError for thresholds that are no shares in order, and for an interval that is none."""
+    if not 0 < warn <= alarm <= 1:
+        raise UsageError(
+            f"warn={warn}, alarm={alarm}: shares of the disk with 0 < warn <= alarm <= 1; 0.6 and 0.8 are usual"
+        )
+    if not (math.isfinite(interval) and interval > 0):
+        raise UsageError(f"interval={interval}: give a number of seconds above 0")
+
+
+def is_missing(path: Path) -> bool:
+    """Whether nothing is at `path`; what does not answer is there."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError as error:
+        log.debug("%s: %s", path, error)
+    return False
+
+
+def described(path: Path) -> str:
+    """A directory and its filesystem in words: what a watch says when it begins."""
+    try:
+        found = filesystem_of(path)
+    except OSError as error:
+        return f"{path} (its filesystem does not answer: {error.strerror})"
+    where = f"{found.kind or 'a filesystem'} at {found.mount}"
+    if found.network:
+        where += ", a network filesystem whose numbers may be the whole cluster's"
+    share = found.space.used_share
+    used = "of unknown size" if share is None else f"{percent(share)} used, {spoken(found.space.free)} free"
+    return f"{path} ({where}: {used})"
+
+
+def percent(share: float) -> str:
+    """Rounded down, so that what is below a threshold does not read as if it had reached it."""
+    return f"{math.floor(share * 100 + 1e-9)} %"
+
+
+def sentence(sample: Sample) -> str:
+    """A sample as a line of a log."""
+    line = f"{sample.path} is {sample.level}: {sample.reason}"
+    if sample.hours_until_full is not None:
+        line += f", full in {sample.hours_until_full:.1f} h at {spoken(sample.rate or 0)}/s"
+    return line

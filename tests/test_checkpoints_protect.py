@@ -1,0 +1,399 @@
+"""`cogumi.protect` on real trainers: what is on the disk after saves, kills and full disks, and what a resume does."""
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import cogumi
+from cogumi.checkpoints import protect, unprotect
+from cogumi.checkpoints.commit import STAGING_NAME, blocks_of
+from cogumi.checkpoints.retention import PIN_NAME, plan_pruning
+from cogumi.checkpoints.saving import BALLAST_NAME
+from cogumi.checkpoints.verify import inspect
+from cogumi.cli_disk import prune
+from cogumi.errors import UsageError
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 64,
+    "attention_dropout": 0.1,
+}
+
+
+class Losses(TrainerCallback):
+    """The loss of every step, as it was logged."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, float] = {}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        if logs and "loss" in logs:
+            self.seen[state.global_step] = logs["loss"]
+
+
+class StopAfter(TrainerCallback):
+    """What a crash is to a trainer: an exception in the middle."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise RuntimeError("the machine is gone")
+
+
+def make(output_dir: Path, *callbacks: TrainerCallback, **options: Any) -> tuple[Any, Losses]:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    rows = [
+        {"input_ids": [(i * 7 + j) % 64 for j in range(8)], "labels": [(i + j) % 64 for j in range(8)]}
+        for i in range(32)
+    ]
+    settings: dict[str, Any] = {
+        "max_steps": 8,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 4,
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "learning_rate": 1e-2,
+    }
+    args = TrainingArguments(output_dir=str(output_dir), **settings | options)
+    losses = Losses()
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows[:4]),
+        callbacks=[losses, *callbacks],
+    )
+    return trainer, losses
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of a plain, uninterrupted run."""
+    trainer, losses = make(tmp_path_factory.mktemp("reference"))
+    trainer.train()
+    return losses.seen
+
+
+def names(output_dir: Path) -> list[str]:
+    return sorted(path.name for path in output_dir.iterdir())
+
+
+def checkpoints(output_dir: Path) -> list[str]:
+    return [name for name in names(output_dir) if name.startswith("checkpoint-")]
+
+
+def test_a_protected_run_is_the_plain_one(tmp_path: Path, reference: dict[int, float]) -> None:
+    trainer, losses = make(tmp_path)
+    assert protect(trainer) is trainer
+    trainer.train()
+    assert losses.seen == reference
+    assert names(tmp_path) == ["checkpoint-6", "checkpoint-8"]
+    assert all(inspect(path).state == "verified" for path in tmp_path.iterdir())
+
+
+def test_the_files_are_those_of_the_trainer(tmp_path: Path) -> None:
+    plain, _ = make(tmp_path / "plain")
+    plain.train()
+    protected, _ = make(tmp_path / "protected")
+    protect(protected).train()
+    ours, theirs = tmp_path / "protected" / "checkpoint-8", tmp_path / "plain" / "checkpoint-8"
+    assert names(ours) == sorted([*names(theirs), "cogumi-manifest.json"])
+    assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("gone", [3, 5])
+def test_resumes_by_itself_bit_for_bit(gone: int, tmp_path: Path, reference: dict[int, float]) -> None:
+    trainer, before = make(tmp_path, StopAfter(gone))
+    with pytest.raises(RuntimeError, match="gone"):
+        protect(trainer).train()
+    again, after = make(tmp_path)
+    protect(again).train()
+    assert min(after.seen) == gone // 2 * 2 + 1
+    assert before.seen | after.seen == reference
+
+
+def test_resumes_from_the_older_one_when_the_newest_is_damaged(
+    tmp_path: Path, reference: dict[int, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, _ = make(tmp_path, StopAfter(5))
+    with pytest.raises(RuntimeError, match="gone"):
+        protect(trainer).train()
+    optimizer = tmp_path / "checkpoint-4" / "optimizer.pt"
+    damaged = bytearray(optimizer.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    optimizer.write_bytes(damaged)
+    again, after = make(tmp_path)
+    with caplog.at_level(logging.INFO):
+        protect(again).train()
+    assert {step: loss for step, loss in reference.items() if step > 2} == after.seen
+    assert "checkpoint-4" in caplog.text
+    assert "optimizer.pt" in caplog.text
+    assert [name for name in names(tmp_path) if name.startswith("checkpoint-")] == [
+        "checkpoint-2",
+        "checkpoint-6",
+        "checkpoint-8",
+    ]
+    assert any(name.startswith("aside-checkpoint-4-") for name in names(tmp_path))
+
+
+def test_a_fresh_start_takes_no_earlier_run_for_its_own(tmp_path: Path, reference: dict[int, float]) -> None:
+    earlier, _ = make(tmp_path, max_steps=12)
+    protect(earlier).train()
+    trainer, losses = make(tmp_path)
+    protect(trainer, resume="never").train()
+    assert losses.seen == reference
+    found = names(tmp_path)
+    assert checkpoints(tmp_path) == ["checkpoint-6", "checkpoint-8"]
+    assert sum(name.startswith("aside-checkpoint-") for name in found) == 2
+
+
+def test_a_finished_training_is_taken_up_without_another_step(tmp_path: Path, reference: dict[int, float]) -> None:
+    """transformers trains a step too many there."""
+    for options in ({}, {"max_steps": -1, "num_train_epochs": 1}):
+        output_dir = tmp_path / f"{len(options)}"
+        first, _ = make(output_dir, **options)
+        protect(first).train()
+        again, losses = make(output_dir, **options)
+        done = protect(again).train()
+        assert (done.global_step, losses.seen) == (8, {})
+        assert checkpoints(output_dir) == ["checkpoint-6", "checkpoint-8"]
+        weights = first.model.state_dict()
+        assert all(torch.equal(weights[name], value) for name, value in again.model.state_dict().items())
+    further, losses = make(tmp_path / "0", max_steps=10)
+    protect(further).train()
+    assert sorted(losses.seen) == [9, 10]
+
+
+def test_told_to_resume_where_nothing_can_be(tmp_path: Path) -> None:
+    trainer, _ = make(tmp_path)
+    with pytest.raises(UsageError, match="holds no checkpoint that can be resumed from"):
+        protect(trainer).train(resume_from_checkpoint=True)
+    (tmp_path / "checkpoint-2").mkdir()
+    with pytest.raises(UsageError, match="cannot be resumed from"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_the_best_stays_and_is_loaded(tmp_path: Path) -> None:
+    trainer, _ = make(
+        tmp_path,
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        greater_is_better=True,  # so that an early one is the best
+    )
+    protect(trainer).train()
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best.parent == tmp_path
+    assert inspect(best).state == "verified"
+    assert best.name in names(tmp_path)
+    assert {"checkpoint-6", "checkpoint-8"} <= set(names(tmp_path))
+    weights = LlamaForCausalLM.from_pretrained(best).state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in trainer.model.state_dict().items())
+
+
+def test_pinned_and_foreign_directories_stay(tmp_path: Path) -> None:
+    class Pin(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:  # the checkpoint is where Trainer would have put it
+                (tmp_path / "checkpoint-2" / PIN_NAME).touch()
+
+    for name in ("checkpoint-keep-this", "checkpoint-1.bak"):
+        (tmp_path / name).mkdir(parents=True)
+    trainer, _ = make(tmp_path, Pin())
+    protect(trainer).train()
+    assert names(tmp_path) == [
+        "checkpoint-1.bak",
+        "checkpoint-2",
+        "checkpoint-6",
+        "checkpoint-8",
+        "checkpoint-keep-this",
+    ]
+
+
+def test_undo(tmp_path: Path) -> None:
+    trainer, _ = make(tmp_path, save_total_limit=3)
+    protect(trainer)
+    assert trainer.args.save_total_limit is None
+    with pytest.raises(UsageError, match="protected already"):
+        protect(trainer)
+    unprotect(trainer)
+    assert trainer.args.save_total_limit == 3
+    assert not {"train", "_save_checkpoint", "_load_best_model"} & set(vars(trainer))
+    trainer.train()
+    assert names(tmp_path) == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
+    assert not (tmp_path / "checkpoint-8" / "cogumi-manifest.json").exists()
+    with pytest.raises(UsageError, match="not protected"):
+        unprotect(trainer)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"keep": 1}, "at least 2"),
+        ({"resume": "maybe"}, "auto, never"),
+        ({"on_full": "panic"}, "continue, pause, stop"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=said):
+        protect(make(tmp_path)[0], **options)
+    with pytest.raises(UsageError, match="given str"):
+        protect("trainer")
+
+
+# ---------------------------------------------------------------------------------------------------------- a full disk
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Mounts a tmpfs of some bytes. Skips where that is not allowed."""
+    points: list[Path] = []
+
+    def mount(size: int) -> Path:
+        point = tmp_path / "disk"
+        point.mkdir()
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(point)], capture_output=True)
+        if done.returncode:
+            pytest.skip(f"mounting a tmpfs is not possible here: {done.stderr.decode().strip()}")
+        points.append(point)
+        return point
+
+    yield mount
+    for point in points:
+        subprocess.run(["umount", "-l", str(point)], check=True)  # a traceback may hold a file open
+
+
+@pytest.fixture(scope="module")
+def size(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """What one checkpoint takes on a disk."""
+    trainer, _ = make(tmp_path_factory.mktemp("size"), max_steps=2)
+    protect(trainer).train()
+    return blocks_of(Path(trainer.args.output_dir) / "checkpoint-2")
+
+
+@pytest.mark.parametrize("share", [0.5, 1.05, 1.5, 2.2, 2.9, 3.5])
+def test_a_full_disk_never_kills_training(
+    share: float, size: int, disk: Callable[[int], Path], reference: dict[int, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    point = disk(int(share * size))
+    trainer, losses = make(point / "run")
+    protect(trainer).train()
+    assert losses.seen == reference
+    kept = list((point / "run").glob("checkpoint-*"))
+    assert all(inspect(path).state == "verified" for path in kept)
+    assert bool(kept) == (share > 1)
+    if share > 2.1:  # the older ones make room for the last
+        assert "checkpoint-8" in checkpoints(point / "run")
+    assert not (point / "run" / STAGING_NAME).exists()
+    assert not (point / "run" / BALLAST_NAME).exists()
+    if share < 3:
+        assert "does not fit" in caplog.text or "no room for a reserve" in caplog.text
+
+
+def test_what_does_not_fit_goes_to_the_fallback(
+    size: int, disk: Callable[[int], Path], tmp_path: Path, reference: dict[int, float]
+) -> None:
+    point = disk(int(1.5 * size))
+    trainer, _ = make(point / "run", StopAfter(7))
+    with pytest.raises(RuntimeError, match="gone"):
+        protect(trainer, fallback=tmp_path / "other").train()
+    assert inspect(point / "run" / "checkpoint-2").state == "verified"
+    assert inspect(tmp_path / "other" / "checkpoint-6").state == "verified"
+    again, losses = make(point / "run")
+    protect(again, fallback=tmp_path / "other").train()
+    assert losses.seen == {step: loss for step, loss in reference.items() if step > 6}
+
+
+def test_stop(size: int, disk: Callable[[int], Path]) -> None:
+    point = disk(int(0.5 * size))
+    trainer, losses = make(point / "run")
+    protect(trainer, on_full="stop").train()
+    assert max(losses.seen) == 2
+
+
+def test_pause_goes_on_when_there_is_space(
+    size: int,
+    disk: Callable[[int], Path],
+    reference: dict[int, float],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    point = disk(int(0.5 * size))
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        subprocess.run(["mount", "-o", f"remount,size={10 * size}", str(point)], check=True)
+
+    monkeypatch.setattr("cogumi.checkpoints.saving.time.sleep", wait)
+    trainer, losses = make(point / "run")
+    protect(trainer, on_full="pause").train()
+    assert len(waits) == 1
+    assert losses.seen == reference
+    assert "training waits" in caplog.text
+    assert inspect(point / "run" / "checkpoint-8").state == "verified"
+
+
+def test_other_errors_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, _ = make(tmp_path)
+    monkeypatch.setattr(trainer, "_save_rng_state", lambda folder: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        protect(trainer).train()
+    assert names(tmp_path) == []
+
+
+# ------------------------------------------------------------------------------------------------------------ retention
+
+
+def test_pruning_says_why(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 10, 20):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if step != 3:
+            (tmp_path / f"checkpoint-{step}" / "cogumi-manifest.json").touch()
+    (tmp_path / "checkpoint-1" / PIN_NAME).touch()
+    (tmp_path / "checkpoint-30").symlink_to(tmp_path / "checkpoint-1")
+    going, said = plan_pruning(tmp_path, 1, best=tmp_path / "checkpoint-2")
+    assert [path.name for path in going] == ["checkpoint-10"]
+    assert said == [
+        "checkpoint-1: pinned",
+        "checkpoint-2: the best",
+        "checkpoint-20: one of the newest",
+        "checkpoint-3: not written by cogumi",
+    ]
+
+
+def test_the_names_are_cogumis_own() -> None:
+    assert cogumi.protect is protect
+    light = "import cogumi, sys; cogumi.last_good_checkpoint; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", light], check=True)
+
+
+def test_two_trainings_in_one_directory(tmp_path: Path) -> None:
+    class Second(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3:
+                with pytest.raises(UsageError, match="another training is writing there"):
+                    protect(make(tmp_path)[0]).train()
+                with pytest.raises(UsageError, match="a training is writing there"):
+                    prune(tmp_path, keep=2)
+
+    trainer, _ = make(tmp_path, Second())
+    protect(trainer).train()
+    assert checkpoints(tmp_path) == ["checkpoint-6", "checkpoint-8"]

@@ -1,0 +1,693 @@
+"""Checkpoints that real trainers wrote, damaged in every way we know: what is rejected, why, and what cannot be seen."""
+
+import io
+import json
+import logging
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import cogumi
+from cogumi.checkpoints.manifest import (
+    MANIFEST_NAME,
+    CheckpointDamaged,
+    Manifest,
+    read_manifest,
+    sealed,
+    write_manifest,
+)
+from cogumi.checkpoints.resume import findings, last_good_checkpoint
+from cogumi.checkpoints.verify import Finding, check_torch_file, inspect
+from cogumi.durable import sha256_file
+from cogumi.errors import UsageError
+
+# What each trainer writes; `test_the_lists_are_complete` holds it against the real directories.
+FILES = {
+    "full": [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "optimizer.pt",
+        "rng_state.pth",
+        "scheduler.pt",
+        "trainer_state.json",
+        "training_args.bin",
+    ],
+    "lora": [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "optimizer.pt",
+        "rng_state.pth",
+        "scheduler.pt",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "trainer_state.json",
+        "training_args.bin",
+    ],
+    "sharded": [
+        "config.json",
+        "generation_config.json",
+        "model-00001-of-00003.safetensors",
+        "model-00002-of-00003.safetensors",
+        "model-00003-of-00003.safetensors",
+        "model.safetensors.index.json",
+        "optimizer.pt",
+        "rng_state.pth",
+        "scheduler.pt",
+        "trainer_state.json",
+        "training_args.bin",
+    ],
+}
+# Written alike at every step, so that the file of another step is no damage.
+SAME_AT_EVERY_STEP = {
+    "README.md",
+    "adapter_config.json",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "training_args.bin",
+}
+
+
+def rewrite(change: Callable[[bytes], bytes]) -> Callable[[Path, Path], object]:
+    return lambda path, other: path.write_bytes(change(path.read_bytes()))
+
+
+def flip(data: bytes, at: int, bits: int = 0xFF) -> bytes:
+    at %= len(data)
+    return data[:at] + bytes([data[at] ^ bits]) + data[at + 1 :]
+
+
+def middle(data: bytes) -> int:
+    """The middle of a file; in a zip file, the middle of the largest record: the bytes between records are nobody's."""
+    if not zipfile.is_zipfile(io.BytesIO(data)):
+        return len(data) // 2
+    record = max(zipfile.ZipFile(io.BytesIO(data)).infolist(), key=lambda record: record.file_size)
+    name, extra = struct.unpack_from("<HH", data, record.header_offset + 26)
+    return record.header_offset + 30 + name + extra + record.file_size // 2
+
+
+# What is done to one file; `other` is the file of the same name in another step's checkpoint.
+DAMAGE: dict[str, Callable[[Path, Path], object]] = {
+    "deleted": lambda path, other: path.unlink(),
+    "emptied": rewrite(lambda data: b""),
+    "one byte short": rewrite(lambda data: data[:-1]),
+    "half": rewrite(lambda data: data[: len(data) // 2]),
+    "first byte flipped": rewrite(lambda data: flip(data, 0)),
+    "middle byte flipped": rewrite(lambda data: flip(data, middle(data))),
+    "last byte flipped": rewrite(lambda data: flip(data, -1)),
+    "zeros at the end": rewrite(lambda data: data + bytes(4096)),
+    "nothing but zeros": rewrite(lambda data: bytes(len(data))),
+    "of another step": lambda path, other: path.write_bytes(other.read_bytes()),
+}
+CASES = [
+    pytest.param(kind, name, damage, id=f"{kind}-{name}-{damage}".replace(" ", "_"))
+    for kind, names in FILES.items()
+    for name in names
+    for damage in DAMAGE
+    if not (damage == "of another step" and name in SAME_AT_EVERY_STEP)
+]
+
+# Without a manifest these go through, and nothing else of the above does. What they come to, when a run is resumed:
+# nothing where the file is not read by a resume, another run without a word where it is.
+UNSEEN: dict[str, set[str]] = {
+    # Not read by a resume: the script brings the model's configuration, the tokenizer and the arguments.
+    "config.json": {"deleted", "one byte short"},
+    "generation_config.json": {"deleted", "one byte short"},
+    "tokenizer.json": {"deleted"},
+    "tokenizer_config.json": {"deleted", "one byte short"},
+    "training_args.bin": {"deleted"},
+    "README.md": {"deleted", "one byte short", "half"}
+    | {f"{place} byte flipped" for place in ("first", "middle", "last")},
+    # The newline after the last brace: the content is the same.
+    "model.safetensors.index.json": {"one byte short"},
+    "trainer_state.json": {"one byte short"},
+    # Silent divergences: numbers that are whole and wrong, and a part of another step.
+    "model.safetensors": {"middle byte flipped", "last byte flipped", "of another step"},
+    "model-00001-of-00003.safetensors": {"middle byte flipped", "last byte flipped", "of another step"},
+    "model-00002-of-00003.safetensors": {"middle byte flipped", "last byte flipped", "of another step"},
+    "model-00003-of-00003.safetensors": {"middle byte flipped", "last byte flipped", "of another step"},
+    "adapter_model.safetensors": {"middle byte flipped", "last byte flipped", "of another step"},
+    "optimizer.pt": {"of another step"},
+    "scheduler.pt": {"of another step"},
+    "rng_state.pth": {"of another step"},
+}
+
+
+def small_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=64,
+            attention_dropout=0.1,
+        )
+    )
+
+
+def options(path: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(path),
+        "max_steps": 4,
+        "save_steps": 2,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+
+
+def train_full(path: Path, **save: Any) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    model = small_llama()
+    model.save_pretrained = partial(model.save_pretrained, **save)
+    ids = torch.randint(0, 64, (16, 12), generator=torch.Generator().manual_seed(0))
+    rows: Any = [{"input_ids": row, "labels": row} for row in ids]
+    Trainer(model, TrainingArguments(**options(path)), train_dataset=rows).train()
+
+
+def train_lora(path: Path, base: Path, sources: list[str]) -> None:
+    import peft
+    import trl
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    cogumi.patch()  # TRL's head runs on Triton alone
+    trl.SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+        args=trl.SFTConfig(**options(path), max_length=32, bf16=False, gradient_checkpointing=False),
+        train_dataset=Dataset.from_dict({"text": sources[:16]}),
+        processing_class=AutoTokenizer.from_pretrained(base),
+        peft_config=peft.LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+    ).train()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, sources: list[str]) -> dict[str, Path]:
+    """One run a kind, each with checkpoint-2 and checkpoint-4 as the trainer wrote them."""
+    home = tmp_path_factory.mktemp("runs")
+    train_full(home / "full")
+    train_full(home / "sharded", max_shard_size="12KB")
+    train_lora(home / "lora", tiny_model, sources)
+    return {kind: home / kind for kind in FILES}
+
+
+@pytest.fixture(scope="module")
+def runs_of_cogumi(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same with manifests."""
+    home = tmp_path_factory.mktemp("runs-of-cogumi")
+    for kind, path in runs.items():
+        shutil.copytree(path, home / kind)
+        for step in (2, 4):
+            write_manifest(home / kind / f"checkpoint-{step}", step)
+    return {kind: home / kind for kind in FILES}
+
+
+Copy = Callable[..., Path]
+
+
+@pytest.fixture
+def copy(runs: dict[str, Path], runs_of_cogumi: dict[str, Path], tmp_path: Path) -> Iterator[Copy]:
+    """A copy of a run's directory, with manifests or without; removed at the end, for there are hundreds."""
+
+    def make(kind: str, manifest: bool) -> Path:
+        return shutil.copytree((runs_of_cogumi if manifest else runs)[kind], tmp_path / kind)
+
+    yield make
+    shutil.rmtree(tmp_path)
+
+
+def rejected(finding: Finding, *words: str) -> None:
+    assert finding.state == "rejected", finding
+    assert finding.reason
+    assert "\n" not in finding.reason
+    for word in words:
+        assert word in finding.reason, finding.reason
+
+
+def files_below(directory: Path) -> set[str]:
+    return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+
+
+# ---- what the trainers wrote ----
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_the_lists_are_complete(runs: dict[str, Path], kind: str) -> None:
+    old, new = runs[kind] / "checkpoint-2", runs[kind] / "checkpoint-4"
+    assert files_below(old) == files_below(new) == set(FILES[kind])
+    same = {name for name in FILES[kind] if (old / name).read_bytes() == (new / name).read_bytes()}
+    assert same == SAME_AT_EVERY_STEP & set(FILES[kind])
+
+
+def test_there_are_enough_corruptions() -> None:
+    assert len(CASES) >= 60
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_an_intact_checkpoint_is_verified_with_a_manifest_and_unverified_without(copy: Copy, kind: str) -> None:
+    home = copy(kind, manifest=False)
+    newest = home / "checkpoint-4"
+    finding = inspect(newest)
+    assert (finding.path, finding.step, finding.state) == (newest, 4, "unverified")
+    assert MANIFEST_NAME in finding.reason
+    assert finding.bytes == sum(path.stat().st_size for path in newest.iterdir())
+    write_manifest(newest, 4)
+    weight = finding.bytes + (newest / MANIFEST_NAME).stat().st_size
+    assert inspect(newest) == Finding(newest, 4, "verified", "", weight)
+
+
+# ---- the corruptions ----
+
+
+@pytest.mark.parametrize(("kind", "name", "damage"), CASES)
+def test_with_a_manifest_every_corruption_is_rejected(copy: Copy, kind: str, name: str, damage: str) -> None:
+    home = copy(kind, manifest=True)
+    DAMAGE[damage](home / "checkpoint-4" / name, home / "checkpoint-2" / name)
+    rejected(inspect(home / "checkpoint-4"), name)
+    assert last_good_checkpoint(home) == home / "checkpoint-2"
+
+
+@pytest.mark.parametrize(("kind", "name", "damage"), CASES)
+def test_without_a_manifest_every_corruption_is_rejected_but_those_listed(
+    copy: Copy, kind: str, name: str, damage: str
+) -> None:
+    home = copy(kind, manifest=False)
+    DAMAGE[damage](home / "checkpoint-4" / name, home / "checkpoint-2" / name)
+    finding = inspect(home / "checkpoint-4")
+    if damage in UNSEEN.get(name, set()):
+        assert finding.state == "unverified", finding
+    else:
+        whole = name in ("model.safetensors", "model.safetensors.index.json") and damage == "deleted"
+        rejected(finding, "no weights" if whole else name)
+
+
+def test_a_file_that_was_cut_off_is_said_to_be(copy: Copy) -> None:
+    newest = copy("full", manifest=True) / "checkpoint-4"
+    DAMAGE["half"](newest / "optimizer.pt", newest)
+    whole = (newest.parent / "checkpoint-2" / "optimizer.pt").stat().st_size
+    rejected(inspect(newest), f"optimizer.pt has {whole // 2:,} bytes, and {whole:,} were saved")
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_a_directory_renamed_to_another_step_is_rejected(copy: Copy, manifest: bool) -> None:
+    home = copy("full", manifest)
+    (home / "checkpoint-4").rename(home / "checkpoint-6")
+    rejected(inspect(home / "checkpoint-6"), "step 4, not 6", MANIFEST_NAME if manifest else "trainer_state.json")
+    assert last_good_checkpoint(home) == home / "checkpoint-2"
+
+
+# ---- the manifest itself ----
+
+
+@pytest.mark.parametrize("damage", [d for d in DAMAGE if d != "deleted"])
+def test_a_damaged_manifest_is_rejected(copy: Copy, damage: str) -> None:
+    home = copy("lora", manifest=True)
+    DAMAGE[damage](home / "checkpoint-4" / MANIFEST_NAME, home / "checkpoint-2" / MANIFEST_NAME)
+    rejected(inspect(home / "checkpoint-4"), MANIFEST_NAME)
+
+
+def test_no_byte_of_a_manifest_can_change_unseen(copy: Copy) -> None:
+    newest = copy("full", manifest=True) / "checkpoint-4"
+    data = (newest / MANIFEST_NAME).read_bytes()
+    for at in range(len(data)):
+        (newest / MANIFEST_NAME).write_bytes(flip(data, at, bits=0x01))
+        with pytest.raises(CheckpointDamaged):
+            read_manifest(newest)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "3", '{"format": 2}', '{"format": 1}', '{"format": 1, "files": []}'])
+def test_json_that_is_no_manifest_is_rejected(copy: Copy, text: str) -> None:
+    newest = copy("full", manifest=False) / "checkpoint-4"
+    (newest / MANIFEST_NAME).write_text(text)
+    rejected(inspect(newest), MANIFEST_NAME)
+
+
+def test_a_manifest_of_a_later_cogumi_is_called_that_and_not_damaged(copy: Copy) -> None:
+    newest = copy("full", manifest=False) / "checkpoint-4"
+    (newest / MANIFEST_NAME).write_text(sealed({"format": 2, "step": 4}))
+    rejected(inspect(newest), "format 2")
+
+
+def test_a_lost_manifest_leaves_a_checkpoint_that_counts_as_unverified(copy: Copy) -> None:
+    """Nothing tells it from plain Trainer's: it is accepted, and never called verified."""
+    newest = copy("full", manifest=True) / "checkpoint-4"
+    (newest / MANIFEST_NAME).unlink()
+    assert inspect(newest).state == "unverified"
+
+
+def test_a_manifest_lists_every_file_with_its_size_and_hash(copy: Copy) -> None:
+    newest = copy("lora", manifest=False) / "checkpoint-4"
+    (newest / "reference").mkdir()
+    (newest / "reference" / "notes.txt").write_text("kept")
+    write_manifest(newest, 4)
+    manifest = read_manifest(newest)
+    assert isinstance(manifest, Manifest)
+    assert manifest.step == 4
+    assert set(manifest.files) == {*FILES["lora"], "reference/notes.txt"}
+    for name, entry in manifest.files.items():
+        assert (entry.size, entry.sha256) == ((newest / name).stat().st_size, sha256_file(newest / name))
+    assert manifest.bytes == sum(entry.size for entry in manifest.files.values())
+    (newest / "reference" / "notes.txt").write_text("lost")
+    rejected(inspect(newest), "reference/notes.txt")
+
+
+def test_a_manifest_written_again_replaces_the_first_and_leaves_nothing_else(copy: Copy) -> None:
+    newest = copy("full", manifest=True) / "checkpoint-4"
+    (newest / f".{MANIFEST_NAME}.4711").write_text("what a killed process left")
+    write_manifest(newest, 4)
+    assert inspect(newest).state == "verified"
+    manifest = read_manifest(newest)
+    assert manifest is not None
+    assert set(manifest.files) == set(FILES["full"])
+    assert {path.name for path in newest.iterdir() if path.name.startswith(".")} == {f".{MANIFEST_NAME}.4711"}
+
+
+def test_reading_a_manifest_where_there_is_none(tmp_path: Path) -> None:
+    assert read_manifest(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "scaler.pt", "second/adapter_model.safetensors"])
+def test_a_file_that_a_resume_would_load_and_the_manifest_does_not_list_is_rejected(copy: Copy, name: str) -> None:
+    newest = copy("full", manifest=True) / "checkpoint-4"
+    (newest / name).parent.mkdir(exist_ok=True)
+    shutil.copy(newest / "optimizer.pt", newest / name)
+    rejected(inspect(newest), name, "added")
+
+
+def test_a_note_beside_the_files_is_nobodys_business(copy: Copy) -> None:
+    newest = copy("full", manifest=True) / "checkpoint-4"
+    (newest / "KEEP").touch()
+    (newest / "notes.md").write_text("the good one\n")
+    assert inspect(newest).state == "verified"
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_a_directory_or_a_dangling_link_in_place_of_a_file_is_rejected(copy: Copy, manifest: bool) -> None:
+    home = copy("full", manifest)
+    for step, replace in ((2, Path.mkdir), (4, lambda path: path.symlink_to("nowhere"))):
+        optimizer = home / f"checkpoint-{step}" / "optimizer.pt"
+        optimizer.unlink()
+        replace(optimizer)
+        rejected(inspect(home / f"checkpoint-{step}"), "optimizer.pt is missing")
+
+
+# ---- incomplete checkpoints ----
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_a_checkpoint_of_weights_alone_is_rejected_and_the_reason_says_so(tmp_path: Path, manifest: bool) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    ids = torch.arange(48).reshape(4, 12)
+    rows: Any = [{"input_ids": row, "labels": row} for row in ids]
+    arguments = TrainingArguments(**options(tmp_path) | {"max_steps": 1, "save_steps": 1}, save_only_model=True)
+    Trainer(small_llama(), arguments, train_dataset=rows).train()
+    if manifest:
+        write_manifest(tmp_path / "checkpoint-1", 1)
+    rejected(inspect(tmp_path / "checkpoint-1"), "save_only_model", "cannot resume")
+    assert last_good_checkpoint(tmp_path) is None
+
+
+def test_a_save_that_was_killed_is_rejected_at_each_file_and_said_to_be_unfinished(copy: Copy) -> None:
+    home = copy("full", manifest=False)
+    order = [
+        "trainer_state.json",
+        "rng_state.pth",
+        "scheduler.pt",
+        "optimizer.pt",
+        "training_args.bin",
+        "model.safetensors",
+    ]
+    for name in order:
+        (home / "checkpoint-4" / name).unlink()
+        rejected(inspect(home / "checkpoint-4"), "trainer_state.json", "did not finish")
+
+
+def test_an_empty_checkpoint_directory_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-3").mkdir()
+    rejected(inspect(tmp_path / "checkpoint-3"), "did not finish")
+
+
+def test_a_manifest_of_weights_that_lack_a_shard_does_not_make_them_whole(copy: Copy) -> None:
+    newest = copy("sharded", manifest=False) / "checkpoint-4"
+    (newest / FILES["sharded"][3]).unlink()
+    write_manifest(newest, 4)
+    rejected(inspect(newest), f"{FILES['sharded'][3]} is missing (named in model.safetensors.index.json)")
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_a_second_adapter_in_a_directory_of_its_own_has_to_be_whole_too(copy: Copy, name: str) -> None:
+    newest = copy("lora", manifest=False) / "checkpoint-4"
+    (newest / "second").mkdir()
+    for part in ("adapter_model.safetensors", "adapter_config.json"):
+        shutil.copy(newest / part, newest / "second" / part)
+    assert inspect(newest).state == "unverified"
+    (newest / "second" / name).write_bytes(b"[")
+    rejected(inspect(newest), f"second/{name} is damaged")
+    (newest / "second" / name).unlink()
+    rejected(inspect(newest), f"second/{name} is missing")
+
+
+def test_distributed_runs_have_an_rng_state_a_process(copy: Copy) -> None:
+    newest = copy("full", manifest=False) / "checkpoint-4"
+    (newest / "rng_state.pth").rename(newest / "rng_state_0.pth")
+    assert inspect(newest).state == "unverified"
+
+
+# ---- what the structural check knows of the formats ----
+
+
+def test_a_shard_whose_tensors_are_not_the_index_s_is_rejected(copy: Copy) -> None:
+    newest = copy("sharded", manifest=False) / "checkpoint-4"
+    shard = newest / FILES["sharded"][2]
+    tensors = load_file(shard)
+    name = sorted(tensors)[0]
+    tensors["renamed"] = tensors.pop(name)
+    save_file(tensors, shard, {"format": "pt"})
+    rejected(inspect(newest), name, shard.name)
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', '{"weight_map": []}', "[]"]
+)
+def test_an_index_that_names_no_shards_is_rejected(copy: Copy, content: str) -> None:
+    newest = copy("sharded", manifest=False) / "checkpoint-4"
+    (newest / "model.safetensors.index.json").write_text(content)
+    rejected(inspect(newest), "model.safetensors.index.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entry: entry["shape"].append(2),
+        lambda entry: entry.update(dtype="F64"),
+        lambda entry: entry["data_offsets"].reverse(),
+        lambda entry: entry.update(data_offsets=[8, 12]),
+        lambda entry: entry.update(data_offsets=[offset + 4 for offset in entry["data_offsets"]]),
+        lambda entry: entry.update(data_offsets=["0", "4"]),
+        lambda entry: entry.pop("dtype"),
+        lambda entry: entry.update(shape=None),
+    ],
+)
+def test_a_header_that_is_wrong_about_a_tensor_is_rejected(copy: Copy, change: Callable[[Any], object]) -> None:
+    newest = copy("full", manifest=False) / "checkpoint-4"
+    data = (newest / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    change(header[next(name for name in header if name != "__metadata__")])
+    body = json.dumps(header).encode()
+    (newest / "model.safetensors").write_bytes(len(body).to_bytes(8, "little") + body + data[8 + length :])
+    rejected(inspect(newest), "model.safetensors", "header")
+
+
+def test_no_flipped_byte_of_a_torch_file_is_accepted_and_read_as_something_else(copy: Copy, tmp_path: Path) -> None:
+    """Padding and copies of numbers may change unseen: torch.load then gives what was saved. At the very end
+    (the last entry of the directory and where the directory is) what is overlooked makes torch.load fail, and never
+    read wrongly."""
+    source = copy("full", manifest=False) / "checkpoint-4" / "scheduler.pt"
+    data, saved = source.read_bytes(), torch.load(source)
+    flipped = tmp_path / "scheduler.pt"
+    same = failed = 0
+    for at in range(len(data)):
+        flipped.write_bytes(flip(data, at))
+        try:
+            check_torch_file("scheduler.pt", flipped)
+        except CheckpointDamaged:
+            continue
+        try:
+            assert torch.load(flipped) == saved, at
+            same += 1
+        except RuntimeError:
+            assert at >= data.rindex(b"PK\x01\x02"), at
+            failed += 1
+    assert same < 0.6 * len(data)  # a file of 200 bytes of content; in an optimizer's, one byte in a thousand
+    assert failed <= 50
+
+
+@pytest.mark.parametrize("records", [[], ["notes.txt"]])
+def test_a_zip_file_that_torch_did_not_write_is_rejected(copy: Copy, records: list[str]) -> None:
+    newest = copy("full", manifest=False) / "checkpoint-4"
+    with zipfile.ZipFile(newest / "scheduler.pt", "w") as archive:
+        for record in records:
+            archive.writestr(record, "kept")
+    rejected(inspect(newest), "scheduler.pt")
+
+
+def test_a_number_that_changed_in_a_json_file_is_not_seen_without_a_manifest(copy: Copy) -> None:
+    home = copy("full", manifest=False)
+    config = home / "checkpoint-4" / "config.json"
+    config.write_text(config.read_text().replace('"hidden_size": 16', '"hidden_size": 17'))
+    assert inspect(home / "checkpoint-4").state == "unverified"
+
+
+# ---- which one a run resumes from ----
+
+
+def test_the_newest_good_one_is_taken_and_each_rejected_one_named(copy: Copy, caplog: pytest.LogCaptureFixture) -> None:
+    home = copy("full", manifest=True)
+    shutil.copytree(home / "checkpoint-4", home / "checkpoint-10")
+    shutil.copytree(home / "checkpoint-4", home / "checkpoint-9")
+    (home / "checkpoint-4" / "optimizer.pt").unlink()
+    with caplog.at_level(logging.INFO, logger="cogumi"):
+        assert last_good_checkpoint(home) == home / "checkpoint-2"
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [line.partition(" is ")[0] for line in lines] == [str(home / f"checkpoint-{step}") for step in (10, 9, 4)]
+    assert "step 4, not 10" in lines[0]
+    assert "step 4, not 9" in lines[1]
+    assert "optimizer.pt is missing" in lines[2]
+
+
+def test_a_checkpoint_that_is_accepted_unverified_is_said_to_be(copy: Copy, caplog: pytest.LogCaptureFixture) -> None:
+    home = copy("lora", manifest=False)
+    assert last_good_checkpoint(str(home)) == home / "checkpoint-4"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{home}/checkpoint-4 is accepted unverified: no {MANIFEST_NAME}: only the structure was checked"
+    ]
+
+
+def test_a_verified_newest_one_needs_no_word(copy: Copy, caplog: pytest.LogCaptureFixture) -> None:
+    home = copy("full", manifest=True)
+    assert last_good_checkpoint(home) == home / "checkpoint-4"
+    assert not caplog.records
+
+
+def test_when_none_is_good_the_answer_is_none_and_that_is_said(copy: Copy, caplog: pytest.LogCaptureFixture) -> None:
+    home = copy("full", manifest=True)
+    for step in (2, 4):
+        (home / f"checkpoint-{step}" / "scheduler.pt").write_bytes(b"")
+    assert last_good_checkpoint(home) is None
+    assert caplog.records[-1].getMessage() == f"{home}: none of 2 checkpoints can be resumed from"
+
+
+def test_the_order_is_that_of_the_steps_and_older_ones_are_not_read_before_they_are_asked_for(copy: Copy) -> None:
+    home = copy("full", manifest=True)
+    shutil.copytree(home / "checkpoint-4", home / "checkpoint-10")
+    found = findings(home)
+    assert next(found).step == 10
+    shutil.rmtree(home / "checkpoint-4")  # pruned meanwhile
+    gone = next(found)
+    assert gone.step == 4
+    rejected(gone, "No such file or directory")
+    assert [finding.state for finding in found] == ["verified"]
+
+
+def test_odd_names_links_and_files_are_left_alone(copy: Copy) -> None:
+    home = copy("full", manifest=True)
+    newest = home / "checkpoint-4"
+    for name in (
+        "checkpoint-keep-this",
+        "checkpoint-5.bak",
+        ".cogumi-saving",
+        "checkpoint-",
+        "checkpoint--8",
+        "xcheckpoint-7",
+    ):
+        shutil.copytree(newest, home / name)
+    (home / ".cogumi-saving" / "checkpoint-8").mkdir()
+    (home / "checkpoint-9").write_text("a file")
+    (home / "checkpoint-11").symlink_to(newest, target_is_directory=True)
+    (home / "checkpoint-١٢").mkdir()  # digits, but not Trainer's
+    before = {path: path.lstat().st_mtime_ns for path in home.rglob("*")}
+    assert [finding.path.name for finding in findings(home)] == ["checkpoint-4", "checkpoint-2"]
+    assert last_good_checkpoint(home) == newest
+    assert before == {path: path.lstat().st_mtime_ns for path in home.rglob("*")}
+
+
+def test_an_empty_directory_or_none_at_all_gives_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert last_good_checkpoint(tmp_path) is None
+    assert last_good_checkpoint(tmp_path / "not-there-yet") is None
+    assert list(findings(tmp_path / "not-there-yet")) == []
+    assert not caplog.records
+
+
+def test_a_file_in_place_of_the_directory_is_a_usage_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot be listed"):
+        last_good_checkpoint(tmp_path / "file")
+
+
+def test_inspect_wants_the_directory_of_one_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="checkpoint-STEP"):
+        inspect(tmp_path)
+    (tmp_path / "checkpoint-1").touch()
+    rejected(inspect(tmp_path / "checkpoint-1"), "Not a directory")
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="no file here whose reading fails")
+@pytest.mark.parametrize("name", ["optimizer.pt", "model.safetensors", "config.json", "trainer_state.json"])
+def test_a_file_that_cannot_be_read_is_rejected_by_name(copy: Copy, name: str) -> None:
+    """Nothing is mapped at address 0, so the first read gives EIO, as a bad sector does."""
+    newest = copy("full", manifest=False) / "checkpoint-4"
+    (newest / name).unlink()
+    (newest / name).symlink_to("/proc/self/mem")
+    rejected(inspect(newest), f"checkpoint-4/{name} cannot be read (Input/output error)")
+
+
+def test_a_resume_from_what_is_accepted_works(copy: Copy, runs: dict[str, Path]) -> None:
+    """The manifest is in nobody's way, and a trainer can go on from the checkpoint that is named."""
+    from transformers import Trainer, TrainingArguments
+
+    home = copy("sharded", manifest=True)
+    (home / "checkpoint-4" / "optimizer.pt").write_bytes(b"")
+    good = last_good_checkpoint(home)
+    assert good == home / "checkpoint-2"
+    ids = torch.randint(0, 64, (16, 12), generator=torch.Generator().manual_seed(0))
+    rows: Any = [{"input_ids": row, "labels": row} for row in ids]
+    trainer = Trainer(small_llama(), TrainingArguments(**options(home)), train_dataset=rows)
+    trainer.train(resume_from_checkpoint=str(good))
+    state = json.loads((runs["sharded"] / "checkpoint-4" / "trainer_state.json").read_text())
+    losses = [row["loss"] for row in state["log_history"]]
+    assert [row["loss"] for row in trainer.state.log_history if "loss" in row] == losses
+
+
+def test_finding_a_checkpoint_loads_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, cogumi.checkpoints.resume; "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'numpy', 'safetensors')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0

@@ -1,0 +1,346 @@
+"""`cogumi disk` as a user meets it: tables at 80 columns, JSON, exit status, and what is and is not removed."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from disk_mounts import fill, mounting
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from cogumi.checkpoints.manifest import write_manifest
+from cogumi.disk import owners
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real trainer's checkpoint-1 to checkpoint-5, each with a manifest; checkpoint-2 is the best."""
+    place = tmp_path_factory.mktemp("trained") / "run" / "checkpoints"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(8)]
+    args = TrainingArguments(
+        output_dir=str(place), max_steps=5, save_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
+    )
+    Trainer(LlamaForCausalLM(config), args, train_dataset=rows).train()
+    for step in range(1, 6):
+        directory = place / f"checkpoint-{step}"
+        state = directory / "trainer_state.json"
+        content = json.loads(state.read_text()) | {"best_model_checkpoint": "elsewhere/checkpoint-2"}
+        state.write_text(json.dumps(content))
+        write_manifest(directory, step)
+    return place
+
+
+@pytest.fixture
+def checkpoints(trained: Path, tmp_path: Path) -> Path:
+    """The same, to be damaged and removed; below a run's directory."""
+    return Path(shutil.copytree(trained, tmp_path / "run" / "checkpoints"))
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """The command line in this process: (exit status, standard output, standard error)."""
+    from cogumi.cli import main
+
+    for name in ("HF_HOME", "WANDB_DIR", "WANDB_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "caches" / name))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["cogumi", "disk", *map(str, words)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        said = capsys.readouterr()
+        return int(stopped.value.code or 0), said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a minute later."""
+    monkeypatch.setattr(owners, "SETTLED_SECONDS", -1.0)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def whole(text: str) -> str:
+    """A table's text with its line breaks and columns taken out."""
+    return " ".join(text.split())
+
+
+# --------------------------------------------------------------------------------------------------------------- status
+
+
+def test_status_says_what_is_full_and_who_uses_it(checkpoints: Path, tmp_path: Path, run: Run) -> None:
+    staged = checkpoints / ".cogumi-saving" / "checkpoint-6"
+    staged.mkdir(parents=True)
+    (staged / "model.safetensors").write_bytes(bytes(100_000))
+    (tmp_path / "caches/HF_HOME/hub").mkdir(parents=True)
+    (tmp_path / "caches/HF_HOME/hub/blob").write_bytes(bytes(2_000_000))
+    with (tmp_path / "deleted [and] open").open("wb") as file:
+        file.write(bytes(50_000_000))
+        file.flush()
+        os.unlink(file.name)
+        status, said, error = run("status", tmp_path / "run")
+        rows = json.loads(run("status", tmp_path / "run", "--json")[1])
+    assert (status, error) == (0, "")
+    assert max(map(len, said.splitlines())) <= 80
+    for title in ("filesystems", "who uses the space", "deleted, but held open", "left by cogumi"):
+        assert title in said
+    assert re.search(r"run directory.* \d+ % ", said)
+    assert re.search(r"HF hub cache .* 2\.0 MB +2\b", said)
+    assert re.search(r"checkpoints +here +\d+ kB ", said)
+    assert re.search(r"unfinished save +checkpoints/\.cogumi-saving +1\d\d kB ", said)
+    assert re.search(rf"python\S* \({os.getpid()}\)", whole(said))
+    assert "50.0 MB" in said
+    assert "[and]" in said.replace("\n", "")
+    assert re.search(r"changed \d+ s ago", whole(said))
+    assert {use["what"] for use in rows["uses"]} >= {"checkpoints", "HF hub cache", "unfinished save"}
+    assert rows["leftovers"][0]["path"] == str(checkpoints / ".cogumi-saving")
+    assert rows["filesystems"][0]["space"]["total"] > 0
+    assert any(file["pid"] == os.getpid() for file in rows["deleted_but_open"])
+
+
+def test_status_of_a_full_disk_and_of_an_empty_directory(tmp_path: Path, run: Run) -> None:
+    with mounting(tmp_path) as mount:
+        disk = mount()
+        fill(disk, 1.0)
+        status, said, error = run("status", disk)
+        assert (status, error) == (0, "")
+        assert re.search(r"run directory +\S+.* 100 % +0 B ", said), said
+    (tmp_path / "empty").mkdir()
+    status, said, error = run("status", tmp_path / "empty")
+    assert (status, error) == (0, "")
+    assert "left by cogumi" not in said
+    assert "deleted, but held open" not in said or "python" not in said
+
+
+def test_status_piped_and_on_a_terminal(checkpoints: Path, tmp_path: Path) -> None:
+    """As a subprocess, at 80 columns where there is no terminal, and at the terminal's where there is one."""
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm"}
+    words = [sys.executable, "-m", "cogumi", "disk", "verify", str(checkpoints)]
+    piped = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    assert piped.stderr == ""
+    assert max(map(len, piped.stdout.splitlines())) <= 80
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 60, 0, 0))
+    process = subprocess.Popen(words, env=environment, stdout=slave, stderr=subprocess.PIPE, text=True)
+    os.close(slave)
+    shown = b""
+    try:
+        while chunk := os.read(master, 1 << 16):
+            shown += chunk
+    except OSError:  # EIO is how Linux says that the other end has closed
+        pass
+    os.close(master)
+    assert process.communicate()[1] == ""
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()).splitlines()
+    assert max(map(len, lines)) <= 60
+    assert sum("verified" in line for line in lines) == 5
+
+
+# ---------------------------------------------------------------------------------------------------- verify, resume-point
+
+
+def test_verify_names_what_is_wrong(checkpoints: Path, run: Run) -> None:
+    status, said, error = run("verify", checkpoints)
+    assert (status, error) == (0, "")
+    assert said.count(" verified ") == 5
+    assert run("verify", checkpoints.parent)[1] == said  # a run's directory
+    flip(checkpoints / "checkpoint-5" / "optimizer.pt")
+    (checkpoints / "checkpoint-4" / "cogumi-manifest.json").unlink()
+    status, said, error = run("verify", checkpoints)
+    assert (status, error) == (1, "")
+    assert max(map(len, said.splitlines())) <= 80
+    assert re.search(r"checkpoint-5 +rejected", said)
+    assert re.search(r"checkpoint-4 +unverified", said)
+    assert "optimizer.pt" in said
+    status, said, error = run("verify", checkpoints, "--json")
+    assert (status, error) == (1, "")
+    states = {Path(row["path"]).name: row["state"] for row in json.loads(said)}
+    assert states == {f"checkpoint-{n}": "verified" for n in (1, 2, 3)} | {
+        "checkpoint-4": "unverified",
+        "checkpoint-5": "rejected",
+    }
+
+
+def test_resume_point_prints_a_path_alone(checkpoints: Path, run: Run) -> None:
+    assert run("resume-point", checkpoints) == (0, f"{checkpoints / 'checkpoint-5'}\n", "")
+    flip(checkpoints / "checkpoint-5" / "model.safetensors")
+    (checkpoints / "checkpoint-4" / "cogumi-manifest.json").unlink()
+    status, said, error = run("resume-point", checkpoints.parent)
+    assert (status, said) == (0, f"{checkpoints / 'checkpoint-4'}\n")
+    first, second = error.splitlines()
+    assert first.startswith("checkpoint-5 is rejected: model.safetensors")
+    assert second.startswith("checkpoint-4 is unverified: ")
+    found = json.loads(run("resume-point", checkpoints, "--json")[1])
+    assert found["resume_point"] == str(checkpoints / "checkpoint-4")
+    assert [row["state"] for row in found["looked_at"]] == ["rejected", "unverified"]
+
+
+def test_resume_point_where_there_is_none(checkpoints: Path, tmp_path: Path, run: Run) -> None:
+    for number in range(1, 6):
+        (checkpoints / f"checkpoint-{number}" / "trainer_state.json").unlink()
+    status, said, error = run("resume-point", checkpoints)
+    assert (status, said) == (1, "")
+    assert len(error.splitlines()) == 6
+    assert error.splitlines()[-1] == f"cogumi: {checkpoints}: nothing to resume from: none of 5 checkpoints is good"
+    assert json.loads(run("resume-point", checkpoints, "--json")[1])["resume_point"] is None
+    (tmp_path / "empty").mkdir()
+    status, said, error = run("resume-point", tmp_path / "empty")
+    assert (status, said, error.count("\n")) == (1, "", 1)
+    assert "there are no checkpoints" in error
+
+
+# --------------------------------------------------------------------------------------------------------------- prune
+
+
+def test_prune_keeps_the_newest_the_best_and_the_pinned(checkpoints: Path, run: Run) -> None:
+    before = names(checkpoints)
+    status, said, error = run("prune", checkpoints, "--keep", 2, "--dry-run")
+    assert (status, error, names(checkpoints)) == (0, "", before)
+    assert said.splitlines() == [
+        "stays     checkpoint-2: the best",
+        "stays     checkpoint-4: one of the newest",
+        "stays     checkpoint-5: one of the newest",
+        "would go  checkpoint-1",
+        "would go  checkpoint-3",
+    ]
+    (checkpoints / "checkpoint-1" / "KEEP").touch()
+    status, said, error = run("prune", checkpoints.parent, "--keep", 2, "--json")
+    found = json.loads(said)
+    assert (status, [Path(row["path"]).name for row in found["removed"]]) == (0, ["checkpoint-3"])
+    assert names(checkpoints) == ["checkpoint-1", "checkpoint-2", "checkpoint-4", "checkpoint-5"]
+    assert run("prune", checkpoints, "--keep", 2)[1].splitlines()[-1] == "nothing to remove"
+
+
+def test_prune_does_not_count_what_is_damaged(checkpoints: Path, run: Run) -> None:
+    flip(checkpoints / "checkpoint-5" / "optimizer.pt")
+    (checkpoints / "checkpoint-3" / "cogumi-manifest.json").unlink()  # not ours to remove
+    status, said, _ = run("prune", checkpoints, "--keep", 2)
+    assert status == 0
+    assert "checkpoint-5: is rejected and does not count: optimizer.pt" in said
+    assert "checkpoint-3: not written by cogumi" in said
+    assert "gone      checkpoint-1: " in said
+    assert "came back" in said.splitlines()[-1]
+    assert names(checkpoints) == ["checkpoint-2", "checkpoint-3", "checkpoint-4", "checkpoint-5"]
+    flip(checkpoints / "checkpoint-4" / "optimizer.pt")
+    assert run("prune", checkpoints, "--keep", 2)[1].splitlines()[-1] == "nothing to remove"
+
+
+# --------------------------------------------------------------------------------------------------------------- clean
+
+
+def test_clean_takes_what_was_left_and_nothing_else(checkpoints: Path, run: Run, settled: None) -> None:
+    for name in ("checkpoint-9.partial", "aside-checkpoint-3-ab12", ".cogumi-saving.mine", "merged.partial-0123abcd"):
+        (checkpoints / name).mkdir()
+    for name in (".cogumi-ballast", ".cogumi-trash-file"):
+        (checkpoints / name).touch()
+    (checkpoints / ".cogumi-trash-link").symlink_to(checkpoints / "checkpoint-5")
+    before = names(checkpoints)
+    for name in (".cogumi-saving/checkpoint-6", ".cogumi-trash-checkpoint-0-ab12"):
+        (checkpoints / name).mkdir(parents=True)
+        (checkpoints / name / "model.safetensors").write_bytes(bytes(100_000))
+    left = names(checkpoints)
+    status, said, error = run("clean", checkpoints, "--dry-run")
+    assert (status, error, names(checkpoints)) == (0, "", left)
+    assert said.count("would go: ") == 2
+    status, said, error = run("clean", checkpoints.parent)
+    assert (status, error, names(checkpoints)) == (0, "", before)
+    assert said.count("removed: ") == 2
+    assert run("clean", checkpoints) == (0, f"{checkpoints}: nothing to clean\n", "")
+    assert json.loads(run("clean", checkpoints, "--json")[1]) == {"dry_run": False, "removed": [], "kept": []}
+
+
+def test_clean_leaves_what_is_in_use(checkpoints: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged = checkpoints / ".cogumi-saving" / "checkpoint-6"
+    staged.mkdir(parents=True)
+    (staged / "x").touch()
+    status, said, error = run("clean", checkpoints)
+    assert (status, error) == (0, "")
+    assert re.search(r"kept: .*\.cogumi-saving \(unfinished save, \d+\.\d kB\): changed \d+ s ago", said)
+    monkeypatch.setattr(owners, "SETTLED_SECONDS", -1.0)
+    with (staged / "x").open():
+        assert f"process {os.getpid()} has it open" in run("clean", checkpoints)[1]
+    assert (staged / "x").exists()
+    assert "removed" in run("clean", checkpoints)[1]
+
+
+def test_clean_leaves_a_save_that_only_its_rename_was_missing(checkpoints: Path, run: Run, settled: None) -> None:
+    staged = checkpoints / ".cogumi-saving" / "checkpoint-5"
+    staged.parent.mkdir()
+    (checkpoints / "checkpoint-5").rename(staged)
+    said = run("clean", checkpoints)[1]
+    assert said.startswith("kept: ")
+    assert "checkpoint-5 in it is whole and verified; move it to" in said
+    assert json.loads(run("clean", checkpoints, "--json")[1])["kept"][0]["reason"]
+    flip(staged / "optimizer.pt")
+    assert run("clean", checkpoints)[1].startswith("removed: ")
+
+
+# ------------------------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.fixture
+def mistakes(tmp_path: Path) -> dict[tuple[Any, ...], str]:
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "checkpoint-keep-this").mkdir()
+    commands: list[tuple[Any, ...]] = [("verify",), ("resume-point",), ("prune", "--keep", 2), ("clean",), ("status",)]
+    found: dict[tuple[Any, ...], str] = {}
+    for command in commands:
+        found[(*command, tmp_path / "gone")] = "gone does not exist; give a directory"
+        found[(*command, tmp_path / "file")] = "file is a file; give a directory"
+    for command in (("verify",), ("prune", "--keep", 2)):
+        found[(*command, tmp_path / "empty")] = "empty holds no checkpoints"
+    found["prune", tmp_path / "empty", "--keep", 1] = "--keep 1: at least 2"
+    return found
+
+
+def test_each_mistake_is_one_line_and_status_2(mistakes: dict[tuple[Any, ...], str], tmp_path: Path, run: Run) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    for words, says in mistakes.items():
+        for more in ((), ("--json",)):
+            status, said, error = run(*words, *more)
+            assert (status, said) == (2, ""), (words, error)
+            assert error.startswith("cogumi: "), error
+            assert error.count("\n") == 1, error
+            assert says in error, error
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_command_line_stays_light() -> None:
+    """Nor may looking at checkpoints load torch: it is used on machines, and in scripts, that have none to spare."""
+    program = (
+        "import sys, cogumi.cli, cogumi.cli_disk; sys.argv = ['cogumi', 'disk', 'status', '/dev/shm', '--json']\n"
+        "try: cogumi.cli.main()\n"
+        "except SystemExit: print([m for m in ('torch', 'transformers') if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr == "[]\n"

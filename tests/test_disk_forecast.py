@@ -1,0 +1,436 @@
+"""The forecast of a checkpoint against the checkpoint: real trainers, real optimizers, the bytes of real directories."""
+
+import gc
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import letters
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+from cogumi.disk.forecast import (
+    Forecast,
+    checkpoint_bytes,
+    hours_until_full,
+    merged_bytes,
+    peak_bytes,
+    saves_until_full,
+)
+from cogumi.errors import UsageError
+from cogumi.patches import fused_head
+
+LORA = {"r": 64, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+TEXT = ["def add(a, b): return a + b", "class Stack: pass", "for x in range(9): print(x)", "import os, sys"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Callable[..., Path]:
+    """The directory of a random Llama of 1.5 million parameters, made once for each dtype and tying."""
+    made: dict[tuple[Any, ...], Path] = {}
+
+    def make(dtype: torch.dtype = torch.float32, tied: bool = False) -> Path:
+        if (dtype, tied) not in made:
+            path = tmp_path_factory.mktemp("base")
+            tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+            config = LlamaConfig(
+                vocab_size=len(tokenizer),
+                hidden_size=192,
+                intermediate_size=512,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=256,
+                tie_word_embeddings=tied,
+                bos_token_id=None,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+            LlamaForCausalLM(config).to(dtype).save_pretrained(path)
+            tokenizer.save_pretrained(path)
+            made[dtype, tied] = path
+        return made[dtype, tied]
+
+    return make
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trainers_that_run_here() -> Iterator[None]:
+    """TRL's losses without Triton; and no second a train() for walking through every module that was ever imported."""
+    fused_head.apply()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    fused_head.undo()
+
+
+class AtStep(TrainerCallback):
+    """Takes a forecast at the end of a step, as a run would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.trainer: Any = None
+        self.forecast: Forecast | None = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            self.forecast = checkpoint_bytes(self.trainer)
+
+
+def build(kind: str, model: Any, out: Path, lora: dict[str, Any] | None = None, **args: Any) -> Trainer:
+    """A trainer that saves once, at its second step."""
+    args = {
+        "output_dir": str(out),
+        "max_steps": 2,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 2,
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        **args,
+    }
+    peft_config = LoraConfig(**{**LORA, **lora}) if lora is not None else None
+    if kind == "plain":
+        if peft_config is not None:
+            model = get_peft_model(model, peft_config)
+        rows = Dataset.from_dict({"input_ids": [[1, 2, 3, 4]] * 8, "labels": [[1, 2, 3, 4]] * 8})
+        return Trainer(model, TrainingArguments(**args), train_dataset=rows)
+    tokenizer = AutoTokenizer.from_pretrained(model.config.name_or_path)
+    given = {"model": model, "processing_class": tokenizer, "peft_config": peft_config}
+    if kind == "sft":
+        rows = Dataset.from_dict({"text": TEXT * 2})
+        return SFTTrainer(args=SFTConfig(max_length=32, **args), train_dataset=rows, **given)
+    if kind == "dpo":
+        pairs = {"prompt": TEXT * 2, "chosen": [" # yes"] * 8, "rejected": [" # no"] * 8}
+        return DPOTrainer(args=DPOConfig(max_length=32, **args), train_dataset=Dataset.from_dict(pairs), **given)
+    rows = Dataset.from_dict({"prompt": TEXT * 2})
+    config = GRPOConfig(num_generations=2, max_completion_length=4, **args)
+    return GRPOTrainer(args=config, reward_funcs=letters, train_dataset=rows, **given)
+
+
+def bytes_of(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def forecast_and_save(trainer: Trainer) -> tuple[Forecast, Forecast, int]:
+    """The forecast before the first step, the one after it, and the bytes of the checkpoint of the second."""
+    before = checkpoint_bytes(trainer)
+    assert trainer.optimizer is None or not trainer.optimizer.state
+    watch = AtStep(1)
+    watch.trainer = trainer
+    trainer.add_callback(watch)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
+        trainer.train()
+    assert watch.forecast is not None
+    return before, watch.forecast, bytes_of(Path(trainer.args.output_dir, "checkpoint-2"))
+
+
+def check(name: str, before: Forecast, after: Forecast, real: int) -> None:
+    """Within the bounds; `pytest -rP` shows the errors."""
+    errors = [100 * (forecast.total / real - 1) for forecast in (before, after)]
+    print(f"{name:32} {real / 1e6:7.2f} MB  before {errors[0]:+6.3f} %  after {errors[1]:+6.3f} %")
+    assert not before.measured
+    assert after.measured
+    assert abs(errors[0]) <= 5
+    assert abs(errors[1]) <= 2
+
+
+BF16 = torch.bfloat16
+CASES: dict[str, dict[str, Any]] = {
+    "plain adamw": {"optim": "adamw_torch"},
+    "plain adamw fused bf16": {"optim": "adamw_torch_fused", "dtype": BF16},
+    "plain adamw tied": {"tied": True},
+    "plain adamw_8bit": {"optim": "adamw_8bit"},
+    "plain adamw_8bit bf16 tied": {"optim": "adamw_8bit", "dtype": BF16, "tied": True},
+    "plain paged_adamw_8bit": {"optim": "paged_adamw_8bit"},
+    "plain paged_adamw_32bit": {"optim": "paged_adamw_32bit"},
+    "plain lion_8bit": {"optim": "lion_8bit"},
+    "plain ademamix_8bit": {"optim": "ademamix_8bit"},
+    "plain adafactor": {"optim": "adafactor"},
+    "plain adafactor bf16": {"optim": "adafactor", "dtype": BF16},
+    "plain sgd": {"optim": "sgd"},
+    "plain sgd momentum": {"optim": "sgd", "optim_args": "momentum=0.9"},
+    "plain rmsprop": {"optim": "rmsprop"},
+    "plain save_only_model": {"save_only_model": True},
+    "plain lora": {"lora": {}},
+    "sft adamw bf16": {"kind": "sft", "dtype": BF16},
+    "sft lora": {"kind": "sft", "lora": {}},
+    "sft lora adamw_8bit": {"kind": "sft", "lora": {}, "optim": "adamw_8bit"},
+    "sft lora paged_adamw_8bit small": {"kind": "sft", "lora": {"r": 4}, "optim": "paged_adamw_8bit"},
+    "sft lora modules_to_save": {"kind": "sft", "lora": {"modules_to_save": ["lm_head"]}},
+    "sft lora save_only_model": {"kind": "sft", "lora": {}, "save_only_model": True},
+    "sft lora on 4 bits": {"kind": "sft", "lora": {}, "optim": "paged_adamw_8bit", "four_bit": True},
+    "dpo adamw": {"kind": "dpo"},
+    "dpo lora": {"kind": "dpo", "lora": {}},
+    "grpo adamw": {"kind": "grpo"},
+    "grpo lora adafactor": {"kind": "grpo", "lora": {}, "optim": "adafactor"},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_forecast_is_the_checkpoint(name: str, base: Callable[..., Path], tmp_path: Path) -> None:
+    case = dict(CASES[name])
+    dtype = case.pop("dtype", torch.float32)
+    path = base(dtype, case.pop("tied", False))
+    four_bit = BitsAndBytesConfig(load_in_4bit=True) if case.pop("four_bit", False) else None
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, quantization_config=four_bit)
+    trainer = build(case.pop("kind", "plain"), model, tmp_path, **case)
+    check(name, *forecast_and_save(trainer))
+
+
+def test_dpo_on_a_trained_adapter_saves_the_reference_adapter_too(base: Callable[..., Path], tmp_path: Path) -> None:
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base()), LoraConfig(**LORA))
+    trainer = build("dpo", model, tmp_path)
+    check("dpo on an adapter", *forecast_and_save(trainer))
+    assert (tmp_path / "checkpoint-2" / "ref" / "adapter_model.safetensors").exists()
+
+
+def test_resized_embeddings_are_saved_with_the_adapter(base: Callable[..., Path], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base())
+    model.resize_token_embeddings(model.config.vocab_size + 8)
+    trainer = build("sft", model, tmp_path, lora={"r": 8})
+    check("sft lora, vocabulary grown", *forecast_and_save(trainer))
+
+
+def test_an_adapter_of_transformers_own_making(base: Callable[..., Path], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base())
+    model.add_adapter(LoraConfig(**LORA))
+    check("plain model.add_adapter", *forecast_and_save(build("plain", model, tmp_path)))
+
+
+def test_a_model_that_is_not_transformers(tmp_path: Path) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(1024, 256)
+            self.head = torch.nn.Linear(256, 1024)
+            self.register_buffer("seen", torch.zeros(1024, dtype=torch.int64))
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = self.head(self.embed(input_ids))
+            return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+    check("plain nn.Module", *forecast_and_save(build("plain", Net(), tmp_path)))
+
+
+class TwoStates(torch.optim.Optimizer):
+    """An optimizer of the user's own, which must not be stepped by anybody else."""
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        TwoStates.steps += 1  # what a step does beside the state, a copy of the optimizer does too
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("first", torch.zeros_like(parameter))
+                state.setdefault("second", torch.zeros_like(parameter))
+
+
+def test_an_unknown_optimizer_is_taken_for_an_adamw_and_never_stepped(
+    base: Callable[..., Path], tmp_path: Path
+) -> None:
+    trainer = build("plain", AutoModelForCausalLM.from_pretrained(base()), tmp_path)
+    trainer.optimizer = TwoStates(trainer.model.parameters(), {"lr": 1e-3})
+    checkpoint_bytes(trainer)
+    assert TwoStates.steps == 0
+    check("an optimizer of one's own", *forecast_and_save(trainer))
+    assert TwoStates.steps == 2
+
+
+def test_a_parameter_that_the_user_keeps_in_32_bits(base: Callable[..., Path], tmp_path: Path) -> None:
+    """bitsandbytes knows such a parameter by its identity, which no stand-in has."""
+    from bitsandbytes.optim import GlobalOptimManager
+
+    model = AutoModelForCausalLM.from_pretrained(base())
+    layers = model.model.layers
+    GlobalOptimManager.get_instance().override_config([x.mlp.up_proj.weight for x in layers], "optim_bits", 32)
+    check("plain adamw_8bit, overridden", *forecast_and_save(build("plain", model, tmp_path, optim="adamw_8bit")))
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_8bit", "adafactor"])
+def test_looking_ahead_changes_nothing(optim: str, base: Callable[..., Path], tmp_path: Path) -> None:
+    """Weights of a run that was forecast before, at the start of, during and between steps, and of one that was not."""
+
+    class Everywhere(AtStep):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            begun = checkpoint_bytes(self.trainer)  # the optimizer is there, bound to a scheduler
+            assert not begun.measured
+            assert begun.optimizer == pytest.approx(forecast.optimizer, rel=1e-3)
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            checkpoint_bytes(self.trainer)
+
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            checkpoint_bytes(self.trainer)  # the gradients are there
+
+        def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+            checkpoint_bytes(self.trainer)
+
+    weights = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_pretrained(base())
+        trainer = build("sft", model, tmp_path / str(watched), optim=optim, max_steps=4, save_strategy="no")
+        if watched:
+            state = torch.get_rng_state()
+            config = model.config.to_dict()
+            forecast = checkpoint_bytes(trainer)
+            assert torch.get_rng_state().equal(state)
+            assert trainer.optimizer is None
+            assert model.config.to_dict() == config
+            watch = Everywhere(4)
+            watch.trainer = trainer
+            trainer.add_callback(watch)
+        trainer.train()
+        weights.append((trainer.model.state_dict(), [entry.get("loss") for entry in trainer.state.log_history]))
+    assert weights[0][1] == weights[1][1]
+    assert all(tensor.equal(weights[1][0][name]) for name, tensor in weights[0][0].items())
+
+
+def test_an_optimizer_that_a_scheduler_holds_is_not_stepped(base: Callable[..., Path], tmp_path: Path) -> None:
+    """A scheduler binds `step` to the optimizer that it was given, and a copy would carry that along."""
+    trainer = build("plain", AutoModelForCausalLM.from_pretrained(base()), tmp_path)
+    trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=0.1)
+    trainer.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(trainer.optimizer)
+    for parameter in trainer.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    weights = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    forecast = checkpoint_bytes(trainer)
+    assert not trainer.optimizer.state
+    assert all(tensor.equal(weights[name]) for name, tensor in trainer.model.state_dict().items())
+    assert forecast.optimizer == pytest.approx(2 * forecast.weights, rel=0.01)
+
+
+def test_an_optimizer_that_hooks_into_the_model_is_not_made_twice(base: Callable[..., Path], tmp_path: Path) -> None:
+    trainer = build("plain", AutoModelForCausalLM.from_pretrained(base()), tmp_path, optim="lomo")
+    with pytest.raises(UsageError, match=r"optim lomo: .* from the first step on"):
+        checkpoint_bytes(trainer)
+
+
+def test_the_log_history_grows(base: Callable[..., Path], tmp_path: Path) -> None:
+    """The last of many checkpoints, forecast early: a long run of a small adapter writes mostly its logs."""
+    model = AutoModelForCausalLM.from_pretrained(base())
+    trainer = build("plain", model, tmp_path, lora={"r": 1, "target_modules": ["q_proj"]}, max_steps=60, save_steps=60)
+    watch = AtStep(6)
+    watch.trainer = trainer
+    trainer.add_callback(watch)
+    before = checkpoint_bytes(trainer)
+    trainer.train()
+    real = (tmp_path / "checkpoint-60" / "trainer_state.json").stat().st_size
+    assert watch.forecast is not None
+    assert before.step == watch.forecast.step == 60
+    assert before.trainer_state == pytest.approx(real, rel=0.25)
+    assert watch.forecast.trainer_state == pytest.approx(real, rel=0.05)
+    assert watch.forecast.at(120).trainer_state == pytest.approx(2 * real, rel=0.07)
+
+
+@pytest.mark.parametrize(("keep", "steps"), [(1, 8), (2, 8), (None, 8), (3, 5), (9, 8)])
+def test_the_peak_of_a_run(keep: int | None, steps: int, base: Callable[..., Path], tmp_path: Path) -> None:
+    """Against the fullest that the directory ever is under the Trainer's own rotation, which comes after the write too."""
+
+    class Fullest(Trainer):
+        seen = 0
+
+        def _save_rng_state(self, output_dir: str) -> None:
+            super()._save_rng_state(output_dir)
+            self.seen = max(self.seen, bytes_of(tmp_path / "out"))
+
+    trainer = build(
+        "plain", AutoModelForCausalLM.from_pretrained(base()), tmp_path / "out", optim="sgd", max_steps=steps,
+        save_steps=2, save_total_limit=keep,
+    )  # fmt: skip
+    trainer.__class__ = Fullest
+    peak = peak_bytes(checkpoint_bytes(trainer), keep, save_every=2, last_step=steps)
+    trainer.train()
+    assert trainer.seen == pytest.approx(peak, rel=0.02)
+
+
+def test_the_peak_with_the_best_and_the_pinned() -> None:
+    forecast = Forecast(800, 100, 50, 40, 10, step=10, log_bytes_per_step=0.0, measured=False)
+    assert forecast.total == 1000
+    assert peak_bytes(forecast, 2, save_every=10, last_step=100) == 3000
+    assert peak_bytes(forecast, 2, save_every=10, last_step=100, best=True, pinned=2) == 6000
+    assert peak_bytes(forecast, 2, save_every=10, last_step=20, best=True, pinned=2) == 2000
+    assert peak_bytes(forecast, None, save_every=10, last_step=95) == 10_000
+    assert peak_bytes(forecast, 2, save_every=500, last_step=95) == 1000
+    with pytest.raises(UsageError, match="both must be at least 1"):
+        peak_bytes(forecast, 2, save_every=0, last_step=95)
+
+
+def simulated(free: int, each: int, keep: int | None, present: int, other: float) -> int | None:
+    """How many saves succeed, found by doing them; hours between saves: 1."""
+    for save in range(1, 1000):
+        if free - other * save < each:
+            return save - 1
+        free, present = free - each, present + 1
+        if keep is not None and present > keep:
+            free, present = free + each, present - 1
+    return None
+
+
+@pytest.mark.parametrize("other", [0.0, 3.0])
+@pytest.mark.parametrize("present", [0, 1, 2, 3])
+@pytest.mark.parametrize("keep", [None, 1, 2, 3])
+def test_how_long_the_disk_lasts(keep: int | None, present: int, other: float) -> None:
+    present = min(present, keep or 0)
+    for free in (0, 99, 100, 101, 250, 299, 300, 301, 400, 401, 1234):
+        expected = simulated(free, 100, keep, present, other)
+        hours = hours_until_full(free, 100, 1.0, keep=keep, present=present, other_bytes_per_hour=other)
+        assert hours == (None if expected is None else expected + 1), free
+        if not other:
+            assert saves_until_full(free, 100, keep, present) == expected, free
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_merged_size(dtype: str, tied: bool, base: Callable[..., Path], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base(tied=tied), dtype=dtype)
+    wrapped = get_peft_model(AutoModelForCausalLM.from_pretrained(base(tied=tied)), LoraConfig(**LORA))
+    model.save_pretrained(tmp_path)
+    real = (tmp_path / "model.safetensors").stat().st_size
+    for forecast in (merged_bytes(model), merged_bytes(model.config), merged_bytes(wrapped, dtype)):
+        assert forecast == pytest.approx(real, rel=1e-3)
+
+
+def test_the_merged_size_of_a_quantized_model_is_that_of_the_whole_one(base: Callable[..., Path]) -> None:
+    """A 4-bit model's own weights are a quarter of that, and its file says nothing of what the merge writes."""
+    whole = AutoModelForCausalLM.from_pretrained(base(), dtype=BF16)
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=BF16)
+    small = AutoModelForCausalLM.from_pretrained(base(), dtype=BF16, quantization_config=settings)
+    assert sum(p.nbytes for p in small.parameters()) < 0.7 * sum(p.nbytes for p in whole.parameters())
+    adapted = get_peft_model(small, LoraConfig(**LORA))
+    assert merged_bytes(small) == merged_bytes(adapted) == merged_bytes(whole)
+    assert merged_bytes(whole) == pytest.approx(sum(p.nbytes for p in whole.parameters()), rel=0.01)
+
+
+def test_a_model_that_cannot_be_built_has_no_merged_size() -> None:
+    from transformers import CLIPConfig
+
+    with pytest.raises(UsageError, match="'clip' model is not known"):
+        merged_bytes(CLIPConfig())
+
+
+def test_nothing_is_infinite() -> None:
+    assert hours_until_full(10**15, 10**9, 0.5, keep=3) is None
+    assert math.isfinite(hours_until_full(10**15, 10**9, 0.5, keep=None) or 0)

@@ -1,0 +1,425 @@
+"""What the filesystems say, what can be had of them, and who uses the space: on real ones, of a few MB."""
+
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from disk_mounts import ext_image, fill, mounting
+
+from cogumi.disk import owners, usage
+from cogumi.disk.owners import leftovers, uses
+from cogumi.disk.usage import allocatable, deleted_but_open, filesystem_of, filesystems, space_of, spoken
+
+Mount = Callable[..., Path]
+MB = 1 << 20
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Mount]:
+    with mounting(tmp_path) as mount_one:
+        yield mount_one
+
+
+# --------------------------------------------------------------------------------------------------------- filesystems
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 0.8, 1.0])
+def test_the_space_of_a_real_disk(share: float, mount: Mount) -> None:
+    disk = mount("tmpfs", "size=8m,nr_inodes=100")
+    if share:
+        fill(disk, share)
+    space = space_of(disk)
+    assert space.total == 8 * MB
+    assert space.used == pytest.approx(share * 8 * MB, abs=4096)
+    assert space.free == 8 * MB - space.used
+    assert space.used_share == pytest.approx(share, abs=0.001)
+    assert (space.inodes, space.inodes_free) == (100, 99 - (share > 0))
+    assert space.inodes_share == pytest.approx(0.01 if share == 0 else 0.02)
+    assert not space.read_only
+
+
+def test_blocks_that_are_kept_for_root_are_not_free(mount: Mount, tmp_path: Path) -> None:
+    disk = mount("ext4", "loop", str(ext_image(tmp_path / "image", "ext4", reserved_percent=30)))
+    before, status = space_of(disk), os.statvfs(disk)
+    assert before.free == status.f_bavail * status.f_frsize < status.f_bfree * status.f_frsize
+    with (disk / "filler").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, before.free + 8192)  # root may; a user has nothing left
+    assert space_of(disk).free == 0
+    assert space_of(disk).used_share == 1.0
+    assert os.statvfs(disk).f_bfree > 0
+
+
+def test_a_filesystem_without_sizes_or_inodes_has_no_shares() -> None:
+    space = space_of(Path("/proc"))
+    assert (space.inodes, space.inodes_free, space.inodes_share, space.used_share) == (None, None, None, None)
+
+
+def test_a_mount_is_found_by_its_place(mount: Mount) -> None:
+    disk = mount(name="a disk, of mine", source="some\tdevice")
+    found = filesystem_of(disk / "not" / "made" / "yet", "runs")
+    assert (found.used_for, found.mount, found.kind, found.network) == (("runs",), str(disk), "tmpfs", False)
+    assert found.device == "some\tdevice"
+    assert found.space.total == 8 * MB
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "over", str(disk)], check=True)
+    try:
+        assert filesystem_of(disk).device == "over"
+        link = disk.parent / "link"
+        link.symlink_to(disk)
+        assert filesystem_of(link / "below").mount == str(disk)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_read_only_disk_is_told(mount: Mount) -> None:
+    assert filesystem_of(mount(options="size=1m,ro")).space.read_only
+
+
+@pytest.mark.parametrize("kind", ["nfs", "nfs4", "cifs", "9p", "ceph", "lustre", "fuse", "fuse.sshfs", "fuse.juicefs"])
+def test_network_filesystems_are_told(kind: str) -> None:
+    assert usage.is_network(kind)
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "tmpfs", "overlay", "fuseblk", "fuse.fuse-overlayfs", ""])
+def test_local_filesystems_are_told(kind: str) -> None:
+    assert not usage.is_network(kind)
+
+
+def test_every_filesystem_of_a_run_once(mount: Mount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, cache = mount(options="size=8m"), mount(options="size=4m")
+    monkeypatch.setenv("HF_HOME", str(cache / "hf"))
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(run))
+    found = {disk.mount: disk for disk in filesystems(run / "checkpoints")}
+    assert found[str(run)].used_for == ("run directory", "temp")
+    assert found[str(cache)].used_for == ("HF cache", "datasets")
+    assert next(iter(found)) == str(run)
+    shared = [disk for disk in found.values() if "shared memory" in disk.used_for]
+    assert len(shared) == Path("/dev/shm").is_dir()
+
+
+def test_caches_are_where_the_libraries_have_them(tmp_path: Path) -> None:
+    """Fails when huggingface_hub, datasets or torch move them."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    assert str(owners.inductor_cache()) == default_cache_dir()
+    program = """
+import json, runpy
+from importlib.util import find_spec
+from pathlib import Path
+from huggingface_hub import constants
+from cogumi.disk import owners, usage
+datasets = runpy.run_path(Path(find_spec("datasets").origin).with_name("config.py"))
+pairs = [(constants.HF_HUB_CACHE, usage.hub_cache()), (datasets["HF_DATASETS_CACHE"], usage.datasets_cache()),
+         (constants.HF_XET_CACHE, dict(owners.caches())["HF xet cache"])]
+print(json.dumps([[str(one), str(two)] for one, two in pairs]))
+"""
+    names = {"HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE", "HF_XET_CACHE", "XDG_CACHE_HOME"}
+    plain = {name: value for name, value in os.environ.items() if name not in names} | {"HOME": str(tmp_path)}
+    for more in ({}, {"HF_HOME": "~/hf"}, {"XDG_CACHE_HOME": str(tmp_path / "x"), "HF_HUB_CACHE": "$HOME/hub"}):
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=plain | more, capture_output=True, text=True, check=True
+        )
+        for theirs, ours in json.loads(done.stdout):
+            assert theirs == ours
+
+
+def test_looking_at_disks_loads_nothing_heavy() -> None:
+    heavy = ["torch", "transformers", "datasets", "huggingface_hub", "numpy", "rich"]
+    program = (
+        f"import sys, cogumi.disk; cogumi.disk.DiskMonitor().sample(); print([m for m in {heavy} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (99_949, "99.9 kB"),
+        (99_950, "100 kB"),
+        (13_490_000_000, "13.5 GB"),
+        (252e9, "252 GB"),
+        (12_345e12, "12345 TB"),
+    ],
+)
+def test_bytes_in_words(count: float, words: str) -> None:
+    assert spoken(count) == words
+
+
+# ------------------------------------------------------------------------------------------------------ what can be had
+
+
+def test_what_fits_can_be_had_and_is_given_back(mount: Mount) -> None:
+    disk = mount()
+    for size in (1, 4096, 7 * MB, 8 * MB):
+        assert allocatable(disk, size).fits is True
+        assert list(disk.iterdir()) == []
+    assert space_of(disk).used == 0
+
+
+def test_a_full_disk_is_told_with_its_numbers(mount: Mount) -> None:
+    disk = mount()
+    fill(disk, 0.75)
+    found = allocatable(disk, 3 * MB)
+    assert (found.fits, found.reason) == (False, "full")
+    assert found.message == f"{disk}: no 3.1 MB: the disk has 2.1 MB free"
+    assert [path.name for path in disk.iterdir()] == ["filler"]
+    assert space_of(disk).free == 2 * MB
+    assert allocatable(disk, 2 * MB).fits is True
+
+
+def test_inodes_that_are_used_up_are_told(mount: Mount) -> None:
+    disk = mount("tmpfs", "size=8m,nr_inodes=20")
+    for number in range(19):
+        (disk / str(number)).touch()
+    found = allocatable(disk, 4096)
+    assert (found.fits, found.reason) == (False, "no inodes")
+    assert "all 20 inodes are taken" in found.message
+
+
+def test_a_limit_on_the_size_of_a_file_is_told(tmp_path: Path) -> None:
+    program = f"""
+import resource; from pathlib import Path; from cogumi.disk import allocatable
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+print(allocatable(Path({str(tmp_path)!r}), 1 << 20).fits, allocatable(Path({str(tmp_path)!r}), 1 << 21).reason)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True file size limit"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_filesystem_that_cannot_allocate_is_unknown_and_not_written_to(mount: Mount) -> None:
+    disk = mount("ramfs", "")
+    found = allocatable(disk, 1 << 50)
+    assert (found.fits, found.reason) == (None, "unknown")
+    assert list(disk.iterdir()) == []
+
+
+def test_a_quota_is_told_from_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one answer that is made up here: a quota takes a kernel and a filesystem with one."""
+
+    def over_quota(file: int, size: int) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(usage, "fallocate", over_quota)
+    found = allocatable(tmp_path, 4096)
+    assert (found.fits, found.reason) == (False, "quota")
+    assert "a quota is used up" in found.message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_no_file_can_be_made_is_an_error(mount: Mount, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        allocatable(tmp_path / "gone", 1)
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        allocatable(tmp_path / "file", 1)
+    with pytest.raises(OSError, match="Read-only"):
+        allocatable(mount(options="size=1m,ro"), 1)
+    with pytest.raises(ValueError, match="size=0"):
+        allocatable(tmp_path, 0)
+
+
+# ------------------------------------------------------------------------------------------------ deleted, but still open
+
+
+def test_a_deleted_file_counts_until_it_is_closed(mount: Mount) -> None:
+    disk = mount()
+    device = os.stat(disk).st_dev
+    program = f"""
+import os, sys
+file = open({str(disk / "theirs")!r}, "wb"); file.write(bytes(1 << 20)); file.flush(); os.unlink(file.name)
+print(flush=True); sys.stdin.read()
+"""
+    other = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdin is not None
+    assert other.stdout is not None
+    other.stdout.readline()
+    with (disk / "a file (deleted)").open("wb") as mine, (disk / "whole").open("wb") as whole:
+        for file in (mine, whole):
+            file.write(bytes(3 * MB))
+            file.flush()
+        os.unlink(mine.name)
+        descriptor = os.dup(mine.fileno())  # a file that is open twice is one file
+        found = deleted_but_open({device})
+        assert [(Path(file.path).name, file.bytes, file.pid) for file in found] == [
+            ("a file (deleted)", 3 * MB, os.getpid()),
+            ("theirs", MB, other.pid),
+        ]
+        assert "python" in found[1].command
+        assert deleted_but_open({device + 12345}) == []
+        assert {file.path for file in found} <= {file.path for file in deleted_but_open()}
+        os.close(descriptor)
+    other.stdin.close()
+    other.stdout.close()
+    other.wait()
+    assert deleted_but_open({device}) == []
+
+
+# ------------------------------------------------------------------------------------------------- who uses the space
+
+
+@pytest.fixture
+def caches_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every cache below one directory, none of them there yet."""
+    root = tmp_path / "caches"
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE", "HF_XET_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HF_HOME", "WANDB_DIR", "WANDB_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, str(root / name))
+    monkeypatch.setenv("UNSLOTH_COMPILE_LOCATION", str(root / "unsloth"))
+    return root
+
+
+def write(path: Path, size: int) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"x" * size)
+    return path
+
+
+def du(path: Path) -> int:
+    """What `du` says, which counts as this does."""
+    done = subprocess.run(["du", "-s", "--block-size=1", str(path)], capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[0])
+
+
+def test_who_uses_the_space(caches_at: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs"
+    blob = write(caches_at / "HF_HOME/hub/models--a--b/blobs/abc", 300_000)
+    (caches_at / "HF_HOME/hub/models--a--b/snapshots").mkdir()
+    (caches_at / "HF_HOME/hub/models--a--b/snapshots/model.safetensors").symlink_to(blob)
+    os.link(blob, caches_at / "HF_HOME/hub/same")
+    write(caches_at / "HF_HOME/datasets/x.arrow", 50_000)
+    write(caches_at / "HF_HOME/xet/chunk", 40_000)
+    write(caches_at / "TRITON_CACHE_DIR/kernel", 5_000)
+    write(caches_at / "TORCHINDUCTOR_CACHE_DIR/f/x.py", 6_000)
+    write(caches_at / "WANDB_DIR/wandb/run-1/files/x", 7_000)
+    write(run / "a/checkpoints/checkpoint-5/model.safetensors", 100_000)
+    write(run / "a/checkpoints/checkpoint-10/sub/model.safetensors", 100_000)
+    write(run / "a/checkpoints/checkpoint-10/wandb/x", 10)  # of the checkpoint: the outermost name counts
+    write(run / "a/checkpoints/checkpoint-keep-this/x", 20_000)
+    write(run / "a/checkpoints/.cogumi-saving/checkpoint-15/x", 30_000)
+    write(run / "a/checkpoints/.cogumi-trash-checkpoint-1-ab12/x", 31_000)
+    write(run / "a/checkpoints/.cogumi-ballast", 32_000)
+    write(run / "a/checkpoints/aside-checkpoint-3-ab12/x", 33_000)
+    write(run / "a/merged.partial-0123abcd/x", 34_000)
+    write(run / "wandb/y", 8_000)
+    write(run / "unsloth_compiled_cache/y", 9_000)
+    with (run / "sparse").open("wb") as file:
+        file.truncate(1 << 40)
+    (run / "link").symlink_to(caches_at)
+    found = {(use.what, use.path): use for use in uses(run)}
+    sums = {key: use.bytes for key, use in found.items()}
+    here, checkpoints = str(run), run / "a/checkpoints"
+    assert sums == {
+        ("HF hub cache", str(caches_at / "HF_HOME/hub")): du(caches_at / "HF_HOME/hub"),
+        ("HF datasets cache", str(caches_at / "HF_HOME/datasets")): du(caches_at / "HF_HOME/datasets"),
+        ("HF xet cache", str(caches_at / "HF_HOME/xet")): du(caches_at / "HF_HOME/xet"),
+        ("compiled by triton", str(caches_at / "TRITON_CACHE_DIR")): du(caches_at / "TRITON_CACHE_DIR"),
+        ("compiled by torch", str(caches_at / "TORCHINDUCTOR_CACHE_DIR")): du(caches_at / "TORCHINDUCTOR_CACHE_DIR"),
+        ("wandb", str(caches_at / "WANDB_DIR/wandb")): du(caches_at / "WANDB_DIR/wandb"),
+        ("checkpoints", here): du(checkpoints / "checkpoint-5") + du(checkpoints / "checkpoint-10"),
+        (owners.STAGING, here): du(checkpoints / ".cogumi-saving"),
+        (owners.TRASH, here): du(checkpoints / ".cogumi-trash-checkpoint-1-ab12"),
+        (owners.RESERVE, here): du(checkpoints / ".cogumi-ballast"),
+        (owners.ASIDE, here): du(checkpoints / "aside-checkpoint-3-ab12"),
+        (owners.MERGE, here): du(run / "a/merged.partial-0123abcd"),
+        ("wandb", here): du(run / "wandb"),
+        ("compiled by unsloth", here): du(run / "unsloth_compiled_cache"),
+        ("everything else", here): sums["everything else", here],
+    }
+    assert sum(size for (_, path), size in sums.items() if path == here) == du(run)
+    assert found["checkpoints", here].entries == 7
+    assert [use.bytes for use in uses(run)] == sorted(sums.values(), reverse=True)
+    assert found["checkpoints", here].mount == filesystem_of(run).mount
+
+
+def test_caches_inside_the_directory_are_counted_once(caches_at: Path) -> None:
+    write(caches_at / "HF_HOME/hub/blob", 100_000)
+    write(caches_at / "mine", 10_000)
+    found = {use.what: use.bytes for use in uses(caches_at)}
+    assert set(found) == {"HF hub cache", "everything else"}
+    assert sum(found.values()) == du(caches_at)
+
+
+def test_another_disk_below_is_not_counted(mount: Mount, caches_at: Path, tmp_path: Path) -> None:
+    disk = mount()
+    fill(disk, 0.5)
+    assert sum(use.bytes for use in uses(tmp_path)) < 4 * MB
+
+
+def test_names_are_those_that_checkpoints_and_merges_give() -> None:
+    from cogumi.checkpoints.commit import ASIDE_PREFIX, STAGING_NAME
+    from cogumi.checkpoints.retention import TRASH_PREFIX
+    from cogumi.checkpoints.saving import BALLAST_NAME
+
+    kinds = {
+        STAGING_NAME: owners.STAGING,
+        f"{TRASH_PREFIX}checkpoint-5-ab12": owners.TRASH,
+        BALLAST_NAME: owners.RESERVE,
+        f"{ASIDE_PREFIX}checkpoint-5-ab12": owners.ASIDE,
+        "checkpoint-5": "checkpoints",
+        "merged.partial-0123abcd": owners.MERGE,
+    }
+    for name, kind in kinds.items():
+        assert owners.kind_of(name, owners.KNOWN_NAMES) == kind
+    for name in ("checkpoint-5.bak", "checkpoint-keep-this", ".cogumi-saving-mine", "x.partial-012", ".cogumi-trash"):
+        assert owners.kind_of(name, owners.KNOWN_NAMES) is None
+
+
+# ---------------------------------------------------------------------------------------------------- what is left over
+
+
+def test_leftovers_and_why_they_may_be_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "checkpoints"
+    staged = write(place / ".cogumi-saving/checkpoint-5/x", 10_000)
+    trash = write(place / ".cogumi-trash-checkpoint-1-ab12/x", 20_000).parent
+    write(tmp_path / "merged.partial-0123abcd/x", 30_000)
+    write(place / ".cogumi-ballast", 40_000)
+    write(place / "checkpoint-5/x", 10)
+    write(place / ".cogumi-trash-file", 10)  # a file is not what a removal leaves
+    (place / ".cogumi-trash-link").symlink_to(tmp_path)
+
+    def found() -> dict[str, tuple[str, str]]:
+        return {Path(row.path).name: (row.what, row.in_use) for row in leftovers(tmp_path)}
+
+    assert all("changed" in in_use for _, in_use in found().values())
+    monkeypatch.setattr(owners, "SETTLED_SECONDS", -1.0)
+    assert found() == {
+        ".cogumi-saving": (owners.STAGING, ""),
+        trash.name: (owners.TRASH, ""),
+        ".cogumi-ballast": (owners.RESERVE, ""),
+        "merged.partial-0123abcd": (owners.MERGE, ""),
+    }
+    assert {row.bytes for row in leftovers(tmp_path) if row.what == owners.TRASH} == {du(trash)}
+    with staged.open("rb"):
+        assert found()[".cogumi-saving"] == (owners.STAGING, f"process {os.getpid()} has it open")
+    holder = f"""
+import fcntl, os, sys
+d = os.open({str(trash)!r}, os.O_RDONLY); fcntl.flock(d, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()
+"""
+    other = subprocess.Popen([sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdin is not None
+    assert other.stdout is not None
+    other.stdout.readline()
+    assert owners.is_locked(trash)
+    assert found()[trash.name] == (owners.TRASH, f"process {other.pid} has it open")
+    other.stdin.close()
+    other.stdout.close()
+    other.wait()
+    assert not owners.is_locked(trash)
+    descriptor = os.open(trash, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    os.close(descriptor)
+    assert leftovers(tmp_path / "checkpoint-5") == []
