@@ -3,7 +3,7 @@ SHELL := /bin/sh
 PYTHON_IN := .venv/bin/python
 LANES := requirements-stable-precompiled.txt $(wildcard requirements/*.txt) requirements/install.sh pyproject.toml
 
-.PHONY: smoke test test-all test-unsloth lint bench lock clean
+.PHONY: smoke test test-all test-unsloth lint bench faults lock clean
 
 smoke: .venv/lane
 	$(PYTHON_IN) -m cogumi.smoke
@@ -25,6 +25,10 @@ lint: .venv/test
 
 bench: .venv/test
 	$(PYTHON_IN) -m benchmarks cpu
+
+# A quarter of an hour and 10 GB in TMPDIR; as root, which mounting small disks takes.
+faults: .venv/test
+	$(PYTHON_IN) -m benchmarks faults
 
 lock: .venv/lane
 	$(PYTHON_IN) requirements/lock.py

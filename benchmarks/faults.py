@@ -1,0 +1,359 @@
+"""What is left of a training when the disk fills up, the process is killed, or a checkpoint is damaged.
+
+The same small training, with plain Trainer and under cogumi.protect, is disturbed, given back what was taken from it, and
+started again as a user would start it. Its losses are compared bit for bit with those of an undisturbed training.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from benchmarks import faults_costs
+from benchmarks.faults_damage import damages
+from benchmarks.faults_disk import allocated, mounted, remount, take_inodes
+from benchmarks.faults_processes import Journal, Running, read_journal, trainings, words_of
+from benchmarks.faults_training import SAVES, STATE, STEPS, WEIGHTS, Job, is_good
+from benchmarks.harness import Row, attempt, missing, row
+from benchmarks.merge_kills import fill
+
+HOWS = ("cogumi", "plain")
+POLICIES = ("continue", "stop", "pause")
+DISK_BYTES = 64 << 20
+# A pausing training has waited long enough: a step and a save take some 50 ms.
+SILENT_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many faults of each kind. kills: at moments of the clock; changes: before a change of a file."""
+
+    full: int
+    kills: int
+    changes: int
+    damages: int | None
+    inodes: int
+    read_only: int
+    terms: int
+
+
+FULL = Sizes(full=66, kills=60, changes=84, damages=None, inodes=18, read_only=16, terms=24)
+QUICK = Sizes(full=6, kills=3, changes=4, damages=6, inodes=3, read_only=2, terms=2)
+
+
+# ------------------------------------------------------------------------------------------------------- one fault
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one training. met: the fault had an effect. lost: good checkpoints gone with no newer good one."""
+
+    met: bool
+    finished: bool
+    identical: bool
+    silent: bool
+    lost: int
+    note: str
+
+
+@dataclass(frozen=True)
+class Usual:
+    """An undisturbed training. words: what it says, and its resumed end; gaps: seconds from the beginning of each save to
+    that of the next; changes: of files, as often, by step."""
+
+    journal: Journal
+    words: set[str]
+    gaps: dict[int, float]
+    changes: dict[int, int]
+
+
+class Bench:
+    """Starts trainings in `folder`, and knows the undisturbed ones."""
+
+    def __init__(self, start: Callable[[Job], Running], folder: Path) -> None:
+        self.start, self.folder, self.number = start, folder, 0
+        self.references = {lora: folder / ("reference-lora" if lora else "reference") for lora in (False, True)}
+        self.bases: dict[tuple[str, bool], Job] = {}
+        for lora, directory in self.references.items():
+            self.undisturbed(Job("plain", lora, directory, *self.papers(), keep=None))
+        self.usual = {(how, lora): self.measure(how, lora) for how in HOWS for lora in self.references}
+
+    def papers(self) -> tuple[Path, Path]:
+        """Names for the next journal and the next standard error."""
+        self.number += 1
+        return self.folder / f"journal-{self.number}", self.folder / f"words-{self.number}"
+
+    def job(self, how: str, lora: bool, parent: Path | None = None) -> Job:
+        directory = (parent or self.folder) / f"training-{self.number + 1}"
+        return Job(how, lora, directory, *self.papers(), reference=self.references[lora])
+
+    def undisturbed(self, job: Job) -> Running:
+        running = self.start(job)
+        if running.finish() != 0:
+            raise RuntimeError(f"an undisturbed training failed: {last_line(job.words)}")
+        return running
+
+    def measure(self, how: str, lora: bool) -> Usual:
+        """Also leaves a training that lacks its last save, for `damaged`."""
+        job = replace(self.job(how, lora), event=(0, 0, "kill"))
+        running = self.undisturbed(job)
+        changes = {message[1]: message[2] for message in running.messages if message[0] == "changes"}
+        ends = [*running.moments("saving").values(), running.moments("saved")[STEPS] + 0.02]
+        gaps = {step: ends[number + 1] - ends[number] for number, step in enumerate(SAVES)}
+        journal = read_journal(job.journal)
+        base = replace(self.job(how, lora), keep=None)
+        self.undisturbed(base)
+        shutil.rmtree(base.directory / f"checkpoint-{STEPS}")
+        self.bases[how, lora] = base
+        again = replace(self.job(how, lora), words=job.words)
+        shutil.copytree(base.directory, again.directory)
+        self.undisturbed(again)
+        shutil.rmtree(again.directory)
+        return Usual(journal, words_of(job.words), gaps, changes)
+
+    def endure(
+        self, job: Job, disturb: Callable[[Running], object], heal: Callable[[], object], damaged: int | None = None
+    ) -> Outcome:
+        """Disturb a training, heal what it ran on, and start it again if it has not come to its end. damaged: a step
+        whose checkpoint was damaged on purpose, and is no loss."""
+        usual = self.usual[job.how, job.lora]
+        running = self.start(job)
+        disturb(running)
+        status, hung = running.finish(), running.hung
+        heal()
+        met = status != 0 or not words_of(job.words) <= usual.words
+        lost = self.lost(job, damaged)
+        why = self.ending(job, status)
+        if read_journal(job.journal).end is None:
+            job = replace(job, event=None, largest_file=None, words=self.papers()[1])
+            running = self.start(job)
+            why = f"{why}; again: {self.ending(job, running.finish())}"
+            hung, lost, met = hung or running.hung, max(lost, self.lost(job, damaged)), True
+        journal = read_journal(job.journal)
+        finished = journal.end is not None and not hung
+        if finished and len(set(journal.losses)) > STEPS:
+            why += f"; {len(set(journal.losses))} different losses in {STEPS} steps"
+        identical = finished and journal.equals(usual.journal)
+        silent = finished and not identical and words_of(job.words) <= usual.words
+        shutil.rmtree(job.directory)
+        note = "" if identical and not lost else f"hung; {why}" if hung else f"lost {lost}; {why}" if lost else why
+        return Outcome(met, finished, identical, silent, lost, note)
+
+    def ending(self, job: Job, status: int) -> str:
+        """How a training ended, in a few words."""
+        if status < 0:
+            return signal.Signals(-status).name
+        return last_line(job.words).replace(f"{self.folder}/", "") if status else "done"
+
+    def lost(self, job: Job, damaged: int | None) -> int:
+        """Checkpoints that were good, are not, and have no newer good one."""
+        assert job.reference is not None
+        newest = max((step for step in SAVES if is_good(job.directory, job.reference, step)), default=0)
+        return sum(step > newest for step in read_journal(job.journal).good - {damaged})
+
+
+def last_line(words: Path) -> str:
+    lines = [line.strip() for line in words.read_text().splitlines() if line.strip()] if words.exists() else []
+    return lines[-1][:110] if lines else ""
+
+
+def nothing(*_: object) -> None:
+    pass
+
+
+# ------------------------------------------------------------------------------------------------------- the kinds
+
+
+def full_disk(bench: Bench, count: int, disk: Path, how: str) -> Iterator[Outcome]:
+    """Free space from less than one checkpoint to more than the three that there are while one is written and two stay."""
+    filler = disk / "filler"
+    for number in range(count):
+        lora, policy = number % 2 == 1, POLICIES[number // 2 % 3]
+        job = replace(bench.job(how, lora, disk), on_full=policy)
+        fill(filler, int((number + 0.5) / count * 3.3 * allocated(bench.references[lora] / f"checkpoint-{STEPS}")))
+        give_back = partial(filler.unlink, missing_ok=True)
+        disturb = partial(give_back_when_silent, give_back) if (how, policy) == ("cogumi", "pause") else nothing
+        yield bench.endure(job, disturb, give_back)
+
+
+def give_back_when_silent(give_back: Callable[[], object], running: Running) -> None:
+    """A paused training goes on when there is space again."""
+    while running.exit_status is None:
+        if running.next(SILENT_SECONDS) is None:
+            give_back()
+            return
+
+
+def file_too_large(bench: Bench, count: int, how: str) -> Iterator[Outcome]:
+    """RLIMIT_FSIZE instead of a small disk, from less than the smallest file to more than the largest."""
+    for number in range(count):
+        lora = number % 2 == 1
+        files = (bench.references[lora] / f"checkpoint-{STEPS}").iterdir()
+        limit = 8192 + int((number + 0.5) / count * 1.1 * max(path.stat().st_size for path in files))
+        job = replace(bench.job(how, lora), largest_file=limit, on_full=POLICIES[number // 2 % 2])
+        yield bench.endure(job, nothing, nothing)
+
+
+def no_inodes(bench: Bench, count: int, disk: Path, how: str) -> Iterator[Outcome]:
+    """From 2 free inodes to more than three checkpoints take."""
+    for number in range(count):
+        lora = number % 2 == 1
+        files = len(list((bench.references[lora] / f"checkpoint-{STEPS}").iterdir())) + 1
+        takers = take_inodes(disk, leave=2 + int(number / count * 3.2 * files))
+        job = replace(bench.job(how, lora, disk), on_full=POLICIES[number // 2 % 2])
+        yield bench.endure(job, nothing, partial(shutil.rmtree, takers))
+
+
+def signals(bench: Bench, count: int, number: int, how: str) -> Iterator[Outcome]:
+    """A signal at a uniform moment between the beginning of a save and that of the next."""
+    moment = random.Random(0)
+    for turn in range(count):
+        lora, step = turn % 2 == 1, moment.choice(SAVES)
+        seconds = moment.uniform(0, bench.usual[how, lora].gaps[step])
+        yield bench.endure(bench.job(how, lora), partial(signal_after, step, seconds, number), nothing)
+
+
+def signal_after(step: int, seconds: float, number: int, running: Running) -> None:
+    if running.until("saving", step):
+        time.sleep(seconds)
+        running.signal(number)
+
+
+def evenly(bench: Bench, how: str, count: int) -> list[tuple[bool, int, int]]:
+    """`count` of all changes of files in all saves, as (lora, step, n).
+
+    Their number is another one each time, as cogumi commits beside the training: the last ones may not come.
+    """
+    every = [
+        (lora, step, number)
+        for lora in bench.references
+        for step in SAVES
+        for number in range(1, bench.usual[how, lora].changes[step] + 1)
+    ]
+    count = min(count, len(every))
+    return [every[(2 * number + 1) * len(every) // (2 * count)] for number in range(count)]
+
+
+def killed_before_changes(bench: Bench, count: int, how: str) -> Iterator[Outcome]:
+    for lora, step, number in evenly(bench, how, count):
+        job = replace(bench.job(how, lora), event=(step, number, "kill"))
+        yield bench.endure(job, nothing, nothing)
+
+
+def read_only(bench: Bench, count: int, disk: Path, how: str) -> Iterator[Outcome]:
+    """The disk turns read-only during a save. The kernel refuses while a file is open for writing; then another moment."""
+    met = 0
+    for lora, step, number in evenly(bench, how, 4 * count):
+        if met == count:
+            return
+        job = replace(bench.job(how, lora, disk), event=(step, number, "ask"))
+        done: list[bool] = []
+        outcome = bench.endure(job, partial(make_read_only, disk, done), partial(remount, disk, "rw"))
+        if done == [True]:
+            met += 1
+            yield outcome
+
+
+def make_read_only(disk: Path, done: list[bool], running: Running) -> None:
+    if running.until("asks"):
+        done.append(remount(disk, "ro"))
+        running.answer()
+
+
+def damaged(bench: Bench, count: int | None, how: str) -> Iterator[Outcome]:
+    """The newest checkpoint of a training that was killed is damaged before it is resumed."""
+    newest, older = SAVES[-2], SAVES[-3]
+    for lora in bench.references:
+        base = bench.bases[how, lora]
+        every = damages(base.directory / f"checkpoint-{newest}", (*STATE, *WEIGHTS, "trainer_state.json"))
+        wanted = len(every) if count is None else min(count // 2, len(every))
+        for number in range(wanted):
+            label, damage = every[(2 * number + 1) * len(every) // (2 * wanted)]
+            job = bench.job(how, lora)
+            shutil.copytree(base.directory, job.directory)
+            damage(job.directory / f"checkpoint-{newest}", job.directory / f"checkpoint-{older}")
+            write_journal(job.journal, base.journal, newest)
+            outcome = bench.endure(job, nothing, nothing, damaged=newest)
+            yield replace(outcome, met=True, note=f"{label}: {outcome.note}" if outcome.note else label)
+
+
+def write_journal(path: Path, whole: Path, until: int) -> None:
+    """A training's journal up to a step, as if it had been killed then."""
+    lines = [line for line in whole.read_text().splitlines() if not line.startswith("end")]
+    path.write_text("".join(f"{line}\n" for line in lines if int(line.split()[1]) <= until))
+
+
+# ----------------------------------------------------------------------------------------------------------- rows
+
+
+def kind_rows(kind: str, wanted: int, work: Callable[[str], Iterator[Outcome]]) -> Iterator[Row]:
+    """cogumi's figures beside plain Trainer's, of one kind of fault. wanted: how many must have had an effect."""
+    found = {how: list(work(how)) for how in HOWS}
+    for metric in (
+        "disturbed",
+        "finished or resumed",
+        "losses identical",
+        "good checkpoints lost",
+        "silent divergences",
+    ):
+        for how, outcomes in found.items():
+            value, target, bad = figure(metric, outcomes, wanted)
+            name = "cogumi" if how == "cogumi" else "plain Trainer"
+            note = next((each.note for each in bad), "") if metric != "disturbed" else ""
+            judged = target if how == "cogumi" else ""
+            yield row("faults", kind, f"{metric}, {name}", value, f"of {len(outcomes)}", target=judged, note=note)
+
+
+def figure(metric: str, outcomes: list[Outcome], wanted: int) -> tuple[int, str, list[Outcome]]:
+    """(value, target, the outcomes that are not as they should be)."""
+    every = f">= {len(outcomes)}"
+    if metric == "disturbed":
+        return sum(each.met for each in outcomes), f">= {wanted}", []
+    if metric == "finished or resumed":
+        return sum(each.finished for each in outcomes), every, [each for each in outcomes if not each.finished]
+    if metric == "losses identical":
+        return sum(each.identical for each in outcomes), every, [each for each in outcomes if not each.identical]
+    if metric == "good checkpoints lost":
+        return sum(each.lost for each in outcomes), "<= 0", [each for each in outcomes if each.lost]
+    return sum(each.silent for each in outcomes), "<= 0", [each for each in outcomes if each.silent]
+
+
+def undisturbed_rows(bench: Bench) -> Iterator[Row]:
+    """Protection changes no bit of a training."""
+    same = sum(bench.usual["cogumi", lora].journal.equals(bench.usual["plain", lora].journal) for lora in (False, True))
+    yield row("faults", "no fault", "losses identical, cogumi and plain Trainer", same, "of 2", target=">= 2")
+
+
+def run(quick: bool = False) -> Iterator[Row]:
+    """Some 800 trainings in a quarter of an hour, or a handful of each kind; then what a save and the monitor cost."""
+    with tempfile.TemporaryDirectory(prefix="cogumi-faults-") as name, trainings() as start:
+        yield from fault_rows(Bench(start, Path(name)), QUICK if quick else FULL)
+    yield from attempt("faults", "cost of a save", partial(faults_costs.save_rows, quick))
+    yield from attempt("faults", "cost of the disk monitor", partial(faults_costs.monitor_rows, quick))
+
+
+def fault_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
+    yield from undisturbed_rows(bench)
+    with mounted(bench.folder / "disk", f"size={DISK_BYTES},nr_inodes=1024") as disk:
+        if isinstance(disk, str):
+            yield missing("faults", "disk full, no inodes, read-only disk", disk)
+            limited = partial(file_too_large, bench, sizes.full)
+            yield from kind_rows("limit on the size of a file", sizes.full * 4 // 5, limited)
+        else:
+            yield from kind_rows("disk full", sizes.full * 10 // 11, partial(full_disk, bench, sizes.full, disk))
+            yield from kind_rows("no inodes", sizes.inodes * 3 // 4, partial(no_inodes, bench, sizes.inodes, disk))
+            yield from kind_rows("read-only disk", sizes.read_only, partial(read_only, bench, sizes.read_only, disk))
+    kills = partial(signals, bench, sizes.kills, signal.SIGKILL)
+    yield from kind_rows("SIGKILL at random moments of a save", sizes.kills * 4 // 5, kills)
+    changes = partial(killed_before_changes, bench, sizes.changes)
+    yield from kind_rows("SIGKILL before a change of a file", sizes.changes * 5 // 7, changes)
+    terms = partial(signals, bench, sizes.terms, signal.SIGTERM)
+    yield from kind_rows("SIGTERM during a save", sizes.terms * 4 // 5, terms)
+    yield from kind_rows("newest checkpoint damaged", sizes.damages or 60, partial(damaged, bench, sizes.damages))

@@ -1,0 +1,167 @@
+"""What safety costs: a checkpoint of 1 GB saved by cogumi and plain Trainer in turn; the disk monitor's share of a step."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults_processes import HUNG_SECONDS, Running, trainings
+from benchmarks.faults_training import Changes, Job, make_trainer
+from benchmarks.harness import Row, ratio, row, summary
+from cogumi.durable import sync_path
+
+MANIFEST_NAME = "cogumi-manifest.json"
+# 84 million parameters: 12 bytes each with AdamW's state.
+LARGE = (("hidden_size", 1024), ("intermediate_size", 4096), ("num_hidden_layers", 5), ("num_attention_heads", 16))
+SMALL = (("hidden_size", 128), ("intermediate_size", 512), ("num_hidden_layers", 5), ("num_attention_heads", 2))
+DISK_BYTES = 10 << 30
+STEP_SECONDS = 0.1
+
+
+def save_rows(quick: bool) -> Iterator[Row]:
+    """Two trainings that save after every step, each when told to.
+
+    Not counted: the first saves, which prune nothing, and the last, which is followed by no step.
+    """
+    shape, rounds, warmup = (SMALL, 2, 3) if quick else (LARGE, 7, 3)
+    with tempfile.TemporaryDirectory(prefix="cogumi-saves-") as name, ExitStack() as stack:
+        folder = Path(name)
+        if not quick and shutil.disk_usage(folder).free < DISK_BYTES:
+            note = f"skipped: needs {DISK_BYTES >> 30} GiB in TMPDIR"
+            yield row("faults", "cost of a save", "-", None, note=note)
+            return
+        running, steps = {}, warmup + rounds + 1
+        for how in ("plain", "cogumi"):
+            start = stack.enter_context(trainings())
+            papers = folder / f"{how}-journal", folder / f"{how}-words"
+            job = Job(how, False, folder / how, *papers, each_save_asks=True, shape=shape, steps=steps, save_every=1)
+            running[how] = start(job)
+        rows: dict[str, list[Save]] = {how: [] for how in running}
+        for turn in range(1, steps + 1):
+            for how, training in running.items():
+                rows[how].append(one_save(training, folder / how, turn, steps))
+        size = sum(path.stat().st_size for path in (folder / "cogumi" / f"checkpoint-{steps}").iterdir())
+    case = f"save of {size / 1e9:.2f} GB"
+    counted = {how: each[warmup:-1] for how, each in rows.items()}
+    held = {how: [save.held for save in each] for how, each in counted.items()}
+    durable = {how: [save.durable for save in each] for how, each in counted.items()}
+    # A quick run's save is too small to judge: what does not grow with it is most of it.
+    yield compared(case, "training held, cogumi / plain", held["cogumi"], held["plain"], "" if quick else "<= 1.15")
+    yield compared(case, "until committed, cogumi / training held, plain", durable["cogumi"], held["plain"])
+    yield compared(case, "until on the disk, cogumi / plain and fsync", durable["cogumi"], durable["plain"])
+    for how in running:
+        middle, spread = summary(held[how])
+        yield row("faults", case, f"training held, {how}", middle, "s", spread=spread)
+        middle, spread = summary(durable[how])
+        yield row("faults", case, f"until on the disk, {how}", middle, "s", spread=spread)
+
+
+def compared(case: str, metric: str, ours: list[float], theirs: list[float], target: str = "") -> Row:
+    middle, low, high = ratio({"ours": ours, "theirs": theirs}, "ours", "theirs")
+    return row("faults", case, metric, middle, spread=(low, high), target=target)
+
+
+@dataclass(frozen=True)
+class Save:
+    """What a save took, in seconds.
+
+    held: the training thread did nothing else, in the save and in the callbacks after the next step. durable: until the
+    checkpoint was whole, under its own name and on the disk; plain Trainer does not wait for that, so fsync is called.
+    """
+
+    held: float
+    durable: float
+
+
+def one_save(training: Running, directory: Path, step: int, last: int) -> Save:
+    """Let one save happen, and the training's next step, so that nothing of it runs in the other one's turn."""
+    if step == 1 and not training.until("saving", step):
+        raise RuntimeError(f"the training in {directory} ended before it saved")
+    final = directory / f"checkpoint-{step}"
+    protected = directory.name == "cogumi"
+    training.answer()
+    start = time.monotonic()
+    while protected and not (final / MANIFEST_NAME).exists():
+        time.sleep(0.001)
+        if time.monotonic() - start > HUNG_SECONDS:
+            raise RuntimeError(f"no {final} after {HUNG_SECONDS:.0f} s")
+    durable = time.monotonic() - start
+    if not training.until("saved", step):
+        raise RuntimeError(f"the training in {directory} ended in the save of step {step}")
+    held: float = training.messages[-1][3]
+    if not protected:
+        start = time.monotonic()
+        for path in [*final.iterdir(), final]:
+            sync_path(path)
+        durable = held + time.monotonic() - start
+    if step == last:
+        training.finish()
+    elif training.until("saving", step + 1):
+        held += training.messages[-1][3]
+    else:
+        raise RuntimeError(f"the training in {directory} ended after the save of step {step}")
+    return Save(held, durable)
+
+
+# -------------------------------------------------------------------------------------------------------- the monitor
+
+
+def monitor_rows(quick: bool) -> Iterator[Row]:
+    """A real training with steps of 100 ms, in which the calls of the callback's per-step methods are timed.
+
+    Their sum is far below what two trainings differ by on any machine, so it is not taken from such a difference.
+    """
+    steps = 20 if quick else 300
+    with tempfile.TemporaryDirectory(prefix="cogumi-monitor-") as name:
+        seconds, spent = monitored_training(Path(name), steps)
+    case = f"DiskMonitorCallback, {steps} steps of {STEP_SECONDS * 1e3:.0f} ms, a log each, a look every 10 s"
+    note = f"{spent / steps * 1e6:.1f} microseconds a step"
+    yield row("faults", case, "share of a step", spent / seconds * 100, "%", target="<= 0.1", note=note)
+
+
+def monitored_training(folder: Path, steps: int) -> tuple[float, float]:
+    """(seconds of all steps, seconds of them in the monitor's callback)."""
+    import cogumi
+
+    job = Job(
+        "plain", False, folder / "training", folder / "journal", folder / "words", steps=steps, save_every=steps + 1
+    )
+    ours, theirs = multiprocessing.Pipe()
+    trainer = make_trainer(job, Changes(job, theirs), theirs)
+    step, spent = trainer.training_step, 0.0
+
+    def lasting_step(*arguments: Any, **keywords: Any) -> Any:
+        start = time.perf_counter()
+        result = step(*arguments, **keywords)
+        time.sleep(max(0.0, STEP_SECONDS - (time.perf_counter() - start)))
+        return result
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal spent
+            start = time.perf_counter()
+            result = function(*arguments, **keywords)
+            spent += time.perf_counter() - start
+            return result
+
+        return call
+
+    callback = cogumi.DiskMonitorCallback()
+    for name in ("on_step_end", "on_log"):  # its other methods are called once, or do nothing
+        setattr(callback, name, timed(getattr(callback, name)))
+    trainer.training_step = lasting_step
+    trainer.add_callback(callback)
+    begun = time.perf_counter()
+    with redirect_stdout(StringIO()):  # transformers prints each log
+        trainer.train()
+    seconds = time.perf_counter() - begun
+    ours.close()
+    return seconds, spent

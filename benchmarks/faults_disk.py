@@ -1,0 +1,47 @@
+"""Small disks for benchmarks/faults.py: a tmpfs that can be filled, run out of inodes and turned read-only."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def mounted(point: Path, options: str) -> Iterator[Path | str]:
+    """A tmpfs, or why there is none: mounting takes root, and Linux."""
+    tool = shutil.which("mount")
+    if tool is None:
+        yield "no mount command"
+        return
+    point.mkdir()
+    done = subprocess.run([tool, "-t", "tmpfs", "-o", options, "tmpfs", str(point)], capture_output=True, text=True)
+    if done.returncode != 0:
+        yield f"mounting a tmpfs is not permitted: {done.stderr.strip()}"
+        return
+    try:
+        yield point
+    finally:
+        subprocess.run(["umount", str(point)], check=True)
+
+
+def remount(point: Path, mode: str) -> bool:
+    """Turn a tmpfs "ro" or "rw"; False where the kernel refuses, as it does "ro" while a file is open for writing."""
+    return subprocess.run(["mount", "-o", f"remount,{mode}", str(point)], capture_output=True).returncode == 0
+
+
+def take_inodes(disk: Path, leave: int) -> Path:
+    """Create empty files until `leave` inodes are free; returns the directory that holds them."""
+    takers = disk / "takers"
+    takers.mkdir()
+    for number in range(os.statvfs(disk).f_favail - leave):
+        (takers / str(number)).touch()
+    return takers
+
+
+def allocated(directory: Path) -> int:
+    """Bytes of the blocks that a directory's files take."""
+    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*"))

@@ -1,0 +1,257 @@
+"""A small deterministic training in a forked process that has everything imported: what benchmarks/faults.py disturbs.
+
+A Llama of some 100 kB with dropout, AdamW, shuffled data, eight steps and a save every second one, on one thread. What it
+did is in a journal, a line each: every loss to the last bit, the good checkpoints there were, and the weights at the end.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import hashlib
+import importlib
+import os
+import resource
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+STEPS, SAVE_EVERY, KEEP = 8, 2, 2
+SAVES = tuple(range(SAVE_EVERY, STEPS + 1, SAVE_EVERY))
+# Deterministic files: in a good checkpoint they are those of the undisturbed training, bit for bit.
+STATE = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
+WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
+# Python's audit events (docs.python.org/3/library/audit_events.html) that change a directory or a file.
+CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training, started anew or resumed.
+
+    how: "plain" or "cogumi". directory: its output_dir. journal: see above; appended to. words: its standard error.
+    reference: the undisturbed training's output_dir. on_full: cogumi's policy. largest_file: RLIMIT_FSIZE in bytes.
+    event: (step of a save, n, "kill" or "ask"): before the n-th change of a file from then on, die, or wait for an answer.
+    each_save_asks: wait for an answer before every save. shape: sizes of another Llama.
+    """
+
+    how: str
+    lora: bool
+    directory: Path
+    journal: Path
+    words: Path
+    reference: Path | None = None
+    keep: int | None = KEEP
+    on_full: str = "continue"
+    largest_file: int | None = None
+    event: tuple[int, int, str] | None = None
+    each_save_asks: bool = False
+    shape: tuple[tuple[str, int], ...] = ()
+    steps: int = STEPS
+    save_every: int = SAVE_EVERY
+
+
+def train(job: Job, pipe: Connection) -> None:
+    """Runs in the child. Ends as a user's script would: normally, or with a traceback and exit status 1."""
+    from transformers.utils.logging import disable_progress_bar
+
+    descriptor = os.open(job.words, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    pipe.send(("started", os.getpid()))
+    if job.largest_file is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job.largest_file, job.largest_file))
+    disable_progress_bar()
+    changes = Changes(job, pipe)
+    trainer = make_trainer(job, changes, pipe)
+    if job.how == "cogumi":
+        import cogumi
+        from cogumi.checkpoints import saving
+
+        saving.RETRY_SECONDS = 0.05  # a paused training would look again after 15 s, which takes an hour here
+        cogumi.protect(trainer, keep=job.keep or 100, on_full=job.on_full)
+        trainer.train()
+    else:
+        from transformers.trainer_utils import get_last_checkpoint
+
+        # As transformers' example scripts do it: nothing there is not an error.
+        there = job.directory.is_dir() and get_last_checkpoint(str(job.directory)) is not None
+        trainer.train(resume_from_checkpoint=there)
+    changes.save_begins(0)
+    trainer.note_good_ones()
+    if trainer.state.global_step >= job.steps:
+        append(job.journal, f"end {weights_hash(trainer.model)}")
+
+
+def make_trainer(job: Job, changes: Changes, pipe: Connection) -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator, set_seed
+
+    known: set[int] = set()
+    # Seconds in callbacks since the last save: a protected training prunes there what a plain one prunes in the save.
+    between: list[float] = []
+
+    class Recorded(Trainer):
+        """Writes the journal and announces each save. No callback does it: cogumi commits at once when one has on_save."""
+
+        def training_step(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
+            self.note_good_ones()
+            loss = super().training_step(*arguments, **keywords)
+            append(job.journal, f"loss {self.state.global_step + 1} {float(loss).hex()}")
+            return loss
+
+        def _maybe_log_save_evaluate(self, *arguments: Any, **keywords: Any) -> None:
+            step = self.state.global_step
+            saves = self.control.should_save
+            if saves:
+                changes.save_begins(step)
+                pipe.send(("saving", step, time.monotonic(), between.pop() if between else 0.0))
+                if job.each_save_asks:
+                    pipe.recv()
+            start = time.monotonic()
+            super()._maybe_log_save_evaluate(*arguments, **keywords)
+            if saves:
+                pipe.send(("saved", step, time.monotonic(), time.monotonic() - start))
+
+        def note_good_ones(self) -> None:
+            """Journal each checkpoint that has appeared and is good."""
+            for step in SAVES if job.reference is not None else ():
+                if step not in known and job.reference and is_good(job.directory, job.reference, step):
+                    known.add(step)
+                    append(job.journal, f"good {step}")
+
+    torch.set_num_threads(1)
+    set_seed(0)
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {**small, "vocab_size": 256, "max_position_embeddings": 64, **dict(job.shape)}
+    # Eager attention has dropout, so that a wrong state of the generators shows in the losses.
+    sizes |= {"attn_implementation": "eager", "attention_dropout": 0.1}
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=None, eos_token_id=1, pad_token_id=0))
+    if job.lora:
+        from peft import LoraConfig, get_peft_model
+
+        # Large enough that the adapter is more than its JSON files.
+        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.1))
+    tokens = torch.randint(2, 256, (20, 16)).tolist()  # eight steps of four cross the end of an epoch
+    trainer = Recorded(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(job.directory),
+            max_steps=job.steps,
+            per_device_train_batch_size=4,
+            learning_rate=1e-2,
+            warmup_steps=3,
+            save_steps=job.save_every,
+            save_total_limit=job.keep,
+            logging_steps=1,
+            use_cpu=True,
+            disable_tqdm=True,
+            report_to="none",
+            dataloader_pin_memory=False,
+        ),
+        data_collator=default_data_collator,
+        train_dataset=[{"input_ids": each, "labels": each} for each in tokens],  # type: ignore[arg-type]
+        processing_class=make_tokenizer(),
+    )
+    on_step_end: Any = trainer.callback_handler.on_step_end
+
+    def timed(*arguments: Any) -> Any:
+        start = time.monotonic()
+        result = on_step_end(*arguments)
+        between[:] = [sum(between) + time.monotonic() - start]
+        return result
+
+    setattr(trainer.callback_handler, "on_step_end", timed)  # noqa: B010 - mypy takes a plain assignment for a mistake
+    return trainer
+
+
+def make_tokenizer() -> Any:
+    """One in Rust, whose writer has words of its own for a full disk."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"word{number}": number for number in range(256)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="word0"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="word0", pad_token="word0")
+
+
+class Changes:
+    """Counts the changes that a training makes to files in its output_dir, and stops it before the one asked for.
+
+    Those that Python sees: safetensors' and torch's writers are in other languages, so torch.save counts before and after.
+    """
+
+    def __init__(self, job: Job, pipe: Connection) -> None:
+        self.directory, self.pipe = str(job.directory), pipe
+        self.event = job.event or (0, 0, "")
+        self.step, self.count = 0, 0
+        if job.event is not None:
+            sys.addaudithook(self.audit)
+            for module, name in (("os", "fsync"), ("os", "posix_fallocate"), ("torch", "save")):
+                self.watch(importlib.import_module(module), name)
+
+    def save_begins(self, step: int) -> None:
+        if self.step:
+            self.pipe.send(("changes", self.step, self.count))
+        self.step, self.count = step, 0
+
+    def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event in CHANGES or (event == "open" and writes(arguments)):
+            path = arguments[0]
+            if isinstance(path, str | os.PathLike):
+                # A bare name is one that shutil.rmtree removes relative to an open directory.
+                name = os.fspath(path)
+                if name.startswith(self.directory) or not name.startswith("/"):
+                    self.happens()
+
+    def watch(self, module: Any, name: str) -> None:
+        original = getattr(module, name)
+
+        def watched(*arguments: Any, **keywords: Any) -> Any:
+            self.happens()
+            result = original(*arguments, **keywords)
+            self.happens()
+            return result
+
+        setattr(module, name, watched)
+
+    def happens(self) -> None:
+        self.count += 1
+        if (self.step, self.count) == self.event[:2]:
+            if self.event[2] == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.pipe.send(("asks", self.step))
+            self.pipe.recv()
+
+
+def writes(arguments: tuple[Any, ...]) -> bool:
+    mode, flags = arguments[1], arguments[2]
+    return bool((isinstance(mode, str) and set(mode) & set("wax+")) or flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+
+
+def append(path: Path, line: str) -> None:
+    with path.open("a") as file:  # a line is one write
+        file.write(f"{line}\n")
+
+
+def weights_hash(model: Any) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def is_good(directory: Path, reference: Path, step: int) -> bool:
+    """Whether the checkpoint of a step is there with the state that the undisturbed training had at that step."""
+    here, there = directory / f"checkpoint-{step}", reference / f"checkpoint-{step}"
+    names = [*STATE, *(name for name in WEIGHTS if (there / name).exists())]
+    try:
+        state = (here / "trainer_state.json").read_bytes()
+        return f'"global_step": {step},'.encode() in state and all(
+            filecmp.cmp(here / name, there / name, shallow=False) for name in names
+        )
+    except FileNotFoundError:
+        return False
