@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import cogumi
@@ -53,9 +54,13 @@ class StopAfter(TrainerCallback):
             raise RuntimeError("the machine is gone")
 
 
-def make(output_dir: Path, *callbacks: TrainerCallback, **options: Any) -> tuple[Any, Losses]:
+def make(
+    output_dir: Path, *callbacks: TrainerCallback, lora: dict[str, Any] | None = None, **options: Any
+) -> tuple[Any, Losses]:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model: Any = LlamaForCausalLM(LlamaConfig(**SIZES))
+    if lora:
+        model = get_peft_model(model, LoraConfig(**lora))
     rows = [
         {"input_ids": [(i * 7 + j) % 64 for j in range(8)], "labels": [(i + j) % 64 for j in range(8)]}
         for i in range(32)
@@ -199,6 +204,7 @@ def test_the_best_stays_and_is_loaded(tmp_path: Path) -> None:
         greater_is_better=True,  # so that an early one is the best
     )
     protect(trainer).train()
+    assert STAGING_NAME not in trainer.state.best_model_checkpoint
     best = Path(trainer.state.best_model_checkpoint)
     assert best.parent == tmp_path
     assert inspect(best).state == "verified"
@@ -319,6 +325,19 @@ def test_what_does_not_fit_goes_to_the_fallback(
     again, losses = make(point / "run")
     protect(again, fallback=tmp_path / "other").train()
     assert losses.seen == {step: loss for step, loss in reference.items() if step > 6}
+
+
+def test_the_adapter_alone_where_a_checkpoint_does_not_fit(disk: Callable[[int], Path], tmp_path: Path) -> None:
+    lora = {"r": 256, "target_modules": "all-linear"}
+    whole, _ = make(tmp_path / "whole", lora=lora, max_steps=2)
+    protect(whole).train()
+    point = disk(int(0.6 * blocks_of(tmp_path / "whole" / "checkpoint-2")))  # two thirds of it is the optimizer's
+    trainer, losses = make(point / "run", lora=lora, max_steps=2)
+    protect(trainer).train()
+    assert max(losses.seen) == 2
+    assert names(point / "run") == ["adapter-2"]
+    kept = PeftModel.from_pretrained(LlamaForCausalLM(LlamaConfig(**SIZES)), point / "run" / "adapter-2").state_dict()
+    assert all(torch.equal(kept[name], value) for name, value in trainer.model.state_dict().items() if "lora" in name)
 
 
 def test_stop(size: int, disk: Callable[[int], Path]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from cogumi.checkpoints.commit import set_aside, step_of
 from cogumi.checkpoints.resume import checkpoints_in, last_good_checkpoint
@@ -15,6 +15,7 @@ from cogumi.checkpoints.rollouts import load_rollouts, order_continued
 from cogumi.checkpoints.saving import Saver
 from cogumi.checkpoints.signals import Preemption
 from cogumi.checkpoints.verify import inspect
+from cogumi.disk.callback import announce
 from cogumi.durable import locked
 from cogumi.errors import UsageError
 
@@ -49,7 +50,7 @@ def protect(
     protection = Protection(trainer, keep, resume, on_full, None if fallback is None else Path(fallback))
     protection.apply()
     trainer.cogumi_protection = protection
-    log.info("checkpoints: %s", protection)
+    announce(f"checkpoints: {protection}")
     return trainer
 
 
@@ -101,6 +102,8 @@ class Protection:
         self.before = {name: vars(trainer)[name] for name in self.ours if name in vars(trainer)}
 
     def __str__(self) -> str:
+        if SaveStrategy(self.trainer.args.save_strategy) == SaveStrategy.NO:
+            return "save_strategy is no: one is written where a signal ends the training, and no other"
         where = f", then {self.saver.fallback}" if self.saver.fallback else ""
         return (
             f"written aside, verified and renamed in {self.trainer.args.output_dir}; the newest {self.saver.keep} stay "
@@ -164,7 +167,7 @@ class Protection:
             raise UsageError(f"{places[0]} holds no checkpoint that can be resumed from")
         point = max(found, key=step_of, default=None)
         if point is not None:
-            log.info("resuming from %s (train(resume_from_checkpoint=False) starts anew)", point)
+            announce(f"resuming from {point} (train(resume_from_checkpoint=False) starts anew)")
         return point
 
     def is_the_end(self, point: Path) -> bool:
@@ -176,7 +179,7 @@ class Protection:
 
     def take_up_the_end(self, point: Path) -> TrainOutput:
         """The trained model, without training: transformers would train one more step (5.17, `_inner_training_loop`)."""
-        log.info("%s is the end of this training: its weights are loaded, and nothing is left to train", point)
+        announce(f"{point} is the end of this training: its weights are loaded, and nothing is left to train")
         self.trainer._load_from_checkpoint(str(point))
         self.trainer.state = state = TrainerState.load_from_json(str(point / "trainer_state.json"))
         if self.trainer.args.load_best_model_at_end and state.best_model_checkpoint:

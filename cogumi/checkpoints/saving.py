@@ -69,7 +69,7 @@ class Saver:
 
     def write(self, model: Any, trial: Any, final: Path) -> bool:
         """Stage a checkpoint and have it committed; False where the disk is full, and then nothing of it is left."""
-        staging = final.parent / STAGING_NAME
+        staging, best = final.parent / STAGING_NAME, self.trainer.state.best_model_checkpoint
         try:
             if final.exists():
                 log.warning("%s was there already, from another run; it is %s now", final, set_aside(final).name)
@@ -80,6 +80,7 @@ class Saver:
             save_rollouts(self.trainer, staged)
         except BaseException as error:
             full = isinstance(error, Exception) and disk_is_full(error, final.parent)  # before its room is given back
+            self.trainer.state.best_model_checkpoint = best  # Trainer may have noted the place that is now gone
             if staging.exists():
                 shutil.rmtree(staging)
             if not full:
@@ -198,7 +199,9 @@ class Saver:
         """What can be deployed, where nothing else fits: the adapter alone, a small part of a checkpoint."""
         if getattr(self.trainer.model, "peft_config", None) is None:
             return
-        final = output_dir / f"adapter-{self.trainer.state.global_step}"
+        final, staging = output_dir / f"adapter-{self.trainer.state.global_step}", output_dir / STAGING_NAME
+        if final.exists():
+            return
         try:
             staged = open_staging(output_dir) / final.name
             self.trainer.save_model(str(staged), _internal_call=True)
@@ -211,7 +214,8 @@ class Saver:
             log.warning("not even the adapter alone fits on the disk")
         else:
             log.warning("saved the adapter alone to %s: it can be used and merged, not resumed from", final)
-        shutil.rmtree(output_dir / STAGING_NAME)
+        if staging.exists():
+            shutil.rmtree(staging)
 
     def follow_policy(self, final: Path, again: Callable[[], bool]) -> None:
         """The checkpoint is not to be had. again: tries once more, and says whether it worked."""
