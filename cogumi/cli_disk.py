@@ -46,7 +46,7 @@ def status(
     from cogumi.disk import deleted_but_open, filesystems, leftovers, uses
 
     check_directory(path)
-    with failures_in_one_line():
+    with disk_failures_in_one_line():
         disks = filesystems(path)
         devices = {os.stat(disk.mount).st_dev for disk in disks}
         found = uses(path), deleted_but_open(devices), leftovers(path)
@@ -121,7 +121,7 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
     from cogumi.checkpoints.resume import findings
 
     place = checkpoints_dir(directory)
-    with failures_in_one_line(), waiting(f"reading the checkpoints of {place}"):
+    with disk_failures_in_one_line(), waiting(f"reading the checkpoints of {place}"):
         found = list(findings(place))
     if not found:
         raise no_checkpoints(place)
@@ -146,7 +146,7 @@ def resume_point(directory: Directory, as_json: AsJson = False) -> None:
 
     place = checkpoints_dir(directory)
     looked_at: list[Finding] = []
-    with failures_in_one_line(), waiting(f"looking for a good checkpoint in {place}"):
+    with disk_failures_in_one_line(), waiting(f"looking for a good checkpoint in {place}"):
         for finding in findings(place):
             looked_at.append(finding)
             if finding.state != "rejected":
@@ -186,7 +186,7 @@ def prune(
     place = checkpoints_dir(directory)
     if not checkpoints_in(place):
         raise no_checkpoints(place)
-    with failures_in_one_line(), locked(place) as free:
+    with disk_failures_in_one_line(), locked(place) as free:
         if free is False:
             raise UsageError(f"{place}: a training is writing there, and removes old checkpoints itself; wait for it")
         with waiting(f"verifying what stays in {place}"):
@@ -256,7 +256,7 @@ def clean(directory: Directory, dry_run: DryRun = False, as_json: AsJson = False
     check_directory(directory)
     removed: list[Leftover] = []
     kept: list[tuple[Leftover, str]] = []
-    with failures_in_one_line():
+    with disk_failures_in_one_line():
         for row in leftovers(directory):
             if row.what not in (STAGING, TRASH):
                 continue
@@ -319,7 +319,7 @@ def checkpoints_dir(path: Path) -> Path:
     from cogumi.checkpoints.resume import checkpoints_in
 
     check_directory(path)
-    with failures_in_one_line():
+    with disk_failures_in_one_line():
         return path / "checkpoints" if not checkpoints_in(path) and (path / "checkpoints").is_dir() else path
 
 
@@ -328,7 +328,7 @@ def no_checkpoints(path: Path) -> UsageError:
 
 
 @contextmanager
-def failures_in_one_line() -> Iterator[None]:
+def disk_failures_in_one_line() -> Iterator[None]:
     """A disk that fails, or a directory that may not be read, is one line and exit status 1."""
     try:
         yield

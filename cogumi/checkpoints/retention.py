@@ -4,7 +4,6 @@ Only what a commit of ours wrote is ever removed, after a newer one was read bac
 """
 
 import logging
-import os
 import secrets
 import shutil
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from cogumi.checkpoints.commit import blocks_of
 from cogumi.checkpoints.manifest import MANIFEST_NAME
 from cogumi.checkpoints.resume import checkpoints_in
+from cogumi.disk import space_of
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +50,11 @@ def remove(path: Path) -> int:
 
     Raises OSError naming what could not be removed: Trainer's rotation ignores that, and the disk fills up.
     """
-    taken, free = blocks_of(path), free_bytes(path.parent)
+    taken, free = blocks_of(path), space_of(path.parent).free
     trash = path.with_name(f"{TRASH_PREFIX}{path.name}-{secrets.token_hex(2)}")
     path.rename(trash)
     shutil.rmtree(trash)
-    back = free_bytes(path.parent) - free
+    back = space_of(path.parent).free - free
     if taken > NOTICED_BYTES and back < taken // 2:
         log.warning(
             "%s was removed (%.2f GB) and only %.2f GB came back: something holds its files open, or something else is writing",
@@ -63,11 +63,6 @@ def remove(path: Path) -> int:
             max(0, back) / 1e9,
         )
     return back
-
-
-def free_bytes(directory: Path) -> int:
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize
 
 
 def clean(output_dir: Path) -> list[Path]:
