@@ -109,25 +109,26 @@ def write_and_verify(
 
 def follow(path: Path, source: FileDigest, runs: list[tuple[Run, Future[Merged]]], disk: ThreadPoolExecutor) -> str:
     """The sha256 of a shard and of its source, worked out behind the writers while both are in memory; see `settle`."""
-    target, settled, waiting = FileDigest(path), 0, []
-    used_up = None if source.found_in_memory else source.path
+    target, settled, used, waiting = FileDigest(path), 0, 0, []
+    to_drop = None if source.found_in_memory else source.path
     for run, merged in runs:
         merged.result()
         target.extend(run_end(run))
-        source.extend(source_end(run, source.path))
+        used = max(used, source_end(run, source.path))
+        source.extend(used)
         if target.position - settled >= SYNC_BYTES:
             settled = target.position
-            waiting.append(disk.submit(settle, path, settled, used_up, source.position))
+            waiting.append(disk.submit(settle, path, settled, to_drop, used))
     digest = target.finish()
     source.finish()
-    waiting.append(disk.submit(settle, path, 0, used_up, 0))
+    waiting.append(disk.submit(settle, path, 0, to_drop, 0))
     for each in waiting:
         each.result()
     return digest
 
 
-def settle(path: Path, length: int, source: Path | None, read: int) -> None:
-    """Wait until a shard is on the disk, and let its first `length` bytes, and `read` of its source, leave the page cache.
+def settle(path: Path, length: int, source: Path | None, used: int) -> None:
+    """Wait until a shard is on the disk, and let its first `length` bytes, and `used` of its source, leave the page cache.
 
     A merge passes through two models that nobody has asked for yet, and leaves the page cache as it was: where the kernel
     has to find new pages for all of it, that takes longer than the arithmetic.
@@ -135,7 +136,7 @@ def settle(path: Path, length: int, source: Path | None, read: int) -> None:
     sync_path(path)
     drop_from_memory(path, length)
     if source is not None:
-        drop_from_memory(source, read)
+        drop_from_memory(source, used)
 
 
 def verify_shards(plan: MergePlan, directory: Path, workers: int, checked: Advance) -> dict[str, ElementCheck]:
