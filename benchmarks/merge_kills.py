@@ -14,10 +14,8 @@ import os
 import random
 import shutil
 import statistics
-import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -25,6 +23,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults_disk import mounted
 from benchmarks.harness import Row, missing, one_line, row
 from benchmarks.merge_inputs import Inputs
 
@@ -229,26 +228,6 @@ def shared_rows(case: str, tally: Tally) -> Iterator[Row]:
 # ------------------------------------------------------------------------------------------------------------ full disk
 
 
-@contextmanager
-def small_disk(folder: Path) -> Iterator[Path | str]:
-    """A tmpfs of DISK_BYTES, or why there is none: mounting takes root, and Linux."""
-    tool = shutil.which("mount")
-    if tool is None:
-        yield "no mount command"
-        return
-    point = folder / "disk"
-    point.mkdir()
-    options = ["-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(point)]
-    mounted = subprocess.run([tool, *options], capture_output=True, text=True)
-    if mounted.returncode != 0:
-        yield f"mounting a tmpfs is not permitted: {mounted.stderr.strip()}"
-        return
-    try:
-        yield point
-    finally:
-        subprocess.run(["umount", str(point)], check=True)
-
-
 def free_bytes(directory: Path) -> int:
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
@@ -282,7 +261,7 @@ def full_disk_rows(
 ) -> Iterator[Row]:
     """Merges onto a small disk: with `shares` of the base's bytes free, and filled up by another while they run."""
     case = f"a disk of {DISK_BYTES >> 20} MiB, base of {inputs.base_bytes / 1e6:.0f} MB"
-    with small_disk(folder) as disk:
+    with mounted(folder / "disk", f"size={DISK_BYTES}") as disk:
         if isinstance(disk, str):
             yield missing("merge", case, disk)
             return

@@ -15,7 +15,8 @@ def mounting(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     """Mounts filesystems below tmp_path. Skips where that takes rights, or parts of the kernel, that are not to be had."""
     mounted: list[Path] = []
 
-    def mount_one(kind: str = "tmpfs", options: str = "size=8m", source: str = "none", name: str = "") -> Path:
+    def mount_one(kind: str = "tmpfs", options: str = "", source: str = "none", name: str = "") -> Path:
+        options = options or ("size=8m" if kind == "tmpfs" else "")
         point = tmp_path / (name or f"disk{len(mounted)}")
         point.mkdir()
         words = ["mount", "-t", kind, *(["-o", options] if options else []), source, str(point)]
@@ -33,13 +34,13 @@ def mounting(tmp_path: Path) -> Iterator[Callable[..., Path]]:
                 subprocess.run(["umount", str(point)], check=True)
 
 
-def ext_image(path: Path, kind: str, reserved_percent: int) -> Path:
-    """An image of 16 MB with a filesystem in it, of which some is kept for root."""
+def ext_image(path: Path, kind: str, reserved_percent: int, size: int = 16 << 20) -> Path:
+    """An image of `size` bytes with a filesystem in it, of which some is kept for root."""
     tool = shutil.which(f"mkfs.{kind}") or shutil.which(f"mkfs.{kind}", path="/usr/sbin:/sbin")
     if tool is None:
         pytest.skip(f"no mkfs.{kind}")
     with path.open("xb") as file:
-        file.truncate(16 << 20)
+        file.truncate(size)
     subprocess.run([tool, "-q", "-m", str(reserved_percent), str(path)], check=True)
     return path
 

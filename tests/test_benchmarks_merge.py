@@ -226,7 +226,7 @@ def test_what_a_merge_left_is_counted(inputs: Inputs, merged: Path, out: Path, t
 
 @pytest.mark.skipif(not ON_LINUX or os.geteuid() != 0, reason="mounts a tmpfs")
 def test_the_small_disk_is_small_and_can_be_filled(tmp_path: Path) -> None:
-    with merge_kills.small_disk(tmp_path) as disk:
+    with merge_kills.mounted(tmp_path / "disk", f"size={merge_kills.DISK_BYTES}") as disk:
         if isinstance(disk, str):
             pytest.skip(disk)
         assert merge_kills.free_bytes(disk) == merge_kills.DISK_BYTES

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from disk_mounts import mounting
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -17,7 +18,7 @@ import cogumi
 from cogumi.checkpoints import protect, unprotect
 from cogumi.checkpoints.commit import STAGING_NAME, blocks_of
 from cogumi.checkpoints.retention import PIN_NAME, plan_pruning
-from cogumi.checkpoints.saving import BALLAST_NAME
+from cogumi.checkpoints.saving import BALLAST_NAME, Saver
 from cogumi.checkpoints.verify import inspect
 from cogumi.cli_disk import prune
 from cogumi.errors import UsageError
@@ -185,6 +186,15 @@ def test_a_finished_training_is_taken_up_without_another_step(tmp_path: Path, re
     assert sorted(losses.seen) == [9, 10]
 
 
+def test_one_trainer_trains_twice(tmp_path: Path) -> None:
+    trainer, _ = make(tmp_path)
+    protect(trainer).train()
+    trainer.train(resume_from_checkpoint=False)
+    assert checkpoints(tmp_path) == ["checkpoint-6", "checkpoint-8"]
+    assert all(inspect(tmp_path / name).state == "verified" for name in checkpoints(tmp_path))
+    assert sum(name.startswith("aside-checkpoint-") for name in names(tmp_path)) == 2
+
+
 def test_told_to_resume_where_nothing_can_be(tmp_path: Path) -> None:
     trainer, _ = make(tmp_path)
     with pytest.raises(UsageError, match="holds no checkpoint that can be resumed from"):
@@ -270,20 +280,8 @@ def test_bad_arguments(options: dict[str, Any], said: str, tmp_path: Path) -> No
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     """Mounts a tmpfs of some bytes. Skips where that is not allowed."""
-    points: list[Path] = []
-
-    def mount(size: int) -> Path:
-        point = tmp_path / "disk"
-        point.mkdir()
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(point)], capture_output=True)
-        if done.returncode:
-            pytest.skip(f"mounting a tmpfs is not possible here: {done.stderr.decode().strip()}")
-        points.append(point)
-        return point
-
-    yield mount
-    for point in points:
-        subprocess.run(["umount", "-l", str(point)], check=True)  # a traceback may hold a file open
+    with mounting(tmp_path) as mount:
+        yield lambda size: mount(options=f"size={size}", name="disk")
 
 
 @pytest.fixture(scope="module")
@@ -370,6 +368,13 @@ def test_pause_goes_on_when_there_is_space(
     assert inspect(point / "run" / "checkpoint-8").state == "verified"
 
 
+def test_no_inode_left_for_the_reserve(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with mounting(tmp_path) as mount:
+        point = mount(options="size=1m,nr_inodes=1")  # the root directory's
+        Saver(None, print, 2, "continue", None).take_ballast(point, 4096)
+    assert "no room for a reserve" in caplog.text
+
+
 def test_other_errors_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, _ = make(tmp_path)
     monkeypatch.setattr(trainer, "_save_rng_state", lambda folder: 1 / 0)
@@ -406,8 +411,8 @@ def test_the_names_are_cogumis_own() -> None:
 
 def test_two_trainings_in_one_directory(tmp_path: Path) -> None:
     class Second(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 3:
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 4:
                 with pytest.raises(UsageError, match="another training is writing there"):
                     protect(make(tmp_path)[0]).train()
                 with pytest.raises(UsageError, match="a training is writing there"):

@@ -15,6 +15,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from disk_mounts import mounting
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -521,23 +522,9 @@ def test_never_overwrites(llama_base: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts a tmpfs with the given options. Skips where that takes rights that this process does not have."""
-    mounted: list[Path] = []
-
-    def mount(options: str) -> Path:
-        point = tmp_path / f"disk{len(mounted)}"
-        point.mkdir()
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(point)], capture_output=True, text=True
-        )
-        if done.returncode != 0:
-            pytest.skip(f"mounting a tmpfs is not permitted here: {done.stderr.strip()}")
-        mounted.append(point)
-        return point
-
-    yield mount
-    for point in mounted:
-        subprocess.run(["umount", str(point)], check=True)
+    """Mounts a tmpfs with some options. Skips where that is not allowed."""
+    with mounting(tmp_path) as mount:
+        yield lambda options: mount(options=options)
 
 
 def test_full_disk_is_refused_with_numbers(

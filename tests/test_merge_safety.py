@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from disk_mounts import ext_image, mounting
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
@@ -382,31 +383,8 @@ def test_ctrl_c_stops_the_workers_and_leaves_nothing(
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     """Mounts a filesystem. Skips where that takes rights, or parts of the kernel, that are not to be had."""
-    mounted: list[Path] = []
-
-    def mount_one(kind: str, options: str = "", source: str = "none") -> Path:
-        point = tmp_path / f"disk{len(mounted)}"
-        point.mkdir()
-        words = ["mount", "-t", kind, *(["-o", options] if options else []), source, str(point)]
-        done = subprocess.run(words, capture_output=True, text=True)
-        if done.returncode != 0:
-            pytest.skip(f"mounting {kind} is not possible here: {done.stderr.strip()}")
-        mounted.append(point)
-        return point
-
-    yield mount_one
-    for point in mounted:
-        subprocess.run(["umount", str(point)], check=True)
-
-
-def make_image(path: Path, size: int, kind: str) -> Path:
-    tool = shutil.which(f"mkfs.{kind}") or shutil.which(f"mkfs.{kind}", path="/usr/sbin:/sbin")
-    if tool is None:
-        pytest.skip(f"no mkfs.{kind}")
-    with path.open("xb") as file:
-        file.truncate(size)
-    subprocess.run([tool, "-q", "-m", "0", str(path)], check=True)
-    return path
+    with mounting(tmp_path) as mount_one:
+        yield mount_one
 
 
 def kilobytes(message: str) -> tuple[int, int, int]:
@@ -446,7 +424,7 @@ def test_the_numbers_of_a_disk_that_gave_a_part(
 ) -> None:
     """ext4 keeps the blocks it found for a file that then does not fit: they are free, too, once that is removed."""
     base, adapter = inputs("lora")
-    disk = mount("ext4", "loop", str(make_image(tmp_path / "image", 32 << 20, "ext4")))
+    disk = mount("ext4", "loop", str(ext_image(tmp_path / "image", "ext4", 0, 32 << 20)))
     room = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
     with pytest.raises(UsageError, match="nothing was written") as caught:
         merge_adapter(adapter, disk / "merged", base=base, progress=False)
@@ -497,7 +475,7 @@ def test_out_on_another_filesystem(
 ) -> None:
     """The kernel does not copy between two of them, and ramfs and ext2 cannot allocate blocks beforehand."""
     base, adapter = plain
-    source = str(make_image(tmp_path / "image", 8 << 20, "ext2")) if kind == "ext2" else "none"
+    source = str(ext_image(tmp_path / "image", "ext2", 0, 8 << 20)) if kind == "ext2" else "none"
     disk = mount(kind, "loop" if kind == "ext2" else "", source)
     merge_adapter(adapter, tmp_path / "here", base=base, progress=False)
     merge_adapter(adapter, disk / "there", base=base, progress=False)

@@ -143,7 +143,7 @@ class Protection:
             for path in clean(output_dir):
                 log.info("removed %s, left by an interrupted removal", path.name)
             self.put_later_aside(point)
-            self.saver.resumed_from = point
+            self.saver.begin(point)
             if point is not None:
                 load_rollouts(self.trainer, point)
             with self.preemption.listening(), order_continued(self.trainer, point):

@@ -48,6 +48,11 @@ class Saver:
         self.pending: tuple[Path, Path, Future[Finding]] | None = None
         self.committer = ThreadPoolExecutor(1, thread_name_prefix="cogumi-checkpoint")
 
+    def begin(self, resumed_from: Path | None) -> None:
+        """At the beginning of each training, of which one trainer may see several: their steps have the same names."""
+        self.resumed_from = resumed_from
+        self.committed.clear()
+
     # ------------------------------------------------------------------------------------------------------------- a save
 
     def save(self, model: Any, trial: Any) -> None:
@@ -171,14 +176,12 @@ class Saver:
         path = output_dir / BALLAST_NAME
         if path.exists():
             return
-        descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, size)
-        except OSError as error:
-            path.unlink()
+            with path.open("xb") as file:
+                os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:  # without an inode left there is not even the file
+            path.unlink(missing_ok=True)
             log.warning("no room for a reserve of one more checkpoint beside %s (%s)", output_dir, error.strerror)
-        finally:
-            os.close(descriptor)
 
     def drop_ballast(self, output_dir: Path) -> bool:
         path = output_dir / BALLAST_NAME
