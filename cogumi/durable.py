@@ -1,4 +1,4 @@
-"""What makes a file stay: waiting for the disk, hashes, locks, and the words of a disk that takes no more."""
+"""What makes a file stay: waiting for the disk and reading from it, hashes, locks, and the words of a disk that is full."""
 
 import errno
 import fcntl
@@ -55,3 +55,11 @@ def sha256_file(path: Path) -> str:
     """The sha256 of a file's bytes, as `sha256sum` prints it."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def drop_from_memory(path: Path, length: int = 0) -> None:
+    """Let the first `length` bytes of a file (0: all) leave the page cache, where the kernel takes advice: the next read
+    comes from the disk. What is not on the disk yet stays."""
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, length, os.POSIX_FADV_DONTNEED)

@@ -8,9 +8,9 @@ import secrets
 import shutil
 from pathlib import Path
 
-from cogumi.checkpoints.manifest import CHECKPOINT_NAME, write_manifest
+from cogumi.checkpoints.manifest import CHECKPOINT_NAME, files_of, write_manifest
 from cogumi.checkpoints.verify import Finding, inspect
-from cogumi.durable import sync_path
+from cogumi.durable import drop_from_memory, sync_path
 
 # Not `checkpoint-...`: Trainer's rotation and its search for the last one look at every name that begins so.
 STAGING_NAME = ".cogumi-saving"
@@ -34,9 +34,10 @@ def step_of(directory: Path) -> int:
 
 
 def commit(staged: Path, final: Path) -> Finding:
-    """Make a staged checkpoint durable, name it `final`, and read it back once. Raises OSError, with `final` as it was.
+    """Make a staged checkpoint durable, name it `final`, and read it back from the disk. Raises OSError, with `final` as it was.
 
-    The order is what a power cut may interrupt anywhere: contents, manifest, names, the new name.
+    The order is what a power cut may interrupt anywhere: contents, manifest, names, the new name. Nothing of it stays in
+    the page cache: what is read back there proves nothing, and a file without it is removed in no time.
     """
     for path in sorted(staged.rglob("*"), reverse=True):  # files before the directories they are in
         sync_path(path)
@@ -45,7 +46,15 @@ def commit(staged: Path, final: Path) -> Finding:
     staged.rename(final)
     staged.parent.rmdir()
     sync_path(final.parent)
-    return inspect(final)
+    forget(final)
+    finding = inspect(final)
+    forget(final)
+    return finding
+
+
+def forget(directory: Path) -> None:
+    for path in files_of(directory).values():
+        drop_from_memory(path)
 
 
 def set_aside(directory: Path) -> Path:

@@ -3,7 +3,6 @@
 import ctypes
 import hashlib
 import mmap
-import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -86,11 +85,3 @@ def is_in_memory(path: Path) -> bool:
             ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)
         )
     return bool(asked != 0 or (pages & 1).mean() > 0.5)
-
-
-def drop_from_memory(path: Path, length: int = 0) -> None:
-    """Let the first `length` bytes of a file (0: all) leave the page cache, where the kernel takes advice: the next read
-    comes from the disk. What is not on the disk yet stays."""
-    if hasattr(os, "posix_fadvise"):
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, length, os.POSIX_FADV_DONTNEED)

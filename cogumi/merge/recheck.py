@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cogumi.durable import sha256_file
+from cogumi.durable import drop_from_memory, sha256_file
 from cogumi.errors import MergeError, UsageError
 from cogumi.merge.bases import decoded, read_model
-from cogumi.merge.hashing import drop_from_memory
 from cogumi.merge.manifest import MANIFEST_NAME
 from cogumi.merge.plan import MergePlan, build_plan
 from cogumi.merge.progress import Advance, progress_bar, spoken

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from cogumi.durable import sync_path
+from cogumi.durable import drop_from_memory, sync_path
 from cogumi.merge.arithmetic import ieee_matmul, one_thread_each, open_weights
-from cogumi.merge.hashing import FileDigest, drop_from_memory
+from cogumi.merge.hashing import FileDigest
 from cogumi.merge.plan import MergePlan
 from cogumi.merge.progress import Advance
 from cogumi.merge.stream import DeltaStats, Run, run_bytes, run_end, runs_of, source_end, write_run
