@@ -164,7 +164,7 @@ def run_command(app: typer.Typer) -> None:
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
             print(
-                "cogumi: interrupted; of a merge nothing is left, and a run's directory says at which stage it stopped",
+                "cogumi: interrupted; of a merge nothing is left, and a run goes on when it is started again with the same words",
                 file=sys.stderr,
             )
         raise

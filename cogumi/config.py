@@ -70,6 +70,16 @@ class CogumiSection(Section):
     """gspo: whose log-probabilities the ratio is taken against: the trainer's own, computed again, or the sampler's."""
     fp32_lm_head: bool = False
     """gspo: multiply hidden states and LM head in float32, in the trainer and in the sampler."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: a run directory that holds this run, unfinished, goes on from its last good checkpoint. never: it is refused."""
+    on_full: Literal["continue", "pause", "stop"] = "continue"
+    """When a checkpoint does not fit on the disk: train on without it, wait for space, or end the run."""
+    on_hung: Literal["continue", "stop"] = "continue"
+    """When no step ends for far longer than usual, and the stacks were written to run.log: wait on, or end the run."""
+    fallback: Path | None = None
+    """A directory on another disk, for checkpoints that do not fit."""
+    mirror: str | None = None
+    """Where checkpoints are copied to: a directory, an fsspec URL such as s3://bucket/run, or hf://user/repository."""
     merge: bool = True
     """Merge the adapter into the full-precision base at the end, and check the merged model against the live one."""
 

@@ -2,7 +2,8 @@
 
     config.yaml     the resolved configuration, secrets redacted
     status.json     state, stage, reason; heartbeat.json: step and time of the last sign of life
-    metrics.jsonl   one line a logged step; samples.jsonl: completions
+    metrics.jsonl   one line a logged step; samples.jsonl: completions; disk.jsonl: what the disk monitor saw
+    batch.json      the batch that a GSPO run planned, and keeps when it goes on
     checkpoints/    the trainer's; adapter/, merged/: the results
     verdict.json    what was checked, with figures; run.log; DONE when all of it passed
 
@@ -68,17 +69,26 @@ def read_json(path: Path) -> Any:
 
 
 def append_jsonl(path: Path, row: dict[str, Any]) -> None:
-    line = json.dumps(finite(row), ensure_ascii=False) + "\n"
+    """Add one line. Raises OSError, with the file as it was, where only a part of it fits on the disk."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        if os.write(descriptor, line.encode()) != len(line.encode()):
+        before, line = os.fstat(descriptor).st_size, line_of(row).encode()
+        if os.write(descriptor, line) != len(line):
+            os.ftruncate(descriptor, before)
             raise OSError(errno.ENOSPC, "only part of a line fits on the disk", str(path))
     finally:
         os.close(descriptor)
 
 
+def line_of(row: dict[str, Any]) -> str:
+    return json.dumps(finite(row), ensure_ascii=False) + "\n"
+
+
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    """The rows of a file, none where there is no file. A last line without its end is of a writer that was cut off."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 def finite(value: Any) -> Any:

@@ -18,6 +18,7 @@ from cogumi.checkpoints.full import causes, disk_is_full
 from cogumi.checkpoints.retention import plan_pruning, remove
 from cogumi.checkpoints.rollouts import save_rollouts
 from cogumi.checkpoints.verify import Finding, inspect
+from cogumi.disk import spoken
 from cogumi.durable import NO_SPACE, sync_path
 
 log = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ class Saver:
         if finding.state != "verified":
             raise OSError(f"{final} was written and reads back differently ({finding.reason}): disk or memory fail")
         self.committed.append(final)
-        log.info("%s is saved and verified (%.2f GB)", final, finding.bytes / 1e9)
+        log.info("%s is saved and verified (%s)", final, spoken(finding.bytes))
         self.prune(final.parent, self.keep)
         self.take_ballast(final.parent, blocks_of(final))
 
@@ -166,7 +167,7 @@ class Saver:
         pinned = frozenset() if self.resumed_from is None else frozenset({self.resumed_from})
         going, _ = plan_pruning(output_dir, keep, Path(best) if best else None, pinned)
         for path in going:
-            log.info("%s makes room (%.2f GB)", path, remove(path) / 1e9)
+            log.info("%s makes room (%s)", path, spoken(remove(path)))
         return bool(going)
 
     # ---------------------------------------------------------------------------------------------------------- a full disk

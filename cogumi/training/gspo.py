@@ -27,10 +27,12 @@ from cogumi.rl.planner import (
 )
 from cogumi.rl.presets import OURS, PRESETS
 from cogumi.rl.watch import RECORD, watch
+from cogumi.rundir import read_json, write_json
 
 log = logging.getLogger("cogumi")
 PLANNED = ("gradient_accumulation_steps", "steps_per_generation")  # what a number of documents per step decides
 STEPS_PER_ROLLOUT = 4  # arXiv:2507.18071, section 5.1: four mini-batches
+PLAN = "batch.json"  # in the run directory: the batch that a run planned, and keeps when it goes on
 TRAINABLE_BYTES = 16  # per LoRA parameter: fp32 weight, gradient and two AdamW moments
 
 
@@ -102,7 +104,10 @@ def provisional_batch(run: RunConfig) -> dict[str, Any]:
 
 
 def plan(run: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase, data: FimData) -> RunConfig:
-    """The run with its batch cut to the loaded model and the memory beside it."""
+    """The run with its batch cut to the loaded model and the memory beside it; one that goes on keeps its batch."""
+    planned = run.run_dir / PLAN
+    if planned.exists():
+        return with_batch(run, read_json(planned))
     group = setting(run, "num_generations")
     documents = documents_of(run.cogumi.docs_per_step, run.cogumi.prompts_per_step, group)
     batch = plan_batch(
@@ -119,9 +124,14 @@ def plan(run: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase, data: F
         gradient_checkpointing=setting(run, "gradient_checkpointing"),
     )
     log.info("%s", batch)
+    write_json(planned, batch.arguments)
+    return with_batch(run, batch.arguments)
+
+
+def with_batch(run: RunConfig, arguments: dict[str, Any]) -> RunConfig:
     decided = run.model_copy(deep=True)
     decided.cogumi.docs_per_step = decided.cogumi.prompts_per_step = None
-    decided.train |= batch.arguments
+    decided.train |= arguments
     decided.train.pop("generation_batch_size", None)
     return decided
 

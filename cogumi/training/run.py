@@ -21,6 +21,7 @@ from cogumi.checkpoints import protect
 from cogumi.config import RunConfig, dump_config, load_config, trl_config_class
 from cogumi.data.fim import FimData
 from cogumi.data.prepare import load_rows
+from cogumi.disk.callback import DiskMonitorCallback
 from cogumi.errors import RefusedAtSetup, UsageError
 from cogumi.merge import MergeError, check_logits, merge_adapter
 from cogumi.merge.resolve import refuse_unsupported
@@ -29,9 +30,10 @@ from cogumi.models.complete import complete
 from cogumi.models.load import load_model, load_tokenizer, resolve_model
 from cogumi.models.provenance import record_base
 from cogumi.patches import patch, unsloth_rl
-from cogumi.rundir import append_jsonl, create_run_dir, read_jsonl, refuse_occupied, write_atomic, write_json
+from cogumi.rundir import append_jsonl, create_run_dir, read_jsonl, write_atomic, write_json
 from cogumi.training import gspo, sft
 from cogumi.training.telemetry import Telemetry, recorded, set_status
+from cogumi.training.unfinished import alone_in, goes_on, was_evaluated
 from cogumi.training.verdict import Check, Verdict, judge_gspo, judge_training
 
 log = logging.getLogger("cogumi")
@@ -39,7 +41,7 @@ METHODS = {"sft": sft, "gspo": gspo}
 # What transformers, peft and TRL raise for a setting they refuse, a package that is not installed, or broken weights.
 BUILD_REFUSALS = (ValueError, ImportError, OSError, RuntimeError, ArithmeticError, SafetensorError)
 NOT_PASSED_ON = {
-    "resume_from_checkpoint": "resuming is not built yet",
+    "resume_from_checkpoint": "a run goes on from the last good checkpoint in its own directory",
     "model_init_kwargs": "the model is loaded as `model:` says",
 }
 HELD_OUT = "held out (data.eval_rows)"
@@ -71,12 +73,13 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     """Run one configuration in this process and return what it left behind.
 
     `config` is a YAML path or a mapping; `overrides` are dotted names with `__` for the dot (`train__max_steps=5`).
-    Raises UsageError, before anything is written, for a mistake in the configuration, the data or the run directory.
+    A run directory that holds this run, unfinished, goes on from its last good checkpoint. Raises UsageError, before
+    anything is written, for a mistake in the configuration, the data or the run directory.
     """
     run = load_config(config, **overrides)
     patches = patch()
     args = trl_arguments(run)
-    refuse_occupied(run.run_dir)
+    again = goes_on(run)
     if run.cogumi.merge:
         refuse_unmergeable(run)
     rows, held_out_rows = load_rows(run.data)
@@ -84,9 +87,11 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     tokenizer = load_tokenizer(base, run.model.revision)
     examples = prepare_examples(run, rows, held_out_rows, tokenizer)
 
-    run_dir = create_run_dir(run.run_dir)
-    with recorded(run_dir):
+    run_dir = run.run_dir if again else create_run_dir(run.run_dir)
+    with alone_in(run_dir), recorded(run_dir, again):
         write_atomic(run_dir / "config.yaml", dump_config(run))
+        if again:
+            log.info("%s goes on where it stopped (cogumi.resume: never refuses that)", run_dir)
         for line in (*str(patches).splitlines(), *examples.reports()):
             log.info(line)
         set_status(run_dir, "running", stage="load")
@@ -97,7 +102,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         except BUILD_REFUSALS as error:
             raise RefusedAtSetup(f"model, lora or train: {one_line(error)}") from error
         set_status(run_dir, "running", stage="train")
-        checks = fit(run, run_dir, trainer, examples)
+        checks = fit(run, trainer, examples)
         adapter = save_adapter(trainer.model, tokenizer, run_dir, run.model.revision)
         if examples.prompts is not None:
             set_status(run_dir, "running", stage="samples")
@@ -173,13 +178,15 @@ def build_trainer(run: RunConfig, base: str, tokenizer: PreTrainedTokenizerBase,
     )
 
 
-def fit(run: RunConfig, run_dir: Path, trainer: Any, examples: Examples) -> list[Check]:
+def fit(run: RunConfig, trainer: Any, examples: Examples) -> list[Check]:
     """Train, with the held-out loss before and after where the method has one, and judge what was logged."""
-    telemetry = Telemetry(run_dir, run.cogumi.method)
+    run_dir, options = run.run_dir, run.cogumi
+    telemetry = Telemetry(run_dir, options.method)
     telemetry.attach(trainer)
-    protect(trainer)
-    measure_loss = examples.held_out is not None and run.cogumi.method == "sft"
-    if measure_loss:
+    trainer.add_callback(DiskMonitorCallback(log_path=run_dir / "disk.jsonl"))
+    protect(trainer, on_full=options.on_full, fallback=options.fallback)
+    measure_loss = examples.held_out is not None and options.method == "sft"
+    if measure_loss and not was_evaluated(run_dir, 0):
         trainer.evaluate()
     with closing(telemetry):
         try:
@@ -189,11 +196,12 @@ def fit(run: RunConfig, run_dir: Path, trainer: Any, examples: Examples) -> list
                 raise
             # Libraries look at some settings only when they are first used: a learning rate, a loss's name.
             raise RefusedAtSetup(f"train: refused before the first step: {one_line(error)}") from error
-    if measure_loss:
+    state = trainer.state
+    if measure_loss and not was_evaluated(run_dir, state.global_step):
         trainer.evaluate()
-    metrics, state = read_jsonl(run_dir / "metrics.jsonl"), trainer.state
+    metrics = read_jsonl(run_dir / "metrics.jsonl")
     checks = judge_training(metrics, state.global_step, state.max_steps, largest_change(trainer.model))
-    return checks + (judge_gspo(metrics, run_dir) if run.cogumi.method == "gspo" else [])
+    return checks + (judge_gspo(metrics, run_dir) if options.method == "gspo" else [])
 
 
 def conclude(run_dir: Path, checks: list[Check]) -> Verdict:
@@ -237,17 +245,24 @@ def one_line(error: Exception) -> str:
 def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, revision: str | None) -> Path:
     """Adapter, tokenizer and a record of the base, written aside and renamed: `adapter/` is whole or not there."""
     unfinished, adapter = run_dir / ".adapter", run_dir / "adapter"
-    shutil.rmtree(unfinished, ignore_errors=True)
+    remove_if_there(unfinished)
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     record_base(unfinished, model, revision)
+    remove_if_there(adapter)  # the same one: the run had come as far as this, and ended before its end
     unfinished.rename(adapter)
     return adapter
+
+
+def remove_if_there(directory: Path) -> None:
+    if directory.exists():
+        shutil.rmtree(directory)
 
 
 def write_samples(run_dir: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Dataset) -> None:
     """Greedy completions of the first held-out prompts, beside what was cut out."""
     examples = prompts.select(range(min(SAMPLES, len(prompts))))
+    (run_dir / "samples.jsonl").unlink(missing_ok=True)
     for example, completion in zip(examples, complete(model, tokenizer, list(examples["prompt"])), strict=True):
         append_jsonl(run_dir / "samples.jsonl", {**example, "completion": completion})
 
@@ -262,6 +277,7 @@ def merge_and_check(
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[Path, list[Check]]:
     """Merge into the full-precision base, load the result, and compare its logits with the live adapter's."""
+    remove_if_there(run_dir / "merged")
     report = merge_adapter(adapter, run_dir / "merged", base=base, base_revision=run.model.revision)
     assert report.largest_error is not None  # the merge above verifies
     log.info("%s", report)

@@ -1,0 +1,240 @@
+"""Runs that ended before their end, started again with the same words."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from disk_mounts import mounting
+from safetensors.torch import load_file
+
+import cogumi
+from cogumi.disk.usage import space_of
+from cogumi.durable import locked
+from cogumi.errors import UsageError
+from cogumi.rundir import read_json, read_jsonl
+from cogumi.training import telemetry
+from cogumi.training.telemetry import Telemetry
+
+Config = dict[str, Any]
+
+
+@pytest.fixture
+def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Config:
+    return {
+        "model": {"name": str(tiny_model)},
+        "lora": {"r": 4},
+        "data": {"source": str(code_parquet), "eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
+        "train": {
+            "max_steps": 6,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "gradient_checkpointing": False,
+            "save_steps": 2,
+        },
+        "cogumi": {"method": "sft", "run_dir": str(tmp_path / "run"), "merge": False},
+    }
+
+
+@pytest.fixture
+def gspo(sft: Config) -> Config:
+    train = {
+        "max_steps": 6,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "learning_rate": 1e-3,
+        "gradient_checkpointing": False,
+        "save_steps": 4,
+    }
+    ours = {"method": "gspo", "docs_per_step": 8, "rewards": ["edit_similarity", "parses"]}
+    return {**sft, "train": train, "cogumi": sft["cogumi"] | ours}
+
+
+@pytest.fixture
+def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Makes a run fail after a step. 0: not any more."""
+    on_step_end = Telemetry.on_step_end
+
+    def stop(step: int) -> None:
+        def failing(self: Telemetry, args: Any, state: Any, control: Any, **more: Any) -> None:
+            on_step_end(self, args, state, control, **more)
+            if state.global_step == step:
+                raise RuntimeError("the card fell off the bus")
+
+        monkeypatch.setattr(Telemetry, "on_step_end", failing)
+
+    return stop
+
+
+def logged(run_dir: Path) -> list[dict[str, Any]]:
+    """What was logged, without times, speeds, the disk's figures, and TRL's count of tokens, which begins anew in SFT."""
+    timed = re.compile(r".*num_tokens|time|.*_time|.*runtime|.*_per_second|train_.*|disk/.*|total_flos")
+    return [
+        {key: value for key, value in row.items() if not timed.fullmatch(key)}
+        for row in read_jsonl(run_dir / "metrics.jsonl")
+    ]
+
+
+def the_same(one: Path, other: Path) -> bool:
+    ours, theirs = (load_file(run / "adapter" / "adapter_model.safetensors") for run in (one, other))
+    assert ours.keys() == theirs.keys()
+    return all(ours[name].equal(theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(("method", "fails_at"), [("sft", 5), ("sft", 1), ("gspo", 5)])
+def test_a_failed_run_goes_on(
+    method: str, fails_at: int, request: pytest.FixtureRequest, stop_after: Callable[[int], None], tmp_path: Path
+) -> None:
+    config = request.getfixturevalue(method)
+    whole = cogumi.train(config, cogumi__run_dir=str(tmp_path / "whole"))
+    stop_after(fails_at)
+    with pytest.raises(RuntimeError, match="fell off"):
+        cogumi.train(config)
+    run_dir = Path(config["cogumi"]["run_dir"])
+    assert read_json(run_dir / "status.json")["state"] == "failed"
+    stop_after(0)
+    result = cogumi.train(config)
+    assert result.passed, str(result.verdict)
+    assert logged(run_dir) == logged(whole.run_dir)
+    assert the_same(run_dir, whole.run_dir)
+    said = (run_dir / "run.log").read_text()
+    assert ("resuming from" in said) == (fails_at == 5)
+    assert "goes on where it stopped" in said
+
+
+def test_a_run_that_failed_after_its_training_trains_no_step(
+    sft: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from cogumi.training import run as module
+
+    whole = cogumi.train(sft, cogumi__run_dir=str(tmp_path / "whole"))
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "write_samples", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cogumi.train(sft)
+    run_dir = Path(sft["cogumi"]["run_dir"])
+    assert (run_dir / "adapter").is_dir()
+    result = cogumi.train(sft, cogumi__merge=True)
+    assert result.passed, str(result.verdict)
+    assert "nothing is left to train" in (run_dir / "run.log").read_text()
+    assert logged(run_dir) == logged(whole.run_dir)
+    assert the_same(run_dir, whole.run_dir)
+    assert result.merged is not None
+
+
+def test_a_killed_run_goes_on(sft: Config, tmp_path: Path) -> None:
+    whole = cogumi.train(sft, cogumi__run_dir=str(tmp_path / "whole"))
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(sft))
+    waits = "import time, cogumi.training.telemetry as t\n" \
+            "def wait(self, args, state, control, **more):\n" \
+            "    if state.global_step == 5: print('five', flush=True), time.sleep(600)\n" \
+            "t.Telemetry.on_step_end = wait\n" \
+            "import cogumi; cogumi.train('tiny.yaml')"  # fmt: skip
+    process = subprocess.Popen([sys.executable, "-c", waits], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert any(line == "five\n" for line in process.stdout)
+    with pytest.raises(UsageError, match="under way in another process"):
+        cogumi.train(sft)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    run_dir = Path(sft["cogumi"]["run_dir"])
+    assert read_json(run_dir / "status.json")["state"] == "running"
+    result = cogumi.train(sft)
+    assert result.passed, str(result.verdict)
+    assert logged(run_dir) == logged(whole.run_dir)
+    assert the_same(run_dir, whole.run_dir)
+
+
+def test_what_differs_is_named_and_nothing_changes(sft: Config, stop_after: Callable[[int], None]) -> None:
+    stop_after(3)
+    with pytest.raises(RuntimeError):
+        cogumi.train(sft)
+    run_dir = Path(sft["cogumi"]["run_dir"])
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    with pytest.raises(UsageError, match=r"another configuration \(train.learning_rate: 0.01 there, 0.02 here\)"):
+        cogumi.train(sft, train__learning_rate=2e-2)
+    with pytest.raises(UsageError, match=r"already holds a run \(failed\)"):
+        cogumi.train(sft, cogumi__resume="never")
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
+    stop_after(0)
+    assert cogumi.train(sft, train__save_steps=3, cogumi__merge=True).passed
+
+
+def test_a_setting_refused_when_a_run_goes_on_loses_nothing(
+    sft: Config, stop_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cogumi.training import run as module
+
+    stop_after(3)
+    with pytest.raises(RuntimeError):
+        cogumi.train(sft)
+
+    def refused(*_: Any) -> None:
+        raise UsageError("no memory")
+
+    monkeypatch.setattr(module, "build_trainer", refused)
+    with pytest.raises(UsageError, match="no memory"):
+        cogumi.train(sft)
+    assert (Path(sft["cogumi"]["run_dir"]) / "checkpoints" / "checkpoint-2").is_dir()
+
+
+def test_a_held_directory_is_not_touched(sft: Config, stop_after: Callable[[int], None]) -> None:
+    stop_after(1)
+    with pytest.raises(RuntimeError):
+        cogumi.train(sft)
+    run_dir = Path(sft["cogumi"]["run_dir"])
+    with locked(run_dir) as ours:
+        assert ours
+        with pytest.raises(UsageError, match="under way in another process"):
+            cogumi.train(sft)
+
+
+def fill_last_page(path: Path) -> None:
+    """A row that makes a file end where its next byte needs another page."""
+    missing, row = -path.stat().st_size % 4096 + 4096, '{"step": 2, "note": "%s"}\n'
+    with path.open("a") as file:
+        file.write(row % ("x" * (missing - len(row % ""))))
+
+
+def test_a_full_disk_does_not_end_a_run(
+    sft: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From the second step on no line about the run fits, nor a checkpoint; before the last there is space again."""
+    on_step_end = Telemetry.on_step_end
+    with mounting(tmp_path) as mount:
+        disk = mount(options="size=8m")
+        filler = disk / "somebody's"
+
+        def filling(self: Telemetry, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.global_step == 2:
+                fill_last_page(disk / "run" / "metrics.jsonl")
+                filler.write_bytes(bytes(space_of(disk).free))
+            if state.global_step == 5:
+                filler.unlink()
+            on_step_end(self, args, state, control, **more)
+
+        monkeypatch.setattr(Telemetry, "on_step_end", filling)
+        monkeypatch.setattr(telemetry, "HEARTBEAT_SECONDS", 0.0)
+        result = cogumi.train(sft, cogumi__run_dir=str(disk / "run"), train__save_steps=3)
+        assert result.passed, str(result.verdict)
+        assert [row["step"] for row in result.metrics if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert caplog.text.count("metrics wait in memory") == 1
+
+
+def test_a_line_that_was_cut_off_is_logged_again(sft: Config, stop_after: Callable[[int], None]) -> None:
+    stop_after(3)
+    with pytest.raises(RuntimeError):
+        cogumi.train(sft)
+    path = Path(sft["cogumi"]["run_dir"]) / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write(json.dumps({"step": 3, "loss": 1.0})[:-4])
+    stop_after(0)
+    result = cogumi.train(sft)
+    assert [row["step"] for row in result.metrics if "loss" in row] == [1, 2, 3, 4, 5, 6]
