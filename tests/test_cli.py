@@ -22,6 +22,8 @@ import polars as pl
 import pytest
 import yaml
 
+from cogumi import cli
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -67,7 +69,9 @@ def test_train_then_merge(config: Path, tmp_path: Path) -> None:
     assert "merged" in again.stderr
 
 
-def test_each_mistake_is_one_line_on_stderr_and_status_2(config: Path, tmp_path: Path) -> None:
+def test_each_mistake_is_one_line_on_stderr_and_status_2(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pl.DataFrame({"source": []}, schema={"source": pl.String}).write_parquet(tmp_path / "empty.parquet")
     (tmp_path / "file").write_text("in the way")
     mistakes = {
@@ -78,12 +82,18 @@ def test_each_mistake_is_one_line_on_stderr_and_status_2(config: Path, tmp_path:
         ("train", "tiny.yaml", "cogumi.run_dir=file/run"): "file/run: cannot write the run directory",
     }
     before = sorted(tmp_path.rglob("*"))
-    for words, says in mistakes.items():
-        done = cogumi(*words, cwd=tmp_path)
-        assert done.returncode == 2, done.stderr
-        assert done.stderr.startswith("cogumi: "), done.stderr
-        assert done.stderr.count("\n") == 1, done.stderr
-        assert says in done.stderr
+    monkeypatch.chdir(tmp_path)
+    for words, says in mistakes.items():  # in this process: each of its own would import torch for some seconds
+        monkeypatch.setattr(sys, "argv", ["cogumi", *words])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        stderr = capsys.readouterr().err
+        assert stop.value.code == 2, stderr
+        assert stderr.startswith("cogumi: "), stderr
+        assert stderr.count("\n") == 1, stderr
+        assert says in stderr
+    done = cogumi("train", "tiny.yml", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert sorted(tmp_path.rglob("*")) == before
 
 

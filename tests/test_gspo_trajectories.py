@@ -35,8 +35,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "multiple of 8": {"size": 4, "pad_to_multiple_of": 8},
     "multiple of 32": {"size": 2, "pad_to_multiple_of": 32},
 }
-CASES = [("gspo", variant) for variant in VARIANTS]
-CASES += [("gspo-length", variant) for variant in ("1 x 8", "one at a time", "multiple of 32")]
+QUICK = [("gspo", "1 x 8"), ("gspo", "one at a time"), ("gspo", "multiple of 32"), ("gspo-length", "1 x 8")]
+SWEEP = [(name, variant) for name in ("gspo", "gspo-length") for variant in VARIANTS if (name, variant) not in QUICK]
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SWEEP)]
 
 
 @dataclass
