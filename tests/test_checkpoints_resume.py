@@ -143,8 +143,7 @@ def run(make: Make, output_dir: Path, crash: int | None) -> dict[int, dict[str, 
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from tests.test_checkpoints_protect import make
+from test_checkpoints_protect import make
 from transformers import TrainerCallback
 import cogumi
 
@@ -153,7 +152,7 @@ class Send(TrainerCallback):
         if state.global_step == 3:
             while not (Path(sys.argv[1]) / "checkpoint-2").exists():  # committed beside the training
                 time.sleep(0.01)
-            for number in sys.argv[3].split(","):
+            for number in sys.argv[2].split(","):
                 os.kill(os.getpid(), int(number))
                 time.sleep(0.01)
 
@@ -164,10 +163,10 @@ print("finished", flush=True)
 
 
 def interrupted(output_dir: Path, *numbers: int) -> subprocess.CompletedProcess[str]:
-    root = str(Path(__file__).parents[1])
-    words = [sys.executable, "-c", SCRIPT, str(output_dir), root, ",".join(str(int(each)) for each in numbers)]
-    environment = os.environ | {"PYTHONPATH": root}
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=root, env=environment)
+    words = [sys.executable, "-c", SCRIPT, str(output_dir), ",".join(str(int(each)) for each in numbers)]
+    tests = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": f"{tests}:{tests.parent}"}
+    return subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=output_dir, env=environment)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
