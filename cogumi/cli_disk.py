@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cogumi.cli_disk_predict import predict
 from cogumi.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from cogumi.disk import DeletedFile, Filesystem, Leftover, Use
 
 disk_app = typer.Typer(no_args_is_help=True)
+disk_app.command()(predict)
 
 # Libraries hold deleted files of a few kB open for as long as they run.
 WORTH_SAYING = 1_000_000

@@ -10,12 +10,15 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from disk_mounts import fill, mounting
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -344,3 +347,184 @@ def test_the_command_line_stays_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr == "[]\n"
+
+
+# -------------------------------------------------------------------------------------------------------------- predict
+
+
+@pytest.fixture(params=["sft", "gspo"])
+def config(request: pytest.FixtureRequest, tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Path:
+    """The YAML of a short run that saves twice."""
+    train: dict[str, Any] = {
+        "max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 4, "logging_steps": 1,
+        "gradient_checkpointing": False, "learning_rate": 1e-2,
+    }  # fmt: skip
+    if request.param == "gspo":
+        train |= {"loss_type": "gspo", "num_generations": 4, "steps_per_generation": 2, "max_completion_length": 8}
+    values = {
+        "model": {"name": str(tiny_model)},
+        "data": {"source": str(code_parquet), "max_rows": 40, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
+        "train": train,
+        "cogumi": {"method": request.param, "run_dir": str(tmp_path / "out" / "run")},
+    }
+    path = tmp_path / f"{request.param}.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def bytes_of(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def test_predict_says_what_the_run_then_writes(
+    config: Path, tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import cogumi
+
+    status, said, error = run("predict", config, "--json")
+    assert (status, error) == (0, "")
+    assert not (tmp_path / "out").exists()
+    ahead = json.loads(said)
+    home = cogumi.train(config).run_dir
+    capsys.readouterr()
+    newest = home / "checkpoints" / "checkpoint-4"
+    assert ahead["checkpoint"] == pytest.approx(bytes_of(newest), rel=0.05)
+    (disk,) = ahead["disks"]
+    wanted = {need["what"]: need["end"] for need in disk["needs"]}
+    assert wanted["adapter"] == pytest.approx(bytes_of(home / "adapter"), rel=0.05)
+    assert wanted["merged model"] == pytest.approx(bytes_of(home / "merged"), rel=0.05)
+    assert wanted["model download"] == 0
+    assert (ahead["saves"], ahead["held"], ahead["fits"], ahead["notes"]) == (2, 2, True, [])
+    assert disk["wanted"] == 2 * ahead["checkpoint"] + wanted["adapter"] + wanted["merged model"]
+    status, said, error = run("predict", home)
+    assert (status, error) == (0, "")
+    assert max(map(len, said.splitlines())) <= 80
+    assert "one checkpoint is" in said
+    over = json.loads(run("predict", home, "--json")[1])
+    assert (over["saves"], over["disks"][0]["wanted"]) == (0, 0)
+
+
+@pytest.mark.parametrize("config", ["sft"], indirect=True)
+def test_predict_where_it_does_not_fit(config: Path, tmp_path: Path, run: Run) -> None:
+    with mounting(tmp_path) as mount:
+        small = mount(options="size=1m")
+        status, said, error = run("predict", config, f"cogumi.run_dir={small}/run", "train.save_total_limit=3")
+        assert (status, error) == (1, "")
+        assert max(map(len, said.splitlines())) <= 80
+        assert "what helps: " in whole(said)
+        assert "2 checkpoints kept instead of 3" in whole(said)
+        assert "cogumi.merge=false leaves " in whole(said)
+        found = json.loads(run("predict", config, f"cogumi.run_dir={small}/run", "--json")[1])
+        assert found["fits"] is False
+        assert found["disks"][0]["refusal"].endswith("B are missing")
+        assert found["disks"][0]["short"] > 0
+        (small / "run").mkdir()
+        (small / "run" / "config.yaml").write_text(config.read_text())  # it has begun, and not saved yet
+        status, said, error = run("predict", small / "run")
+        assert (status, error) == (1, "")
+        assert "what helps: " in whole(said)
+
+
+def test_predict_takes_the_small_base_and_the_configs_that_come_with_it(run: Run, tmp_path: Path) -> None:
+    smoke = Path(__file__).parents[1] / "configs" / "smoke" / "sft.yaml"
+    found = json.loads(
+        run("predict", smoke, f"cogumi.run_dir={tmp_path}/run", "train.save_strategy=steps", "--json")[1]
+    )
+    assert found["fits"] is True
+    assert found["saves"] == 1
+    assert found["checkpoint"] > 1_000_000
+
+
+@pytest.mark.parametrize("config", ["sft"], indirect=True)
+def test_predict_says_what_it_cannot_know(
+    config: Path, tiny_model: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub's model whose config is in the cache, and whose weights are not, without a network."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    model = tmp_path / "hub" / "models--some--body"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = model / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(commit)
+    shutil.copy(tiny_model / "config.json", snapshot)
+    status, said, error = run("predict", config, "model.name=some/body")
+    assert (status, error) == (0, "")
+    assert "what the download of some/body takes in" in said
+    assert "is not known" in said
+    assert "some/body has no tokenizer that can be loaded" in said
+    for path in tiny_model.iterdir():
+        shutil.copy(path, snapshot)
+    found = json.loads(run("predict", config, "model.name=some/body", "--json")[1])
+    assert found["notes"] == []
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    (snapshot / "model-1.safetensors").touch()
+    assert "is not known" in run("predict", config, "model.name=some/body")[1]
+
+
+def test_the_download_is_what_the_hub_says_and_the_cache_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a server that answers as the hub's API does, in the form it had in November 2026."""
+    from huggingface_hub import constants
+
+    from cogumi.cli_disk_predict import download_bytes
+
+    sizes = {"model-1.safetensors": 5_000_000, "model-2.safetensors": 3_000_000, "original/all.safetensors": 8_000_000,
+             "pytorch_model.bin": 8_000_000, "config.json": 10}  # fmt: skip
+    files = [{"rfilename": name, "size": size} for name, size in sizes.items()]
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            known = self.path.startswith("/api/models/some/body")
+            body = json.dumps({"id": "some/body", "siblings": files} if known else {"error": "not found"}).encode()
+            self.send_response(200 if known else 404)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        assert download_bytes("some/body", None) == 8_000_000
+        commit = "0123456789abcdef0123456789abcdef01234567"
+        cached = tmp_path / "hub" / "models--some--body" / "snapshots" / commit / "model-1.safetensors"
+        cached.parent.mkdir(parents=True)
+        cached.touch()
+        assert download_bytes("some/body", commit) == 3_000_000
+        del files[:3]
+        assert download_bytes("some/body", None) == 8_000_000
+        assert download_bytes("no/body", None) is None
+        server.shutdown()
+    assert download_bytes("some/body", None) is None
+
+
+@pytest.mark.parametrize("config", ["sft"], indirect=True)
+def test_a_mistake_in_what_is_to_be_predicted(config: Path, tmp_path: Path, run: Run) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "typo.yaml").write_text(config.read_text().replace("save_steps", "save_step"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("nothing: here\n")
+    mistakes: list[tuple[tuple[Any, ...], str]] = [
+        ((tmp_path / "typo.yaml",), "unknown key `train.save_step`"),
+        ((tmp_path / "gone.yaml",), "gone.yaml: no such config file"),
+        ((config, "train.max_stepz=5"), "unknown key `train.max_stepz`"),
+        ((config, "lora.target_modules=[nowhere]"), "model, lora or train: Target modules"),
+        ((config, f"model.name={tmp_path / 'empty'}"), "holds no config.json"),
+        ((tmp_path / "empty",), "empty is not a run's directory"),
+        ((tmp_path / "run",), "unknown key `nothing`"),
+        ((tmp_path / "run", "train.max_steps=5"), "train.max_steps=5: a run's directory has its config"),
+    ]
+    for words, says in mistakes:
+        status, said, error = run("predict", *words)
+        assert (status, said) == (2, ""), (words, error)
+        assert error.startswith("cogumi: "), error
+        assert error.count("\n") == 1, error
+        assert says in error, error

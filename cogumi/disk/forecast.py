@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 SCHEDULER_BYTES = 1500
 # What one entry of the log history takes in trainer_state.json, until there is one: TRL's trainers log more than the
 # plain one. Measured with the default columns; a reward function adds some 160 bytes.
-LOG_ENTRY_BYTES = {"GRPOTrainer": 1800, "DPOTrainer": 650, "SFTTrainer": 350, "Trainer": 170}
+LOG_ENTRY_BYTES = {"GRPOConfig": 1800, "DPOConfig": 650, "SFTConfig": 350, "TrainingArguments": 170}
 # These set up hooks on the model when they are made, and making a second one to look at would leave two sets.
 HOOKED_OPTIMIZERS = ("layerwise", "lomo")
 TOKENIZER_BYTES: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
@@ -152,10 +152,8 @@ def merged_bytes(model_or_config: Any, dtype: Any = "keep") -> int:
     if dtype == "keep":
         dtype = config.dtype or torch.float32
     wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    seen: dict[int, tuple[str, Any]] = {}
-    for name, tensor in meta_model(config).state_dict(keep_vars=True).items():
-        seen.setdefault(id(tensor), (name, tensor.to(wanted) if tensor.is_floating_point() else tensor))
-    return safetensors_bytes(dict(seen.values()))
+    tensors = without_aliases(meta_model(config).state_dict(keep_vars=True))
+    return safetensors_bytes({name: t.to(wanted) if t.is_floating_point() else t for name, t in tensors.items()})
 
 
 def meta_model(config: Any) -> Any:
@@ -182,7 +180,7 @@ def weights_bytes(trainer: Any) -> int:
             warnings.simplefilter("ignore")  # about resized embeddings: PEFT says it again when it saves them
             adapters = [get_peft_model_state_dict(model, adapter_name=name) for name in saved_adapters(model)]
         return sum(safetensors_bytes(adapter) for adapter in adapters)
-    return safetensors_bytes(without_aliases(model.state_dict()))
+    return safetensors_bytes(without_aliases(model.state_dict(keep_vars=True)))
 
 
 def saved_adapters(model: Any) -> list[str]:
@@ -193,11 +191,11 @@ def saved_adapters(model: Any) -> list[str]:
 
 
 def without_aliases(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Each piece of memory once: tied weights are saved under one of their names."""
+    """Each piece of memory once, and each tensor that has none: tied weights are saved under one of their names."""
     seen: dict[tuple[Any, ...], tuple[str, Any]] = {}
     for name, tensor in tensors.items():
         if hasattr(tensor, "data_ptr"):  # bitsandbytes puts strings into state dicts
-            where = (tensor.device, tensor.data_ptr() or name, tuple(tensor.shape))
+            where = (tensor.device, tensor.data_ptr() or id(tensor), tuple(tensor.shape))
             seen.setdefault(where, (name, tensor))
     return dict(seen.values())
 
@@ -373,8 +371,8 @@ def log_bytes_per_step(trainer: Any) -> float:
     if history:
         entry = len(json.dumps({"log_history": history}, indent=2)) / len(history)
     else:
-        kinds = [kind.__name__ for kind in type(trainer).__mro__]
-        entry = next((size for kind, size in LOG_ENTRY_BYTES.items() if kind in kinds), LOG_ENTRY_BYTES["Trainer"])
+        kinds = [kind.__name__ for kind in type(trainer.args).__mro__]
+        entry = next(size for kind, size in LOG_ENTRY_BYTES.items() if kind in kinds)
     return sum(entry / interval for interval in log_intervals(trainer))
 
 

@@ -51,9 +51,14 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
 
 def load_model(name: str, revision: str | None = None, dtype: str = "auto") -> PreTrainedModel:
     """The base model, on the GPU where there is one. `dtype` as in `model.dtype` of a config."""
-    on_gpu = torch.cuda.is_available()
+    device = {"": 0} if torch.cuda.is_available() else None
+    return AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=loaded_in(dtype), device_map=device)
+
+
+def loaded_in(dtype: str) -> torch.dtype:
+    """What `model.dtype` means on this machine."""
     if dtype == "auto":  # without a GPU float32 is as fast, and small updates do not drown in rounding
-        dtype = "bfloat16" if on_gpu and torch.cuda.is_bf16_supported() else "float32"
-    return AutoModelForCausalLM.from_pretrained(
-        name, revision=revision, dtype=getattr(torch, dtype), device_map={"": 0} if on_gpu else None
-    )
+        on_gpu = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        dtype = "bfloat16" if on_gpu else "float32"
+    found: torch.dtype = getattr(torch, dtype)
+    return found

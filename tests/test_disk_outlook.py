@@ -1,0 +1,462 @@
+"""What a run will want of its disks, against numbers added up by hand, real filesystems, and what real runs then take."""
+
+import json
+import logging
+import os
+import resource
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from disk_mounts import fill, mounting
+from peft import LoraConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import cogumi
+from cogumi.checkpoints.manifest import write_manifest
+from cogumi.disk.forecast import checkpoint_bytes, merged_bytes
+from cogumi.disk.needs import Need
+from cogumi.disk.outlook import CHECKPOINTS, ENTRIES, Found, Outlook, composed, outlook
+from cogumi.disk.planned import planned_trainer
+from cogumi.disk.running import outlook_of_run
+from cogumi.errors import UsageError
+
+SIZE = 1_000_000
+SHAPE = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+
+
+def planned_run(directory: Path, **changes: Any) -> Outlook:
+    """The outlook of a run with checkpoints of a megabyte, two of them kept, ten to come."""
+    values: dict[str, Any] = {
+        "each": SIZE, "made_of": "", "keep": 2, "staying": 2, "reserve": SIZE, "saves": 10,
+        "found": Found.below(directory), "needs": [], "hours_between_saves": None,
+    }  # fmt: skip
+    return composed(**(values | changes))
+
+
+def checkpoint(directory: Path, step: int, size: int = SIZE, manifest: bool = True, **state: Any) -> Path:
+    """A directory like a checkpoint's, of a size that is known."""
+    path = directory / f"checkpoint-{step}"
+    path.mkdir(parents=True)
+    (path / "adapter_model.safetensors").write_bytes(os.urandom(size // 4))
+    (path / "optimizer.pt").write_bytes(os.urandom(size - size // 4))
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": step, **state}))
+    if manifest:
+        write_manifest(path, step)
+    return path
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Any]:
+    """Mounts tmpfs of so many megabytes."""
+    with mounting(tmp_path) as mount:
+        yield lambda megabytes, more="": mount(options=f"size={megabytes * 1_000_000 // 4096 * 4}k{more}")
+
+
+# ------------------------------------------------------------------------------------------------------ added up by hand
+
+
+@pytest.mark.parametrize(
+    ("changes", "held", "training", "end"),
+    [
+        ({}, 3, 4, 2),  # two that stay, one being written, and the reserve
+        ({"keep": 3, "staying": 3}, 4, 5, 3),
+        ({"staying": 3}, 4, 5, 3),  # the best beside the two newest
+        ({"saves": None}, 3, 4, 2),
+        ({"saves": 2}, 2, 3, 2),
+        ({"saves": 1}, 1, 2, 1),
+        ({"saves": 1, "reserve": 0}, 1, 1, 1),
+        ({"saves": 0}, 0, 0, 0),
+        ({"keep": None, "staying": None}, 10, 11, 10),
+        ({"keep": None, "staying": None, "saves": None}, 1, 2, 1),
+    ],
+)
+def test_what_the_checkpoints_take(changes: dict[str, Any], held: int, training: int, end: int, tmp_path: Path) -> None:
+    found = planned_run(tmp_path, **changes)
+    (one,) = found.disks
+    assert (found.held, one.training, one.end) == (held, training * SIZE, end * SIZE)
+    assert one.wanted == max(training, end) * SIZE
+    assert one.entries == held * ENTRIES
+    assert found.fits
+
+
+def test_what_is_there_already_is_not_wanted_again(tmp_path: Path) -> None:
+    first, second = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
+    checkpoint(tmp_path, 3, manifest=False)  # somebody else's: it stays, and counts for nobody
+    taken = 2 * SIZE + 2 * 3 * 4096 + 2 * 4096  # with the blocks at the ends of their files
+    there = Found.below(tmp_path)
+    assert there.ours == (second, first)
+    assert there.bytes == pytest.approx(taken, abs=6 * 4096)
+    found = planned_run(tmp_path)
+    assert found.held == 3
+    assert found.disks[0].training == 4 * SIZE - there.bytes
+    assert found.disks[0].end == 0
+    assert found.disks[0].entries == ENTRIES
+    (first / "KEEP").touch()
+    assert Found.below(tmp_path).pinned == 1
+    with (tmp_path / ".cogumi-ballast").open("xb") as file:
+        os.posix_fallocate(file.fileno(), 0, SIZE)
+    reserve = Found.below(tmp_path).reserve
+    assert reserve == pytest.approx(SIZE, abs=4096)
+    (tmp_path / ".cogumi-saving").mkdir()
+    (tmp_path / ".cogumi-saving" / "half").write_bytes(bytes(SIZE // 2))
+    staged = Found.below(tmp_path).bytes - there.bytes - reserve
+    assert staged == pytest.approx(SIZE // 2, abs=3 * 4096)
+    assert planned_run(tmp_path).disks[0].training == 4 * SIZE - Found.below(tmp_path).bytes
+
+
+def test_two_paths_on_one_disk_share_its_space(disk: Any, tmp_path: Path) -> None:
+    one, other = disk(10), disk(10)
+    results = [Need("adapter", one / "adapter", 0, SIZE, 5), Need("merged model", one / "a/b/merged", 0, 7 * SIZE, 9)]
+    found = planned_run(one / "checkpoints", needs=results)
+    assert [(each.wanted, each.entries) for each in found.disks] == [(10 * SIZE, 3 * ENTRIES + 14)]  # at the end
+    apart = [results[0], Need("merged model", other / "merged", 0, 7 * SIZE, 9)]
+    found = planned_run(one / "checkpoints", needs=apart)
+    assert [(each.filesystem.mount, each.wanted) for each in found.disks] == [
+        (str(one), 4 * SIZE),
+        (str(other), 7 * SIZE),
+    ]
+    (tmp_path / "link").symlink_to(other)
+    assert len(planned_run(one, needs=[Need("adapter", tmp_path / "link" / "adapter", 0, 1, 1)]).disks) == 2
+
+
+def test_a_disk_that_is_too_small_and_what_helps(disk: Any) -> None:
+    small = disk(6)
+    found = planned_run(small, keep=4, staying=4, needs=[Need("merged model", small / "merged", 0, 7 * SIZE, 9)])
+    free = os.statvfs(small).f_bavail * 4096
+    assert not found.fits
+    assert found.disks[0].short == 11 * SIZE - free
+    assert found.saves_until_full is None  # they fit without the reserve, and five beside each other do
+    said = str(found)
+    assert "wants 11.0 MB more at the end (checkpoints 4.0 MB, merged model 7.0 MB)" in said
+    assert "does not fit: 5.0 MB are missing" in said
+    assert "2 checkpoints kept instead of 4 (save_total_limit) are 2.0 MB less" in said
+    assert "it goes without the reserve" in said
+    assert "saving less often does not help" in said
+    assert "cogumi.merge=false leaves 7.0 MB" in said
+    assert len(found.lines) == 3
+    assert planned_run(disk(6)).fits
+
+
+def test_saves_and_hours_until_full(disk: Any) -> None:
+    small = disk(5)
+    found = planned_run(small, keep=None, staying=None, saves=None, hours_between_saves=0.5)
+    assert (found.saves_until_full, found.hours_until_full) == (4, 2.5)  # of what is not quite 5 MB
+    assert "there is room for 4 more saves, and not for the one after them, which is in 2.5 hours" in str(found)
+    assert planned_run(small, keep=None, staying=None, saves=4).saves_until_full is None
+    assert planned_run(small, keep=None, staying=None, saves=5).saves_until_full == 4
+    assert planned_run(small, keep=None, staying=None, saves=5).hours_until_full is None
+    fill(small, 0.5)
+    assert planned_run(small, saves=None).saves_until_full == 2
+    fill(small, 0.75, ".cogumi-ballast")  # the reserve is let go for a save
+    assert planned_run(small, saves=None).saves_until_full == 2
+
+
+def test_inodes_and_disks_that_have_none(disk: Any, tmp_path: Path) -> None:
+    few = disk(50, ",nr_inodes=40")
+    found = planned_run(few)
+    assert not found.fits
+    assert re_inodes(found) == (os.statvfs(few).f_favail, 3 * ENTRIES)
+    assert planned_run(few, saves=1).fits
+    endless = disk(50, ",nr_inodes=0")  # as btrfs and most network volumes are: no number of them is told
+    assert os.statvfs(endless).f_files == 0
+    assert planned_run(endless).fits
+
+
+def re_inodes(found: Outlook) -> tuple[int, int]:
+    words = found.disks[0].refusal.split()
+    return int(words[4]), int(words[8])
+
+
+def test_a_disk_that_tells_no_size(tmp_path: Path) -> None:
+    """Some network volumes do not either. This one cannot be asked for bytes, and says so."""
+    with mounting(tmp_path) as mount:
+        found = planned_run(mount("ramfs"), saves=None)
+    assert found.disks[0].filesystem.space.total == 0
+    assert found.fits
+    assert found.saves_until_full is None
+    assert "this filesystem can only tell by writing 4.0 MB" in str(found)
+
+
+def test_a_disk_that_takes_nothing(tmp_path: Path) -> None:
+    with mounting(tmp_path) as mount:
+        assert mount(options="size=50m,ro").is_dir()
+        found = planned_run(tmp_path / "disk0")
+    assert "does not fit: it is read-only" in str(found)
+    assert planned_run(tmp_path, saves=0).fits
+
+
+def test_the_disk_is_asked_where_its_numbers_may_not_be_true(tmp_path: Path, disk: Any) -> None:
+    """Here they are; a file larger than this process may write is no more than many smaller ones."""
+    asked = planned_run(tmp_path).disks[0].allocation
+    assert asked is None or asked.fits is not False
+    assert planned_run(disk(50)).disks[0].allocation is None  # its space is memory
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * SIZE, limits[1]))
+    try:
+        assert planned_run(tmp_path).fits
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.glob(".cogumi*"))
+
+
+# --------------------------------------------------------------------------------------------------------- live trainers
+
+
+class Settled(TrainerCallback):
+    """Has each save committed before the next step, as where somebody looks at it."""
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def trainer_on(place: Path, **changes: Any) -> Trainer:
+    torch.manual_seed(0)
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(8)]
+    values = {"max_steps": 8, "save_steps": 2, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    args = TrainingArguments(output_dir=str(place), **(values | changes))
+    return Trainer(LlamaForCausalLM(LlamaConfig(**SHAPE)), args, train_dataset=rows, callbacks=[Settled()])
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_a_disk_of_the_size_that_is_wanted_is_just_enough(
+    enough: bool, disk: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = outlook(trainer_on(tmp_path / "elsewhere"), keep=2).disks[0].wanted
+    assert wanted > 40_000_000
+    # The blocks at the ends of the files come on top; less than half a checkpoint is missing otherwise.
+    small = disk((wanted + 1_000_000 if enough else wanted - 2_000_000) // 1_000_000)
+    trainer = cogumi.protect(trainer_on(small / "checkpoints"), keep=2)
+    ahead = outlook(trainer, keep=2)
+    assert ahead.fits == enough
+    assert ahead.saves == 4
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    complaints = [row.message for row in caplog.records if "no room" in row.message or "does not fit" in row.message]
+    assert bool(complaints) != enough
+    over = outlook(trainer, keep=2)
+    assert (over.saves, over.disks[0].wanted, over.held) == (0, 0, 2)
+    assert over.fits
+
+
+def test_a_training_that_goes_on_keeps_what_it_came_from(tmp_path: Path) -> None:
+    cogumi.protect(trainer_on(tmp_path, max_steps=4), keep=2).train()
+    found = outlook(cogumi.protect(trainer_on(tmp_path, max_steps=12)), keep=2)
+    assert (found.saves, found.held) == (4, 4)  # after step 4: the one at 4, two that stay, the one being written
+    there = Found.below(tmp_path).bytes
+    assert found.disks[0].training == 5 * found.checkpoint - there
+
+
+@pytest.mark.parametrize(
+    ("changes", "saves", "held"),
+    [
+        ({"save_strategy": "no"}, 1, 1),
+        ({"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 5}, 5, 3),
+        ({"save_strategy": "epoch"}, None, 3),
+        ({"save_steps": 0.5, "max_steps": 10}, 2, 2),
+        ({"save_steps": 3, "max_steps": 10}, 4, 3),
+        ({"max_steps": -1}, None, 3),
+        ({"metric_for_best_model": "loss"}, 4, 4),
+    ],
+)
+def test_how_many_saves_are_to_come(changes: dict[str, Any], saves: int | None, held: int, tmp_path: Path) -> None:
+    found = outlook(trainer_on(tmp_path, **changes), keep=2)
+    assert (found.saves, found.held) == (saves, held)
+    assert ("save_strategy is no" in str(found)) == (changes.get("save_strategy") == "no") == (found.reserve == 0)
+
+
+def test_the_merged_model_has_the_dtype_that_the_base_has_on_disk(tiny_model: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)  # as on a CPU
+    args = TrainingArguments(output_dir=str(tmp_path), max_steps=2, report_to="none", use_cpu=True)
+    found = outlook(Trainer(model, args), keep=2, merged_into=tmp_path / "merged", adapter_into=tmp_path / "adapter")
+    sizes = {need.what: need.end for need in found.disks[0].needs}
+    on_disk = (tiny_model / "model.safetensors").stat().st_size
+    assert sizes["merged model"] == pytest.approx(on_disk, rel=1e-3)
+    assert sizes["adapter"] == pytest.approx(2 * on_disk, rel=0.05)  # what is trained, in float32
+
+
+# -------------------------------------------------------------------------------------------------- without any weights
+
+
+BF16 = torch.bfloat16
+PLANS: dict[str, dict[str, Any]] = {
+    "lora": {"dtype": BF16},
+    "rslora 8 bit": {"lora": {"rank_pattern": {"q_proj": 64}}, "optim": "adamw_8bit"},
+    "pissa": {"lora": {"init_lora_weights": "pissa"}},
+    "dora": {"lora": {"use_dora": True}, "dtype": BF16},
+    "modules_to_save": {"lora": {"modules_to_save": ["lm_head"]}, "dtype": BF16},
+    "four bit": {"four_bit": True, "dtype": BF16, "optim": "paged_adamw_8bit"},
+    "full": {"lora": None},
+    "full bf16 8 bit": {"lora": None, "dtype": BF16, "optim": "adamw_8bit"},
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_trainer_without_weights_forecasts_the_same(name: str, tiny_model: Path, tmp_path: Path) -> None:
+    """As TRL's trainer with the model: of a base that is quantized, too, whose merge is into the whole one."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    case = {"lora": {}, "dtype": torch.float32, "optim": "adamw_torch", "four_bit": False} | PLANS[name]
+    args = SFTConfig(output_dir=str(tmp_path / "out"), max_steps=4, save_steps=2, report_to="none", optim=case["optim"],
+                     use_cpu=True, bf16=False, gradient_checkpointing=False)  # fmt: skip
+
+    def adapter() -> LoraConfig | None:
+        settings = {"r": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+        return None if case["lora"] is None else LoraConfig(**(settings | case["lora"]))
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    quantization = BitsAndBytesConfig(load_in_4bit=True) if case["four_bit"] else None
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=case["dtype"], quantization_config=quantization)
+    config = AutoConfig.from_pretrained(tiny_model)
+    whole = merged_bytes(config)
+    if case["four_bit"]:
+        config.quantization_config = model.config.quantization_config
+        assert merged_bytes(config) == whole
+    rows = Dataset.from_dict({"text": ["def add(a, b):"] * 4})
+    real = SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer, peft_config=adapter())
+    without = planned_trainer(config, case["dtype"], args, adapter(), tokenizer)
+    assert all(parameter.device.type == "meta" for parameter in without.model.parameters())
+    expected, forecast = checkpoint_bytes(real), checkpoint_bytes(without)
+    assert forecast.weights == expected.weights
+    assert forecast.total == pytest.approx(expected.total, rel=2e-3)
+
+
+def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
+    config = LlamaConfig(**SHAPE, tie_word_embeddings=True)
+    args = TrainingArguments(output_dir=str(tmp_path), max_steps=2, report_to="none", use_cpu=True)
+    real = checkpoint_bytes(Trainer(LlamaForCausalLM(config), args))
+    assert checkpoint_bytes(planned_trainer(config, torch.float32, args)).weights == real.weights
+    untied = planned_trainer(LlamaConfig(**SHAPE), torch.float32, args)
+    assert checkpoint_bytes(untied).weights > real.weights + 4 * 256 * 128
+
+
+def test_eight_billion_parameters_take_no_memory(tmp_path: Path) -> None:
+    layers, hidden, inner, heads, vocabulary, rank = 32, 4096, 14336, 1024, 128256, 16
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"], vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner,
+        num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=8, dtype="bfloat16",
+    ).save_pretrained(tmp_path / "base")  # fmt: skip
+    config = AutoConfig.from_pretrained(tmp_path / "base")
+    # q, o; k, v; gate, up, down
+    linear = 2 * [(hidden, hidden)] + 2 * [(hidden, heads)] + 3 * [(hidden, inner)]
+    adapter = layers * sum(rank * (rows + columns) for rows, columns in linear)
+    base = layers * (sum(rows * columns for rows, columns in linear) + 2 * hidden) + hidden + 2 * vocabulary * hidden
+    args = TrainingArguments(output_dir=str(tmp_path / "run" / "checkpoints"), max_steps=9000, report_to="none")
+    lora = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    trainer = planned_trainer(config, BF16, args, lora)
+    found = outlook(trainer, keep=2, merged_into=tmp_path / "run" / "merged")
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert not (tmp_path / "run").exists()
+    assert grown < 500_000_000
+    assert found.checkpoint == pytest.approx(3 * 4 * adapter, rel=2e-3)  # weights and AdamW's two moments in float32
+    sizes = {need.what: need for need in found.disks[0].needs}
+    assert sizes["merged model"].end == pytest.approx(2 * base, rel=1e-4)
+    assert sizes[CHECKPOINTS].training == 4 * found.checkpoint
+    assert found.saves == 18
+    whole = checkpoint_bytes(planned_trainer(config, BF16, args))
+    assert whole.total == pytest.approx(3 * 2 * base, rel=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------ a run's own directory
+
+
+CONFIG = "model: {name: x}\ntrain: {save_steps: 100, max_steps: 1000}\ncogumi: {method: sft, merge: false}\n"
+
+
+@pytest.fixture
+def under_way(tmp_path: Path) -> Path:
+    """The directory of a run at step 200 of 1000 which saves every 100 steps, a step taking 36 seconds."""
+    run = tmp_path / "run"
+    for step in (100, 200):
+        checkpoint(run / "checkpoints", step, max_steps=1000)
+    (run / "config.yaml").write_text(CONFIG)
+    (run / "status.json").write_text(json.dumps({"state": "running", "stage": "train"}))
+    (run / "heartbeat.json").write_text(json.dumps({"step": 210, "steps": 1000, "time": time.time()}))
+    times = {step: 36.0 * step + (90_000 if step > 50 else 0) for step in range(0, 211, 10)}  # it paused once
+    rows = [json.dumps({"step": step, "time": when}) for step, when in times.items()]
+    (run / "metrics.jsonl").write_text("\n".join(rows) + '\n{"step": 2')  # the disk was full
+    return run
+
+
+def test_a_run_under_way(under_way: Path) -> None:
+    found = outlook_of_run(under_way)
+    there = Found.below(under_way / "checkpoints").bytes
+    assert found.checkpoint == pytest.approx(SIZE, rel=0.02)
+    assert (found.keep, found.saves, found.held, found.saves_until_full) == (2, 8, 3, None)
+    assert found.disks[0].training == 4 * found.checkpoint - there
+    assert {need.what: need.end for need in found.disks[0].needs}["adapter"] == pytest.approx(SIZE / 4, abs=3 * 4096)
+    (under_way / "status.json").write_text("")  # just made
+    assert outlook_of_run(under_way).saves == 8
+    assert outlook_of_run(under_way / "checkpoints").held == 3  # without a config: its checkpoints say the same
+
+
+def test_how_long_it_lasts(under_way: Path, disk: Any) -> None:
+    small = disk(20)
+    run = small / "run"
+    shutil.copytree(under_way, run)
+    assert outlook_of_run(run).fits
+    fill(small, 0.97)
+    found = outlook_of_run(run)
+    assert not found.fits
+    assert found.saves_until_full == 0
+    assert found.hours_until_full == pytest.approx(1.0)  # 100 steps of 36 seconds, whatever the pause was
+    (run / "metrics.jsonl").unlink()
+    for step in (100, 200):
+        os.utime(run / "checkpoints" / f"checkpoint-{step}", (0, step * 72))
+    assert outlook_of_run(run).hours_until_full == pytest.approx(2.0)
+
+
+def test_a_run_that_is_over_wants_nothing(under_way: Path) -> None:
+    (under_way / "status.json").write_text(json.dumps({"state": "finished, checks failed"}))
+    found = outlook_of_run(under_way)
+    assert (found.saves, found.held, found.disks[0].wanted, found.fits) == (0, 2, 0, True)
+    assert "wants nothing more" in str(found)
+
+
+def test_checkpoints_of_another_tool(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        checkpoint(tmp_path, step, manifest=False, max_steps=100)
+    found = outlook_of_run(tmp_path)
+    assert (found.keep, found.saves, found.held, found.reserve) == (None, 7, 10, 0)
+    assert found.disks[0].training == pytest.approx(7 * SIZE, rel=0.02)
+    (tmp_path / "config.yaml").write_text(
+        "model: {name: x}\ntrain: {save_total_limit: 1}\ncogumi: {method: sft, merge: false}\n"
+    )
+    assert outlook_of_run(tmp_path).held == 4  # of three that are there
+
+
+def test_what_cannot_be_read_is_said(under_way: Path, tmp_path: Path) -> None:
+    (under_way / "checkpoints" / "checkpoint-200" / "trainer_state.json").write_text("{half")
+    assert outlook_of_run(under_way).saves == 8
+    (under_way / "config.yaml").write_text(f"model: {{name: {tmp_path}/gone}}\ncogumi: {{method: sft}}\n")
+    assert "the merged model is not counted: model.name: no model at" in str(outlook_of_run(under_way))
+    (under_way / "config.yaml").write_text("somebody: else's\n")
+    assert [need.what for need in outlook_of_run(under_way).disks[0].needs] == [CHECKPOINTS]
+    (under_way / "config.yaml").write_text("- a list")
+    with pytest.raises(UsageError, match=r"config.yaml: a config is a mapping"):
+        outlook_of_run(under_way)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="holds no checkpoint yet"):
+        outlook_of_run(tmp_path / "empty")
