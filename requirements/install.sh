@@ -50,6 +50,8 @@ if [ "${1:-}" = test ]; then
     install -r requirements/test.txt
     # Liger declares Triton, which the CPU lane has not; its loss in PyTorch needs none. Apart, so that `pip check` holds.
     install --no-deps --upgrade --target $venv/oracles -r requirements/oracles.txt
+    # The S3 server that the tests of the mirror start: botocore asks for an older python-dateutil than the lanes have.
+    install --no-deps --upgrade --target $venv/s3-server -r requirements/s3-server.txt
 fi
 if [ "${1:-}" = peers ]; then
     install --no-deps --upgrade --target $venv/peers -r requirements/peers.txt

@@ -5,6 +5,7 @@
     requirements/cpu-torch.txt            that CPU build alone, by hash
     requirements/cpu-index-torch.txt      no GPU and no CPU build to be had: the index's torch with its CUDA libraries
     requirements/test.txt                 tests, linter, type checker, on top of any lane
+    requirements/s3-server.txt            the S3 server that tests start, in a process and a directory of its own
     requirements/unsloth-cpu.txt          unsloth without a GPU, on top of the CPU lane and the tests
 
 Every file is resolved for Python 3.11 and 3.12 at once, from wheels only.
@@ -95,6 +96,11 @@ def main() -> None:
             HERE / "test.txt",
             "Tests, linter and type checker, on top of a lane.",
             resolve("test.in", [LINUX, MACOS], "-c", both.name),
+        )
+        write(
+            HERE / "s3-server.txt",
+            "The S3 server of the tests, whole and apart: see s3-server.in.",
+            resolve("s3-server.in", [LINUX, MACOS]),
         )
         unsloth = resolve(
             "unsloth-cpu.in", [LINUX], "-c", both.name, "--override", str(HERE / "unsloth-cpu-overrides.in")

@@ -371,7 +371,7 @@ def test_pause_goes_on_when_there_is_space(
 def test_no_inode_left_for_the_reserve(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with mounting(tmp_path) as mount:
         point = mount(options="size=1m,nr_inodes=1")  # the root directory's
-        Saver(None, print, 2, "continue", None).take_ballast(point, 4096)
+        Saver(make(tmp_path)[0], 2, "continue").take_ballast(point, 4096)
     assert "no room for a reserve" in caplog.text
 
 

@@ -9,12 +9,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from cogumi.checkpoints.commit import set_aside, step_of
+from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.resume import checkpoints_in, last_good_checkpoint
 from cogumi.checkpoints.retention import clean
 from cogumi.checkpoints.rollouts import load_rollouts, order_continued
 from cogumi.checkpoints.saving import Saver
 from cogumi.checkpoints.signals import Preemption
 from cogumi.checkpoints.verify import inspect
+from cogumi.checkpoints.watchdog import Pulse, Watchdog
 from cogumi.disk.callback import announce
 from cogumi.durable import locked
 from cogumi.errors import UsageError
@@ -32,6 +34,10 @@ def protect(
     resume: str = "auto",
     on_full: str = "continue",
     fallback: str | Path | None = None,
+    mirror: str | Path | None = None,
+    on_hung: str = "continue",
+    hung_after: float = 20.0,
+    log_path: str | Path | None = None,
 ) -> Any:
     """Make a trainer's checkpoints whole or absent, keep the last good ones, and resume from them. Returns the trainer.
 
@@ -40,14 +46,29 @@ def protect(
     newest checkpoint that verifies; "never" only where it is told to. on_full: what happens when the disk is full and
     neither the reserve nor older checkpoints made enough room: "continue" trains on and tries again at the next save,
     "pause" waits for space, "stop" ends the training. fallback: a directory on another disk that is tried before that.
+    mirror: where each checkpoint is copied to beside the training, and fetched from where this machine has none: a directory,
+    an fsspec URL such as s3://bucket/run, or hf://user/repository. on_hung: what happens when there is no sign of life for
+    `hung_after` times the median step (and for minutes): the stacks of all threads go to log_path (run.log in args.output_dir)
+    and "continue" waits, "stop" ends the training as SIGTERM does, or the process where that does not help.
     SIGTERM and SIGINT during `trainer.train()` finish the step and save it, and then end the process, or interrupt the cell.
 
-    Raises UsageError for a trainer whose checkpoints it does not know: several processes, FSDP, DeepSpeed.
+    Raises UsageError for a trainer whose checkpoints it does not know (several processes, FSDP, DeepSpeed), and for a mirror
+    that cannot be written to.
     """
     check_arguments(trainer, keep, resume, on_full)
     if isinstance(getattr(trainer, "cogumi_protection", None), Protection):
         raise UsageError("this trainer is protected already; cogumi.checkpoints.unprotect(trainer) undoes it")
-    protection = Protection(trainer, keep, resume, on_full, None if fallback is None else Path(fallback))
+    watchdog = Watchdog(log_path or Path(trainer.args.output_dir) / "run.log", hung_after, on_hung)
+    copies = None if mirror is None else Mirror(mirror)
+    saver = Saver(
+        trainer,
+        keep or max(2, trainer.args.save_total_limit or DEFAULT_KEEP),
+        on_full,
+        None if fallback is None else Path(fallback),
+        copies,
+        watchdog.excused,
+    )
+    protection = Protection(trainer, saver, watchdog, resume)
     protection.apply()
     trainer.cogumi_protection = protection
     announce(f"checkpoints: {protection}")
@@ -82,17 +103,16 @@ def check_arguments(trainer: Any, keep: int | None, resume: str, on_full: str) -
 class Protection:
     """What `protect` put on a trainer, and how to take it off again."""
 
-    def __init__(self, trainer: Any, keep: int | None, resume: str, on_full: str, fallback: Path | None) -> None:
+    def __init__(self, trainer: Any, saver: Saver, watchdog: Watchdog, resume: str) -> None:
         self.trainer = trainer
         self.limit = trainer.args.save_total_limit
         self.resume = resume
         self.train = trainer.train
         self.load_best = trainer._load_best_model
-        self.saver = Saver(
-            trainer, trainer._save_checkpoint, keep or max(2, self.limit or DEFAULT_KEEP), on_full, fallback
-        )
+        self.saver = saver
+        self.watchdog = watchdog
         self.preemption = Preemption()
-        self.watch = Watch(self.saver, self.preemption)
+        self.callbacks = [Watch(self.saver, self.preemption), Pulse(watchdog)]
         self.ours = {
             "_save_checkpoint": self.saver.save,
             "_load_best_model": self.best_of_all,
@@ -105,17 +125,19 @@ class Protection:
         if SaveStrategy(self.trainer.args.save_strategy) == SaveStrategy.NO:
             return "save_strategy is no: one is written where a signal ends the training, and no other"
         where = f", then {self.saver.fallback}" if self.saver.fallback else ""
+        copied = f"; copied to {self.saver.mirror}" if self.saver.mirror else ""
         return (
             f"written aside, verified and renamed in {self.trainer.args.output_dir}; the newest {self.saver.keep} stay "
             f"(save_total_limit was {self.limit}); resume={self.resume}; on a full disk: the reserve, older checkpoints, "
-            f"the adapter alone{where}, then {self.saver.on_full}"
+            f"the adapter alone{where}, then {self.saver.on_full}{copied}"
         )
 
     def apply(self) -> None:
         for name, function in self.ours.items():
             setattr(self.trainer, name, function)
         self.trainer.args.save_total_limit = None
-        self.trainer.add_callback(self.watch)
+        for callback in self.callbacks:
+            self.trainer.add_callback(callback)
 
     def undo(self) -> None:
         for name, function in self.ours.items():
@@ -126,7 +148,8 @@ class Protection:
         for name, function in self.before.items():
             setattr(self.trainer, name, function)
         self.trainer.args.save_total_limit = self.limit
-        self.trainer.remove_callback(self.watch)
+        for callback in self.callbacks:
+            self.trainer.remove_callback(callback)
 
     def train_from(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """In place of `trainer.train`."""
@@ -146,7 +169,7 @@ class Protection:
             self.saver.begin(point)
             if point is not None:
                 load_rollouts(self.trainer, point)
-            with self.preemption.listening(), order_continued(self.trainer, point):
+            with self.preemption.listening(), self.watchdog.watching(), order_continued(self.trainer, point):
                 try:
                     return self.train(None if point is None else str(point), *args, **kwargs)
                 finally:
@@ -163,9 +186,11 @@ class Protection:
             return Path(wanted)
         places = [Path(self.trainer.args.output_dir), *([self.saver.fallback] if self.saver.fallback else [])]
         found = [point for point in map(last_good_checkpoint, places) if point is not None]
-        if not found and wanted is True:
-            raise UsageError(f"{places[0]} holds no checkpoint that can be resumed from")
         point = max(found, key=step_of, default=None)
+        if self.saver.mirror is not None:
+            point = self.saver.mirror.fetch_newest(places[0], -1 if point is None else step_of(point)) or point
+        if point is None and wanted is True:
+            raise UsageError(f"{places[0]} holds no checkpoint that can be resumed from")
         if point is not None:
             announce(f"resuming from {point} (train(resume_from_checkpoint=False) starts anew)")
         return point

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 from cogumi.checkpoints.commit import STAGING_NAME, blocks_of, commit, open_staging, set_aside
 from cogumi.checkpoints.full import causes, disk_is_full
+from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.retention import plan_pruning, remove
 from cogumi.checkpoints.rollouts import save_rollouts
 from cogumi.checkpoints.verify import Finding, inspect
@@ -27,23 +28,32 @@ log = logging.getLogger(__name__)
 BALLAST_NAME = ".cogumi-ballast"
 RETRY_SECONDS = 15.0
 REMIND_SECONDS = 600.0
+MIRROR_SECONDS = 3600.0  # a second signal ends the wait
 
 
 class Saver:
     """Saves one trainer's checkpoints. All of it runs in the training thread, but for the commit of what is staged.
 
-    original: the trainer's own `_save_checkpoint`. keep: how many of the newest stay. on_full: "continue", "pause" or
-    "stop". fallback: where a checkpoint goes that does not fit.
+    keep: how many of the newest stay. on_full: "continue", "pause" or "stop". fallback: where a checkpoint goes that does
+    not fit. mirror: what copies them elsewhere. excused: in whose block the training may wait.
     """
 
     def __init__(
-        self, trainer: Any, original: Callable[..., None], keep: int, on_full: str, fallback: Path | None
+        self,
+        trainer: Any,
+        keep: int,
+        on_full: str,
+        fallback: Path | None = None,
+        mirror: Mirror | None = None,
+        excused: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.trainer = trainer
-        self.original = original
+        self.original = trainer._save_checkpoint
         self.keep = keep
         self.on_full = on_full
         self.fallback = fallback
+        self.mirror = mirror
+        self.excused = excused
         self.resumed_from: Path | None = None
         self.committed: list[Path] = []
         self.pending: tuple[Path, Path, Future[Finding]] | None = None
@@ -158,6 +168,8 @@ class Saver:
             raise OSError(f"{final} was written and reads back differently ({finding.reason}): disk or memory fail")
         self.committed.append(final)
         log.info("%s is saved and verified (%s)", final, spoken(finding.bytes))
+        if self.mirror is not None:
+            self.mirror.send(final)
         self.prune(final.parent, self.keep)
         self.take_ballast(final.parent, blocks_of(final))
 
@@ -165,6 +177,8 @@ class Saver:
         """Let older checkpoints go, one that stays having just been read back; whether any went."""
         best = self.trainer.state.best_model_checkpoint
         pinned = frozenset() if self.resumed_from is None else frozenset({self.resumed_from})
+        if self.mirror is not None and keep > 1:  # where space is short, what was not copied yet goes as well
+            pinned |= self.mirror.busy()
         going, _ = plan_pruning(output_dir, keep, Path(best) if best else None, pinned)
         for path in going:
             log.info("%s makes room (%s)", path, spoken(remove(path)))
@@ -227,11 +241,12 @@ class Saver:
         if self.on_full == "pause":
             log.error("training waits: %s does not fit. Free space on the disk of %s and it goes on", final.name, place)
             began = reminded = time.monotonic()
-            while not again():
-                time.sleep(RETRY_SECONDS)
-                if time.monotonic() - reminded > REMIND_SECONDS:
-                    reminded = time.monotonic()
-                    log.error("still waiting for space in %s, for %d minutes", place, (reminded - began) // 60)
+            with self.excused():
+                while not again():
+                    time.sleep(RETRY_SECONDS)
+                    if time.monotonic() - reminded > REMIND_SECONDS:
+                        reminded = time.monotonic()
+                        log.error("still waiting for space in %s, for %d minutes", place, (reminded - began) // 60)
             log.info("there is space again; training goes on")
             return
         staging = final.parent / STAGING_NAME
@@ -251,6 +266,9 @@ class Saver:
         self.settle()
         for directory in {path.parent for path in self.committed}:
             (directory / BALLAST_NAME).unlink(missing_ok=True)
+        if self.mirror is not None:
+            with self.excused():
+                self.mirror.finish(MIRROR_SECONDS)
 
 
 @contextmanager

@@ -15,13 +15,16 @@ import polars as pl
 import torch
 from datasets import Dataset
 from safetensors import SafetensorError
+from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from cogumi.checkpoints import protect
+from cogumi.checkpoints.mirror import Mirror
 from cogumi.config import RunConfig, dump_config, load_config, trl_config_class
 from cogumi.data.fim import FimData
 from cogumi.data.prepare import load_rows
 from cogumi.disk.callback import DiskMonitorCallback
+from cogumi.disk.outlook import outlook
 from cogumi.errors import RefusedAtSetup, UsageError
 from cogumi.merge import MergeError, check_logits, merge_adapter
 from cogumi.merge.resolve import refuse_unsupported
@@ -32,7 +35,7 @@ from cogumi.models.provenance import record_base
 from cogumi.patches import patch, unsloth_rl
 from cogumi.rundir import append_jsonl, create_run_dir, read_jsonl, write_atomic, write_json
 from cogumi.training import gspo, sft
-from cogumi.training.telemetry import Telemetry, recorded, set_status
+from cogumi.training.telemetry import Telemetry, on_screen, recorded, set_status
 from cogumi.training.unfinished import alone_in, goes_on, was_evaluated
 from cogumi.training.verdict import Check, Verdict, judge_gspo, judge_training
 
@@ -80,6 +83,8 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     patches = patch()
     args = trl_arguments(run)
     again = goes_on(run)
+    if run.cogumi.mirror is not None:
+        Mirror(run.cogumi.mirror)  # refuses, before there is anything to lose, a place that cannot be written to
     if run.cogumi.merge:
         refuse_unmergeable(run)
     rows, held_out_rows = load_rows(run.data)
@@ -184,11 +189,19 @@ def fit(run: RunConfig, trainer: Any, examples: Examples) -> list[Check]:
     telemetry = Telemetry(run_dir, options.method)
     telemetry.attach(trainer)
     trainer.add_callback(DiskMonitorCallback(log_path=run_dir / "disk.jsonl"))
-    protect(trainer, on_full=options.on_full, fallback=options.fallback)
+    protect(
+        trainer,
+        on_full=options.on_full,
+        fallback=options.fallback,
+        mirror=options.mirror,
+        on_hung=options.on_hung,
+        log_path=run_dir / "run.log",
+    )
+    say_what_the_disks_get(run, trainer)
     measure_loss = examples.held_out is not None and options.method == "sft"
     if measure_loss and not was_evaluated(run_dir, 0):
         trainer.evaluate()
-    with closing(telemetry):
+    with closing(telemetry), logging_redirect_tqdm(on_screen()):  # lines above the bar, not in it
         try:
             trainer.train()
         except (ValueError, ImportError) as error:
@@ -202,6 +215,23 @@ def fit(run: RunConfig, trainer: Any, examples: Examples) -> list[Check]:
     metrics = read_jsonl(run_dir / "metrics.jsonl")
     checks = judge_training(metrics, state.global_step, state.max_steps, largest_change(trainer.model))
     return checks + (judge_gspo(metrics, run_dir) if options.method == "gspo" else [])
+
+
+def say_what_the_disks_get(run: RunConfig, trainer: Any) -> None:
+    """Before the first step: how large checkpoints and the merged model will be, and whether there is room for them."""
+    merged = run.run_dir / "merged" if run.cogumi.merge else None
+    try:
+        found = outlook(
+            trainer,
+            keep=trainer.cogumi_protection.saver.keep,
+            adapter_into=run.run_dir / "adapter",
+            merged_into=merged,
+        )
+    except UsageError as error:  # an optimizer that tells its size only after a step
+        log.warning("disk: %s", error)
+        return
+    for line in found.lines:
+        log.log(logging.INFO if found.fits else logging.WARNING, "disk: %s", line)
 
 
 def conclude(run_dir: Path, checks: list[Check]) -> Verdict:

@@ -129,5 +129,15 @@ def recorded(run_dir: Path, goes_on: bool = False) -> Iterator[None]:
         to_file.close()
 
 
+def on_screen() -> list[logging.Logger]:
+    """The loggers of ours that print on a terminal."""
+    streams = (sys.stdout, sys.stderr)
+    return [
+        logger
+        for logger in (logging.root, log)
+        if any(isinstance(each, logging.StreamHandler) and each.stream in streams for each in logger.handlers)
+    ]
+
+
 def set_status(run_dir: Path, state: str, **more: Any) -> None:
     write_json(run_dir / "status.json", {"state": state, "time": time.time(), **more})

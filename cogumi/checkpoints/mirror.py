@@ -1,0 +1,342 @@
+"""A copy of the checkpoints in another place, made by a thread of its own while the training goes on.
+
+The newest checkpoint is there with all of it; of older ones stays what can be deployed. A place is a directory or an
+object store (mirror_store.py), or a Hugging Face repository (mirror_hub.py).
+"""
+
+import errno
+import itertools
+import logging
+import random
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from cogumi.checkpoints.commit import STAGING_NAME, open_staging, set_aside, step_of
+from cogumi.checkpoints.manifest import MANIFEST_NAME, CheckpointDamaged, FileEntry, Manifest, read_manifest
+from cogumi.checkpoints.mirror_hub import HubRepository
+from cogumi.checkpoints.mirror_pace import GivenUp, Pace
+from cogumi.checkpoints.mirror_store import RECORD_NAME, Store, manifest_in, read_record, safe, secrets_of
+from cogumi.checkpoints.verify import ADAPTER_CONFIG, inspect
+from cogumi.durable import NO_SPACE, sync_path
+from cogumi.errors import UsageError
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+# What a model is loaded from, beside its base: PEFT's files, the tokenizer's and the processor's.
+DEPLOYABLE = re.compile(
+    r"(.+/)?(adapter_config\.json|adapter_model\..*|README\.md|chat_template\..*|additional_chat_templates/.*"
+    r"|tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|spiece\.model"
+    r"|(pre)?processor_config\.json)"
+)
+FIRST_WAIT, LONGEST_WAIT = 1.0, 300.0
+# In the user's hands at the start, where waiting long for a wrong address helps nobody.
+TRIES_AT_START = 4
+# Checkpoints whose adapters wait for a place that cannot be reached; each keeps its space on the disk until then.
+MOST_WAITING = 8
+
+PERMANENT = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+# As S3's servers and Arrow's client spell it.
+REFUSED = re.compile(
+    r"access_?denied|no_?such_?bucket|invalid_?access_?key|signature_?does_?not_?match|(expired|invalid|authentication)_?token"
+    r"|account_?problem|HTTP status 40[0134]|no credentials",
+    re.IGNORECASE,
+)
+TRY_AGAIN_STATUS = (408, 425, 429)
+
+
+class Mirror:
+    """Sends committed checkpoints to another place, and fetches the newest one from there.
+
+    url: a directory (its parent is there already), any fsspec URL such as s3://BUCKET/PATH, or hf://USER/REPO[/folder]. One run
+    a place: two runs' checkpoints have the same names. rate: bytes a second, both ways together; None: as fast as it goes.
+    Writes there at once, and raises UsageError where that is not possible, with the reason.
+    """
+
+    def __init__(self, url: str | Path, rate: float | None = None) -> None:
+        if rate is not None and rate <= 0:
+            raise UsageError(f"mirror: a rate of {rate} bytes a second sends nothing; leave it out for no limit")
+        self.rate = rate
+        self.secrets = secrets_of(str(url))
+        self.place: Store | HubRepository = HubRepository(str(url)) if str(url).startswith("hf://") else Store(str(url))
+        self.changed = threading.Condition()
+        self.waiting: list[Path] = []  # oldest first; the first is under way
+        self.lost: dict[Path, str] = {}
+        self.trouble = ""
+        self.pace: Pace | None = None  # while a thread is at work
+        self.patiently("cannot be written", self.place.check)
+
+    def __str__(self) -> str:
+        return self.place.name
+
+    # ------------------------------------------------------------------------------------------------------ for the training
+
+    def send(self, checkpoint: Path) -> None:
+        """Have a committed checkpoint mirrored; returns at once. Of several that wait, only the newest goes with its
+        trainer state, and of the others what can be deployed."""
+        with self.changed:
+            if checkpoint in self.waiting:
+                return
+            self.waiting.append(checkpoint)
+            while len(self.waiting) > MOST_WAITING:
+                oldest = self.waiting.pop(1)
+                self.lost[oldest] = f"{MOST_WAITING} newer ones wait"
+                log.error("%s is not mirrored to %s: %s", oldest, self, self.lost[oldest])
+            if self.pace is None:
+                self.pace = Pace(self.rate)
+                # A daemon: it may be waiting for a server that is gone, and the process must end when it is told to.
+                threading.Thread(target=self.work, args=(self.pace,), name="cogumi-mirror", daemon=True).start()
+            self.changed.notify_all()
+
+    def busy(self) -> frozenset[Path]:
+        """The checkpoints that are still to be read. One that is removed all the same is named as not mirrored."""
+        with self.changed:
+            return frozenset(self.waiting)
+
+    def finish(self, patience: float) -> list[Path]:
+        """Wait until everything has arrived, at most `patience` seconds; then stop. Returns what was not mirrored since
+        the last time, each logged as an error with its reason."""
+        with self.changed:
+            if self.waiting:
+                names = ", ".join(path.name for path in self.waiting)
+                log.info("waiting for %s to reach %s, at most %.0f s", names, self, patience)
+            self.changed.wait_for(lambda: not self.waiting, patience)
+            for path in self.waiting:
+                self.lost[path] = self.trouble or f"it was not there after {patience:.0f} s"
+                log.error("%s did not reach %s: %s", path, self, self.lost[path])
+            self.waiting.clear()
+            if self.pace is not None:
+                self.pace.stopped.set()
+                self.pace = None
+            self.changed.notify_all()
+            lost, self.lost = self.lost, {}
+            return list(lost)
+
+    # --------------------------------------------------------------------------------------------------------- in the thread
+
+    def work(self, pace: Pace) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.waiting or pace.stopped.is_set())
+                if pace.stopped.is_set():
+                    return
+                checkpoint, whole = self.waiting[0], len(self.waiting) == 1
+            reason = self.mirror(checkpoint, whole, pace)
+            with self.changed:
+                if pace.stopped.is_set():
+                    return
+                if reason and whole and len(self.waiting) > 1:
+                    continue  # superseded while it was tried again: at least what can be deployed
+                self.waiting.remove(checkpoint)
+                if reason:
+                    self.lost[checkpoint] = reason
+                    log.error("%s is not mirrored to %s: %s", checkpoint, self, reason)
+                self.changed.notify_all()
+
+    def mirror(self, checkpoint: Path, whole: bool, pace: Pace) -> str:
+        """Bring a checkpoint there: "" once it has arrived, or why it has not."""
+        arrived: set[str] = set()
+
+        def bring() -> None:
+            manifest = manifest_of(checkpoint)
+            adapter = deployable(manifest)
+            files = adapter | {file: entry for file, entry in manifest.files.items() if whole}
+            if not files:
+                log.info("%s is not mirrored: a newer one waits, and it has no adapter", checkpoint)
+                return
+            began = time.monotonic()
+            self.place.send(checkpoint, Manifest(manifest.step, files), whole, arrived, pace)
+            size = sum(entry.size for entry in files.values()) / 1e9
+            what = checkpoint.name if whole else f"the adapter of {checkpoint.name}"
+            log.info("%s is in %s and verified (%.2f GB, %.0f s)", what, self, size, time.monotonic() - began)
+
+        reason = self.until_it_works(f"mirroring {checkpoint.name} to {self}", bring, whole, pace)
+        if whole and not reason:
+            self.until_it_works(f"removing older trainer state from {self}", lambda: self.tidy(checkpoint), True, pace)
+        return reason
+
+    def until_it_works(self, what: str, act: Callable[[], None], whole: bool, pace: Pace) -> str:
+        """Try again after what passes; "" once it worked, or the reason where it does not pass or a newer one waits."""
+        for attempt in itertools.count():
+            try:
+                act()
+            except GivenUp:
+                return "it was given up"
+            except Exception as error:  # noqa: BLE001  a filesystem may raise anything, and the training must not end by it
+                self.trouble = self.why(error)
+                if not passes(error):
+                    log.warning("%s failed (%s)", what, self.trouble)
+                    return self.trouble
+            else:
+                self.trouble = ""
+                return ""
+            wait = waiting_time(attempt)
+            log.warning("%s failed (%s); again in %.0f s", what, self.trouble, wait)
+            with self.changed:
+                self.changed.wait_for(lambda: pace.stopped.is_set() or (whole and len(self.waiting) > 1), wait)
+                if pace.stopped.is_set() or (whole and len(self.waiting) > 1):
+                    return self.trouble
+        raise AssertionError  # count() does not end
+
+    def tidy(self, newest: Path) -> None:
+        """Of checkpoints older than one that has just been verified, leave what can be deployed."""
+        for name, files in self.place.tree().items():
+            step = step_of(Path(name))
+            if step > step_of(newest) and MANIFEST_NAME in files:
+                log.warning("%s holds %s of another run: give each run a place of its own", self, name)
+            if step >= step_of(newest):
+                continue
+            try:
+                if MANIFEST_NAME in files:
+                    manifest = self.manifest_there(name, files)
+                    keep = deployable(manifest)
+                    self.place.reduce(name, step, keep, manifest.files.keys() - keep.keys())
+                elif RECORD_NAME in files:
+                    keep, unfinished = read_record(self.place.text(name, RECORD_NAME))
+                    if unfinished:
+                        self.place.reduce(name, step, keep, unfinished)
+            except CheckpointDamaged as damage:
+                log.warning("%s of %s stays as it is: %s", name, self, damage)
+
+    # --------------------------------------------------------------------------------------------------------------- fetching
+
+    def fetch_newest(self, output_dir: Path, newer_than: int) -> Path | None:
+        """Download the newest whole checkpoint beyond a step into `output_dir`; None where there is none.
+
+        Newer ones that are not whole, or do not verify, are logged with their reason. Raises UsageError where the mirror
+        cannot be reached, or the disk does not take it: starting anew would be the wrong answer to that.
+        """
+        found = self.patiently("cannot be listed", self.place.tree)
+        for name in sorted(found, key=lambda name: step_of(Path(name)), reverse=True):
+            if step_of(Path(name)) <= newer_than:
+                break
+            if MANIFEST_NAME not in found[name]:
+                what = "its trainer state is not there" if RECORD_NAME in found[name] else f"it has no {MANIFEST_NAME}"
+                log.warning("%s of %s is not resumed from: %s", name, self, what)
+                continue
+            try:
+                return self.fetch(name, found[name], output_dir)
+            except CheckpointDamaged as damage:
+                log.warning("%s of %s is not resumed from: %s", name, self, damage)
+            finally:
+                if (output_dir / STAGING_NAME).exists():
+                    shutil.rmtree(output_dir / STAGING_NAME)
+        return None
+
+    def fetch(self, name: str, files: dict[str, int], output_dir: Path) -> Path:
+        """Download one checkpoint and verify it. Raises CheckpointDamaged where it is not what was saved."""
+        manifest = self.patiently("cannot be read", lambda: self.manifest_there(name, files))
+        log.info("fetching %s from %s (%.2f GB)", name, self, manifest.bytes / 1e9)
+        staged, pace = open_staging(output_dir) / name, Pace(self.rate)
+        for file in [*manifest.files, MANIFEST_NAME]:
+            target = staged / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self.patiently("cannot be read", partial(self.download, name, file, target, pace))
+        finding = inspect(staged)
+        if finding.state != "verified":
+            raise CheckpointDamaged(finding.reason)
+        for path in sorted(staged.rglob("*"), reverse=True):
+            sync_path(path)
+        sync_path(staged)
+        final = output_dir / name
+        if final.exists():
+            log.warning("%s was there already, and is %s now", final, set_aside(final).name)
+        staged.rename(final)
+        sync_path(output_dir)
+        log.info("%s is fetched from %s and verified", final, self)
+        return final
+
+    def download(self, name: str, file: str, target: Path, pace: Pace) -> None:
+        target.unlink(missing_ok=True)
+        try:
+            self.place.download(name, file, target, pace)
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                raise UsageError(
+                    f"{name} of the mirror does not fit on the disk of {target.parent} ({error.strerror}); free space there"
+                ) from error
+            raise
+
+    def manifest_there(self, name: str, files: dict[str, int]) -> Manifest:
+        """The manifest of a checkpoint in the mirror. Raises CheckpointDamaged where it does not fit what is there."""
+        manifest = manifest_in(self.place.text(name, MANIFEST_NAME))
+        for file, entry in manifest.files.items():
+            if not safe(file):
+                raise CheckpointDamaged(f"{MANIFEST_NAME} lists {file!r}, which is outside the checkpoint")
+            if file not in files:
+                raise CheckpointDamaged(f"{file} is missing")
+            if files[file] != entry.size:
+                raise CheckpointDamaged(f"{file} has {files[file]:,} bytes, and {entry.size:,} were saved")
+        return manifest
+
+    # ----------------------------------------------------------------------------------------------------------------- failures
+
+    def patiently(self, failed: str, act: Callable[[], Result]) -> Result:
+        """Try a few times what somebody waits for. Raises UsageError with the reason; CheckpointDamaged as it is."""
+        for attempt in itertools.count(1):
+            try:
+                return act()
+            except (CheckpointDamaged, UsageError):
+                raise
+            except Exception as error:
+                no_space = isinstance(error, OSError) and error.errno in NO_SPACE
+                if attempt == TRIES_AT_START or no_space or not passes(error):
+                    raise UsageError(
+                        f"mirror {self} {failed} ({self.why(error)}); correct its address or its access, or leave it out"
+                    ) from error
+                time.sleep(waiting_time(attempt - 1))
+        raise AssertionError  # count() does not end
+
+    def why(self, error: BaseException) -> str:
+        """An error in one line, without the secrets of the URL."""
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        for secret in self.secrets:
+            text = text.replace(secret, "***")
+        return text[:300]
+
+
+def passes(error: Exception) -> bool:
+    """Whether what failed may work later: anything but a refusal, a thing that is not there, and a mistake in a program."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(status, int):
+        return status >= 500 or status in TRY_AGAIN_STATUS
+    if isinstance(error, OSError):
+        return error.errno not in PERMANENT and not REFUSED.search(str(error))
+    return not isinstance(
+        error,
+        CheckpointDamaged
+        | UsageError
+        | TypeError
+        | ValueError
+        | LookupError
+        | AttributeError
+        | ImportError
+        | NotImplementedError,
+    )
+
+
+def waiting_time(attempt: int) -> float:
+    """Seconds before the next try: twice as many each time, and by chance less, so that many do not come at once."""
+    return min(LONGEST_WAIT, FIRST_WAIT * 2 ** min(attempt, 20)) * random.uniform(0.5, 1.0)
+
+
+def manifest_of(checkpoint: Path) -> Manifest:
+    manifest = read_manifest(checkpoint)
+    if manifest is None:
+        raise CheckpointDamaged(
+            "it was removed before it was read" if not checkpoint.exists() else f"it has no {MANIFEST_NAME}"
+        )
+    return manifest
+
+
+def deployable(manifest: Manifest) -> dict[str, FileEntry]:
+    """The files that an adapter is loaded from; none where the whole model was trained."""
+    if not any(file.rpartition("/")[2] == ADAPTER_CONFIG for file in manifest.files):
+        return {}
+    return {file: entry for file, entry in manifest.files.items() if DEPLOYABLE.fullmatch(file)}

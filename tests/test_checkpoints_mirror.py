@@ -1,0 +1,794 @@
+"""Checkpoints in another place: moto's S3 server with its failures, directories and full disks, and a Hugging Face repository.
+
+No real hub was reached: tests/mirror_server.py answers as its documented API does, and huggingface_hub's real client
+talks to it over HTTP, without Xet.
+"""
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from disk_mounts import fill, mounting
+from mirror_server import Hub, Proxy, s3_server
+from pyarrow.fs import FileSelector, S3FileSystem
+
+from cogumi.checkpoints import mirror as mirror_module
+from cogumi.checkpoints.manifest import MANIFEST_NAME, write_manifest
+from cogumi.checkpoints.mirror import Mirror, passes, waiting_time
+from cogumi.checkpoints.mirror_pace import GivenUp, Pace
+from cogumi.checkpoints.mirror_store import RECORD_NAME
+from cogumi.checkpoints.verify import inspect
+from cogumi.errors import UsageError
+
+ADAPTER = {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}
+STATE = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
+PATIENCE = 60.0  # far more than anything here takes
+
+
+def make(home: Path, step: int, adapter: bool = True, say: str = "", size: int = 3000) -> Path:
+    """A checkpoint with a manifest; what is in its files does not matter to a mirror."""
+    path = home / f"checkpoint-{step}"
+    path.mkdir(parents=True)
+    for name in (ADAPTER if adapter else {"config.json", "model.safetensors"}) | STATE:
+        (path / name).write_bytes(f"{name} of step {step}{say}\n".encode() * (size // 30))
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    write_manifest(path, step)
+    return path
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*") if path.is_file()
+    }
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(mirror_module, "FIRST_WAIT", 0.02)
+    caplog.set_level(logging.INFO, logger="cogumi")
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+    def lines() -> str:
+        assert all("\n" not in record.getMessage() for record in caplog.records)
+        return "\n".join(f"{record.levelname} {record.getMessage()}" for record in caplog.records)
+
+    return lines
+
+
+# ------------------------------------------------------------------------------------------------------------------- S3
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[int]:
+    with s3_server() as port:
+        yield port
+
+
+class Bucket:
+    """A bucket of its own for a test, behind a proxy; looked into past the proxy."""
+
+    def __init__(self, server: int, name: str) -> None:
+        login = {"access_key": "key", "secret_key": "secret", "region": "us-east-1"}
+        self.direct = S3FileSystem(endpoint_override=f"http://127.0.0.1:{server}", allow_bucket_creation=True, **login)
+        self.name = name
+        self.direct.create_dir(name)
+        self.proxy = Proxy(server)
+        self.url = f"s3://{name}/runs/mine"
+
+    def files(self) -> dict[str, set[str]]:
+        """The names of the files in each checkpoint of the mirror."""
+        found: dict[str, set[str]] = {}
+        for info in self.direct.get_file_info(
+            FileSelector(f"{self.name}/runs/mine", recursive=True, allow_not_found=True)
+        ):
+            place, _, file = info.path.removeprefix(f"{self.name}/runs/mine/").partition("/")
+            if info.is_file:
+                found.setdefault(place, set()).add(file)
+        return found
+
+    def put(self, name: str, data: bytes) -> None:
+        with self.direct.open_output_stream(f"{self.name}/runs/mine/{name}") as stream:
+            stream.write(data)
+
+
+@pytest.fixture
+def bucket(server: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    made = Bucket(server, f"bucket-{abs(hash(request.node.name))}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", made.proxy.url)
+    yield made
+    made.proxy.stop()
+
+
+def times(count: int, method: str, end: str, fault: Any) -> Callable[[str, str], Any]:
+    """A fault for the first `count` requests of a method for an object whose name ends so."""
+    left = [count]
+
+    def pick(verb: str, path: str) -> Any:
+        if verb != method or not path.partition("?")[0].endswith(end) or not left[0]:
+            return None
+        left[0] -= 1
+        return fault
+
+    return pick
+
+
+def test_the_newest_is_there_with_all_of_it_and_of_older_ones_the_adapter(bucket: Bucket, tmp_path: Path) -> None:
+    mirror = Mirror(bucket.url)
+    for step in (2, 4, 6):
+        mirror.send(make(tmp_path, step))
+        assert mirror.finish(PATIENCE) == []
+    assert bucket.files() == {
+        "checkpoint-2": ADAPTER | {RECORD_NAME},
+        "checkpoint-4": ADAPTER | {RECORD_NAME},
+        "checkpoint-6": ADAPTER | STATE | {MANIFEST_NAME},
+    }
+
+
+def test_it_is_fetched_on_a_fresh_machine_byte_for_byte(bucket: Bucket, tmp_path: Path) -> None:
+    sent = make(tmp_path / "here", 2)
+    mirror = Mirror(bucket.url)
+    mirror.send(sent)
+    assert mirror.finish(PATIENCE) == []
+    fetched = Mirror(bucket.url).fetch_newest(tmp_path / "there", -1)
+    assert fetched == tmp_path / "there" / "checkpoint-2"
+    assert inspect(fetched).state == "verified"
+    assert contents(fetched) == contents(sent)
+    assert os.listdir(tmp_path / "there") == ["checkpoint-2"]
+
+
+def test_nothing_is_fetched_that_is_not_newer_or_not_there(bucket: Bucket, tmp_path: Path) -> None:
+    mirror = Mirror(bucket.url)
+    assert mirror.fetch_newest(tmp_path / "there", -1) is None
+    mirror.send(make(tmp_path, 2))
+    assert mirror.finish(PATIENCE) == []
+    assert mirror.fetch_newest(tmp_path / "there", 2) is None
+    assert not (tmp_path / "there").exists()
+
+
+def test_of_several_that_wait_only_the_newest_goes_whole(bucket: Bucket, tmp_path: Path) -> None:
+    mirror = Mirror(bucket.url)
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(method: str, path: str) -> None:
+        if path.endswith("checkpoint-2/optimizer.pt") and method == "PUT":
+            reached.set()
+            go_on.wait(PATIENCE)
+
+    bucket.proxy.faults = hold
+    paths = [make(tmp_path, step) for step in (2, 4, 6, 8)]
+    mirror.send(paths[0])
+    assert reached.wait(PATIENCE)
+    for path in paths[1:]:
+        mirror.send(path)
+    assert mirror.busy() == set(paths)
+    go_on.set()
+    assert mirror.finish(PATIENCE) == []
+    assert mirror.busy() == set()
+    assert bucket.files()["checkpoint-8"] == ADAPTER | STATE | {MANIFEST_NAME}
+    assert all(bucket.files()[path.name] == ADAPTER | {RECORD_NAME} for path in paths[:3])
+    written = [path for method, path in bucket.proxy.requests if method == "PUT" and path.endswith("optimizer.pt")]
+    assert [path.split("/")[-2] for path in written] == ["checkpoint-2", "checkpoint-8"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("optimizer.pt", (500, "InternalError")),
+        (MANIFEST_NAME, (503, "SlowDown")),
+        ("adapter_model.safetensors", "cut"),
+    ],
+    ids=["500", "slow-down", "cut"],
+)
+def test_what_passes_is_tried_again(bucket: Bucket, tmp_path: Path, said: Any, name: str, fault: Any) -> None:
+    mirror = Mirror(bucket.url)
+    bucket.proxy.faults = times(3, "PUT", name, fault)
+    mirror.send(make(tmp_path, 2))
+    assert mirror.finish(PATIENCE) == []
+    assert bucket.files() == {"checkpoint-2": ADAPTER | STATE | {MANIFEST_NAME}}
+    assert "WARNING mirroring checkpoint-2 to s3://" in said()
+    assert {"cut": "NETWORK_CONNECTION"}.get(fault, fault[1].upper()[:4]) in said()
+
+
+def test_a_server_that_is_gone_in_the_middle_and_back_later(bucket: Bucket, tmp_path: Path, said: Any) -> None:
+    mirror = Mirror(bucket.url)
+    gone = threading.Event()
+
+    def leave(method: str, path: str) -> None:
+        if method == "PUT" and path.endswith("optimizer.pt") and not gone.is_set():
+            gone.set()
+            bucket.proxy.stop()
+
+    bucket.proxy.faults = leave
+    mirror.send(make(tmp_path, 2))
+    assert gone.wait(PATIENCE)
+    while "failed" not in said():
+        threading.Event().wait(0.01)
+    before = [path for method, path in bucket.proxy.requests if method == "PUT"]
+    assert MANIFEST_NAME not in bucket.files()["checkpoint-2"]
+    bucket.proxy.start()
+    assert mirror.finish(PATIENCE) == []
+    assert bucket.files() == {"checkpoint-2": ADAPTER | STATE | {MANIFEST_NAME}}
+    again = [path for method, path in bucket.proxy.requests if method == "PUT"][len(before) :]
+    assert not [path for path in again if path.endswith("adapter_model.safetensors")], "it had arrived"
+
+
+def test_a_server_that_is_not_there_at_the_start(bucket: Bucket) -> None:
+    bucket.proxy.stop()
+    with pytest.raises(UsageError, match=r"^mirror s3://bucket\S+ cannot be written \(.*connect.*\)"):
+        Mirror(bucket.url)
+
+
+@pytest.mark.parametrize("fault", [(403, "AccessDenied"), (403, "InvalidAccessKeyId"), (403, "SignatureDoesNotMatch")])
+def test_access_denied_at_the_start(bucket: Bucket, fault: Any, said: Any) -> None:
+    bucket.proxy.faults = lambda method, path: fault
+    with pytest.raises(UsageError, match="cannot be written") as raised:
+        Mirror(bucket.url.replace("s3://", "s3://jane:very%2Fhush@"))
+    assert "very" not in str(raised.value) + said()
+    assert len(bucket.proxy.requests) == 1, "it was tried again"
+
+
+def test_a_bucket_that_is_not_there(bucket: Bucket) -> None:
+    with pytest.raises(UsageError, match=r"s3://nobodys/run cannot be written \(.*bucket"):
+        Mirror("s3://nobodys/run")
+
+
+def test_access_denied_later_is_said_once_and_the_next_one_goes(bucket: Bucket, tmp_path: Path, said: Any) -> None:
+    mirror = Mirror(bucket.url)
+    bucket.proxy.faults = times(10**9, "PUT", "checkpoint-2/optimizer.pt", (403, "AccessDenied"))
+    first = make(tmp_path, 2)
+    mirror.send(first)
+    assert mirror.finish(PATIENCE) == [first]
+    assert f"ERROR {first} is not mirrored to {mirror}: " in said()
+    assert "ACCESS_DENIED" in said()
+    puts = [path for method, path in bucket.proxy.requests if method == "PUT" and path.endswith("optimizer.pt")]
+    assert len(puts) == 1
+    mirror.send(make(tmp_path, 4))
+    assert mirror.finish(PATIENCE) == []
+    assert bucket.files()["checkpoint-4"] == ADAPTER | STATE | {MANIFEST_NAME}
+    assert "checkpoint-2" not in bucket.files(), "what had arrived of it was on record, and goes"
+
+
+def test_an_object_damaged_on_its_way_is_noticed_and_sent_again(bucket: Bucket, tmp_path: Path, said: Any) -> None:
+    mirror = Mirror(bucket.url)
+    damage = times(1, "PUT", "optimizer.pt", True)
+
+    def after(method: str, path: str) -> None:
+        if damage(method, path):
+            bucket.put("checkpoint-2/optimizer.pt", b"o" * 2900)
+
+    bucket.proxy.after = after
+    sent = make(tmp_path, 2)
+    mirror.send(sent)
+    assert mirror.finish(PATIENCE) == []
+    assert "optimizer.pt is read back differently" in said()
+    fetched = mirror.fetch_newest(tmp_path / "there", -1)
+    assert fetched is not None
+    assert contents(fetched) == contents(sent)
+
+
+def two_whole_ones(bucket: Bucket, home: Path) -> Mirror:
+    """A mirror whose older trainer state could not be deleted."""
+    mirror = Mirror(bucket.url)
+    mirror.send(make(home, 2))
+    assert mirror.finish(PATIENCE) == []
+    bucket.proxy.faults = times(10**9, "PUT", f"checkpoint-2/{RECORD_NAME}", (403, "AccessDenied"))
+    mirror.send(make(home, 4))
+    assert mirror.finish(PATIENCE) == [], "it has arrived, whatever became of the older one"
+    whole = ADAPTER | STATE | {MANIFEST_NAME}
+    assert bucket.files() == {"checkpoint-2": whole, "checkpoint-4": whole}
+    return mirror
+
+
+def test_a_damaged_one_in_the_bucket_is_named_and_the_next_older_taken(
+    bucket: Bucket, tmp_path: Path, said: Any
+) -> None:
+    mirror = two_whole_ones(bucket, tmp_path / "here")
+    assert f"WARNING removing older trainer state from {mirror} failed" in said()
+    bucket.put("checkpoint-4/optimizer.pt", b"x" * (tmp_path / "here" / "checkpoint-4" / "optimizer.pt").stat().st_size)
+    assert mirror.fetch_newest(tmp_path / "there", -1) == tmp_path / "there" / "checkpoint-2"
+    assert f"WARNING checkpoint-4 of {mirror} is not resumed from: optimizer.pt has other bytes" in said()
+    assert os.listdir(tmp_path / "there") == ["checkpoint-2"]
+
+
+def test_a_removal_that_was_interrupted_is_finished_by_the_next(bucket: Bucket, tmp_path: Path) -> None:
+    mirror = Mirror(bucket.url)
+    mirror.send(make(tmp_path, 2))
+    assert mirror.finish(PATIENCE) == []
+    bucket.proxy.faults = times(1, "DELETE", "checkpoint-2/scheduler.pt", (403, "AccessDenied"))
+    mirror.send(make(tmp_path, 4))
+    assert mirror.finish(PATIENCE) == []
+    left = bucket.files()["checkpoint-2"]
+    assert ADAPTER | {"scheduler.pt", RECORD_NAME} <= left
+    assert MANIFEST_NAME not in left
+    mirror.send(make(tmp_path, 6))
+    assert mirror.finish(PATIENCE) == []
+    assert bucket.files()["checkpoint-2"] == ADAPTER | {RECORD_NAME}
+
+
+def test_a_half_uploaded_one_is_passed_over(bucket: Bucket, tmp_path: Path, said: Any) -> None:
+    mirror = Mirror(bucket.url)
+    bucket.proxy.faults = times(10**9, "PUT", f"checkpoint-2/{MANIFEST_NAME}", (500, "InternalError"))
+    sent = make(tmp_path, 2)
+    mirror.send(sent)
+    while "failed" not in said():
+        threading.Event().wait(0.01)
+    assert mirror.finish(0) == [sent]
+    assert f"ERROR {sent} did not reach {mirror}: OSError: " in said()
+    assert "INTERNAL_FAILURE" in said()
+    assert bucket.files() == {"checkpoint-2": ADAPTER | STATE | {RECORD_NAME}}
+    assert mirror.fetch_newest(tmp_path / "there", -1) is None
+    assert f"checkpoint-2 of {mirror} is not resumed from: its trainer state is not there" in said()
+
+
+def test_one_without_a_manifest_is_named(bucket: Bucket, tmp_path: Path, said: Any) -> None:
+    bucket.put("checkpoint-9/optimizer.pt", b"somebody's")
+    mirror = Mirror(bucket.url)
+    assert mirror.fetch_newest(tmp_path, -1) is None
+    assert f"WARNING checkpoint-9 of {mirror} is not resumed from: it has no {MANIFEST_NAME}" in said()
+
+
+def test_an_adapter_alone_is_never_fetched(bucket: Bucket, tmp_path: Path, said: Any) -> None:
+    mirror = Mirror(bucket.url)
+    for step in (2, 4):
+        mirror.send(make(tmp_path / "here", step))
+        assert mirror.finish(PATIENCE) == []
+    bucket.direct.delete_dir(f"{bucket.name}/runs/mine/checkpoint-4")
+    assert mirror.fetch_newest(tmp_path / "there", -1) is None
+
+
+def test_what_no_manifest_of_ours_lists_is_left_alone(bucket: Bucket, tmp_path: Path) -> None:
+    mirror = Mirror(bucket.url)
+    mirror.send(make(tmp_path, 2))
+    assert mirror.finish(PATIENCE) == []
+    for name in ("checkpoint-2/notes.txt", "checkpoint-1/optimizer.pt", "checkpoint-best/optimizer.pt", "optimizer.pt"):
+        bucket.put(name, b"somebody's")
+    mirror.send(make(tmp_path, 4))
+    assert mirror.finish(PATIENCE) == []
+    files = bucket.files()
+    assert files["checkpoint-2"] == ADAPTER | {RECORD_NAME, "notes.txt"}
+    assert files["checkpoint-1"] == files["checkpoint-best"] == {"optimizer.pt"}
+    assert "optimizer.pt" in files
+
+
+def test_the_same_step_of_another_run_is_replaced(bucket: Bucket, tmp_path: Path) -> None:
+    mirror = Mirror(bucket.url)
+    mirror.send(make(tmp_path / "old", 2, adapter=False))
+    assert mirror.finish(PATIENCE) == []
+    new = make(tmp_path / "new", 2, say=" anew")
+    mirror.send(new)
+    assert mirror.finish(PATIENCE) == []
+    assert bucket.files() == {"checkpoint-2": ADAPTER | STATE | {MANIFEST_NAME}}
+    fetched = mirror.fetch_newest(tmp_path / "there", -1)
+    assert fetched is not None
+    assert contents(fetched) == contents(new)
+
+
+def test_what_is_there_already_is_not_sent_again(bucket: Bucket, tmp_path: Path) -> None:
+    mirror = Mirror(bucket.url)
+    sent = make(tmp_path, 2)
+    for _ in range(2):
+        mirror.send(sent)
+        assert mirror.finish(PATIENCE) == []
+    assert sum(method == "PUT" and path.endswith("optimizer.pt") for method, path in bucket.proxy.requests) == 1
+
+
+def test_a_process_that_ends_does_not_wait_for_an_upload_that_hangs(bucket: Bucket, tmp_path: Path) -> None:
+    over = threading.Event()
+    bucket.proxy.faults = lambda method, path: over.wait() and None if path.endswith("optimizer.pt") else None
+    script = """
+import sys, time
+from pathlib import Path
+from cogumi.checkpoints import mirror_store
+from cogumi.checkpoints.mirror import Mirror
+mirror_store.REQUEST_SECONDS = 1.0
+mirror = Mirror(sys.argv[1])
+mirror.send(Path(sys.argv[2]))
+print("sent", flush=True)
+sys.stdin.readline()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script, bucket.url, str(make(tmp_path, 2))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"sent\n"
+        while not any(path.endswith("optimizer.pt") for _, path in bucket.proxy.requests):
+            threading.Event().wait(0.01)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(PATIENCE) == 0
+    over.set()
+
+
+# ---------------------------------------------------------------------------------------------------- addresses and failures
+
+
+def test_wrong_addresses_are_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"gs://bucket/run: .*pip install 'gcsfs==2026"):
+        Mirror("gs://bucket/run")
+    with pytest.raises(UsageError, match=r"s4://bucket.*nothing is known"):
+        Mirror("s4://bucket")
+    with pytest.raises(UsageError, match="no bucket"):
+        Mirror("s3:///run")
+    with pytest.raises(UsageError, match="unknown option regoin"):
+        Mirror("s3://bucket/run?regoin=eu-west-1")
+    with pytest.raises(UsageError, match="hf://USER/REPO"):
+        Mirror("hf://datasets/mine/thing")
+    with pytest.raises(UsageError, match=r"volume is not there \(not mounted\?\)"):
+        Mirror(tmp_path / "volume" / "run")
+    with pytest.raises(UsageError, match="a rate of 0 bytes"):
+        Mirror(tmp_path / "run", rate=0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be written"):
+        Mirror(tmp_path / "file")
+
+
+def test_what_can_be_deployed(tmp_path: Path) -> None:
+    kept = {"README.md", "chat_template.jinja", "tokenizer_config.json", "second/adapter_model.bin", "vocab.json"}
+    sent = make(tmp_path, 2)
+    (sent / "second").mkdir()
+    for name in kept | {"training_args.bin", "scaler.pt", "cogumi-rollouts.pt", "model.safetensors"}:
+        (sent / name).write_bytes(b"x")
+    write_manifest(sent, 2)
+    assert mirror_module.deployable(mirror_module.manifest_of(sent)).keys() == ADAPTER | kept
+    assert mirror_module.deployable(mirror_module.manifest_of(make(tmp_path, 4, adapter=False))) == {}
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ConnectionResetError(), True),
+        (TimeoutError(), True),
+        (OSError("AWS Error SLOW_DOWN during PutObject operation"), True),
+        (RuntimeError("something of the network"), True),
+        (OSError(28, "No space left on device"), True),
+        (PermissionError(13, "Permission denied"), False),
+        (FileNotFoundError(2, "No such file"), False),
+        (OSError(30, "Read-only file system"), False),
+        (OSError("AWS Error UNKNOWN (HTTP status 403)"), False),
+        (TypeError("a mistake"), False),
+    ],
+)
+def test_what_is_tried_again(error: Exception, expected: bool) -> None:
+    assert passes(error) is expected
+
+
+def test_the_waiting_doubles_up_to_a_limit() -> None:
+    for attempt in range(40):
+        full = min(mirror_module.LONGEST_WAIT, mirror_module.FIRST_WAIT * 2**attempt)
+        assert full / 2 <= waiting_time(attempt) <= full
+
+
+def test_the_rate_holds_over_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace, now = Pace(1000.0), [0.0]
+    pace.clock = lambda: now[0]
+    pace.paid_until = 0.0
+    monkeypatch.setattr(pace.stopped, "wait", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    for _ in range(100):
+        pace.let(100)
+    assert now[0] == pytest.approx(10.0)
+    now[0] += 1000  # a long pause is no credit for more than a second
+    pace.let(1000)
+    assert now[0] == pytest.approx(1010.0)
+    pace.let(500)
+    assert now[0] == pytest.approx(1010.5)
+    pace.stopped.set()
+    with pytest.raises(GivenUp):
+        pace.let(1)
+
+
+def test_both_ways_count_against_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    let: list[int] = []
+    monkeypatch.setattr(Pace, "let", lambda self, size: let.append(size))
+    sent = make(tmp_path / "here", 2)
+    mirror = Mirror(tmp_path / "mirror", rate=1e9)
+    mirror.send(sent)
+    assert mirror.finish(PATIENCE) == []
+    size = sum(len(data) for name, data in contents(sent).items() if name != MANIFEST_NAME)
+    assert sum(let) == 2 * size
+
+
+# ------------------------------------------------------------------------------------------------------------- directories
+
+
+def test_a_directory(tmp_path: Path) -> None:
+    mirror = Mirror(tmp_path / "mirror")
+    paths = [make(tmp_path / "here", step) for step in (2, 4)]
+    for path in paths:
+        mirror.send(path)
+        assert mirror.finish(PATIENCE) == []
+    assert set(contents(tmp_path / "mirror")) == {
+        *(f"checkpoint-2/{name}" for name in ADAPTER | {RECORD_NAME}),
+        *(f"checkpoint-4/{name}" for name in ADAPTER | STATE | {MANIFEST_NAME}),
+    }
+    shutil.rmtree(tmp_path / "here")
+    fetched = mirror.fetch_newest(tmp_path / "here", -1)
+    assert fetched == paths[1]
+    assert inspect(fetched).state == "verified"
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "adapter_model.safetensors", MANIFEST_NAME])
+@pytest.mark.parametrize("how", ["flipped", "shorter", "gone", "no text"])
+def test_a_damaged_one_is_named_and_the_next_older_taken(tmp_path: Path, said: Any, name: str, how: str) -> None:
+    mirror = Mirror(tmp_path / "mirror")
+    for step in (2, 4):
+        mirror.send(make(tmp_path / "here", step))
+        assert mirror.finish(PATIENCE) == []
+    shutil.copytree(tmp_path / "here" / "checkpoint-2", tmp_path / "mirror" / "checkpoint-2", dirs_exist_ok=True)
+    path = tmp_path / "mirror" / "checkpoint-4" / name
+    data = path.read_bytes()
+    if how == "gone":
+        path.unlink()
+    else:
+        changed = {"flipped": data[:99] + bytes([data[99] ^ 1]) + data[100:], "shorter": data[:-1]}
+        path.write_bytes(changed.get(how, b"\xff" * len(data)))
+    assert mirror.fetch_newest(tmp_path / "there", -1) == tmp_path / "there" / "checkpoint-2"
+    assert f"WARNING checkpoint-4 of {mirror} is not resumed from: " in said()
+    assert name in said().partition("is not resumed from")[2]
+    assert os.listdir(tmp_path / "there") == ["checkpoint-2"]
+
+
+def test_of_whole_models_one_stays(tmp_path: Path) -> None:
+    mirror = Mirror(tmp_path / "mirror")
+    for step in (2, 4):
+        mirror.send(make(tmp_path / "here", step, adapter=False))
+        assert mirror.finish(PATIENCE) == []
+    assert os.listdir(tmp_path / "mirror") == ["checkpoint-4"]
+
+
+def test_a_full_disk_waits_for_space(tmp_path: Path, said: Any) -> None:
+    with mounting(tmp_path) as mount:
+        disk = mount()
+        mirror = Mirror(disk / "mirror")
+        filler = fill(disk, 0.999)
+        sent = make(tmp_path / "here", 2, size=60_000)
+        mirror.send(sent)
+        while "No space left" not in said():
+            threading.Event().wait(0.01)
+        assert mirror.busy() == {sent}
+        assert mirror.fetch_newest(tmp_path / "there", -1) is None
+        filler.unlink()
+        assert mirror.finish(PATIENCE) == []
+        assert inspect(disk / "mirror" / "checkpoint-2").state == "verified"
+
+
+def test_a_full_disk_here_ends_the_fetching(tmp_path: Path) -> None:
+    mirror = Mirror(tmp_path / "mirror")
+    mirror.send(make(tmp_path / "here", 2, size=60_000))
+    assert mirror.finish(PATIENCE) == []
+    with mounting(tmp_path) as mount:
+        disk = mount()
+        fill(disk, 0.999)
+        with pytest.raises(UsageError, match="checkpoint-2 of the mirror does not fit on the disk"):
+            mirror.fetch_newest(disk, -1)
+        assert os.listdir(disk) == ["filler"]
+
+
+def test_a_checkpoint_in_the_way_is_set_aside(tmp_path: Path, said: Any) -> None:
+    sent = make(tmp_path / "here", 2)
+    mirror = Mirror(tmp_path / "mirror")
+    mirror.send(sent)
+    assert mirror.finish(PATIENCE) == []
+    (sent / "optimizer.pt").write_bytes(b"damaged")
+    assert mirror.fetch_newest(tmp_path / "here", -1) == sent
+    assert inspect(sent).state == "verified"
+    assert [name.startswith("aside-checkpoint-2-") for name in sorted(os.listdir(tmp_path / "here"))] == [True, False]
+
+
+def test_one_that_is_removed_before_it_was_read_is_named(tmp_path: Path, said: Any) -> None:
+    mirror = Mirror(tmp_path / "mirror")
+    gone = tmp_path / "checkpoint-2"
+    mirror.send(gone)
+    assert mirror.finish(PATIENCE) == [gone]
+    assert f"ERROR {gone} is not mirrored to {mirror}: CheckpointDamaged: it was removed before it was read" in said()
+
+
+def test_one_that_was_damaged_on_the_disk_is_not_called_mirrored(tmp_path: Path, said: Any) -> None:
+    mirror = Mirror(tmp_path / "mirror")
+    sent = make(tmp_path / "here", 2)
+    (sent / "optimizer.pt").write_bytes(b"x" * (sent / "optimizer.pt").stat().st_size)
+    mirror.send(sent)
+    assert mirror.finish(PATIENCE) == [sent]
+    assert "optimizer.pt has other bytes on the disk than were saved" in said()
+    assert mirror.fetch_newest(tmp_path / "there", -1) is None
+
+
+def test_the_directory_of_the_checkpoints_is_no_mirror(tmp_path: Path) -> None:
+    mirror = Mirror(tmp_path)
+    sent = make(tmp_path, 2)
+    before = contents(sent)
+    mirror.send(sent)
+    assert mirror.finish(PATIENCE) == [sent]
+    assert contents(sent) == before
+
+
+def test_names_that_lead_out_of_a_checkpoint_are_refused(tmp_path: Path, said: Any) -> None:
+    mirror = Mirror(tmp_path / "mirror")
+    mirror.send(make(tmp_path / "here", 2))
+    assert mirror.finish(PATIENCE) == []
+    from cogumi.checkpoints.manifest import sealed
+
+    (tmp_path / "mirror" / "outside").write_bytes(b"mine")
+    entry = {"size": 4, "sha256": "0" * 64}
+    text = sealed({"format": 1, "step": 2, "files": {"../outside": entry}})
+    (tmp_path / "mirror" / "checkpoint-2" / MANIFEST_NAME).write_text(text)
+    assert mirror.fetch_newest(tmp_path / "there", -1) is None
+    assert "'../outside', which is outside the checkpoint" in said()
+    mirror.send(make(tmp_path / "here", 4))
+    assert mirror.finish(PATIENCE) == []
+    assert (tmp_path / "mirror" / "outside").read_bytes() == b"mine"
+
+
+def test_too_many_that_wait_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
+    monkeypatch.setattr(mirror_module, "MOST_WAITING", 3)
+    mirror = Mirror(tmp_path / "mirror")
+    hold = threading.Event()
+    monkeypatch.setattr(mirror.place, "send", lambda *args: hold.wait(PATIENCE))
+    paths = [make(tmp_path / "here", step) for step in (2, 4, 6, 8)]
+    for path in paths:
+        mirror.send(path)
+    assert mirror.busy() == {paths[0], *paths[2:]}
+    hold.set()
+    assert mirror.finish(PATIENCE) == [paths[1]]
+    assert f"ERROR {paths[1]} is not mirrored" in said()
+
+
+# ------------------------------------------------------------------------------------------------- a Hugging Face repository
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """As with HF_ENDPOINT and HF_HUB_DISABLE_XET set before Python starts."""
+    from huggingface_hub import constants
+
+    made = Hub()
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", made.url + template)
+    monkeypatch.setattr(constants, "ENDPOINT", made.url)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", "hf_nobodys")
+    yield made
+    made.stop()
+
+
+def names_in(hub: Hub, repository: str = "jane/runs") -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for path in hub.files(repository):
+        checkpoint, _, file = path.rpartition("/")
+        found.setdefault(checkpoint, set()).add(file)
+    return found
+
+
+@pytest.mark.parametrize("folder", ["", "mine/first"])
+@pytest.mark.parametrize("rate", [None, 1e9])
+def test_a_repository_gets_one_commit_a_checkpoint(
+    hub: Hub, tmp_path: Path, folder: str, rate: float | None, said: Any
+) -> None:
+    mirror = Mirror(f"hf://jane/runs/{folder}".rstrip("/"), rate)
+    assert hub.private == {"jane/runs"}
+    assert mirror.fetch_newest(tmp_path / "there", -1) is None
+    sent = make(tmp_path / "here", 2)
+    mirror.send(sent)
+    assert mirror.finish(PATIENCE) == []
+    assert len(hub.repositories["jane/runs"]) == 2
+    sent = make(tmp_path / "here", 4)
+    mirror.send(sent)
+    assert mirror.finish(PATIENCE) == []
+    place = f"{folder}/" if folder else ""
+    assert names_in(hub) == {
+        f"{place}checkpoint-2": ADAPTER | {RECORD_NAME},
+        f"{place}checkpoint-4": ADAPTER | STATE | {MANIFEST_NAME},
+    }
+    fetched = mirror.fetch_newest(tmp_path / "there", -1)
+    assert fetched == tmp_path / "there" / "checkpoint-4"
+    assert inspect(fetched).state == "verified"
+    assert contents(fetched) == contents(sent)
+    assert os.listdir(tmp_path / "there") == ["checkpoint-4"]
+    assert "hf_nobodys" not in said()
+
+
+def test_a_token_that_cannot_write_is_refused_at_once(hub: Hub) -> None:
+    hub.writable = False
+    with pytest.raises(UsageError, match="mirror hf://jane/runs cannot be written"):
+        Mirror("hf://jane/runs")
+    assert sum(path.endswith("auth-check/write") for _, path in hub.requests) == 1
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "tokenizer.json"])
+def test_what_the_hub_holds_is_compared(
+    hub: Hub, tmp_path: Path, said: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = Mirror("hf://jane/runs")
+    damaged = []
+
+    def damage(method: str, path: str) -> None:
+        if "paths-info" in path and not damaged:
+            damaged.append(hub.files("jane/runs")[f"checkpoint-2/{name}"])
+            hub.files("jane/runs")[f"checkpoint-2/{name}"] = b"other bytes"
+
+    hub.faults = damage
+    mirror.send(make(tmp_path, 2))
+    assert mirror.finish(PATIENCE) == []
+    assert f"{name} is another file in the commit" in said()
+    assert hub.files("jane/runs")[f"checkpoint-2/{name}"] == damaged[0]
+
+
+def test_a_hub_that_refuses_a_commit_is_not_asked_again(hub: Hub, tmp_path: Path, said: Any) -> None:
+    mirror = Mirror("hf://jane/runs")
+    hub.faults = lambda method, path: 403 if "/commit/" in path else None
+    sent = make(tmp_path, 2)
+    mirror.send(sent)
+    assert mirror.finish(PATIENCE) == [sent]
+    assert f"ERROR {sent} is not mirrored to hf://jane/runs: HfHubHTTPError" in said()
+    assert sum("/commit/" in path for _, path in hub.requests) == 1
+
+
+def test_a_damaged_checkpoint_of_the_hub_is_named(hub: Hub, tmp_path: Path, said: Any) -> None:
+    mirror = Mirror("hf://jane/runs")
+    mirror.send(make(tmp_path / "here", 2))
+    assert mirror.finish(PATIENCE) == []
+    data = hub.files("jane/runs")["checkpoint-2/optimizer.pt"]
+    hub.files("jane/runs")["checkpoint-2/optimizer.pt"] = data[:-1] + b"x"
+    assert mirror.fetch_newest(tmp_path / "there", -1) is None
+    assert "checkpoint-2 of hf://jane/runs is not resumed from: optimizer.pt has other bytes" in said()
+
+
+# ------------------------------------------------------------------------------------------------------- from end to end
+
+
+def trainer(output_dir: Path) -> Any:
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
+    model: Any = get_peft_model(
+        LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)), LoraConfig(r=2, target_modules=["q_proj"])
+    )
+    rows = [
+        {"input_ids": [(i * 7 + j) % 64 for j in range(8)], "labels": [(i + j) % 64 for j in range(8)]}
+        for i in range(16)
+    ]
+    options: dict[str, Any] = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "logging_steps": 1}
+    arguments = TrainingArguments(output_dir=str(output_dir), max_steps=8, save_steps=2, learning_rate=1e-2, **options)
+    return Trainer(model=model, args=arguments, train_dataset=Dataset.from_list(rows))
+
+
+def losses(ended: Any) -> dict[int, float]:
+    return {entry["step"]: entry["loss"] for entry in ended.state.log_history if "loss" in entry}
+
+
+def test_a_training_goes_on_elsewhere_from_what_was_mirrored(bucket: Bucket, tmp_path: Path) -> None:
+    import cogumi
+
+    first = cogumi.protect(trainer(tmp_path / "run"), keep=8)
+    first.train()
+    mirror = Mirror(bucket.url)
+    for step in (2, 4):
+        mirror.send(tmp_path / "run" / f"checkpoint-{step}")
+    assert mirror.finish(PATIENCE) == []
+    shutil.rmtree(tmp_path / "run")  # with what was saved after it
+
+    fetched = Mirror(bucket.url).fetch_newest(tmp_path / "run", -1)
+    assert fetched == tmp_path / "run" / "checkpoint-4"
+    assert inspect(fetched).state == "verified"
+    second = cogumi.protect(trainer(tmp_path / "run"))
+    second.train()
+    assert losses(second) == losses(first)
+    assert len(set(losses(second).values())) == 8

@@ -1,0 +1,545 @@
+"""The watchdog on real trainers that really hang, in Python, in C and in a DataLoader's worker, and on some that only wait."""
+
+import ctypes
+import faulthandler
+import fcntl
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from io import FileIO
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import cogumi
+from cogumi.checkpoints import watchdog as module
+from cogumi.checkpoints.verify import inspect
+from cogumi.checkpoints.watchdog import ENOUGH_STEPS, FIRST_TIMES_FLOOR, Pulse, Watchdog
+from cogumi.errors import UsageError
+
+DEADLINE = 120  # what a broken watchdog costs a test, in seconds; nothing waits for it otherwise
+
+
+class Rows(Dataset):  # type: ignore[type-arg]
+    """Fixed rows; before the n-th one of a process, `hang` is called."""
+
+    def __init__(self, hang: Callable[[], object] | None = None, before: int = 0) -> None:
+        self.hang, self.before, self.given = hang, before, 0
+
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        self.given += 1
+        if self.hang is not None and self.given == self.before:
+            self.hang()
+        return {"input_ids": [(index + j) % 64 for j in range(8)], "labels": [j % 64 for j in range(8)]}
+
+
+class Hang(TrainerCallback):
+    """Calls `hang` after the first step at which the watchdog has its median, and ends the training `more` steps later."""
+
+    def __init__(self, watchdog: Watchdog, hang: Callable[[], object], more: int = 0) -> None:
+        self.watchdog, self.hang, self.more = watchdog, hang, more
+        self.hung_after: int | None = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.hung_after is None and self.watchdog.armed:
+            self.hung_after = state.global_step
+            self.hang()
+        if self.hung_after is not None and state.global_step >= self.hung_after + self.more:
+            control.should_training_stop = True
+
+
+class Steps(TrainerCallback):
+    """Does something for each step, as a batch that takes long would."""
+
+    def __init__(self, work: Callable[[int], object]) -> None:
+        self.work = work
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.work(state.global_step)
+
+
+def make(output_dir: Path, *callbacks: TrainerCallback, data: Any = None, **options: Any) -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
+    settings: dict[str, Any] = {
+        "max_steps": 1000,
+        "save_strategy": "no",
+        "per_device_train_batch_size": 1,
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    return Trainer(
+        model=LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes)),
+        args=TrainingArguments(output_dir=str(output_dir), **settings | options),
+        train_dataset=data or Rows(),
+        eval_dataset=torch.utils.data.Subset(Rows(), range(8)),
+        callbacks=list(callbacks),
+    )
+
+
+def train(watchdog: Watchdog, output_dir: Path, *callbacks: TrainerCallback, **options: Any) -> Any:
+    trainer = make(output_dir, Pulse(watchdog), *callbacks, **options)
+    with watchdog.watching():
+        trainer.train()
+    return trainer
+
+
+def wait_for(text: str, path: Path, times: int = 1) -> None:
+    began = time.monotonic()
+    while path.read_text().count(text) < times:
+        assert time.monotonic() - began < DEADLINE, path.read_text()
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def run_log(tmp_path: Path) -> Path:
+    path = tmp_path / "run.log"
+    path.write_text("what was there before\n")
+    return path
+
+
+# --------------------------------------------------------------------------------------------------------- what is noticed
+
+
+def test_a_hang_in_python_is_written_with_its_stacks(
+    run_log: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def waits_for_an_event() -> None:
+        wait_for(" the training hangs: ", run_log)
+        wait_for("Process ", run_log)
+
+    watchdog = Watchdog(run_log, 5, "continue", floor=0.5)
+    hang = Hang(watchdog, waits_for_an_event)
+    train(watchdog, tmp_path, hang)
+    text = run_log.read_text()
+    assert text.startswith("what was there before\n")
+    assert re.search(rf"no sign of life for [\d.]+ s after step {hang.hung_after}, and [\d.]+ s is the limit", text)
+    assert "in waits_for_an_event" in text
+    assert "in _inner_training_loop" in text
+    assert f"Process {os.getpid()} (" in text
+    (said,) = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR and r.name == module.__name__]
+    assert f"after step {hang.hung_after}" in said
+    assert str(run_log) in said
+
+
+def test_a_call_of_the_system_that_waits_is_named(run_log: Path, tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+
+    def reads_a_pipe() -> None:
+        os.read(reading, 1)
+
+    def write_once_it_was_said() -> None:
+        wait_for("Process ", run_log)
+        os.write(writing, b"x")
+
+    helper = threading.Thread(target=write_once_it_was_said)
+    helper.start()
+    watchdog = Watchdog(run_log, 5, "continue", floor=0.5)
+    train(watchdog, tmp_path, data=Rows(reads_a_pipe, before=20), max_steps=25)
+    helper.join()
+    os.close(reading)
+    os.close(writing)
+    assert "in reads_a_pipe" in run_log.read_text()
+    assert "in __getitem__" in run_log.read_text()
+
+
+def test_a_hang_in_a_worker_names_the_worker(run_log: Path, tmp_path: Path) -> None:
+    watchdog = Watchdog(run_log, 5, "continue", floor=0.5)
+    pids = tmp_path / "pids"
+
+    def in_the_worker() -> None:
+        pids.write_text(str(os.getpid()))
+        wait_for("Process ", run_log, times=2)
+
+    data = Rows(in_the_worker, before=20)
+    train(watchdog, tmp_path, data=data, dataloader_num_workers=1, max_steps=25)
+    text = run_log.read_text()
+    assert int(pids.read_text()) != os.getpid()
+    assert f"Process {pids.read_text()} (" in text
+    assert "torch/utils/data/dataloader.py" in text  # where the training waits for it
+
+
+def test_c_code_that_holds_the_interpreter_lock_is_named_too(
+    run_log: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reading, writing = os.pipe()
+
+    def holds_the_lock() -> None:
+        # No Python runs here until another process writes: when the log has the stacks, or half a minute later.
+        until = f'i=0; until grep -q Timeout "{run_log}" || [ $i -ge 300 ]; do sleep 0.1; i=$((i+1)); done; echo'
+        other = subprocess.Popen(["sh", "-c", until], stdout=writing)
+        ctypes.PyDLL(None).read(reading, ctypes.create_string_buffer(1), 1)
+        other.wait()
+
+    watchdog = Watchdog(run_log, 5, "continue", floor=1.0)
+    # Once the lock is free again the watcher looks: it must not take what was behind it for a hang.
+    train(watchdog, tmp_path, Hang(watchdog, holds_the_lock, more=3))
+    os.close(reading)
+    os.close(writing)
+    text = run_log.read_text()
+    assert "Timeout (0:00:0" in text
+    assert "in holds_the_lock" in text
+    assert "the training hangs" not in text
+
+
+def test_it_is_said_again_when_the_silence_has_doubled(run_log: Path, caplog: pytest.LogCaptureFixture) -> None:
+    watchdog = Watchdog(run_log, 5, "continue", floor=0.2)
+    with watchdog.watching():
+        begin(watchdog)
+        limit = watchdog.limit
+        for times in 1, 2, 3:
+            wait_for("the training hangs", run_log, times)
+            assert time.monotonic() - watchdog.last_sign > limit * 2 ** (times - 1)
+        watchdog.alive()
+        began = time.monotonic()
+        while "goes on" not in caplog.text:
+            assert time.monotonic() - began < DEADLINE
+            time.sleep(0.01)
+        assert watchdog.limit > 3 * 3 * limit  # what went on by itself after that long is no hang the next time
+
+
+def begin(watchdog: Watchdog) -> None:
+    """As many steps as it takes for a median, without a trainer."""
+    step, began = 0, time.monotonic()
+    while not watchdog.armed:
+        assert time.monotonic() - began < DEADLINE
+        watchdog.step_done(step := step + 1)
+        time.sleep(0.001)
+
+
+def test_before_the_first_steps_a_silence_is_said_and_nothing_is_stopped(run_log: Path) -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        watchdog = Watchdog(run_log, 5, "stop", floor=0.1)
+        with watchdog.watching():
+            assert watchdog.limit == pytest.approx(0.1 * FIRST_TIMES_FLOOR)
+            wait_for("Process ", run_log, times=2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "before the first step was done" in run_log.read_text()
+    assert received == []
+
+
+def test_stacks_go_to_standard_error_when_the_disk_is_full(capfd: pytest.CaptureFixture[str]) -> None:
+    watchdog = Watchdog("/dev/full", 5, "continue", floor=0.1)
+
+    def stands_still() -> str:
+        began, text = time.monotonic(), ""
+        while "Process " not in text and time.monotonic() - began < DEADLINE:
+            time.sleep(0.01)
+            text += capfd.readouterr().err
+        return text
+
+    with watchdog.watching():
+        text = stands_still()
+    assert "the training hangs" in text
+    assert "in stands_still" in text
+
+
+# ------------------------------------------------------------------------------------------------------ what is no hang
+
+
+def test_a_long_step_among_short_ones_is_none(run_log: Path, tmp_path: Path) -> None:
+    # As GRPO: every fourth step generates. By the floor and the median alone, 1 s would be the limit.
+    watchdog = Watchdog(run_log, 5, "continue", floor=1.0)
+    generates = Steps(lambda step: time.sleep(1.6 if step % (ENOUGH_STEPS + 1) == 0 else 0.01))
+    train(watchdog, tmp_path, generates, max_steps=ENOUGH_STEPS + 2)
+    assert watchdog.armed
+    assert watchdog.limit > 4
+    assert run_log.read_text() == "what was there before\n"
+
+
+def test_a_long_evaluation_is_none(run_log: Path, tmp_path: Path) -> None:
+    class Slow(TrainerCallback):
+        def on_prediction_step(self, *_: Any, **__: Any) -> None:
+            time.sleep(0.3)
+
+    watchdog = Watchdog(run_log, 5, "continue", floor=1.5)
+    evaluation = {"eval_strategy": "steps", "eval_steps": 5, "per_device_eval_batch_size": 1}
+    train(watchdog, tmp_path, Slow(), max_steps=5, **evaluation)
+    assert run_log.read_text() == "what was there before\n"
+
+
+def test_an_excused_wait_is_none_and_what_follows_is_watched(run_log: Path) -> None:
+    watchdog = Watchdog(run_log, 5, "continue", floor=0.3)
+    with watchdog.watching():
+        begin(watchdog)
+        limit = watchdog.limit
+        with watchdog.excused(), watchdog.excused():
+            time.sleep(3 * limit)
+        watchdog.step_done(1)
+        assert run_log.read_text() == "what was there before\n"
+        wait_for("Process ", run_log)
+        assert watchdog.longest < 3 * limit  # the wait is no measure either
+
+
+def test_steps_that_take_long_raise_the_limit(run_log: Path) -> None:
+    watchdog = Watchdog(run_log, 7, "continue", floor=0.1)
+    watchdog.steps.extend([2.0] * ENOUGH_STEPS + [50.0])
+    assert watchdog.limit == 14.0
+    watchdog.longest = 6.0
+    assert watchdog.limit == 18.0
+
+
+# ----------------------------------------------------------------------------------------- processes that are to end, or not
+
+
+Case = tuple[Any, Connection, Path]  # a process, what it says, its directory
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> Any:
+    """Begins to import, beside the first tests, what the processes that it will fork need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["cogumi.checkpoints", "transformers.models.llama.modeling_llama", "peft", "trl"])
+    forkserver.ensure_running()
+    return context
+
+
+@pytest.fixture(scope="module")
+def cases(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]:
+    """Processes that are to end by themselves, at the same time."""
+    started = {}
+    for function in hangs_for_good, wakes_at_a_signal, hangs_and_cannot_say:
+        directory = tmp_path_factory.mktemp(function.__name__)
+        if function is hangs_and_cannot_say:
+            clog(directory / "run.log")
+        started[function.__name__] = (*start(server, function, directory), directory)
+    yield started
+    for process, _, _ in started.values():
+        put_away(process)
+
+
+def start(server: Any, function: Callable[[Connection, Path], None], directory: Path) -> tuple[Any, Connection]:
+    ours, theirs = server.Pipe()
+    process = server.Process(target=function, args=(theirs, directory))
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def put_away(process: Any) -> None:
+    if process.exitcode is None:
+        process.kill()
+    process.join()
+
+
+def protected(connection: Connection, directory: Path, hang: Callable[[], object], more: int = 0) -> None:
+    """Train under `protect`, with a watch that stops after half a second."""
+    trainer = make(directory / "run", save_strategy="steps", save_steps=2, max_steps=10_000)
+    watchdog = cogumi.protect(trainer).cogumi_protection.watchdog
+    watchdog.log_path, watchdog.policy, watchdog.floor = directory / "run.log", "stop", 0.5
+    callback = Hang(watchdog, hang, more)
+    trainer.add_callback(callback)
+    try:
+        trainer.train()
+    finally:
+        connection.send(callback.hung_after)
+
+
+def hangs_for_good(connection: Connection, directory: Path) -> None:
+    reading, _ = os.pipe()
+
+    def never_comes_back() -> None:
+        connection.send("hangs")
+        os.read(reading, 1)
+
+    logging.basicConfig(filename=directory / "logged", level=logging.INFO)
+    protected(connection, directory, never_comes_back)
+
+
+def test_what_nothing_wakes_ends_with_143_and_whole_checkpoints(cases: dict[str, Case]) -> None:
+    process, connection, directory = cases["hangs_for_good"]
+    assert connection.recv() == "hangs"
+    process.join(DEADLINE)
+    assert process.exitcode == 143
+    stacks, logged = (directory / "run.log").read_text(), (directory / "logged").read_text()
+    assert "in never_comes_back" in stacks
+    assert logged.count("the step is finished and saved, then training ends") == 1
+    assert logged.index("it is asked to end") < logged.index("exit status 143")
+    point = cogumi.last_good_checkpoint(directory / "run")
+    assert point is not None
+    assert inspect(point).state == "verified"
+
+
+def wakes_at_a_signal(connection: Connection, directory: Path) -> None:
+    protected(connection, directory, signal.pause, more=1000)
+
+
+def test_what_a_signal_wakes_is_saved_and_ends_with_143(cases: dict[str, Case]) -> None:
+    process, connection, directory = cases["wakes_at_a_signal"]
+    reached = (
+        directory / "run" / f"checkpoint-{connection.recv() + 1}"
+    )  # protect looks before this callback at each step
+    process.join(DEADLINE)
+    assert process.exitcode == 143
+    assert inspect(reached).state == "verified"
+    assert cogumi.last_good_checkpoint(directory / "run") == reached
+
+
+def hangs_and_cannot_say(connection: Connection, directory: Path) -> None:
+    module.SAYING_SECONDS = 0.1
+    signal.signal(signal.SIGTERM, lambda number, frame: connection.send("asked"))
+    logging.getLogger().addHandler(logging.FileHandler(directory / "run.log"))
+    watchdog = Watchdog(directory / "run.log", 5, "stop", floor=0.3)
+    with watchdog.watching():
+        begin(watchdog)
+        connection.send("hangs")
+        threading.Event().wait()
+
+
+def clog(path: Path) -> None:
+    """Make a file that can be opened, and keeps whoever writes to it."""
+    os.mkfifo(path)
+    pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    size = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
+    assert os.write(pipe, b"x" * size) == size
+
+
+def test_a_log_that_hangs_itself_does_not_keep_the_process(cases: dict[str, Case]) -> None:
+    # As a network volume that no longer answers, and on which both the checkpoints and the log are.
+    process, connection, _ = cases["hangs_and_cannot_say"]
+    assert [connection.recv(), connection.recv()] == ["hangs", "asked"]
+    process.join(DEADLINE)
+    assert process.exitcode == 143
+
+
+def waits_while_stopped(connection: Connection, directory: Path) -> None:
+    def asks() -> None:
+        connection.send(watchdog.limit)
+        assert connection.recv() == "go on"
+
+    logging.basicConfig(filename=directory / "logged", level=logging.INFO)
+    watchdog = Watchdog(directory / "run.log", 5, "stop", floor=2.0)
+    train(watchdog, directory, Hang(watchdog, asks, more=3))
+    connection.send(watchdog.longest)
+
+
+def test_a_process_that_is_stopped_and_continued_does_not_hang(server: Any, tmp_path: Path) -> None:
+    (tmp_path / "run.log").write_text("what was there before\n")
+    process, connection = start(server, waits_while_stopped, tmp_path)
+    limit = connection.recv()
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(2 * limit)  # the fault itself, not a wait for something
+    os.kill(process.pid, signal.SIGCONT)
+    logged, began = tmp_path / "logged", time.monotonic()
+    while not any(said in logged.read_text() for said in ("nothing ran for", "the training hangs")):
+        assert time.monotonic() - began < DEADLINE
+        time.sleep(0.01)
+    connection.send("go on")
+    longest = connection.recv()
+    process.join(DEADLINE)
+    assert process.exitcode == 0
+    assert longest < 2 * limit
+    assert "the training hangs" not in logged.read_text() + (tmp_path / "run.log").read_text()
+
+
+# ------------------------------------------------------------------------------------------------------- what it leaves behind
+
+
+def watchers() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_threads_and_timers_are_gone_afterwards(fails: bool, run_log: Path, tmp_path: Path) -> None:
+    timers: list[Any] = []
+
+    def looks() -> None:
+        assert watchers() == ["cogumi-watchdog"]
+        timers.append(module.given)
+        assert module.given is not None
+        assert module.given() is not None  # faulthandler has it
+        if fails:
+            raise RuntimeError("the machine is gone")
+
+    watchdog = Watchdog(run_log, 5, "continue", floor=5.0)
+    if fails:
+        with pytest.raises(RuntimeError, match="gone"):
+            train(watchdog, tmp_path, Hang(watchdog, looks))
+    else:
+        train(watchdog, tmp_path, Hang(watchdog, looks))
+    assert watchers() == []
+    assert len(timers) == 1
+    assert timers[0]() is None  # faulthandler has let it go
+    assert module.given is None
+    assert run_log.read_text() == "what was there before\n"
+
+
+def test_a_timer_that_somebody_sets_meanwhile_is_let_be(
+    run_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "given", None)  # afterwards as if nobody had
+    theirs = (tmp_path / "theirs").open("ab", buffering=0)
+    holder = FileIO(theirs.fileno(), "ab", closefd=False)
+    still_there = module.ref(holder)
+    watchdog = Watchdog(run_log, 5, "continue", floor=0.3)
+    with watchdog.watching():
+        began = time.monotonic()
+        while module.given is None:
+            assert time.monotonic() - began < DEADLINE
+            time.sleep(0.001)
+        faulthandler.dump_traceback_later(3600, file=holder)
+        del holder
+        begin(watchdog)
+        wait_for("Process ", run_log)  # it looked many times meanwhile
+        assert still_there() is not None
+    assert still_there() is not None
+    faulthandler.cancel_dump_traceback_later()
+    assert still_there() is None
+    theirs.close()
+
+
+def test_a_forked_child_is_not_kept_by_the_timer(run_log: Path) -> None:
+    watchdog = Watchdog(run_log, 5, "continue", floor=100.0)
+    with watchdog.watching():
+        began = time.monotonic()
+        while module.given is None:
+            assert time.monotonic() - began < DEADLINE
+            time.sleep(0.001)
+        child = os.fork()
+        if child == 0:
+            faulthandler.cancel_dump_traceback_later()  # as the interpreter does when it ends
+            os._exit(7)
+        status, began = 0, time.monotonic()
+        while status == 0 and time.monotonic() - began < 30:
+            _, status = os.waitpid(child, os.WNOHANG)
+        if status == 0:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+
+
+def test_a_log_in_which_nothing_was_written_does_not_stay(tmp_path: Path) -> None:
+    with Watchdog(tmp_path / "run.log", 5, "continue").watching():
+        assert (tmp_path / "run.log").exists()
+    assert not (tmp_path / "run.log").exists()
+
+
+def test_the_callback_leaves_saves_beside_the_steps() -> None:
+    assert Pulse.on_save is TrainerCallback.on_save
+
+
+@pytest.mark.parametrize(
+    ("times", "policy", "word"), [(5, "pause", "'pause'"), (1, "stop", "1 times"), (float("nan"), "stop", "nan times")]
+)
+def test_settings_that_are_none_are_refused(times: float, policy: str, word: str, run_log: Path) -> None:
+    with pytest.raises(UsageError, match=word):
+        Watchdog(run_log, times, policy)
