@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from cogumi.durable import sha256_file
+from cogumi.durable import drop_from_memory, sha256_file
 from cogumi.merge import merge_adapter
 from cogumi.merge.hashing import (
     HASH_BYTES,
     FileDigest,
-    drop_from_memory,
     hashing_ahead,
     is_in_memory,
 )
