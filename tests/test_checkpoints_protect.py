@@ -21,7 +21,9 @@ from cogumi.checkpoints.retention import PIN_NAME, plan_pruning
 from cogumi.checkpoints.saving import BALLAST_NAME, Saver
 from cogumi.checkpoints.verify import inspect
 from cogumi.cli_disk import prune
+from cogumi.disk import filesystem_of
 from cogumi.errors import UsageError
+from cogumi.merge.hashing import is_in_memory
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -193,6 +195,18 @@ def test_one_trainer_trains_twice(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == ["checkpoint-6", "checkpoint-8"]
     assert all(inspect(tmp_path / name).state == "verified" for name in checkpoints(tmp_path))
     assert sum(name.startswith("aside-checkpoint-") for name in names(tmp_path)) == 2
+
+
+def test_nothing_of_a_checkpoint_stays_in_memory(tmp_path: Path) -> None:
+    """So that what is read back comes from the disk, and removing it takes no time."""
+    if filesystem_of(tmp_path).kind in ("tmpfs", "ramfs", "overlay"):
+        pytest.skip("these have no page cache of their own")
+    trainer, _ = make(tmp_path)
+    protect(trainer).train()
+    files = [tmp_path / "checkpoint-8" / name for name in ("model.safetensors", "optimizer.pt")]
+    assert not any(map(is_in_memory, files))
+    assert files[0].read_bytes()
+    assert is_in_memory(files[0])
 
 
 def test_told_to_resume_where_nothing_can_be(tmp_path: Path) -> None:
