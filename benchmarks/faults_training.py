@@ -72,7 +72,9 @@ def train(job: Job, pipe: Connection) -> None:
         from cogumi.checkpoints import saving
 
         saving.RETRY_SECONDS = 0.05  # a paused training would look again after 15 s, which takes an hour here
-        cogumi.protect(trainer, keep=job.keep or 100, on_full=job.on_full)
+        # The kernel makes no disk read-only on which a file is open for writing, as the log of hangs would be.
+        hangs = job.journal.with_suffix(".hangs")
+        cogumi.protect(trainer, keep=job.keep or 100, on_full=job.on_full, log_path=hangs)
         trainer.train()
     else:
         from transformers.trainer_utils import get_last_checkpoint

@@ -16,7 +16,7 @@ from cogumi import smoke
 from cogumi.cli_disk import disk_app
 from cogumi.errors import UsageError
 
-INTERRUPTED = 130  # 128 + SIGINT, which is what Typer exits with after Ctrl-C
+INTERRUPTED, TERMINATED = 130, 143  # 128 + SIGINT, which is what Typer exits with after Ctrl-C; 128 + SIGTERM
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("smoke")(smoke.main)
@@ -162,7 +162,7 @@ def run_command(app: typer.Typer) -> None:
         print(f"cogumi: {error}", file=sys.stderr)
         sys.exit(2)
     except SystemExit as stop:
-        if stop.code == INTERRUPTED:
+        if stop.code in (INTERRUPTED, TERMINATED):
             print(
                 "cogumi: interrupted; of a merge nothing is left, and a run goes on when it is started again with the same words",
                 file=sys.stderr,

@@ -1,6 +1,8 @@
 """`cogumi.protect` on real trainers: what is on the disk after saves, kills and full disks, and what a resume does."""
 
 import logging
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 import cogumi
 from cogumi.checkpoints import protect, unprotect
 from cogumi.checkpoints.commit import STAGING_NAME, blocks_of
+from cogumi.checkpoints.identity import RUN_NAME
 from cogumi.checkpoints.retention import PIN_NAME, plan_pruning
 from cogumi.checkpoints.saving import BALLAST_NAME, Saver
 from cogumi.checkpoints.verify import inspect
@@ -99,7 +102,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 def names(output_dir: Path) -> list[str]:
-    return sorted(path.name for path in output_dir.iterdir())
+    return sorted(path.name for path in output_dir.iterdir() if path.name != RUN_NAME)
 
 
 def checkpoints(output_dir: Path) -> list[str]:
@@ -112,7 +115,7 @@ def test_a_protected_run_is_the_plain_one(tmp_path: Path, reference: dict[int, f
     trainer.train()
     assert losses.seen == reference
     assert names(tmp_path) == ["checkpoint-6", "checkpoint-8"]
-    assert all(inspect(path).state == "verified" for path in tmp_path.iterdir())
+    assert all(inspect(tmp_path / name).state == "verified" for name in names(tmp_path))
 
 
 def test_the_files_are_those_of_the_trainer(tmp_path: Path) -> None:
@@ -121,7 +124,7 @@ def test_the_files_are_those_of_the_trainer(tmp_path: Path) -> None:
     protected, _ = make(tmp_path / "protected")
     protect(protected).train()
     ours, theirs = tmp_path / "protected" / "checkpoint-8", tmp_path / "plain" / "checkpoint-8"
-    assert names(ours) == sorted([*names(theirs), "cogumi-manifest.json"])
+    assert names(ours) == sorted([*names(theirs), "cogumi-manifest.json", "cogumi-run.json"])
     assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
 
 
@@ -333,10 +336,75 @@ def test_what_does_not_fit_goes_to_the_fallback(
     with pytest.raises(RuntimeError, match="gone"):
         protect(trainer, fallback=tmp_path / "other").train()
     assert inspect(point / "run" / "checkpoint-2").state == "verified"
-    assert inspect(tmp_path / "other" / "checkpoint-6").state == "verified"
+    (spilled,) = (tmp_path / "other").iterdir()
+    assert inspect(spilled / "checkpoint-6").state == "verified"
+    another, others = make(tmp_path / "run")  # of the same name, in another place
+    protect(another, fallback=tmp_path / "other").train()
+    assert others.seen == reference
     again, losses = make(point / "run")
     protect(again, fallback=tmp_path / "other").train()
     assert losses.seen == {step: loss for step, loss in reference.items() if step > 6}
+
+
+@pytest.mark.parametrize("bad", ["a file", "read-only"])
+def test_a_fallback_that_takes_nothing(bad: str, size: int, disk: Callable[[int], Path], tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    if bad == "a file":
+        other.write_text("in the way")
+        with pytest.raises(UsageError, match="nothing can be written there"):
+            protect(make(tmp_path / "run")[0], fallback=other)
+        return
+    with mounting(tmp_path) as mount:
+        full, other = disk(int(0.5 * size)), mount(name="other")
+        trainer, losses = make(full / "run")
+        protect(trainer, fallback=other, on_full="stop")
+        subprocess.run(["mount", "-o", "remount,ro", str(other)], check=True)
+        trainer.train()
+        assert max(losses.seen) == 2
+
+
+def test_a_signal_ends_a_pause(size: int, disk: Callable[[int], Path], caplog: pytest.LogCaptureFixture) -> None:
+    trainer, losses = make(disk(int(0.5 * size)) / "run")
+    protect(trainer, on_full="pause")
+    waits = trainer.cogumi_protection.saver.wait
+
+    def interrupted() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        waits()
+
+    trainer.cogumi_protection.saver.wait = interrupted
+    with pytest.raises(KeyboardInterrupt, match="the step was finished"):
+        trainer.train()
+    assert max(losses.seen) == 2
+    assert "training ends without checkpoint-2" in caplog.text
+    assert caplog.text.count("checkpoint-2 does not fit on the disk") == 1
+
+
+def test_a_mirror_of_another_training(tmp_path: Path) -> None:
+    protect(make(tmp_path / "one")[0], mirror=tmp_path / "mirror").train()
+    same, losses = make(tmp_path / "two")
+    protect(same, mirror=tmp_path / "mirror").train()
+    assert losses.seen == {}  # a machine that knew nothing of it: its end is fetched
+    other, _ = make(tmp_path / "three", learning_rate=2e-2, lora={"r": 2, "target_modules": "all-linear"})
+    with pytest.raises(UsageError, match=r"checkpoint-8 in the mirror .* is of another training \(adapter default: "):
+        protect(other, mirror=tmp_path / "mirror").train()
+    assert "checkpoint-8" not in names(tmp_path / "three")
+
+
+def test_started_anew_it_does_not_go_on_from_what_was_before(tmp_path: Path, reference: dict[int, float]) -> None:
+    protect(make(tmp_path / "run")[0], mirror=tmp_path / "mirror").train()
+    trainer, _ = make(tmp_path / "run", StopAfter(3))
+    with pytest.raises(RuntimeError, match="gone"):
+        protect(trainer, mirror=tmp_path / "mirror").train(resume_from_checkpoint=False)
+    again, losses = make(tmp_path / "run")
+    protect(again, mirror=tmp_path / "mirror").train()
+    assert losses.seen == {step: loss for step, loss in reference.items() if step > 2}
+
+
+@pytest.mark.parametrize("place", ["", "run"])
+def test_a_mirror_where_the_checkpoints_are(place: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is where the checkpoints are"):
+        protect(make(tmp_path / "run")[0], mirror=str(tmp_path / place) if place else "")
 
 
 def test_the_adapter_alone_where_a_checkpoint_does_not_fit(disk: Callable[[int], Path], tmp_path: Path) -> None:
@@ -367,15 +435,16 @@ def test_pause_goes_on_when_there_is_space(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     point = disk(int(0.5 * size))
-    waits: list[float] = []
+    waits: list[int] = []
 
-    def wait(seconds: float) -> None:
-        waits.append(seconds)
+    def wait() -> None:
+        waits.append(1)
         subprocess.run(["mount", "-o", f"remount,size={10 * size}", str(point)], check=True)
 
-    monkeypatch.setattr("cogumi.checkpoints.saving.time.sleep", wait)
     trainer, losses = make(point / "run")
-    protect(trainer, on_full="pause").train()
+    protect(trainer, on_full="pause")
+    monkeypatch.setattr(trainer.cogumi_protection.saver, "wait", wait)
+    trainer.train()
     assert len(waits) == 1
     assert losses.seen == reference
     assert "training waits" in caplog.text

@@ -7,17 +7,19 @@ object store (mirror_store.py), or a Hugging Face repository (mirror_hub.py).
 import errno
 import itertools
 import logging
+import math
 import random
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from cogumi.checkpoints.commit import STAGING_NAME, open_staging, set_aside, step_of
+from cogumi.checkpoints.identity import IDENTITY_NAME, Identity, identity_in
 from cogumi.checkpoints.manifest import MANIFEST_NAME, CheckpointDamaged, FileEntry, Manifest, read_manifest
 from cogumi.checkpoints.mirror_hub import HubRepository
 from cogumi.checkpoints.mirror_pace import GivenUp, Pace
@@ -36,6 +38,7 @@ DEPLOYABLE = re.compile(
     r"|(pre)?processor_config\.json)"
 )
 FIRST_WAIT, LONGEST_WAIT = 1.0, 300.0
+TROUBLE_SECONDS = 60.0  # at the end: what has not worked by then is said, and not waited for
 # In the user's hands at the start, where waiting long for a wrong address helps nobody.
 TRIES_AT_START = 4
 # Checkpoints whose adapters wait for a place that cannot be reached; each keeps its space on the disk until then.
@@ -99,14 +102,18 @@ class Mirror:
         with self.changed:
             return frozenset(self.waiting)
 
-    def finish(self, patience: float) -> list[Path]:
-        """Wait until everything has arrived, at most `patience` seconds; then stop. Returns what was not mirrored since
-        the last time, each logged as an error with its reason."""
+    def finish(self, patience: float, ended: Callable[[], bool] = lambda: False) -> list[Path]:
+        """Wait until everything has arrived, at most `patience` seconds, or a minute of trouble, or until `ended`; then stop.
+
+        Returns what was not mirrored since the last time, each logged as an error with its reason."""
         with self.changed:
             if self.waiting:
                 names = ", ".join(path.name for path in self.waiting)
-                log.info("waiting for %s to reach %s, at most %.0f s", names, self, patience)
-            self.changed.wait_for(lambda: not self.waiting, patience)
+                log.warning("waiting for %s to reach %s, at most %.0f minutes", names, self, patience / 60)
+            deadline, troubled = time.monotonic() + patience, math.inf
+            while self.waiting and time.monotonic() < min(deadline, troubled) and not ended():
+                self.changed.wait(0.2)
+                troubled = min(troubled, time.monotonic() + TROUBLE_SECONDS) if self.trouble else math.inf
             for path in self.waiting:
                 self.lost[path] = self.trouble or f"it was not there after {patience:.0f} s"
                 log.error("%s did not reach %s: %s", path, self, self.lost[path])
@@ -206,9 +213,12 @@ class Mirror:
 
     # --------------------------------------------------------------------------------------------------------------- fetching
 
-    def fetch_newest(self, output_dir: Path, newer_than: int) -> Path | None:
+    def fetch_newest(
+        self, output_dir: Path, newer_than: int, is_ours: Callable[[Identity, str], bool] | None = None
+    ) -> Path | None:
         """Download the newest whole checkpoint beyond a step into `output_dir`; None where there is none.
 
+        is_ours: whether one is of this training, from what it says of itself and its place in words (None: any is); it may raise.
         Newer ones that are not whole, or do not verify, are logged with their reason. Raises UsageError where the mirror
         cannot be reached, or the disk does not take it: starting anew would be the wrong answer to that.
         """
@@ -221,6 +231,10 @@ class Mirror:
                 log.warning("%s of %s is not resumed from: %s", name, self, what)
                 continue
             try:
+                place = f"{name} in the mirror {self}"
+                if is_ours is not None and not is_ours(self.identity_of(name, found[name]), place):
+                    log.warning("%s of %s is not resumed from: it is of another training", name, self)
+                    continue
                 return self.fetch(name, found[name], output_dir)
             except CheckpointDamaged as damage:
                 log.warning("%s of %s is not resumed from: %s", name, self, damage)
@@ -228,6 +242,15 @@ class Mirror:
                 if (output_dir / STAGING_NAME).exists():
                     shutil.rmtree(output_dir / STAGING_NAME)
         return None
+
+    def identity_of(self, name: str, files: Mapping[str, int]) -> Identity:
+        """Raises CheckpointDamaged for a checkpoint that does not say whose it is."""
+        if IDENTITY_NAME not in files:
+            raise CheckpointDamaged(f"{IDENTITY_NAME} is missing")
+        try:
+            return identity_in(self.patiently("cannot be read", lambda: self.place.text(name, IDENTITY_NAME)))
+        except ValueError as error:
+            raise CheckpointDamaged(f"{IDENTITY_NAME} is damaged") from error
 
     def fetch(self, name: str, files: dict[str, int], output_dir: Path) -> Path:
         """Download one checkpoint and verify it. Raises CheckpointDamaged where it is not what was saved."""

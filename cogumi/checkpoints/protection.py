@@ -2,6 +2,7 @@
 
 import logging
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from cogumi.checkpoints.commit import set_aside, step_of
+from cogumi.checkpoints.identity import Identity, name_run, new_run, refuse_anothers, run_of, settings_of
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.resume import checkpoints_in, last_good_checkpoint
 from cogumi.checkpoints.retention import clean
@@ -18,7 +20,7 @@ from cogumi.checkpoints.signals import Preemption
 from cogumi.checkpoints.verify import inspect
 from cogumi.checkpoints.watchdog import Pulse, Watchdog
 from cogumi.disk.callback import announce
-from cogumi.durable import locked
+from cogumi.durable import NO_SPACE, locked
 from cogumi.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -55,20 +57,21 @@ def protect(
     Raises UsageError for a trainer whose checkpoints it does not know (several processes, FSDP, DeepSpeed), and for a mirror
     that cannot be written to.
     """
-    check_arguments(trainer, keep, resume, on_full)
+    check_arguments(trainer, keep, resume, on_full, mirror)
     if isinstance(getattr(trainer, "cogumi_protection", None), Protection):
         raise UsageError("this trainer is protected already; cogumi.checkpoints.unprotect(trainer) undoes it")
     watchdog = Watchdog(log_path or Path(trainer.args.output_dir) / "run.log", hung_after, on_hung)
-    copies = None if mirror is None else Mirror(mirror)
+    preemption = Preemption()
     saver = Saver(
         trainer,
         keep or max(2, trainer.args.save_total_limit or DEFAULT_KEEP),
         on_full,
-        None if fallback is None else Path(fallback),
-        copies,
+        None if fallback is None else usable(Path(fallback)),
+        None if mirror is None else Mirror(mirror),
         watchdog.excused,
+        lambda: preemption.received is not None,
     )
-    protection = Protection(trainer, saver, watchdog, resume)
+    protection = Protection(trainer, saver, watchdog, preemption, resume)
     protection.apply()
     trainer.cogumi_protection = protection
     announce(f"checkpoints: {protection}")
@@ -85,11 +88,13 @@ def unprotect(trainer: Any) -> Any:
     return trainer
 
 
-def check_arguments(trainer: Any, keep: int | None, resume: str, on_full: str) -> None:
+def check_arguments(trainer: Any, keep: int | None, resume: str, on_full: str, mirror: str | Path | None) -> None:
     if not isinstance(getattr(trainer, "args", None), TrainingArguments):
         raise UsageError(f"protect takes a transformers or TRL trainer, and was given {type(trainer).__name__}")
     if keep is not None and keep < 2:
         raise UsageError(f"keep={keep}: at least 2, since the newest checkpoint is the one that a fault damages")
+    if mirror == "" or (mirror is not None and Path(mirror).absolute() == Path(trainer.args.output_dir).absolute()):
+        raise UsageError(f"mirror={str(mirror)!r} is where the checkpoints are; name another place, or leave it out")
     if resume not in ("auto", "never"):
         raise UsageError(f"resume={resume!r} is not one of auto, never; pass a path to trainer.train()")
     if on_full not in POLICIES:
@@ -100,10 +105,22 @@ def check_arguments(trainer: Any, keep: int | None, resume: str, on_full: str) -
         raise UsageError(f"protect knows checkpoints of one process, and this trainer uses {several or other}")
 
 
+def usable(fallback: Path) -> Path:
+    """Raises UsageError, now and not when the disk is full, unless checkpoints can be written there."""
+    try:
+        fallback.mkdir(exist_ok=True)
+        with tempfile.TemporaryFile(dir=fallback):
+            return fallback
+    except OSError as error:
+        raise UsageError(
+            f"fallback={str(fallback)!r}: nothing can be written there ({error.strerror}); name a directory on another disk"
+        ) from None
+
+
 class Protection:
     """What `protect` put on a trainer, and how to take it off again."""
 
-    def __init__(self, trainer: Any, saver: Saver, watchdog: Watchdog, resume: str) -> None:
+    def __init__(self, trainer: Any, saver: Saver, watchdog: Watchdog, preemption: Preemption, resume: str) -> None:
         self.trainer = trainer
         self.limit = trainer.args.save_total_limit
         self.resume = resume
@@ -111,7 +128,7 @@ class Protection:
         self.load_best = trainer._load_best_model
         self.saver = saver
         self.watchdog = watchdog
-        self.preemption = Preemption()
+        self.preemption = preemption
         self.callbacks = [Watch(self.saver, self.preemption), Pulse(watchdog)]
         self.ours = {
             "_save_checkpoint": self.saver.save,
@@ -166,7 +183,7 @@ class Protection:
             for path in clean(output_dir):
                 log.info("removed %s, left by an interrupted removal", path.name)
             self.put_later_aside(point)
-            self.saver.begin(point)
+            self.saver.begin(point, self.name_of(point))
             if point is not None:
                 load_rollouts(self.trainer, point)
             with self.preemption.listening(), self.watchdog.watching(), order_continued(self.trainer, point):
@@ -184,16 +201,41 @@ class Protection:
             if finding.state == "rejected":
                 raise UsageError(f"{wanted} cannot be resumed from: {finding.reason}")
             return Path(wanted)
-        places = [Path(self.trainer.args.output_dir), *([self.saver.fallback] if self.saver.fallback else [])]
+        output_dir = Path(self.trainer.args.output_dir)
+        spilled = self.saver.spills_to(run_of(output_dir))
+        places = [output_dir] if spilled is None else [output_dir, spilled]
         found = [point for point in map(last_good_checkpoint, places) if point is not None]
         point = max(found, key=step_of, default=None)
         if self.saver.mirror is not None:
-            point = self.saver.mirror.fetch_newest(places[0], -1 if point is None else step_of(point)) or point
+            newer_than = -1 if point is None else step_of(point)
+            point = self.saver.mirror.fetch_newest(output_dir, newer_than, self.is_ours) or point
         if point is None and wanted is True:
-            raise UsageError(f"{places[0]} holds no checkpoint that can be resumed from")
+            raise UsageError(f"{output_dir} holds no checkpoint that can be resumed from")
         if point is not None:
-            announce(f"resuming from {point} (train(resume_from_checkpoint=False) starts anew)")
+            announce(f"resuming from {point}")
         return point
+
+    def is_ours(self, found: Identity, place: str) -> bool:
+        """Whether a checkpoint in a mirror is of this training. On a machine that knows nothing of it yet the settings say so.
+
+        Raises UsageError there for another's: whoever names its mirror may want that one, and would be given it.
+        """
+        run = run_of(Path(self.trainer.args.output_dir))
+        if run is None:
+            refuse_anothers(found, settings_of(self.trainer), place)
+        return run in (None, found.run)
+
+    def name_of(self, point: Path | None) -> str:
+        """The name of the training that goes on from `point`, or begins; noted in the output directory."""
+        output_dir = Path(self.trainer.args.output_dir)
+        run = (None if point is None else run_of(point) or run_of(output_dir)) or new_run()
+        try:
+            name_run(output_dir, run)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            log.warning("%s is full already: not even the name of this training fits", output_dir)
+        return run
 
     def is_the_end(self, point: Path) -> bool:
         """Whether the training that wrote a checkpoint had no step left, and none was added since."""
@@ -209,7 +251,7 @@ class Protection:
         self.trainer.state = state = TrainerState.load_from_json(str(point / "trainer_state.json"))
         if self.trainer.args.load_best_model_at_end and state.best_model_checkpoint:
             self.load_best()
-        return TrainOutput(state.global_step, math.nan, {})
+        return TrainOutput(state.global_step, math.nan, {"train_runtime": 0.0, "epoch": state.epoch})
 
     def put_later_aside(self, point: Path | None) -> None:
         """Checkpoints after the one resumed from are of another run, or do not verify: their steps are yet to come."""

@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 from cogumi.checkpoints.commit import STAGING_NAME, blocks_of, commit, open_staging, set_aside
 from cogumi.checkpoints.full import causes, disk_is_full
+from cogumi.checkpoints.identity import Identity, settings_of
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.retention import plan_pruning, remove
 from cogumi.checkpoints.rollouts import save_rollouts
@@ -28,14 +29,15 @@ log = logging.getLogger(__name__)
 BALLAST_NAME = ".cogumi-ballast"
 RETRY_SECONDS = 15.0
 REMIND_SECONDS = 600.0
-MIRROR_SECONDS = 3600.0  # a second signal ends the wait
+MIRROR_SECONDS = 3600.0
 
 
 class Saver:
     """Saves one trainer's checkpoints. All of it runs in the training thread, but for the commit of what is staged.
 
     keep: how many of the newest stay. on_full: "continue", "pause" or "stop". fallback: where a checkpoint goes that does
-    not fit. mirror: what copies them elsewhere. excused: in whose block the training may wait.
+    not fit. mirror: what copies them elsewhere. excused: in whose block the training may wait. asked_to_end: whether a
+    signal has come.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Saver:
         fallback: Path | None = None,
         mirror: Mirror | None = None,
         excused: Callable[[], AbstractContextManager[None]] = nullcontext,
+        asked_to_end: Callable[[], bool] = lambda: False,
     ) -> None:
         self.trainer = trainer
         self.original = trainer._save_checkpoint
@@ -54,15 +57,27 @@ class Saver:
         self.fallback = fallback
         self.mirror = mirror
         self.excused = excused
+        self.asked_to_end = asked_to_end
+        self.identity = Identity("", {})
+        self.refused: Path | None = None
         self.resumed_from: Path | None = None
         self.committed: list[Path] = []
         self.pending: tuple[Path, Path, Future[Finding]] | None = None
         self.committer = ThreadPoolExecutor(1, thread_name_prefix="cogumi-checkpoint")
 
-    def begin(self, resumed_from: Path | None) -> None:
+    def begin(self, resumed_from: Path | None, run: str) -> None:
         """At the beginning of each training, of which one trainer may see several: their steps have the same names."""
         self.resumed_from = resumed_from
+        self.identity = Identity(run, settings_of(self.trainer))
         self.committed.clear()
+
+    def spills_to(self, run: str | None) -> Path | None:
+        """Where in the fallback a training's checkpoints go: others have the same names."""
+        if self.fallback is None or run is None:
+            return None
+        output_dir = Path(self.trainer.args.output_dir).absolute()
+        name = output_dir.parent.name if output_dir.name == "checkpoints" else output_dir.name
+        return self.fallback / f"{name}-{run}"
 
     # ------------------------------------------------------------------------------------------------------------- a save
 
@@ -79,7 +94,7 @@ class Saver:
             if make_room(output_dir) and self.write(model, trial, final):
                 return
         self.keep_adapter(output_dir)
-        if self.fallback is not None and self.write(model, trial, self.fallback / final.name):
+        if self.spill(model, trial, final.name):
             return
         self.follow_policy(final, lambda: self.write(model, trial, final))
 
@@ -94,6 +109,7 @@ class Saver:
                 self.original(model, trial)
             self.correct_best(staged, final)
             save_rollouts(self.trainer, staged)
+            self.identity.write(staged)
         except BaseException as error:
             full = isinstance(error, Exception) and disk_is_full(error, final.parent)  # before its room is given back
             self.trainer.state.best_model_checkpoint = best  # Trainer may have noted the place that is now gone
@@ -101,7 +117,9 @@ class Saver:
                 shutil.rmtree(staging)
             if not full:
                 raise
-            log.warning("%s does not fit on the disk (%s: %s)", final, type(error).__name__, first_line(error))
+            if final != self.refused:  # while training waits for space it is tried again and again
+                log.warning("%s does not fit on the disk (%s: %s)", final, type(error).__name__, first_line(error))
+            self.refused = final
             return False
         self.pending = staged, final, self.committer.submit(commit, staged, final)
         if self.must_be_there_at_once():
@@ -109,6 +127,20 @@ class Saver:
         if self.trainer.args.push_to_hub and final in self.committed:
             self.trainer._push_from_checkpoint(str(final))
         return True
+
+    def spill(self, model: Any, trial: Any, name: str) -> bool:
+        """Write a checkpoint into the fallback; False where that takes none either, for whatever reason."""
+        directory = self.spills_to(self.identity.run)
+        if directory is None:
+            return False
+        try:
+            written = self.write(model, trial, directory / name)
+        except OSError as error:  # gone, read-only, unplugged: as a training's own disk it would end it
+            log.warning("the fallback %s takes no checkpoint (%s)", directory, first_line(error))
+            return False
+        if written:
+            log.warning("%s goes to the fallback: %s", name, directory)
+        return written
 
     def correct_best(self, staged: Path, final: Path) -> None:
         """Where this checkpoint is the best, Trainer has noted the place where it was staged."""
@@ -238,17 +270,18 @@ class Saver:
     def follow_policy(self, final: Path, again: Callable[[], bool]) -> None:
         """The checkpoint is not to be had. again: tries once more, and says whether it worked."""
         place = final.parent.absolute()
-        if self.on_full == "pause":
+        if self.on_full == "pause" and not self.asked_to_end():
             log.error("training waits: %s does not fit. Free space on the disk of %s and it goes on", final.name, place)
             began = reminded = time.monotonic()
             with self.excused():
-                while not again():
-                    time.sleep(RETRY_SECONDS)
+                while not (there := again()) and not self.asked_to_end():
+                    self.wait()
                     if time.monotonic() - reminded > REMIND_SECONDS:
                         reminded = time.monotonic()
                         log.error("still waiting for space in %s, for %d minutes", place, (reminded - began) // 60)
-            log.info("there is space again; training goes on")
-            return
+            if there:
+                log.warning("there is space again; training goes on")
+                return
         staging = final.parent / STAGING_NAME
         if staging.exists():
             shutil.rmtree(staging)
@@ -256,10 +289,18 @@ class Saver:
             self.trainer.control.should_training_stop = True
             log.error("training stops: %s does not fit on the disk of %s. Free space and resume", final.name, place)
             return
+        how = "training goes on"
+        if self.asked_to_end():
+            self.trainer.control.should_training_stop = True
+            how = "training ends"
         last = f"the last good one is {self.committed[-1].name}" if self.committed else "there is none yet"
-        log.error(
-            "training goes on without %s, which does not fit in %s; %s. Free space there", final.name, place, last
-        )
+        log.error("%s without %s, which does not fit in %s; %s. Free space there", how, final.name, place, last)
+
+    def wait(self) -> None:
+        """Until the next try, or a signal."""
+        until = time.monotonic() + RETRY_SECONDS
+        while time.monotonic() < until and not self.asked_to_end():
+            time.sleep(min(0.5, RETRY_SECONDS))
 
     def finish(self) -> None:
         """At the end of training, however it ends."""
@@ -267,8 +308,9 @@ class Saver:
         for directory in {path.parent for path in self.committed}:
             (directory / BALLAST_NAME).unlink(missing_ok=True)
         if self.mirror is not None:
+            ending = self.asked_to_end()  # by a signal that has been heard: the next one ends the process
             with self.excused():
-                self.mirror.finish(MIRROR_SECONDS)
+                self.mirror.finish(MIRROR_SECONDS, lambda: self.asked_to_end() and not ending)
 
 
 @contextmanager

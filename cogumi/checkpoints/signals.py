@@ -50,7 +50,7 @@ class Preemption:
         if self.received is None:
             self.received = number
             log.warning(
-                "%s: the step is finished and saved, then training ends; once more to end at once",
+                "%s: what is under way is finished, and the training saved and ended; once more to end at once",
                 signal.Signals(number).name,
             )
         elif number == signal.SIGINT:

@@ -65,7 +65,8 @@ class Outlook:
         said = [f"one checkpoint is {spoken(self.checkpoint)}{made_of}; at the fullest there are {self.held}{reserve}"]
         if self.saves_until_full is not None:
             hours = "" if self.hours_until_full is None else f", which is in {self.hours_until_full:.1f} hours"
-            said.append(f"there is room for {self.saves_until_full} more saves, and not for the one after them{hours}")
+            room = f"{self.saves_until_full} more saves, and not for the one after them"
+            said.append(f"there is room for {room if self.saves_until_full else 'not one save'}{hours}")
         short = [disk for disk in self.disks if disk.short]
         said += [f"{disk.filesystem.mount}: what helps: {'; '.join(self.advice(disk))}" for disk in short]
         asked = [disk.allocation for disk in self.disks if disk.allocation is not None]

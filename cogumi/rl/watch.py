@@ -80,8 +80,11 @@ class Watch(TrainerCallback):
                 log.warning("%s", warning)
             self.proof = LossProof(asked_for(self.trainer.args), self.token_ratio, unproven_terms(self.trainer))
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.guard()
+        # One that goes on inside a rollout has its completions from the checkpoint: they were made some steps ago.
+        rollout = args.steps_per_generation * self.trainer.num_iterations
+        self.rollout_step = state.global_step - self.trainer._step % rollout // args.gradient_accumulation_steps
 
     def note_rollout(self, inputs: Any) -> Any:
         self.guard()  # an evaluation before training is a rollout too
@@ -113,7 +116,7 @@ class Watch(TrainerCallback):
         if self.proof is not None:
             scaler = self.trainer.accelerator.scaler
             found = self.proof.check(scale=scaler.get_scale() if scaler is not None else 1.0)
-            if self.proof.step == 1:
+            if self.proof.step == 1 and self.rollout_step == self.trainer.state.global_step:
                 self.during.first_step(found)
             self.proof = None if self.proof.complete else self.proof
             if self.trainer.accelerator.is_main_process:

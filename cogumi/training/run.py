@@ -36,7 +36,7 @@ from cogumi.patches import patch, unsloth_rl
 from cogumi.rundir import append_jsonl, create_run_dir, read_jsonl, write_atomic, write_json
 from cogumi.training import gspo, sft
 from cogumi.training.telemetry import Telemetry, on_screen, recorded, set_status
-from cogumi.training.unfinished import alone_in, goes_on, was_evaluated
+from cogumi.training.unfinished import alone_in, goes_on, take_up_metrics, was_evaluated
 from cogumi.training.verdict import Check, Verdict, judge_gspo, judge_training
 
 log = logging.getLogger("cogumi")
@@ -118,7 +118,8 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
             try:
                 merged, merge_checks = merge_and_check(run, run_dir, adapter, base, trainer.model, examples, tokenizer)
             except (UsageError, MergeError) as error:  # the adapter was paid for; the verdict must say the rest
-                merge_checks = [Check("merge", one_line(error), "the adapter goes into its base", False)]
+                later = f"{one_line(error)} (later: cogumi merge {adapter} OUT)"
+                merge_checks = [Check("merge", later, "the adapter goes into its base", False)]
             checks += merge_checks
         verdict = conclude(run_dir, checks)
     del trainer  # model, trainer and optimizer refer to each other; the next run needs their memory
@@ -197,12 +198,12 @@ def fit(run: RunConfig, trainer: Any, examples: Examples) -> list[Check]:
         on_hung=options.on_hung,
         log_path=run_dir / "run.log",
     )
-    say_what_the_disks_get(run, trainer)
     measure_loss = examples.held_out is not None and options.method == "sft"
     if measure_loss and not was_evaluated(run_dir, 0):
         trainer.evaluate()
     with closing(telemetry), logging_redirect_tqdm(on_screen()):  # lines above the bar, not in it
         try:
+            say_what_the_disks_get(run, trainer)
             trainer.train()
         except (ValueError, ImportError) as error:
             if trainer.state.global_step > 0:
@@ -213,6 +214,9 @@ def fit(run: RunConfig, trainer: Any, examples: Examples) -> list[Check]:
     if measure_loss and not was_evaluated(run_dir, state.global_step):
         trainer.evaluate()
     metrics = read_jsonl(run_dir / "metrics.jsonl")
+    if not any("loss" in row for row in metrics):  # its end was fetched from a mirror
+        take_up_metrics(run_dir, state)
+        metrics = read_jsonl(run_dir / "metrics.jsonl")
     checks = judge_training(metrics, state.global_step, state.max_steps, largest_change(trainer.model))
     return checks + (judge_gspo(metrics, run_dir) if options.method == "gspo" else [])
 

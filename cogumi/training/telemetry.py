@@ -16,7 +16,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from cogumi.durable import NO_SPACE
 from cogumi.errors import FINISHED_AND_SAVED, RefusedAtSetup
 from cogumi.rundir import append_jsonl, write_json
-from cogumi.training.unfinished import drop_rows_after
+from cogumi.training.unfinished import take_up_metrics
 
 log = logging.getLogger("cogumi")
 HEARTBEAT_SECONDS = 1.0
@@ -44,7 +44,7 @@ class Telemetry(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        drop_rows_after(self.run_dir, state.global_step)
+        take_up_metrics(self.run_dir, state)
         self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc=self.name, unit="step", mininterval=0.5)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -115,7 +115,8 @@ def recorded(run_dir: Path, goes_on: bool = False) -> Iterator[None]:
         state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         if isinstance(error, SystemExit) or FINISHED_AND_SAVED in error.args:
             state = "preempted"
-        reason = f"{type(error).__name__}: {error}"
+        ended = f"a signal ended it: {FINISHED_AND_SAVED}; started again with the same words it goes on"
+        reason = ended if state == "preempted" else f"{type(error).__name__}: {error}"
         log.error("%s: %s", state, reason)
         try:
             set_status(run_dir, state, reason=reason)

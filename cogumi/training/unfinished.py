@@ -80,11 +80,19 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def drop_rows_after(run_dir: Path, step: int) -> None:
-    """Let the metrics end at the step that the training goes on from: what was logged later is logged again."""
+def take_up_metrics(run_dir: Path, state: Any) -> None:
+    """Let the metrics end at the step that the training goes on from: what was logged later is logged again.
+
+    On a machine that fetched its checkpoint there are none: then they are what that checkpoint remembers.
+    """
     path = run_dir / "metrics.jsonl"
-    text = "".join(line_of(row) for row in read_jsonl(path) if row["step"] <= step)
-    if path.exists() and text != path.read_text(encoding="utf-8"):
+    rows = read_jsonl(path)
+    if not any("loss" in row for row in rows):
+        rows += state.log_history
+    # A summary at the end of a training that a signal ended is of a part of it.
+    kept = [row for row in rows if row["step"] <= state.global_step and "train_runtime" not in row]
+    text = "".join(map(line_of, kept))
+    if text and not (path.exists() and text == path.read_text(encoding="utf-8")):
         write_atomic(path, text)
 
 
