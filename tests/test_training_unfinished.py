@@ -1,6 +1,7 @@
 """Runs that ended before their end, started again with the same words."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from cogumi.rundir import read_json, read_jsonl
 from cogumi.training import gspo as gspo_run
 from cogumi.training import telemetry
 from cogumi.training.telemetry import Telemetry
+from cogumi.training.verdict import judge_training
 
 Config = dict[str, Any]
 
@@ -245,3 +247,48 @@ def test_a_line_that_was_cut_off_is_logged_again(sft: Config, stop_after: Callab
     stop_after(0)
     result = cogumi.train(sft)
     assert [row["step"] for row in result.metrics if "loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_fresh_machine_takes_up_a_finished_training_from_its_mirror(sft: Config, tmp_path: Path) -> None:
+    first = cogumi.train(sft, cogumi__mirror=str(tmp_path / "mirror"))
+    there = cogumi.train(sft, cogumi__mirror=str(tmp_path / "mirror"), cogumi__run_dir=str(tmp_path / "there"))
+    assert there.passed, str(there.verdict)
+    assert there.series("loss") == first.series("loss")
+    assert the_same(there.run_dir, first.run_dir)
+    with pytest.raises(UsageError, match=r"of another training \(learning_rate: 0.01 there, 0.02 here\)"):
+        cogumi.train(
+            sft,
+            cogumi__mirror=str(tmp_path / "mirror"),
+            cogumi__run_dir=str(tmp_path / "other"),
+            train__learning_rate=2e-2,
+        )
+
+
+def test_a_verdict_needs_a_training_loss() -> None:
+    evaluated = [{"step": 0, "eval_loss": 2.0}, {"step": 6, "eval_loss": 1.0}]
+    assert not all(check.passed for check in judge_training(evaluated, 6, 6, 1.0))
+    assert all(check.passed for check in judge_training([*evaluated, {"step": 6, "loss": 1.5}], 6, 6, 1.0))
+
+
+def test_gspo_that_goes_on_inside_a_rollout_raises_no_false_alarm(
+    gspo: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gspo["train"]["learning_rate"] = 1e-1
+    whole = cogumi.train(gspo, cogumi__run_dir=str(tmp_path / "whole"))
+    on_step_end = Telemetry.on_step_end
+
+    def interrupting(self: Telemetry, args: Any, state: Any, control: Any, **more: Any) -> None:
+        on_step_end(self, args, state, control, **more)
+        if state.global_step == 5:  # the second rollout began with the fifth step
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Telemetry, "on_step_end", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            cogumi.train(gspo)
+    result = cogumi.train(gspo)
+    said = (result.run_dir / "run.log").read_text()
+    assert "resuming from" in said
+    assert "before anything was learned" not in said
+    assert result.series("policy/staleness") == whole.series("policy/staleness")
+    assert the_same(result.run_dir, whole.run_dir)

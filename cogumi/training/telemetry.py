@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -113,7 +114,8 @@ def recorded(run_dir: Path, goes_on: bool = False) -> Iterator[None]:
             shutil.rmtree(run_dir)  # nothing in it is worth keeping, and the corrected run may want its name
             raise
         state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        if isinstance(error, SystemExit) or FINISHED_AND_SAVED in error.args:
+        terminated = isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
+        if terminated or FINISHED_AND_SAVED in error.args:
             state = "preempted"
         ended = f"a signal ended it: {FINISHED_AND_SAVED}; started again with the same words it goes on"
         reason = ended if state == "preempted" else f"{type(error).__name__}: {error}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from cogumi.checkpoints.identity import differences
 from cogumi.config import RunConfig, dump_config
 from cogumi.durable import locked
 from cogumi.errors import UsageError
@@ -62,12 +63,10 @@ def refuse_another(run: RunConfig) -> None:
     """Raise UsageError, with what differs, when the run in the directory is not the one that was asked for."""
     there = flat(yaml.safe_load((run.run_dir / "config.yaml").read_text(encoding="utf-8")))
     here = flat(yaml.safe_load(dump_config(run)))
-    other = [key for key in sorted(there | here) if key not in MAY_CHANGE and there.get(key) != here.get(key)]
+    other = differences(*({key: side[key] for key in side.keys() - MAY_CHANGE} for side in (there, here)))
     if other:
-        differs = ", ".join(f"{key}: {there.get(key)} there, {here.get(key)} here" for key in other[:3])
-        more = f" and {len(other) - 3} more" if len(other) > 3 else ""
         raise UsageError(
-            f"{run.run_dir} holds an unfinished run of another configuration ({differs}{more}); "
+            f"{run.run_dir} holds an unfinished run of another configuration ({other}); "
             "set cogumi.run_dir to a new directory, or set these back to go on with that run"
         )
 
