@@ -119,12 +119,14 @@ def show_leftovers(found: list["Leftover"], directory: Path) -> None:
 
 @disk_app.command()
 def verify(directory: Directory, as_json: AsJson = False) -> None:
-    """Read every checkpoint and say which are good. Exit status 1 if one is rejected."""
+    """Read every checkpoint, or the one named, and say which are good. Exit status 1 if one is rejected."""
+    from cogumi.checkpoints.manifest import CHECKPOINT_NAME
     from cogumi.checkpoints.resume import findings
+    from cogumi.checkpoints.verify import inspect
 
     place = checkpoints_dir(directory)
     with disk_failures_in_one_line(), waiting(f"reading the checkpoints of {place}"):
-        found = list(findings(place))
+        found = [inspect(place)] if CHECKPOINT_NAME.fullmatch(place.resolve().name) else list(findings(place))
     if not found:
         raise no_checkpoints(place)
     if as_json:
@@ -160,6 +162,10 @@ def resume_point(directory: Directory, as_json: AsJson = False) -> None:
     if good is None:
         why = f"none of {len(looked_at)} checkpoints is good" if looked_at else "there are no checkpoints"
         print(f"cogumi: {place}: nothing to resume from: {why}", file=sys.stderr)
+        print(
+            "A run that has a mirror or a fallback looks there too when it goes on; this command does not.",
+            file=sys.stderr,
+        )
     if as_json:
         print_json({"resume_point": good, "looked_at": [asdict(finding) for finding in looked_at]})
     elif good is not None:
@@ -221,7 +227,7 @@ def plan_verified(directory: Path, keep: int) -> tuple[list[Path], list[str]]:
     from cogumi.checkpoints.retention import plan_pruning
     from cogumi.checkpoints.verify import inspect
 
-    good, damaged, newest = 0, [], 0
+    good, damaged, newest = 0, {}, 0
     for path in checkpoints_in(directory):  # the newest first
         if good == keep:
             break
@@ -230,9 +236,9 @@ def plan_verified(directory: Path, keep: int) -> tuple[list[Path], list[str]]:
             finding = inspect(path)
             good += finding.state == "verified"
             if finding.state != "verified":
-                damaged.append(f"{path.name}: is {finding.state} and does not count: {finding.reason}")
+                damaged[path.name] = f"{path.name}: is {finding.state} and does not count: {finding.reason}"
     going, staying = plan_pruning(directory, max(newest, keep), best_of(directory))
-    return going, damaged + staying
+    return going, [*damaged.values(), *(line for line in staying if line.partition(":")[0] not in damaged)]
 
 
 def best_of(directory: Path) -> Path | None:
@@ -251,16 +257,16 @@ def best_of(directory: Path) -> Path | None:
 
 @disk_app.command()
 def clean(directory: Directory, dry_run: DryRun = False, as_json: AsJson = False) -> None:
-    """Remove what interrupted saves and removals left (.cogumi-saving, .cogumi-trash-*), and nothing else."""
+    """Remove what interrupted trainings left (.cogumi-saving, .cogumi-trash-*, .cogumi-ballast), and nothing else."""
     from cogumi.disk import leftovers, spoken
-    from cogumi.disk.owners import STAGING, TRASH
+    from cogumi.disk.owners import RESERVE, STAGING, TRASH
 
     check_directory(directory)
     removed: list[Leftover] = []
     kept: list[tuple[Leftover, str]] = []
     with disk_failures_in_one_line():
         for row in leftovers(directory):
-            if row.what not in (STAGING, TRASH):
+            if row.what not in (STAGING, TRASH, RESERVE):
                 continue
             reason = row.in_use or (whole_inside(Path(row.path)) if row.what == STAGING else "")
             if reason:
@@ -282,9 +288,12 @@ def clean(directory: Directory, dry_run: DryRun = False, as_json: AsJson = False
 
 
 def remove_leftover(path: Path) -> None:
-    """Remove a directory under a name that no save uses: one that begins now makes its own."""
+    """Remove a file, or a directory under a name that no save uses: one that begins now makes its own."""
     from cogumi.checkpoints.retention import TRASH_PREFIX
 
+    if path.is_file():
+        path.unlink()
+        return
     trash = path
     if not path.name.startswith(TRASH_PREFIX):
         trash = path.with_name(f"{TRASH_PREFIX}{path.name.lstrip('.')}-{secrets.token_hex(2)}")

@@ -1,5 +1,6 @@
 """`cogumi.protect` on real trainers: what is on the disk after saves, kills and full disks, and what a resume does."""
 
+import errno
 import logging
 import os
 import signal
@@ -17,12 +18,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import cogumi
-from cogumi.checkpoints import protect, unprotect
-from cogumi.checkpoints.commit import STAGING_NAME, blocks_of
+from cogumi.checkpoints import protect, saving, unprotect
+from cogumi.checkpoints.commit import STAGING_NAME, blocks_of, commit, step_of
 from cogumi.checkpoints.identity import RUN_NAME
 from cogumi.checkpoints.retention import PIN_NAME, plan_pruning
 from cogumi.checkpoints.saving import BALLAST_NAME, Saver
-from cogumi.checkpoints.verify import inspect
+from cogumi.checkpoints.verify import Finding, inspect
 from cogumi.cli_disk import prune
 from cogumi.disk import filesystem_of
 from cogumi.errors import UsageError
@@ -280,6 +281,8 @@ def test_undo(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ({"keep": 1}, "at least 2"),
+        ({"keep": "3"}, "keep='3': .* whole number"),
+        ({"keep": 2.5}, "keep=2.5: .* whole number"),
         ({"resume": "maybe"}, "auto, never"),
         ({"on_full": "panic"}, "continue, pause, stop"),
     ],
@@ -361,6 +364,24 @@ def test_a_fallback_that_takes_nothing(bad: str, size: int, disk: Callable[[int]
         subprocess.run(["mount", "-o", "remount,ro", str(other)], check=True)
         trainer.train()
         assert max(losses.seen) == 2
+
+
+@pytest.mark.parametrize("fault", ["fails", "reads back differently"])
+def test_a_fallback_that_fails_while_it_commits(
+    fault: str, size: int, disk: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def failing(staged: Path, final: Path) -> Finding:
+        if not final.is_relative_to(tmp_path / "other"):
+            return commit(staged, final)
+        if fault == "fails":
+            raise OSError(errno.EIO, "the cable is out")
+        return Finding(final, step_of(final), "rejected", "model.safetensors is damaged", 0)
+
+    monkeypatch.setattr(saving, "commit", failing)
+    trainer, losses = make(disk(int(1.5 * size)) / "run")
+    protect(trainer, fallback=tmp_path / "other").train()
+    assert max(losses.seen) == trainer.state.max_steps
+    assert "did not keep checkpoint-4" in caplog.text
 
 
 def test_a_signal_ends_a_pause(size: int, disk: Callable[[int], Path], caplog: pytest.LogCaptureFixture) -> None:

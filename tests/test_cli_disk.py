@@ -193,6 +193,13 @@ def test_verify_names_what_is_wrong(checkpoints: Path, run: Run) -> None:
     }
 
 
+def test_verify_of_one_checkpoint(checkpoints: Path, run: Run) -> None:
+    flip(checkpoints / "checkpoint-5" / "optimizer.pt")
+    status, said, error = run("verify", checkpoints / "checkpoint-4", "--json")
+    assert (status, error, [row["state"] for row in json.loads(said)]) == (0, "", ["verified"])
+    assert run("verify", checkpoints / "checkpoint-5")[0] == 1
+
+
 def test_resume_point_prints_a_path_alone(checkpoints: Path, run: Run) -> None:
     assert run("resume-point", checkpoints) == (0, f"{checkpoints / 'checkpoint-5'}\n", "")
     flip(checkpoints / "checkpoint-5" / "model.safetensors")
@@ -212,13 +219,14 @@ def test_resume_point_where_there_is_none(checkpoints: Path, tmp_path: Path, run
         (checkpoints / f"checkpoint-{number}" / "trainer_state.json").unlink()
     status, said, error = run("resume-point", checkpoints)
     assert (status, said) == (1, "")
-    assert len(error.splitlines()) == 6
-    assert error.splitlines()[-1] == f"cogumi: {checkpoints}: nothing to resume from: none of 5 checkpoints is good"
+    assert len(error.splitlines()) == 7
+    assert error.splitlines()[-2] == f"cogumi: {checkpoints}: nothing to resume from: none of 5 checkpoints is good"
     assert json.loads(run("resume-point", checkpoints, "--json")[1])["resume_point"] is None
     (tmp_path / "empty").mkdir()
     status, said, error = run("resume-point", tmp_path / "empty")
-    assert (status, said, error.count("\n")) == (1, "", 1)
-    assert "there are no checkpoints" in error
+    assert (status, said) == (1, "")
+    assert "there are no checkpoints" in error.splitlines()[0]
+    assert "mirror" in error.splitlines()[1]
 
 
 # --------------------------------------------------------------------------------------------------------------- prune
@@ -249,6 +257,7 @@ def test_prune_does_not_count_what_is_damaged(checkpoints: Path, run: Run) -> No
     status, said, _ = run("prune", checkpoints, "--keep", 2)
     assert status == 0
     assert "checkpoint-5: is rejected and does not count: optimizer.pt" in said
+    assert said.count("checkpoint-5") == 1
     assert "checkpoint-3: not written by cogumi" in said
     assert "gone      checkpoint-1: " in said
     assert "came back" in said.splitlines()[-1]
@@ -263,20 +272,20 @@ def test_prune_does_not_count_what_is_damaged(checkpoints: Path, run: Run) -> No
 def test_clean_takes_what_was_left_and_nothing_else(checkpoints: Path, run: Run, settled: None) -> None:
     for name in ("checkpoint-9.partial", "aside-checkpoint-3-ab12", ".cogumi-saving.mine", "merged.partial-0123abcd"):
         (checkpoints / name).mkdir()
-    for name in (".cogumi-ballast", ".cogumi-trash-file"):
-        (checkpoints / name).touch()
+    (checkpoints / ".cogumi-trash-file").touch()
     (checkpoints / ".cogumi-trash-link").symlink_to(checkpoints / "checkpoint-5")
     before = names(checkpoints)
     for name in (".cogumi-saving/checkpoint-6", ".cogumi-trash-checkpoint-0-ab12"):
         (checkpoints / name).mkdir(parents=True)
         (checkpoints / name / "model.safetensors").write_bytes(bytes(100_000))
+    (checkpoints / ".cogumi-ballast").touch()  # a killed training's reserve
     left = names(checkpoints)
     status, said, error = run("clean", checkpoints, "--dry-run")
     assert (status, error, names(checkpoints)) == (0, "", left)
-    assert said.count("would go: ") == 2
+    assert said.count("would go: ") == 3
     status, said, error = run("clean", checkpoints.parent)
     assert (status, error, names(checkpoints)) == (0, "", before)
-    assert said.count("removed: ") == 2
+    assert said.count("removed: ") == 3
     assert run("clean", checkpoints) == (0, f"{checkpoints}: nothing to clean\n", "")
     assert json.loads(run("clean", checkpoints, "--json")[1]) == {"dry_run": False, "removed": [], "kept": []}
 

@@ -16,6 +16,7 @@ from disk_mounts import mounting
 from safetensors.torch import load_file
 
 import cogumi
+from cogumi.checkpoints.identity import run_of
 from cogumi.disk.usage import space_of
 from cogumi.durable import locked
 from cogumi.errors import UsageError
@@ -255,6 +256,7 @@ def test_a_fresh_machine_takes_up_a_finished_training_from_its_mirror(sft: Confi
     assert there.passed, str(there.verdict)
     assert there.series("loss") == first.series("loss")
     assert the_same(there.run_dir, first.run_dir)
+    assert run_of(there.run_dir / "checkpoints") == run_of(first.run_dir / "checkpoints")
     with pytest.raises(UsageError, match=r"of another training \(learning_rate: 0.01 there, 0.02 here\)"):
         cogumi.train(
             sft,

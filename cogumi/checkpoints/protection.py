@@ -91,6 +91,8 @@ def unprotect(trainer: Any) -> Any:
 def check_arguments(trainer: Any, keep: int | None, resume: str, on_full: str, mirror: str | Path | None) -> None:
     if not isinstance(getattr(trainer, "args", None), TrainingArguments):
         raise UsageError(f"protect takes a transformers or TRL trainer, and was given {type(trainer).__name__}")
+    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool)):
+        raise UsageError(f"keep={keep!r}: how many checkpoints stay is a whole number, at least 2")
     if keep is not None and keep < 2:
         raise UsageError(f"keep={keep}: at least 2, since the newest checkpoint is the one that a fault damages")
     if mirror == "" or (mirror is not None and Path(mirror).absolute() == Path(trainer.args.output_dir).absolute()):
@@ -179,6 +181,7 @@ class Protection:
                 )
             point = self.resume_point(resume_from_checkpoint)
             if point is not None and self.is_the_end(point):
+                self.name_of(point)
                 return self.take_up_the_end(point)
             for path in clean(output_dir):
                 log.info("removed %s, left by an interrupted removal", path.name)

@@ -174,7 +174,9 @@ class Saver:
             finding = committing.result()
         except OSError as error:
             if not says_full(error):
-                raise
+                self.pending = None
+                self.refuse_unless_spilled(final, error)
+                return
             log.warning("%s could not be committed (%s)", final, first_line(error))
             if not (self.drop_ballast(final.parent) and self.commit_again(staged, final)):
                 self.pending = None
@@ -182,6 +184,12 @@ class Saver:
             return
         self.pending = None
         self.conclude(final, finding)
+
+    def refuse_unless_spilled(self, final: Path, error: OSError) -> None:
+        """Raise what a commit failed of, but for one into the fallback: that may be gone, and the training is not."""
+        if final.parent != self.spills_to(self.identity.run):
+            raise error
+        log.warning("the fallback %s did not keep %s (%s)", final.parent, final.name, first_line(error))
 
     def commit_again(self, staged: Path, final: Path) -> bool:
         """Commit in this thread what is still staged; False where the disk is still full."""
@@ -197,7 +205,9 @@ class Saver:
 
     def conclude(self, final: Path, finding: Finding) -> None:
         if finding.state != "verified":
-            raise OSError(f"{final} was written and reads back differently ({finding.reason}): disk or memory fail")
+            why = f"{final} was written and reads back differently ({finding.reason}): disk or memory fail"
+            self.refuse_unless_spilled(final, OSError(why))
+            return
         self.committed.append(final)
         log.info("%s is saved and verified (%s)", final, spoken(finding.bytes))
         if self.mirror is not None:

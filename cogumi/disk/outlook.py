@@ -87,7 +87,7 @@ class Outlook:
                 said.append(f"2 checkpoints kept instead of {self.keep} (save_total_limit) are {saved} less")
             if disk.training - self.reserve <= free:
                 said.append("it goes without the reserve, which is taken only where there is room")
-            said.append("a directory on another disk for what does not fit (cogumi.fallback)")
+            said.append("a directory on another disk for what does not fit, if none is named yet (cogumi.fallback)")
             said.append("saving less often does not help: the fullest moment stays the same")
         if disk.end > free and MERGED in sizes:
             said.append(f"cogumi.merge=false leaves {spoken(sizes[MERGED].end)} for `cogumi merge` to write elsewhere")
