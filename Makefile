@@ -3,7 +3,7 @@ SHELL := /bin/sh
 PYTHON_IN := .venv/bin/python
 LANES := requirements-stable-precompiled.txt $(wildcard requirements/*.txt) requirements/install.sh pyproject.toml
 
-.PHONY: smoke test test-all test-unsloth lint bench faults lock clean
+.PHONY: smoke test test-all test-unsloth test-torch27 lint bench faults lock clean
 
 smoke: .venv/lane
 	$(PYTHON_IN) -m cogumi.smoke
@@ -17,6 +17,10 @@ test-all: lint
 # Not part of `make test`: a virtual environment of its own with unsloth, which runs on a CPU there.
 test-unsloth: .venv-unsloth/lane
 	UNSLOTH_ON_CPU=1 .venv-unsloth/bin/python -m pytest tests/test_unsloth.py
+
+# Not part of `make test` either: a torch whose Dynamo cannot take a 4-bit layer, for the bottom of graph_break's ladder.
+test-torch27: .venv-torch27/lane
+	.venv-torch27/bin/python -m pytest --noconftest tests/test_graph_break_older_torch.py
 
 lint: .venv/test
 	$(PYTHON_IN) -m ruff check .
@@ -45,5 +49,11 @@ lock: .venv/lane
 	sh requirements/install.sh unsloth
 	touch $@
 
+.venv-torch27/lane: requirements/torch-2.7.in
+	python3 -m venv .venv-torch27
+	echo '*' >.venv-torch27/.gitignore
+	.venv-torch27/bin/python -m pip install --quiet --retries 1 -r $<
+	touch $@
+
 clean:
-	rm -rf .venv .venv-unsloth runs
+	rm -rf .venv .venv-unsloth .venv-torch27 runs

@@ -45,6 +45,19 @@ def train(
 
 
 @app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> None:
+    """What torch.compile does here: the compiler, 4-bit layers, the environment. Exit status 1 where nothing compiles."""
+    from cogumi.compiling.report import examine
+
+    report, compiler = examine()
+    if as_json:
+        print(json.dumps({**asdict(report), "compiler": asdict(compiler)}, default=str, indent=2))
+    else:
+        print("\n".join([*report.of_the_process(), str(compiler)]))
+    raise typer.Exit(1 if compiler.error else 0)
+
+
+@app.command()
 def merge(
     adapter: Annotated[Path | None, typer.Argument(help="The directory a run saved its adapter to.")] = None,
     out: Annotated[Path | None, typer.Argument(help="A directory that does not exist yet.")] = None,

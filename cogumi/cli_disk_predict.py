@@ -71,8 +71,8 @@ def planned(run: "RunConfig") -> tuple[Any, list[str]]:
     from transformers import AutoConfig
 
     from cogumi.disk.planned import planned_trainer
-    from cogumi.models.adapters import lora_config
-    from cogumi.models.load import load_tokenizer, loaded_in, resolve_model
+    from cogumi.models.adapters import keep_float32, lora_config
+    from cogumi.models.load import load_tokenizer, loaded_in, refuse_quantized_already, resolve_model
     from cogumi.patches import patch
     from cogumi.training.run import BUILD_REFUSALS, one_line, trl_arguments
 
@@ -80,13 +80,17 @@ def planned(run: "RunConfig") -> tuple[Any, list[str]]:
     args = trl_arguments(run)
     base = resolve_model(run.model.name, run.model.revision)
     config = AutoConfig.from_pretrained(base, revision=run.model.revision)
+    if run.model.quantization_config is not None:  # which changes nothing of what is written
+        refuse_quantized_already(base, config)
     tokenizer, notes = None, []
     try:
         tokenizer = load_tokenizer(base, run.model.revision)
     except UsageError:  # a run would not start without one; the rest is worth knowing
         notes.append(f"{run.model.name} has no tokenizer that can be loaded, and none is counted")
     try:
-        return planned_trainer(config, loaded_in(run.model.dtype), args, lora_config(run.lora), tokenizer), notes
+        trainer = planned_trainer(config, loaded_in(run.model.dtype), args, lora_config(run.lora), tokenizer)
+        keep_float32(trainer.model)
+        return trainer, notes
     except UsageError:
         raise
     except BUILD_REFUSALS as error:

@@ -7,15 +7,16 @@ come from the file, then from the environment (`COGUMI_TRAIN__MAX_STEPS=5`), the
 
 import dataclasses
 import difflib
+import inspect
 import os
 import re
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from cogumi.data.fim import FimConfig
 from cogumi.errors import UsageError
@@ -25,6 +26,19 @@ ENVIRONMENT_PREFIX = "COGUMI_"
 # Keys of the `cogumi:` section that mean nothing to supervised fine-tuning.
 GSPO_ONLY = ("rewards", "docs_per_step", "prompts_per_step", "behaviour_logps", "fp32_lm_head")
 SECRETS = ("hub_token", "push_to_hub_token", "api_key", "password", "secret")
+
+# A dtype by name, which is what a written config has; code may pass torch's own object.
+PLAIN_NAME = BeforeValidator(lambda dtype: str(dtype).removeprefix("torch."))
+# Of BitsAndBytesConfig: the arguments whose default does not say what they are.
+QUANTIZATION_TYPES = {
+    "llm_int8_skip_modules": list[str],
+    "bnb_4bit_compute_dtype": Annotated[Literal["float32", "bfloat16", "float16"], PLAIN_NAME],
+    "bnb_4bit_quant_type": Literal["nf4", "fp4"],
+    "bnb_4bit_quant_storage": Annotated[
+        Literal["uint8", "int8", "float16", "bfloat16", "float32", "float64"], PLAIN_NAME
+    ],
+}
+OF_OTHER_BITS = {"load_in_4bit": ("llm_int8_threshold", "llm_int8_has"), "load_in_8bit": ("bnb_4bit",)}
 
 # Where each value came from, for messages: dotted key -> "file.yaml:12", "environment COGUMI_X", "override".
 Origins = dict[str, str]
@@ -41,6 +55,8 @@ class ModelSection(Section):
     """Hub revision; a commit hash makes the run repeatable."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype the base is loaded in. `auto`: bfloat16 on a GPU that has it, float32 elsewhere."""
+    quantization_config: dict[str, Any] | None = None
+    """transformers' BitsAndBytesConfig. `load_in_4bit: true` alone is QLoRA: nf4, quantized twice, computing in `dtype`."""
 
 
 class DataSection(Section):
@@ -80,6 +96,10 @@ class CogumiSection(Section):
     """A directory on another disk, for checkpoints that do not fit."""
     mirror: str | None = None
     """Where checkpoints are copied to: a directory, an fsspec URL such as s3://bucket/run, or hf://user/repository."""
+    compile: Annotated[
+        Literal["auto", "off", "layers"], BeforeValidator(lambda value: "off" if value is False else value)
+    ] = "auto"  # YAML 1.1 reads a bare `off` as False
+    """torch.compile, layer by layer. auto: where a few measured steps show that the rest of the run repays it."""
     merge: bool = True
     """Merge the adapter into the full-precision base at the end, and check the merged model against the live one."""
 
@@ -128,6 +148,8 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any], **overrides:
             raise UsageError(f"{place}: cogumi.{key} would be ignored: it is for cogumi.method: gspo; drop it")
     run.train = bind_signature(run.train, "train", trl_config_class(run.cogumi.method), "trl", origins, label)
     run.lora = bind_signature(run.lora, "lora", lora_config_class(), "peft", origins, label)
+    if run.model.quantization_config is not None:
+        run.model.quantization_config = bind_quantization(run.model.quantization_config, origins, label)
     if "output_dir" in run.train:
         raise UsageError(
             f"{origins.get('train.output_dir', label)}: train.output_dir is the run's own; set cogumi.run_dir"
@@ -279,10 +301,40 @@ def bind_signature(
 ) -> dict[str, Any]:
     """The section's values, coerced to the types of a library's config dataclass."""
     hints = get_type_hints(signature)
-    fields = [f.name for f in dataclasses.fields(signature) if f.init]
-    reject_unknown(
-        values, fields, f"{section}.", origins, label, f" ({signature.__name__}, {library} {version(library)})"
+    fields = {f.name: hints[f.name] for f in dataclasses.fields(signature) if f.init}
+    return bind_values(values, section, fields, f"{signature.__name__}, {library} {version(library)}", origins, label)
+
+
+def bind_quantization(values: dict[str, Any], origins: Origins, label: str) -> dict[str, Any]:
+    """`model.quantization_config:`, coerced to what the arguments of BitsAndBytesConfig are."""
+    from transformers import BitsAndBytesConfig
+
+    section = "model.quantization_config"
+    arguments = inspect.signature(BitsAndBytesConfig).parameters.values()
+    # It has no annotations: a default says its type, and what is None by default says it here, or is not checked.
+    hints = {
+        each.name: QUANTIZATION_TYPES.get(each.name, Any if each.default is None else type(each.default))
+        for each in arguments
+        if each.kind is not each.VAR_KEYWORD
+    }
+    bound = bind_values(
+        values, section, hints, f"BitsAndBytesConfig, transformers {version('transformers')}", origins, label
     )
+    chosen = [key for key in ("load_in_4bit", "load_in_8bit") if bound.get(key)]
+    if len(chosen) != 1:
+        what = "are both true; drop one" if chosen else "are both false; set one, or drop the section"
+        raise UsageError(f"{origins.get(section, label)}: {section}: load_in_4bit and load_in_8bit {what}")
+    for key in bound:
+        if key.startswith(OF_OTHER_BITS[chosen[0]]):
+            place = origins.get(f"{section}.{key}", label)
+            raise UsageError(f"{place}: {section}.{key} would be ignored with {chosen[0]}: true; drop it")
+    return bound
+
+
+def bind_values(
+    values: dict[str, Any], section: str, hints: Mapping[str, Any], owner: str, origins: Origins, label: str
+) -> dict[str, Any]:
+    reject_unknown(values, hints, f"{section}.", origins, label, f" ({owner})")
     bound = {}
     for key, value in values.items():
         try:

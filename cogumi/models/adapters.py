@@ -1,9 +1,13 @@
 """The LoRA that a run trains, and what it did."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model_state_dict
+from safetensors.torch import load_file
+
+from cogumi.models.provenance import quantization_of
 
 # Rank 16 on every linear layer with alpha = 2r; dropout 0, because GSPO's ratio must be 1 before the first update.
 DEFAULTS: dict[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
@@ -17,3 +21,25 @@ def lora_config(lora: dict[str, Any], revision: str | None = None) -> LoraConfig
 def largest_change(model: torch.nn.Module) -> float:
     """The largest |B| of the adapter's up-projections: 0 before training, and still 0 if nothing was learned."""
     return max((p.detach().abs().max().item() for n, p in model.named_parameters() if "lora_B" in n), default=0.0)
+
+
+def keep_float32(model: Any) -> None:
+    """Give the adapter on a quantized base the float32 back that PEFT made it in. Before there is an optimizer.
+
+    TRL 1.15 (sft_trainer.py, grpo_trainer.py) casts it to bfloat16, where an update below 2^-9 of a weight is lost: at
+    the learning rates of RL that is most of them. And PEFT loads a checkpoint's in float32, so that a run that goes on
+    would not be the one that stopped. What is trained whole (modules_to_save) gets the base's dtype.
+    """
+    if quantization_of(model.config) is None:
+        return
+    base = model.get_base_model().dtype
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.float32 if "lora_" in name else base)
+
+
+def unlike_saved(model: Any, adapter: Path) -> list[str]:
+    """The tensors in which the model's adapter and the one that was saved from it are not the same, bit for bit."""
+    live, saved = get_peft_model_state_dict(model), load_file(adapter / "adapter_model.safetensors")
+    same = {name for name in live.keys() & saved.keys() if torch.equal(live[name].cpu(), saved[name])}
+    return sorted((live.keys() | saved.keys()) - same)

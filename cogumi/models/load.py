@@ -1,17 +1,32 @@
 """Loading a base model and its tokenizer, with the mistakes people make turned into one line."""
 
+import functools
+import importlib.util
 import logging
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from cogumi.errors import UsageError
+from cogumi.models.provenance import quantization_of
 from cogumi.models.small_base import small_base_path
 
 log = logging.getLogger(__name__)
 
 SMALL_BASE = "cogumi:small-base"
+# What QLoRA is (https://arxiv.org/abs/2305.14314, section 3). transformers' own defaults are fp4, quantized once.
+QLORA = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
 def resolve_model(name: str, revision: str | None = None) -> str:
@@ -49,10 +64,110 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
     return tokenizer
 
 
-def load_model(name: str, revision: str | None = None, dtype: str = "auto") -> PreTrainedModel:
-    """The base model, on the GPU where there is one. `dtype` as in `model.dtype` of a config."""
-    device = {"": 0} if torch.cuda.is_available() else None
-    return AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=loaded_in(dtype), device_map=device)
+def load_model(
+    name: str, revision: str | None = None, dtype: str = "auto", quantization: dict[str, Any] | None = None
+) -> PreTrainedModel:
+    """The base model, on the GPU where there is one. `dtype` and `quantization` as in `model:` of a config.
+
+    Raises UsageError for a base that cannot be quantized, or that would not train on what was quantized.
+    """
+    loading: dict[str, Any] = {"dtype": loaded_in(dtype), "device_map": {"": 0} if torch.cuda.is_available() else None}
+    if quantization is not None:
+        refuse_quantized_already(name, AutoConfig.from_pretrained(name, revision=revision))
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise UsageError("model.quantization_config: bitsandbytes is not installed; run: pip install bitsandbytes")
+        # Only then: None would take away what the config of a quantized checkpoint says.
+        loading["quantization_config"] = quantization_settings(quantization, dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, revision=revision, **loading)
+    if quantization is not None:
+        refuse_wrong_layers(model)
+    if getattr(model, "is_loaded_in_4bit", False):
+        refuse_misread(model)
+        train_on_what_was_loaded(model)
+    return model
+
+
+def quantization_settings(quantization: dict[str, Any], dtype: str) -> BitsAndBytesConfig:
+    """transformers' object for `model.quantization_config` over QLoRA's defaults; `dtype` is `model.dtype`."""
+    defaults = {**QLORA, "bnb_4bit_compute_dtype": loaded_in(dtype)} if quantization.get("load_in_4bit") else {}
+    return BitsAndBytesConfig(**defaults | quantization)
+
+
+def refuse_quantized_already(name: str, config: PreTrainedConfig) -> None:
+    """Raise UsageError for a base whose weights on disk are quantized: transformers keeps them as they are."""
+    found = quantization_of(config)
+    if found is not None:
+        raise UsageError(
+            f"model.quantization_config: {name} is quantized already ({found.type or found.method}); drop "
+            "model.quantization_config to train on that, or set model.name to the full-precision model"
+        )
+
+
+def quantized_layers(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
+    """bitsandbytes' linear layers, which are subclasses of torch's, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and type(module).__module__.startswith("bitsandbytes")
+    }
+
+
+def refuse_wrong_layers(model: PreTrainedModel) -> None:
+    """Raise UsageError where nothing was quantized, or the LM head was."""
+    layers = quantized_layers(model)
+    if not layers:
+        raise UsageError(
+            f"model.quantization_config: {type(model).__name__} has no linear layers that bitsandbytes could quantize "
+            "(transformers' experts are none); drop it"
+        )
+    head = next((name for name, module in layers.items() if module is model.get_output_embeddings()), None)
+    if head is not None:
+        raise UsageError(
+            f"model.quantization_config.llm_int8_skip_modules replaces transformers' own list, so {head} would be "
+            f"quantized, which TRL's losses read as it is; add {head} to the list"
+        )
+
+
+def refuse_misread(model: PreTrainedModel) -> None:
+    """Raise UsageError for 4-bit weights that bitsandbytes misreads on this CPU."""
+    layers = quantized_layers(model) if model.device.type == "cpu" else {}
+    misread = [name for name, module in layers.items() if not reads_rows(module.in_features)]
+    if not misread:
+        return
+    quantizer: Any = model.hf_quantizer
+    if quantizer.pre_quantized:
+        fix = "run on a GPU, or set model.name to the full-precision model"
+    else:
+        skipped = model.config.quantization_config.llm_int8_skip_modules or ["lm_head"]
+        skip = ", ".join(dict.fromkeys([*skipped, *(name.rpartition(".")[2] for name in misread)]))
+        fix = f"set model.quantization_config.llm_int8_skip_modules: [{skip}], or run on a GPU"
+    raise UsageError(
+        f"model: bitsandbytes {version('bitsandbytes')} misreads 4-bit weights of {layers[misread[0]].in_features} "
+        f"columns on this CPU, as {misread[0]} has ({len(misread)} layers in all); {fix}"
+    )
+
+
+@functools.cache
+def reads_rows(columns: int) -> bool:
+    """Whether bitsandbytes gets back, on this CPU, 4-bit weights of so many columns.
+
+    0.50.2 counts whole blocks of 64 to a row where a CPU has AVX512, and scales what is in the others by a neighbour's:
+    an error of 0.25 of the weights where 4 bits make 0.09. Here each block is one number, which it would get back exactly.
+    """
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    weights = (torch.arange(4 * columns) // 64 + 1.0).view(4, columns)
+    return torch.equal(dequantize_4bit(*quantize_4bit(weights, blocksize=64, quant_type="nf4")), weights)
+
+
+def train_on_what_was_loaded(model: PreTrainedModel) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights at the first forward without gradients, as a rollout is.
+
+    It does on CPUs with AVX512-BF16, and the backward pass then finds no gradient for what came before the layer.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            vars(module)["support_avx512bf16_for_cpu"] = False
 
 
 def loaded_in(dtype: str) -> torch.dtype:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cogumi.patches import fused_head as fused_head
+from cogumi.patches import graph_break as four_bit
 from cogumi.patches import gspo as gspo
 from cogumi.patches import unsloth_rl as unsloth_rl
 from cogumi.patches.status import PatchStatus
@@ -26,11 +27,15 @@ class PatchReport:
         return "\n".join(f"{'patched' if p.applied else 'left alone'} {p.name}: {p.reason}" for p in self.patches)
 
 
-def patch(rl: bool = True) -> PatchReport:
-    """unsloth's trainer where there is CUDA and unsloth, `loss_type="gspo"`, and TRL's losses where there is no GPU.
+def patch(rl: bool = True, graph_break: str = "auto") -> PatchReport:
+    """unsloth's trainer where there is CUDA and unsloth, `loss_type="gspo"`, and TRL's losses where there is no GPU; and
+    what bitsandbytes' 4-bit layers need to compile.
 
     Call it before importing trl, transformers or peft; calling it again is calling it once. `rl=False` changes nothing
-    and reports the present state. Raises UsageError where unsloth would come too late.
+    of TRL and reports the present state. graph_break: "auto" tries what compiles, which takes some seconds, "off" leaves
+    it, and a strategy of `cogumi.patches.graph_break.STRATEGIES` is put in place untried. Raises UsageError where unsloth
+    would come too late, and for another graph_break.
     """
     modules = (unsloth_rl, gspo, fused_head)  # unsloth first: it puts classes of its own on trl
-    return PatchReport(tuple(module.apply() if rl else module.status() for module in modules))
+    of_trl = tuple(module.apply() if rl else module.status() for module in modules)
+    return PatchReport((*of_trl, four_bit.apply(graph_break)))

@@ -20,18 +20,20 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from cogumi.checkpoints import protect
 from cogumi.checkpoints.mirror import Mirror
+from cogumi.compiling.callback import Compiling
 from cogumi.config import RunConfig, dump_config, load_config, trl_config_class
 from cogumi.data.fim import FimData
 from cogumi.data.prepare import load_rows
 from cogumi.disk.callback import DiskMonitorCallback
 from cogumi.disk.outlook import outlook
 from cogumi.errors import RefusedAtSetup, UsageError
-from cogumi.merge import MergeError, check_logits, merge_adapter
+from cogumi.merge import LogitCheck, MergeError, MergeReport, check_logits, merge_adapter
+from cogumi.merge.logits_disk import check_directory
 from cogumi.merge.resolve import refuse_unsupported
-from cogumi.models.adapters import largest_change, lora_config
+from cogumi.models.adapters import keep_float32, largest_change, lora_config, unlike_saved
 from cogumi.models.complete import complete
 from cogumi.models.load import load_model, load_tokenizer, resolve_model
-from cogumi.models.provenance import record_base
+from cogumi.models.provenance import quantization_of, record_base
 from cogumi.patches import patch, unsloth_rl
 from cogumi.rundir import append_jsonl, create_run_dir, read_jsonl, write_atomic, write_json
 from cogumi.training import gspo, sft
@@ -80,7 +82,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     anything is written, for a mistake in the configuration, the data or the run directory.
     """
     run = load_config(config, **overrides)
-    patches = patch()
+    patches = patch(graph_break="off")  # 4-bit layers are seen to when the model is there, if they are to be compiled
     args = trl_arguments(run)
     again = goes_on(run)
     if run.cogumi.mirror is not None:
@@ -165,15 +167,15 @@ def prepare_examples(
 
 
 def build_trainer(run: RunConfig, base: str, tokenizer: PreTrainedTokenizerBase, args: Any, examples: Examples) -> Any:
-    model = load_model(base, run.model.revision, run.model.dtype)
-    log.info("%s loaded in %s on %s", base, str(model.dtype).removeprefix("torch."), model.device)
+    model = load_model(base, run.model.revision, run.model.dtype, run.model.quantization_config)
+    log.info("%s loaded in %s on %s", base, loaded_as(model), model.device)
     if run.cogumi.method == "gspo" and gspo.is_planned(run):
         run = gspo.plan(run, model, tokenizer, examples.train)
         args = trl_arguments(run)
     lora: Any = lora_config(run.lora, getattr(model.config, "_commit_hash", None) or run.model.revision)
     if unsloth_rl.status().applied:
         model, lora = unsloth_rl.with_adapter(model, lora), None
-    return METHODS[run.cogumi.method].build_trainer(
+    trainer = METHODS[run.cogumi.method].build_trainer(
         run,
         model=model,
         args=args,
@@ -182,6 +184,16 @@ def build_trainer(run: RunConfig, base: str, tokenizer: PreTrainedTokenizerBase,
         processing_class=tokenizer,
         peft_config=lora,
     )
+    keep_float32(trainer.model)
+    return trainer
+
+
+def loaded_as(model: PreTrainedModel) -> str:
+    """What a model is loaded in, in words: its dtype, and how its linear layers are quantized."""
+    found, dtype = quantization_of(model.config), str(model.dtype).removeprefix("torch.")
+    if found is None:
+        return dtype
+    return f"{found.type or found.method} {found.bits}-bit{' (twice quantized)' if found.double else ''} and {dtype}"
 
 
 def fit(run: RunConfig, trainer: Any, examples: Examples) -> list[Check]:
@@ -198,6 +210,14 @@ def fit(run: RunConfig, trainer: Any, examples: Examples) -> list[Check]:
         on_hung=options.on_hung,
         log_path=run_dir / "run.log",
     )
+    compiling = Compiling(
+        trainer, options.compile, run_dir / "compile.json", trainer.cogumi_protection.watchdog.excused
+    )
+    trainer.add_callback(compiling)
+    try:
+        compiling.begin()
+    except UsageError as error:
+        raise RefusedAtSetup(str(error)) from error
     measure_loss = examples.held_out is not None and options.method == "sft"
     if measure_loss and not was_evaluated(run_dir, 0):
         trainer.evaluate()
@@ -315,18 +335,55 @@ def merge_and_check(
     report = merge_adapter(adapter, run_dir / "merged", base=base, base_revision=run.model.revision)
     assert report.largest_error is not None  # the merge above verifies
     log.info("%s", report)
-    merged = AutoModelForCausalLM.from_pretrained(report.out, dtype="auto", device_map={"": live.device})
+    weights = Check(
+        "merged weights",
+        f"{report.elements:,} elements in {report.tensors_merged} tensors, {report.not_nearest:,} of them next to a tie, "
+        f"the worst at {report.largest_error:.2f} of what rounding allows",
+        "<= 1",
+        report.largest_error <= 1,
+    )
     texts = examples.train.dataset.select(range(min(LOGIT_ROWS, len(examples.train.dataset))))
     ids = [t["input_ids"] if "input_ids" in t else tokenizer(t["prompt"] + t["middle"])["input_ids"] for t in texts]
-    logits = check_logits(live, merged, torch.tensor([i[: min(map(len, ids))] for i in ids]))
-    return report.out, [
-        Check(
-            "merged weights",
-            f"{report.elements:,} elements in {report.tensors_merged} tensors, {report.not_nearest:,} of them next to a tie, "
-            f"the worst at {report.largest_error:.2f} of what rounding allows",
-            "<= 1",
-            report.largest_error <= 1,
+    tokens = torch.tensor([i[: min(map(len, ids))] for i in ids])
+    if quantization_of(live.config) is not None:
+        revision = run.model.revision if report.base == base else None
+        return report.out, [weights, *compare_unquantized(live, adapter, report, revision, tokens)]
+    merged = AutoModelForCausalLM.from_pretrained(report.out, dtype="auto", device_map={"": live.device})
+    return report.out, [weights, *judge_logits(check_logits(live, merged, tokens), "the live adapter's")]
+
+
+def compare_unquantized(
+    live: Any, adapter: Path, report: MergeReport, revision: str | None, tokens: torch.Tensor
+) -> list[Check]:
+    """Compare the merged model with the adapter on the full-precision base, and that adapter with the live one.
+
+    The live model's own logits are of quantized weights, which the merged model is to be rid of.
+    """
+    other = unlike_saved(live, adapter)
+    saved = Check(
+        "saved adapter",
+        f"{len(other)} tensors differ from the live adapter's" + (f", the first is {other[0]}" if other else ""),
+        "0, bit for bit",
+        not other,
+    )
+    try:
+        logits = check_directory(adapter, report.out, report.base, revision, tokens)
+    except UsageError as error:  # too little memory, say; the merge is there all the same
+        return [saved, Check("merged logits", one_line(error), "compared with the adapter on the base", False)]
+    trained_on = quantization_of(live.config)
+    assert trained_on is not None
+    return [
+        saved,
+        *judge_logits(
+            logits,
+            f"those of the adapter on the full-precision base (it was trained on {trained_on.type or trained_on.method}"
+            + (f", q/delta {report.q_over_delta:.2f})" if report.q_over_delta is not None else ")"),
         ),
+    ]
+
+
+def judge_logits(logits: LogitCheck, beside: str) -> list[Check]:
+    return [
         Check(
             "merged differs from the base",
             f"logits rms {logits.base_distance:.2e} apart",
@@ -335,7 +392,7 @@ def merge_and_check(
         ),
         Check(
             "merged logits",
-            f"rms {logits.measured:.2e}, KL {logits.kl:.1e} from the live adapter's",
+            f"rms {logits.measured:.2e}, KL {logits.kl:.1e} from {beside}",
             f"<= {logits.bound:.2e}, {logits.kl_bound:.1e}",
             logits.passed,
         ),

@@ -20,6 +20,7 @@ MAY_CHANGE = {
     "cogumi.run_dir",
     "cogumi.resume",
     "cogumi.merge",
+    "cogumi.compile",
     "cogumi.on_full",
     "cogumi.on_hung",
     "cogumi.fallback",

@@ -1,0 +1,1 @@
+"""torch.compile for training: layer by layer, measured, reported."""

@@ -1,0 +1,322 @@
+"""bitsandbytes' 4-bit layers under Dynamo: the least change that lets them compile, found by trying.
+
+The ladder, mildest first. `none`: it compiles as it is. `branchless`: an expert without rows ends the graph, so
+`bitsandbytes.matmul_4bit` gets a form that does not ask for them. `break_experts`: the graph breaks around the block of
+experts. `break_linear`: the graph breaks around each 4-bit layer, where Dynamo cannot trace one at all (torch 2.7). A
+break skips everything below it: without that Dynamo compiles the layer's body as frames of their own, which was the slowest.
+"""
+
+import functools
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch.nn import ModuleList
+
+from cogumi.errors import UsageError
+from cogumi.patches.graph_break_probes import Probe, probe_linear, probe_zero_rows, switched_off_by
+from cogumi.patches.status import PatchStatus
+
+NAME = "graph_break"
+STRATEGIES = ("none", "branchless", "break_experts", "break_linear")
+CHOICES = ("auto", "off", *STRATEGIES)
+_ABSENT = object()
+_replaced: list["Replaced"] = []
+_verdict: "Verdict | None" = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was decided, and by what. strategy: one of STRATEGIES, or "" where nothing was to be decided."""
+
+    strategy: str
+    reason: str
+    probes: tuple[Probe, ...] = ()
+    patched: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """One attribute of somebody else's, what stands there now, and what stood there."""
+
+    owner: Any
+    name: str
+    ours: Any
+    original: Any
+
+
+def apply(choice: str = "auto", model: Any = None) -> PatchStatus:
+    """Find the mildest strategy that compiles and put it in place; applying twice is applying once.
+
+    choice: "auto" probes, "off" changes nothing, a name of STRATEGIES is put in place untried. model: whose 4-bit layers
+    and experts it is about; without one there may be experts. Compiled code is dropped where something changes. Raises
+    UsageError for another choice, and RuntimeError where a strategy is in place already and another is wanted.
+    """
+    global _verdict
+    if choice not in CHOICES:
+        raise UsageError(f"graph_break={choice!r} is not one of {', '.join(CHOICES)}")
+    reason = why_nothing_to_do(choice, model)
+    if reason:
+        _verdict = _verdict if _replaced else Verdict("", reason)
+        return status()
+    if _verdict is not None and _replaced:
+        if choice not in ("auto", _verdict.strategy):
+            raise RuntimeError(f"{NAME}: {_verdict.strategy} is in place; undo that before {choice} is applied")
+        configure_here()
+        if _verdict.strategy == "break_experts" and model is not None:
+            put_in_place("break_experts", model)
+        return status()
+    decided = decide(model) if choice == "auto" else Verdict(choice, "chosen by name, untried")
+    put_in_place(decided.strategy, model)
+    _verdict = decided
+    return status()
+
+
+def undo() -> PatchStatus:
+    """Put back what was found. Raises RuntimeError, changing nothing, where somebody else has patched on top."""
+    global _verdict
+    for each in _replaced:
+        present = at(each.owner, each.name)
+        if present is not each.ours and not is_configuration(each):
+            raise RuntimeError(f"{NAME}: {name_of(each)} was since replaced by {spelled(present)}; undo that first")
+    forget_compiled = bool(_replaced)
+    while _replaced:
+        put_back(_replaced.pop())
+    _verdict = None
+    if forget_compiled:
+        reset()
+    return status()
+
+
+def status() -> PatchStatus:
+    """What is in place, and why."""
+    if _verdict is None:
+        return PatchStatus(NAME, False, "not applied: 4-bit layers compile as far as bitsandbytes lets them")
+    if not _replaced:
+        strategy = f"{_verdict.strategy}: " if _verdict.strategy else ""
+        return PatchStatus(NAME, False, f"{strategy}{_verdict.reason}")
+    where = ", ".join(dict.fromkeys(name_of(each) for each in _replaced))
+    return PatchStatus(NAME, True, f"{_verdict.strategy} on {where}: {_verdict.reason}")
+
+
+def verdict() -> Verdict | None:
+    """What `apply` decided, with its probes; None before it."""
+    return None if _verdict is None else replace(_verdict, patched=tuple(name_of(each) for each in _replaced))
+
+
+# ----------------------------------------------------------------------------------------------------------- the decision
+
+
+def why_nothing_to_do(choice: str, model: Any) -> str:
+    """Why no strategy is wanted here, in words; "" where one is."""
+    if choice == "off":
+        return "off: nothing was tried and nothing changed"
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return "bitsandbytes is not installed, so there are no 4-bit layers"
+    if model is not None and not any(is_linear_4bit(module) for module in model.modules()):
+        return "the model has no 4-bit layers"
+    if by := switched_off_by():
+        return f"Dynamo is switched off by {by}: nothing is compiled; unset it to compile"
+    return ""
+
+
+def decide(model: Any) -> Verdict:
+    """Climb the ladder until a probe passes. What is tried for it is put back."""
+    device = device_of(model)
+    straight = probe_linear(device)
+    if not straight.passed:
+        return Verdict("break_linear", "Dynamo cannot take a 4-bit layer into a graph", (straight,))
+    if model is not None and not expert_blocks(model):
+        return Verdict("none", "4-bit layers compile as they are, and the model has no 4-bit experts", (straight,))
+    experts = probe_zero_rows(device)
+    if experts.passed:
+        return Verdict("none", "4-bit layers compile as they are, experts without rows too", (straight, experts))
+    found = (straight, experts)
+    why = "an expert without rows ends the graph"
+    if foreign := foreign_matmul():
+        return Verdict("break_experts", f"{why}, and bitsandbytes.matmul_4bit is {foreign} already", found)
+    make_branchless()
+    try:
+        again = probe_zero_rows(device)
+    finally:
+        put_back(_replaced.pop())
+        put_back(_replaced.pop())
+    again = replace(again, name=f"{again.name}, branchless")
+    if again.passed:
+        return Verdict("branchless", why, (*found, again))
+    return Verdict("break_experts", f"{why}, and without the branch too", (*found, again))
+
+
+def device_of(model: Any) -> torch.device:
+    if model is not None:
+        device: torch.device = next(module.weight.device for module in model.modules() if is_linear_4bit(module))
+        return device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def is_linear_4bit(module: Any) -> bool:
+    import bitsandbytes
+
+    return isinstance(module, bitsandbytes.nn.Linear4bit)
+
+
+def expert_blocks(model: Any) -> list[Any]:
+    """The modules that choose among experts with 4-bit layers: those that own a ModuleList of them.
+
+    A list of a transformer's layers is one as well, and its layers are not experts.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    def holds_experts(modules: Any) -> bool:
+        below = list(modules.modules())
+        layers = any(isinstance(each, GradientCheckpointingLayer) for each in below)
+        return isinstance(modules, ModuleList) and not layers and any(is_linear_4bit(each) for each in below)
+
+    found = []
+    for module in model.modules():
+        own_forward = type(module).forward is not ModuleList.forward
+        children = [module] if isinstance(module, ModuleList) and own_forward else list(module.children())
+        if own_forward and any(holds_experts(child) for child in children):
+            found.append(module)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ what is replaced
+
+
+def put_in_place(strategy: str, model: Any) -> None:
+    if strategy == "branchless":
+        make_branchless()
+    elif strategy == "break_linear":
+        import bitsandbytes
+
+        break_around(bitsandbytes.nn.Linear4bit)
+    elif strategy == "break_experts":
+        for block in {type(each) for each in expert_blocks(model)} if model is not None else ():
+            if not any(each.owner is block for each in _replaced):
+                break_around(block)
+    if _replaced:
+        reset()
+
+
+def make_branchless() -> None:
+    import bitsandbytes
+
+    if foreign := foreign_matmul():
+        raise RuntimeError(f"{NAME}: bitsandbytes.matmul_4bit is already replaced by {foreign}; undo that first")
+    put(bitsandbytes, "matmul_4bit", branchless(bitsandbytes.matmul_4bit))
+    # The rows that an expert gets are found by `torch.where`, whose length is data too.
+    put(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+
+
+def branchless(original: Callable[..., Any]) -> Callable[..., Any]:
+    from cogumi.patches.branchless_4bit import Branchless4bit, fused_takes_no_rows, takes
+
+    kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    fused = {kind: fused_takes_no_rows(torch.device(kind)) for kind in kinds}
+
+    @functools.wraps(original)
+    def matmul_4bit(A: Any, B: Any, quant_state: Any, out: Any = None, bias: Any = None) -> Any:
+        if not takes(A, out, quant_state):
+            return original(A, B, quant_state, out=out, bias=bias)
+        return Branchless4bit.apply(A, B.view(-1, 1), bias, quant_state, fused.get(A.device.type, False))
+
+    return matmul_4bit
+
+
+def break_around(owner: type) -> None:
+    """Have Dynamo leave `owner.forward` and everything below it alone."""
+    original: Any = vars(owner)["forward"]
+    takes_reason = "reason" in inspect.signature(torch.compiler.disable).parameters
+    words = {"reason": f"cogumi: {owner.__name__} does not compile here"} if takes_reason else {}
+    put(owner, "forward", torch.compiler.disable(original, recursive=True, **words))
+
+
+def put(owner: Any, name: str, value: Any) -> None:
+    original = at(owner, name)
+    setattr(owner, name, value)
+    _replaced.append(Replaced(owner, name, value, original))
+
+
+def is_configuration(each: Replaced) -> bool:
+    """Whether it is of Dynamo's configuration, which each thread, and each cell of a notebook, may have of its own."""
+    return each.owner is torch._dynamo.config
+
+
+def configure_here() -> None:
+    """Set in this thread's configuration what was set in that of the thread that applied."""
+    for each in _replaced:
+        if is_configuration(each):
+            setattr(each.owner, each.name, each.ours)
+
+
+def at(owner: Any, name: str) -> Any:
+    """What stands at a place itself, not what a class inherits there."""
+    return vars(owner).get(name, _ABSENT) if isinstance(owner, type) else getattr(owner, name)
+
+
+def put_back(each: Replaced) -> None:
+    if each.original is _ABSENT:
+        delattr(each.owner, each.name)
+    elif not is_configuration(each) or at(each.owner, each.name) is each.ours:
+        setattr(each.owner, each.name, each.original)
+
+
+def reset() -> None:
+    """Drop compiled code: graphs of before would go on being run."""
+    torch.compiler.reset()
+
+
+def foreign_patches() -> list[str]:
+    """What others have replaced of bitsandbytes' 4-bit layers, and by what: the probes say whether that compiles."""
+    if sys.modules.get("bitsandbytes") is None:
+        return []
+    import bitsandbytes
+
+    layer: Any = bitsandbytes.nn.Linear4bit
+    ours = [each.ours for each in _replaced]
+    places = {
+        "bitsandbytes.matmul_4bit": bitsandbytes.matmul_4bit,
+        "Linear4bit.forward": vars(layer)["forward"],
+    }
+    found = []
+    for place, present in places.items():
+        written_in = written_by(present)
+        if not any(present is each for each in ours) and written_in.partition(".")[0] != "bitsandbytes":
+            found.append(f"{place} by {written_in}")
+    if "__torch_function__" not in vars(bitsandbytes.nn.Params4bit):  # unsloth_zoo takes it away
+        found.append("Params4bit.__torch_function__ is gone")
+    return found
+
+
+def written_by(function: Any) -> str:
+    """The module in which a function was written: a wrapper calls itself by another one's name."""
+    return str(getattr(function, "__globals__", {}).get("__name__", getattr(function, "__module__", "?")))
+
+
+def foreign_matmul() -> str:
+    """Whose `bitsandbytes.matmul_4bit` is, where it is not bitsandbytes' own; else ""."""
+    import bitsandbytes
+
+    present: Any = bitsandbytes.matmul_4bit
+    written_in = written_by(present)
+    return "" if written_in.partition(".")[0] == "bitsandbytes" else f"{written_in}.{present.__qualname__}"
+
+
+def name_of(each: Replaced) -> str:
+    owner = each.owner
+    return f"{getattr(owner, '__name__', None) or type(owner).__name__}.{each.name}"
+
+
+def spelled(value: Any) -> str:
+    return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', repr(value))}"
+
+
+def versions() -> dict[str, str]:
+    return {name: version(name) for name in ("torch", "bitsandbytes") if importlib.util.find_spec(name) is not None}

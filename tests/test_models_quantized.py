@@ -1,0 +1,226 @@
+"""`model.quantization_config`: what a config may say, what it becomes, and the models that are refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes import functional
+from bitsandbytes.nn import Linear4bit
+from qlora_runs import qlora
+from test_config import refusal
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+import cogumi
+from cogumi.cli import app
+from cogumi.config import dump_config, load_config
+from cogumi.errors import UsageError
+from cogumi.models import load
+from cogumi.models.load import load_model, quantization_settings, reads_rows
+
+GOOD = """\
+model:
+  name: cogumi:small-base
+  quantization_config:
+    load_in_4bit: true
+    bnb_4bit_compute_dtype: bfloat16
+data:
+  source: cogumi:stdlib
+cogumi:
+  method: sft
+"""
+FOUR = {"load_in_4bit": True}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(GOOD)
+    return path
+
+
+def test_it_is_bound_and_written_back(config: Path, tmp_path: Path) -> None:
+    run = load_config(config)
+    assert run.model.quantization_config == {**FOUR, "bnb_4bit_compute_dtype": "bfloat16"}
+    (tmp_path / "again.yaml").write_text(dump_config(run))
+    assert load_config(tmp_path / "again.yaml").model == run.model
+
+
+def test_values_come_from_the_call_as_anywhere(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COGUMI_MODEL__QUANTIZATION_CONFIG__BNB_4BIT_QUANT_TYPE", "fp4")
+    run = load_config(config, model__quantization_config__bnb_4bit_compute_dtype=torch.float16)
+    assert run.model.quantization_config == {
+        **FOUR, "bnb_4bit_compute_dtype": "float16", "bnb_4bit_quant_type": "fp4",
+    }  # fmt: skip
+    assert load_config(config, model__quantization_config=None).model.quantization_config is None
+    without = load_config(config, model__quantization_config__bnb_4bit_compute_dtype=None)
+    assert without.model.quantization_config == {**FOUR, "bnb_4bit_quant_type": "fp4"}
+
+
+COMPUTE = "bnb_4bit_compute_dtype: bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "says"),
+    [
+        (
+            "load_in_4bit",
+            "load_in_4bits",
+            4,
+            " (BitsAndBytesConfig, transformers 5.17.0); did you mean KEY.load_in_4bit?",
+        ),
+        ("true", "soon", 4, "KEY.load_in_4bit = 'soon': Input should be a valid boolean"),
+        ("bfloat16", "bf16", 5, "dtype = 'bf16': Input should be 'float32', 'bfloat16' or 'float16'"),
+        (COMPUTE, "bnb_4bit_quant_type: nf5", 5, "KEY.bnb_4bit_quant_type = 'nf5': Input should be 'nf4' or 'fp4'"),
+        (COMPUTE, "llm_int8_skip_modules: head", 5, "KEY.llm_int8_skip_modules = 'head': Input should be a valid list"),
+        (
+            COMPUTE,
+            "llm_int8_threshold: 5",
+            5,
+            "KEY.llm_int8_threshold would be ignored with load_in_4bit: true; drop it",
+        ),
+        (
+            "load_in_4bit",
+            "load_in_8bit",
+            5,
+            "KEY.bnb_4bit_compute_dtype would be ignored with load_in_8bit: true; drop",
+        ),
+        (COMPUTE, "load_in_8bit: yes", 3, "KEY: load_in_4bit and load_in_8bit are both true; drop one"),
+        ("load_in_4bit: true\n    ", "", 3, "KEY: load_in_4bit and load_in_8bit are both false; set one, or drop"),
+        (f"\n    load_in_4bit: true\n    {COMPUTE}", " 4", 3, "KEY = 4: Input should be a valid dictionary"),
+    ],
+)
+def test_a_mistake_is_one_line_with_file_line_and_key(config: Path, old: str, new: str, line: int, says: str) -> None:
+    assert old in GOOD
+    said = refusal(config, GOOD.replace(old, new))
+    assert said.startswith(f"{config}:{line}: ")
+    assert says.replace("KEY", "model.quantization_config") in said
+
+
+def test_four_bits_alone_are_qlora() -> None:
+    settings = quantization_settings(FOUR, "float16")
+    assert settings.quantization_method() == "nf4"
+    assert settings.bnb_4bit_use_double_quant
+    assert settings.bnb_4bit_compute_dtype == torch.float16
+    other = {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False, "bnb_4bit_compute_dtype": "bfloat16"}
+    settings = quantization_settings(FOUR | other, "float32")
+    assert settings.quantization_method() == "fp4"
+    assert not settings.bnb_4bit_use_double_quant
+    assert settings.bnb_4bit_compute_dtype == torch.bfloat16
+    assert (
+        quantization_settings({"load_in_8bit": True}, "auto").to_dict()
+        == BitsAndBytesConfig(load_in_8bit=True).to_dict()
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ loading
+
+
+def refused(name: Path, **settings: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        load_model(str(name), quantization=FOUR | settings)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_base_that_is_quantized_already_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(
+        tiny_model, quantization_config=BitsAndBytesConfig(load_in_8bit=True)
+    ).save_pretrained(tmp_path / "eight")
+    assert refused(tmp_path / "eight") == (
+        f"model.quantization_config: {tmp_path / 'eight'} is quantized already (bitsandbytes); drop "
+        "model.quantization_config to train on that, or set model.name to the full-precision model"
+    )
+    config = LlamaConfig.from_pretrained(tiny_model)
+    config.quantization_config = {"quant_method": "mxfp4"}
+    config.save_pretrained(tmp_path / "mxfp4")
+    assert "is quantized already (mxfp4)" in refused(tmp_path / "mxfp4")
+
+
+def test_a_list_of_skipped_modules_without_the_head_is_refused(tiny_model: Path) -> None:
+    assert refused(tiny_model, llm_int8_skip_modules=["down_proj"]).endswith(
+        "replaces transformers' own list, so lm_head would be quantized, which TRL's losses read as it is; "
+        "add lm_head to the list"
+    )
+    model = load_model(str(tiny_model), quantization={**FOUR, "llm_int8_skip_modules": ["lm_head", "down_proj"]})
+    four = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, Linear4bit)}
+    assert four == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
+
+
+def test_a_model_without_linear_layers_is_refused(tiny_model: Path) -> None:
+    every = ["lm_head", "_proj"]
+    assert "has no linear layers that bitsandbytes could quantize" in refused(tiny_model, llm_int8_skip_modules=every)
+
+
+def test_rows_that_bitsandbytes_misreads_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    monkeypatch.setattr(load, "reads_rows", lambda columns: columns % 64 == 0)
+    said = refused(tmp_path)
+    assert "misreads 4-bit weights of 96 columns on this CPU, as model.layers.0.mlp.down_proj has (2 layers" in said
+    assert said.endswith("llm_int8_skip_modules: [lm_head, down_proj], or run on a GPU")
+    model = load_model(str(tmp_path), quantization={**FOUR, "llm_int8_skip_modules": ["lm_head", "down_proj"]})
+    model.save_pretrained(tmp_path / "four")
+    load_model(str(tmp_path / "four"))
+    AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=BitsAndBytesConfig(load_in_4bit=True)
+    ).save_pretrained(tmp_path / "misread")
+    with pytest.raises(UsageError, match="run on a GPU, or set model"):
+        load_model(str(tmp_path / "misread"))
+
+
+def by_rows(packed: torch.Tensor, state: Any) -> torch.Tensor:
+    """What 0.50.2 does on a CPU with AVX512: whole blocks of 64 to a row."""
+    rows, columns = state.shape
+    values = functional.get_4bit_type("nf4", device="cpu")[
+        torch.stack([packed >> 4, packed & 15], dim=-1).flatten().long()
+    ]
+    block = torch.arange(rows)[:, None] * (columns // 64) + torch.arange(columns) // 64
+    return values.view(rows, columns) * state.absmax[block]
+
+
+def test_the_probe_tells_a_reader_that_counts_blocks_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = reads_rows.__wrapped__
+    assert probe(128)
+    monkeypatch.setattr(functional, "dequantize_4bit", by_rows)
+    assert probe(128)
+    assert not probe(96)
+    assert not probe(48)
+
+
+def test_weights_are_not_repacked_by_a_forward_without_gradients(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+    assert Linear4bit(64, 64).support_avx512bf16_for_cpu
+    model = load_model(str(tiny_model), quantization=FOUR)
+    layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
+    assert len(layers) == 14
+    assert not any(layer.support_avx512bf16_for_cpu for layer in layers)
+
+
+def test_without_bitsandbytes_a_run_is_one_line_and_leaves_nothing(
+    tiny_model: Path, code_parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = load.importlib.util.find_spec
+    monkeypatch.setattr(
+        load.importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else find_spec(name, *rest)
+    )
+    run = qlora(tiny_model, code_parquet, tmp_path / "run")
+    with pytest.raises(UsageError, match="bitsandbytes is not installed; run: pip install bitsandbytes"):
+        cogumi.train(run)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_disk_is_not_forecast_for_a_base_that_is_quantized_already(tiny_model: Path, tmp_path: Path) -> None:
+    config = LlamaConfig.from_pretrained(tiny_model)
+    config.quantization_config = {"quant_method": "mxfp4"}
+    config.save_pretrained(tmp_path / "mxfp4")
+    (tmp_path / "run.yaml").write_text(GOOD.replace("cogumi:small-base", str(tmp_path / "mxfp4")))
+    result = CliRunner().invoke(app, ["disk", "predict", str(tmp_path / "run.yaml")])
+    assert isinstance(result.exception, UsageError)
+    assert "is quantized already (mxfp4)" in str(result.exception)

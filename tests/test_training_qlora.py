@@ -1,0 +1,145 @@
+"""QLoRA runs with real TRL trainers and real bitsandbytes on a CPU: load, train, go on, forecast the disk."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from qlora_runs import Config, check, four_bit_copy, four_bit_layers, qlora, watch_trainers
+from test_training_unfinished import logged, the_same
+
+import cogumi
+from cogumi.cli_disk_predict import planned
+from cogumi.config import load_config
+from cogumi.disk.forecast import checkpoint_bytes, size_of
+from cogumi.models.provenance import BaseRecord, Quantization, read_base
+from cogumi.training.telemetry import Telemetry
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Config:
+    return qlora(tiny_model, code_parquet, tmp_path / "run")
+
+
+@pytest.fixture
+def gspo(sft: Config) -> Config:
+    train = {
+        "max_steps": 4,
+        "num_generations": 4,
+        "per_device_train_batch_size": 4,
+        "steps_per_generation": 2,
+        "max_completion_length": 6,
+        "learning_rate": 1e-3,
+        "save_strategy": "no",
+    }
+    return {**sft, "train": train, "cogumi": sft["cogumi"] | {"method": "gspo", "rewards": ["edit_similarity"]}}
+
+
+@pytest.fixture
+def trainers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    return watch_trainers(monkeypatch)
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_8bit", "paged_adamw_8bit"])
+def test_sft_trains_an_adapter_on_four_bits(optim: str, sft: Config, tiny_model: Path, trainers: list[Any]) -> None:
+    result = cogumi.train(sft, train__optim=optim, train__max_steps=2, cogumi__merge=optim == "adamw_torch")
+    assert result.passed, str(result.verdict)
+    assert "loaded in nf4 4-bit (twice quantized) and float32" in (result.run_dir / "run.log").read_text()
+    nf4 = Quantization("bitsandbytes", 4, "nf4", True)
+    assert read_base(result.adapter) == BaseRecord(str(tiny_model), None, None, nf4, "float32")
+
+    (trainer,) = trainers
+    model = trainer.model
+    assert len(four_bit_layers(model)) == 2 * 7
+    assert all(not parameter.requires_grad for parameter in model.parameters() if parameter.dtype == torch.uint8)
+    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    assert any(torch.is_tensor(value) and value.dtype == torch.uint8 for value in states) == ("8bit" in optim)
+
+
+def test_gspo_trains_an_adapter_on_four_bits(gspo: Config) -> None:
+    result = cogumi.train(gspo)
+    assert result.passed, str(result.verdict)
+    assert result.series("policy/ratio_new_old")[0] == pytest.approx(1, abs=1e-5)
+    assert "gspo by GRPOTrainer" in check(result, "loss that ran").figure
+
+
+def test_eight_bits_train_too(sft: Config) -> None:
+    sft["model"]["quantization_config"] = {"load_in_8bit": True}
+    result = cogumi.train(sft)
+    assert result.passed, str(result.verdict)
+    record = read_base(result.adapter)
+    assert record is not None
+    assert record.quantization == Quantization("bitsandbytes", 8)
+
+
+def test_nothing_but_the_linear_layers_changes_its_dtype(sft: Config, trainers: list[Any]) -> None:
+    """PEFT's prepare_model_for_kbit_training would make float32 of all the rest, and TRL bfloat16 of the adapter."""
+    cogumi.train(sft, model__dtype="bfloat16", lora__modules_to_save=["lm_head"], cogumi__merge=False)
+    model = trainers[0].model
+    dtypes = {name: p.dtype for name, p in model.named_parameters() if p.dtype != torch.uint8}
+    assert {dtype for name, dtype in dtypes.items() if "lora_" in name} == {torch.float32}
+    assert {dtype for name, dtype in dtypes.items() if "lora_" not in name} == {BF16}
+    assert any("modules_to_save" in name for name in dtypes)
+    assert {module.compute_dtype for module in four_bit_layers(model).values()} == {BF16}
+
+
+def test_checkpointing_is_not_reentrant(sft: Config, trainers: list[Any]) -> None:
+    cogumi.train(sft, train__max_steps=1, cogumi__merge=False)
+    layers = trainers[0].model.get_base_model().model.layers
+    assert all(layer.gradient_checkpointing for layer in layers)
+    assert not any(layer._gradient_checkpointing_func.keywords["use_reentrant"] for layer in layers)
+
+
+@pytest.mark.parametrize(("method", "optim"), [("sft", "adamw_8bit"), ("gspo", "adamw_torch")])
+def test_a_failed_run_goes_on_as_if_it_had_not(
+    method: str, optim: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = request.getfixturevalue(method)
+    config["train"] |= {"save_strategy": "steps", "save_steps": 2, "optim": optim}
+    config["cogumi"] |= {"merge": False}
+    whole = cogumi.train(config, cogumi__run_dir=str(tmp_path / "whole"))
+    on_step_end = Telemetry.on_step_end
+
+    def failing(self: Telemetry, args: Any, state: Any, control: Any, **more: Any) -> None:
+        on_step_end(self, args, state, control, **more)
+        if state.global_step == 3:
+            raise RuntimeError("the card fell off the bus")
+
+    monkeypatch.setattr(Telemetry, "on_step_end", failing)
+    with pytest.raises(RuntimeError, match="fell off"):
+        cogumi.train(config)
+    monkeypatch.setattr(Telemetry, "on_step_end", on_step_end)
+    result = cogumi.train(config)
+    assert result.passed, str(result.verdict)
+    assert "resuming from" in (result.run_dir / "run.log").read_text()
+    assert logged(result.run_dir) == logged(whole.run_dir)
+    assert the_same(result.run_dir, whole.run_dir)
+
+
+# ------------------------------------------------------------------------------------------------------------- disks
+
+
+@pytest.mark.parametrize(("method", "on_disk"), [("sft", False), ("gspo", False), ("sft", True)])
+def test_a_checkpoint_is_forecast_before_the_run(
+    method: str, on_disk: bool, request: pytest.FixtureRequest, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The adapter and what the optimizer keeps of it; no base, in whatever precision, on the disk or in memory."""
+    config = request.getfixturevalue(method)
+    config["train"] |= {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_8bit"}
+    config["cogumi"] |= {"merge": False}
+    if on_disk:
+        config["model"] = {"name": str(four_bit_copy(tiny_model, tmp_path / "base"))}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    trainer, notes = planned(load_config(tmp_path / "run.yaml"))
+    forecast = checkpoint_bytes(trainer)
+    result = cogumi.train(tmp_path / "run.yaml")
+    (written,) = (result.run_dir / "checkpoints").glob("checkpoint-*")
+    assert not notes
+    assert forecast.total == pytest.approx(size_of(written), rel=0.01)
+    assert forecast.weights == pytest.approx((written / "adapter_model.safetensors").stat().st_size, rel=1e-3)
