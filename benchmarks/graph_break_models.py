@@ -36,10 +36,10 @@ def quantized(linear: nn.Linear) -> Linear4bit:
 
 def quantize(model: nn.Module) -> nn.Module:
     """Every linear layer of the model but its head in 4 bits, in place, as `BitsAndBytesConfig(load_in_4bit=True)` has it."""
-    linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    for name in linears:
-        if name.rpartition(".")[2] != "lm_head":
-            model.set_submodule(name, quantized(model.get_submodule(name)))
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for name, linear in linears.items():
+        if name.rpartition(".")[2] != "lm_head" and not isinstance(linear, Linear4bit):
+            model.set_submodule(name, quantized(linear))
     return model.requires_grad_(False)
 
 
@@ -106,7 +106,7 @@ def moe_layer(hidden: int = 512, intermediate: int = 512, experts: int = 8) -> A
     config = GptOssConfig(
         hidden_size=hidden, intermediate_size=64, num_local_experts=experts, num_experts_per_tok=min(2, experts - 1)
     )
-    layer = GptOssMLP(config)  # type: ignore[no-untyped-call]
+    layer: Any = GptOssMLP(config)  # type: ignore[no-untyped-call]
     layer.experts = LoopedExperts(hidden, intermediate, experts)
     nn.init.normal_(layer.router.weight, std=hidden**-0.5)
     starve_the_last_expert(layer.router)
@@ -137,12 +137,12 @@ def llama(hidden: int = 512, layers: int = 4, vocabulary: int = 1024) -> Any:
     return with_lora(quantize(LlamaForCausalLM(config)))
 
 
-def gpt_oss(hidden: int = 64, layers: int = 2, vocabulary: int = 256, experts: int = 4) -> Any:
+def gpt_oss(hidden: int = 64, layers: int = 2, vocabulary: int = 256, experts: int = 6) -> Any:
     """A tiny gpt-oss with 4-bit attention and 4-bit looped experts, LoRA on all of them, otherwise as `llama`."""
     return with_lora(gpt_oss_base(hidden, layers, vocabulary, experts))
 
 
-def gpt_oss_base(hidden: int = 64, layers: int = 2, vocabulary: int = 256, experts: int = 4) -> Any:
+def gpt_oss_base(hidden: int = 64, layers: int = 2, vocabulary: int = 256, experts: int = 6) -> Any:
     """`gpt_oss` without the adapter. The router, which stays in float32, never chooses the last expert of a layer."""
     from transformers import GptOssConfig, GptOssForCausalLM
 

@@ -1,0 +1,189 @@
+"""4-bit layers under Dynamo: each rung of cogumi's ladder, and the one it chooses, beside the global disable.
+
+One process and one thread for each mode, all on the CPU: `global disable` is TORCHDYNAMO_DISABLE=1, the others compile with
+a rung of `cogumi.patches.graph_break` put in place by name, and `auto` as probed. They make a step each in turn, the order
+reversed in every other round, and a mode's ratio is the median over rounds of its step to another's in the same round.
+`auto, again` is a second process of the same kind: what the two differ by is this machine's noise, and no rung counts as
+faster that is faster by less. A step is a forward and a backward.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.graph_break_processes import Mode, Model, processes
+from benchmarks.harness import Row, attempt, missing, ratio, row, summary
+
+if TYPE_CHECKING:  # not at run time: it imports torch
+    from benchmarks.graph_break_work import Prepared
+
+DISABLED, AUTO, AGAIN = "global disable", "auto", "auto, again"
+RUNGS = ("none", "branchless", "break_experts", "break_linear")
+MODES: dict[str, str | None] = {DISABLED: None} | {name: name for name in RUNGS} | {AUTO: "auto", AGAIN: "auto"}
+LLAMA, GPT_OSS = Model("llama", 128, 2, 16), Model("gpt-oss", 64, 2, 3)
+QUICK_MODES = (DISABLED, "break_linear", AUTO, AGAIN)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A model whose steps are timed, what it is called, and which rungs are not different from `none` there."""
+
+    name: str
+    model: Model
+    rounds: int
+    without: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trained:
+    steps: int
+    backends: tuple[str, ...]
+
+
+FULL = (
+    Timed(
+        "Llama, 4-bit + LoRA + checkpointing, H=512, 2 x 64 tokens",
+        Model("llama", 512, 4, 64),
+        30,
+        without=("break_experts",),
+    ),
+    Timed("MoE layer, 8 Linear4bit experts, H=512, 256 rows", Model("moe", 512, 8, 256), 60),
+)
+QUICK = (
+    Timed("Llama, H=64", Model("llama", 64, 1, 16, backend="aot_eager"), 3, without=("break_experts",)),
+    Timed("MoE layer, H=64", Model("moe", 64, 2, 16, backend="aot_eager"), 3),
+)
+
+
+def run(quick: bool = False) -> Iterator[Row]:
+    choices = {name: choice for name, choice in MODES.items() if not quick or name in QUICK_MODES}
+    with tempfile.TemporaryDirectory(prefix="cogumi-graph-break-") as name, processes(choices, Path(name)) as modes:
+        for timed in QUICK if quick else FULL:
+            yield from attempt("graph_break", timed.name, partial(timed_rows, modes, timed, judged=not quick))
+        yield from attempt("graph_break", "captured", partial(captured_rows, modes[AUTO]))
+        trained = Trained(5, ("aot_eager",)) if quick else Trained(20, ("aot_eager", "inductor"))
+        for model in (GPT_OSS,) if quick else (LLAMA, GPT_OSS):
+            yield from attempt("graph_break", model.case, partial(equality_rows, modes, model, trained))
+
+
+# ---------------------------------------------------------------------------------------------------------- the timing
+
+
+def timed_rows(modes: dict[str, Mode], timed: Timed, judged: bool) -> Iterator[Row]:
+    """What each mode made of the model and how long a step takes. `judged` is whether a target is to be met."""
+    taking_part = {name: mode for name, mode in modes.items() if name not in timed.without}
+    made: dict[str, Prepared] = {}
+    for name, mode in taking_part.items():
+        mode.open(timed.model)
+        made[name] = mode.ask("prepare")
+        if name != DISABLED:
+            yield from compile_rows(timed.name, name, made[name], cached=name in (AUTO, AGAIN))
+    for name in set(timed.without) & set(modes):
+        yield missing("graph_break", f"{timed.name}: {name}", "experts to break at, so it is `none`")
+    times = alternate(taking_part, timed.rounds)
+    for name, seconds in times.items():
+        middle, spread = summary([1e3 * each for each in seconds])
+        yield row("graph_break", timed.name, f"step, {name}", middle, "ms", spread=spread)
+    for name in taking_part:
+        if name != DISABLED:
+            target = "<= 0.90" if judged and name == AUTO else ""
+            yield compared(timed.name, times, name, DISABLED, target)
+    yield against_the_best(timed.name, times, made, judged)
+
+
+def compile_rows(case: str, name: str, made: Prepared, cached: bool) -> Iterator[Row]:
+    counts = f"{made.graphs} / {made.breaks} / {made.recompiles}"
+    note = f"{made.strategy}: {made.reason}" if name == AUTO else ""
+    yield row("graph_break", case, f"graphs / breaks / recompiles, {name}", counts, note=note)
+    how = "from the cache of the same rung" if cached else "nothing cached"
+    yield row("graph_break", case, f"compiling, {name}", made.seconds, "s", note=how)
+
+
+def alternate(modes: dict[str, Mode], rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step, by mode; a, b, c, c, b, a, ..., so that what drifts falls on all of them."""
+    times: dict[str, list[float]] = {name: [] for name in modes}
+    for turn in range(rounds):
+        for name in list(modes)[:: 1 if turn % 2 == 0 else -1]:
+            times[name].append(modes[name].ask("step"))
+    return times
+
+
+def compared(case: str, times: dict[str, list[float]], ours: str, theirs: str, target: str = "", note: str = "") -> Row:
+    middle, low, high = ratio(times, ours, theirs)
+    metric = f"step, {ours} / {theirs}"
+    return row("graph_break", case, metric, middle, "ratio", spread=(low, high), target=target, note=note)
+
+
+def against_the_best(case: str, times: dict[str, list[float]], made: dict[str, Prepared], judged: bool) -> Row:
+    """The chosen rung beside the fastest of the others."""
+    chosen = made[AUTO].strategy
+    others = [name for name in RUNGS if name in times and name != chosen]
+    best = min(others, key=lambda name: ratio(times, name, AUTO)[0])
+    alike = [AGAIN, *(name for name in RUNGS if name in times and name == chosen)]
+    allowed = 1 + max(noise(times, AUTO, name) for name in alike)
+    note = f"fastest of the other rungs; {AUTO} differs from {' and '.join(alike)} by up to {allowed - 1:.1%}"
+    return compared(case, times, AUTO, best, f"<= {allowed:.3f}" if judged else "", note)
+
+
+def noise(times: dict[str, list[float]], one: str, other: str) -> float:
+    """How far the ratio of two modes that run the same code is from 1, and two standard errors of its median more."""
+    pairs = [a / b for a, b in zip(times[one], times[other], strict=True)]
+    middle = statistics.median(pairs)
+    deviation = 1.4826 * statistics.median(abs(each - middle) for each in pairs)
+    return abs(middle - 1) + 2 * 1.2533 * deviation / len(pairs) ** 0.5
+
+
+# ---------------------------------------------------------------------------------------------------- what is captured
+
+
+def captured_rows(mode: Mode) -> Iterator[Row]:
+    mode.open(Model("straight line", 128, 4, 32, backend="aot_eager", fullgraph=True))
+    yield one_graph("straight line of 4 Linear4bit, fullgraph", mode.ask("prepare"))
+    mode.open(Model("moe", 64, 3, 32, backend="aot_eager", fullgraph=True), "branchless")
+    yield one_graph("MoE layer, branchless, fullgraph", mode.ask("prepare"))
+    mode.open(Model("llama", 128, 4, 32, backend="aot_eager"))
+    for what, (inside, total) in mode.ask("captured").items():
+        case = "Llama of 4 layers, 4-bit + LoRA + checkpointing"
+        note = f"{inside} of {total} operators that Python calls"
+        metric = {"step": "captured of a step's forward and recomputation", "layers": "captured of the layers' forward"}
+        yield row("graph_break", case, metric[what], 100 * inside / total, "%", target=">= 95", note=note)
+
+
+def one_graph(case: str, made: Prepared) -> Row:
+    found = f"{made.graphs} / {made.breaks} / {made.recompiles}"
+    wanted = "1 / 0 / 0"
+    return row("graph_break", case, "graphs / breaks / recompiles", found, target=wanted, ok=found == wanted)
+
+
+# ------------------------------------------------------------------------------------------------------------ equality
+
+
+def equality_rows(modes: dict[str, Mode], model: Model, trained: Trained) -> Iterator[Row]:
+    """Losses and gradients of a training that is compiled and of one that is not, both from the same weights."""
+    case = f"{trained.steps} SGD steps, 4-bit {model.case} + LoRA + checkpointing"
+    modes[DISABLED].open(model)
+    losses, gradients, rows = modes[DISABLED].ask("train", trained.steps)
+    if model.case == "gpt-oss":
+        note = f"of {rows['calls']} calls of an expert"
+        yield row("graph_break", case, "calls of an expert with zero rows", rows["zero rows"], target=">= 1", note=note)
+    for backend in trained.backends:
+        modes[AUTO].open(replace(model, backend=backend))
+        ours, their_gradients, _ = modes[AUTO].ask("train", trained.steps)
+        target = "<= 0" if backend == "aot_eager" else "<= 1e-5"
+        apart = max(abs(a - b) / abs(b) for a, b in zip(ours, losses, strict=True))
+        note = f"{losses[0]:.3f} to {losses[-1]:.3f}"
+        yield row("graph_break", case, f"loss, {backend} - eager, relative", apart, target=target, note=note)
+        apart = max(relative_distance(a, b) for a, b in zip(their_gradients, gradients, strict=True))
+        metric = f"gradient, |{backend} - eager| / |eager|"
+        yield row("graph_break", case, metric, apart, target=target, note="the worst step")
+
+
+def relative_distance(ours: Any, theirs: Any) -> float:
+    difference = ours.astype("float64") - theirs.astype("float64")
+    return float((difference**2).sum() ** 0.5 / (theirs.astype("float64") ** 2).sum() ** 0.5)

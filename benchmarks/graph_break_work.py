@@ -1,0 +1,223 @@
+"""What a process of the graph-break benchmark does: it opens one model after the other in its mode, and makes steps."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch.autograd.profiler import record_function
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks import graph_break_models as models
+from benchmarks.graph_break_processes import Model
+from cogumi.compiling.layers import compile_layers, decoder_layers, prepare, uncompile_layers
+from cogumi.patches import graph_break
+
+# Of rows and lengths: one after the other, so that what is guarded on does change.
+BATCHES = 4
+CAPTURED, RECOMPUTED, ENGINE = "captured by Dynamo", "recomputed", "autograd::engine"
+OPERATORS = ("aten::", "bitsandbytes::")
+# At ten times as much plain SGD is unstable, and gradients that agree to 1e-6 at equal weights are 1e-3 apart in 20 steps.
+LEARNING_RATE = 0.05
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """strategy: what was put in place, "" where nothing was; seconds: of the first steps beyond what later ones take."""
+
+    strategy: str
+    reason: str
+    seconds: float
+    graphs: int
+    breaks: int
+    recompiles: int
+
+
+class Work:
+    """A model that makes steps in one mode, as graph_break_processes.Model says."""
+
+    def __init__(self, wanted: Model, choice: str | None, caches: Path) -> None:
+        torch.set_num_threads(1)
+        self.wanted, self.choice = wanted, choice
+        self.model = self.build()
+        self.steps_made = 0
+        # What the model before had put in place.
+        graph_break.undo()
+        torch.compiler.reset()
+        torch._dynamo.utils.clear_compilation_metrics()
+        torch._dynamo.utils.counters.clear()
+        if choice is not None:
+            graph_break.apply(choice, self.model)
+            # Of one strategy they hold the same code: what was chosen finds what was forced before.
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(caches / wanted.case / self.strategy)
+            prepare(self.model)
+            self.compile(wanted.backend)
+        else:  # asked for, and what the global disable is there to make nothing of
+            for part in decoder_layers(self.model) or [self.model]:
+                part.compile(backend=wanted.backend)
+
+    def build(self) -> Any:
+        hidden, count = self.wanted.hidden, self.wanted.count
+        if self.wanted.case == "llama":
+            return models.llama(hidden, count)
+        if self.wanted.case == "gpt-oss":
+            return models.gpt_oss(hidden, count)
+        if self.wanted.case == "moe":
+            return models.moe_layer(hidden, hidden, count)
+        return models.straight_line(hidden, count)
+
+    @property
+    def is_transformer(self) -> bool:
+        return self.wanted.case in ("llama", "gpt-oss")
+
+    @property
+    def strategy(self) -> str:
+        verdict = graph_break.verdict()
+        return "" if verdict is None else verdict.strategy
+
+    def compile(self, backend: Any) -> None:
+        if self.is_transformer:
+            compile_layers(self.model, backend)
+        else:
+            self.model.compile(backend=backend, fullgraph=self.wanted.fullgraph)
+
+    # ------------------------------------------------------------------------------------------------------- one step
+
+    def batch(self, number: int) -> Tensor:
+        if self.is_transformer:
+            return models.token_ids(self.model.config.vocab_size, 2, self.wanted.tokens, number)
+        return models.hidden_rows(self.wanted.hidden, self.wanted.tokens, number)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        if self.is_transformer:
+            return self.model(input_ids=batch, labels=batch).loss  # type: ignore[no-any-return]
+        result = self.model(batch)
+        return (result[0] if isinstance(result, tuple) else result).square().mean()
+
+    def step(self) -> float:
+        """Seconds of a forward and a backward; the gradients are those of this step alone."""
+        self.model.zero_grad(set_to_none=True)
+        batch = self.batch(self.steps_made % BATCHES)
+        self.steps_made += 1
+        begun = time.perf_counter()
+        self.loss(batch).backward()  # type: ignore[no-untyped-call]
+        return time.perf_counter() - begun
+
+    # ------------------------------------------------------------------------------------------------ what is asked for
+
+    def prepare(self) -> Prepared:
+        """Compile by running every batch twice, which is also the warm-up."""
+        seconds = [self.step() for _ in range(2 * BATCHES)]
+        counted = torch._dynamo.utils.counters
+        return Prepared(
+            strategy=self.strategy,
+            reason=graph_break.status().reason,
+            seconds=sum(seconds) - len(seconds) * min(seconds),
+            graphs=counted["stats"]["unique_graphs"],
+            breaks=sum(counted["graph_break"].values()),
+            recompiles=recompiles(),
+        )
+
+    def train(self, steps: int) -> tuple[list[float], list[Any], dict[str, int]]:
+        """Losses and gradients (all in one row) of SGD steps, and how often an expert got no rows, if uncompiled."""
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE)
+        losses, gradients = [], []
+
+        def run() -> None:
+            for number in range(steps):
+                optimizer.zero_grad()
+                loss = self.loss(self.batch(number % BATCHES))
+                loss.backward()  # type: ignore[no-untyped-call]
+                losses.append(loss.item())
+                gradients.append(torch.cat([gradient(each).flatten() for each in trained]).numpy())
+                optimizer.step()
+
+        if self.choice is not None:
+            run()
+            return losses, gradients, {}
+        with models.counted_rows(self.model) as counts:
+            run()
+        return losses, gradients, dict(counts)
+
+    def captured(self) -> dict[str, tuple[int, int]]:
+        """{"step", "layers"}: (operators run in a graph, all that were run) of forward and recomputation in a step, and of
+        the decoder layers alone.
+
+        An operator is one that Python calls: what it calls inside is not counted again.
+        """
+        calls: list[tuple[nn.Module, Any, Any]] = []
+        layers = decoder_layers(self.model)
+        handles = [
+            layer.register_forward_pre_hook(lambda *said: calls.append(said), with_kwargs=True) for layer in layers
+        ]
+        self.loss(self.batch(0))
+        for handle in handles:
+            handle.remove()
+        uncompile_layers(self.model)
+        self.model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recomputing})
+        self.compile(noting)
+
+        def layers_alone() -> None:
+            for layer, arguments, keywords in calls:
+                layer(*arguments, **keywords)
+
+        return {"step": operators(self.step), "layers": operators(layers_alone)}
+
+
+def gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def recomputing() -> tuple[Any, Any]:
+    return nullcontext(), record_function(RECOMPUTED)
+
+
+def noting(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+    """A backend that runs the graph as it is, under a name."""
+
+    def run(*arguments: Any) -> Any:
+        with record_function(CAPTURED):
+            return graph(*arguments)
+
+    return run
+
+
+def operators(function: Callable[[], object]) -> tuple[int, int]:
+    """(run in a graph, all that were run), at the second call; a backward's own are left out."""
+    function()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        function()
+    inside = total = 0
+    for event in profiled.events() or []:
+        above = ancestors(event)
+        if not event.name.startswith(OPERATORS) or any(name.startswith(OPERATORS) for name in above):
+            continue
+        if RECOMPUTED not in above and any(name.startswith(ENGINE) for name in above):
+            continue
+        total += 1
+        inside += CAPTURED in above
+    return inside, total
+
+
+def ancestors(event: Any) -> list[str]:
+    names = []
+    while (event := event.cpu_parent) is not None:
+        names.append(event.name)
+    return names
+
+
+def recompiles() -> int:
+    """How often Dynamo compiled a frame again that it had compiled, since it was reset."""
+    compiled = [
+        each for each in torch._dynamo.utils.get_compilation_metrics() if each.co_name is not None
+    ]  # no backward
+    return sum(int(str(each.compile_id).rpartition("/")[2].partition("_")[0]) > 0 for each in compiled)
