@@ -5,7 +5,6 @@ compiled where that saves more of the steps that are left than compiling takes o
 """
 
 import logging
-import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -13,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils.dataclasses import DynamoBackend
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from cogumi.compiling.compiler import keep_compiled_code, try_compiler
@@ -60,6 +60,7 @@ class Compiling(TrainerCallback):
     ) -> None:
         self.model = trainer.model
         self.args = trainer.args
+        self.accelerate = trainer.accelerator.state
         self.mode = mode
         self.path = path
         self.excused = excused
@@ -100,6 +101,10 @@ class Compiling(TrainerCallback):
             return "cogumi.compile=off"
         if self.args.torch_compile:
             return "train.torch_compile compiles the whole model, which captures less of it; leave that out"
+        if (backend := self.accelerate.dynamo_plugin.backend) is not DynamoBackend.NO:
+            return (
+                f"accelerate compiles the whole model with {backend.value.lower()}; leave ACCELERATE_DYNAMO_BACKEND out"
+            )
         if unsloth_rl.status().applied:
             return "unsloth's own layers run here, and it compiles parts of them itself"
         return why_not(self.model)
@@ -122,7 +127,7 @@ class Compiling(TrainerCallback):
     ) -> None:
         self.began, self.compiled_before = time.perf_counter(), counts().seconds
         if self.undecided and len(self.steps) == MEASURED_STEPS - 1:
-            self.seen = self.watching.enter_context(watched(decoder_layers(self.model)[0]))
+            self.seen = self.watching.enter_context(watched(self.layer_to_try))
             count_next_forward(decoder_of(self.model), self.count_all)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -147,7 +152,7 @@ class Compiling(TrainerCallback):
 
     def find_out(self, steps_left: int) -> None:
         """Decide for the rest of the run, from what this model's steps and one of its layers took."""
-        step = statistics.median(self.steps[1:])
+        step = min(self.steps[1:])
         self.report = replace(self.report, seconds_per_step_eager=step)
         if step * steps_left < WORTH_TRYING:
             left = f"{steps_left} steps of {step:.2f} s are left"
@@ -177,9 +182,15 @@ class Compiling(TrainerCallback):
         else:
             self.decide("off", f"not repaid: {measured}")
 
+    @property
+    def layer_to_try(self) -> Any:
+        """The first that is trained: an adapter may be on the later ones only."""
+        layers = decoder_layers(self.model)
+        return next((each for each in layers if any(p.requires_grad for p in each.parameters())), layers[0])
+
     def try_one(self) -> Trial | None:
         """One layer both ways; None where it does not compile, which is said."""
-        layer = decoder_layers(self.model)[0]
+        layer = self.layer_to_try
         try:
             return try_layer(layer, but_for_generation(layer, "inductor"), self.seen.args, self.seen.kwargs)
         except RuntimeError as error:  # Dynamo's and inductor's errors are; a run that can train must not end by one
@@ -188,7 +199,7 @@ class Compiling(TrainerCallback):
 
     def look_back(self) -> None:
         """A few steps later: what Dynamo did, and whether the steps became shorter."""
-        step = statistics.median(self.steps[1:] or self.steps) if self.steps else None
+        step = min(self.steps[1:] or self.steps) if self.steps else None
         self.report = replace(self.report, counts=counts().since(self.report.before), seconds_per_step=step)
         eager = self.report.seconds_per_step_eager
         if step is not None and eager is not None and step > eager:

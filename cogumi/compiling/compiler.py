@@ -1,5 +1,6 @@
 """Is there a compiler on this machine that torch's inductor can use, and how long does the smallest thing take it?"""
 
+import logging
 import os
 import time
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ import torch
 
 from cogumi.disk.owners import inductor_cache
 from cogumi.patches.graph_break_probes import anew, first_line, left_as_found, switched_off_by
+
+log = logging.getLogger("cogumi")
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -51,6 +54,10 @@ def keep_compiled_code() -> Path:
     told = os.environ.get(CACHE_VARIABLE)
     own = Path(platformdirs.user_cache_dir("cogumi")) / "compiled"
     place = Path(told) if told and told != str(inductor_cache()) else own
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("compiled code is not kept between runs: %s cannot be made (%s)", place, error.strerror)
+        return Path(told or inductor_cache())
     os.environ[CACHE_VARIABLE] = str(place)
-    place.mkdir(parents=True, exist_ok=True)
     return place

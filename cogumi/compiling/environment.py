@@ -4,8 +4,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cogumi.disk.owners import inductor_cache
-
 
 @dataclass(frozen=True)
 class Variable:
@@ -43,6 +41,8 @@ KNOWN: dict[str, tuple[tuple[str, ...] | None, str, str]] = {
         "accelerate compiles the whole model at once, which captures little of one that is checkpointed",
     ),
 }
+# What `accelerate launch` sets where it is not to compile.
+ASKS_NOTHING = ("ACCELERATE_DYNAMO_BACKEND", "no")
 
 
 def variables(environ: Mapping[str, str] | None = None) -> list[Variable]:
@@ -51,17 +51,10 @@ def variables(environ: Mapping[str, str] | None = None) -> list[Variable]:
     said = []
     for name, (values, effect, meaning) in KNOWN.items():
         value = found.get(name)
-        if value is None or unasked(name, value):
+        if value is None or (name, value.lower()) == ASKS_NOTHING:
             continue
         if values is not None and value not in values:
             said.append(Variable(name, value, "nothing", f"only {' or '.join(values)} has an effect; leave it out"))
         else:
             said.append(Variable(name, value, effect, meaning))
     return said
-
-
-def unasked(name: str, value: str) -> bool:
-    """Whether nobody asked for it: `accelerate launch` sets the one, and importing inductor the other."""
-    return (name, value.lower()) == ("ACCELERATE_DYNAMO_BACKEND", "no") or (
-        (name, value) == ("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache()))
-    )

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -62,7 +63,24 @@ def compile_layers(model: nn.Module, backend: str = "inductor", rescue: bool = F
     layers = decoder_layers(model)
     for part in parts_of(model):
         part._compiled_call_impl = but_for_generation(part, backend, rescue, with_gradient_only=part not in layers)
+    leave_out_adapted_parameters(model)
     return layers
+
+
+def leave_out_adapted_parameters(model: nn.Module) -> None:
+    for module in adapted_parameters(model):
+        module._compiled_call_impl = torch.compiler.disable(module._call_impl)
+
+
+def adapted_parameters(model: nn.Module) -> list[nn.Module]:
+    """The outermost of PEFT's wrappers of parameters (`target_parameters`, as for experts), which are not compiled.
+
+    Each parametrizes the module below it anew in every forward pass: Dynamo ends a graph at that several times, and compiles
+    again as often. One end of a graph around all of it costs less.
+    """
+    wrappers = [module for module in model.modules() if isinstance(module, ParamWrapper)]
+    inner = {id(module.base_layer) for module in wrappers}
+    return [module for module in wrappers if id(module) not in inner]
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
@@ -118,7 +136,7 @@ def failures_raised() -> Iterator[None]:
 
 def uncompile_layers(model: nn.Module) -> None:
     """Have the layers run as they are written, and drop what was compiled in this process."""
-    for part in parts_of(model):
+    for part in [*parts_of(model), *adapted_parameters(model)]:
         part._compiled_call_impl = None
     torch.compiler.reset()
 

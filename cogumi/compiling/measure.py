@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from cogumi.compiling.layers import decoder_of, parts_of
+from cogumi.compiling.layers import adapted_parameters, decoder_of, leave_out_adapted_parameters, parts_of
 
 REGION = "Torch-Compiled Region"
 TRIES = 3
@@ -138,11 +138,13 @@ def try_layer(layer: nn.Module, compiled: Callable[..., Any], args: tuple[Any, .
         seconds_of(layer, args, kwargs)
         eager = min(seconds_of(layer, args, kwargs) for _ in range(TRIES))
         layer._compiled_call_impl = compiled
+        leave_out_adapted_parameters(layer)
         try:
             first = seconds_of(layer, args, kwargs)
             after = min(seconds_of(layer, args, kwargs) for _ in range(TRIES))
         finally:
-            layer._compiled_call_impl = None
+            for module in [layer, *adapted_parameters(layer)]:
+                module._compiled_call_impl = None
     return Trial(eager, after, max(0.0, first - after), counts().since(before))
 
 

@@ -128,5 +128,7 @@ def switched_off_by() -> str:
 
 def first_line(error: BaseException) -> str:
     """What a compiler's error says first, with its kind."""
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # "backend='inductor' raised:", and what it raised stands below.
+    said = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
     return f"{type(error).__name__}: {said}"[:300]

@@ -1,0 +1,124 @@
+"""What is said of environment variables is what the installed packages do with them."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cogumi.compiling.environment import KNOWN, Variable, variables
+
+PACKAGES = ("torch", "transformers", "accelerate")
+# Which of them holds the name, spelled out in quotes. unsloth is not installed where the tests run.
+READ_BY = {
+    "TORCHDYNAMO_DISABLE": {"torch"},
+    "TORCH_COMPILE_DISABLE": {"torch"},
+    "TORCH_COMPILE": set(),
+    "UNSLOTH_DISABLE_DYNAMO": set(),
+    "UNSLOTH_COMPILE_DISABLE": set(),
+    "TORCHDYNAMO_SUPPRESS_ERRORS": {"torch"},
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": {"torch"},
+    "ACCELERATE_DYNAMO_BACKEND": {"transformers", "accelerate"},
+}
+# How many graphs Dynamo made of something compiled, and the effects that are told of the variables.
+TRY = """
+import torch, torch._dynamo
+from cogumi.compiling.environment import variables
+torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+print(torch._dynamo.utils.counters["stats"]["unique_graphs"], *[each.effect for each in variables()])
+"""
+# The same, and what becomes of 4-bit layers.
+TRY_BITSANDBYTES = (
+    TRY
+    + """
+import bitsandbytes
+from cogumi.patches import graph_break
+before = bitsandbytes.matmul_4bit
+print(graph_break.apply("auto").reason)
+print(bitsandbytes.matmul_4bit is before)
+"""
+)
+
+
+def sources(package: str) -> Iterator[bytes]:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    for path in Path(spec.origin).parent.rglob("*.py"):
+        if "testing" not in path.parts:
+            yield path.read_bytes()
+
+
+def test_each_variable_is_read_where_its_meaning_says() -> None:
+    found: dict[str, set[str]] = {name: set() for name in KNOWN}
+    quoted = {name: (f'"{name}"'.encode(), f"'{name}'".encode()) for name in KNOWN}
+    for package in PACKAGES:
+        for text in sources(package):
+            for name, spellings in quoted.items():
+                if any(spelled in text for spelled in spellings):
+                    found[name].add(package)
+    assert found == READ_BY
+    for name, (_, effect, meaning) in KNOWN.items():
+        if not READ_BY[name]:
+            assert effect == "nothing" or "unsloth" in meaning
+
+
+def test_the_old_launch_line_is_explained() -> None:
+    line = {"PATH": "/bin", "TORCHDYNAMO_DISABLE": "1", "TORCH_COMPILE": "0", "UNSLOTH_DISABLE_DYNAMO": "1"}
+    assert [(str(each), each.effect) for each in variables(line)] == [
+        ("TORCHDYNAMO_DISABLE=1: torch compiles nothing in this process; leave it out", "off"),
+        ("TORCH_COMPILE=0: read by nothing in torch, transformers or unsloth; leave it out", "nothing"),
+        ("UNSLOTH_DISABLE_DYNAMO=1: read by nothing, unsloth included; leave it out", "nothing"),
+    ]
+
+
+def test_a_value_without_effect_is_told_so() -> None:
+    assert variables({"TORCHDYNAMO_DISABLE": "true"}) == [
+        Variable("TORCHDYNAMO_DISABLE", "true", "nothing", "only 1 has an effect; leave it out")
+    ]
+    assert variables({}) == []
+
+
+@pytest.mark.parametrize("value", ["no", "NO"])
+def test_what_accelerate_launch_always_sets_is_not_mentioned(value: str) -> None:
+    assert variables({"ACCELERATE_DYNAMO_BACKEND": value}) == []
+
+
+def test_this_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in KNOWN:
+        monkeypatch.delenv(name, raising=False)
+    assert variables() == []
+    monkeypatch.setenv("TORCH_COMPILE", "1")
+    (found,) = variables()
+    assert found.effect == "nothing"
+
+
+def test_accelerate_compiles_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.utils import TorchDynamoPlugin
+    from accelerate.utils.dataclasses import DynamoBackend
+
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "aot_eager")
+    assert TorchDynamoPlugin().backend is DynamoBackend.AOT_EAGER
+
+
+def test_what_is_said_to_switch_compiling_off_does_and_nothing_else() -> None:
+    """In processes of their own, side by side, as importing torch reads the environment."""
+    clean = {name: value for name, value in os.environ.items() if name not in KNOWN}
+    off = [name for name, (_, effect, _) in KNOWN.items() if effect == "off"]
+    nothing = [name for name, (_, effect, _) in KNOWN.items() if effect == "nothing"]
+    assert off == ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"]
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], env=clean | each, stdout=subprocess.PIPE, text=True)
+        for code, each in (
+            (TRY, {"TORCHDYNAMO_DISABLE": "1"}),
+            (TRY_BITSANDBYTES, {"TORCH_COMPILE_DISABLE": "1"}),
+            (TRY, dict.fromkeys(nothing, "1") | dict.fromkeys(off, "true")),
+        )
+    ]
+    said = [process.communicate()[0].splitlines() for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0]
+    why = "Dynamo is switched off by TORCH_COMPILE_DISABLE=1: nothing is compiled; unset it to compile"
+    assert said == [["0 off"], ["0 off", why, "True"], ["1" + " nothing" * 4]]

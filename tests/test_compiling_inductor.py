@@ -1,0 +1,51 @@
+"""What inductor compiles for a CPU, which takes a C++ compiler half a minute: few tests, and nothing stands in for anything."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from four_bit_models import tiny_llama
+from test_compiling import trained
+from test_compiling_run import STEPS, Run
+
+from cogumi.compiling import callback
+from cogumi.compiling.layers import compile_layers, parts_of, uncompile_layers
+
+
+@pytest.fixture(autouse=True)
+def kept_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+
+
+def test_what_is_decided_follows_from_the_numbers_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is patched but how long a training must be."""
+    monkeypatch.setattr(callback, "WORTH_TRYING", 0.0)
+    run = Run("auto", tmp_path).train()
+    said = run.json
+    assert len(run.losses) == STEPS
+    assert said["strategy"] == "none"
+    assert "no 4-bit experts" in said["strategy_reason"]
+    eager, step = said["seconds_per_step_eager"], said["seconds_per_step"]
+    if said["decision"] == "layers":
+        assert "s in the 7 steps that are left, and compiling took" in said["reason"]
+        assert step is None or step <= eager
+        assert said["counts"]["graphs"] >= 2
+    elif step is not None:
+        assert step > eager
+        assert said["reason"] == f"steps took {step:.2f} s compiled and {eager:.2f} s as they are"
+    else:
+        assert said["reason"].startswith("not repaid: a layer takes ")
+    on = said["decision"] == "layers"
+    assert all((part._compiled_call_impl is not None) == on for part in parts_of(run.trainer.model))
+
+
+@pytest.mark.slow
+def test_losses_and_gradients_are_eagers_to_five_digits() -> None:
+    written = trained(tiny_llama(layers=1), 3)
+    model = tiny_llama(layers=1)
+    compile_layers(model)
+    for (a, g), (b, h) in zip(trained(model, 3), written, strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+        for name in g:
+            torch.testing.assert_close(g[name], h[name], rtol=1e-5, atol=1e-5)
+    uncompile_layers(model)

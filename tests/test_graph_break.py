@@ -1,0 +1,521 @@
+"""4-bit layers under Dynamo: real bitsandbytes, real torch.compile (aot_eager, which says exactly what eager says)."""
+
+import contextvars
+import copy
+import math
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import bitsandbytes
+import pytest
+import torch
+import torch._dynamo
+from bitsandbytes.autograd._functions import MatMul4Bit
+from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.nn import Linear4bit
+from four_bit_models import LoopedExperts, gpt_oss_base, hidden_rows, straight_line, tiny_moe
+from torch import Tensor, nn
+
+import cogumi
+from cogumi.errors import UsageError
+from cogumi.patches import graph_break
+from cogumi.patches.branchless_4bit import Branchless4bit, fused_takes_no_rows
+from cogumi.patches.graph_break_probes import Probe, probe_linear, probe_zero_rows
+
+CPU = torch.device("cpu")
+ORIGINAL_MATMUL, ORIGINAL_FORWARD = bitsandbytes.matmul_4bit, Linear4bit.forward
+CAPTURE = "capture_dynamic_output_shape_ops"
+
+
+@pytest.fixture(autouse=True)
+def as_found() -> Iterator[None]:
+    yield
+    graph_break.undo()
+    torch.compiler.reset()
+    assert bitsandbytes.matmul_4bit is ORIGINAL_MATMUL
+    assert Linear4bit.forward is ORIGINAL_FORWARD
+    assert not getattr(torch._dynamo.config, CAPTURE)
+
+
+@pytest.fixture
+def force(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have the probes say what leads to a strategy."""
+
+    def choose(strategy: str) -> None:
+        rows = {"none": [True], "branchless": [False, True], "break_experts": [False, False], "break_linear": []}
+        answers = iter(rows[strategy])
+        straight = strategy != "break_linear"
+        monkeypatch.setattr(graph_break, "probe_linear", lambda _: answer("a 4-bit layer", straight))
+        monkeypatch.setattr(graph_break, "probe_zero_rows", lambda _: answer("no rows", next(answers)))
+
+    return choose
+
+
+def answer(name: str, passed: bool) -> Probe:
+    return Probe(name, passed, "" if passed else f"Unsupported: {name}", 0.0)
+
+
+class Counting:
+    """A backend that runs graphs as they are and counts them: how often something was compiled."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        self.graphs += 1
+        return graph.forward
+
+
+def ran(model: Any, number: int) -> list[Tensor]:
+    """Output, and the gradients of the input and of what is trained."""
+    x = hidden_rows(64, 6, number)
+    output = model(x)
+    output = output[0] if isinstance(output, tuple) else output
+    wanted = [x, *(each for each in model.parameters() if each.requires_grad)]
+    return [output.detach(), *torch.autograd.grad(output.square().sum(), wanted)]
+
+
+def compared(model: Any, fullgraph: bool = False) -> tuple[int, int]:
+    """(graphs, breaks) of a model compiled, whose outputs and gradients are those of eager execution."""
+    written = [ran(model, number) for number in range(3)]
+    compiled = copy.deepcopy(model)
+    compiled.compile(backend="aot_eager", fullgraph=fullgraph)
+    torch._dynamo.utils.counters.clear()
+    for number, expected in enumerate(written):
+        assert all(torch.equal(a, b) for a, b in zip(expected, ran(compiled, number), strict=True))
+    counted = torch._dynamo.utils.counters
+    return counted["stats"]["unique_graphs"], sum(counted["graph_break"].values())
+
+
+# ------------------------------------------------------------------------------------------------------- what is decided
+
+
+def test_the_pinned_versions_get_the_branchless_form() -> None:
+    """When an upstream release changes this, the docs' tables are to be measured again."""
+    status = graph_break.apply()
+    verdict = graph_break.verdict()
+    assert verdict is not None
+    assert verdict.strategy == "branchless"
+    straight, experts, again = verdict.probes
+    assert (straight.name, straight.passed) == ("a 4-bit layer", True)
+    assert (experts.name, experts.passed) == ("an expert without rows", False)
+    assert "data-dependent expression" in experts.error
+    assert "\n" not in experts.error
+    assert (again.name, again.passed) == ("an expert without rows, branchless", True)
+    assert all(probe.seconds > 0 for probe in verdict.probes)
+    assert verdict.reason.startswith("an expert without rows ends the graph")
+    assert verdict.patched == ("bitsandbytes.matmul_4bit", f"torch._dynamo.config.{CAPTURE}")
+    assert status == graph_break.status()
+    assert status.applied
+    assert status.reason.startswith("branchless on bitsandbytes.matmul_4bit")
+    assert graph_break.foreign_patches() == []
+
+
+def test_cogumi_patch_applies_it_and_reports() -> None:
+    report = cogumi.patch(rl=False, graph_break="branchless")
+    assert bitsandbytes.matmul_4bit is not ORIGINAL_MATMUL
+    assert "patched graph_break: branchless on bitsandbytes.matmul_4bit" in str(report)
+    assert report.patches[-1] == graph_break.status()
+
+
+EXPECTED = {  # (graphs, breaks) of a straight line and of a layer of experts
+    "branchless": ((1, 0), (1, 0)),
+    "break_experts": ((1, 0), (2, 1)),
+    "break_linear": ((0, 0), (2, 1)),
+}
+PATCHED = {
+    "none": (),
+    "branchless": ("bitsandbytes.matmul_4bit", f"torch._dynamo.config.{CAPTURE}"),
+    "break_experts": ("LoopedExperts.forward",),
+    "break_linear": ("Linear4bit.forward",),
+}
+
+
+@pytest.mark.parametrize("choice", ["auto", "by name"])
+@pytest.mark.parametrize("strategy", graph_break.STRATEGIES)
+def test_every_rung_compiles_as_it_says(strategy: str, choice: str, force: Callable[[str], None]) -> None:
+    """The last expert of the layer gets no row."""
+    force(strategy)
+    moe = tiny_moe(experts=3)
+    status = graph_break.apply("auto" if choice == "auto" else strategy, moe)
+    verdict = graph_break.verdict()
+    assert verdict is not None
+    assert verdict.strategy == strategy
+    assert verdict.patched == PATCHED[strategy]
+    assert status.applied == bool(PATCHED[strategy])
+    assert len(verdict.probes) == (0 if choice == "by name" else {"none": 2, "break_linear": 1}.get(strategy, 3))
+    if choice == "by name":
+        assert verdict.reason == "chosen by name, untried"
+        return
+    straight, experts = compared(straight_line(64)), compared(moe, fullgraph=strategy == "branchless")
+    if strategy == "none":  # what there is without a patch: the loop ends the graph
+        assert straight == (1, 0)
+        assert experts[1] == 1
+        assert experts[0] > 2
+    else:
+        assert (straight, experts) == EXPECTED[strategy]
+
+
+def test_experts_break_when_there_is_a_model_whose_experts_they_are(force: Callable[[str], None]) -> None:
+    force("break_experts")
+    assert not graph_break.apply().applied
+    force("break_experts")
+    original = vars(LoopedExperts)["forward"]
+    assert graph_break.apply("auto", tiny_moe()).applied
+    assert vars(LoopedExperts)["forward"] is not original
+
+    class OtherExperts(LoopedExperts):
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            return super().forward(*args, **kwargs) * 2
+
+    other = nn.Sequential(OtherExperts(64, 64, 2))
+    graph_break.apply("auto", other)
+    verdict = graph_break.verdict()
+    assert verdict is not None
+    assert verdict.patched == ("LoopedExperts.forward", "OtherExperts.forward")
+    graph_break.undo()
+    assert vars(LoopedExperts)["forward"] is original
+
+
+def test_a_model_without_experts_wants_nothing(force: Callable[[str], None]) -> None:
+    force("branchless")
+    status = graph_break.apply("auto", straight_line(64))
+    assert not status.applied
+    assert status.reason == "none: 4-bit layers compile as they are, and the model has no 4-bit experts"
+
+
+def test_experts_are_told_from_the_layers_of_a_transformer() -> None:
+    model = gpt_oss_base(layers=2)
+    assert graph_break.expert_blocks(model) == [layer.mlp.experts for layer in model.model.layers]
+    assert graph_break.expert_blocks(straight_line(64)) == []
+
+
+# --------------------------------------------------------------------------------------------------- again, and back again
+
+
+def test_applying_twice_is_applying_once(force: Callable[[str], None]) -> None:
+    force("branchless")
+    first = graph_break.apply()
+    patched, backend = bitsandbytes.matmul_4bit, Counting()
+    layers = torch.compile(straight_line(64), backend=backend)
+    layers(torch.zeros(2, 64))
+    assert graph_break.apply() == first  # a probe too many would be told so by `force`
+    assert graph_break.apply("branchless") == first
+    assert graph_break.apply("off") == first
+    assert bitsandbytes.matmul_4bit is patched
+    layers(torch.zeros(2, 64))
+    assert backend.graphs == 1
+    with pytest.raises(RuntimeError, match="branchless is in place; undo that before break_linear is applied"):
+        graph_break.apply("break_linear")
+    assert Linear4bit.forward is ORIGINAL_FORWARD
+
+
+@pytest.mark.parametrize("strategy", ["branchless", "break_linear"])
+def test_undo_puts_back_what_was_there_and_drops_compiled_code(strategy: str) -> None:
+    backend = Counting()
+    layers, x = straight_line(64), torch.zeros(2, 64)
+    compiled = torch.compile(lambda x: layers(x) + 1, backend=backend)
+    compiled(x)
+    assert backend.graphs == 1
+    graph_break.apply(strategy)
+    compiled(x)
+    patched = backend.graphs
+    assert patched > 1, "the graph of before went on running"
+    status = graph_break.undo()
+    assert not status.applied
+    assert status.reason.startswith("not applied")
+    assert graph_break.verdict() is None
+    assert bitsandbytes.matmul_4bit is ORIGINAL_MATMUL
+    assert Linear4bit.forward is ORIGINAL_FORWARD
+    assert not getattr(torch._dynamo.config, CAPTURE)
+    compiled(x)
+    assert backend.graphs == patched + 1, "the patched graph went on running"
+    assert graph_break.undo() == status
+    compiled(x)
+    assert backend.graphs == patched + 1, "undoing nothing drops nothing"
+
+
+def test_undo_refuses_where_somebody_patched_on_top(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph_break.apply("branchless")
+    ours, before = bitsandbytes.matmul_4bit, graph_break.status()
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        return ours(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bitsandbytes, "matmul_4bit", theirs)
+        with pytest.raises(
+            RuntimeError, match=r"bitsandbytes.matmul_4bit was since replaced by .*theirs; undo that first"
+        ):
+            graph_break.undo()
+        assert bitsandbytes.matmul_4bit is theirs
+        assert graph_break.status() == before
+        assert getattr(torch._dynamo.config, CAPTURE)
+        (found,) = graph_break.foreign_patches()
+        assert found == f"bitsandbytes.matmul_4bit by {__name__}"
+    graph_break.undo()
+    assert bitsandbytes.matmul_4bit is ORIGINAL_MATMUL
+
+
+def test_a_capture_flag_that_was_set_stays_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """unsloth sets it."""
+    with torch._dynamo.config.patch({CAPTURE: True}):
+        graph_break.apply("branchless")
+        graph_break.undo()
+        assert getattr(torch._dynamo.config, CAPTURE)
+
+
+def test_another_thread_or_notebook_cell_is_captured_and_undone_too() -> None:
+    """Dynamo's configuration belongs to a context, and two cells of a notebook may have two; the rest is the process's."""
+    graph_break.apply("branchless")
+
+    def another() -> tuple[bool, bool, bool]:
+        before = getattr(torch._dynamo.config, CAPTURE)
+        graph_break.apply("auto")
+        applied = getattr(torch._dynamo.config, CAPTURE)
+        graph_break.undo()
+        return before, applied, getattr(torch._dynamo.config, CAPTURE)
+
+    before, applied, after = contextvars.Context().run(another)
+    if before:
+        pytest.skip("this torch has one configuration for all threads")
+    assert applied
+    assert not after
+    assert bitsandbytes.matmul_4bit is ORIGINAL_MATMUL
+    setattr(torch._dynamo.config, CAPTURE, False)  # of this context
+
+
+# --------------------------------------------------------------------------------------------------- what probing leaves
+
+
+def test_probing_leaves_everything_as_it_was() -> None:
+    backend, layers = Counting(), straight_line(64)
+    x = torch.ones(2, 64, requires_grad=True)
+    compiled = torch.compile(lambda x: layers(x) + 1, backend=backend)
+    compiled(x).sum().backward()
+    torch._dynamo.utils.counters["graph_break"]["of the user's"] += 3
+
+    def state() -> list[Any]:
+        config = {name: str(value) for name, value in torch._dynamo.config.get_config_copy().items()}
+        counted = {name: dict(counts) for name, counts in torch._dynamo.utils.counters.items() if counts}
+        return [config, counted, torch.get_rng_state().tolist(), torch.is_grad_enabled(), x.grad.tolist()]
+
+    with torch._dynamo.config.patch(suppress_errors=True), torch.no_grad():
+        before = state()
+        assert probe_linear(CPU).passed
+        assert not probe_zero_rows(CPU).passed
+        assert graph_break.decide(None).strategy == "branchless"
+        assert state() == before
+    compiled(x)
+    assert backend.graphs == 1, "a probe dropped compiled code of the user's"
+    assert bitsandbytes.matmul_4bit is ORIGINAL_MATMUL
+
+
+def test_a_probe_tells_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong_where_compiled(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return ORIGINAL_MATMUL(x, *args, **kwargs) * (2 if torch.compiler.is_compiling() else 1)
+
+    monkeypatch.setattr(bitsandbytes, "matmul_4bit", wrong_where_compiled)
+    found = probe_linear(CPU)
+    assert not found.passed
+    assert found.error == "compiled, and its result or gradient differs from the eager one"
+
+
+# --------------------------------------------------------------------------------------------------------------- bad input
+
+
+def test_another_choice_is_refused() -> None:
+    with pytest.raises(UsageError, match="graph_break='fullgraph' is not one of auto, off, none, branchless"):
+        cogumi.patch(rl=False, graph_break="fullgraph")
+
+
+@pytest.mark.parametrize("choice", ["auto", "branchless"])
+def test_a_model_without_4_bit_layers_is_left_alone(choice: str) -> None:
+    status = graph_break.apply(choice, nn.Sequential(nn.Linear(4, 4)))
+    assert not status.applied
+    assert status.reason == "the model has no 4-bit layers"
+    assert bitsandbytes.matmul_4bit is ORIGINAL_MATMUL
+
+
+def test_off_changes_nothing() -> None:
+    status = graph_break.apply("off")
+    assert not status.applied
+    assert status.reason == "off: nothing was tried and nothing changed"
+
+
+def test_a_disabled_dynamo_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TORCH_COMPILE_DISABLE is read at import: tests/test_compiling_environment.py."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")
+        for choice in ("auto", "branchless"):
+            status = graph_break.apply(choice)
+            assert not status.applied
+            assert status.reason == (
+                "Dynamo is switched off by TORCHDYNAMO_DISABLE=1: nothing is compiled; unset it to compile"
+            )
+        assert bitsandbytes.matmul_4bit is ORIGINAL_MATMUL
+    with torch._dynamo.config.patch(disable=True):
+        assert "switched off by torch._dynamo.config.disable" in graph_break.apply().reason
+
+
+def test_without_bitsandbytes_there_is_one_line() -> None:
+    """In a process of its own, in which bitsandbytes cannot be imported."""
+    code = """
+import sys
+sys.modules["bitsandbytes"] = None
+from cogumi.patches import graph_break
+print(graph_break.apply().reason, graph_break.apply("branchless").applied, graph_break.foreign_patches())
+print(graph_break.undo().applied, sorted(graph_break.versions()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "bitsandbytes is not installed, so there are no 4-bit layers False []",
+        "False ['torch']",
+    ]
+
+
+def test_a_foreign_linear4bit_is_named_and_the_probes_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    def theirs(self: Any, x: Tensor) -> Tensor:
+        return ORIGINAL_FORWARD(self, x)
+
+    monkeypatch.setattr(Linear4bit, "forward", theirs)
+    assert graph_break.apply("auto").applied
+    verdict = graph_break.verdict()
+    assert verdict is not None
+    assert verdict.strategy == "branchless"
+    assert graph_break.foreign_patches() == [f"Linear4bit.forward by {__name__}"]
+    graph_break.undo()
+    assert Linear4bit.forward is theirs
+
+
+def test_a_foreign_matmul_is_not_replaced(monkeypatch: pytest.MonkeyPatch, force: Callable[[str], None]) -> None:
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        return ORIGINAL_MATMUL(*args, **kwargs)
+
+    monkeypatch.setattr(bitsandbytes, "matmul_4bit", theirs)
+    force("branchless")
+    graph_break.apply("auto", tiny_moe())
+    verdict = graph_break.verdict()
+    assert verdict is not None
+    assert verdict.strategy == "break_experts"
+    assert f"bitsandbytes.matmul_4bit is {__name__}.{theirs.__qualname__} already" in verdict.reason
+    graph_break.undo()
+    with pytest.raises(RuntimeError, match=r"already replaced by .*theirs; undo that first"):
+        graph_break.apply("branchless")
+    assert bitsandbytes.matmul_4bit is theirs
+    assert not graph_break.status().applied
+    assert graph_break.verdict() is None
+
+
+# ------------------------------------------------------------------------------------------------------- the branchless form
+
+
+def layer_of(
+    quant_type: str, nested: bool, dtype: torch.dtype, bias: bool, trained: bool, width: int = 128
+) -> Linear4bit:
+    torch.manual_seed(1)
+    layer = Linear4bit(64, width, bias=bias, compute_dtype=dtype, compress_statistics=nested, quant_type=quant_type).to(
+        CPU
+    )
+    layer.support_avx512bf16_for_cpu = False
+    if bias:
+        layer.bias.data = layer.bias.data.to(dtype)
+        layer.bias.requires_grad_(trained)
+    return layer
+
+
+def weights_of(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The gradient that an output is given: another for each of its numbers."""
+    return torch.arange(math.prod(shape)).reshape(shape).sin().to(dtype)
+
+
+def value_and_gradients(layer: Linear4bit, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    wanted = [x] + ([layer.bias] if layer.bias is not None and layer.bias.requires_grad else [])
+    weights = weights_of(y.shape, y.dtype)
+    with torch.no_grad():
+        inference = layer(x.detach())
+    return [y.detach(), inference, *torch.autograd.grad((y * weights).sum(), wanted)]
+
+
+@pytest.mark.parametrize("bias", ["none", "frozen", "trained"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_it_is_upstreams_bit_for_bit(
+    fused: bool, quant_type: str, nested: bool, dtype: torch.dtype, bias: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fused: by bitsandbytes' one operator, as here, or without it, as before 0.50 and where it takes no zero rows."""
+    if not fused:
+        monkeypatch.setattr("cogumi.patches.branchless_4bit.fused_takes_no_rows", lambda device: False)
+    layer = layer_of(quant_type, nested, dtype, bias != "none", bias == "trained")
+    inputs = [torch.randn(shape).to(dtype) for shape in ((5, 64), (2, 3, 64), (1, 64), (0, 64), (2, 0, 64))]
+    upstream = [value_and_gradients(layer, x) for x in inputs]
+    ran: list[str] = []
+    monkeypatch.setattr(MatMul4Bit, "apply", lambda *_: pytest.fail("upstream's own ran"))
+    graph_break.apply("branchless")
+    original = Branchless4bit.apply
+    monkeypatch.setattr(Branchless4bit, "apply", lambda *args: (ran.append("ours"), original(*args))[1])
+    for x, expected in zip(inputs, upstream, strict=True):
+        found = value_and_gradients(layer, x)
+        if (
+            bias == "trained" and x.dim() == 3
+        ):  # upstream rounds each sequence's sum to the bias's dtype, then adds those
+            ours, theirs = found.pop().double(), expected.pop().double()
+            exact = weights_of((*x.shape[:-1], 128), dtype).double().sum((0, 1))
+            assert (ours - exact).norm() <= (theirs - exact).norm()
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.dtype == theirs.dtype
+            assert ours.shape == theirs.shape
+            if fused:
+                assert torch.equal(ours, theirs)
+            else:
+                torch.testing.assert_close(ours, theirs)
+    assert len(ran) == 2 * len(inputs)
+
+
+def test_what_is_not_training_goes_to_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layer_of("nf4", True, torch.float32, False, False)
+    state, x = layer.weight.quant_state, torch.randn(3, 64)
+    expected = ORIGINAL_MATMUL(x, layer.weight, quant_state=state)
+    graph_break.apply("branchless")
+    monkeypatch.setattr(Branchless4bit, "apply", lambda *_: pytest.fail("the branchless form ran"))
+    out = torch.empty(3, 128)
+    assert bitsandbytes.matmul_4bit(x, layer.weight, quant_state=state, out=out) is out
+    assert torch.equal(out, expected)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        y = torch.randn(3, 128)
+        turned = bitsandbytes.matmul_4bit(y, layer.weight, quant_state=state)
+    assert "[K, N]" in str(said[0].message)
+    torch.testing.assert_close(turned, y @ dequantize_4bit(layer.weight, state))
+    with pytest.raises(ValueError, match="quant_state is required"):
+        bitsandbytes.matmul_4bit(x, layer.weight, quant_state=None)
+    packed = copy.copy(state)
+    packed.packing_format_for_cpu = True
+    monkeypatch.setattr("bitsandbytes.functional.gemv_4bit", lambda *_, **__: torch.ones(3, 128))
+    assert bitsandbytes.matmul_4bit(x, layer.weight, quant_state=packed).eq(1).all()
+
+
+def test_the_one_operator_takes_no_rows_on_a_cpu() -> None:
+    assert fused_takes_no_rows(CPU)
+
+
+@pytest.mark.parametrize("first", ["the patch", "the model"])
+def test_the_model_may_come_before_or_after(first: str) -> None:
+    if first == "the patch":
+        graph_break.apply("branchless")
+    layer = layer_of("nf4", True, torch.float32, False, False)
+    graph_break.apply("branchless")
+    compiled = torch.compile(lambda x, rows: layer(x[torch.where(rows)[0]]).sum(), backend="aot_eager", fullgraph=True)
+    x = torch.randn(4, 64, requires_grad=True)
+    for rows in ([True, False, True, False], [False] * 4):
+        chosen = torch.tensor(rows)
+        compiled(x, chosen).backward()
+        assert torch.equal(compiled(x, chosen), layer(x[chosen]).sum())
