@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -348,8 +348,11 @@ def bind_values(
             wanted = (
                 getattr(hints[key], "__name__", str(hints[key])) if isinstance(hints[key], type) else str(hints[key])
             )
+            said = error.errors()[0]["msg"]
+            if get_origin(hints[key]) is not Annotated:  # what those allow is in the message
+                said += f" ({wanted})"
             place = origins.get(f"{section}.{key}", label)
-            raise UsageError(f"{place}: {section}.{key} = {value!r}: {error.errors()[0]['msg']} ({wanted})") from None
+            raise UsageError(f"{place}: {section}.{key} = {value!r}: {said}") from None
     return bound
 
 

@@ -96,7 +96,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callback, "try_compiler", lambda _: CompilerFound("", 0.1))
     monkeypatch.setattr(graph_break, "probe_linear", lambda _: passed)
     monkeypatch.setattr(callback, "WORTH_TRYING", 0.0)
-    monkeypatch.setattr(callback.statistics, "median", lambda _: 0.2)  # steps as long compiled as before
+    monkeypatch.setattr(callback, "shortest", lambda _: 0.2)  # steps as long compiled as before
 
 
 def trial(eager: float, compiled: float, compile: float) -> Callable[..., Trial]:
@@ -169,7 +169,7 @@ def test_auto_leaves_a_short_training(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert said["decision"] == "off"
     step = said["seconds_per_step_eager"]
     assert said["reason"] == (
-        f"7 steps of {step:.2f} s are left, which is over before compiling pays (measured at step 3)"
+        f"{7 * step:.0f} s of training are left (step 3 took {step:.2f} s), and less than 1000000 s do not repay compiling"
     )
 
 
@@ -177,8 +177,8 @@ def test_auto_leaves_a_short_training(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_steps_that_became_longer_are_taken_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plain = Run("off", tmp_path / "off").train()
     monkeypatch.setattr(callback, "try_layer", trial(0.5, 0.25, 0.0))
-    median = iter([0.1, 0.2])
-    monkeypatch.setattr(callback.statistics, "median", lambda _: next(median))
+    step = iter([0.1, 0.2])
+    monkeypatch.setattr(callback, "shortest", lambda _: next(step))
     run = Run("auto", tmp_path / "auto").train()
     said = run.json
     assert (said["decision"], said["reason"]) == ("off", "steps took 0.20 s compiled and 0.10 s as they are")
@@ -195,7 +195,7 @@ def test_auto_trains_uncompiled_where_it_cannot_compile(
         "no compiler": "nothing can be compiled here: no C++ compiler",
         "a layer fails": "a layer does not compile: RuntimeError: it broke",
         "Dynamo is off": "Dynamo is switched off by TORCHDYNAMO_DISABLE=1; unset it to compile",
-        "reentrant": "gradient checkpointing is reentrant, which ends a graph; "
+        "reentrant": "gradient checkpointing is reentrant, which compiles each layer twice; "
         "leave train.gradient_checkpointing_kwargs out",
     }[why]
 
@@ -305,3 +305,14 @@ def test_a_full_disk_ends_nothing(
     monkeypatch.setattr(report, "write_json", denied)
     with pytest.raises(PermissionError):
         Run("off", tmp_path).compiling.begin()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_run_that_goes_on_otherwise_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run("off", tmp_path)
+    run.compiling.path.write_text(json.dumps({"decision": "off", "reason": "cogumi.compile=off"}))
+    run.compiling.begin()
+    assert "results differ in rounding" not in caplog.text
+    run.compiling.path.write_text(json.dumps({"decision": "layers", "reason": "as cogumi.compile says"}))
+    run.compiling.begin()
+    assert "the part of this run before was compiled; from here on results differ in rounding" in caplog.text

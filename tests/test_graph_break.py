@@ -204,11 +204,11 @@ def test_applying_twice_is_applying_once(force: Callable[[str], None]) -> None:
     layers(torch.zeros(2, 64))
     assert graph_break.apply() == first  # a probe too many would be told so by `force`
     assert graph_break.apply("branchless") == first
-    assert graph_break.apply("off") == first
+    assert graph_break.apply("off").reason == f"{first.reason}; it stays until cogumi.patches.graph_break.undo()"
     assert bitsandbytes.matmul_4bit is patched
     layers(torch.zeros(2, 64))
     assert backend.graphs == 1
-    with pytest.raises(RuntimeError, match="branchless is in place; undo that before break_linear is applied"):
+    with pytest.raises(UsageError, match=r"branchless is in place; .*graph_break.undo\(\) takes it away first"):
         graph_break.apply("break_linear")
     assert Linear4bit.forward is ORIGINAL_FORWARD
 
@@ -248,11 +248,11 @@ def test_undo_refuses_where_somebody_patched_on_top(monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(bitsandbytes, "matmul_4bit", theirs)
         with pytest.raises(
-            RuntimeError, match=r"bitsandbytes.matmul_4bit was since replaced by .*theirs; undo that first"
+            RuntimeError, match=r"bitsandbytes.matmul_4bit was since replaced by .*theirs; take that away first"
         ):
             graph_break.undo()
         assert bitsandbytes.matmul_4bit is theirs
-        assert graph_break.status() == before
+        assert graph_break.status().reason.startswith(before.reason)  # and says whose patch is there now
         assert getattr(torch._dynamo.config, CAPTURE)
         (found,) = graph_break.foreign_patches()
         assert found == f"bitsandbytes.matmul_4bit by {__name__}"
@@ -343,7 +343,7 @@ def test_a_model_without_4_bit_layers_is_left_alone(choice: str) -> None:
 def test_off_changes_nothing() -> None:
     status = graph_break.apply("off")
     assert not status.applied
-    assert status.reason == "off: nothing was tried and nothing changed"
+    assert status.reason == "off: left as it is"
 
 
 def test_a_disabled_dynamo_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,7 +404,7 @@ def test_a_foreign_matmul_is_not_replaced(monkeypatch: pytest.MonkeyPatch, force
     assert verdict.strategy == "break_experts"
     assert f"bitsandbytes.matmul_4bit is {__name__}.{theirs.__qualname__} already" in verdict.reason
     graph_break.undo()
-    with pytest.raises(RuntimeError, match=r"already replaced by .*theirs; undo that first"):
+    with pytest.raises(UsageError, match=r"matmul_4bit is .*theirs already; take that away first"):
         graph_break.apply("branchless")
     assert bitsandbytes.matmul_4bit is theirs
     assert not graph_break.status().applied

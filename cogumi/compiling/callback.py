@@ -17,6 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from cogumi.compiling.compiler import keep_compiled_code, try_compiler
 from cogumi.compiling.layers import (
+    REENTRANT,
     but_for_generation,
     compile_layers,
     decoder_layers,
@@ -76,7 +77,8 @@ class Compiling(TrainerCallback):
         self.report = replace(self.report, prepared=tuple(prepare(self.model)))
         for line in self.report.prepared:
             log.info("compile: %s", line)
-        earlier = read_json(self.path) if self.mode == "auto" and self.path.exists() else {}
+        before = read_json(self.path) if self.path.exists() else {}
+        earlier = before if self.mode == "auto" else {}
         reason = self.why_not()
         if reason and self.mode == "layers":
             raise UsageError(f"cogumi.compile=layers: {reason}")
@@ -86,6 +88,9 @@ class Compiling(TrainerCallback):
             self.decide("off", f"{AS_BEFORE}: {earlier['reason'].removeprefix(f'{AS_BEFORE}: ')}")
         elif self.mode == "layers" or earlier.get("decision") == "layers":
             self.compile_from_the_start(AS_BEFORE if earlier else "as cogumi.compile says")
+        if before.get("decision") not in (None, "", self.report.decision):
+            was = "compiled" if before["decision"] == "layers" else "not compiled"
+            log.warning("compile: the part of this run before was %s; from here on results differ in rounding", was)
 
     def compile_from_the_start(self, reason: str) -> None:
         if error := self.make_ready():
@@ -100,11 +105,13 @@ class Compiling(TrainerCallback):
         if self.mode == "off":
             return "cogumi.compile=off"
         if self.args.torch_compile:
-            return "train.torch_compile compiles the whole model, which captures less of it; leave that out"
+            return "train.torch_compile is on and compiles the whole model, which captures less of it; leave that out"
         if (backend := self.accelerate.dynamo_plugin.backend) is not DynamoBackend.NO:
             return (
                 f"accelerate compiles the whole model with {backend.value.lower()}; leave ACCELERATE_DYNAMO_BACKEND out"
             )
+        if self.args.gradient_checkpointing and (self.args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+            return REENTRANT  # set up when training begins, so that the layers do not show it yet
         if unsloth_rl.status().applied:
             return "unsloth's own layers run here, and it compiles parts of them itself"
         return why_not(self.model)
@@ -152,11 +159,11 @@ class Compiling(TrainerCallback):
 
     def find_out(self, steps_left: int) -> None:
         """Decide for the rest of the run, from what this model's steps and one of its layers took."""
-        step = min(self.steps[1:])
+        step = shortest(self.steps)
         self.report = replace(self.report, seconds_per_step_eager=step)
         if step * steps_left < WORTH_TRYING:
-            left = f"{steps_left} steps of {step:.2f} s are left"
-            self.decide("off", f"{left}, which is over before compiling pays (measured at step {MEASURED_STEPS})")
+            left = f"{step * steps_left:.0f} s of training are left (step {MEASURED_STEPS} took {step:.2f} s)"
+            self.decide("off", f"{left}, and less than {WORTH_TRYING:.0f} s do not repay compiling")
             return
         if not self.seen.calls:
             self.decide("off", f"no layer was trained in step {MEASURED_STEPS}, so none could be tried")
@@ -199,7 +206,7 @@ class Compiling(TrainerCallback):
 
     def look_back(self) -> None:
         """A few steps later: what Dynamo did, and whether the steps became shorter."""
-        step = min(self.steps[1:] or self.steps) if self.steps else None
+        step = shortest(self.steps) if self.steps else None
         self.report = replace(self.report, counts=counts().since(self.report.before), seconds_per_step=step)
         eager = self.report.seconds_per_step_eager
         if step is not None and eager is not None and step > eager:
@@ -237,3 +244,8 @@ class Compiling(TrainerCallback):
 
     def count_outside(self, operations: int) -> None:
         self.report = replace(self.report, operations_outside=operations)
+
+
+def shortest(steps: list[float]) -> float:
+    """Of steps that were timed, the first left out where there are others: what makes one longer is not of the model."""
+    return min(steps[1:] or steps)

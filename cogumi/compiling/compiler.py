@@ -42,7 +42,10 @@ def try_compiler(device: torch.device) -> CompilerFound:
         try:
             torch.autograd.grad(torch.compile(anew(smallest))(x), x)
         except Exception as error:  # noqa: BLE001  what a missing compiler raises differs by machine; it is reported
-            return CompilerFound(first_line(error), time.perf_counter() - began)
+            advice = (
+                "; install g++, or name a C++ compiler in CXX" if device.type == "cpu" and is_missing(error) else ""
+            )
+            return CompilerFound(f"{first_line(error)}{advice}", time.perf_counter() - began)
     return CompilerFound("", time.perf_counter() - began)
 
 
@@ -61,3 +64,8 @@ def keep_compiled_code() -> Path:
         return Path(told or inductor_cache())
     os.environ[CACHE_VARIABLE] = str(place)
     return place
+
+
+def is_missing(error: BaseException) -> bool:
+    """Whether inductor found no C++ compiler at all, which it says in the name of an error that it wraps."""
+    return "InvalidCxxCompiler" in f"{type(error).__name__} {error}"

@@ -21,6 +21,8 @@ from cogumi.patches.graph_break_probes import first_line, switched_off_by
 
 log = logging.getLogger("cogumi")
 
+REENTRANT = "gradient checkpointing is reentrant, which compiles each layer twice; leave train.gradient_checkpointing_kwargs out"
+
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The layers of a transformers model that are checkpointed one by one: of all its stacks, in order."""
@@ -39,7 +41,7 @@ def why_not(model: nn.Module) -> str:
     if not layers:
         return f"{type(model).__name__} has no layers that transformers checkpoints, so there is nothing to compile one by one"
     if any(reentrant(layer) for layer in layers):
-        return "gradient checkpointing is reentrant, which ends a graph; leave train.gradient_checkpointing_kwargs out"
+        return REENTRANT
     return ""
 
 

@@ -76,7 +76,7 @@ class CompileReport:
         """Lines on what holds for anything that is compiled here."""
         said = [f"versions: {', '.join(f'{name} {version}' for name, version in self.versions.items())}"]
         said += [str(each) for each in self.variables]
-        said += [str(each) for each in self.probes]
+        said += [f"tried: {each}" for each in self.probes]
         how = f"{self.strategy}: " if self.strategy else ""
         said.append(f"4-bit layers: {how}{self.strategy_reason}")
         if self.patched:

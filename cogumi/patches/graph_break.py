@@ -26,6 +26,8 @@ from cogumi.patches.status import PatchStatus
 NAME = "graph_break"
 STRATEGIES = ("none", "branchless", "break_experts", "break_linear")
 CHOICES = ("auto", "off", *STRATEGIES)
+UNDO = "cogumi.patches.graph_break.undo()"
+WAITS = "which blocks are experts is seen in a model: cogumi.patches.graph_break.apply('break_experts', model)"
 _ABSENT = object()
 _replaced: list["Replaced"] = []
 _verdict: "Verdict | None" = None
@@ -56,7 +58,7 @@ def apply(choice: str = "auto", model: Any = None) -> PatchStatus:
 
     choice: "auto" probes, "off" changes nothing, a name of STRATEGIES is put in place untried. model: whose 4-bit layers
     and experts it is about; without one there may be experts. Compiled code is dropped where something changes. Raises
-    UsageError for another choice, and RuntimeError where a strategy is in place already and another is wanted.
+    UsageError for another choice, where another strategy is in place already, and where somebody else's patch is in its way.
     """
     global _verdict
     if choice not in CHOICES:
@@ -64,10 +66,12 @@ def apply(choice: str = "auto", model: Any = None) -> PatchStatus:
     reason = why_nothing_to_do(choice, model)
     if reason:
         _verdict = _verdict if _replaced else Verdict("", reason)
+        if _replaced:
+            return replace(status(), reason=f"{status().reason}; it stays until {UNDO}")
         return status()
     if _verdict is not None and _replaced:
         if choice not in ("auto", _verdict.strategy):
-            raise RuntimeError(f"{NAME}: {_verdict.strategy} is in place; undo that before {choice} is applied")
+            raise UsageError(f"graph_break={choice!r}: {_verdict.strategy} is in place; {UNDO} takes it away first")
         configure_here()
         if _verdict.strategy == "break_experts" and model is not None:
             put_in_place("break_experts", model)
@@ -84,7 +88,9 @@ def undo() -> PatchStatus:
     for each in _replaced:
         present = at(each.owner, each.name)
         if present is not each.ours and not is_configuration(each):
-            raise RuntimeError(f"{NAME}: {name_of(each)} was since replaced by {spelled(present)}; undo that first")
+            raise RuntimeError(
+                f"{NAME}: {name_of(each)} was since replaced by {spelled(present)}; take that away first"
+            )
     forget_compiled = bool(_replaced)
     while _replaced:
         put_back(_replaced.pop())
@@ -100,9 +106,16 @@ def status() -> PatchStatus:
         return PatchStatus(NAME, False, "not applied: 4-bit layers compile as far as bitsandbytes lets them")
     if not _replaced:
         strategy = f"{_verdict.strategy}: " if _verdict.strategy else ""
-        return PatchStatus(NAME, False, f"{strategy}{_verdict.reason}")
+        waits = f"; {WAITS}" if _verdict.strategy == "break_experts" else ""
+        return PatchStatus(NAME, False, f"{strategy}{_verdict.reason}{waits}{beside_others()}")
     where = ", ".join(dict.fromkeys(name_of(each) for each in _replaced))
-    return PatchStatus(NAME, True, f"{_verdict.strategy} on {where}: {_verdict.reason}")
+    return PatchStatus(NAME, True, f"{_verdict.strategy} on {where}: {_verdict.reason}{beside_others()}")
+
+
+def beside_others() -> str:
+    """Whose patches of bitsandbytes there are too, as the end of a sentence."""
+    foreign = foreign_patches()
+    return f"; patched by others as well: {', '.join(foreign)}" if foreign else ""
 
 
 def verdict() -> Verdict | None:
@@ -116,7 +129,7 @@ def verdict() -> Verdict | None:
 def why_nothing_to_do(choice: str, model: Any) -> str:
     """Why no strategy is wanted here, in words; "" where one is."""
     if choice == "off":
-        return "off: nothing was tried and nothing changed"
+        return "off: left as it is"
     if importlib.util.find_spec("bitsandbytes") is None:
         return "bitsandbytes is not installed, so there are no 4-bit layers"
     if model is not None and not any(is_linear_4bit(module) for module in model.modules()):
@@ -209,7 +222,9 @@ def make_branchless() -> None:
     import bitsandbytes
 
     if foreign := foreign_matmul():
-        raise RuntimeError(f"{NAME}: bitsandbytes.matmul_4bit is already replaced by {foreign}; undo that first")
+        raise UsageError(
+            f"graph_break='branchless': bitsandbytes.matmul_4bit is {foreign} already; take that away first"
+        )
     put(bitsandbytes, "matmul_4bit", branchless(bitsandbytes.matmul_4bit))
     # The rows that an expert gets are found by `torch.where`, whose length is data too.
     put(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
