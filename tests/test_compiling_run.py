@@ -169,7 +169,7 @@ def test_auto_leaves_a_short_training(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert said["decision"] == "off"
     step = said["seconds_per_step_eager"]
     assert said["reason"] == (
-        f"{7 * step:.0f} s of training are left (step 3 took {step:.2f} s), and less than 1000000 s do not repay compiling"
+        f"{7 * step:.0f} s of training are left (7 steps of {step:.2f} s), and less than 1000000 s do not repay compiling"
     )
 
 

@@ -21,6 +21,7 @@ from cogumi.compiling.layers import (
     but_for_generation,
     compile_layers,
     decoder_layers,
+    decoder_of,
     prepare,
     uncompile_layers,
     why_not,
@@ -31,7 +32,6 @@ from cogumi.compiling.measure import (
     count_as_written,
     count_next_forward,
     counts,
-    decoder_of,
     try_layer,
     watched,
 )
@@ -144,6 +144,7 @@ class Compiling(TrainerCallback):
             self.watching.close()
             self.find_out(state.max_steps - state.global_step)
             self.steps.clear()
+            self.seen = Seen()  # which held a layer's inputs
         elif self.on and len(self.steps) == MEASURED_STEPS and self.report.counts is None:
             self.look_back()
 
@@ -162,7 +163,7 @@ class Compiling(TrainerCallback):
         step = shortest(self.steps)
         self.report = replace(self.report, seconds_per_step_eager=step)
         if step * steps_left < WORTH_TRYING:
-            left = f"{step * steps_left:.0f} s of training are left (step {MEASURED_STEPS} took {step:.2f} s)"
+            left = f"{step * steps_left:.0f} s of training are left ({steps_left} steps of {step:.2f} s)"
             self.decide("off", f"{left}, and less than {WORTH_TRYING:.0f} s do not repay compiling")
             return
         if not self.seen.calls:

@@ -31,7 +31,7 @@ class Counts:
         return Counts(
             self.graphs - before.graphs,
             {reason: n for reason, n in breaks.items() if n},
-            max(0, self.recompiles - before.recompiles),  # Dynamo remembers the last 64 only
+            max(0, self.recompiles - before.recompiles),  # which a reset sets back
             self.seconds - before.seconds,
         )
 
