@@ -49,6 +49,13 @@ def test_null_takes_a_key_away_unless_it_is_one_of_its_values(config: Path) -> N
     assert run.lora == {"target_modules": None}  # peft's own choice for the architecture
 
 
+def test_a_bare_off_is_a_word(config: Path) -> None:
+    config.write_text(GOOD + "  compile: off\n")  # which YAML 1.1 reads as False
+    assert load_config(config).cogumi.compile == "off"
+    assert load_config(config, **parse_overrides(["cogumi.compile=layers"])).cogumi.compile == "layers"
+    assert "cogumi.compile = True" in refusal(config, cogumi__compile=True)
+
+
 def test_every_shipped_config_loads() -> None:
     configs = sorted((Path(__file__).parents[1] / "configs").rglob("*.yaml"))
     assert len(configs) >= 2
