@@ -17,6 +17,7 @@ from torch._dynamo.exc import TorchDynamoException
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cogumi.errors import UsageError
+from cogumi.models.load import train_on_what_was_loaded
 from cogumi.patches.graph_break_probes import first_line, switched_off_by
 
 log = logging.getLogger("cogumi")
@@ -152,7 +153,7 @@ def prepare(model: nn.Module) -> list[str]:
         return []
     from bitsandbytes.nn import Linear4bit
 
-    biases = repacking = 0
+    biases = 0
     for module in model.modules():
         if not isinstance(module, Linear4bit):
             continue
@@ -160,9 +161,7 @@ def prepare(model: nn.Module) -> list[str]:
         if bias is not None and dtype is not None and bias.dtype != dtype:
             bias.data = bias.data.to(dtype)  # bitsandbytes would do so in its forward, and end the graph there
             biases += 1
-        if module.support_avx512bf16_for_cpu:
-            module.support_avx512bf16_for_cpu = False
-            repacking += 1
+    repacking = train_on_what_was_loaded(model)
     done = {
         f"{biases} biases of 4-bit layers cast to the dtype they compute in": biases,
         f"{repacking} 4-bit layers keep their weights as they are: after a forward without gradients bitsandbytes "

@@ -160,14 +160,16 @@ def reads_rows(columns: int) -> bool:
     return torch.equal(dequantize_4bit(*quantize_4bit(weights, blocksize=64, quant_type="nf4")), weights)
 
 
-def train_on_what_was_loaded(model: PreTrainedModel) -> None:
+def train_on_what_was_loaded(model: torch.nn.Module) -> int:
     """Keep bitsandbytes from repacking 4-bit weights at the first forward without gradients, as a rollout is.
 
-    It does on CPUs with AVX512-BF16, and the backward pass then finds no gradient for what came before the layer.
+    It does on CPUs with AVX512-BF16, and the backward pass then finds no gradient for what came before the layer. Returns
+    of how many layers it was kept.
     """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            vars(module)["support_avx512bf16_for_cpu"] = False
+    repacking = [module for module in model.modules() if getattr(module, "support_avx512bf16_for_cpu", False)]
+    for module in repacking:
+        vars(module)["support_avx512bf16_for_cpu"] = False
+    return len(repacking)
 
 
 def loaded_in(dtype: str) -> torch.dtype:
