@@ -3,16 +3,19 @@ SHELL := /bin/sh
 PYTHON_IN := .venv/bin/python
 LANES := requirements-stable-precompiled.txt $(wildcard requirements/*.txt) requirements/install.sh pyproject.toml
 
-.PHONY: smoke test test-all test-unsloth test-torch27 lint bench faults lock clean
+.PHONY: smoke test test-all test-unsloth test-torch27 lint bench faults lock lock-check elf check-urls clean
 
 smoke: .venv/lane
 	$(PYTHON_IN) -m cogumi.smoke
 
+# A process for each core, each with one thread: on tiny models more threads only wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(PYTHON_IN) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
 test: lint
-	$(PYTHON_IN) -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: lint
-	$(PYTHON_IN) -m pytest
+	$(PYTEST)
 
 # Not part of `make test`: a virtual environment of its own with unsloth, which runs on a CPU there.
 test-unsloth: .venv-unsloth/lane
@@ -34,8 +37,19 @@ bench: .venv/test
 faults: .venv/test
 	$(PYTHON_IN) -m benchmarks faults
 
-lock: .venv/lane
-	$(PYTHON_IN) requirements/lock.py
+# Every pinned file, from requirements/lanes.toml and *.in. `make lock UPGRADE=--upgrade` takes newer versions of what those leave open.
+lock: .venv/test
+	$(PYTHON_IN) requirements/lock.py $(UPGRADE)
+
+lock-check: .venv/test
+	$(PYTHON_IN) requirements/lock.py --check
+
+# Which CUDA the wheels are linked to. The first time about 400 MB from the package index, then what is new.
+elf: .venv/test
+	$(PYTHON_IN) requirements/elf.py
+
+check-urls: .venv/test
+	$(PYTHON_IN) -m pytest -rs tests/test_requirements_resolve.py -k url
 
 .venv/lane: $(LANES)
 	sh requirements/install.sh

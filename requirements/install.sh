@@ -1,12 +1,34 @@
 #!/bin/sh
-# Create .venv and install the lane that fits this machine: the stable GPU lane where an NVIDIA driver answers, the CPU
-# lane otherwise. `sh requirements/install.sh test` adds the tests' tools. Running it again brings .venv up to date.
+# Create .venv and install the lane that fits this machine: by the NVIDIA driver that answers, a CPU lane where none does.
+# `sh requirements/install.sh test` adds the tests' tools. Running it again brings .venv up to date.
 # `sh requirements/install.sh peers` adds what `python -m benchmarks merge` compares with, and no lane needs.
 # `sh requirements/install.sh unsloth` makes .venv-unsloth instead: the CPU lane, the tests' tools, and unsloth.
 set -eu
 cd "$(dirname "$0")/.."
 venv=.venv
 [ "${1:-}" != unsloth ] || venv=.venv-unsloth
+
+# The lane, before anything is made (cogumi.stack.lanes.lane_for says the same).
+lane=cpu
+if [ "${1:-}" != unsloth ] && nvidia-smi -L >/dev/null 2>&1; then
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
+    major=${driver%%.*}
+    case $major in
+    '' | *[!0-9]*)
+        echo "nvidia-smi calls the driver '$driver', which is no version: reboot the box, or choose another host." >&2
+        exit 2
+        ;;
+    esac
+    if [ "$major" -ge 580 ]; then
+        lane=stable
+    elif [ "$major" -ge 525 ] && [ -f requirements/stable-cu128.txt ]; then
+        lane=stable-cu128
+    else
+        echo "NVIDIA driver $driver cannot run the stable lane (CUDA 13.0 needs 580 or newer), and no lane for older ones" \
+            "fits (docs/stack.md): choose a host with driver 580 or newer." >&2
+        exit 2
+    fi
+fi
 
 for python in ${PYTHON:-} python3.12 python3.11 python3 python; do
     "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && break
@@ -29,12 +51,25 @@ if ! $venv/bin/python -m pip --version >/dev/null 2>&1; then
 fi
 install() { $venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes "$@"; }
 
-if [ "${1:-}" != unsloth ] && nvidia-smi -L >/dev/null 2>&1; then
-    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
-    echo "NVIDIA driver $driver: installing the stable GPU lane (about 2.9 GiB)"
-    [ "${driver%%.*}" -ge 580 ] || echo "warning: its CUDA 13.0 wheels need driver 580 or newer; choose another host" >&2
-    install -r requirements-stable-precompiled.txt
-else
+missing=
+case $lane in
+stable)
+    echo "NVIDIA driver $driver: installing the stable lane, CUDA 13.0 (about 2.9 GiB)"
+    # One wheel is PyTorch's own. It is asked for alone first, so that without it everything else is installed all the same.
+    if install --no-deps --retries 1 -r requirements/xformers-cu130.txt 2>$venv/xformers.log; then
+        install -r requirements-stable-precompiled.txt
+    else
+        echo "xformers cannot be had from PyTorch's index ($venv/xformers.log says why): without it, unsloth uses torch's attention"
+        sed '/^xformers @/,/[^\\]$/d' requirements-stable-precompiled.txt >$venv/without-xformers.txt
+        install --no-deps -r $venv/without-xformers.txt
+        missing='requires xformers, which is not installed'
+    fi
+    ;;
+stable-cu128)
+    echo "NVIDIA driver $driver: installing the stable lane for CUDA 12.8 (about 3 GiB), torch from download.pytorch.org"
+    install -r requirements/stable-cu128.txt
+    ;;
+cpu)
     echo "no NVIDIA driver: installing the CPU lane"
     # PyTorch's own index is asked for torch alone, so that a network without it costs one failed look-up, not 140.
     if [ "$(uname)" = Darwin ] || install --no-deps --retries 1 --index-url https://download.pytorch.org/whl/cpu \
@@ -45,7 +80,8 @@ else
         echo "taking the index's build with its CUDA libraries (about 3 GiB)"
         install -r requirements/cpu-index-torch.txt
     fi
-fi
+    ;;
+esac
 if [ "${1:-}" = test ]; then
     install -r requirements/test.txt
     # Liger declares Triton, which the CPU lane has not; its loss in PyTorch needs none. Apart, so that `pip check` holds.
@@ -61,6 +97,8 @@ if [ "${1:-}" = unsloth ]; then
     # Without dependencies, and so without `pip check`: requirements/unsloth-cpu-overrides.in says which are left out.
     install -r requirements/test.txt
     install --no-deps -r requirements/unsloth-cpu.txt
-else
+elif [ -z "$missing" ]; then
     $venv/bin/python -m pip check
+elif $venv/bin/python -m pip check | grep -v "$missing" | grep -v '^No broken'; then
+    exit 1  # it complains of something else, which stands above
 fi

@@ -1,8 +1,7 @@
 """The lanes say what they promise: exact pins, hashes, wheels only, no CUDA where there is no GPU."""
 
-import importlib.metadata
+import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,14 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from cogumi.stack import lanes as package_lanes
+from cogumi.stack.elf import cuda_major
+
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "requirements"))
+import package_file  # noqa: E402
+import proof  # noqa: E402
+
 STABLE = ROOT / "requirements-stable-precompiled.txt"
 LANES = [STABLE, *sorted((ROOT / "requirements").glob("*.txt"))]
 LANES = [lane for lane in LANES if lane.name != "cpu-overrides.txt"]
@@ -18,6 +24,20 @@ DECIDED = {
     "transformers": "5.17.0", "trl": "1.15.0", "peft": "0.21.2", "accelerate": "1.15.0", "datasets": "4.8.5",
     "bitsandbytes": "0.50.2", "huggingface-hub": "1.33.0", "numpy": "2.3.5", "polars": "2.1.0", "pyarrow": "26.0.1",
 }  # fmt: skip
+TORCHES = {
+    "stable": {"torch": "2.11.0", "torchvision": "0.26.0", "triton": "3.6.0", "torchao": "0.17.0"},
+    "stable-cu128": {"torch": "2.11.0+cu128", "torchvision": "0.26.0+cu128", "triton": "3.6.0", "torchao": "0.17.0"},
+    "stable+vllm": {
+        "torch": "2.11.0",
+        "torchvision": "0.26.0",
+        "triton": "3.6.0",
+        "torchao": "0.17.0",
+        "vllm": "0.26.0",
+    },
+    "next": {"torch": "2.13.0", "torchvision": "0.28.0", "triton": "3.7.1", "torchao": "0.18.0"},
+    "next+vllm": {"torch": "2.13.0", "torchvision": "0.28.0", "triton": "3.7.1", "torchao": "0.18.0", "vllm": "0.31.0"},
+}
+WRITTEN = json.loads((ROOT / "cogumi" / "stack" / "lanes.json").read_text())
 
 
 def pins(lane: Path) -> dict[str, list[tuple[Requirement, int]]]:
@@ -34,7 +54,10 @@ def pins(lane: Path) -> dict[str, list[tuple[Requirement, int]]]:
 def test_every_requirement_is_an_exact_pin_with_hashes_from_wheels_only(lane: Path) -> None:
     assert "--only-binary :all:" in lane.read_text().splitlines()
     for requirement, hashes in (pin for several in pins(lane).values() for pin in several):
-        assert re.fullmatch(r"==[^*,]+", str(requirement.specifier)), requirement
+        if requirement.url is None:
+            assert re.fullmatch(r"==[^*,]+", str(requirement.specifier)), requirement
+        else:
+            assert re.fullmatch(r"https://download\.pytorch\.org/whl/cu\d+/[^/]+\.whl", requirement.url), requirement
         assert hashes > 0, requirement
 
 
@@ -45,12 +68,26 @@ def test_no_platform_is_skipped_silently(lane: Path) -> None:
     assert len(unmarked) >= 0.6 * len(pins(lane))
 
 
-def test_the_gpu_lane_is_the_one_decided() -> None:
-    lane = {name: str(several[0][0].specifier) for name, several in pins(STABLE).items()}
-    decided = DECIDED | {"torch": "2.11.0", "torchvision": "0.26.0", "triton": "3.6.0", "unsloth": "2026.10.7"}
-    assert {name: lane[name] for name in decided} == {name: f"=={version}" for name, version in decided.items()}
-    cuda_majors = {m[1] for name in lane if (m := re.search(r"^nvidia-.*-cu(\d+)$", name))}
-    assert cuda_majors == {"13"}
+@pytest.mark.parametrize("name", TORCHES)
+def test_a_gpu_lane_is_the_one_decided(name: str) -> None:
+    lane = WRITTEN[name]["pins"]
+    decided = DECIDED | TORCHES[name] | {"unsloth": "2026.10.7", "unsloth-zoo": "2026.10.7", "xformers": "0.0.35"}
+    assert {package: lane[package] for package in decided} == decided
+
+
+def test_the_lane_for_older_drivers_has_the_pins_of_the_stable_one() -> None:
+    stable, older = WRITTEN["stable"]["pins"], WRITTEN["stable-cu128"]["pins"]
+    apart = {name for name in stable.keys() | older.keys() if stable.get(name) != older.get(name)}
+    assert {name for name in apart if not name.startswith(("nvidia-", "cuda-"))} == {"torch", "torchvision"}
+    # torchao's extensions are for CUDA 13; the wheel without them is the only one admitted.
+    [(torchao, hashes)] = pins(ROOT / "requirements" / "stable-cu128.txt")["torchao"]
+    assert (str(torchao.specifier), hashes) == ("==0.17.0", 1)
+
+
+@pytest.mark.parametrize("name", [name for name in TORCHES if "vllm" not in name])
+def test_a_gpu_lane_names_nvidias_packages_for_one_cuda_only(name: str) -> None:
+    named = {m[1] for package in WRITTEN[name]["pins"] if (m := re.search(r"^nvidia-.*-cu(\d+)$", package))}
+    assert named == {WRITTEN[name]["cuda"].partition(".")[0]}
 
 
 def test_the_cpu_lane_shares_the_pins_and_has_no_cuda() -> None:
@@ -70,42 +107,133 @@ def test_the_cpu_builds_of_torch_are_admitted_beside_the_indexs() -> None:
 
 
 def test_what_is_installed_here_is_a_lane() -> None:
-    lane = "cpu.txt" if importlib.metadata.version("torch").endswith("+cpu") else "cpu-index-torch.txt"
-    pinned = pins(ROOT / "requirements" / lane)
-    wrong = {
-        name: importlib.metadata.version(name)
-        for name, version in DECIDED.items()
-        if importlib.metadata.version(name) != version
-    }
-    assert not wrong
-    assert "trl" in pinned
+    lane = package_lanes.installed_lane()
+    assert lane is not None
+    assert package_lanes.drift(lane) == []
     check = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False)
     assert check.returncode == 0, check.stdout
 
 
-def run_installer(tmp_path: Path, python3: str) -> subprocess.CompletedProcess[str]:
-    """The installer where `python3` is the given shell script and nothing else is on PATH."""
-    (tmp_path / "requirements").mkdir()
-    shutil.copy(ROOT / "requirements" / "install.sh", tmp_path / "requirements")
-    (tmp_path / "bin").mkdir()
-    for tool in ("dirname", "rm"):
-        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool) or f"/bin/{tool}")
-    (tmp_path / "bin" / "python3").write_text(f"#!/bin/sh\n{python3}\n")
-    (tmp_path / "bin" / "python3").chmod(0o755)
-    command = ["/bin/sh", "requirements/install.sh"]
-    environment = {"PATH": str(tmp_path / "bin")}
-    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+# ------------------------------------------------------------------------------------------- what the package knows
 
 
-def test_without_a_fitting_python_the_installer_says_so_and_makes_nothing(tmp_path: Path) -> None:
-    done = run_installer(tmp_path, "exit 1")  # what a Python 3.10 answers to the version question
-    assert done.returncode == 2
-    assert "cogumi needs Python 3.11 or 3.12" in done.stderr
-    assert not (tmp_path / ".venv").exists()
+def test_the_package_knows_the_pinned_files_as_they_are() -> None:
+    """`make lock` was run, or at least `python requirements/lock.py --package`, after any file here was changed."""
+    assert package_file.package_file({}) == WRITTEN
 
 
-def test_a_python_without_venv_is_told_what_to_install(tmp_path: Path) -> None:
-    done = run_installer(tmp_path, '[ "$1" = -c ]')  # the version is right, and `-m venv` fails
-    assert done.returncode == 2
-    assert "apt-get install python3-venv" in done.stderr
-    assert not (tmp_path / ".venv").exists()
+def test_a_package_pinned_once_per_python_is_pinned_apart() -> None:
+    text = "--only-binary :all:\n\na==1 \\\n    --hash=sha256:0\n"
+    text += "b==2 ; python_version < '3.12'\nb==3 ; python_version >= '3.12'\n"
+    text += "c==4 ; sys_platform == 'darwin'\nd==5 ; python_full_version < '3.11.5'\n"
+    text += "e @ https://host/e-6.0%2Bcu128-cp311-cp311-linux_x86_64.whl ; python_version == '3.11' \\\n    --hash=sha256:0\n"
+    assert package_file.shared_pins(text, ["linux"]) == {
+        "pins": {"a": "1"},
+        "pins_apart": {"linux 3.11": {"b": "2", "e": "6.0+cu128"}, "linux 3.12": {"b": "3"}},
+    }
+
+
+def test_a_lane_without_its_file_is_unresolved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(package_file, "ROOT", tmp_path)
+    assert {lane["state"] for lane in package_file.package_file({}, tmp_path).values()} == {"unresolved"}
+
+
+# --------------------------------------------------------------------------------------------- proof by a run on a card
+
+
+def gpu_result(**changes: object) -> dict[str, object]:
+    """What `python -m benchmarks gpu` would save where the stable lane works: made up, and never committed."""
+    stable = WRITTEN["stable"]["pins"]
+    probes = [{"benchmark": "gpu_probes", "case": case, "value": 1.0, "ok": None, "note": ""} for case in proof.PROBES]
+    probes[0]["note"] = "built for CUDA 13.0, cuDNN 91900"
+    names = ("torch", "torchvision", "triton", "transformers", "trl", "peft", "bitsandbytes", "unsloth", "xformers")
+    made_up: dict[str, object] = {
+        "name": "gpu", "date": "2026-12-01T10:00:00+00:00", "machine": {"gpu": "NVIDIA H100 80GB HBM3", "driver": "580.95.05"},
+        "versions": {name: stable[name] for name in names} | {"flash-attn": None}, "rows": probes,
+    }  # fmt: skip
+    return made_up | changes
+
+
+def states(tmp_path: Path, result: dict[str, object]) -> dict[str, str]:
+    (tmp_path / "2026-12-01-gpu-nvidia-h100.json").write_text(json.dumps(result))
+    return {name: lane["state"] for name, lane in package_file.package_file({}, tmp_path).items()}
+
+
+def test_a_result_on_a_card_makes_its_lane_known_good_and_no_other(tmp_path: Path) -> None:
+    before = {name: lane["state"] for name, lane in package_file.package_file({}, tmp_path).items()}
+    assert states(tmp_path, gpu_result()) == before | {"stable": "known-good"}
+    (tmp_path / "2026-11-30-gpu-older.json").write_text(json.dumps(gpu_result(date="2026-11-30T10:00:00+00:00")))
+    assert package_file.package_file({}, tmp_path)["stable"]["known_good"] == {
+        "date": "2026-12-01T10:00:00+00:00",
+        "card": "NVIDIA H100 80GB HBM3",
+        "driver": "580.95.05",
+        "result": "2026-12-01-gpu-nvidia-h100.json",
+    }
+
+
+def probe_rows(**changes: dict[str, object]) -> list[dict[str, object]]:
+    rows = gpu_result()["rows"]
+    assert isinstance(rows, list)
+    return [row | changes.get(row["case"], {}) for row in rows]
+
+
+UNPROVEN = {
+    "quick": {"name": "gpu (quick)"},
+    "no card": {"machine": {"gpu": None, "driver": None}},
+    "another torch": {"versions": {"torch": "2.13.0", "trl": "1.15.0", "transformers": "5.17.0"}},
+    "another trl": {"versions": {"torch": "2.11.0", "trl": "1.14.0", "transformers": "5.17.0"}},
+    "a half environment": {"versions": {"torch": "2.11.0"}},
+    "a probe that failed": {"rows": probe_rows(triton={"value": None, "ok": False})},
+    "a package that is missing": {"rows": probe_rows(xformers={"value": None})},
+    "torch for another CUDA": {"rows": probe_rows(torch={"note": "built for CUDA 12.8, cuDNN 91900"})},
+    "no probes": {"rows": []},
+}
+
+
+@pytest.mark.parametrize("case", UNPROVEN)
+def test_what_does_not_prove_the_lane(case: str, tmp_path: Path) -> None:
+    assert states(tmp_path, gpu_result(**UNPROVEN[case]))["stable"] == "resolver-proven"
+
+
+# ------------------------------------------------------------------------------------------- one CUDA per lane (ELF)
+
+ELF = json.loads((ROOT / "requirements" / "elf.json").read_text())
+
+
+def cuda_majors(lane: str) -> dict[str, set[int]]:
+    """CUDA majors that the lane's wheels need, by wheel. A library with a CUDA in its name is one of several, of which the
+    package loads the one for torch's: those of other CUDAs do not count."""
+    found = {}
+    for wheel in ELF["lanes"][lane]["wheels"]:
+        needs = ELF["wheels"][wheel].get("needs", {})
+        names = [name for library in needs if not re.search(r"cuda\d\d|cu1\d", library) for name in needs[library]]
+        found[wheel] = {major for name in names if (major := cuda_major(name))}
+    return found
+
+
+LINKED = [name for name, lane in WRITTEN.items() if lane["cuda"] and lane["state"] != "unresolved"]
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_a_lane_is_linked_to_one_cuda(name: str) -> None:
+    """As read from the wheels on the date in elf.json; `make elf` reads them again."""
+    assert ELF["lanes"][name]["pins"] == WRITTEN[name]["pins"] | WRITTEN[name]["pins_apart"]["linux 3.12"], "make elf"
+    majors = cuda_majors(name)
+    assert set().union(*majors.values()) == {int(WRITTEN[name]["cuda"].partition(".")[0])}, majors
+
+
+def test_which_wheels_nobody_could_read_is_known() -> None:
+    unfetched = {wheel for wheel, read in ELF["wheels"].items() if "unfetched" in read}
+    assert {wheel.split("/whl/")[1].split("-")[0] for wheel in unfetched} <= {
+        "cu130/xformers",
+        "cu128/torch",
+        "cu128/torchvision",
+    }
+
+
+@pytest.mark.parametrize("name", ["stable", "next"])
+def test_the_indexs_xformers_would_not_fit(name: str) -> None:
+    """Why these lanes take PyTorch's build: once the index's is for their CUDA too, it can go back."""
+    [(wheel, majors)] = [pair for pair in cuda_majors("stable-cu128").items() if pair[0].startswith("xformers-")]
+    assert wheel.startswith(f"xformers-{WRITTEN[name]['pins']['xformers']}-")
+    assert majors == {12}
