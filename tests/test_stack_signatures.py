@@ -1,0 +1,422 @@
+"""Failure signatures: each against its real message in tests/signatures/NAME.txt, whose first line says where it is from."""
+
+import json
+import re
+import re._constants as opcodes
+import re._parser as parser
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cogumi.stack import signatures as module
+from cogumi.stack.signatures import explain, explained, signatures
+
+HERE = Path(__file__).parent
+FIXTURES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((HERE / "signatures").glob("*.txt"))}
+WRITTEN = tomllib.loads(Path(module.__file__).with_name("signatures.toml").read_text(encoding="utf-8"))
+EVERY_PATTERN = [(name, pattern) for name, entry in WRITTEN.items() for pattern in entry["patterns"]]
+
+
+def message(name: str) -> str:
+    return FIXTURES[name].split("\n", 1)[1]
+
+
+def names(text: str) -> list[str]:
+    return [diagnosis.name for diagnosis in explain(text)]
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_there_is_a_real_message_for_every_signature_and_none_too_many() -> None:
+    assert set(FIXTURES) == {signature.name for signature in signatures()}
+    assert len(signatures()) >= 21
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_a_real_message_is_known_by_its_own_signature_and_by_no_other(name: str) -> None:
+    assert names(message(name)) == [name]
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_a_fixture_says_where_it_is_from(name: str) -> None:
+    origin = FIXTURES[name].split("\n", 1)[0]
+    assert re.match(r"# (https://github\.com/\S+/(issues|pull)/\d+|produced here with \S)", origin)
+
+
+def test_the_table_is_complete_and_repeats_nothing() -> None:
+    assert len({pattern for _, pattern in EVERY_PATTERN}) == len(EVERY_PATTERN)
+    for signature in signatures():
+        assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", signature.name)
+        assert signature.cause.endswith(".")
+        assert signature.fix
+        assert signature.source
+        assert set(signature.follows) <= set(FIXTURES) - {signature.name}
+    assert len({signature.fix for signature in signatures()}) == len(signatures())
+
+
+def test_every_command_of_ours_that_a_fix_names_exists() -> None:
+    from typer.main import get_command
+
+    from cogumi.cli import app
+
+    root: Any = get_command(app)
+    named = re.findall(r"`cogumi ([a-z-]+)(?: ([a-z-]+))?", " ".join(signature.fix for signature in signatures()))
+    assert named
+    for command, below in named:
+        assert command in root.commands
+        assert not below or below in root.commands[command].commands
+    assert (HERE.parent / "requirements" / "install.sh").is_file()
+    assert (HERE.parent / "docs" / "stack.md").is_file()
+
+
+def test_every_setting_that_a_fix_names_is_one() -> None:
+    from cogumi.config import load_config
+
+    fixes = " ".join(signature.fix for signature in signatures())
+    settings = set(re.findall(r"`?(model|train)((?:\.(?!resize)[a-z_0-9]+)+)(?:=([\w./@-]+))?", fixes))
+    assert len(settings) > 8
+    for section, rest, value in settings:
+        # One refused by TRL or transformers raises; what the fix only names is set to a number.
+        smoke = "smoke/gspo" if "vllm" in rest else "smoke/sft"
+        name = f"{section}{rest}".replace(".", "__")
+        typed = {"true": True, "false": False, "0": 0, "": 1}.get(value, value)
+        load_config(HERE.parent / "cogumi" / "configs" / f"{smoke}.yaml", **{name: typed})
+
+
+def test_the_table_is_in_the_wheel(tmp_path: Path) -> None:
+    source = tmp_path / "source"  # a copy: building leaves its own files behind
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(HERE.parent / name, source)
+    shutil.copytree(HERE.parent / "cogumi", source / "cogumi", ignore=shutil.ignore_patterns("__pycache__"))
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*build, "-w", str(tmp_path), str(source)], check=True, timeout=120)
+    with zipfile.ZipFile(next(tmp_path.glob("cogumi-*.whl"))) as wheel:
+        assert "cogumi/stack/signatures.toml" in wheel.namelist()
+
+
+def test_importing_and_explaining_loads_no_torch() -> None:
+    code = (
+        "import sys; from cogumi.stack.signatures import explained; print(explained('CUDA error: out of memory')); "
+        "print([name for name in ('torch', 'numpy', 'transformers', 'pydantic') if name in sys.modules])"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert said.stdout.splitlines()[-1] == "[]"
+
+
+# The same failures in other words, for the patterns that no fixture is for.
+OTHER_WORDS = [
+    # https://github.com/pytorch/pytorch/issues/35710
+    ("driver-not-ready", "RuntimeError: cuda runtime error (802) : system not yet initialized at aten/src/THC/THCGeneral.cpp:50"),
+    # https://github.com/ZQPei/deep_sort_pytorch/issues/189
+    ("torchvision-pair", "RuntimeError: No such operator torchvision::nms"),
+    # https://github.com/pytorch/ao/issues/1095
+    ("torchao-too-new", "AttributeError: module 'torch' has no attribute 'float8_e4m3fn'"),
+    # https://github.com/infiniflow/ragflow/issues/4466
+    ("nvjitlink", "nvidia/cusparse/lib/libcusparse.so.12: undefined symbol: __nvJitLinkAddData_12_1, version libnvJitLink.so.12"),
+    # https://github.com/scikit-image/scikit-image/issues/5270
+    ("numpy-abi", "ValueError: numpy.ndarray size changed, may indicate binary incompatibility. Expected 88 from C header"),
+    # bitsandbytes/cextension.py of bitsandbytes 0.50.2
+    ("bitsandbytes-no-binary", "RuntimeError: No compatible CUDA binary found at bitsandbytes/libbitsandbytes_cuda999.so"),
+    # https://github.com/TianHuiLab/Falcon/issues/11
+    (
+        "flash-attn-build-without-torch",
+        """        File "/tmp/pip-install-v_8s9w7i/flash-attn_67edd227d98e40fdb7686c3e3a516548/setup.py", line 19, in <module>
+          import torch
+      ModuleNotFoundError: No module named 'torch'
+      [end of output]""",
+    ),
+    # pip before 25.3 ends otherwise: https://github.com/Dao-AILab/flash-attention/issues/1920
+    (
+        "flash-attn-build-without-torch",
+        """        File "<string>", line 22, in <module>
+      ModuleNotFoundError: No module named 'torch'
+      [end of output]""",
+    ),
+    # torch's CUDA runtime outside its allocator; no thread at hand
+    ("cuda-out-of-memory", "RuntimeError: CUDA error: out of memory"),
+    # https://github.com/vllm-project/vllm/issues/2248
+    ("vllm-memory-taken", "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`"),
+    # https://github.com/NVIDIA/nccl/issues/525
+    ("shared-memory-too-small", "NCCL WARN Error while creating shared memory segment nccl-shm-recv-1462445a6f01cbfc-1-2-3"),
+    # https://github.com/hongsukchoi/TCMR_RELEASE/issues/24
+    (
+        "shared-memory-too-small",
+        "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
+    ),
+    (
+        "shared-memory-too-small",
+        "RuntimeError: DataLoader worker (pid 2991) is killed by signal: Bus error. It is possible that dataloader's workers",
+    ),
+    # Python's form with a file name; no thread at hand
+    ("shared-memory-too-small", "OSError: [Errno 28] No space left on device: '/dev/shm/psm_4d1f'"),
+    # https://github.com/databrickslabs/dolly/issues/139
+    ("disk-full", "OSError: [Errno 28] No space left on device"),
+    # https://github.com/hiyouga/LlamaFactory/issues/5155
+    ("disk-full", 'IoError(Os { code: 28, kind: StorageFull, message: "No space left on device" })'),
+    # https://github.com/xorbitsai/inference/issues/1734
+    ("gated-not-logged-in", "Access to model meta-llama/Meta-Llama-3-8B is restricted. You must be authenticated to access it."),
+    # https://github.com/kyegomez/NeoSapiens/issues/3
+    ("gated-not-logged-in", "Repo model meta-llama/Llama-2-7b is gated. You must be authenticated to access it."),
+    # safetensors 0.8.0 on the first half of a file, and on its first 20 bytes
+    ("safetensors-incomplete", "SafetensorError: Error while deserializing header: incomplete metadata, file not fully covered"),
+    ("safetensors-incomplete", "SafetensorError: Error while deserializing header: invalid header length"),
+    # aten/src/ATen/native/cuda/IndexKernelUtils.cu of torch
+    ("token-outside-vocabulary", 'Assertion `ind < ind_dim_size && "vectorized gather kernel index out of bounds"` failed.'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text"), OTHER_WORDS)
+def test_other_words_for_a_failure_are_known_too(name: str, text: str) -> None:
+    assert names(text) == [name]
+
+
+@pytest.mark.parametrize(("name", "pattern"), EVERY_PATTERN)
+def test_there_is_a_message_for_every_pattern(name: str, pattern: str) -> None:
+    compiled = re.compile(pattern.replace(" ", module.GAP))
+    assert any(compiled.search(text) for known, text in [*OTHER_WORDS, (name, message(name))] if known == name)
+
+
+# --- patterns that cannot be slow -------------------------------------------------------------------------------------
+
+
+def repeats(parsed: Any) -> list[tuple[int, int, Any]]:
+    """(least, most, what) of every repetition in a parsed pattern, those within others too."""
+    found = []
+    for operation, argument in parsed:
+        if operation in (opcodes.MAX_REPEAT, opcodes.MIN_REPEAT, opcodes.POSSESSIVE_REPEAT):
+            found += [argument, *repeats(argument[2])]
+        elif operation is opcodes.SUBPATTERN:
+            found += repeats(argument[3])
+        elif operation is opcodes.BRANCH:
+            found += [each for branch in argument[1] for each in repeats(branch)]
+        elif operation in (opcodes.ASSERT, opcodes.ASSERT_NOT):
+            found += repeats(argument[1])
+    return found
+
+
+def slow(pattern: str) -> str | None:
+    """Why a search with this pattern could take longer than the text is long, times a constant; None if it cannot."""
+    parsed = list(parser.parse(pattern))
+    if [operation for operation, _ in parsed[:3]] != [opcodes.LITERAL] * 3:
+        return "does not begin with three plain letters"
+    found = repeats(parsed)
+    if any(most is opcodes.MAXREPEAT for _, most, _ in found):
+        return "repeats without a bound"
+    if prod(int(most) - int(least) + 1 for least, most, _ in found) > 2000:
+        return "can be matched at one place in too many ways"
+    # A space becomes module.GAP, which takes up to 200 characters of white space: beside it nothing else may take them.
+    if re.search(r" (?:\.|\\S|\\D|\\W|\[\^)[^ ]*?\{\d*,\d{2,}\}|(?:\.|\\D|\\W|\[\^[^]]*\])\{\d*,\d{2,}\} ", pattern):
+        return "repeats something beside a space that may be a space"
+    return None
+
+
+@pytest.mark.parametrize(("name", "pattern"), EVERY_PATTERN)
+def test_no_pattern_can_be_slow(name: str, pattern: str) -> None:
+    assert slow(pattern) is None
+
+
+@pytest.mark.parametrize(
+    "pattern", ["abc.*d", "abc(?:x+)+d", ".abc", "a|bcd", r"abc\w{1,50}x\w{1,50}y", "abc .{0,60} def", "abc .{0,60}def"]
+)
+def test_slow_patterns_are_told_from_others(pattern: str) -> None:
+    assert slow(pattern) is not None
+
+
+def test_what_may_stand_between_words_can_be_read_in_one_way_only() -> None:
+    ((_, most, loop),) = [each for each in repeats(parser.parse(module.GAP)) if each[1] == 200]
+    # Its alternatives begin with different characters, so that a run of them has one reading.
+    ((operation, (_, branches)),) = loop[0][1][3] if loop[0][0] is opcodes.SUBPATTERN else loop
+    assert operation is opcodes.BRANCH
+    firsts = [re.compile(text) for text in (r"[\s│|>]", r"\[", r"\(", r"\d")]
+    assert len(branches) == len(firsts)
+    assert all(sum(bool(first.match(character)) for first in firsts) <= 1 for character in " \t\n│|>[(2rpx")
+    assert int(most) == 200
+
+
+# --- what is not known ------------------------------------------------------------------------------------------------
+
+UNRELATED = {
+    "user's KeyError": """Traceback (most recent call last):
+  File "train.py", line 12, in <module>
+    rows = [row["completion"] for row in dataset]
+KeyError: 'completion'
+""",
+    "TRL's ValueError": """Traceback (most recent call last):
+  File "site-packages/trl/trainer/grpo_config.py", line 900, in __post_init__
+    raise ValueError(
+ValueError: The global train batch size (8 x 1) must be evenly divisible by the number of generations per prompt (6).
+""",
+    "the kernel's OOM killer": "[12345.678901] Out of memory: Killed process 4242 (python) total-vm:98765432kB\nKilled\n",
+    "torch missing in the user's own script": """Traceback (most recent call last):
+  File "train.py", line 1, in <module>
+    import torch
+ModuleNotFoundError: No module named 'torch'
+""",
+    "a healthy log": "{'loss': 1.234, 'grad_norm': 0.5, 'learning_rate': 1e-05, 'epoch': 0.1}\n" * 50,
+    "a device-side assert without its line": "RuntimeError: CUDA error: device-side assert triggered\n",
+    "another library's undefined symbol": "ImportError: libfoo.so: undefined symbol: _ZN3foo3barEv\n",
+    "a full pipe": "BrokenPipeError: [Errno 32] Broken pipe\n",
+    "advice about memory": "If you run out of CUDA memory, try a smaller batch. No space is left for the last line.\n",
+}
+
+
+@pytest.mark.parametrize("text", UNRELATED.values(), ids=UNRELATED)
+def test_what_is_not_known_is_called_unknown(text: str) -> None:
+    explanation = explained(text)
+    assert explain(text) == ()
+    assert explanation.last_line == text.splitlines()[-1]
+    assert str(explanation).startswith(f"unknown: none of the {len(signatures())} known failures; the last line is: ")
+    assert explanation.as_dict()["known"] is False
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", " \r\n\t"])
+def test_no_text_is_said_to_be_none(text: str) -> None:
+    assert str(explained(text)) == "unknown: there is no text to explain"
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+def test_two_causes_stand_in_the_order_of_the_text() -> None:
+    one, two = message("glibc-too-old"), message("disk-full")
+    assert names(one + two) == ["glibc-too-old", "disk-full"]
+    assert names(two + one) == ["disk-full", "glibc-too-old"]
+
+
+def test_a_cause_is_named_once_with_its_first_line() -> None:
+    text = "step 1\n" + message("cuda-out-of-memory") * 3
+    (diagnosis,) = explain(text)
+    assert diagnosis.line_number == 2
+    assert diagnosis.line.startswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 150.00 MiB.")
+
+
+def test_the_import_that_failed_stands_before_what_followed_from_it() -> None:
+    text = message("driver-too-old") + message("bf16-unsupported") + message("triton-no-driver")
+    assert names(text) == ["driver-too-old", "bf16-unsupported", "triton-no-driver"]
+    # A log whose two streams were collected apart has the consequence first.
+    text = message("triton-no-driver") + message("driver-too-old")
+    assert names(text) == ["driver-too-old", "triton-no-driver"]
+
+
+def test_a_warning_stands_after_what_ended_the_run() -> None:
+    assert names(message("xformers-build") + message("cuda-out-of-memory")) == ["cuda-out-of-memory", "xformers-build"]
+
+
+def test_a_cause_deep_in_a_chain_of_exceptions_stands_first() -> None:
+    # produced with XFORMERS_MORE_DETAILS=1, xformers==0.0.35 and torch==2.13.0+cpu: the warning is printed before its cause
+    text = """WARNING[XFORMERS]: xFormers can't load C++/CUDA extensions. xFormers was built for:
+    PyTorch 2.10.0+cu128 with CUDA 1208 (you have 2.13.0+cpu)
+Traceback (most recent call last):
+  File ".venv/lib/python3.11/site-packages/torch/_ops.py", line 1516, in load_library
+    ctypes.CDLL(path)
+OSError: libcudart.so.12: cannot open shared object file: No such file or directory
+
+The above exception was the direct cause of the following exception:
+
+xformers._cpp_lib.xFormersInvalidLibException: xFormers can't load C++/CUDA extensions. xFormers was built for:
+"""
+    assert names(text) == ["cuda12-library-missing", "xformers-build"]
+
+
+# --- noise ------------------------------------------------------------------------------------------------------------
+
+
+def coloured(text: str) -> str:
+    return re.sub(r"(\w+)(Error|: )", "\x1b[0;31m\\1\\2\x1b[0m", text)
+
+
+def boxed(text: str) -> str:
+    """As rich prints a traceback: wrapped at 96 columns, between borders."""
+    lines = []
+    for line in text.splitlines():
+        words = re.findall(r"\S+\s*", line) or [""]
+        row = ""
+        for word in words:
+            if row and len(row + word) > 96:
+                lines.append(row)
+                row = ""
+            row += word
+        lines.append(row)
+    return "\n".join(f"│ {line:<100} │" for line in lines)
+
+
+NOISE = {
+    "colours": coloured,
+    "colours as a notebook file spells them": lambda text: coloured(text).replace("\x1b", "\\u001b"),
+    "ranks": lambda text: "".join(f"[rank0]: {line}\n" for line in text.splitlines()),
+    "processes": lambda text: "".join(f"(EngineCore pid=169) {line}\n" for line in text.splitlines()),
+    "timestamps": lambda text: "".join(f"2026-11-22 12:00:01,234 ERROR {line}\n" for line in text.splitlines()),
+    "times of a collector": lambda text: "".join(
+        f"2026-11-22T12:00:01.123456789Z {line}\n" for line in text.splitlines()
+    ),
+    "CRLF": lambda text: text.replace("\n", "\r\n"),
+    "a progress bar": lambda text: "  0%|          | 0/63 [00:00<?, ?it/s]\r  2%|▏  | 1/63 [00:07<07:41]\r" + text,
+    "quoted as a reply": lambda text: "".join(f"> {line}\n" for line in text.splitlines()),
+    "a box": boxed,
+    "ranks in a box": lambda text: "".join(f"[rank0]: {line}\n" for line in boxed(text).splitlines()),
+    "a thousand lines around it": lambda text: "step\n" * 1000 + text + "bye\n" * 1000,
+}
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("noise", NOISE)
+def test_noise_hides_no_message(noise: str, name: str) -> None:
+    assert names(NOISE[noise](message(name))) == [name]
+
+
+def test_a_wrapped_message_is_known_and_shown_in_one_line() -> None:
+    (diagnosis,) = explain("RuntimeError: CUDA out of\n    memory. Tried to\r\n    allocate 2.00 GiB\n")
+    assert (diagnosis.name, diagnosis.line_number) == ("cuda-out-of-memory", 1)
+    assert diagnosis.line == "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+def test_a_line_of_source_code_around_a_frame_says_nothing() -> None:
+    text = """File site-packages/torch/cuda/__init__.py:319, in _lazy_init()
+    308 if not hasattr(torch._C, "_cuda_getDeviceCount"):
+    309     raise AssertionError("Torch not compiled with CUDA enabled")
+    310 if _cudart is None:
+--> 319 torch._C._cuda_init()
+
+RuntimeError: Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU
+"""
+    assert names(text) == ["no-driver"]
+    rich = '│   309 │   │   raise AssertionError("Torch not compiled with CUDA enabled")             │\n'
+    assert names(rich) == []
+    assert names(rich + "AssertionError: Torch not compiled with CUDA enabled\n") == ["torch-without-cuda"]
+
+
+def test_a_very_long_line_is_shown_around_what_matched_and_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "a-secret-of-the-environment")
+    said = " token=a-secret-of-the-environment CUDA out of memory. Tried to allocate "
+    text = "x" * 2_000_000 + said + "y " * 1_000_000
+    (diagnosis,) = explain(text)
+    assert "CUDA out of memory" in diagnosis.line
+    assert "token=<redacted>" in diagnosis.line
+    assert len(diagnosis.line) <= module.SHOWN
+    assert "a-secret-of" not in json.dumps(explained("hf: a-secret-of-the-environment").as_dict())
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------
+
+
+def test_an_explanation_names_cause_line_and_fix() -> None:
+    explanation = explained(message("torchvision-pair"))
+    said = str(explanation).splitlines()
+    assert said[0].startswith("torchvision-pair: torchvision is of another release than torch")
+    assert said[1].endswith(": RuntimeError: operator torchvision::nms does not exist")
+    assert said[2].startswith("  fix: Put the lane's pair back: `sh requirements/install.sh`")
+    as_dict = json.loads(json.dumps(explanation.as_dict()))
+    assert as_dict["known"] is True
+    assert as_dict["diagnoses"][0]["name"] == "torchvision-pair"
+    assert as_dict["diagnoses"][0]["line_number"] == int(re.findall(r"line (\d+):", said[1])[0])
+    line = message("torchvision-pair").splitlines()[as_dict["diagnoses"][0]["line_number"] - 1]
+    assert line == "RuntimeError: operator torchvision::nms does not exist"
