@@ -1,0 +1,46 @@
+"""`cogumi doctor`: what is wrong with this machine and this environment, and what a pasted error means."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cogumi.errors import UsageError
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    explain: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|-", help="Instead: say what a traceback or log means; - reads standard input."),
+    ] = None,
+) -> None:
+    """What is wrong with this machine and this environment, and how to mend it. Exit status 1 if something is."""
+    if explain is not None:
+        from cogumi.stack.signatures import explained
+
+        found = explained(text_of(explain))
+        print(json.dumps(found.as_dict(), indent=2, ensure_ascii=False) if as_json else found)
+        raise typer.Exit(0 if found.diagnoses else 1)
+    from cogumi.stack.doctor import doctor as examine
+
+    report = examine()
+    print(json.dumps(report.as_dict(), indent=2, ensure_ascii=False) if as_json else report)
+    raise typer.Exit(0 if report.passed else 1)
+
+
+def text_of(place: str) -> str:
+    """The text to explain. Raises UsageError where there is none."""
+    try:
+        content = sys.stdin.buffer.read() if place == "-" else Path(place).read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"--explain {place}: {error.strerror}; name a file with the traceback, or - to paste it"
+        ) from None
+    text = content.decode("utf-8", errors="replace")
+    if not text.strip():
+        where = "standard input" if place == "-" else place
+        raise UsageError(f"--explain {place}: there is nothing in {where}; it takes the whole traceback or log")
+    return text

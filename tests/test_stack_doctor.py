@@ -1,0 +1,551 @@
+"""The doctor in environments that are broken for real, and what it leaves behind."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from broken_environments import (
+    CRASHING,
+    HANGING,
+    NO_CUDA_LIBRARY,
+    OLD_NUMPY_EXTENSION,
+    ROOT,
+    WRONG_TORCHVISION,
+    Environment,
+    failing_nvidia_smi,
+    fake_nvml,
+    make_environment,
+)
+from disk_mounts import fill, mounting
+
+DOC = ROOT / "docs" / "doctor.md"
+needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Environment:
+    return make_environment(tmp_path)
+
+
+def examine(environment: Environment, **variables: str) -> tuple[dict[str, Any], int]:
+    """The report of `cogumi doctor --json` there, and its exit status. There is no traceback, ever."""
+    done = environment.run("-m", "cogumi", "doctor", "--json", **variables)
+    assert "Traceback" not in done.stdout + done.stderr, done.stderr
+    return json.loads(done.stdout), done.returncode
+
+
+def of(report: dict[str, Any], what: str, state: str) -> dict[str, Any]:
+    """The one finding of a kind."""
+    (found,) = (each for each in report["findings"] if (each["what"], each["state"]) == (what, state))
+    return found
+
+
+def names(report: dict[str, Any]) -> list[str]:
+    return [each["what"] for each in report["findings"]]
+
+
+# -------------------------------------------------------------------------------------------------------- the whole of it
+
+
+def test_every_part_is_looked_at_in_order_and_nothing_is_left(environment: Environment, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    code = """if True:
+        import json, sys
+        import cogumi
+        report = cogumi.doctor()
+        native = [name for name in ("torch", "numpy", "pandas", "transformers") if name in sys.modules]
+        print(json.dumps({"report": report.as_dict(), "native": native, "text": str(report)}))
+    """
+    # Dynamo switched off: compiling is most of the time.
+    done = environment.run("-c", code, TORCHDYNAMO_DISABLE="1", TMPDIR=str(scratch))
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["native"] == []
+    report = said["report"]
+    order = [
+        "Python",
+        "C library",
+        "temporary files",
+        "work directory",
+        "driver",
+        "lane",
+        "CUDA majors",
+        "torch",
+        "matmul",
+    ]
+    order += [
+        "data libraries",
+        "training libraries",
+        "bitsandbytes",
+        "attention",
+        "torch.compile",
+        "4-bit layers",
+        "compiler",
+    ]
+    assert [name for name in dict.fromkeys(names(report)) if name in order] == order
+    assert not [each for each in report["findings"] if each["state"] == "fatal"]
+    assert "TORCHDYNAMO_DISABLE=1: torch compiles nothing" in of(report, "torch.compile", "warning")["figure"]
+    assert "nothing is compiled, because of TORCHDYNAMO_DISABLE=1" in of(report, "compiler", "warning")["figure"]
+    assert report["compiling"]["compiler"]["error"]
+    assert not report["passed"]
+    for each in report["findings"]:
+        assert f"{each['state']:8} {each['what']}" in said["text"]
+        assert each["fix"] in said["text"]
+    assert not list(scratch.iterdir())
+    assert [path for path in environment.home.rglob("*") if path.is_file()] == []
+    assert left_running(environment) == []
+
+
+@pytest.mark.slow
+def test_a_good_environment_is_found_good_in_time(environment: Environment) -> None:
+    began = os.times()
+    report, status = examine(environment)
+    ended = os.times()
+    wrong = [each for each in report["findings"] if each["state"] in ("warning", "fatal")]
+    assert (wrong, status, report["passed"]) == ([], 0, True)
+    assert of(report, "compiler", "ok")
+    assert report["compiling"]["strategy"]
+    # Two processes of it at once: 15 s of two cores. The time on the wall depends on who else is at work.
+    used = (ended.children_user + ended.children_system) - (began.children_user + began.children_system)
+    assert used < 40, f"{used:.0f} s of processor time"
+    assert [path for path in environment.home.rglob("*") if path.is_file()] == []
+
+
+def left_running(environment: Environment) -> list[str]:
+    """Commands of processes that were started by the doctor in this environment, or by what it imported."""
+    home = f"HOME={environment.home}".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if home in (process / "environ").read_bytes().split(b"\0"):
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ broken packages
+
+
+def wrong_torchvision(environment: Environment, _: Path) -> dict[str, str]:
+    environment.install("torchvision", "0.26.0", WRONG_TORCHVISION)
+    return {"TORCHDYNAMO_DISABLE": "1"}
+
+
+def old_numpy_extension(environment: Environment, _: Path) -> dict[str, str]:
+    environment.install("pandas", "2.0.3", OLD_NUMPY_EXTENSION)
+    return {}
+
+
+def no_cuda_library(environment: Environment, _: Path) -> dict[str, str]:
+    environment.install("torch", "2.11.0", NO_CUDA_LIBRARY)
+    return {}
+
+
+def missing_driver(_: Environment, tmp_path: Path) -> dict[str, str]:
+    return failing_nvidia_smi(tmp_path / "bin")
+
+
+def other_kernel(_: Environment, tmp_path: Path) -> dict[str, str]:
+    kernel = tmp_path / "jupyter" / "kernels" / "python3" / "kernel.json"
+    kernel.parent.mkdir(parents=True)
+    argv = ["/opt/other/bin/python", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    kernel.write_text(json.dumps({"argv": argv, "display_name": "Python 3", "language": "python"}))
+    return {"JUPYTER_PATH": str(tmp_path / "jupyter"), **failing_nvidia_smi(tmp_path / "bin")}
+
+
+Break = Callable[[Environment, Path], dict[str, str]]
+# Heading of the doc, what breaks the environment, and the finding that says so: what, state, words of figure, cause and fix.
+BROKEN: list[tuple[str, Break, tuple[str, str, str, str, str]]] = [
+    (
+        "torchvision of another torch",
+        wrong_torchvision,
+        (
+            "training libraries",
+            "fatal",
+            "operator torchvision::nms does not exist",
+            "torchvision is of another",
+            "install.sh",
+        ),
+    ),
+    (
+        "An extension built for NumPy 1",
+        old_numpy_extension,
+        (
+            "data libraries",
+            "fatal",
+            "^pandas: ImportError: A module that was compiled using NumPy 1.x cannot be run in NumPy 2",
+            "numpy 1",
+            "install",
+        ),
+    ),
+    (
+        "A library of CUDA that is not there",
+        no_cuda_library,
+        ("torch", "fatal", "libcudart.so.13: cannot open shared object file", "CUDA", "install"),
+    ),
+    (
+        "A driver without its libraries",
+        missing_driver,
+        ("driver", "fatal", "no libnvidia-ml.so.1", "nvidia-smi is there", "--gpus all"),
+    ),
+    (
+        "A notebook kernel of another Python",
+        other_kernel,
+        (
+            "notebook kernel",
+            "warning",
+            "python3 starts /opt/other/bin/python",
+            "does not run in this",
+            "ipykernel install",
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("heading", "break_it", "expected"), BROKEN, ids=[each[0] for each in BROKEN])
+def test_a_broken_environment(
+    heading: str, break_it: Break, expected: tuple[str, str, str, str, str], environment: Environment, tmp_path: Path
+) -> None:
+    """Each is named with cause and fix, exit status 1; and the doc shows what is printed."""
+    variables = break_it(environment, tmp_path)
+    report, status = examine(environment, **variables)
+    assert status == 1
+    what, state, *words = expected
+    finding = of(report, what, state)
+    for part, pattern in zip(("figure", "cause", "fix"), words, strict=True):
+        assert re.search(pattern, finding[part]), (part, finding[part])
+    fatal = [each for each in report["findings"] if each["state"] == "fatal"]
+    assert ("not looked at" in names(report)) == bool(fatal)
+    shown = in_words(section(heading))
+    said = [*(finding[part] for part in ("figure", "cause", "fix")), f"{state} {what}"]
+    for part in said:
+        assert in_words(part) in shown, f"docs/doctor.md, {heading}, does not show: {part}"
+    assert left_running(environment) == []
+
+
+# Real releases that do not fit: torchvision 0.26.0 is for torch 2.11.0, and pandas 2.0.3 was built against NumPy 1.
+UNFIT = [
+    (["torchvision==0.26.0"], "training libraries", "operator torchvision::nms does not exist", "torchvision"),
+    (["pandas==2.0.3", "pytz", "tzdata"], "data libraries", "pandas: ValueError: numpy.dtype size changed", "numpy"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="pandas 2.0.3 has no wheel for it")
+@pytest.mark.parametrize(("wheels", "what", "figure", "cause"), UNFIT, ids=[each[1] for each in UNFIT])
+def test_a_release_that_does_not_fit(
+    wheels: list[str], what: str, figure: str, cause: str, environment: Environment, tmp_path: Path
+) -> None:
+    download = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "-d",
+        str(tmp_path),
+    ]
+    done = subprocess.run([*download, *wheels], capture_output=True, text=True, timeout=300)
+    if done.returncode != 0:
+        pytest.skip(f"the package index does not answer: {done.stderr.strip().splitlines()[-1]}")
+    for wheel in tmp_path.glob("*.whl"):
+        shutil.unpack_archive(wheel, environment.packages, "zip")
+    report, status = examine(environment)
+    finding = of(report, what, "fatal")
+    assert status == 1
+    assert figure in finding["figure"]
+    assert cause in finding["cause"]
+    assert "install.sh" in finding["fix"]
+
+
+def section(heading: str) -> str:
+    """The printed block below a heading of the doc."""
+    found = re.search(rf"^### {re.escape(heading)}\n.*?^```\n(.*?)^```", DOC.read_text(), re.MULTILINE | re.DOTALL)
+    assert found, f"docs/doctor.md has no section {heading!r} with a block"
+    return found[1]
+
+
+def in_words(text: str) -> str:
+    """Without what differs by machine and run: figures, paths, and where lines break."""
+    text = re.sub(r"(?<![\w.])~?(?:/[\w.@~+-]+)+/?|\.venv[\w./]*", "PATH", text)
+    text = re.sub(r"\d+(?:\.\d+)*", "#", text)
+    return re.sub(r"\s+", " ", text)
+
+
+def test_a_hanging_import_is_ended_with_all_that_it_started(environment: Environment) -> None:
+    environment.put(HANGING)
+    code = "import cogumi, json; print(json.dumps(cogumi.doctor(timeout=4).as_dict()))"
+    done = environment.run("-c", code)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert of(report, "data libraries", "fatal")["figure"] == "no answer in 4 s"
+    assert left_running(environment) == []
+
+
+def test_what_a_doctor_that_is_killed_started_ends_with_it(environment: Environment) -> None:
+    environment.put(
+        {
+            "pandas/__init__.py": "import time, pathlib, os; pathlib.Path(os.environ['HOME'], 'here').touch(); time.sleep(1000)"
+        }
+    )
+    code = "import cogumi; cogumi.doctor()"
+    variables = {**os.environ, "HOME": str(environment.home), "TMPDIR": str(environment.home)}
+    with subprocess.Popen([str(environment.python), "-c", code], env=variables, cwd=environment.home) as process:
+        waited(lambda: (environment.home / "here").exists())
+        process.kill()
+    waited(lambda: left_running(environment) == [])
+
+
+def waited(condition: Callable[[], bool], seconds: float = 60) -> None:
+    import time
+
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "nothing came of it"
+        time.sleep(0.05)
+
+
+def test_a_crash_takes_only_its_own_step_along(environment: Environment) -> None:
+    environment.put(CRASHING)
+    code = """if True:
+        import json, os
+        from cogumi.stack.steps import run_steps
+        steps = run_steps(["torchvision", "data"], 60, dict(os.environ))
+        print(json.dumps([[step.name, step.error, step.said] for step in steps]))
+    """
+    done = environment.run("-c", code)
+    crashed, after = json.loads(done.stdout)
+    assert crashed[:2] == ["torchvision", "ended by SIGSEGV"]
+    assert "Fatal Python error: Segmentation fault" in crashed[2]
+    assert after[:2] == ["data", ""]
+
+
+# ---------------------------------------------------------------------------------------------------- half an installation
+
+
+def test_packages_that_are_missing(tmp_path: Path) -> None:
+    """An environment with nothing in it, so without what the command line itself is made of."""
+    empty = make_environment(tmp_path, on_top=False)
+    done = empty.run("-m", "cogumi", "doctor")
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 1
+    assert "fatal    installed          missing: accelerate, datasets, fsspec" in done.stdout
+    assert "sh requirements/install.sh" in done.stdout
+    assert done.stderr == "cogumi: the command line cannot be loaded: No module named 'typer'\n"
+    other = empty.run("-m", "cogumi", "train", "a.yaml")
+    assert (other.returncode, other.stdout, len(other.stderr.splitlines())) == (1, "", 2)
+
+
+def test_everything_cogumi_imports_is_asked_for() -> None:
+    import tomllib
+
+    from cogumi.stack.installed import NEEDED
+
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert sorted(NEEDED) == sorted(re.split(r"[<>=]", each)[0] for each in wanted)
+
+
+def test_an_installation_that_was_cut_short(environment: Environment) -> None:
+    environment.install(
+        "torch", "2.13.0", {"torch/__init__.py": "", "torch/lib/libtorch_cpu.so": "0123456789", "torch/_C.so": "x"}
+    )
+    (environment.packages / "torch" / "lib" / "libtorch_cpu.so").write_text("0123")
+    (environment.packages / "torch" / "_C.so").unlink()
+    (environment.packages / "~orch").mkdir()
+    report, status = examine(environment)
+    assert status == 1
+    finding = of(report, "installed", "fatal")
+    assert finding["figure"] == "torch: _C.so missing; libtorch_cpu.so (4 B of 10 B) not whole"
+    assert finding["fix"] == "python -m pip install --force-reinstall --no-deps torch==2.13.0"
+    assert "~orch" in of(report, "installed", "note")["figure"]
+    assert names(report)[-1] == "not looked at"
+
+
+@pytest.mark.parametrize("gone", ["RECORD", "METADATA"])
+def test_metadata_that_is_gone(environment: Environment, gone: str) -> None:
+    environment.install("peft", "0.21.2", {"peft/__init__.py": ""})
+    (environment.packages / "peft-0.21.2.dist-info" / gone).unlink()
+    report, status = examine(environment)
+    assert status == 1
+    findings = [each for each in report["findings"] if each["state"] == "fatal"]
+    assert findings[0]["figure"] == f"peft: without {gone}"
+    assert "peft-0.21.2.dist-info, then sh requirements/install.sh" in findings[0]["fix"]
+
+
+def test_torch_without_metadata(environment: Environment) -> None:
+    environment.install("torch", "2.13.0", {"torch/__init__.py": ""})
+    (environment.packages / "torch-2.13.0.dist-info" / "METADATA").unlink()
+    report, status = examine(environment)
+    assert status == 1
+    assert "torch: without METADATA" in [each["figure"] for each in report["findings"] if each["state"] == "fatal"]
+
+
+# ----------------------------------------------------------------------------------------------------------------- drivers
+
+
+@needs_gcc
+@pytest.mark.parametrize(
+    ("answer", "state", "figure", "cause"),
+    [
+        (18, "fatal", "NVML: Driver/library version mismatch", "upgraded without a restart"),
+        (9, "warning", "NVML: Driver Not Loaded", "no NVIDIA kernel module"),
+    ],
+)
+def test_a_driver_that_refuses(
+    environment: Environment, tmp_path: Path, answer: int, state: str, figure: str, cause: str
+) -> None:
+    from cogumi.stack.driver import findings, sign_of_a_gpu
+
+    if sign_of_a_gpu() and answer == 9:
+        pytest.skip("this machine has a GPU")
+    (found,) = findings(asked(environment, fake_nvml(tmp_path / "driver", answer)), "", None)
+    assert (found.state, found.figure) == (state, figure)
+    assert cause in found.cause
+
+
+def asked(environment: Environment, variables: dict[str, str]) -> dict[str, Any]:
+    """What NVML answers a process with these variables: the linker reads LD_LIBRARY_PATH when a process starts."""
+    code = "import json; from cogumi.stack.driver import ask_nvml; print(json.dumps(ask_nvml()))"
+    done = environment.run("-c", code, **variables)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@needs_gcc
+def test_a_driver_and_its_card(environment: Environment, tmp_path: Path) -> None:
+    from cogumi.stack.driver import findings
+
+    answer = asked(environment, fake_nvml(tmp_path / "driver"))
+    driver, card = findings(answer, "", "13.0")
+    assert (driver.state, driver.figure) == ("ok", "580.95.05, runs CUDA up to 13.0")
+    assert (card.state, card.figure) == ("ok", "NVIDIA H100 80GB HBM3, 79.6 GiB, sm_90")
+
+
+@needs_gcc
+def test_a_driver_too_old_for_torch(environment: Environment, tmp_path: Path) -> None:
+    """Nothing native of that torch is loaded, and nothing after it."""
+    environment.install("torch", "2.11.0", NO_CUDA_LIBRARY)
+    report, status = examine(environment, **fake_nvml(tmp_path / "driver", version="550.127.05", cuda=12040))
+    assert status == 1
+    finding = of(report, "driver", "fatal")
+    assert finding["figure"] == "550.127.05, runs CUDA up to 12.4"
+    assert finding["cause"] == "torch here is built for CUDA 13.0, and this driver is too old for that"
+    assert "stable-cu128" in finding["fix"]
+    assert names(report)[-1] == "not looked at"
+
+
+def test_no_gpu_at_all_is_a_note(environment: Environment) -> None:
+    from cogumi.stack.driver import findings, sign_of_a_gpu
+
+    if sign_of_a_gpu() or shutil.which("nvidia-smi"):
+        pytest.skip("this machine has a GPU, or its tools")
+    answer = asked(environment, {})
+    assert "libnvidia-ml.so.1" in answer["missing"]
+    (found,) = findings(answer, "", None)
+    assert (found.state, found.figure) == ("note", "no NVIDIA GPU; everything runs on the CPU")
+
+
+def test_a_gpu_that_the_kernel_shows(tmp_path: Path) -> None:
+    from cogumi.stack.driver import sign_of_a_gpu
+
+    assert sign_of_a_gpu(tmp_path) == ""
+    device = tmp_path / "sys" / "bus" / "pci" / "devices" / "0000:01:00.0"
+    device.mkdir(parents=True)
+    (device / "vendor").write_text("0x10de\n")
+    assert sign_of_a_gpu(tmp_path) == ""
+    (device / "class").write_text("0x040300\n")  # its sound
+    assert sign_of_a_gpu(tmp_path) == ""
+    (device / "class").write_text("0x030200\n")
+    assert sign_of_a_gpu(tmp_path) == "PCI device 0000:01:00.0"
+
+
+# --------------------------------------------------------------------------------------------------------------- full disks
+
+
+def test_a_full_disk_for_temporary_files(environment: Environment, tmp_path: Path) -> None:
+    with mounting(tmp_path) as mount:
+        disk = mount()
+        fill(disk, 1.0)
+        told = environment.run(
+            "-m", "cogumi", "doctor", "--json", TMPDIR=str(disk), **failing_nvidia_smi(tmp_path / "bin")
+        )
+    report = json.loads(told.stdout)
+    assert told.returncode == 1
+    finding = of(report, "temporary files", "warning")
+    assert finding["cause"].startswith(f"TMPDIR={disk} cannot be written to")
+    assert finding["cause"].endswith("its disk is full")
+
+
+def test_no_disk_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tempfile
+
+    from cogumi.stack.disks import temporary
+
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/var/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    (found,) = temporary()
+    assert (found.state, found.fix.startswith("free space")) == ("fatal", True)
+
+
+# ------------------------------------------------------------------------------------------------------------- command line
+
+
+def cogumi(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cogumi", *words]
+    return subprocess.run(command, cwd=ROOT, input=stdin, capture_output=True, text=True, timeout=120, check=False)
+
+
+KNOWN = "ImportError: libcudart.so.13: cannot open shared object file: No such file or directory\n"
+
+
+def test_a_pasted_traceback_is_explained(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text(KNOWN)
+    by_file, by_paste = cogumi("doctor", "--explain", str(path)), cogumi("doctor", "--explain", "-", stdin=KNOWN)
+    assert (by_file.returncode, by_file.stderr) == (0, "")
+    assert by_file.stdout == by_paste.stdout
+    assert "libcudart.so.13" in by_file.stdout
+    as_json = json.loads(cogumi("doctor", "--explain", "-", "--json", stdin=KNOWN).stdout)
+    assert as_json["known"]
+    assert as_json["diagnoses"][0]["fix"] in by_file.stdout
+
+
+def test_an_unknown_text_says_so() -> None:
+    done = cogumi("doctor", "--explain", "-", stdin="Traceback (most recent call last):\nKeyError: 'mine'\n")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith("unknown: none of the ")
+    assert "KeyError: 'mine'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--explain", "not-there.txt"), "cogumi: --explain not-there.txt: No such file or directory"),
+        (("--explain", "."), "cogumi: --explain .: Is a directory"),
+        (("--explain", "-"), "cogumi: --explain -: there is nothing in standard input"),
+    ],
+)
+def test_used_wrongly_is_one_line_and_status_2(words: tuple[str, ...], said: str) -> None:
+    done = cogumi("doctor", *words)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert done.stderr.startswith(said)
+
+
+def test_a_binary_file_is_read_as_text(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"\xff\xfe\x00" + KNOWN.encode())
+    assert cogumi("doctor", "--explain", str(path)).returncode == 0

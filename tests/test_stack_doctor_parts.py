@@ -1,0 +1,392 @@
+"""The parts of the doctor that import nothing: interpreter, box, disks, variables, what is installed."""
+
+import importlib.metadata
+import json
+import os
+import shutil
+import site
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from disk_mounts import fill, mounting
+
+from cogumi.disk.usage import Filesystem, Space, filesystem_of
+from cogumi.stack import box, disks, driver, installed, interpreter, variables
+from cogumi.stack.apart import run_apart
+from cogumi.stack.doctor import DoctorReport, lines
+from cogumi.stack.finding import Finding
+from cogumi.stack.steps import part
+
+needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+
+
+# --------------------------------------------------------------------------------------------------------------- kernels
+
+
+@pytest.fixture
+def jupyter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The first directory in which Jupyter looks; the others are empty."""
+    for name in ("JUPYTER_DATA_DIR", "XDG_DATA_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "env"))
+    monkeypatch.setattr(site, "getuserbase", lambda: str(tmp_path / "user"))
+    return tmp_path / "jupyter"
+
+
+def kernelspec(root: Path, name: str, text: str) -> Path:
+    path = root / "kernels" / name / "kernel.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    return path
+
+
+def starting(python: str, language: str = "python") -> str:
+    return json.dumps({"argv": [python, "-m", "ipykernel_launcher"], "language": language})
+
+
+def test_kernels_of_this_environment_and_of_another(jupyter: Path) -> None:
+    kernelspec(jupyter, "python3", starting("/usr/bin/python3"))
+    kernelspec(jupyter, "cogumi", starting(sys.executable))
+    kernelspec(jupyter, "other", starting("/opt/other/bin/python"))
+    kernelspec(jupyter, "ir", starting("R", "R"))
+    found = {each.figure: each for each in interpreter.kernels()}
+    assert found["python3 starts /usr/bin/python3"].state == "warning"
+    assert found["python3 starts /usr/bin/python3"].fix.startswith(f"{sys.executable} -m ipykernel install --user")
+    assert found["other starts /opt/other/bin/python"].state == "note"
+    assert found["cogumi: this environment"].state == "ok"
+    assert len(found) == 3
+
+
+def test_the_first_kernel_of_a_name_counts_and_a_bare_python_is_the_servers(jupyter: Path, tmp_path: Path) -> None:
+    kernelspec(jupyter, "python3", starting("python3"))
+    kernelspec(tmp_path / "env" / "share" / "jupyter", "Python3", starting("/opt/other/bin/python"))
+    (found,) = interpreter.kernels()
+    assert (found.state, found.figure) == ("ok", "python3: this environment")
+
+
+def test_the_paths_are_jupyters_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    paths = pytest.importorskip("jupyter_core.paths")
+    monkeypatch.setenv("JUPYTER_PATH", f"{tmp_path}/one{os.pathsep}{tmp_path}/two")
+    ours = [str(each) for each in interpreter.jupyter_paths()]
+    theirs = paths.jupyter_path()
+    assert [each for each in ours if each in theirs] == list(dict.fromkeys(theirs))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"argv": []}', '{"language": "python"}', "\x00"])
+def test_a_kernel_that_cannot_be_read_is_one_line(jupyter: Path, text: str) -> None:
+    path = kernelspec(jupyter, "broken", text)
+    (found,) = interpreter.kernels()
+    assert (found.state, found.figure) == ("warning", f"{path}: not a kernel's JSON with an argv")
+
+
+def test_a_kernel_file_that_is_a_directory(jupyter: Path) -> None:
+    (jupyter / "kernels" / "broken" / "kernel.json").mkdir(parents=True)
+    (found,) = interpreter.kernels()
+    assert found.figure.endswith("kernel.json: Is a directory")
+
+
+def test_another_active_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path))
+    (found,) = interpreter.python()
+    assert (found.state, found.fix) == ("warning", f"run {tmp_path}/bin/python -m cogumi doctor")
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "state"),
+    [
+        ("glibc", "2.27", "fatal"),
+        ("glibc", "2.28", "note"),
+        ("glibc", "2.31", "note"),
+        ("glibc", "2.32", "ok"),
+        ("", "", "fatal"),
+    ],
+)
+def test_c_libraries(name: str, version: str, state: str) -> None:
+    assert interpreter.glibc(name, version).state == state
+
+
+# ------------------------------------------------------------------------------------------------------------------ boxes
+
+
+def on(mount: str, kind: str) -> Filesystem:
+    return Filesystem((), mount, "", kind, kind in ("nfs4", "fuse"), Space(0, 0, 0, None, None, False))
+
+
+POD = {"RUNPOD_POD_ID": "abc123"}
+
+
+def test_which_box_it_is(tmp_path: Path) -> None:
+    assert box.box_of(POD, tmp_path).kind == "RunPod"
+    assert box.box_of(POD | {"RUNPOD_VOLUME_ID": "qf2l"}, tmp_path).network_volume == "qf2l"
+    assert box.box_of({"VAST_CONTAINERLABEL": "C.12"}, tmp_path).kind == "Vast"
+    assert box.box_of({}, tmp_path).kind == "machine"
+    (tmp_path / ".dockerenv").touch()
+    assert box.box_of({}, tmp_path).kind == "container"
+    (tmp_path / "etc" / "vast_boot.d").mkdir(parents=True)
+    assert box.box_of({}, tmp_path) == box.Box("Vast", "/etc/vast_boot.d")
+
+
+def test_a_login_over_ssh_has_the_variables_of_the_first_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RUNPOD_POD_ID", raising=False)
+    (tmp_path / "environ").write_bytes(b"HOME=/root\0RUNPOD_POD_ID=abc\0SECRET=1\0RUNPOD_\0")
+    told = box.environment_of_the_box(tmp_path / "environ")
+    assert told["RUNPOD_POD_ID"] == "abc"
+    assert "SECRET" not in told
+    assert box.environment_of_the_box(tmp_path / "none") == dict(os.environ)
+
+
+@pytest.mark.parametrize(
+    ("kind", "volume", "disk", "stop", "end"),
+    [
+        ("RunPod", "", on("/", "overlay"), False, False),
+        ("RunPod", "", on("/workspace", "ext4"), True, False),
+        ("RunPod", "", on("/workspace", "fuse"), True, True),
+        ("RunPod", "qf2l", on("/workspace", "ext4"), True, None),
+        ("Vast", "", on("/", "overlay"), True, False),
+        ("Vast", "", on("/workspace", "ext4"), True, True),
+        ("container", "", on("/", "overlay"), None, False),
+        ("machine", "", on("/", "ext4"), True, None),
+        ("machine", "", on("/tmp", "tmpfs"), False, False),
+    ],
+)
+def test_what_stays(
+    kind: str, volume: str, disk: Filesystem, stop: bool | None, end: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(box, "filesystem_of", lambda path: disk)
+    found = box.kept(Path("/anywhere"), box.Box(kind, network_volume=volume))
+    assert (found.on_stop, found.on_end) == (stop, end)
+
+
+def test_a_work_directory_in_memory_is_warned_of(tmp_path: Path) -> None:
+    with mounting(tmp_path) as mount:
+        disk = mount()
+        (found,) = disks.directory("work directory", disk, box.Box("machine"))
+    assert found.state == "warning"
+    assert found.cause == f"{disk} is in memory: what is written here is lost when the box stops"
+
+
+@pytest.mark.parametrize(
+    ("option", "said"), [("ro", "cannot be written to"), ("size=8m,nr_inodes=1", "inodes are taken")]
+)
+def test_a_work_directory_that_takes_no_file(tmp_path: Path, option: str, said: str) -> None:
+    with mounting(tmp_path) as mount:
+        (found,) = disks.directory("work directory", mount(options=option), box.Box("machine"))
+    assert (found.state, said in found.cause) == ("warning", True)
+
+
+def test_caches_on_the_small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if filesystem_of(tmp_path).space.free < 1 << 30:
+        pytest.skip("the disk of the tests is nearly full")
+    with mounting(tmp_path) as mount:
+        small = mount(name="small")
+        for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+            monkeypatch.delenv(name, raising=False)
+        for name in ("HF_HOME", "PIP_CACHE_DIR", "UV_CACHE_DIR"):
+            monkeypatch.setenv(name, str(small / name.lower()))
+        found = {each.what: each for each in disks.caches(box.Box("machine"), tmp_path)}
+    hub = found["Hugging Face cache"]
+    place = Path(filesystem_of(tmp_path).mount) / ".cache"
+    assert (hub.state, hub.fix) == ("warning", f"export HF_HOME={place / 'hf'}")
+    assert "which is one 8B model" in hub.cause
+    assert found["pip's cache"].figure.endswith(f"export PIP_CACHE_DIR={place / 'pip'}")
+    assert found["uv's cache"].state == "note"
+
+
+def test_a_nearly_full_disk_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tempfile
+
+    with mounting(tmp_path) as mount:
+        disk = mount(options="size=100m")
+        fill(disk, 0.5)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        monkeypatch.setenv("TMPDIR", str(disk))
+        (found,) = disks.temporary()
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert (found.state, found.cause) == ("warning", "less than 200 MB is left there for temporary files")
+
+
+# -------------------------------------------------------------------------------------------------------------- variables
+
+
+def test_nothing_in_the_way(tmp_path: Path) -> None:
+    (found,) = variables.findings(
+        {"PATH": "/bin", "LD_LIBRARY_PATH": f":{tmp_path}", "PYTHONPATH": str(tmp_path)}, tmp_path
+    )
+    assert (found.state, found.figure) == ("ok", "no variable is in the way")
+
+
+@pytest.mark.parametrize(
+    ("environment", "what", "state", "figure"),
+    [
+        ({"LD_LIBRARY_PATH": "{place}"}, "LD_LIBRARY_PATH", "warning", "{place}: libcudart, libnvJitLink"),
+        ({"PYTHONPATH": "{place}"}, "PYTHONPATH", "warning", "{place}: torch, datasets"),
+        ({"PYTHONHOME": "/usr"}, "PYTHONHOME", "warning", "/usr"),
+        ({"BNB_CUDA_VERSION": "124"}, "BNB_CUDA_VERSION", "warning", "124"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES", "warning", "''"),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, "CUDA_VISIBLE_DEVICES", "warning", "'-1'"),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, "CUDA_VISIBLE_DEVICES", "note", "1: torch sees these GPUs alone"),
+        ({"TRANSFORMERS_OFFLINE": "1"}, "TRANSFORMERS_OFFLINE", "note", "1: nothing is downloaded"),
+        ({"CUDA_LAUNCH_BLOCKING": "1"}, "CUDA_LAUNCH_BLOCKING", "note", "1: every kernel is waited for"),
+    ],
+)  # fmt: skip
+def test_a_variable_in_the_way(tmp_path: Path, environment: dict[str, str], what: str, state: str, figure: str) -> None:
+    place = tmp_path / "place"
+    (place / "datasets").mkdir(parents=True)
+    for name in ("libcudart.so.12", "libnvJitLink.so.12.4.127", "libother.so.1", "torch.py", "datasets/__init__.py"):
+        (place / name).touch()
+    told = {name: value.format(place=place) for name, value in environment.items()}
+    (found,) = variables.findings(told, tmp_path)
+    assert (found.what, found.state) == (what, state)
+    assert found.figure.startswith(figure.format(place=place))
+    assert bool(found.fix) == (state == "warning")
+
+
+def test_a_file_of_the_work_directory_that_hides_a_package(tmp_path: Path) -> None:
+    (tmp_path / "tokenizers.py").touch()
+    (tmp_path / "datasets").mkdir()  # of data: no package
+    (found,) = variables.findings({}, tmp_path)
+    assert (found.what, found.state, found.figure) == ("work directory", "warning", f"{tmp_path}: tokenizers")
+
+
+# -------------------------------------------------------------------------------------------------------------- installed
+
+
+def distribution(name: str, version: str, *libraries: Path) -> installed.Distribution:
+    return installed.Distribution(name, version, Path("/x"), True, [(path, None) for path in libraries])
+
+
+def test_what_is_installed_here_is_whole() -> None:
+    found = installed.distributions()
+    assert {"torch", "numpy", "pyarrow"} <= {each.name for each in found}
+    assert next(each.version for each in found if each.name == "numpy") == importlib.metadata.version("numpy")
+    assert sum(len(each.libraries) for each in found) > 100
+    assert [each.figure for each in installed.broken(found) if each.state != "note"] == []
+    assert list(installed.doubled(found)) == []
+
+
+def test_libraries_of_two_cuda_majors() -> None:
+    names = ["nvidia-nccl-cu12", "nvidia-cublas", "nvidia-nccl-cu13", "nvidia-cudnn-cu13", "nvidia-ml-py"]
+    (found,) = installed.mixed([distribution(name, "1") for name in names], "13.0")
+    assert (found.state, found.figure) == ("warning", "1 for CUDA 12, 2 for CUDA 13")
+    assert found.fix == "python -m pip uninstall -y nvidia-nccl-cu12"
+    assert list(installed.mixed([distribution(name, "1") for name in names[1:]], "13.0")) == []
+
+
+def test_two_versions_over_each_other() -> None:
+    (found,) = installed.doubled(
+        [distribution("torch", "2.13.0"), distribution("torch", "2.11.0"), distribution("numpy", "1")]
+    )
+    assert found.figure == "torch: 2.11.0 and 2.13.0"
+
+
+@needs_gcc
+def test_an_extension_for_another_cuda_major(tmp_path: Path) -> None:
+    """Real libraries: one called libcudart.so.12, and one linked to it."""
+    (tmp_path / "cudart.c").write_text("int cudaRuntimeGetVersion(void) { return 12040; }")
+    (tmp_path / "mine.c").write_text(
+        "int cudaRuntimeGetVersion(void); int mine(void) { return cudaRuntimeGetVersion(); }"
+    )
+    make = ["gcc", "-shared", "-fPIC", "-o"]
+    cudart, mine, plain = (tmp_path / name for name in ("libcudart.so.12", "_C.so", "plain.so"))
+    subprocess.run([*make, str(cudart), str(tmp_path / "cudart.c"), "-Wl,-soname,libcudart.so.12"], check=True)
+    subprocess.run([*make, str(mine), str(tmp_path / "mine.c"), str(cudart)], check=True)
+    subprocess.run([*make, str(plain), str(tmp_path / "cudart.c")], check=True)
+    (tmp_path / "cut.so").write_bytes(mine.read_bytes()[:100])
+    here = [
+        distribution("xformers", "0.0.35", mine),
+        distribution("numpy", "2.3.5", plain, tmp_path / "gone.so"),
+        distribution("cut", "1", tmp_path / "cut.so"),
+    ]
+    (found,) = installed.cuda_majors(here, "13.0")
+    assert (found.state, found.figure) == ("warning", "xformers 0.0.35")
+    assert found.cause == "it needs libcudart.so.12, and torch is built for CUDA 13.0"
+    (fine,) = installed.cuda_majors(here, "12.8")
+    assert (fine.state, fine.figure) == ("ok", "every package with CUDA code has it for CUDA 12, like torch (1)")
+    (none,) = installed.cuda_majors(here, None)
+    assert none.state == "skipped"
+
+
+# ----------------------------------------------------------------------------------------------------------------- drivers
+
+
+@pytest.mark.parametrize(
+    ("cuda", "torch", "state"),
+    [((13, 0), "13.0", "ok"), ((12, 4), "12.8", "ok"), ((12, 8), None, "ok"), ((12, 8), "13.0", "fatal")],
+)
+def test_which_driver_runs_which_torch(cuda: tuple[int, int], torch: str | None, state: str) -> None:
+    """Any driver of a major runs every release of that major."""
+    found = driver.fitting(driver.Driver("550.127.05", cuda, ()), torch)
+    if found.state == "warning":
+        pytest.skip("this machine has cuda-compat")
+    assert found.state == state
+
+
+def test_a_driver_older_than_every_lane() -> None:
+    found = driver.fitting(driver.Driver("470.1", (11, 4), ()), "13.0")
+    assert found.fix == "another host (driver 580 or newer)"
+
+
+def test_a_driver_without_a_card_and_one_that_does_not_answer() -> None:
+    fitting, card = driver.findings({"version": "580.1", "cuda": [13, 0], "cards": []}, "", "13.0")
+    assert (fitting.state, card.state, card.figure) == ("ok", "warning", "none")
+    (silent,) = driver.findings(None, "no answer in 120 s", "13.0")
+    assert (silent.state, silent.figure) == ("fatal", "NVML: no answer in 120 s")
+
+
+# ------------------------------------------------------------------------------------------------------------------ apart
+
+
+def test_how_a_command_ended() -> None:
+    assert run_apart(["sh", "-c", "echo out; echo err >&2; exit 3"], 20).how == "exit status 3"
+    assert run_apart(["sh", "-c", "kill -SEGV $$"], 20).how == "ended by SIGSEGV"
+    late = run_apart(["sh", "-c", "echo out; sleep 1000"], 0.3)
+    assert (late.status, late.how, late.stdout) == (None, "no answer in time", "out\n")
+
+
+def test_what_each_step_wrote_is_its_own() -> None:
+    stderr = "before\ncogumi step: one\nof one\ncogumi step: two\nof two\n"
+    assert [part(stderr, name) for name in ("one", "two")] == ["of one\n", "of two\n"]
+    assert part("cannot start\n", "one") == "cannot start\n"
+
+
+def test_what_a_command_left_running_is_ended() -> None:
+    done = run_apart(["sh", "-c", "setsid sleep 1000 >/dev/null 2>&1 & echo $!"], 20)
+    assert done.status == 0
+    assert not is_running(int(done.stdout))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+# ------------------------------------------------------------------------------------------------------------------ words
+
+
+def test_a_finding_in_lines() -> None:
+    finding = Finding(
+        "driver", "fatal", "word " * 20, "cause " * 20, "python -m pip install --no-deps " + "x" * 90 + "\nsecond"
+    )
+    said = list(lines(finding, 60))
+    assert said[0] == "fatal    driver             word word word word word word"
+    assert all(len(line) <= 60 for line in said if "pip" not in line)
+    assert said[-2] == f"         fix    {finding.fix.splitlines()[0]}"
+    assert said[-1] == "                second"
+    assert any(line.startswith("         cause  cause cause") for line in said)
+
+
+@pytest.mark.parametrize(
+    ("state", "passed"), [("ok", True), ("note", True), ("skipped", True), ("warning", False), ("fatal", False)]
+)
+def test_what_counts_as_wrong(state: str, passed: bool) -> None:
+    report = DoctorReport((Finding("x", "ok"), Finding("y", state)), 1.25)  # type: ignore[arg-type]
+    assert report.passed is passed
+    assert report.as_dict()["passed"] is passed
+    assert json.loads(json.dumps(report.as_dict()))["seconds"] == 1.2
