@@ -116,5 +116,5 @@ def test_a_failed_write_leaves_neither_file_nor_temporary(tmp_path, monkeypatch)
 
     monkeypatch.setattr(sample.os, "fsync", fail)
     with pytest.raises(OSError, match="disk full"):
-        sample._write_atomically(tmp_path / "a.parquet", b"x")
+        sample.write_atomically(tmp_path / "a.parquet", b"x")
     assert list(tmp_path.iterdir()) == []

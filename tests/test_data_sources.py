@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 
 from cogumi.data.fim import FimConfig, tokenize_for_sft
-from cogumi.data.sources import read_rows
+from cogumi.data.sources import batches, column_names, find_files, read_rows
 from cogumi.errors import UsageError
 
 
@@ -122,3 +122,92 @@ def test_bytes_that_are_not_utf8_become_counted_drops(tmp_path):
     pl.DataFrame({"source": [good, b"\xff\xfe" + good, None]}).write_parquet(path)
     data = tokenize_for_sft(read_rows(path, ["source"]), starcoder_like([good.decode()], 300), FimConfig())
     assert data.dropped == {"null": 1, "not UTF-8": 1}
+
+
+def rows_of(files: list[Path], columns: list[str], **options) -> list[dict[str, object]]:
+    return [row for frame in batches(files, columns, **options) for row in frame.iter_rows(named=True)]
+
+
+def test_batches_are_the_file_in_order_however_small(tmp_path, monkeypatch):
+    from cogumi.data import sources
+
+    monkeypatch.setattr(sources, "BATCH_BYTES", 1000)
+    expected = [{"text": f"{i} " * 20, "n": i} for i in range(200)]
+    pl.DataFrame(expected).write_parquet(tmp_path / "a.parquet", row_group_size=70)
+    pl.DataFrame(expected).write_csv(tmp_path / "a.csv")
+    (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, expected)))
+    for name in ("a.parquet", "a.jsonl", "a.csv"):
+        frames = list(batches([tmp_path / name], ["text", "n"]))
+        assert len(frames) > 5, name
+        rows = [row for frame in frames for row in frame.iter_rows(named=True)]
+        assert [{**row, "n": int(row["n"])} for row in rows] == expected, name
+        assert column_names([tmp_path / name]) == ["text", "n"]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_compressed_lines_and_tables(tmp_path, suffix):
+    import pyarrow as pa
+
+    for name, content in (("a.jsonl", b'{"a": "x"}\n'), ("b.csv", b"a,b\nx,1\n"), ("c.tsv", b"a\tb\nx\t1\n")):
+        with pa.output_stream(str(tmp_path / (name + suffix)), compression="detect") as file:
+            file.write(content)
+        assert rows_of([tmp_path / (name + suffix)], ["a"]) == [{"a": "x"}]
+
+
+def test_json_lines_keep_what_each_line_has(tmp_path):
+    """A frame's types would give every message the keys of all others, and every argument of a tool."""
+    rows = [
+        {"messages": [{"role": "user", "content": "hi"}], "n": 1},
+        {"messages": [{"role": "tool", "content": [{"type": "text"}], "tool_calls": [{"a": {"x": 1}}]}], "n": 2.5},
+        {"messages": None, "n": None},
+        {"messages": "text", "n": "3"},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert rows_of([tmp_path / "a.jsonl"], ["messages", "n"]) == rows
+
+
+def test_a_damaged_line_is_named_by_its_number(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('\ufeff{"a": "x"}\n\n{"a": "y"}\n{"a": \n{"a": "z"}\n')
+    assert "(line 4: Expecting value" in error(path, ["a"])
+    path.write_text('{"a": "x"}\n[1]\n')
+    assert "line 2 is list, not an object" in error(path, ["a"])
+    path.write_text("[" * 100_000)
+    assert "one array, not one object a line; convert it: jq -c '.[]' rows.jsonl" in error(path, ["a"])
+    path.write_text('{"a": 1}\n' + '{"a": ' * 100_000)
+    assert "line 2" in error(path, ["a"])
+    path.write_text('{"a": "x"}\n{"a": {"b": 1}, "c": "y"}\n')
+    assert "column 'a' holds dict (among the lines from 1), not text; name a text column of: c" in error(path, ["a"])
+
+
+def test_text_that_is_no_unicode_becomes_bytes(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"a": "fine"}\n{"a": "\xff"}\n{"a": "\\ud800"}\n{"a": {"b": "\\ud800"}}\n')
+    values = [row["a"] for row in rows_of([path], ["a"])]
+    assert values[0] == "fine"
+    for value in values[1:]:
+        assert isinstance(value, str | bytes)
+    with pytest.raises(UnicodeDecodeError):
+        values[3].decode()
+    (tmp_path / "rows.csv").write_bytes(b"a,b\n\xff,x\n")
+    assert rows_of([tmp_path / "rows.csv"], ["a", "b"]) == [{"a": b"\xff", "b": "x"}]
+
+
+def test_tables_hold_text_with_quotes_newlines_and_nothing(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text('a,b,c\n"x, ""y""\nz",007,\n"",1,é\n')
+    assert rows_of([path], ["c", "a", "b"]) == [{"c": "", "a": 'x, "y"\nz', "b": "007"}, {"c": "é", "a": "", "b": "1"}]
+    path.write_text("a,b\n1,2,3\n")
+    assert "Row #2: Expected 2 columns, got 3" in error(path, ["a"])
+    path.write_text("a,b\n1,2\n")
+    assert "no column 'bb'; did you mean 'b'? it has: a, b" in error(path, ["bb"])
+    path.write_text("")
+    assert "Empty CSV file" in error(path, ["a"])
+
+
+def test_a_directory_is_read_as_its_first_kind(tmp_path):
+    for name in ("b.csv", "a.csv", "notes.json", "README.md"):
+        (tmp_path / name).write_text("a\nx\n")
+    assert [file.name for file in find_files(tmp_path)] == ["a.csv", "b.csv"]
+    (tmp_path / "z.jsonl").write_text("{}\n")
+    assert [file.name for file in find_files(tmp_path)] == ["z.jsonl"]

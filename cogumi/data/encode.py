@@ -4,11 +4,15 @@ import json
 import string
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+
+from cogumi.errors import UsageError
+
+Integer = TypeVar("Integer", bound=np.integer[Any])
 
 
 def encode(tokenizer: Any, texts: Sequence[str]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
@@ -111,8 +115,32 @@ def encode_by_words(tokenizer: Any, texts: Sequence[str]) -> tuple[npt.NDArray[n
 
 
 def gather(
-    pool: npt.NDArray[np.int32], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int32]:
+    pool: npt.NDArray[Integer], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+) -> npt.NDArray[Integer]:
     """The runs pool[start : start + length] one after the other."""
     shift = starts - (np.cumsum(lengths) - lengths)
     return pool[np.arange(lengths.sum()) + np.repeat(shift, lengths)]
+
+
+def encodings(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False, offsets: bool = True) -> list[Any]:
+    """The Rust tokenizer's own values (`ids`; with offsets `char_to_token`), one per text.
+
+    `special_tokens`: with those that the tokenizer puts around every text. Raises UsageError for a tokenizer that is not
+    a fast one: it has no offsets.
+    """
+    if not tokenizer.is_fast:
+        raise UsageError(
+            f"{type(tokenizer).__name__} is not a fast tokenizer and cannot say which characters a token stands for; "
+            "use a model that has a tokenizer.json"
+        )
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()
+    backend.no_truncation()
+    encode_them = backend.encode_batch if offsets else backend.encode_batch_fast
+    return list(encode_them(list(texts), add_special_tokens=special_tokens))
+
+
+def special_texts(tokenizer: Any) -> list[str]:
+    """The texts that this tokenizer reads as control tokens: as part of somebody's text they would become some."""
+    added = tokenizer.added_tokens_decoder.values()
+    return list(dict.fromkeys([*tokenizer.all_special_tokens, *(token.content for token in added if token.special)]))

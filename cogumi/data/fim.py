@@ -20,28 +20,33 @@ What is decided here:
   pretraining had none; it vanishes in decoding.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from cogumi.data.encode import cuts_at_spaces, encode, encode_by_words, gather
-from cogumi.data.fim_tokens import PLAIN, PSM, SPM, FimTokens, detect_fim_tokens
+from cogumi.data.examples import Chunk
+from cogumi.data.fim_cut import PIECES, Dropping, cut_rows
+from cogumi.data.fim_layout import (
+    INSTRUCTION,
+    Controls,
+    check_prompts_read_back,
+    order_note,
+    prompt_texts,
+    read_controls,
+    tokenize_pieces,
+)
+from cogumi.data.fim_tokens import PLAIN, PSM, SPM
 from cogumi.errors import UsageError
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-INSTRUCTION = (
-    "A piece is missing from this code. Reply with the missing piece only.\n"
-    "### Before\n{prefix}\n### After\n{suffix}\n### Missing\n"
-)
-"""The prompt for tokenizers without FIM tokens."""
+__all__ = ["INSTRUCTION", "PLAIN", "PSM", "SPM", "FimConfig", "FimData", "prompts_for_rl", "tokenize_for_sft"]
 
 CHUNK_BYTES = 8 * 2**20
 """Text tokenized at a time: bounds what is held in the tokenizer's own objects (some 50 times the text)."""
@@ -109,25 +114,7 @@ def tokenize_for_sft(
     `first_row` is the index of `rows[0]` in the whole source, so that chunks give what the whole would. Raises
     UsageError when the column is missing or not text, the tokenizer has no end token, or no row is usable.
     """
-    from datasets import Dataset  # here, because whoever reads a config imports this module for FimConfig alone
-
-    controls = _read_controls(tokenizer)
-    examples, dropped = _cut(rows, column, controls, config, config.fim_rate, first_row)
-    if config.overlong == "trim":
-        examples = _trim(examples, tokenizer, controls, config.max_length)
-    ids: list[pa.Array] = []
-    masks: list[pa.Array] = []
-    for chunk in _chunks(examples):
-        segments = _tokenize(chunk, tokenizer, controls)
-        segments = segments.take(segments.lengths.sum(axis=1) <= config.max_length)
-        offsets = pa.array(np.concatenate([[0], np.cumsum(segments.lengths.sum(axis=1))]), pa.int32())
-        ids.append(pa.ListArray.from_arrays(offsets, pa.array(segments.gather())))
-        masks.append(pa.ListArray.from_arrays(offsets, pa.array(segments.completion_mask())))
-    used = sum(map(len, ids))
-    _count(dropped, f"longer than {config.max_length} tokens", examples.height - used)
-    _refuse_nothing_used(name, rows.height, used, dropped)
-    table = pa.table({"input_ids": pa.chunked_array(ids), "completion_mask": pa.chunked_array(masks)})
-    return FimData(Dataset(table), dropped, rows.height, name, _order_note(controls, config))
+    return _whole(fim_sft_chunk, rows, tokenizer, config, column, name, first_row)
 
 
 def prompts_for_rl(
@@ -149,96 +136,100 @@ def prompts_for_rl(
     Raises UsageError as `tokenize_for_sft`, and when the tokenizer reads a prompt's text as other ids (for instance
     because it appends an end token to every text).
     """
-    from datasets import Dataset  # here, because whoever reads a config imports this module for FimConfig alone
+    return _whole(fim_prompts_chunk, rows, tokenizer, config, column, name, first_row)
 
-    controls = _read_controls(tokenizer)
-    examples, dropped = _cut(rows, column, controls, config, 1.0, first_row)
+
+def fim_sft_chunk(
+    rows: pl.DataFrame,
+    first_row: int,
+    *,
+    tokenizer: Any,
+    controls: Controls,
+    config: FimConfig,
+    columns: Mapping[str, str],
+) -> Chunk:
+    """`tokenize_for_sft` of some rows, of which none need be usable.
+
+    `columns` is {"source": the column of code}, or names the columns of `prefix`, `middle` and `suffix`, which are then
+    laid out as they are: `fim_rate` and `middle_chars` do not apply.
+    """
+    dropping = Dropping(first_row)
+    examples = cut_rows(rows, columns, controls, config, config.fim_rate, first_row, dropping)
+    if config.overlong == "trim":
+        examples = _trim(examples, tokenizer, controls, config.max_length)
+    ids: list[pa.Array] = []
+    masks: list[pa.Array] = []
+    truncated = 0
+    for chunk in _chunks(examples):
+        segments = tokenize_pieces(chunk, tokenizer, controls)
+        fits = segments.lengths.sum(axis=1) <= config.max_length
+        truncated += _trimmed(dropping.keep(chunk, pl.Series(fits), _too_long(config), "middle"))
+        segments = segments.take(fits)
+        offsets = pa.array(np.concatenate([[0], np.cumsum(segments.lengths.sum(axis=1))]), pa.int32())
+        ids.append(pa.ListArray.from_arrays(offsets, pa.array(segments.gather())))
+        masks.append(pa.ListArray.from_arrays(offsets, pa.array(segments.completion_mask())))
+    columns_made = {
+        "input_ids": pa.chunked_array(ids, pa.list_(pa.int32())),
+        "completion_mask": pa.chunked_array(masks, pa.list_(pa.int8())),
+    }
+    return Chunk(pa.table(columns_made), dropping.dropped, truncated)
+
+
+def fim_prompts_chunk(
+    rows: pl.DataFrame,
+    first_row: int,
+    *,
+    tokenizer: Any,
+    controls: Controls,
+    config: FimConfig,
+    columns: Mapping[str, str],
+) -> Chunk:
+    """`prompts_for_rl` of some rows, of which none need be usable; `columns` as in `fim_sft_chunk`, and whatever else
+    they name is passed on."""
+    dropping = Dropping(first_row)
+    of_fim = {name: column for name, column in columns.items() if name in ("source", *PIECES)}
+    examples = cut_rows(rows, of_fim, controls, config, 1.0, first_row, dropping)
     if config.overlong == "trim":
         examples = _trim(examples, tokenizer, controls, config.max_length)
     fitting: list[pl.DataFrame] = [examples.clear()]
     for chunk in _chunks(examples):
-        segments = _tokenize(chunk, tokenizer, controls)
+        segments = tokenize_pieces(chunk, tokenizer, controls)
         fits = segments.lengths.sum(axis=1) <= config.max_length
         if not any(map(len, fitting)):
-            _check_prompts_read_back(chunk.filter(fits).head(32), segments.take(fits), tokenizer, controls)
-        fitting.append(chunk.filter(fits))
+            check_prompts_read_back(chunk.filter(fits).head(32), segments.take(fits), tokenizer, controls)
+        fitting.append(dropping.keep(chunk, pl.Series(fits), _too_long(config), "middle"))
     kept = pl.concat(fitting)
-    _count(dropped, f"longer than {config.max_length} tokens", examples.height - kept.height)
-    _refuse_nothing_used(name, rows.height, kept.height, dropped)
-    columns = {"prompt": _prompts(kept, controls)}
-    columns |= {each: kept[each].to_list() for each in ("prefix", "suffix", "middle")}
-    return FimData(Dataset.from_dict(columns), dropped, rows.height, name, _order_note(controls, config))
+    table = pa.table({"prompt": pa.array(prompt_texts(kept, controls), pa.string())})
+    for piece in ("prefix", "suffix", "middle"):
+        table = table.append_column(piece, pa.array(kept[piece].to_list(), pa.string()))
+    for name in columns.keys() - of_fim.keys():
+        table = table.append_column(name, rows[columns[name]][kept["row"]].to_arrow())
+    return Chunk(table, dropping.dropped, _trimmed(kept))
 
 
-# --------------------------------------------------------------------------------------------------------- which rows
+def _whole(
+    make: Callable[..., Chunk],
+    rows: pl.DataFrame,
+    tokenizer: Any,
+    config: FimConfig,
+    column: str,
+    name: str,
+    first_row: int,
+) -> FimData:
+    """What `make` makes of all rows. Raises UsageError where that is nothing."""
+    from datasets import Dataset  # here, because whoever reads a config imports this module for FimConfig alone
+
+    controls = read_controls(tokenizer)
+    chunk = make(rows, first_row, tokenizer=tokenizer, controls=controls, config=config, columns={"source": column})
+    dropped = {reason: rows_of_it.count for reason, rows_of_it in chunk.dropped.items()}
+    if not len(chunk.table):
+        said = _report(name, rows.height, 0, dropped)
+        raise UsageError(f"{said}; give other rows, or change max_length or middle_chars")
+    note = order_note(controls, config.spm_rate)
+    return FimData(Dataset(chunk.table), dropped, rows.height, name, note)
 
 
-def _cut(
-    rows: pl.DataFrame, column: str, controls: "_Controls", config: FimConfig, fim_rate: float, first_row: int
-) -> tuple[pl.DataFrame, dict[str, int]]:
-    """(examples, dropped by reason). An example is `order`, `prefix`, `middle`, `suffix`, and `shown_prefix` and
-    `shown_suffix`, which trimming may shorten. A plain row is all middle."""
-    if column not in rows.columns:
-        raise UsageError(f"no column {column!r} in the rows; they have: {', '.join(rows.columns)}")
-    text = rows[column]
-    if text.dtype not in (pl.String, pl.Binary, pl.Null):
-        raise UsageError(f"column {column!r} holds {text.dtype}, not text; name a text column")
-    dropped: dict[str, int] = {}
-    _count(dropped, "null", text.null_count())
-    # polars' own cast fails for the whole column at the first invalid byte, even when not strict.
-    decoded = pl.Series([_decode(value) for value in text], dtype=pl.String) if text.dtype == pl.Binary else text
-    _count(dropped, "not UTF-8", decoded.null_count() - text.null_count())
-
-    # Philox is a counter-based generator whose every count yields four 64-bit words: row i owns count first_row + i.
-    bits = np.random.Philox(key=config.seed, counter=[first_row, 0, 0, 0])
-    draws = pl.DataFrame(np.random.Generator(bits).random((rows.height, 4)), schema=["fim", "spm", "length", "start"])
-    frame = (
-        draws.with_columns(source=decoded.cast(pl.String))
-        .drop_nulls("source")
-        .with_columns(n=pl.col("source").str.len_chars())
-    )
-    frame = frame.with_columns(
-        order=pl.when(pl.col("fim") >= fim_rate)
-        .then(PLAIN)
-        .when(pl.col("spm") < controls.spm_rate(config))
-        .then(SPM)
-        .otherwise(PSM)
-    )
-    shortest, longest = config.middle_chars
-    # At least one character of context must stay, or there is nothing to complete from.
-    enough = frame.filter(pl.col("n") >= pl.when(pl.col("order") == PLAIN).then(1).otherwise(shortest + 1))
-    _count(dropped, "too short to split", frame.height - enough.height)
-    clean = enough.filter(~pl.col("source").str.contains_any(controls.special_texts))
-    _count(dropped, "containing a special token", enough.height - clean.height)
-
-    n = pl.col("n").cast(pl.Int64)
-    choices = pl.min_horizontal(pl.lit(longest, pl.Int64), n - 1) - shortest + 1
-    plain = pl.col("order") == PLAIN
-    clean = clean.with_columns(
-        length=pl.when(plain).then(n).otherwise(shortest + (pl.col("length") * choices).cast(pl.Int64))
-    )
-    clean = clean.with_columns(
-        start=pl.when(plain).then(0).otherwise((pl.col("start") * (n - pl.col("length") + 1)).cast(pl.Int64))
-    )
-    source, start, length = pl.col("source"), pl.col("start"), pl.col("length")
-    examples = clean.select(
-        "order",
-        prefix=source.str.slice(0, start),
-        middle=source.str.slice(start, length),
-        suffix=source.str.slice(start + length),
-    )
-    return examples.with_columns(shown_prefix="prefix", shown_suffix="suffix"), dropped
-
-
-def _decode(value: bytes | None) -> str | None:
-    """The text of these bytes, or None where they are not UTF-8."""
-    try:
-        return None if value is None else value.decode()
-    except UnicodeDecodeError:
-        return None
-
-
-def _trim(examples: pl.DataFrame, tokenizer: Any, controls: "_Controls", max_length: int) -> pl.DataFrame:
+def _trim(examples: pl.DataFrame, tokenizer: Any, controls: Controls, max_length: int) -> pl.DataFrame:
     """Shorten the shown prefix's start and suffix's end, by characters, until each FIM example fits the budget.
 
     Text is shortened and tokenized again rather than tokens cut off, because a cut token sequence is not what the
@@ -248,7 +239,7 @@ def _trim(examples: pl.DataFrame, tokenizer: Any, controls: "_Controls", max_len
     done: list[pl.DataFrame] = []
     left = examples.with_row_index("at")
     while left.height:
-        lengths = np.concatenate([_tokenize(chunk, tokenizer, controls).lengths for chunk in _chunks(left)])
+        lengths = np.concatenate([tokenize_pieces(chunk, tokenizer, controls).lengths for chunk in _chunks(left)])
         context_tokens = lengths[:, 1] + lengths[:, 3]
         n_prefix, n_suffix = (
             left[each].str.len_chars().cast(pl.Int64).to_numpy() for each in ("shown_prefix", "shown_suffix")
@@ -275,165 +266,16 @@ def _chunks(examples: pl.DataFrame) -> Iterator[pl.DataFrame]:
     return examples.iter_slices(max(1, -(-examples.height // count)))
 
 
-def _count(dropped: dict[str, int], reason: str, number: int) -> None:
-    if number:
-        dropped[reason] = dropped.get(reason, 0) + number
+def _trimmed(examples: pl.DataFrame) -> int:
+    """How many of these show less than they have."""
+    shorter = (pl.col("shown_prefix") != pl.col("prefix")) | (pl.col("shown_suffix") != pl.col("suffix"))
+    return examples.filter(shorter).height
 
 
-def _refuse_nothing_used(name: str, total: int, used: int, dropped: dict[str, int]) -> None:
-    if not used:
-        raise UsageError(f"{_report(name, total, 0, dropped)}; give other rows, or change max_length or middle_chars")
+def _too_long(config: FimConfig) -> str:
+    return f"longer than {config.max_length} tokens"
 
 
 def _report(name: str, total: int, used: int, dropped: dict[str, int]) -> str:
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
     return f"{name}: {total:,} rows, {used:,} used" + (f"; dropped {reasons}" if reasons else "")
-
-
-# ------------------------------------------------------------------------------------------------------- tokens, by id
-
-
-@dataclass(frozen=True)
-class _Controls:
-    """What the assembly needs from a tokenizer, read once."""
-
-    tokens: FimTokens | None
-    runs: dict[int, tuple[list[int], list[int], list[int], list[int]]]
-    """By order: ids before the first text, between the two, before the middle, and after it."""
-    guard: str | None
-    """A control token to tokenize pieces behind, where that changes how they read (SentencePiece's leading "▁")."""
-    special_texts: list[str]
-    cuts_at_spaces: bool
-    """Whether `encode_by_words` may be used."""
-
-    def spm_rate(self, config: FimConfig) -> float:
-        if self.tokens is None or self.tokens.spm is None:
-            return 0.0
-        return config.spm_rate if self.tokens.psm is not None else 1.0
-
-
-def _read_controls(tokenizer: Any) -> _Controls:
-    if tokenizer.eos_token_id is None:
-        raise UsageError("the tokenizer has no end token, so a completion could not end; set tokenizer.eos_token")
-    tokens = detect_fim_tokens(tokenizer)
-    # The beginning of sequence, where the tokenizer adds one by itself: what stands before a text's own ids.
-    bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    dressed = list(tokenizer("a")["input_ids"])
-    if bare not in (dressed[at : at + len(bare)] for at in range(len(dressed))):
-        raise UsageError(
-            "the tokenizer reads 'a' differently with and without special tokens; FIM needs one that does not"
-        )
-    lead = dressed[: next(at for at in range(len(dressed)) if dressed[at : at + len(bare)] == bare)]
-    end = [tokenizer.eos_token_id]
-    runs: dict[int, tuple[list[int], list[int], list[int], list[int]]] = {PLAIN: (lead, [], [], end)}
-    if tokens is None:
-        runs[PSM] = (lead, [], [], end)  # the instruction is one text
-    else:
-        closing = [tokens.ids[tokens.end]] if tokens.end else end
-        for order, texts in ((PSM, tokens.psm), (SPM, tokens.spm)):
-            if texts is not None:
-                before, between, after = ([tokens.ids[text] for text in run] for run in texts)
-                runs[order] = (lead + before, between, after, closing)
-    guard = tokens.texts()[0] if tokens else tokenizer.eos_token
-    behind_guard = list(tokenizer(f"{guard}a b", add_special_tokens=False)["input_ids"])[1:]
-    needs_guard = behind_guard != list(tokenizer("a b", add_special_tokens=False)["input_ids"])
-    special_texts = list(dict.fromkeys([*(tokens.texts() if tokens else []), *tokenizer.all_special_tokens]))
-    return _Controls(tokens, runs, guard if needs_guard else None, special_texts, cuts_at_spaces(tokenizer))
-
-
-def _order_note(controls: _Controls, config: FimConfig) -> str:
-    """Why the orders are not those asked for; empty where they are."""
-    if controls.tokens is None:
-        return "no FIM tokens in this tokenizer: instruction prompts"
-    if controls.spm_rate(config) != config.spm_rate:
-        return (
-            f"{controls.tokens.family} was trained on {'PSM' if controls.tokens.psm else 'SPM'} only: spm_rate not used"
-        )
-    return ""
-
-
-@dataclass(frozen=True)
-class _Segments:
-    """Examples as seven runs of a flat pool of ids: control, first text, control, second text, control, middle, end."""
-
-    pool: npt.NDArray[np.int32]
-    starts: npt.NDArray[np.int64]
-    """(rows, 7), positions in the pool."""
-    lengths: npt.NDArray[np.int64]
-    """(rows, 7)."""
-
-    def take(self, rows: npt.NDArray[np.bool_]) -> "_Segments":
-        return _Segments(self.pool, self.starts[rows], self.lengths[rows])
-
-    def gather(self) -> npt.NDArray[np.int32]:
-        """All examples' ids one after the other."""
-        return gather(self.pool, self.starts.ravel(), self.lengths.ravel())
-
-    def completion_mask(self) -> npt.NDArray[np.int8]:
-        """For each id of `gather`: 1 in the middle and the end."""
-        learned = np.array([0, 0, 0, 0, 0, 1, 1], np.int8)
-        return np.repeat(np.tile(learned, len(self.lengths)), self.lengths.ravel())
-
-
-def _tokenize(examples: pl.DataFrame, tokenizer: Any, controls: _Controls) -> _Segments:
-    """Tokenize the three texts of every example in one batch and lay out the seven runs."""
-    n = examples.height
-    order = examples["order"].to_numpy()
-    if controls.tokens is None:
-        first, second = (
-            [text if fim else "" for text, fim in zip(_prompts(examples, controls), order, strict=True)],
-            [""] * n,
-        )
-    else:
-        swapped = pl.col("order") == SPM
-        shown = examples.select(
-            first=pl.when(swapped).then("shown_suffix").otherwise("shown_prefix"),
-            second=pl.when(swapped).then("shown_prefix").otherwise("shown_suffix"),
-        )
-        first, second = shown["first"].to_list(), shown["second"].to_list()
-    texts = first + second + examples["middle"].to_list()
-    # Behind a control token stand all pieces but a plain row's text and an instruction, which open the sequence.
-    fim = order != PLAIN
-    guarded = np.concatenate([fim & (controls.tokens is not None)] * 2 + [fim]) & (controls.guard is not None)
-    if controls.guard is not None:
-        texts = [controls.guard + text if guard else text for text, guard in zip(texts, guarded, strict=True)]
-    ids, lengths = (encode_by_words if controls.cuts_at_spaces else encode)(tokenizer, texts)
-    starts = np.cumsum(lengths) - lengths + guarded
-    lengths = lengths - guarded
-
-    pool = [ids]
-    run_starts, run_lengths = np.zeros((3, 4), np.int64), np.zeros((3, 4), np.int64)
-    at = len(ids)
-    for kind, runs in controls.runs.items():
-        for position, run in enumerate(runs):
-            pool.append(np.array(run, np.int32))
-            run_starts[kind, position], run_lengths[kind, position] = at, len(run)
-            at += len(run)
-
-    def seven(control: npt.NDArray[np.int64], text: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        rows = np.empty((n, 7), np.int64)
-        rows[:, [0, 2, 4, 6]] = control[order]
-        rows[:, [1, 3, 5]] = text.reshape(3, n).T
-        return rows
-
-    return _Segments(np.concatenate(pool), seven(run_starts, starts), seven(run_lengths, lengths))
-
-
-def _prompts(examples: pl.DataFrame, controls: _Controls) -> list[str]:
-    """The prompts as text; meaningless for plain rows."""
-    shown = examples.select("shown_prefix", "shown_suffix", "order").iter_rows()
-    if controls.tokens is None:
-        return [INSTRUCTION.format(prefix=prefix, suffix=suffix) for prefix, suffix, _ in shown]
-    return [controls.tokens.prompt(prefix, suffix, order) for prefix, suffix, order in shown]
-
-
-def _check_prompts_read_back(examples: pl.DataFrame, segments: _Segments, tokenizer: Any, controls: _Controls) -> None:
-    """UsageError unless the tokenizer reads these prompts as the ids that supervised training uses."""
-    for at, prompt in enumerate(_prompts(examples, controls)):
-        only = _Segments(segments.pool, segments.starts[at : at + 1, :5], segments.lengths[at : at + 1, :5])
-        if list(tokenizer(prompt)["input_ids"]) != only.gather().tolist():
-            raise UsageError(
-                f"the tokenizer reads the FIM prompt {prompt[:60]!r}... as other ids than those trained on; "
-                "check that it adds no end token to texts (add_eos_token) and strips no spaces around its FIM tokens "
-                "(lstrip, rstrip)"
-            )

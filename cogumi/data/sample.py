@@ -68,7 +68,7 @@ def write_sample(path: str | Path, *, max_rows: int | None = None, seed: int = 0
         rows = rows[np.sort(chosen)]
     buffer = io.BytesIO()
     rows.write_parquet(buffer, compression="zstd")
-    _write_atomically(path, buffer.getvalue())
+    write_atomically(path, buffer.getvalue())
     left_out = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
     log.info("sample %s: kept %s functions; left out %s", path.name, f"{rows.height:,}", left_out)
     return path
@@ -136,7 +136,7 @@ def _functions(node: ast.AST, scope: str) -> Iterator[tuple[str, ast.FunctionDef
             yield from _functions(child, scope)
 
 
-def _write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Write `content` to `path` such that a reader, a crash or a second writer never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Named by process, so that two first uses at once do not write into each other's file; not mkstemp, whose files

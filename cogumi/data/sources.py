@@ -1,49 +1,64 @@
-"""Read text columns from parquet and JSON-lines files, with errors that say what to change."""
+"""Read columns of parquet, JSON-lines and CSV files as a stream, with errors that say what to change.
+
+A batch is some 8 MiB, whatever the size of the file. pyarrow reads it, page by page through a small buffer: on two cores
+polars' own batches held 130 MB of a 260 MB file, and more of a larger one, where these hold 60 MB of either.
+"""
 
 import difflib
 import glob
-from collections.abc import Sequence
+import io
+import json
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import polars as pl
-from polars.exceptions import PolarsError
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
 
 from cogumi.errors import UsageError
 
+BATCH_BYTES = 8 * 2**20
+"""Of a file's data at a time. Tokenizing a batch takes some 50 times its text."""
+MOST_ROWS = 16_384
+"""Rows of a batch at most: a parquet footer counts a repeated text once, so its size may say too little."""
+BUFFER_BYTES = 2**20
+
+PARQUET, JSON_LINES, CSV = "parquet", "JSON lines", "CSV"
+SUFFIXES = {PARQUET: (".parquet",), JSON_LINES: (".jsonl", ".ndjson", ".json"), CSV: (".csv", ".tsv")}
+COMPRESSED = (".gz", ".zst")
+"""Of JSON lines and CSV; a parquet file is compressed inside."""
+
 
 def read_rows(path: str | Path, columns: Sequence[str], *, text_only: bool = True) -> pl.DataFrame:
-    """The named `columns` of a parquet or .jsonl source, in file order; other columns are never read.
+    """The named `columns` of a source, in file order and all in memory; see `find_files` and `batches`.
 
-    `path` is a file, a glob, or a directory whose parquet shards (else whose .jsonl files) are read in name order,
-    however deep. Nulls stay nulls and binary columns stay binary: who uses the rows drops them and says how many.
-    `text_only` refuses columns that are neither text nor binary; turn it off for chat messages and other nested
-    columns.
-
-    Raises UsageError, naming the file and the fix: nothing there, not parquet or JSON lines, damaged, no rows, a
-    missing column, a column of another type.
+    Raises UsageError, naming the file and the fix: nothing there, not what its suffix says, damaged, no rows, a missing
+    column, a column of another type.
     """
-    files = _files(path)
-    frames = [_scan(file, columns, text_only) for file in files]
-    try:
-        rows = pl.concat(frames, how="vertical_relaxed").collect()
-    except (PolarsError, OSError) as error:
-        raise UsageError(f"{path}: its rows cannot be read ({_first_line(error)}); write the file again") from error
-    if rows.is_empty():
+    frames = [frame for frame in batches(find_files(path), columns, text_only=text_only) if frame.height]
+    if not frames:
         raise UsageError(f"{path}: it has no rows; check what wrote it, or give another file")
-    return rows
+    return pl.concat(frames, how="vertical_relaxed")
 
 
-def _files(path: str | Path) -> list[Path]:
-    """The files `path` stands for, sorted; at least one."""
+def find_files(path: str | Path) -> list[Path]:
+    """The files `path` stands for, at least one: a file, a glob, or a directory's files of the first kind that it has.
+
+    The kinds are parquet, then JSON lines, then CSV; files come in name order, however deep.
+    """
     given = Path(path)
     if given.is_file():
         return [given]
     if given.is_dir():
-        for pattern in ("*.parquet", "*.jsonl"):
-            files = sorted(file for file in given.rglob(pattern) if file.is_file())
-            if files:
+        # A .json beside the data is more likely to describe it.
+        below = sorted(file for file in given.rglob("*") if file.suffix != ".json" and file.is_file())
+        for kind in SUFFIXES:
+            if files := [file for file in below if kind_of(file) == kind]:
                 return files
-        raise UsageError(f"{path}: this directory holds no .parquet or .jsonl file; give the file or its directory")
+        raise UsageError(f"{path}: this directory holds no .parquet or .jsonl file, nor a .csv; give a file of its own")
     if glob.has_magic(str(path)):
         files = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
         if files:
@@ -54,35 +69,246 @@ def _files(path: str | Path) -> list[Path]:
     raise UsageError(f"{path}: no such file{hint}")
 
 
-def _scan(file: Path, columns: Sequence[str], text_only: bool) -> pl.LazyFrame:
-    """A lazy frame of `columns`, after checking this file's schema (for parquet: its footer only)."""
-    try:
-        if file.suffix in (".jsonl", ".ndjson"):
-            if file.stat().st_size == 0:
-                raise UsageError(f"{file}: it is empty; check what wrote it, or give another file")
-            # infer_schema_length=None: a key that first appears in a late row must not be lost.
-            frame = pl.read_ndjson(file, infer_schema_length=None).lazy()
-        else:
-            frame = pl.scan_parquet(file, hive_partitioning=False)
-        schema = frame.collect_schema()
-    except (PolarsError, OSError) as error:
-        kind = "JSON lines" if file.suffix in (".jsonl", ".ndjson") else "parquet"
-        raise UsageError(
-            f"{file}: not a {kind} file, or a damaged one ({_first_line(error)}); write or download it again"
-        ) from error
-    for column in columns:
-        if column not in schema:
-            near = difflib.get_close_matches(column, schema.names(), n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UsageError(f"{file}: no column {column!r}; {hint}it has: {', '.join(schema.names())}")
-        if text_only and schema[column] not in (pl.String, pl.Binary, pl.Categorical, pl.Enum, pl.Null):
-            raise UsageError(
-                f"{file}: column {column!r} holds {schema[column]}, not text; name a text column of: "
-                f"{', '.join(name for name, kind in schema.items() if kind == pl.String) or 'none there'}"
-            )
-    dictionary_encoded = [name for name in columns if schema[name] in (pl.Categorical, pl.Enum)]
-    return frame.select(columns).with_columns(pl.col(dictionary_encoded).cast(pl.String))
+def kind_of(file: Path) -> str | None:
+    """PARQUET, JSON_LINES or CSV, by the suffix; None for any other."""
+    suffix = Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix
+    return next((kind for kind, suffixes in SUFFIXES.items() if suffix in suffixes), None)
+
+
+def column_names(files: Sequence[Path]) -> list[str]:
+    """The columns of these files, in the order in which they come up, of which nothing but the names was read.
+
+    A JSON-lines file tells them in its first batch; a key that comes up later is read where `batches` is asked for it.
+    """
+    names: dict[str, None] = {}
+    for file in files:
+        match kind_of(file):
+            case "JSON lines":
+                for _, records in _record_blocks(file):
+                    names.update(dict.fromkeys(chain.from_iterable(records)))
+                    break
+            case "CSV":
+                names.update(dict.fromkeys(_csv_reader(file, None).schema.names))
+            case _:
+                with _parquet_file(file) as parquet:
+                    names.update(dict.fromkeys(parquet.schema_arrow.names))
+    return list(names)
+
+
+def batches(files: Sequence[Path], columns: Sequence[str], *, text_only: bool = False) -> Iterator[pl.DataFrame]:
+    """The named `columns` of all files as frames of some `BATCH_BYTES`, in file order; other columns are never decoded.
+
+    Nulls stay nulls and binary columns stay binary: who uses the rows drops them and says how many. What CSV holds is
+    text. Of JSON lines a column that is neither text nor numbers is one of Python objects, just as they were written: a
+    frame's types would give every message the keys of all others. Text that is not UTF-8 makes its batch's column binary.
+
+    `text_only` refuses columns that are neither text nor binary. Raises UsageError, naming the file and the fix.
+    """
+    for file in files:
+        match kind_of(file):
+            case "JSON lines":
+                yield from _json_batches(file, columns, text_only)
+            case "CSV":
+                yield from _csv_batches(file, columns)
+            case _:
+                yield from _parquet_batches(file, columns, text_only)
+
+
+def _missing(file: Path, column: str, names: Sequence[str]) -> UsageError:
+    near = difflib.get_close_matches(column, names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return UsageError(f"{file}: no column {column!r}; {hint}it has: {', '.join(names)}")
+
+
+def _damaged(file: Path, kind: str, error: Exception) -> UsageError:
+    return UsageError(f"{file}: not a {kind} file, or a damaged one ({_first_line(error)}); write or download it again")
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+# -------------------------------------------------------------------------------------------------------------- parquet
+
+
+def _parquet_file(file: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False)
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(file, PARQUET, error) from error
+
+
+def _parquet_batches(file: Path, columns: Sequence[str], text_only: bool) -> Iterator[pl.DataFrame]:
+    with _parquet_file(file) as parquet:
+        try:
+            schema = pl.DataFrame(parquet.schema_arrow.empty_table()).schema
+        except (pa.ArrowException, pl.exceptions.PolarsError) as error:
+            raise _damaged(file, PARQUET, error) from error
+        for column in columns:
+            if column not in schema:
+                raise _missing(file, column, schema.names())
+            if text_only and schema[column] not in (pl.String, pl.Binary, pl.Categorical, pl.Enum, pl.Null):
+                raise UsageError(
+                    f"{file}: column {column!r} holds {schema[column]}, not text; name a text column of: "
+                    f"{', '.join(name for name, kind in schema.items() if kind == pl.String) or 'none there'}"
+                )
+        dictionary_encoded = [name for name in columns if schema[name] in (pl.Categorical, pl.Enum)]
+        found = parquet.iter_batches(_rows_at_a_time(parquet.metadata, columns), columns=columns, use_threads=False)
+        try:
+            for batch in found:
+                # Zero columns are no frame's rows; text is copied once, into polars' own layout.
+                frame = pl.DataFrame(pa.Table.from_batches([batch])).select(columns)
+                yield frame.with_columns(pl.col(dictionary_encoded).cast(pl.String))
+        except (pa.ArrowException, pl.exceptions.PolarsError, OSError) as error:
+            raise UsageError(f"{file}: its rows cannot be read ({_first_line(error)}); write the file again") from error
+
+
+def _rows_at_a_time(metadata: pq.FileMetaData, columns: Sequence[str]) -> int:
+    """Rows that decode to about BATCH_BYTES, by the footer; the row group with the longest rows decides."""
+    longest = 1.0
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        parts = [group.column(i) for i in range(group.num_columns)]
+        size = sum(part.total_uncompressed_size for part in parts if part.path_in_schema.split(".")[0] in columns)
+        longest = max(longest, size / max(group.num_rows, 1))
+    return max(1, min(MOST_ROWS, int(BATCH_BYTES / longest)))
+
+
+# ----------------------------------------------------------------------------------------------------------- JSON lines
+
+
+def _json_batches(file: Path, columns: Sequence[str], text_only: bool) -> Iterator[pl.DataFrame]:
+    seen: dict[str, None] = {}
+    rows = 0
+    for first_line, records in _record_blocks(file):
+        for record in records:
+            seen.update(dict.fromkeys(record))
+        data = {name: [record.get(name) for record in records] for name in columns}
+        rows += len(records)
+        if text_only:
+            for name, values in data.items():
+                _refuse_other_than_text(file, name, values, records, first_line)
+        yield pl.DataFrame([_series(name, values) for name, values in data.items()])
+    for column in columns if rows else ():
+        if column not in seen:
+            raise _missing(file, column, list(seen))
+
+
+def _record_blocks(file: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """(number of its first line from 1, the objects of about BATCH_BYTES of lines). Blank lines are no rows."""
+    if file.stat().st_size == 0:
+        raise UsageError(f"{file}: it is empty; check what wrote it, or give another file")
+    records: list[dict[str, Any]] = []
+    first, size = 1, 0
+    try:
+        with io.BufferedReader(pa.input_stream(str(file), compression="detect"), BUFFER_BYTES) as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                # Bytes that are not UTF-8 become lone surrogates, which `_series` turns back into those bytes.
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8", "surrogateescape")
+                records.append(_record(file, number, text))
+                size += len(line)
+                if size >= BATCH_BYTES or len(records) == MOST_ROWS:
+                    yield first, records
+                    records, first, size = [], number + 1, 0
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(file, JSON_LINES, error) from error
+    if records:
+        yield first, records
+
+
+def _record(file: Path, number: int, text: str) -> dict[str, Any]:
+    if number == 1 and text.lstrip().startswith("["):
+        raise UsageError(f"{file}: one array, not one object a line; convert it: jq -c '.[]' {file.name} > rows.jsonl")
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, JSON_LINES, ValueError(f"line {number:,}: {_first_line(error)}")) from error
+    if not isinstance(record, dict):
+        told = f"line {number:,} is {type(record).__name__}, not an object"
+        raise _damaged(file, JSON_LINES, ValueError(told))
+    return record
+
+
+def _refuse_other_than_text(
+    file: Path, name: str, values: list[Any], records: list[dict[str, Any]], first_line: int
+) -> None:
+    other = next((value for value in values if value is not None and not isinstance(value, str)), None)
+    if other is not None:
+        texts = dict.fromkeys(key for record in records for key, value in record.items() if isinstance(value, str))
+        raise UsageError(
+            f"{file}: column {name!r} holds {type(other).__name__} (among the lines from {first_line:,}), not text; "
+            f"name a text column of: {', '.join(key for key in texts if key != name) or 'none there'}"
+        )
+
+
+def _series(name: str, values: list[Any]) -> pl.Series:
+    """Text, booleans, whole numbers or floats where that is all there is, else the objects themselves."""
+    kinds = {type(value) for value in values} - {type(None)}
+    if kinds <= {str}:
+        try:
+            return pl.Series(name, values, dtype=pl.String)
+        except UnicodeEncodeError:
+            return pl.Series(name, [_as_bytes(value) for value in values], dtype=pl.Binary)
+    if kinds == {bool}:
+        return pl.Series(name, values, dtype=pl.Boolean)
+    if kinds == {int} and all(value is None or -(2**63) <= value < 2**63 for value in values):
+        return pl.Series(name, values, dtype=pl.Int64)
+    if kinds == {float}:
+        return pl.Series(name, values, dtype=pl.Float64)
+    return pl.Series(name, [_as_bytes(value) if _has_surrogates(value) else value for value in values], dtype=pl.Object)
+
+
+def _has_surrogates(value: Any) -> bool:
+    """Whether something in there is no Unicode text: bytes that were not UTF-8, or half a pair of \\u escapes."""
+    if isinstance(value, str):
+        return not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value)
+    if isinstance(value, dict):
+        return any(_has_surrogates(each) for pair in value.items() for each in pair)
+    return isinstance(value, list) and any(map(_has_surrogates, value))
+
+
+def _as_bytes(value: Any) -> bytes | None:
+    """Text or JSON as bytes that are not UTF-8 wherever it is no Unicode text."""
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text.encode("utf-8", "surrogatepass")
+
+
+# ------------------------------------------------------------------------------------------------------------------ CSV
+
+
+def _csv_reader(file: Path, columns: Sequence[str] | None) -> pyarrow.csv.CSVStreamingReader:
+    types = {name: pa.binary() for name in columns or ()}
+    tabs = file.suffix == ".tsv" or Path(file.stem).suffix == ".tsv"
+    try:
+        return pyarrow.csv.open_csv(
+            pa.input_stream(str(file), compression="detect"),
+            pyarrow.csv.ReadOptions(block_size=BATCH_BYTES, use_threads=False),
+            pyarrow.csv.ParseOptions(delimiter="\t" if tabs else ",", newlines_in_values=True),
+            # Without types every column is guessed from the first block, and one of numbers turns text away later.
+            pyarrow.csv.ConvertOptions(column_types=types, include_columns=columns, strings_can_be_null=False),
+        )
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(file, CSV, error) from error
+
+
+def _csv_batches(file: Path, columns: Sequence[str]) -> Iterator[pl.DataFrame]:
+    names = column_names([file])
+    for column in columns:
+        if column not in names:
+            raise _missing(file, column, names)
+    try:
+        for batch in _csv_reader(file, columns):
+            yield pl.DataFrame([_text(name, batch.column(name)) for name in columns])
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(file, CSV, error) from error
+
+
+def _text(name: str, values: pa.Array) -> pl.Series:
+    try:
+        return pl.Series(name, values.cast(pa.large_string()))
+    except pa.ArrowInvalid:  # not UTF-8
+        return pl.Series(name, values, dtype=pl.Binary)

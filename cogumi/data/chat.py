@@ -1,0 +1,203 @@
+"""Conversations of the usual shapes as the messages that chat templates take.
+
+OpenAI's `messages` (role, content), ShareGPT's `conversations` (from, value) and Alpaca's `instruction`, `input`,
+`output` all become a list of `{"role", "content"}`, with `reasoning_content`, `tool_calls`, `tool_call_id` and `name`
+where a message has them. What is decided here:
+
+- Null fields are absent fields: parquet and JSON lines read into columns give every message the keys of all others, and
+  templates ask `'tool_calls' in message`.
+- Arguments of a tool call are an object, whether the row has them as one or as JSON text, which is how OpenAI's API
+  writes them. A null in an object is an absent argument, for the same reason; in JSON text it stays null.
+- Parts of text are joined. A picture or a sound is no text: the row is dropped.
+- Two turns of one role in a row stay: whether that is a conversation is the template's to say.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cogumi.data.rows import BadRow, decoded
+
+Message = dict[str, Any]
+
+ROLES = {each: each for each in ("system", "developer", "user", "assistant", "tool")} | {
+    # ShareGPT's names and those of its descendants.
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "chatbot": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "ai": "assistant",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "ipython": "tool",
+}
+CALLS = ("function_call", "tool_call")
+"""ShareGPT's roles for an assistant's turn that is the JSON of a call."""
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""What a message may call what its author thought before it."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, the tools they may call, and where learning begins."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    prompt_length: int = 0
+    """Messages before this one are a prompt, of which nothing is learned."""
+
+
+def messages_of(value: Any) -> list[Message]:
+    """The messages in a cell: a list of objects, or JSON text of one. Raises BadRow."""
+    value = decoded(value)
+    if isinstance(value, str):
+        value = json_of(value, "whose messages are neither a list nor JSON")
+    if not isinstance(value, list | tuple):
+        raise BadRow("whose messages are neither a list nor JSON")
+    if not value:
+        raise BadRow("without messages")
+    return [message_of(each) for each in value]
+
+
+def message_of(raw: Any) -> Message:
+    if not isinstance(raw, Mapping):
+        raise BadRow("with a message that is no object")
+    name = raw.get("role") if raw.get("role") is not None else raw.get("from")
+    lower = name.strip().lower() if isinstance(name, str) else None
+    content = raw.get("content") if raw.get("content") is not None else raw.get("value")
+    if lower in CALLS:
+        call = json_of(content, "with a tool call that is not JSON") if isinstance(content, str) else content
+        calls = call if isinstance(call, list) else [call]
+        return {"role": "assistant", "content": "", "tool_calls": [tool_call_of(each) for each in calls]}
+    if lower not in ROLES:
+        raise BadRow("with a message of no known role", f"role {name!r}")
+    message: Message = {"role": ROLES[lower]}
+    if raw.get("tool_calls"):
+        message["content"] = "" if content is None else text_of(content)
+        message["tool_calls"] = [tool_call_of(each) for each in raw["tool_calls"]]
+    elif content is None:
+        raise BadRow("with a message that has no content")
+    else:
+        message["content"] = text_of(content)
+    thought = next((raw[key] for key in THOUGHTS if raw.get(key)), None)
+    if thought is not None:
+        message["reasoning_content"] = text_of(thought)
+    for key in ("name", "tool_call_id"):
+        if raw.get(key) is not None:
+            message[key] = text_of(raw[key])
+    return message
+
+
+def text_of(content: Any) -> str:
+    """A message's content as text; parts of text are joined as they are."""
+    content = decoded(content)
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise BadRow("with a message whose content is no text", f"content {content!r}")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            raise BadRow("with a message that has parts other than text", f"part {part!r}")
+        texts.append(text)
+    return "".join(texts)
+
+
+def tool_call_of(raw: Any) -> dict[str, Any]:
+    """{"type": "function", "function": {"name", "arguments"}}, with its id where it has one."""
+    function = raw.get("function") if isinstance(raw, Mapping) else None
+    called = function if isinstance(function, Mapping) else raw
+    if not isinstance(called, Mapping) or not isinstance(called.get("name"), str):
+        raise BadRow("with a tool call that names no function")
+    arguments = called.get("arguments")
+    if isinstance(arguments, str):
+        arguments = json_of(arguments, "with tool-call arguments that are no JSON object")
+    else:
+        arguments = without_nulls({} if arguments is None else arguments)
+    if not isinstance(arguments, Mapping):
+        raise BadRow("with tool-call arguments that are no JSON object")
+    call: dict[str, Any] = {"type": "function", "function": {"name": called["name"], "arguments": arguments}}
+    if isinstance(raw.get("id"), str):
+        call["id"] = raw["id"]
+    return call
+
+
+def tools_of(value: Any) -> list[dict[str, Any]] | None:
+    """The JSON schemas of the tools a conversation may call; a list, or JSON text of one."""
+    if value is None or value in ("", b""):
+        return None
+    value = decoded(value)
+    if isinstance(value, str):
+        value = json_of(value, "with tools that are no list of JSON schemas")
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise BadRow("with tools that are no list of JSON schemas")
+    # `or None`: Llama's template writes about tools even for an empty list.
+    return [without_nulls(tool) for tool in value] or None
+
+
+def alpaca_messages(instruction: Any, extra: Any, output: Any, system: Any = None) -> list[Message]:
+    """One turn of instruction, with its input below it where there is one, and the output as the answer."""
+    question = string_of(instruction)
+    if extra is not None and (more := string_of(extra)).strip():
+        question = f"{question}\n\n{more}"
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": string_of(output)}]
+    if system is not None and (rule := string_of(system)).strip():
+        messages.insert(0, {"role": "system", "content": rule})
+    return messages
+
+
+def string_of(value: Any) -> str:
+    """A cell that must hold text."""
+    value = decoded(value)
+    if not isinstance(value, str):
+        raise BadRow("with a field that is no text", f"{value!r}")
+    return value
+
+
+def last_turn(messages: Sequence[Message], role: str) -> int:
+    """The index of the last message of this role. Raises BadRow where there is none."""
+    found = next((at for at in reversed(range(len(messages))) if messages[at]["role"] == role), None)
+    if found is None:
+        raise BadRow(f"without any {role} turn")
+    return found
+
+
+def refuse_empty_answers(messages: Sequence[Message], first: int = 0) -> None:
+    """BadRow for an assistant's turn that says and calls nothing: it would teach to stop at once."""
+    for message in messages[first:]:
+        if message["role"] == "assistant" and not message["content"].strip() and "tool_calls" not in message:
+            raise BadRow("with an empty answer")
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Every text in a value of messages or tools, however deep, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from strings_in(key)
+            yield from strings_in(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from strings_in(inner)
+
+
+def json_of(text: str, reason: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise BadRow(reason, text) from None
+
+
+def without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(inner) for inner in value]
+    return value

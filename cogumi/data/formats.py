@@ -1,0 +1,363 @@
+"""Every format of `data.format` for every method: which columns it needs, and what makes its rows examples.
+
+| method | fim | chat | prompt_completion | preference |
+|---|---|---|---|---|
+| sft | middle learned | every turn, the last, or all | completion learned, or all | |
+| dpo | | | | prompt, chosen, rejected |
+| gspo | prompt, prefix, suffix, middle | messages to the last question | prompt | |
+
+For gspo every other column that `data.columns` names, and the gold answer as `answer`, go to the rewards.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import polars as pl
+import pyarrow as pa
+
+from cogumi.data.chat import (
+    Conversation,
+    Message,
+    alpaca_messages,
+    last_turn,
+    messages_of,
+    refuse_empty_answers,
+    string_of,
+    tools_of,
+)
+from cogumi.data.encode import special_texts
+from cogumi.data.examples import Chunk, Dropped, Tokenize
+from cogumi.data.fim import FimConfig, fim_prompts_chunk, fim_sft_chunk
+from cogumi.data.fim_layout import order_note, read_controls
+from cogumi.data.parsing import parsed, without_special_texts
+from cogumi.data.preference import preference_chunk
+from cogumi.data.rows import BadRow, drop
+from cogumi.data.supervised import Budget, learn_completions, learn_spans, masked_chunk
+from cogumi.data.templates import ChatTemplate, Spans, read_template
+from cogumi.data.thinking import as_the_template_takes_it, split_thought
+from cogumi.errors import UsageError
+
+FORMATS = {
+    "sft": ("fim", "chat", "prompt_completion"),
+    "dpo": ("preference",),
+    "gspo": ("fim", "chat", "prompt_completion"),
+}
+FIELDS = {
+    "fim": ("prefix", "suffix", "middle"),
+    "chat": ("messages", "conversations", "instruction", "input", "output", "system", "tools"),
+    "prompt_completion": ("prompt", "completion", "tools"),
+    "preference": ("prompt", "chosen", "rejected", "tools"),
+}
+PROMPT_MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
+
+
+@dataclass(frozen=True)
+class FormatOptions:
+    """All that shapes examples besides the rows and the tokenizer; `as_json` is for a cache key."""
+
+    method: Literal["sft", "dpo", "gspo"]
+    format: Literal["fim", "chat", "prompt_completion", "preference"]
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """{field: column of the file}, where they are called otherwise."""
+    column: str = "source"
+    """fim: the column of code."""
+    learn: Literal["turns", "completion", "all"] = "turns"
+    """sft: every turn of the assistant (of a completion: its turns), the last turn or the completion, or everything."""
+    max_length: int | None = None
+    overlong: Literal["drop", "truncate"] = "drop"
+    truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
+    thinking: bool | None = None
+    today: str | None = None
+    """The date (2025-12-31) that templates which print one are told; None is the clock's."""
+    fim: FimConfig = field(default_factory=FimConfig)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"columns": dict(self.columns), "fim": self.fim.model_dump(mode="json")}
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(self.max_length, self.overlong, self.truncation_mode)
+
+
+def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:
+    """{field: column} that this format needs of a source with these columns.
+
+    Raises UsageError where the method does not train on the format, a named column is missing, or no shape is found.
+    """
+    method, format = options.method, options.format
+    if format not in FORMATS[method]:
+        raise UsageError(
+            f"data.format: {format} is not for cogumi.method: {method}; one of {', '.join(FORMATS[method])}"
+        )
+    for its_field, column in options.columns.items():
+        if column not in names:
+            raise UsageError(f"data.columns.{its_field}: no column {column!r}; {_near(column, names)}")
+        if its_field not in FIELDS[format] and method != "gspo":
+            raise UsageError(
+                f"data.columns.{its_field} is no field of data.format: {format}; {_near(its_field, FIELDS[format])}"
+            )
+    found = {each: each for each in FIELDS[format] if each in names} | dict(options.columns)
+    if format == "fim" and options.column in names:
+        found["source"] = options.column
+    shapes = _shapes(options, names)
+    shape = next((each for each in shapes if all(needed in found for needed in each)), None)
+    if shape is None:
+        wanted = options.column if format == "fim" else " or ".join(" and ".join(each) for each in shapes)
+        raise UsageError(
+            f"data.format: {format} needs the columns {wanted}; the data has {', '.join(names) or 'none'} "
+            "(data.columns says which column is which)"
+        )
+    optional = {"instruction": ("input", "system"), "chosen": ("prompt",), "prompt": ("completion",)}.get(shape[0], ())
+    others = [each for each in options.columns if each not in FIELDS[format]]
+    wanted_fields = [*shape, *optional, *(("tools",) if format != "fim" else ()), *others]
+    return {each: found[each] for each in dict.fromkeys(wanted_fields) if each in found}
+
+
+def _shapes(options: FormatOptions, names: Sequence[str]) -> list[tuple[str, ...]]:
+    """The fields that make an example, the first that are all there."""
+    if options.format == "chat":
+        named = [("messages",), ("conversations",), ("instruction", "output")]
+        # Whoever names a column means that shape, whatever else the file has.
+        return sorted(named, key=lambda shape: not any(each in options.columns for each in shape))
+    if options.format == "prompt_completion":
+        return [("prompt",)] if options.method == "gspo" else [("prompt", "completion")]
+    if options.format == "preference":
+        return [("chosen", "rejected")]
+    pieces = ("prefix", "suffix", "middle")
+    code = options.column in names and not any(each in options.columns for each in pieces)
+    return [("source",)] if code or not all(each in names or each in options.columns for each in pieces) else [pieces]
+
+
+def _near(name: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else f"there is {', '.join(names) or 'none'}"
+
+
+def learned(format: str, train: Mapping[str, Any]) -> Literal["turns", "completion", "all"]:
+    """What `train.completion_only_loss` and `train.assistant_only_loss` mean for a format.
+
+    Neither: every turn of a conversation, the completion of a prompt. Both: the same as the completion alone, since
+    what it answers with is the assistant's. Both false: everything.
+    """
+    completion, assistant = (train.get(f"{each}_only_loss") for each in ("completion", "assistant"))
+    if format == "prompt_completion":
+        return "all" if completion is False and not assistant else "turns" if assistant else "completion"
+    if completion:
+        return "completion"
+    return "all" if completion is False and assistant is False else "turns"
+
+
+def tokenize_for(
+    options: FormatOptions, tokenizer: Any, columns: Mapping[str, str], has_messages: bool = True
+) -> Tokenize:
+    """What makes examples of rows that have these columns (see `columns_for`).
+
+    `has_messages`: false where the columns hold text alone, so that no chat template is needed. Raises UsageError for a
+    tokenizer that cannot be used for it.
+    """
+    if options.format == "fim":
+        make = fim_prompts_chunk if options.method == "gspo" else fim_sft_chunk
+        controls = read_controls(tokenizer)
+        return partial(make, tokenizer=tokenizer, controls=controls, config=options.fim, columns=dict(columns))
+    if tokenizer.eos_token is None:
+        raise UsageError("the tokenizer has no end token, so a completion could not end; set tokenizer.eos_token")
+    template = None
+    if options.format == "chat" or has_messages:
+        template = read_template(tokenizer, options.thinking, options.today)
+    elif options.thinking is not None and options.method != "gspo":
+        raise UsageError(
+            f"cogumi.thinking would be ignored: text in data.format: {options.format} is not rendered with a chat template; "
+            "drop it, or give messages"
+        )
+    common: dict[str, Any] = {
+        "columns": dict(columns),
+        "tokenizer": tokenizer,
+        "template": template,
+        "special": special_texts(tokenizer),
+    }
+    if options.method == "dpo":
+        return partial(preference_chunk, **common, budget=options.budget)
+    common.pop("tokenizer")
+    if options.method == "gspo":
+        return partial(prompts_chunk, **common)
+    return partial(supervised_chunk, **common, tokenizer=tokenizer, options=options)
+
+
+def note_of(options: FormatOptions, tokenizer: Any) -> str:
+    """What a report of the data should add: why a layout is not the one asked for; mostly nothing."""
+    return order_note(read_controls(tokenizer), options.fim.spm_rate) if options.format == "fim" else ""
+
+
+def holds_messages(columns: Mapping[str, str], schema: Mapping[str, Any]) -> bool:
+    """Whether a column of prompts or completions holds lists, hence messages."""
+    kinds = [schema[columns[each]] for each in ("prompt", "completion", "chosen", "rejected") if each in columns]
+    return any(is_list(kind) for kind in kinds)
+
+
+def is_list(kind: Any) -> bool:
+    """Whether a column of this type holds lists: polars' own, or Python's, as nested JSON lines are read."""
+    return isinstance(kind, pl.List) or kind == pl.Object
+
+
+def supervised_chunk(
+    rows: pl.DataFrame,
+    first_row: int,
+    *,
+    columns: Mapping[str, str],
+    tokenizer: Any,
+    template: ChatTemplate | None,
+    special: list[str],
+    options: FormatOptions,
+) -> Chunk:
+    """`input_ids` and `completion_mask` of conversations, or of prompts and completions."""
+    dropped: dict[str, Dropped] = {}
+    make = partial(conversation_of, learn=options.learn) if options.format == "chat" else completion_of
+    made, at = parsed(rows, first_row, columns, make, dropped)
+    made, at = without_special_texts(made, at, special, dropped)
+    by_turns = options.learn == "turns" and not any(isinstance(each, tuple) for each in made)
+    texts: list[str] = []
+    prompts: list[str] = []
+    spans: list[Spans] = []
+    kept: list[int] = []
+    for each, row in zip(made, at, strict=True):
+        try:
+            if isinstance(each, tuple):
+                prompt, text = each[0], each[0] + each[1] + tokenizer.eos_token
+            elif by_turns:
+                assert template is not None
+                text, its_spans = template.turns(each)
+                spans.append(its_spans)
+            else:
+                assert template is not None
+                asked = each.messages[: each.prompt_length]
+                prompt = "" if options.learn == "all" else template.prompt(asked, each.tools)
+                text = template.whole(each.messages, each.tools)
+        except BadRow as error:
+            drop(dropped, error.reason, row, error.excerpt or each)
+            continue
+        texts.append(text)
+        kept.append(row)
+        if not by_turns:
+            prompts.append(prompt)
+    if by_turns:
+        examples = learn_spans(tokenizer, texts, spans)
+    else:
+        plain = bool(made) and isinstance(made[0], tuple)
+        examples = learn_completions(tokenizer, prompts, texts, plain, everything=options.learn == "all")
+    return masked_chunk(examples, options.budget, kept, texts, dropped)
+
+
+def conversation_of(row: dict[str, Any], learn: str = "turns") -> Conversation:
+    """A chat row's conversation, with at least one answer in it; what comes after the last one is cut off, since nothing
+    is learned from it (unless all is learned)."""
+    messages = messages_in(row)
+    last = last_turn(messages, "assistant")
+    if learn != "all":
+        messages = messages[: last + 1]
+    prompt_length = last if learn == "completion" else 0
+    if last == 0:
+        raise BadRow("with nothing before the answer")
+    refuse_empty_answers(messages, prompt_length)
+    return Conversation(messages, tools_of(row.get("tools")), prompt_length)
+
+
+def messages_in(row: dict[str, Any]) -> list[Message]:
+    """The messages of a chat row of any shape."""
+    for name in ("messages", "conversations"):
+        if name in row:
+            return messages_of(row[name])
+    return alpaca_messages(row["instruction"], row.get("input"), row["output"], row.get("system"))
+
+
+def completion_of(row: dict[str, Any]) -> Conversation | tuple[str, str]:
+    """(prompt, completion) where both are text; else one conversation, the prompt's messages first."""
+    prompt, completion = row["prompt"], row["completion"]
+    if not isinstance(prompt, list) and not isinstance(completion, list):
+        texts = string_of(prompt), string_of(completion)
+        if not texts[1].strip():
+            raise BadRow("with an empty answer")
+        return texts
+    asked = messages_of(prompt) if isinstance(prompt, list) else [{"role": "user", "content": string_of(prompt)}]
+    if isinstance(completion, list):
+        answered = messages_of(completion)
+    else:
+        answered = [{"role": "assistant", "content": string_of(completion)}]
+    last_turn(answered, "assistant")
+    refuse_empty_answers(answered)
+    return Conversation(asked + answered, tools_of(row.get("tools")), len(asked))
+
+
+def prompts_chunk(
+    rows: pl.DataFrame, first_row: int, *, columns: Mapping[str, str], template: ChatTemplate | None, special: list[str]
+) -> Chunk:
+    """`prompt`, and for the rewards `answer` (the gold answer, null where a row has none) and the other columns.
+
+    A prompt carries roles and contents only: GRPOTrainer renders it with its own tools.
+    """
+    dropped: dict[str, Dropped] = {}
+    chat = "prompt" not in columns
+    text = not chat and not is_list(rows.schema[columns["prompt"]])
+    made, at = parsed(rows, first_row, columns, question_of if chat else prompt_of, dropped)
+    made, at = without_special_texts(made, at, special, dropped)
+    kept: list[int] = []
+    prompts: list[Any] = []
+    answers: list[str | None] = []
+    for each, row in zip(made, at, strict=True):
+        prompt = each["prompt"]
+        try:
+            if not text:
+                assert template is not None
+                prompt = bare([as_the_template_takes_it(message, template.thinking) for message in prompt])
+                template.prompt(prompt)
+        except BadRow as error:
+            drop(dropped, error.reason, row, error.excerpt or each["prompt"])
+            continue
+        prompts.append(prompt)
+        answers.append(each["answer"])
+        kept.append(row - first_row)
+    others = [name for name in columns if name not in (*FIELDS["chat"], *FIELDS["prompt_completion"])]
+    table = pa.table({"prompt": pa.array(prompts, pa.string() if text else PROMPT_MESSAGES)})
+    if "answer" not in others and (chat or "completion" in columns):
+        table = table.append_column("answer", pa.array(answers, pa.string()))
+    for name in others:
+        values = rows[columns[name]][kept]
+        table = table.append_column(
+            name, pa.array(values.to_list()) if values.dtype == pl.Object else values.to_arrow()
+        )
+    return Chunk(table, dropped)
+
+
+def question_of(row: dict[str, Any]) -> dict[str, Any]:
+    """{"prompt": messages up to the last turn of the user, "answer": what the assistant says after it}."""
+    messages = messages_in(row)
+    asked = last_turn(messages, "user") + 1
+    answers = [each["content"] for each in messages[asked:] if each["role"] == "assistant"]
+    return {"prompt": messages[:asked], "answer": without_thought(answers[-1]) if answers else None}
+
+
+def prompt_of(row: dict[str, Any]) -> dict[str, Any]:
+    """{"prompt": text or messages, "answer": the completion's text or its last message's}."""
+    prompt, completion = row["prompt"], row.get("completion")
+    if isinstance(completion, list):
+        completion = messages_of(completion)[-1]["content"]
+    answer = None if completion is None else without_thought(string_of(completion))
+    if isinstance(prompt, list):
+        return {"prompt": messages_of(prompt), "answer": answer}
+    if not string_of(prompt):
+        raise BadRow("with an empty prompt")
+    return {"prompt": string_of(prompt), "answer": answer}
+
+
+def bare(messages: list[Message]) -> list[Message]:
+    """Roles and contents. Raises BadRow where a message has more that its template would show."""
+    if any("tool_calls" in message for message in messages):
+        raise BadRow("with tool calls in the prompt")
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def without_thought(answer: str) -> str:
+    """The answer that is to be compared with the visible part of a completion."""
+    return split_thought(answer)[1]

@@ -1,0 +1,189 @@
+"""Packing several examples into a row: is it safe with this model, how full are the rows, how many rows are a step?
+
+TRL's `bfd` packing lays the rows of a micro-batch end to end, in one sequence whose position ids begin again at each
+example, without an attention mask. That is how flash attention wants them. Any other attention computes the whole square of
+that sequence, so that it gets the rows beside each other: `rows_apart`.
+transformers 5.17 makes a block-diagonal mask of the position ids. A model that carries a state along the sequence, makes
+a mask of its own or (gpt_oss there, unless with flash attention) makes one without the position ids lets examples read each
+other. That is found out on the loaded model, not looked up.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from datasets import Dataset
+
+log = logging.getLogger("cogumi")
+DOCUMENT = 48  # tokens of a document in the probe
+PAIRS = 3  # of documents: a leak is in each of them, a router that rounding tips over is chance
+# Logits of the same document apart, in two batch shapes, already differ by what other kernels and sums round differently.
+TIMES_MEASURED = 4
+TIMES_EPSILON = 4  # of the dtype, times the largest logit: where the two shapes happened to agree bit for bit
+
+
+@dataclass(frozen=True)
+class Leak:
+    """Logits of two documents packed, against the same apart: the largest difference, and what rounding explains of it."""
+
+    distance: float
+    bound: float
+
+    def __bool__(self) -> bool:
+        return not self.distance <= self.bound  # NaN is a leak
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A data set whose rows hold several examples: `input_ids`, `labels` and TRL's `seq_lengths` (tokens of each example)."""
+
+    rows: Dataset
+    row_length: int
+    examples: int
+    tokens: int
+
+    @property
+    def examples_per_row(self) -> float:
+        return self.examples / len(self.rows)
+
+    @property
+    def efficiency(self) -> float:
+        """The share of the slots of full rows that holds a token."""
+        return self.tokens / (len(self.rows) * self.row_length)
+
+
+@dataclass(frozen=True)
+class RowsPerStep:
+    """An optimizer step in rows that holds about the examples that were asked for."""
+
+    asked: int
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    examples: float
+    """In a step, on average."""
+
+    @property
+    def rows(self) -> int:
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+
+def wants_one_sequence(model: Any) -> bool:
+    """Whether the model's attention takes packed rows end to end without computing what lies between them."""
+    return "flash" in (getattr(model.config, "_attn_implementation", None) or "")
+
+
+def rows_apart(collate: Any, examples: list[dict[str, Any]]) -> dict[str, Any]:
+    """A micro-batch of packed rows, a row each: `input_ids`, `labels`, `position_ids`, (rows, longest row).
+
+    collate: TRL's DataCollatorForLanguageModeling, which pads on the right. Padding has position 0, as if each of its tokens
+    were an example: nothing reads it. An attention mask, which would let the examples of a row read each other, is not sent.
+    """
+    batch: dict[str, Any] = replace(collate, padding_free=False, return_position_ids=True)(examples)
+    del batch["attention_mask"]
+    batch["labels"][batch["position_ids"] == 0] = -100
+    return batch
+
+
+def padding_of(position_ids: torch.Tensor) -> torch.Tensor:
+    """Where `rows_apart` padded: what begins anew at the token after its beginning. No example is one token long."""
+    begins = position_ids == 0
+    return begins & torch.nn.functional.pad(begins[:, 1:], (0, 1), value=True)
+
+
+def probe(model: Any, documents: Sequence[Sequence[int]], pad_token_id: int) -> Leak:
+    """Send pairs of documents through the model packed and apart, and return the pair that differs least beyond rounding.
+
+    documents: token ids of at least two examples, of which the last DOCUMENT tokens are used (chats begin alike). Packed as
+    the training packs them: a row of the pair and, but for flash attention, one of its first document beside it. The model is
+    used as it is (dtype, quantization, adapter, attention), in eval mode and without gradients; its mode and the random
+    state are as before afterwards.
+    """
+    ends = [list(document[-DOCUMENT:]) for document in documents if len(document) > 1]
+    if len(ends) < 2:
+        raise ValueError("packing is probed with two documents of at least two tokens")
+    pairs = list(zip(ends[::2], ends[1::2], strict=False))[:PAIRS]
+    with as_it_is(model):
+        leaks = [probe_pair(model, *pair, pad_token_id) for pair in pairs]
+    return min(leaks, key=lambda leak: leak.distance / leak.bound if leak.bound else leak.distance)
+
+
+def probe_pair(model: Any, one: list[int], other: list[int], pad_token_id: int) -> Leak:
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    flat = DataCollatorForLanguageModeling(pad_token_id, padding_free=True)
+    padding = DataCollatorForLanguageModeling(pad_token_id)
+
+    def logits_of(collate: Callable[[list[dict[str, Any]]], dict[str, Any]], *rows: dict[str, Any]) -> torch.Tensor:
+        batch = collate(list(rows))
+        batch.pop("labels")
+        device = next(model.parameters()).device
+        found = model(**{key: value.to(device) for key, value in batch.items()}, use_cache=False).logits
+        return found.float()  # type: ignore[no-any-return]
+
+    both = {"input_ids": one + other, "seq_lengths": [len(one), len(other)]}
+    if wants_one_sequence(model):
+        packed = logits_of(flat, both)[0]
+    else:
+        packed = logits_of(partial(rows_apart, flat), both, {"input_ids": one, "seq_lengths": [len(one)]})[0]
+    alone = torch.cat([logits_of(flat, {"input_ids": ids})[0] for ids in (one, other)])
+    padded = logits_of(padding, {"input_ids": one}, {"input_ids": other})
+    together = torch.cat([row[: len(ids)] for row, ids in zip(padded, (one, other), strict=True)])
+    measured = (alone - together).abs().max().item()
+    epsilon = torch.finfo(computed_in(model)).eps * alone.abs().max().item()
+    return Leak((packed - alone).abs().max().item(), max(TIMES_MEASURED * measured, TIMES_EPSILON * epsilon))
+
+
+def computed_in(model: Any) -> torch.dtype:
+    """The coarsest dtype of the model's floating-point parameters."""
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return max((dtype for dtype in dtypes if dtype.itemsize > 1), key=lambda dtype: torch.finfo(dtype).eps)
+
+
+@contextmanager
+def as_it_is(model: Any) -> Iterator[None]:
+    """Eval mode without gradients, for the length of a block that leaves neither a mode nor a random state changed."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def with_labels(examples: Dataset) -> Dataset:
+    """`input_ids` and `labels` of examples with a `completion_mask`: -100 where it is 0, as TRL's build_labels makes them."""
+
+    def label(table: pa.Table) -> pa.Table:
+        ids, mask = (table[name].combine_chunks() for name in ("input_ids", "completion_mask"))
+        flat = pc.if_else(pc.equal(mask.flatten(), 1), ids.flatten(), pa.scalar(-100, ids.type.value_type))
+        lengths = pc.cumulative_sum(pc.list_value_length(ids)).cast(ids.offsets.type)
+        offsets = pa.concat_arrays([pa.array([0], ids.offsets.type), lengths])
+        return pa.table({"input_ids": table["input_ids"], "labels": type(ids).from_arrays(offsets, flat)})
+
+    labelled = examples.with_format("arrow").map(label, batched=True, remove_columns=examples.column_names)
+    return labelled.with_format(None)
+
+
+def pack(labelled: Dataset, row_length: int, strategy: str = "bfd") -> Packed:
+    """The examples in rows of at most `row_length` tokens, by TRL. An example that is longer is cut (`bfd`)."""
+    from trl import pack_dataset
+
+    rows = pack_dataset(labelled, row_length, strategy)
+    lengths = rows.data.column("input_ids")
+    return Packed(rows, row_length, len(labelled), pc.sum(pc.list_value_length(lengths)).as_py())
+
+
+def rows_per_step(packed: Packed, micro_batch: int, accumulation: int) -> RowsPerStep:
+    """The number of rows nearest to micro_batch x accumulation examples, in micro-batches that are no larger."""
+    asked = micro_batch * accumulation
+    rows = max(1, round(asked / packed.examples_per_row))
+    at_once = max(size for size in range(1, min(micro_batch, rows) + 1) if rows % size == 0)
+    return RowsPerStep(asked, at_once, rows // at_once, rows * packed.examples_per_row)

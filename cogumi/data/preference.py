@@ -1,0 +1,163 @@
+"""Preference pairs for DPO: one prompt, a chosen and a rejected completion, as TRL's DPOTrainer tokenizes them.
+
+(trl 1.15, dpo_trainer.py, tokenize_fn.) Text or messages; without a prompt, what chosen and rejected begin with alike is
+the prompt. A pair whose two sides are, or become by truncation, the same says nothing and is dropped.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from cogumi.data.chat import Message, messages_of, refuse_empty_answers, string_of, tools_of
+from cogumi.data.examples import Chunk, Dropped
+from cogumi.data.parsing import parsed, without_special_texts
+from cogumi.data.rendered import encode_rendered, shared_prefixes
+from cogumi.data.rows import BadRow, drop
+from cogumi.data.supervised import Budget, batches, lists
+from cogumi.data.templates import ChatTemplate
+
+Side = str | list[Message]
+
+
+def preference_chunk(
+    rows: pl.DataFrame,
+    first_row: int,
+    *,
+    columns: Mapping[str, str],
+    tokenizer: Any,
+    template: ChatTemplate | None,
+    special: list[str],
+    budget: Budget,
+) -> Chunk:
+    """`prompt_ids`, `chosen_ids`, `rejected_ids`. `template` may be None where no row holds messages."""
+    dropped: dict[str, Dropped] = {}
+    pairs, at = parsed(rows, first_row, columns, pair_of, dropped)
+    pairs, at = without_special_texts(pairs, at, special, dropped)
+    texts: list[tuple[str, str, str]] = []
+    at_text: list[int] = []
+    for pair, row in zip(pairs, at, strict=True):
+        try:
+            texts.append(rendered(pair, template, tokenizer.eos_token))
+            at_text.append(row)
+        except BadRow as error:
+            drop(dropped, error.reason, row, error.excerpt or pair)
+    ids: dict[str, list[NDArray[np.int32]]] = {"prompt_ids": [], "chosen_ids": [], "rejected_ids": []}
+    truncated = 0
+    plain = bool(pairs) and isinstance(pairs[0]["prompt"], str)
+    for start, end in batches([chosen for _, chosen, _ in texts]):
+        sides = tokenized(texts[start:end], tokenizer, plain)
+        for (prompt, chosen, rejected), row, shown in zip(sides, at_text[start:end], texts[start:end], strict=True):
+            try:
+                chosen, rejected, cut = within(budget, prompt, chosen, rejected)
+            except BadRow as error:
+                drop(dropped, error.reason, row, shown[0])
+                continue
+            truncated += cut
+            for name, part in zip(ids, (prompt, chosen, rejected), strict=True):
+                ids[name].append(part)
+    return Chunk(pa.table({name: list_array(parts) for name, parts in ids.items()}), dropped, truncated)
+
+
+def pair_of(row: dict[str, Any]) -> dict[str, Any]:
+    """{"prompt", "chosen", "rejected"}, all text or all messages, and "tools". Raises BadRow."""
+    sides: dict[str, Side] = {side: text_or_messages(row[side]) for side in ("chosen", "rejected")}
+    chosen, rejected = sides["chosen"], sides["rejected"]
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise BadRow("whose chosen and rejected are of two kinds")
+    if chosen == rejected:
+        raise BadRow("whose chosen and rejected are the same")
+    prompt: Side | None = text_or_messages(row["prompt"]) if row.get("prompt") is not None else None
+    if isinstance(chosen, str) and isinstance(prompt, list):
+        chosen, rejected = ([{"role": "assistant", "content": each}] for each in (chosen, rejected))
+    elif isinstance(chosen, list) and isinstance(prompt, str):
+        # Both sides often repeat the prompt; the text is then the first question of the conversation.
+        opens = chosen[0]["role"] != "assistant"
+        prompt = None if opens else [{"role": "user", "content": prompt}]
+    if prompt is None:
+        length = implicit_prompt(chosen, rejected)
+        prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
+    if not prompt:
+        raise BadRow("without a prompt")
+    for side in (chosen, rejected):
+        if isinstance(side, str) and not side.strip():
+            raise BadRow("with an empty answer")
+        if not isinstance(side, str):
+            if not side or side[-1]["role"] != "assistant":
+                raise BadRow("with a side that does not end with the assistant")
+            if any(message["role"] == "user" for message in side):  # its question would be learned with the answers
+                raise BadRow("with a question inside a side")
+            refuse_empty_answers(side)
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "tools": tools_of(row.get("tools"))}
+
+
+def text_or_messages(value: Any) -> Side:
+    return messages_of(value) if isinstance(value, list) else string_of(value)
+
+
+def implicit_prompt(chosen: Side, rejected: Side) -> int:
+    """The length of what both begin with: turns, or characters less a space before the first that differs.
+
+    (trl 1.15, data_utils.py, extract_prompt.) Where one side is the beginning of the other, the prompt leaves it one turn.
+    """
+    shorter = min(len(chosen), len(rejected))
+    length = next((at for at in range(shorter) if chosen[at] != rejected[at]), shorter)
+    if isinstance(chosen, str):
+        return length - 1 if length and chosen[length - 1] == " " else length
+    while length and (length == shorter or chosen[length]["role"] != "assistant"):
+        length -= 1
+    return length
+
+
+def rendered(pair: dict[str, Any], template: ChatTemplate | None, eos: str) -> tuple[str, str, str]:
+    """(prompt, prompt and chosen, prompt and rejected). Raises BadRow."""
+    prompt, chosen, rejected, tools = (pair[key] for key in ("prompt", "chosen", "rejected", "tools"))
+    if isinstance(prompt, str):
+        return prompt, prompt + chosen + eos, prompt + rejected + eos
+    assert template is not None
+    asked = template.prompt(prompt, tools)
+    return asked, template.whole(prompt + chosen, tools), template.whole(prompt + rejected, tools)
+
+
+def tokenized(
+    texts: list[tuple[str, str, str]], tokenizer: Any, plain: bool
+) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]]:
+    """(prompt, chosen, rejected) in ids: the prompt ends where its own tokens part from either whole's."""
+    prompts, chosen, rejected = (encode_rendered(tokenizer, side, plain) for side in zip(*texts, strict=True))
+    length = np.minimum(shared_prefixes(*prompts, *chosen), shared_prefixes(*prompts, *rejected))
+    starts = [np.cumsum(lengths) - lengths for _, lengths in (prompts, chosen, rejected)]
+    for at, n in enumerate(length):
+        (p, a), (c, b), (r, d) = (
+            (ids, start[at]) for (ids, _), start in zip((prompts, chosen, rejected), starts, strict=True)
+        )
+        yield p[a : a + n], c[b + n : b + chosen[1][at]], r[d + n : d + rejected[1][at]]
+
+
+def within(
+    budget: Budget, prompt: NDArray[np.int32], chosen: NDArray[np.int32], rejected: NDArray[np.int32]
+) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
+    """(chosen, rejected, whether something was cut). Raises BadRow where nothing is left to compare.
+
+    What is cut is what TRL's collator cuts at `max_length`. From the start (keep_end) it cuts unlike lengths of one
+    prompt, so that is left to it.
+    """
+    longest = len(prompt) + max(len(chosen), len(rejected))
+    cut = budget.max_length is not None and longest > budget.max_length
+    if cut and budget.overlong == "drop":
+        raise BadRow(budget.too_long)
+    if cut and budget.keep == "keep_start":
+        room = max(0, (budget.max_length or 0) - len(prompt))
+        chosen, rejected = chosen[:room], rejected[:room]
+        if np.array_equal(chosen, rejected):
+            raise BadRow(f"with nothing to compare within {budget.max_length} tokens")
+    if not len(chosen) or not len(rejected):
+        raise BadRow("with nothing to compare")
+    return chosen, rejected, int(cut)
+
+
+def list_array(parts: list[NDArray[np.int32]]) -> pa.ListArray:
+    lengths: NDArray[np.int64] = np.fromiter(map(len, parts), np.int64, len(parts))
+    return lists(np.concatenate(parts) if parts else np.zeros(0, np.int32), lengths)

@@ -1,0 +1,176 @@
+"""A tokenizer's chat template: conversations as text, and which of it the assistant wrote.
+
+Where the assistant's turns lie is known from `{% generation %}` marks: the template's own, or those of the training
+version that TRL ships for it. The marked part less the generation prompt is what the model has to produce: its words and
+the token that ends its turn, no header. A template without marks (Llama 3.1's) is rendered once up to each turn, with the
+generation prompt, and once to its end; both must be beginnings of the whole, or the template rewrites what was said
+earlier and no part of the whole is that turn.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from functools import partial
+from typing import Any
+
+from jinja2 import TemplateError
+
+from cogumi.data.chat import Conversation, Message
+from cogumi.data.rows import BadRow
+from cogumi.data.thinking import CLOSE, OPEN, Thinking, as_the_template_takes_it, read_thinking
+from cogumi.errors import UsageError
+
+PROBE: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+Spans = list[tuple[int, int]]
+"""Character positions in a rendered text, in order."""
+# What templates raise by `raise_exception`, and what Python does where a message is not what they expect.
+REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """One tokenizer's template with all that it is rendered with."""
+
+    text: str
+    text_with_tools: str
+    """The variant for conversations with tools; mostly the same."""
+    marked: str | None
+    """The template with `{% generation %}` marks; None where there is none."""
+    thinking: Thinking
+    variables: dict[str, Any] = field(repr=False)
+    """What every rendering is given: special tokens, the thinking switch, the date."""
+    header: str
+    """What of the generation prompt the marks take in."""
+    prompt_opens_thought: bool
+    """The generation prompt ends inside a thought."""
+
+    def whole(self, messages: Sequence[Message], tools: Any = None) -> str:
+        return self.render(messages, tools)[0]
+
+    def prompt(self, messages: Sequence[Message], tools: Any = None) -> str:
+        """The messages and the generation prompt: what the model sees when its turn comes."""
+        return self.render(messages, tools, add_generation_prompt=True)[0]
+
+    def turns(self, conversation: Conversation) -> tuple[str, Spans]:
+        """The whole conversation as text, and where in it the assistant's turns lie, less those of its prompt.
+
+        Raises BadRow where the template refuses it, or rewrites the turns that are to be learned.
+        """
+        messages, tools, first = conversation.messages, conversation.tools, conversation.prompt_length
+        own = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+        if self.marked is None:
+            text = self.whole(messages, tools)
+            return text, [self._span(text, messages, tools, at) for at in own if at >= first]
+        text, spans = self.render(messages, tools, self.marked, return_assistant_tokens_mask=True)
+        spans = [(start + self._in_header(text, start), end) for start, end in spans]
+        if first and len(spans) != len(own):
+            raise BadRow("whose turns the chat template does not mark one by one")
+        return text, [span for at, span in zip(own, spans, strict=True) if at >= first] if first else spans
+
+    def _span(self, text: str, messages: Sequence[Message], tools: Any, at: int) -> tuple[int, int]:
+        before = self.prompt(messages[:at], tools)
+        to_its_end = text if at == len(messages) - 1 else self.whole(messages[: at + 1], tools)
+        if not text.startswith(to_its_end) or not to_its_end.startswith(before):
+            raise BadRow(
+                "whose earlier turns the chat template rewrites (train.completion_only_loss: true learns the last alone)"
+            )
+        return len(before), len(to_its_end)
+
+    def _in_header(self, text: str, start: int) -> int:
+        return len(self.header) if text.startswith(self.header, start) else 0
+
+    def render(
+        self, messages: Sequence[Message], tools: Any = None, template: str | None = None, **options: Any
+    ) -> tuple[str, Spans]:
+        """(text, spans), spans empty without `return_assistant_tokens_mask`. Raises BadRow with the template's words."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        shown = [as_the_template_takes_it(message, self.thinking) for message in messages]
+        chosen = template or (self.text_with_tools if tools else self.text)
+        try:
+            rendered: Any = render_jinja_template(
+                conversations=[shown], tools=tools, chat_template=chosen, **options, **self.variables
+            )
+        except REFUSALS as error:
+            said = f"{error}" or type(error).__name__
+            raise BadRow("that the chat template refuses", said) from error
+        texts, spans = rendered
+        return texts[0], spans[0] if spans else []
+
+
+def read_template(tokenizer: Any, thinking: bool | None = None, today: str | None = None) -> ChatTemplate:
+    """A tokenizer's chat template under the run's thinking flag.
+
+    `today` (2025-12-31) is what templates that print the date are told; None leaves it to the clock, so that examples
+    made tomorrow differ. Raises UsageError: no template, one that does not render, a flag it cannot follow.
+    """
+    if tokenizer.chat_template is None:
+        raise UsageError(
+            "data.format: this model's tokenizer has no chat template; set train.chat_template_path in the SFT run that comes "
+            "before, start from a model that has one, "
+            "or use data.format: prompt_completion with text"
+        )
+    text = tokenizer.get_chat_template()
+    known = read_thinking(text, thinking)
+    variables = dict(tokenizer.special_tokens_map) | known.template_kwargs
+    if today is not None:
+        variables["strftime_now"] = partial(_strftime, date.fromisoformat(today))
+    bare = ChatTemplate(
+        text, tokenizer.get_chat_template(tools=[{}]), _marked(tokenizer, text), known, variables, "", False
+    )
+    try:
+        prompt = bare.prompt(PROBE[:1])
+        asked = bare.whole(PROBE[:1])
+        marked, spans = bare.render(PROBE, None, bare.marked, return_assistant_tokens_mask=bare.marked is not None)
+    except BadRow as error:
+        raise UsageError(f"the chat template refuses a question and its answer: {error.excerpt}") from error
+    generation_prompt = prompt[_common(prompt, asked) :]
+    opens = generation_prompt.rpartition(OPEN)[1] == OPEN and CLOSE not in generation_prompt.rpartition(OPEN)[2]
+    if opens and thinking is False:
+        raise UsageError(
+            "cogumi.thinking: false, but this model's chat template opens a thought in every prompt and has no switch "
+            "for it; drop the key, or start from a model that can answer without"
+        )
+    header = _overlap(marked, spans[0][0], generation_prompt) if spans else ""
+    return ChatTemplate(bare.text, bare.text_with_tools, bare.marked, known, variables, header, opens)
+
+
+def prints_the_date(tokenizer: Any) -> bool:
+    """Whether what this template renders depends on the day (gpt-oss's does)."""
+    return tokenizer.chat_template is not None and "strftime_now" in tokenizer.get_chat_template()
+
+
+def _marked(tokenizer: Any, text: str) -> str | None:
+    """The template itself where it has marks, else TRL's training version of it; None where neither will do."""
+    from trl.chat_template_utils import (
+        get_training_chat_template,
+        has_generation_markers,
+        is_chat_template_stop_token_trained,
+    )
+
+    try:
+        marked = text if has_generation_markers(text) else get_training_chat_template(tokenizer) or text
+        # Some mark a turn without the token that ends it; a model trained on that never learns to stop.
+        return marked if is_chat_template_stop_token_trained(tokenizer, marked) else None
+    # ValueError: TRL has no training version of this one. The others: TRL tries it on a call of a tool first.
+    except REFUSALS:
+        return None
+
+
+def _overlap(text: str, start: int, generation_prompt: str) -> str:
+    """The end of the generation prompt that stands at `start`, if its beginning stands right before it."""
+    for before in range(min(len(generation_prompt), start), -1, -1):
+        if text.startswith(generation_prompt, start - before):
+            return generation_prompt[before:]
+    return ""
+
+
+def _common(first: str, second: str) -> int:
+    """The number of characters with which both begin."""
+    return next(
+        (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
+    )
+
+
+def _strftime(day: date, format: str) -> str:
+    return day.strftime(format)

@@ -1,0 +1,85 @@
+"""Tokenizers with the chat templates of real models, as TRL ships them, over a small vocabulary trained here."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import trl
+from tokenizers import AddedToken
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from cogumi.data.sample import sample_path
+from cogumi.models.small_base import train_tokenizer
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+CHATML = ("<|im_start|>", "<|im_end|>")
+CONTROLS = {
+    "llama3": LLAMA,
+    "llama3_1": LLAMA,
+    "qwen2_5": CHATML,
+    "qwen3": CHATML,
+    "qwen3_instruct_2507": CHATML,
+    "gptoss": ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"),
+    "phi3": ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>"),
+    "gemma": ("<bos>", "<start_of_turn>", "<end_of_turn>"),
+}
+ENDS = {"gptoss": "<|return|>", "phi3": "<|endoftext|>", "gemma": "<end_of_turn>"}
+
+
+@cache
+def texts() -> list[str]:
+    return pl.read_parquet(sample_path())["source"].head(200).to_list()
+
+
+@cache
+def bare_tokenizer() -> str:
+    return train_tokenizer(texts()).backend_tokenizer.to_str()
+
+
+def chat_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """A tokenizer that renders and ends turns as this family's; its ids are its own."""
+    from tokenizers import Tokenizer
+
+    controls = CONTROLS[name]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(bare_tokenizer()), eos_token="<|endoftext|>", pad_token="<pad>"
+    )
+    tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in controls])
+    if name == "qwen3":
+        tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<think>", "</think>")])
+    tokenizer.eos_token = ENDS.get(name, controls[-1])
+    if name in ("llama3", "llama3_1", "gemma"):
+        tokenizer.bos_token = controls[0]
+    tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
+    return tokenizer
+
+
+def tiny_for(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=4096,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def learned_texts(tokenizer: Any, ids: list[int], mask: list[int]) -> list[str]:
+    """The runs of learned tokens as text."""
+    runs: list[list[int]] = []
+    before = 0
+    for token, bit in zip(ids, mask, strict=True):
+        if bit and not before:
+            runs.append([])
+        if bit:
+            runs[-1].append(token)
+        before = bit
+    return [tokenizer.decode(run) for run in runs]

@@ -1,0 +1,377 @@
+"""What the tests of downloads talk to: the part of the Hugging Face hub's HTTP API that huggingface_hub 1.33, transformers
+5.17 and datasets 4.8 ask for when they read, over a directory of repositories with commits.
+
+    with hub_server(tmp_path / "hub") as hub:
+        commit = hub.publish("someone/model", directory)  # or {"config.json": b"..."}; kind="dataset" for those
+        subprocess.run([sys.executable, ...], env=os.environ | hub.environment(tmp_path / "cache"))
+
+HF_ENDPOINT is read when huggingface_hub is imported, so whoever is to talk to it runs in a process of its own. There is no
+Xet: what ends in LARGE is stored by LFS.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import parse_qs, unquote, urlsplit
+
+LARGE = (".safetensors", ".pt", ".pth", ".bin", ".parquet", ".gguf", ".onnx")
+BLOCK = 1 << 14
+NAME, ASKED = r"((?:[^/]+/)?[^/]+?)", r"(revision|tree|paths-info|refs|discussions)"
+# In place of the answer: a status, or "cut", which sends half of the body and closes the connection.
+Fault = int | Literal["cut"]
+Kind = Literal["model", "dataset"]
+
+
+class HubServer:
+    """Repositories below `root`: {model,dataset}/{id}/{commit}/files, and {id}/refs.json with the branches.
+
+    faults: called with the method, the path and the headers of each request; None answers it. gated: repositories whose
+    files need `token`; private: those that are not even there without it. bytes_per_second: how fast files go out, each
+    connection for itself. requests: (method, path) of all that came. sent: bytes of each file that went out, by path.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.faults: Callable[[str, str, Mapping[str, str]], Fault | None] = lambda method, path, headers: None
+        self.gated: set[str] = set()
+        self.private: set[str] = set()
+        self.token = "hf_" + "t" * 34
+        self.bytes_per_second: float | None = None
+        self.requests: list[tuple[str, str]] = []
+        self.sent: dict[str, int] = {}
+        self.open: set[socket.socket] = set()
+        self.lock = threading.Lock()
+        self.digests: dict[Path, tuple[str, str]] = {}
+        self.server = Listener(("127.0.0.1", 0), Answering)
+        self.server.hub = self  # type: ignore[attr-defined]
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def stop(self) -> None:
+        """From here on nobody answers at `url`."""
+        self.server.shutdown()
+        self.server.server_close()
+        for connection in list(self.open):  # a thread of its own would go on answering on each
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def environment(self, cache: Path, token: str | None = None) -> dict[str, str]:
+        """Variables with which a process reads from here, into a cache of its own; the token, if any, is its own."""
+        return {
+            "HF_ENDPOINT": self.url,
+            "HF_HOME": str(cache),
+            "HF_HUB_CACHE": str(cache / "hub"),
+            "HF_DATASETS_CACHE": str(cache / "datasets"),
+            "HF_TOKEN": token or "",
+            "HF_HUB_OFFLINE": "0",
+            "HF_DATASETS_OFFLINE": "0",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "NO_PROXY": "127.0.0.1",
+            "no_proxy": "127.0.0.1",
+        }
+
+    def publish(
+        self, name: str, files: Path | Mapping[str, bytes], kind: Kind = "model", branch: str | None = "main"
+    ) -> str:
+        """A commit that holds just these files; the newest of its branch. Returns its hash."""
+        home = self.root / kind / name
+        refs = self.refs(kind, name)
+        number = len([path for path in home.iterdir() if path.is_dir()]) if home.is_dir() else 0
+        commit = hashlib.sha1(f"{kind} {name} {number}".encode()).hexdigest()
+        if isinstance(files, Path):
+            shutil.copytree(files, home / commit)
+        else:
+            for path, content in files.items():
+                (home / commit / path).parent.mkdir(parents=True, exist_ok=True)
+                (home / commit / path).write_bytes(content)
+        if branch is not None:
+            (home / "refs.json").write_text(json.dumps(refs | {branch: commit}), encoding="utf-8")
+        return commit
+
+    def models(self, owner: str) -> list[str]:
+        below = self.root / "model" / owner
+        return sorted(f"{owner}/{path.name}" for path in below.iterdir()) if owner and below.is_dir() else []
+
+    def refs(self, kind: str, name: str) -> dict[str, str]:
+        path = self.root / kind / name / "refs.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+    def digest(self, file: Path) -> tuple[str, str]:
+        """(git's blob id, sha256) of a file, which never changes once it is published."""
+        if file not in self.digests:
+            data = file.read_bytes()
+            blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+            self.digests[file] = (blob, hashlib.sha256(data).hexdigest())
+        return self.digests[file]
+
+
+@contextmanager
+def hub_server(root: Path) -> Iterator[HubServer]:
+    hub = HubServer(root)
+    try:
+        yield hub
+    finally:
+        hub.stop()
+
+
+class Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Silent where the other side has gone away, as a process that a test kills does."""
+        if not isinstance(sys.exception(), (ConnectionError, ValueError)):
+            super().handle_error(request, client_address)
+
+
+class Answering(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def setup(self) -> None:
+        super().setup()
+        self.hub.open.add(self.connection)
+
+    def finish(self) -> None:
+        self.hub.open.discard(self.connection)
+        super().finish()
+
+    @property
+    def hub(self) -> HubServer:
+        return self.server.hub  # type: ignore[attr-defined,no-any-return]
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+    def answer(self) -> None:
+        split = urlsplit(self.path)
+        path, query = unquote(split.path), parse_qs(split.query)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.hub.requests.append((self.command, path))
+        fault = self.hub.faults(self.command, path, self.headers)  # type: ignore[arg-type]
+        if isinstance(fault, int):
+            self.refuse(fault, "", "as asked")
+            return
+        if path.startswith("/api/whoami"):
+            known = self.may_see_all()
+            self.reply(200 if known else 401, {"name": "someone", "type": "user"} if known else {"error": "no"})
+            return
+        if path == "/api/models":
+            self.reply(200, [{"id": name} for name in self.hub.models(query.get("author", [""])[0])])
+            return
+        found = re.fullmatch(rf"/api/(model|dataset)s/{NAME}(?:/{ASKED}(?:/(.*))?)?", path)
+        if found is not None:
+            kind, name, what, rest = found.groups()
+            if self.is_there(kind, name):
+                self.about(kind, name, what or "revision", rest or "main", query, body)
+            return
+        found = re.fullmatch(rf"/(datasets/)?{NAME}/resolve/([^/]+)/(.+)", path)
+        if found is not None:
+            kind, name, revision, file = ("dataset" if found[1] else "model"), found[2], found[3], found[4]
+            if self.is_there(kind, name):
+                self.resolve(kind, name, unquote(revision), file, cut=fault == "cut")
+            return
+        self.refuse(404, "", f"{path} is not answered here")
+
+    do_GET = do_HEAD = do_POST = answer
+
+    # ------------------------------------------------------------------------------------------------- who may see what
+
+    def may_see_all(self) -> bool:
+        return self.headers.get("Authorization") == f"Bearer {self.hub.token}"
+
+    def is_there(self, kind: str, name: str) -> bool:
+        """Whether the repository is there for whoever asks; answered if not, in the hub's words."""
+        if (self.hub.root / kind / name).is_dir() and (name not in self.hub.private or self.may_see_all()):
+            return True
+        known = self.headers.get("Authorization") == f"Bearer {self.hub.token}"
+        # The hub does not say whether a repository is missing or private to somebody without a token.
+        self.refuse(
+            404 if known else 401, "RepoNotFound", "Repository not found" if known else "Invalid username or password."
+        )
+        return False
+
+    def commit_of(self, kind: str, name: str, revision: str) -> str | None:
+        """The commit of a branch or commit; answered where there is none."""
+        if (self.hub.root / kind / name / revision).is_dir():
+            return revision
+        commit = self.hub.refs(kind, name).get(revision)
+        if commit is None:
+            self.refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        return commit
+
+    # -------------------------------------------------------------------------------------------------- about a repository
+
+    def about(self, kind: str, name: str, what: str, rest: str, query: dict[str, list[str]], body: bytes) -> None:
+        if what == "discussions":
+            self.reply(200, {"discussions": [], "count": 0, "start": 0})
+            return
+        if what == "refs":
+            branches = [
+                {"name": branch, "ref": f"refs/heads/{branch}", "targetCommit": commit}
+                for branch, commit in self.hub.refs(kind, name).items()
+            ]
+            self.reply(200, {"branches": branches, "converts": [], "tags": []})
+            return
+        revision, _, inside = rest.partition("/")
+        commit = self.commit_of(kind, name, unquote(revision))
+        if commit is None:
+            return
+        home = self.hub.root / kind / name / commit
+        if what == "revision":
+            self.reply(200, self.info(kind, name, commit, blobs="blobs" in query))
+        elif what == "paths-info":
+            wanted = (
+                json.loads(body)["paths"]
+                if self.headers.get("Content-Type", "").startswith("application/json")
+                else parse_qs(body.decode())["paths"]
+            )
+            there = [home / path.strip("/") for path in wanted if (home / path.strip("/")).exists()]
+            self.reply(200, [self.entry(home, path) for path in there])
+        else:
+            below = home / inside
+            if not below.is_dir():
+                self.refuse(404, "EntryNotFound", f"{inside} does not exist on {revision!r}")
+                return
+            recursive = query.get("recursive", ["false"])[0].lower() in ("true", "1")
+            paths = sorted(below.rglob("*") if recursive else below.iterdir())
+            self.reply(200, [self.entry(home, path) for path in paths])
+
+    def info(self, kind: str, name: str, commit: str, blobs: bool) -> dict[str, Any]:
+        home = self.hub.root / kind / name / commit
+        siblings = []
+        for path in sorted(path for path in home.rglob("*") if path.is_file()):
+            entry = self.entry(home, path)
+            more = {"size": entry["size"], "blobId": entry["oid"]} if blobs else {}
+            if blobs and "lfs" in entry:
+                lfs = entry["lfs"]
+                more["lfs"] = {"sha256": lfs["oid"], "size": lfs["size"], "pointerSize": lfs["pointerSize"]}
+            siblings.append({"rfilename": entry["path"], **more})
+        return {
+            "_id": commit[:24],
+            "id": name,
+            kind + "Id": name,
+            "author": name.partition("/")[0],
+            "sha": commit,
+            "private": name in self.hub.private,
+            "gated": "manual" if name in self.hub.gated else False,
+            "disabled": False,
+            "tags": [],
+            "downloads": 0,
+            "likes": 0,
+            "createdAt": "2026-01-01T00:00:00.000Z",
+            "lastModified": "2026-01-01T00:00:00.000Z",
+            "siblings": siblings,
+        }
+
+    def entry(self, home: Path, path: Path) -> dict[str, Any]:
+        """A file or directory as the hub lists it."""
+        relative = path.relative_to(home).as_posix()
+        if path.is_dir():
+            return {
+                "type": "directory",
+                "path": relative,
+                "size": 0,
+                "oid": hashlib.sha1(relative.encode()).hexdigest(),
+            }
+        blob, sha = self.hub.digest(path)
+        size = path.stat().st_size
+        described: dict[str, Any] = {"type": "file", "path": relative, "size": size, "oid": blob}
+        if relative.endswith(LARGE):
+            described["lfs"] = {"oid": sha, "size": size, "pointerSize": 134}
+        return described
+
+    # ----------------------------------------------------------------------------------------------------------- a file
+
+    def resolve(self, kind: str, name: str, revision: str, file: str, cut: bool) -> None:
+        commit = self.commit_of(kind, name, revision)
+        if commit is None:
+            return
+        if name in self.hub.gated and not self.may_see_all():
+            self.refuse(
+                401 if "Authorization" not in self.headers else 403,
+                "GatedRepo",
+                f"Access to {kind} {name} is restricted. You must have access to it and be authenticated.",
+            )
+            return
+        path = self.hub.root / kind / name / commit / file
+        if not path.is_file():
+            self.refuse(404, "EntryNotFound", "Entry not found", {"X-Repo-Commit": commit})
+            return
+        blob, sha = self.hub.digest(path)
+        size = path.stat().st_size
+        first, last = 0, size - 1
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if asked is not None:
+            first, last = int(asked[1]), min(int(asked[2] or last), last)
+            if first >= size:
+                self.refuse(416, "", "Range not satisfiable", {"Content-Range": f"bytes */{size}"})
+                return
+        self.send_response(206 if asked else 200)
+        self.send_header("X-Repo-Commit", commit)
+        self.send_header("ETag", f'"{sha if file.endswith(LARGE) else blob}"')
+        self.send_header("Accept-Ranges", "bytes")
+        if file.endswith(LARGE):
+            self.send_header("X-Linked-Size", str(size))
+            self.send_header("X-Linked-ETag", f'"{sha}"')
+        if asked is not None:
+            self.send_header("Content-Range", f"bytes {first}-{last}/{size}")
+        self.send_header("Content-Type", "application/octet-stream")
+        self.send_header("Content-Length", str(last - first + 1))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.send_file(path, first, last + 1, cut)
+
+    def send_file(self, path: Path, start: int, end: int, cut: bool) -> None:
+        stop = start + (end - start) // 2 if cut else end
+        name, hub = unquote(urlsplit(self.path).path), self.hub
+        sent = hub.sent  # what still goes to a reader who has gone is not counted among what a test counts from there
+        with path.open("rb") as file:
+            file.seek(start)
+            while start < stop:
+                block = file.read(min(BLOCK, stop - start))
+                try:
+                    self.wfile.write(block)
+                except OSError:  # whoever read has gone
+                    self.close_connection = True
+                    return
+                start += len(block)
+                with hub.lock:
+                    sent[name] = sent.get(name, 0) + len(block)
+                if hub.bytes_per_second is not None:
+                    time.sleep(len(block) / hub.bytes_per_second)
+        if cut:
+            self.wfile.flush()
+            self.close_connection = True
+
+    # ---------------------------------------------------------------------------------------------------------- answers
+
+    def refuse(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
+        named = {"X-Error-Code": code} if code else {}
+        self.reply(status, {"error": message}, named | {"X-Error-Message": message} | dict(headers or {}))
+
+    def reply(self, status: int, content: Any, headers: Mapping[str, str] | None = None) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in ({"Content-Type": "application/json"} | dict(headers or {})).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+
+if __name__ == "__main__":  # python tests/hub_server.py DIRECTORY: serve what is published there, until interrupted
+    with hub_server(Path(sys.argv[1])) as serving:
+        print(serving.url, flush=True)
+        sys.stdin.read()

@@ -1,0 +1,245 @@
+"""Which columns a format takes, prompts for reinforcement learning, FIM from columns, and the tokens that are learned."""
+
+from typing import Any
+
+import polars as pl
+import pytest
+
+from cogumi.data.examples import Chunk
+from cogumi.data.fim import FimConfig, prompts_for_rl, tokenize_for_sft
+from cogumi.data.fim_tokens import FAMILIES
+from cogumi.data.formats import FormatOptions, columns_for, learned, note_of, tokenize_for
+from cogumi.errors import UsageError
+from tests.chat_tokenizers import chat_tokenizer, texts
+
+
+def options(method: str, format: str, **more: Any) -> FormatOptions:
+    return FormatOptions(method, format, **more)  # type: ignore[arg-type]
+
+
+def chunk_of(rows: dict[str, list[Any]], name: str, chosen: FormatOptions) -> Chunk:
+    frame = pl.DataFrame(rows)
+    return tokenize_for(chosen, chat_tokenizer(name), columns_for(chosen, frame.columns))(frame, 0)
+
+
+# ------------------------------------------------------------------------------------------------------------- columns
+
+
+@pytest.mark.parametrize(
+    ("method", "format", "more", "names", "expected"),
+    [
+        ("sft", "chat", {}, ["id", "messages", "tools"], ["messages", "tools"]),
+        ("sft", "chat", {}, ["conversations", "instruction", "output"], ["conversations"]),
+        ("sft", "chat", {}, ["instruction", "input", "output", "text"], ["instruction", "output", "input"]),
+        ("sft", "chat", {"columns": {"instruction": "q", "output": "a"}}, ["messages", "q", "a"], ["q", "a"]),
+        ("sft", "prompt_completion", {}, ["prompt", "completion"], ["prompt", "completion"]),
+        ("sft", "prompt_completion", {"columns": {"prompt": "question", "completion": "answer"}}, ["question", "answer"],
+         ["question", "answer"]),
+        ("gspo", "prompt_completion", {}, ["prompt"], ["prompt"]),
+        ("gspo", "prompt_completion", {"columns": {"tests": "asserts"}}, ["prompt", "asserts"], ["prompt", "asserts"]),
+        ("gspo", "chat", {"columns": {"answer": "gold"}}, ["messages", "gold", "x"], ["messages", "gold"]),
+        ("dpo", "preference", {}, ["chosen", "rejected", "score"], ["chosen", "rejected"]),
+        ("dpo", "preference", {}, ["prompt", "chosen", "rejected"], ["chosen", "rejected", "prompt"]),
+        ("sft", "fim", {}, ["source", "prefix", "middle", "suffix"], ["source"]),
+        ("sft", "fim", {}, ["prefix", "middle", "suffix"], ["prefix", "suffix", "middle"]),
+        ("sft", "fim", {"columns": {"prefix": "a", "middle": "b", "suffix": "c"}}, ["source", "a", "b", "c"], ["a", "c", "b"]),
+        ("gspo", "fim", {"column": "code"}, ["code"], ["code"]),
+    ],
+)  # fmt: skip
+def test_a_format_takes_the_columns_it_needs(
+    method: str, format: str, more: dict[str, Any], names: list[str], expected: list[str]
+) -> None:
+    assert list(columns_for(options(method, format, **more), names).values()) == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "format", "more", "names", "message"),
+    [
+        ("sft", "preference", {}, ["chosen", "rejected"], "preference is not for cogumi.method: sft; one of fim, chat"),
+        ("dpo", "chat", {}, ["messages"], "chat is not for cogumi.method: dpo; one of preference"),
+        ("sft", "chat", {}, ["text"], "needs the columns messages or conversations or instruction and output; the data has text"),
+        ("dpo", "preference", {}, ["chosen"], "needs the columns chosen and rejected"),
+        ("sft", "prompt_completion", {}, ["prompt"], "needs the columns prompt and completion"),
+        ("sft", "chat", {"columns": {"messages": "dialogs"}}, ["dialog"],
+         "data.columns.messages: no column 'dialogs'; did you mean dialog"),
+        ("sft", "chat", {"columns": {"mesages": "dialog"}}, ["dialog"],
+         "data.columns.mesages is no field .* did you mean messages"),
+        ("sft", "fim", {}, ["text"], "needs the columns source"),
+    ],
+)  # fmt: skip
+def test_columns_that_make_no_example_are_a_usage_error(
+    method: str, format: str, more: dict[str, Any], names: list[str], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        columns_for(options(method, format, **more), names)
+
+
+@pytest.mark.parametrize(
+    ("format", "train", "expected"),
+    [
+        ("chat", {}, "turns"),
+        ("chat", {"assistant_only_loss": True}, "turns"),
+        ("chat", {"completion_only_loss": True}, "completion"),
+        ("chat", {"completion_only_loss": True, "assistant_only_loss": True}, "completion"),
+        ("chat", {"completion_only_loss": False}, "turns"),
+        ("chat", {"completion_only_loss": False, "assistant_only_loss": False}, "all"),
+        ("prompt_completion", {}, "completion"),
+        ("prompt_completion", {"completion_only_loss": False}, "all"),
+        ("prompt_completion", {"assistant_only_loss": True}, "turns"),
+    ],
+)
+def test_which_tokens_the_switches_of_trl_mean(format: str, train: dict[str, Any], expected: str) -> None:
+    assert learned(format, train) == expected
+
+
+def test_options_are_json_and_every_one_shows() -> None:
+    import json
+
+    plain = options("sft", "chat").as_json()
+    others = [
+        options("gspo", "chat"), options("sft", "fim"), options("sft", "chat", columns={"messages": "x"}),
+        options("sft", "chat", column="x"), options("sft", "chat", learn="all"), options("sft", "chat", max_length=9),
+        options("sft", "chat", overlong="truncate"), options("sft", "chat", truncation_mode="keep_end"),
+        options("sft", "chat", thinking=False), options("sft", "chat", today="2025-01-01"),
+        options("sft", "chat", fim=FimConfig(seed=3)),
+    ]  # fmt: skip
+    assert len({json.dumps(each, sort_keys=True) for each in (plain, *(other.as_json() for other in others))}) == 12
+    assert len(plain) == len(others)
+
+
+# ---------------------------------------------------------------------------------------- completions of several messages
+
+
+def test_of_a_completion_of_several_turns_the_tools_are_not_learned() -> None:
+    call = {
+        "role": "assistant",
+        "content": "Let me add.",
+        "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}],
+    }
+    result = {"role": "tool", "content": "the result"}
+    rows = {
+        "prompt": [
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": "earlier"}, {"role": "user", "content": "y"}]
+        ],
+        "completion": [[call, result, {"role": "assistant", "content": "5."}]],
+    }  # fmt: skip
+    tokenizer = chat_tokenizer("qwen3")
+    row = chunk_of(rows, "qwen3", options("sft", "prompt_completion", learn="turns")).table.to_pylist()[0]
+    text = tokenizer.decode([token for token, bit in zip(row["input_ids"], row["completion_mask"], strict=True) if bit])
+    assert "Let me add." in text
+    assert "5." in text
+    assert "the result" not in text
+    assert "earlier" not in text
+
+
+# ------------------------------------------------------------------------------------------------------- prompts for RL
+
+
+def test_prompts_of_conversations_end_with_the_last_question() -> None:
+    ask, say = {"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\n5."}
+    again, then = {"role": "user", "content": "And 4?"}, {"role": "assistant", "content": "9."}
+    rows = {"messages": [[ask, say, again, then], [ask, say], [ask], [say]], "level": [1, 2, 3, 4]}
+    chunk = chunk_of(rows, "qwen3", options("gspo", "chat", thinking=False, columns={"level": "level"}))
+    bare = {"role": "assistant", "content": "5."}
+    assert chunk.table.to_pylist() == [
+        {"prompt": [ask, bare, again], "answer": "9.", "level": 1},
+        {"prompt": [ask], "answer": "5.", "level": 2},
+        {"prompt": [ask], "answer": None, "level": 3},
+    ]
+    assert chunk.dropped["without any user turn"].row == 3
+
+
+def test_prompts_of_text_and_their_gold_answers() -> None:
+    rows = {"question": ["2 + 3?", "", None, "a <|im_end|>"], "gold": ["5", "x", "y", "z"]}
+    chosen = options("gspo", "prompt_completion", columns={"prompt": "question", "answer": "gold"})
+    frame = pl.DataFrame(rows)
+    tokenizer = chat_tokenizer("qwen3")
+    tokenizer.chat_template = None
+    chunk = tokenize_for(chosen, tokenizer, columns_for(chosen, frame.columns), has_messages=False)(frame, 0)
+    assert chunk.table.to_pylist() == [{"prompt": "2 + 3?", "answer": "5"}]
+    assert list(chunk.dropped) == ["with an empty prompt", "null", "containing a special token"]
+    completed = chunk_of({"prompt": ["p"], "completion": ["5"]}, "qwen3", options("gspo", "prompt_completion"))
+    assert completed.table.to_pylist() == [{"prompt": "p", "answer": "5"}]
+
+
+def test_a_flag_for_thinking_that_text_would_ignore_is_refused() -> None:
+    for method, format in (("sft", "prompt_completion"), ("dpo", "preference")):
+        with pytest.raises(UsageError, match=r"cogumi.thinking would be ignored"):
+            tokenize_for(options(method, format, thinking=False), chat_tokenizer("qwen3"), {}, has_messages=False)
+
+
+def test_calls_of_tools_are_no_prompt() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+    ask = {"role": "user", "content": "x"}
+    chunk = chunk_of(
+        {"messages": [[ask, call, {"role": "tool", "content": "5"}, ask]]}, "qwen3", options("gspo", "chat")
+    )
+    assert list(chunk.dropped) == ["with tool calls in the prompt"]
+    assert chunk.table.column_names == ["prompt", "answer"]
+
+
+# ------------------------------------------------------------------------------------------------------- FIM from columns
+
+
+def test_pieces_are_laid_out_as_the_same_cut_is() -> None:
+    """What FIM cuts out of code, given back to it as three columns, makes the same examples."""
+    tokenizer = chat_tokenizer("qwen3")  # the small vocabulary has StarCoder's FIM tokens
+    config = FimConfig(max_length=200)
+    code = pl.DataFrame({"source": texts()[:60]})
+    pieces = prompts_for_rl(code, tokenizer, config).dataset
+    rows = pl.DataFrame({name: pieces[name][:] for name in ("prefix", "middle", "suffix")})
+    for method, whole in (("sft", tokenize_for_sft), ("gspo", prompts_for_rl)):
+        chosen = options(method, "fim", fim=config)
+        from_pieces = tokenize_for(chosen, tokenizer, columns_for(chosen, rows.columns))(rows, 0)
+        from_code = tokenize_for(chosen, tokenizer, columns_for(chosen, code.columns))(code, 0)
+        assert from_code.table.to_pylist() == whole(code, tokenizer, config).dataset.to_list()
+        # The order of the pieces is drawn by the row's index, which dropped rows have shifted: compare where it is not.
+        config_psm = FimConfig(max_length=200, spm_rate=0)
+        chosen = options(method, "fim", fim=config_psm)
+        from_pieces = tokenize_for(chosen, tokenizer, columns_for(chosen, rows.columns))(rows, 0)
+        assert from_pieces.table.to_pylist() == whole(code, tokenizer, config_psm).dataset.to_list()
+    assert not from_pieces.dropped
+
+
+def test_pieces_that_make_no_example_are_counted() -> None:
+    rows = {
+        "prefix": ["a = ", "b = ", None, "", "<fim_middle>", "d"],
+        "middle": ["1", "", "3", "4", "5", "<fim_suffix>"],
+        "suffix": ["\n", "\n", "\n", "", "\n", "\n"],
+        "level": [1, 2, 3, 4, 5, 6],
+    }
+    chunk = chunk_of(rows, "qwen3", options("gspo", "fim", columns={"level": "level"}))
+    assert {reason: (each.count, each.row) for reason, each in chunk.dropped.items()} == {
+        "null": (1, 2),
+        "with an empty middle": (1, 1),
+        "without context": (1, 3),
+        "containing a special token": (2, 4),
+    }
+    (row,) = chunk.table.to_pylist()
+    assert (row["prefix"], row["middle"], row["suffix"], row["level"]) == ("a = ", "1", "\n", 1)
+
+
+def test_a_chunk_of_code_with_nothing_usable_is_no_error() -> None:
+    rows = {"source": [None, "x", "if '<fim_middle>' in x: pass", "word " * 900]}
+    for method in ("sft", "gspo"):
+        chunk = chunk_of(rows, "qwen3", options(method, "fim"))
+        assert len(chunk.table) == 0
+        assert {reason: each.row for reason, each in chunk.dropped.items()} == {
+            "null": 0,
+            "too short to split": 1,
+            "containing a special token": 2,
+            "longer than 512 tokens": 3,
+        }
+        good = chunk_of({"source": texts()[:3]}, "qwen3", options(method, "fim"))
+        assert chunk.table.schema == good.table.schema
+
+
+def test_trimmed_examples_are_counted_and_the_note_says_what_is_not_as_asked() -> None:
+    rows = {"source": texts()[:40]}
+    config = FimConfig(max_length=80, overlong="trim", fim_rate=1)
+    chunk = chunk_of(rows, "qwen3", options("sft", "fim", fim=config))
+    dropping = chunk_of(rows, "qwen3", options("sft", "fim", fim=FimConfig(max_length=80)))
+    assert chunk.truncated == len(chunk.table) - len(dropping.table) > 5
+    assert note_of(options("sft", "fim"), chat_tokenizer("qwen3")) == ""
+    assert FAMILIES[0].family == "StarCoder"
+    assert note_of(options("sft", "chat"), None) == ""

@@ -1,0 +1,187 @@
+"""Data sets on a hub that answers over HTTP: which files, at which commit, downloaded once, and read like local ones."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from cogumi.data.hub import choose_split, is_hub_id
+from cogumi.data.locate import locate
+from cogumi.errors import UsageError
+from tests.hub_server import HubServer, hub_server
+
+# HF_ENDPOINT is read when huggingface_hub is imported: whoever asks runs in a process of its own, which takes several calls.
+ASK = textwrap.dedent(
+    """
+    import json, logging, sys
+    from cogumi.data.locate import locate
+    from cogumi.data.sources import read_rows
+    from cogumi.errors import UsageError
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("cogumi").addHandler(handler)
+    logging.getLogger("cogumi").setLevel("INFO")
+    for asked in json.loads(sys.argv[1]):
+        lines.clear()
+        try:
+            found = locate(asked.pop("source"), **asked)
+        except UsageError as error:
+            print(json.dumps({"error": str(error)}))
+            continue
+        texts = [text for file in found.files for text in read_rows(file, ["text"])["text"]]
+        print(json.dumps({"name": found.name, "identity": found.identity, "texts": texts, "log": lines}))
+    """
+)
+
+
+def parquet(*texts: str) -> bytes:
+    buffer = io.BytesIO()
+    pl.DataFrame({"text": texts}).write_parquet(buffer)
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
+    with hub_server(tmp_path_factory.mktemp("hub")) as server:
+        yield server
+
+
+def ask(hub: HubServer, cache: Path, *asked: dict[str, Any], **environment: str) -> list[dict[str, Any]]:
+    variables = os.environ | hub.environment(cache) | {"XDG_CACHE_HOME": str(cache / "own")} | environment
+    root = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, json.dumps(asked)],
+        env=variables | {"PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cache.parent,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_splits_commits_and_a_cache_that_needs_no_network(hub, tmp_path):
+    names = {"data/train-00000-of-00002.parquet": parquet("a", "b"), "data/train-00001-of-00002.parquet": parquet("c")}
+    first = hub.publish("some/data", names | {"data/test-00000-of-00001.parquet": parquet("t")}, kind="dataset")
+    second = hub.publish("some/data", {"train.jsonl": b'{"text": "new"}\n'}, kind="dataset")
+    hub.sent.clear()
+    newest, pinned, test, wrong = ask(
+        hub,
+        tmp_path / "cache",
+        {"source": "some/data"},
+        {"source": "some/data", "revision": first},
+        {"source": "some/data", "revision": first, "split": "test"},
+        {"source": "some/data", "revision": first, "split": "dev"},
+    )
+    assert newest["texts"] == ["new"]
+    assert newest["identity"] == ["some/data", second, ["train.jsonl"]]
+    assert any(f"data.revision: {second}" in line for line in newest["log"])
+    assert pinned["texts"] == ["a", "b", "c"]
+    assert pinned["identity"][1] == first
+    assert not any("data.revision" in line for line in pinned["log"])
+    assert pinned["name"] == f"some/data@{first[:7]}"
+    assert any("downloading some/data: 2 of its files" in line for line in pinned["log"])
+    assert test["texts"] == ["t"]
+    assert wrong["error"] == "data.split: some/data has no split 'dev'; it has: train, test"
+    # What is pinned and there asks nobody.
+    hub.requests.clear()
+    again = ask(hub, tmp_path / "cache", {"source": "some/data", "revision": first})
+    assert again[0]["texts"] == ["a", "b", "c"]
+    assert hub.requests == []
+    offline = ask(hub, tmp_path / "cache", {"source": "some/data", "revision": first}, HF_HUB_OFFLINE="1")
+    assert offline[0]["texts"] == ["a", "b", "c"]
+
+
+def test_subsets_and_the_repositorys_own_description(hub, tmp_path):
+    readme = """---
+configs:
+- config_name: easy
+  data_files:
+  - split: train
+    path: easy/*.jsonl
+- config_name: hard
+  data_files:
+  - split: train
+    path: hard.csv
+---
+"""
+    files = {"easy/1.jsonl": b'{"text": "e1"}\n', "easy/2.jsonl": b'{"text": "e2"}\n', "hard.csv": b"text\nh\n"}
+    hub.publish("some/subsets", files | {"README.md": readme.encode()}, kind="dataset")
+    easy, hard, neither, other = ask(
+        hub,
+        tmp_path / "cache",
+        {"source": "some/subsets", "subset": "easy"},
+        {"source": "some/subsets", "subset": "hard", "revision": "main"},
+        {"source": "some/subsets"},
+        {"source": "some/subsets", "subset": "medium"},
+    )
+    assert (easy["texts"], hard["texts"]) == (["e1", "e2"], ["h"])
+    assert "easy" in neither["error"]
+    assert "data.subset" in neither["error"]
+    assert "medium" in other["error"]
+    assert "hard" in other["error"]
+
+
+def test_what_cannot_be_had_is_one_line_each(hub, tmp_path):
+    hub.publish("some/gated", {"train.jsonl": b"{}"}, kind="dataset")
+    hub.gated.add("some/gated")
+    hub.publish("some/pictures", {"train/a.png": b"\x89PNG", "train/b.png": b"\x89PNG"}, kind="dataset")
+    hub.publish("some/fine", {"train.jsonl": b'{"text": "x"}\n'}, kind="dataset")
+    missing, gated, pictures, revision = ask(
+        hub,
+        tmp_path / "cache",
+        {"source": "some/missing"},
+        {"source": "some/gated"},
+        {"source": "some/pictures"},
+        {"source": "some/fine", "revision": "v7"},
+    )
+    assert "no such data set on the hub, or it is private: hf auth login" in missing["error"]
+    assert "is a gated dataset on the Hub. You must be authenticated to access it. (hf auth login" in gated["error"]
+    assert "of a kind that is not read" in pictures["error"]
+    assert "some/fine: it has no revision 'v7' (data.revision)" in revision["error"]
+    assert not any("\n" in each["error"] for each in (missing, gated, pictures, revision))
+
+    (unreachable,) = ask(hub, tmp_path / "other", {"source": "some/fine"}, HF_ENDPOINT="http://127.0.0.1:9")
+    assert "http://127.0.0.1:9 could not be read" in unreachable["error"]
+
+
+def test_a_local_file_wins_over_a_hub_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "data").mkdir()
+    pl.DataFrame({"text": ["local"]}).write_parquet("some/data/rows.parquet")
+    assert [file.name for file in locate("some/data").files] == ["rows.parquet"]
+    for key in ("revision", "subset"):
+        with pytest.raises(UsageError, match=rf"data.{key} would be ignored: some/data is a local file"):
+            locate("some/data", **{key: "main"})
+    with pytest.raises(UsageError, match=r"data.split would be ignored"):
+        locate("some/data/rows.parquet", split="train")
+    assert is_hub_id("some/data")
+    assert not is_hub_id("some/data.jsonl")
+    assert not is_hub_id("data")
+
+
+def test_a_split_of_a_directory_laid_out_like_the_hubs(tmp_path):
+    for split in ("train", "test"):
+        pl.DataFrame({"text": [split]}).write_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
+    assert [file.name for file in locate(str(tmp_path), split="test").files] == ["test-00000-of-00001.parquet"]
+    assert len(locate(str(tmp_path)).files) == 2
+    with pytest.raises(UsageError, match="has no split 'dev'; it has: train, test"):
+        locate(str(tmp_path), split="dev")
+
+
+def test_the_default_split_is_train_or_the_only_one():
+    assert choose_split("n", {"train": ["a.csv"], "test": ["b.csv"]}, None) == ["a.csv"]
+    assert choose_split("n", {"validation": ["a.csv"]}, None) == ["a.csv"]
+    with pytest.raises(UsageError, match="no split 'train'"):
+        choose_split("n", {"one": ["a.csv"], "two": ["b.csv"]}, None)

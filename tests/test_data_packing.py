@@ -1,0 +1,348 @@
+"""Packing: models in which packed examples read each other are found, and a packed run learns what an unpacked one does."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+import cogumi
+from cogumi.data.packing import Packed, pack, padding_of, probe, rows_apart, rows_per_step, with_labels
+from cogumi.rundir import read_json
+
+VOCABULARY = 128
+SHAPE = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+HYBRID = {
+    "head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+
+
+def documents(seed: int = 0, count: int = 6) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCABULARY, (30 + 7 * n,), generator=generator).tolist() for n in range(count)]
+
+
+def model_of(kind: str, more: dict[str, Any], attention: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    import transformers
+
+    config = getattr(transformers, kind)(**SHAPE | more)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, **({"attn_implementation": attention} if attention else {}))
+    with torch.no_grad():  # at the size of its first weights a layer adds less than bfloat16 can tell
+        for parameter in model.parameters():
+            parameter.mul_(5 if parameter.ndim > 1 else 1)
+    return model.to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "attention"),
+    [
+        ("LlamaConfig", {}, "sdpa"),
+        ("LlamaConfig", {}, "eager"),
+        ("Qwen3Config", {"head_dim": 8}, "sdpa"),
+        ("MixtralConfig", MOE, "sdpa"),
+        ("MistralConfig", {"sliding_window": 8}, "sdpa"),
+        ("Gemma3TextConfig", {"head_dim": 8, "sliding_window": 8}, "eager"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_keeps_packed_documents_apart(
+    kind: str, more: dict[str, Any], attention: str, dtype: torch.dtype
+) -> None:
+    leak = probe(model_of(kind, more, attention, dtype), documents(), pad_token_id=0)
+    assert not leak, leak
+    assert leak.bound < (0.1 if dtype == torch.bfloat16 else 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "attention"),
+    [
+        ("Qwen3NextConfig", HYBRID, None),  # a state along the sequence
+        ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}, None),  # a convolution along it
+        ("MambaConfig", {"state_size": 8}, None),
+        ("GptOssConfig", {**MOE, "head_dim": 8, "sliding_window": 8}, "eager"),  # its mask is made without position ids
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_reads_across_is_found(
+    kind: str, more: dict[str, Any], attention: str | None, dtype: torch.dtype
+) -> None:
+    leak = probe(model_of(kind, more, attention, dtype), documents(), pad_token_id=0)
+    assert leak
+    assert leak.distance > 2 * leak.bound, leak
+
+
+class WithItsOwnMask(LlamaForCausalLM):
+    """As remote code may be: a mask of ones where none is given."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, **more: Any) -> Any:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        return super().forward(input_ids=input_ids, attention_mask=mask, **more)
+
+
+def test_rows_beside_each_other_are_those_end_to_end() -> None:
+    """What is computed between rows is nothing: TRL's one sequence has the same losses, and costs the square of its length."""
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    flat = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    lengths = [[20, 9, 3], [17, 8], [30]]
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, VOCABULARY, (sum(each),), generator=generator).tolist() for each in lengths]
+    rows = [{"input_ids": row, "seq_lengths": each} for row, each in zip(ids, lengths, strict=True)]
+    one, beside = flat(rows), rows_apart(flat, rows)
+    assert one["input_ids"].shape == (1, 87)
+    assert {key: value.shape for key, value in beside.items()} == dict.fromkeys(
+        ("input_ids", "labels", "position_ids"), (3, 32)
+    )
+    assert padding_of(beside["position_ids"]).sum(-1).tolist() == [0, 7, 2]
+    model = model_of("LlamaConfig", {}, "sdpa").double()
+    losses = [model(**batch, use_cache=False).loss.item() for batch in (one, beside)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_of_ones_is_found(dtype: torch.dtype) -> None:
+    from transformers import LlamaConfig
+
+    torch.manual_seed(0)
+    leak = probe(WithItsOwnMask(LlamaConfig(**SHAPE)).to(dtype), documents(), pad_token_id=0)
+    assert leak
+    assert leak.distance > 0.1
+
+
+def test_documents_that_begin_alike_do_not_hide_a_leak() -> None:
+    from transformers import LlamaConfig
+
+    torch.manual_seed(0)
+    alike = [[5] * 40 + [n] * 9 for n in range(6, 12)]
+    assert probe(WithItsOwnMask(LlamaConfig(**SHAPE)), alike, pad_token_id=0)
+
+
+def test_the_probe_leaves_modes_and_random_states_and_sees_the_adapter() -> None:
+    import peft
+
+    model = peft.get_peft_model(
+        model_of("LlamaConfig", {"attention_dropout": 0.5}),
+        peft.LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False),
+    )
+    model.train()
+    model.base_model.model.model.layers[0].eval()
+    before, state = [module.training for module in model.modules()], torch.get_rng_state()
+    with torch.random.fork_rng():
+        assert not probe(model, documents(), pad_token_id=0)
+    assert [module.training for module in model.modules()] == before
+    assert len(set(before)) == 2
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.is_grad_enabled()
+
+
+# ----------------------------------------------------------------------------------------------------------------- rows
+
+
+def examples(lengths: list[int], whole: bool = False, seed: int = 0) -> Dataset:
+    """Random ids with every second half, or all of it, to be learned."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    masks = [[1] * len(row) if whole else [0] * (len(row) // 2) + [1] * (len(row) - len(row) // 2) for row in ids]
+    return Dataset.from_dict({"input_ids": ids, "completion_mask": masks})
+
+
+def test_labels_are_those_that_trl_builds() -> None:
+    data = examples([3, 1, 40, 7, 7]).select([4, 1, 2, 0])
+    expected = [
+        [token if learned else -100 for token, learned in zip(row["input_ids"], row["completion_mask"], strict=True)]
+        for row in data
+    ]
+    assert with_labels(data)["labels"] == expected
+    assert with_labels(data)["input_ids"] == data["input_ids"]
+
+
+def test_every_example_is_in_one_row_whole() -> None:
+    data = examples([5 + 11 * n % 60 for n in range(300)])
+    packed = pack(with_labels(data), 128)
+    found = []
+    for row in packed.rows:
+        assert sum(row["seq_lengths"]) == len(row["input_ids"]) <= 128
+        start = 0
+        for length in row["seq_lengths"]:
+            found.append(
+                (tuple(row["input_ids"][start : start + length]), tuple(row["labels"][start : start + length]))
+            )
+            start += length
+    labelled = with_labels(data)
+    assert sorted(found) == sorted((tuple(row["input_ids"]), tuple(row["labels"])) for row in labelled)
+    tokens = sum(map(len, data["input_ids"]))
+    assert packed.tokens == tokens
+    assert packed.efficiency == tokens / (128 * len(packed.rows)) > 0.97
+
+
+@pytest.mark.parametrize(
+    ("per_row", "micro_batch", "accumulation", "expected"),
+    [
+        (5.3, 8, 8, (6, 2, 63.6)),
+        (1.0, 8, 4, (8, 4, 32.0)),
+        (5.3, 2, 8, (1, 3, 15.9)),  # three rows in micro-batches of at most two
+        (40.0, 4, 2, (1, 1, 40.0)),  # not even one row is as little as was asked for
+    ],
+)
+def test_a_step_holds_about_the_examples_that_were_asked_for(
+    per_row: float, micro_batch: int, accumulation: int, expected: tuple[int, int, float]
+) -> None:
+    rows = Dataset.from_dict({"input_ids": [[0]] * 100})
+    step = rows_per_step(Packed(rows, 1, round(per_row * 100), 100), micro_batch, accumulation)
+    found = (step.per_device_train_batch_size, step.gradient_accumulation_steps, pytest.approx(step.examples))
+    assert found == expected
+    assert step.asked == micro_batch * accumulation
+
+
+# ----------------------------------------------------------------------------------------------------------------- runs
+
+
+def config_of(model: Path, run_dir: Path, **train: Any) -> dict[str, Any]:
+    settings = {
+        "max_length": 200, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 24,
+        "learning_rate": 3e-3, "logging_steps": 1, "gradient_checkpointing": False, "save_strategy": "no",
+        "train_sampling_strategy": "sequential",
+    }  # fmt: skip
+    return {
+        "model": {"name": str(model)},
+        "lora": {"r": 4},
+        "data": {"source": "cogumi:stdlib", "fim": {"max_length": 160, "middle_chars": [8, 32]}},
+        "train": settings | train,
+        "cogumi": {"method": "sft", "run_dir": str(run_dir)},
+    }
+
+
+def trained(tiny_model: Path, run_dir: Path, data: Dataset, **train: Any) -> Any:
+    """A real trainer as a run builds it, after its steps, on data in the order given."""
+    from cogumi.config import load_config
+    from cogumi.models.adapters import lora_config
+    from cogumi.training import sft
+    from cogumi.training.run import trl_arguments
+
+    cogumi.patch()
+    run = load_config(config_of(tiny_model, run_dir, **train))
+    run_dir.mkdir()
+    trainer = sft.build_trainer(
+        run,
+        model=AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32),
+        args=trl_arguments(run),
+        train_dataset=data,
+        eval_dataset=None,
+        processing_class=AutoTokenizer.from_pretrained(tiny_model),
+        peft_config=lora_config(run.lora),
+    )
+    with torch.no_grad():  # A is random; both begin the same
+        torch.manual_seed(1)
+        for name, parameter in sorted(trainer.model.named_parameters()):
+            if "lora_A" in name:
+                parameter.normal_(std=0.1)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_packed_is_unpacked_on_the_same_examples(tiny_model: Path, tmp_path: Path, whole: bool) -> None:
+    """Rows of just four examples, two rows a step, against eight examples in two micro-batches: 24 steps."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(41, 51, (192,), generator=generator).tolist()
+    data = examples(lengths, whole)
+    packed = trained(tiny_model, tmp_path / "packed", data, packing=True)
+    rows = packed.train_dataset
+    assert {len(row["seq_lengths"]) for row in rows} == {4}
+    assert (packed.args.per_device_train_batch_size, packed.args.gradient_accumulation_steps) == (2, 1)
+    place = {tuple(ids): n for n, ids in enumerate(data["input_ids"])}
+    order = []
+    for row in rows:
+        start = 0
+        for length in row["seq_lengths"]:
+            order.append(place[tuple(row["input_ids"][start : start + length])])
+            start += length
+    assert sorted(order) == list(range(192))
+    apart = trained(tiny_model, tmp_path / "apart", data.select(order))
+    losses = [[row["loss"] for row in trainer.state.log_history if "loss" in row] for trainer in (packed, apart)]
+    norms = [[row["grad_norm"] for row in trainer.state.log_history if "loss" in row] for trainer in (packed, apart)]
+    assert len(losses[0]) == 24
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert losses[0][0] - losses[0][-1] > 0.01
+    weights = [dict(trainer.model.named_parameters()) for trainer in (packed, apart)]
+    assert all(torch.allclose(weights[0][name], weights[1][name], atol=1e-5) for name in weights[0])
+
+
+def test_other_labels_in_a_packed_row_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+    from cogumi.training.sft import refuse_other_labels
+
+    whole, half = (with_labels(examples([20] * 20, whole)) for whole in (True, False))
+    trainer = trained(tiny_model, tmp_path / "a", examples([20] * 20, whole=True), packing=True, max_steps=1)
+    refuse_other_labels(trainer, pack(whole, 200).rows)
+    with pytest.raises(RuntimeError, match=r"would learn \[190, 190\] tokens .* have \[100, 100\]"):
+        refuse_other_labels(trainer, pack(half, 200).rows)
+
+
+def test_a_run_packs_and_says_what_a_step_is(
+    tiny_model: Path, code_parquet: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(tiny_model, tmp_path / "run", packing=True, max_steps=2, max_length=480)
+    config["data"] |= {"source": str(code_parquet), "eval_rows": 4}
+    result = cogumi.train(config, cogumi__merge=False)
+    assert "Flash Attention" not in caplog.text  # TRL's question, which the probe has answered
+    record = read_json(result.run_dir / "packing.json")
+    assert record["safe"] is True
+    assert record["distance"] <= record["bound"]
+    assert record["asked_per_step"] == 8
+    per_row = record["examples"] / record["rows"]
+    assert record["rows_per_step"] == round(8 / per_row)
+    assert record["examples_per_step"] == pytest.approx(record["rows_per_step"] * per_row)
+    log = (result.run_dir / "run.log").read_text()
+    assert f"asked 8 examples a step; {per_row:.1f} examples a row, {record['rows_per_step']} rows a step" in log
+    assert f"{100 * record['efficiency']:.1f} % of the slots used" in log
+    apart = cogumi.train(config, cogumi__merge=False, train__packing=False, cogumi__run_dir=str(tmp_path / "apart"))
+    assert result.series("eval_loss")[0] == pytest.approx(apart.series("eval_loss")[0], rel=1e-5)
+
+
+def test_a_run_of_a_model_that_leaks_is_not_packed_and_says_why(
+    tiny_model: Path, code_parquet: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    more = {
+        "layer_types": ["conv", "full_attention"],
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "max_position_embeddings": 512}
+    model_of("Lfm2Config", more | ends).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    config = config_of(tmp_path / "model", tmp_path / "run", packing=True, max_steps=2)
+    config["data"]["source"] = str(code_parquet)
+    result = cogumi.train(config, cogumi__merge=False)
+    assert read_json(result.run_dir / "packing.json")["safe"] is False
+    assert (
+        "packing off: this model's packed logits differ from separate ones by 0."
+        in (result.run_dir / "run.log").read_text()
+    )
+
+
+def test_a_run_that_goes_on_keeps_what_it_decided(tiny_model: Path, tmp_path: Path, caplog: Any) -> None:
+    from cogumi.rundir import write_json
+
+    (tmp_path / "decided").mkdir()
+    write_json(tmp_path / "decided" / "packing.json", {"safe": False})
+    from cogumi.config import load_config
+    from cogumi.training import sft
+    from cogumi.training.run import trl_arguments
+
+    run = load_config(config_of(tiny_model, tmp_path / "decided", packing=True))
+    with caplog.at_level(logging.INFO, logger="cogumi"):
+        made = sft.packed(run, None, trl_arguments(run), examples([20] * 8), None, None)
+    assert made["args"].packing is False
+    assert "packing: off, as when the run began" in caplog.text

@@ -1,0 +1,144 @@
+"""Preference pairs are tokenized as TRL's DPOTrainer does it, and pairs that say nothing are dropped."""
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import polars as pl
+import pytest
+import trl
+from datasets import Dataset
+
+from cogumi.data.examples import Chunk
+from cogumi.data.formats import FormatOptions, columns_for, holds_messages, tokenize_for
+from tests.chat_tokenizers import chat_tokenizer, texts, tiny_for
+
+Rows = list[dict[str, Any]]
+COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
+
+
+def text_pairs() -> Rows:
+    cut = [(text[:50], text[50:90], text[60:75]) for text in texts()[:30]]
+    return [{"prompt": a, "chosen": b, "rejected": c} for a, b, c in cut if b.strip() and c.strip() and b != c]
+
+
+def chat_pairs(system: bool = True) -> Rows:
+    rows = []
+    for at, row in enumerate(text_pairs()):
+        prompt = [{"role": "system", "content": "Be brief."}] if system and at % 2 else []
+        if at % 3 == 0:
+            prompt += [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+        prompt.append({"role": "user", "content": row["prompt"]})
+        sides = {side: [{"role": "assistant", "content": row[side]}] for side in ("chosen", "rejected")}
+        rows.append({"prompt": prompt, **sides})
+    return rows
+
+
+def chunk_of(rows: Rows, tokenizer: Any, **options: Any) -> Chunk:
+    frame = pl.DataFrame(rows, strict=False)
+    chosen = FormatOptions("dpo", "preference", **options)
+    columns = columns_for(chosen, frame.columns)
+    chunk = tokenize_for(chosen, tokenizer, columns, holds_messages(columns, frame.schema))(frame, 0)
+    assert len(frame) == len(chunk.table) + sum(each.count for each in chunk.dropped.values())
+    return chunk
+
+
+def trl_prepared(rows: Rows, tokenizer: Any, tmp_path: Path, **config: Any) -> Rows:
+    args = trl.DPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **{"max_length": None, **config}
+    )
+    trainer = trl.DPOTrainer(
+        model=tiny_for(tokenizer),
+        args=args,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        peft_config=peft.LoraConfig(r=1, target_modules="all-linear"),
+    )
+    return [{name: row[name] for name in COLUMNS} for row in trainer.train_dataset]
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama3_1", "qwen3", "gptoss", "gemma"])
+def test_messages_are_tokenized_as_trl_does(name: str, tmp_path: Path) -> None:
+    rows = chat_pairs(system=name != "gemma")
+    assert chunk_of(rows, chat_tokenizer(name)).table.to_pylist() == trl_prepared(rows, chat_tokenizer(name), tmp_path)
+
+
+def test_text_is_tokenized_as_trl_does(tmp_path: Path) -> None:
+    rows, tokenizer = text_pairs(), chat_tokenizer("llama3")
+    tokenizer.chat_template = None
+    assert chunk_of(rows, tokenizer).table.to_pylist() == trl_prepared(rows, tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["text", "messages"])
+def test_an_implicit_prompt_is_what_trl_extracts(kind: str, tmp_path: Path) -> None:
+    rows = text_pairs() if kind == "text" else chat_pairs()
+    joined = [{side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in rows]
+    ours = chunk_of(joined, chat_tokenizer("llama3")).table.to_pylist()
+    assert ours == trl_prepared(joined, chat_tokenizer("llama3"), tmp_path)
+    if kind == "messages":
+        assert ours == chunk_of(rows, chat_tokenizer("llama3")).table.to_pylist()
+
+
+def test_a_text_prompt_with_conversations_that_repeat_it() -> None:
+    question = {"role": "user", "content": "2 + 3?"}
+    answers = [{"role": "assistant", "content": text} for text in ("5", "6")]
+    expected = chunk_of(
+        [{"prompt": [question], "chosen": answers[:1], "rejected": answers[1:]}], chat_tokenizer("qwen3")
+    )
+    for before in ([question], []):
+        row = {"prompt": "2 + 3?", "chosen": [*before, answers[0]], "rejected": [*before, answers[1]]}
+        assert chunk_of([row], chat_tokenizer("qwen3")).table.equals(expected.table)
+    in_text = {"prompt": [question], "chosen": "5", "rejected": "6"}
+    assert chunk_of([in_text], chat_tokenizer("qwen3")).table.equals(expected.table)
+
+
+def test_overlong_pairs_are_dropped_or_cut_as_trls_collator_cuts_them(tmp_path: Path) -> None:
+    rows, tokenizer = text_pairs(), chat_tokenizer("llama3")
+    whole = chunk_of(rows, tokenizer).table.to_pylist()
+    lengths = [len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"])) for row in whole]
+    limit = sorted(lengths)[len(lengths) // 2]
+    dropping = chunk_of(rows, tokenizer, max_length=limit)
+    assert dropping.table.to_pylist() == [row for row, n in zip(whole, lengths, strict=True) if n <= limit]
+    assert dropping.dropped[f"longer than {limit} tokens"].count == sum(n > limit for n in lengths)
+
+    cutting = chunk_of(rows, tokenizer, max_length=limit, overlong="truncate")
+    assert cutting.truncated > 3
+    collator = trl.trainer.dpo_trainer.DataCollatorForPreference(pad_token_id=0, max_length=limit)
+    kept = [row for row in whole if row["prompt_ids"] in cutting.table["prompt_ids"].to_pylist()]
+    uncut = trl.trainer.dpo_trainer.DataCollatorForPreference(pad_token_id=0)
+    assert collator(kept)["input_ids"].tolist() == uncut(cutting.table.to_pylist())["input_ids"].tolist()
+
+
+def test_pairs_that_say_nothing_are_dropped() -> None:
+    pairs = [
+        ("p", "same", "same"),
+        ("p", "a", " "),
+        (None, "abc", "xyz"),
+        ("p", "good", None),
+        ("p", "a <|eot_id|>", "b"),
+        ("p" * 300, "a", "b"),
+        ("p", "a" + " b" * 200 + " c", "a" + " b" * 200 + " d"),
+        ("p", "fine", "bad"),
+    ]
+    rows = [dict(zip(("prompt", "chosen", "rejected"), pair, strict=True)) for pair in pairs]
+    chunk = chunk_of(rows, chat_tokenizer("llama3"), max_length=100, overlong="truncate")
+    assert {reason: (each.count, each.row) for reason, each in chunk.dropped.items()} == {
+        "whose chosen and rejected are the same": (1, 0),
+        "with an empty answer": (1, 1),
+        "without a prompt": (1, 2),
+        "null": (1, 3),
+        "containing a special token": (1, 4),
+        "with nothing to compare within 100 tokens": (2, 5),
+    }
+    assert len(chunk.table) == 1
+
+
+def test_sides_that_part_before_the_last_question_are_dropped() -> None:
+    """The question of a turn would be learned as if the model had asked it."""
+    sides = [
+        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": first},
+         {"role": "user", "content": "and?"}, {"role": "assistant", "content": "x"}]
+        for first in ("a", "b")
+    ]  # fmt: skip
+    chunk = chunk_of([{"chosen": sides[0], "rejected": sides[1]}], chat_tokenizer("llama3"))
+    assert list(chunk.dropped) == ["with a question inside a side"]

@@ -1,0 +1,474 @@
+"""From files to arrow files: the examples that the tokenizing function makes, every row accounted for, cached and constant."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pytest
+
+from cogumi.data import prepared as module
+from cogumi.data.cache_key import files_identity, tokenizer_identity
+from cogumi.data.examples import Chunk, Dropped
+from cogumi.data.fim import FimConfig, tokenize_for_sft
+from cogumi.data.prepared import Data, Prepared, Selection, Source, prepare
+from cogumi.errors import UsageError
+
+
+def words(rows: pl.DataFrame, first_row: int) -> Chunk:
+    """A token a word, its length; rows with "bad" in them and empty ones make none."""
+    texts = rows["text"].to_list()
+    ids, dropped = [], {}
+    for row, text in enumerate(texts, first_row):
+        reason = (
+            "null" if text is None else "bad" if "bad" in text else "longer than 9 tokens" if len(text) > 99 else ""
+        )
+        if reason:
+            one = Dropped(1, row, str(text)[:80])
+            dropped[reason] = dropped[reason] + one if reason in dropped else one
+        else:
+            ids.append([len(word) for word in text.split()])
+    masks = [[0] * (len(each) - 1) + [1] for each in ids]
+    table = pa.table(
+        {
+            "input_ids": pa.array(ids, pa.list_(pa.int32())),
+            "completion_mask": pa.array(masks, pa.list_(pa.int8())),
+        }
+    )
+    return Chunk(table, dropped)
+
+
+def source(path: Path, texts: list[str | None], weight: float = 1.0, tokenize: Any = words) -> Source:
+    pl.DataFrame({"other": range(len(texts)), "code": texts}, schema_overrides={"code": pl.String}).write_parquet(path)
+    return Source(path.name, [path], {"text": "code"}, tokenize, files_identity([path]), "words", weight, True)
+
+
+def run(sources: list[Source], tmp_path: Path, **selection: Any) -> Prepared:
+    return prepare(sources, Selection(**selection), {}, cache_dir=tmp_path / "cache")
+
+
+def numbered(count: int, offset: int = 0) -> list[str]:
+    """Different texts of three tokens, one for each digit."""
+    return [" ".join("x" * (int(digit) + 1) for digit in f"{i:03}") for i in range(offset, offset + count)]
+
+
+def texts_of(data: Data | None) -> list[list[int]]:
+    assert data is not None
+    return [list(each) for each in data.dataset["input_ids"]]
+
+
+def expected(texts: list[str]) -> list[list[int]]:
+    return [[len(word) for word in text.split()] for text in texts]
+
+
+def test_every_row_becomes_what_it_would_alone(tmp_path):
+    texts = numbered(40)
+    made = run([source(tmp_path / "rows.parquet", texts)], tmp_path)
+    assert texts_of(made.train) == expected(texts)  # in the order of the file
+    assert made.held_out is None
+    assert made.train.report() == "rows.parquet: 40 rows, 40 used"
+    assert made.train.learned == 40
+    assert made.train.lengths.pairs() == [(3, 40)]
+
+
+def test_fim_in_batches_is_fim_at_once(tmp_path, sources, tiny_model, monkeypatch):
+    """The examples of many small batches are those of the whole frame, dropped rows or not."""
+    from transformers import AutoTokenizer
+
+    from cogumi.data import sources as reading
+
+    tokenizer, config = AutoTokenizer.from_pretrained(tiny_model), FimConfig(fim_rate=0.9, max_length=256)
+    monkeypatch.setattr(reading, "BATCH_BYTES", 20_000)
+
+    def tokenize(rows: pl.DataFrame, first_row: int) -> Chunk:
+        data = tokenize_for_sft(rows, tokenizer, config, first_row=first_row)
+        return Chunk(data.dataset.data.table, {reason: Dropped(n, first_row, "") for reason, n in data.dropped.items()})
+
+    one = source(tmp_path / "code.parquet", [*sources, None], tokenize=tokenize)
+    made = run([replace(one, columns={"source": "code"})], tmp_path)
+    whole = tokenize_for_sft(pl.DataFrame({"source": [*sources, None]}), tokenizer, config)
+    assert (
+        len(pa.ipc.open_stream(pa.memory_map(str(made.directory / "train.arrow"))).read_all()["input_ids"].chunks) > 3
+    )
+    assert made.train.dataset["input_ids"][:] == whole.dataset["input_ids"][:]
+    assert made.train.dataset["completion_mask"][:] == whole.dataset["completion_mask"][:]
+    assert {reason: each.count for reason, each in made.train.dropped.items()} == whole.dropped
+    assert made.train.learned == sum(map(sum, whole.dataset["completion_mask"]))
+
+
+def test_dropped_rows_are_named_by_their_place_in_the_source(tmp_path):
+    texts: list[str | None] = [*numbered(50), "bad one", None, "bad two", "long " * 30]
+    one = source(tmp_path / "rows.parquet", texts)
+    whole = run([one], tmp_path)
+    assert whole.train.dropped == {
+        "bad": Dropped(2, 50, "bad one"),
+        "null": Dropped(1, 51, "None"),
+        "longer than 9 tokens": Dropped(1, 53, ("long " * 16)),
+    }
+    assert whole.train.total == 54 == len(whole.train.dataset) + 4
+    # With only some of the rows chosen the place is still that in the file.
+    some = run([one], tmp_path, max_rows=40, seed=3)
+    for dropped in some.train.dropped.values():
+        assert (texts[dropped.row] or "None").startswith(dropped.excerpt)
+    assert some.train.note == "40 of 54 rows chosen"
+
+
+def test_bad_rows_fail_names_them_and_long_rows_are_not_bad(tmp_path):
+    long = source(tmp_path / "long.parquet", [*numbered(5), "long " * 30])
+    assert prepare([long], Selection(), {}, bad_rows="fail", cache_dir=tmp_path / "cache").train.total == 6
+    one = source(tmp_path / "rows.parquet", [*numbered(5), "bad one", None])
+    for _ in range(2):  # prepared, then from the cache
+        with pytest.raises(UsageError) as caught:
+            prepare([one], Selection(), {}, bad_rows="fail", cache_dir=tmp_path / "cache")
+        assert str(caught.value) == (
+            "rows.parquet: 2 bad rows, 1 of them bad; the first is row 5: 'bad one'; repair them, or drop them with "
+            "data.bad_rows: drop"
+        )
+
+
+def test_held_out_rows_are_never_trained_on_wherever_they_stand(tmp_path):
+    texts = numbered(60)
+    doubled = [*texts, *texts[::-1], *texts[10:20]]
+    made = run([source(tmp_path / "rows.parquet", doubled)], tmp_path, eval_rows=8)
+    held_out, trained = ({tuple(each) for each in texts_of(part)} for part in (made.held_out, made.train))
+    assert len(held_out) == 8 == len(texts_of(made.held_out))
+    assert not held_out & trained
+    assert held_out | trained == {tuple(each) for each in expected(texts)}
+    equal = made.train.dropped["equal to a held-out row"]
+    assert equal.count == 130 - 8 - len(texts_of(made.train))
+    assert f"{equal.count} equal to a held-out row" in made.train.report()
+    # Another order of the same rows has the same rows held out.
+    again = run([source(tmp_path / "turned.parquet", doubled[::-1])], tmp_path, eval_rows=8)
+    assert {tuple(each) for each in texts_of(again.held_out)} == held_out
+
+
+def test_duplicates_are_counted_and_dropped_on_request(tmp_path):
+    texts = numbered(30)
+    one = source(tmp_path / "rows.parquet", [*texts, *texts[:12], texts[0], None, None])
+    kept = run([one], tmp_path)
+    assert kept.train.duplicates == 13
+    assert "13 equal to an earlier row are kept (data.deduplicate: true drops them)" in kept.train.report()
+    assert len(kept.train.dataset) == 43
+    dropped = run([one], tmp_path, deduplicate=True)
+    assert texts_of(dropped.train) == expected(texts)  # the first of each; nulls are no copies
+    assert dropped.train.dropped["equal to an earlier row"] == Dropped(13, 30, texts[0])
+    assert dropped.train.dropped["null"].count == 2
+    assert "kept" not in dropped.train.report()
+
+
+def test_a_mix_has_the_shares_asked_for_and_repeats_nobody(tmp_path):
+    a = source(tmp_path / "a.parquet", numbered(900), weight=9)
+    b = source(tmp_path / "b.parquet", numbered(100, 900), weight=1)
+
+    made = run([a, b], tmp_path, eval_rows=20)
+    assert made.sources == [
+        "a.parquet: 882 of 900 rows (98%), 18 held out",
+        "b.parquet: 98 of 100 rows (98%), 2 held out",
+    ]
+    assert len(made.train.dataset) == 980
+    assert len({tuple(each) for each in texts_of(made.train) + texts_of(made.held_out)}) == 1000
+    bounded = run([a, b], tmp_path, max_rows=50)
+    assert [line.split(" of ")[0] for line in bounded.sources] == ["a.parquet: 45", "b.parquet: 5"]
+    fraction = run([a, b], tmp_path, fraction=0.1)
+    assert [line.split(" of ")[0] for line in fraction.sources] == ["a.parquet: 90", "b.parquet: 10"]
+
+
+def test_equal_rows_of_two_sources_do_not_straddle_either(tmp_path):
+    a, b = source(tmp_path / "a.parquet", numbered(40)), source(tmp_path / "b.parquet", numbered(60, 20)[::-1])
+    made = run([a, b], tmp_path, eval_rows=10)
+    held_out, trained = ({tuple(each) for each in texts_of(part)} for part in (made.held_out, made.train))
+    assert len(held_out) == 10
+    assert not held_out & trained
+    assert made.train.dropped["equal to a held-out row"].count > 0
+    once = run([a, b], tmp_path, eval_rows=10, deduplicate=True)
+    assert {tuple(each) for each in texts_of(once.held_out)} == held_out
+    rows = [tuple(each) for each in texts_of(once.train)]
+    assert len(set(rows)) == len(rows)
+    assert not set(rows) & held_out
+    with pytest.raises(UsageError, match=r"c.parquet: of its 9 rows 0 are held out.* 9 to earlier ones; none is left"):
+        run([a, source(tmp_path / "c.parquet", numbered(9))], tmp_path, deduplicate=True)
+
+
+def test_nothing_usable_is_said_and_not_kept(tmp_path):
+    with pytest.raises(UsageError, match=r"rows.parquet: 2 rows, 0 used; dropped 1 bad, 1 null; give other rows"):
+        run([source(tmp_path / "rows.parquet", ["bad", None])], tmp_path)
+    with pytest.raises(UsageError, match=r"rows.parquet: of its 3 rows 3 are held out.* none is left to train on"):
+        run([source(tmp_path / "rows.parquet", numbered(3))], tmp_path, eval_rows=3)
+    with pytest.raises(UsageError, match="it has no rows"):
+        run([source(tmp_path / "rows.parquet", [])], tmp_path)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_sample_rows_are_held_out_rows_as_they_were(tmp_path):
+    path = tmp_path / "chat.jsonl"
+    rows = [{"messages": [{"role": "user", "content": f"hi {i}"}], "text": f"t {i}"} for i in range(50)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    one = Source("chat", [path], {"text": "text", "messages": "messages"}, words, files_identity([path]), "")
+    made = run([one], tmp_path, eval_rows=40)
+    samples = made.sample_rows()
+    assert samples.height == 32
+    assert all(row in rows for row in samples.select("messages", "text").iter_rows(named=True))
+
+
+def test_columns_that_begin_with_nulls_or_change_their_type(tmp_path, monkeypatch):
+    from cogumi.data import sources as reading
+
+    monkeypatch.setattr(reading, "MOST_ROWS", 2)
+
+    def prompts(rows: pl.DataFrame, first_row: int) -> Chunk:
+        return Chunk(pa.table({"prompt": rows["p"].to_list(), "answer": rows["a"].to_list()}))
+
+    def made_of(*answers: Any) -> Data:
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
+        path.write_text("\n".join(json.dumps({"p": "x", "a": answer}) for answer in answers))
+        return run([Source("r", [path], {"p": "p", "a": "a"}, prompts, files_identity([path]), "")], tmp_path).train
+
+    assert made_of(None, None, 1, 2, 2.5, None).dataset["answer"][:] == [None, None, 1.0, 2.0, 2.5, None]
+    assert made_of(None, None, "a", "b").dataset["answer"][:] == [None, None, "a", "b"]
+    with pytest.raises(UsageError, match="column 'answer' holds int64 and string in different rows; write them alike"):
+        made_of(1, 2, "a", "b")
+
+
+def test_the_same_data_is_prepared_once(tmp_path, caplog):
+    one = source(tmp_path / "rows.parquet", numbered(20))
+    first = run([one], tmp_path, eval_rows=2)
+
+    def refuse(rows: pl.DataFrame, first_row: int) -> Chunk:
+        raise AssertionError("prepared again")
+
+    caplog.set_level("INFO")
+    again = run([replace(one, tokenize=refuse)], tmp_path, eval_rows=2)
+    assert texts_of(again.train) == texts_of(first.train)
+    assert texts_of(again.held_out) == texts_of(first.held_out)
+    assert (again.train.report(), again.train.lengths.pairs()) == (first.train.report(), first.train.lengths.pairs())
+    assert f"prepared data from cache {first.directory}" in caplog.text
+
+
+def test_what_a_disk_lost_is_prepared_again(tmp_path, caplog):
+    one = source(tmp_path / "rows.parquet", numbered(20))
+    first = run([one], tmp_path)
+    arrow = first.directory / "train.arrow"
+    arrow.write_bytes(arrow.read_bytes()[:-100])
+    assert texts_of(run([one], tmp_path).train) == expected(numbered(20))
+    assert "is not whole any more" in caplog.text
+    (first.directory / "train.arrow").unlink()
+    assert texts_of(run([one], tmp_path).train) == expected(numbered(20))
+
+
+def test_every_setting_has_a_key_of_its_own(tmp_path, tiny_model):
+    """Whatever shapes the data is changed one at a time: no two keys are equal, and the same settings give the same one."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+
+    def key(sources: list[Source] | None = None, parts: Any = None, **selection: Any) -> str:
+        parts = {"tokenizer": tokenizer_identity(tokenizer)} if parts is None else parts
+        return prepare([one] if sources is None else sources, Selection(**selection), parts, cache_dir=tmp_path).key
+
+    one = source(tmp_path / "rows.parquet", numbered(20))
+    keys = [key()]
+    tokenizer(["a", "b c"], padding=True, truncation=True, max_length=4)  # leaves its mark on the backend
+    assert key() == keys[0]
+    keys += [key(eval_rows=2), key(max_rows=9), key(fraction=0.5), key(deduplicate=True), key(seed=1)]
+    keys += [
+        key([replace(one, options="other")]),
+        key([replace(one, columns={"text": "code", "more": "other"}, text_only=False)]),
+        key([replace(one, name="other")]),
+        key([replace(one, weight=2.0)]),
+        key([one, one]),
+    ]
+    identity = files_identity([tmp_path / "rows.parquet"])
+    os.utime(tmp_path / "rows.parquet", ns=(1, 1))
+    assert files_identity([tmp_path / "rows.parquet"]) != identity
+    keys.append(key([replace(one, identity=files_identity([tmp_path / "rows.parquet"]))]))
+    other = AutoTokenizer.from_pretrained(tiny_model)
+    for change in ("template", "added", "pad", "bos", "adds bos"):
+        if change == "template":
+            other.chat_template = "{{ messages }}"
+        elif change == "added":
+            other.add_tokens(["<new>"])
+        elif change == "pad":
+            other.pad_token = "<fim_middle>"
+        elif change == "bos":
+            other.bos_token = "<fim_prefix>"
+        else:
+            other.add_bos_token = True
+        keys.append(key(parts={"tokenizer": tokenizer_identity(other)}))
+    keys.append(key(parts={"tokenizer": tokenizer_identity(tokenizer), "max_length": 5}))
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_file_changed_in_place_has_another_identity(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"x" * 3 * 2**20)
+    os.utime(path, ns=(5, 5))
+    before = files_identity([path])
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"y")
+    os.utime(path, ns=(5, 5))
+    assert files_identity([path]) != before
+
+
+def test_code_and_libraries_are_part_of_the_key(tmp_path, monkeypatch):
+    one = source(tmp_path / "rows.parquet", numbered(20))
+    keys = {run([one], tmp_path).key}
+    known = module.code_and_libraries()
+    for name in known:
+        monkeypatch.setattr(module, "code_and_libraries", lambda name=name: {**known, name: "other"})
+        keys.add(run([one], tmp_path).key)
+    assert len(keys) == 1 + len(known) >= 6
+
+
+PROCESS = textwrap.dedent(
+    """
+    import sys, time
+    from pathlib import Path
+    sys.path.insert(0, sys.argv[1])
+    from tests.test_data_prepared import words, Source, Selection, prepare
+    path, home, seconds, log = Path(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4]), Path(sys.argv[5])
+    def slow(rows, first_row):
+        with log.open("a") as file:
+            file.write("tokenized\\n")
+        time.sleep(seconds)
+        return words(rows, first_row)
+    made = prepare([Source("rows", [path], {"text": "code"}, slow, "same", "")], Selection(), {}, cache_dir=home)
+    print(len(made.train.dataset))
+    """
+)
+
+
+def process(tmp_path: Path, seconds: float) -> "subprocess.Popen[str]":
+    root = str(Path(__file__).parents[1])
+    arguments = [root, str(tmp_path / "rows.parquet"), str(tmp_path / "cache"), str(seconds), str(tmp_path / "log")]
+    return subprocess.Popen(
+        [sys.executable, "-c", PROCESS, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": root},
+    )
+
+
+def wait_for_line(path: Path) -> None:
+    for _ in range(600):
+        if path.exists() and path.read_text():
+            return
+        time.sleep(0.05)
+    raise AssertionError("nothing was tokenized")
+
+
+def test_two_processes_prepare_once_and_a_killed_one_leaves_nothing(tmp_path):
+    source(tmp_path / "rows.parquet", numbered(20))
+    killed = process(tmp_path, 600)
+    wait_for_line(tmp_path / "log")
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".unfinished"]
+    (tmp_path / "log").unlink()
+
+    both = [process(tmp_path, 2), process(tmp_path, 2)]
+    outputs = [each.communicate(timeout=60) for each in both]
+    assert [out for out, _ in outputs] == ["20\n", "20\n"], outputs
+    assert (tmp_path / "log").read_text() == "tokenized\n"
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_leftovers_of_other_keys_are_swept_unless_somebody_writes_there(tmp_path):
+    from cogumi.durable import locked
+
+    for name in ("dead", "alive"):
+        (tmp_path / "cache" / f"{name}.unfinished").mkdir(parents=True)
+    with locked(tmp_path / "cache" / "alive.unfinished"):
+        run([source(tmp_path / "rows.parquet", numbered(20))], tmp_path)
+    assert sorted(path.name for path in (tmp_path / "cache").glob("*.unfinished")) == ["alive.unfinished"]
+
+
+def test_too_small_a_disk_is_refused_by_the_first_batch(tmp_path, monkeypatch):
+    from cogumi.data import arrow_part
+
+    real = arrow_part.space_of
+    monkeypatch.setattr(arrow_part, "space_of", lambda path: replace(real(path), free=100))
+    with pytest.raises(UsageError, match=r"prepared data will take about .* and 100 B are free"):
+        run([source(tmp_path / "rows.parquet", numbered(20))], tmp_path)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_function_that_loses_rows_is_found_out(tmp_path):
+    def loses(rows: pl.DataFrame, first_row: int) -> Chunk:
+        return Chunk(words(rows, first_row).table.slice(1))
+
+    with pytest.raises(RuntimeError, match="20 rows became 19 examples and 0 dropped"):
+        run([source(tmp_path / "rows.parquet", numbered(20), tokenize=loses)], tmp_path)
+
+
+def test_lengths_of_pairs_and_quantiles(tmp_path):
+    def pairs(rows: pl.DataFrame, first_row: int) -> Chunk:
+        lists = {
+            name: pa.array([list(range(n)) for n in rows[name]], pa.list_(pa.int32()))
+            for name in ("prompt_ids", "chosen_ids", "rejected_ids")
+        }
+        return Chunk(pa.table(lists))
+
+    rng = np.random.default_rng(0)
+    frame = pl.DataFrame({name: rng.integers(1, 50, 200) for name in ("prompt_ids", "chosen_ids", "rejected_ids")})
+    frame.write_parquet(tmp_path / "pairs.parquet")
+    one = Source("p", [tmp_path / "pairs.parquet"], {name: name for name in frame.columns}, pairs, "", "")
+    lengths = run([one], tmp_path).train.lengths
+    true = np.sort(frame["prompt_ids"] + frame.select(pl.max_horizontal("chosen_ids", "rejected_ids")).to_series())
+    assert lengths.examples == 200
+    assert lengths.tokens == true.sum()
+    for share in (0.01, 0.5, 0.9, 1.0):
+        assert lengths.quantile(share) == true[int(np.ceil(share * 200)) - 1]
+    assert sum(count for _, _, count in lengths.buckets(16)) == 200
+    assert lengths.buckets(16)[0][:2] == (0, 15)
+
+
+def test_trl_maps_prepared_data_without_changing_it(tmp_path, tiny_model):
+    """SFTTrainer takes the mapped file, shuffles it, and leaves the prepared files as they are."""
+    import trl
+    from torch.utils.data import RandomSampler
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    made = run([source(tmp_path / "rows.parquet", numbered(20))], tmp_path)
+    before = (made.directory / "train.arrow").read_bytes()
+    args = trl.SFTConfig(
+        str(tmp_path / "out"), completion_only_loss=True, max_length=None, report_to="none", bf16=False
+    )
+    trainer = trl.SFTTrainer(
+        AutoModelForCausalLM.from_pretrained(tiny_model),
+        args,
+        train_dataset=made.train.dataset,
+        processing_class=AutoTokenizer.from_pretrained(tiny_model),
+    )
+    assert isinstance(trainer._get_train_sampler(), RandomSampler)
+    assert [each["input_ids"] for each in trainer.train_dataset] == expected(numbered(20))
+    assert (made.directory / "train.arrow").read_bytes() == before
+    shutil.rmtree(made.directory)
+    assert trainer.train_dataset[3]["input_ids"] == expected(numbered(20))[3]  # mapped files outlive their names
+
+
+def test_rows_that_wait_do_not_keep_their_batch_in_memory():
+    def held_by(take: Any) -> int:
+        before = pa.total_allocated_bytes()
+        rows = pl.DataFrame(pa.table({"a": [f"{i} " * 1000 for i in range(1000)]}))
+        taken = take(rows, np.array([3, 7]))
+        del rows
+        assert taken["a"][1].startswith("7 7")
+        return int(pa.total_allocated_bytes() - before)
+
+    assert held_by(lambda rows, chosen: rows[chosen]) > 10**6  # why it is copied
+    assert held_by(module._taken) < 10**5
+    mixed = pl.DataFrame({"o": pl.Series([{"x": 1}, {"y": 2}], dtype=pl.Object), "t": ["a", "b"]})
+    assert module._taken(mixed, np.array([1])).rows() == [({"y": 2}, "b")]
+    assert module._taken(mixed.select("o"), np.array([1])).rows() == [({"y": 2},)]

@@ -1,0 +1,337 @@
+"""What is learned of a conversation: against TRL's own preparation, and against the text itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import trl
+from datasets import Dataset
+from tokenizers import normalizers
+
+from cogumi.data.examples import Chunk
+from cogumi.data.formats import FormatOptions, columns_for, tokenize_for
+from cogumi.data.templates import read_template
+from cogumi.errors import UsageError
+from tests.chat_tokenizers import chat_tokenizer, learned_texts, texts, tiny_for
+
+Rows = list[dict[str, Any]]
+
+
+def conversations(count: int = 24, system: bool = True) -> Rows:
+    """One to three turns of real text, with leading and trailing spaces, blank lines and characters of up to four bytes."""
+    pool = [
+        *(text[:120] for text in texts()[:60]),
+        "naïve 日本語 🎉🎉 x",
+        "\n\n a\n",
+        "1 < 2 && 'q'",
+        " \tends in space ",
+    ]
+    rows = []
+    for at in range(count):
+        messages = [{"role": "system", "content": "Be brief."}] if system and at % 3 == 0 else []
+        for turn in range(1 + at % 3):
+            messages.append({"role": "user", "content": pool[(7 * at + turn) % len(pool)]})
+            messages.append({"role": "assistant", "content": pool[(11 * at + 3 * turn + 5) % len(pool)]})
+        rows.append({"messages": messages})
+    return rows
+
+
+def chunk_of(rows: Rows, tokenizer: Any, format: str = "chat", method: str = "sft", **options: Any) -> Chunk:
+    frame = pl.DataFrame(rows, strict=False)
+    chosen = FormatOptions(method, format, **options)  # type: ignore[arg-type]
+    chunk = tokenize_for(chosen, tokenizer, columns_for(chosen, frame.columns))(frame, 0)
+    assert len(frame) == len(chunk.table) + sum(each.count for each in chunk.dropped.values())
+    return chunk
+
+
+def labels_of(chunk: Chunk) -> list[list[int]]:
+    return [
+        [token if learned else -100 for token, learned in zip(row["input_ids"], row["completion_mask"], strict=True)]
+        for row in chunk.table.to_pylist()
+    ]
+
+
+def trl_prepared(rows: Rows, tokenizer: Any, tmp_path: Path, **config: Any) -> Dataset:
+    args = trl.SFTConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", shuffle_dataset=False,
+        **{"max_length": None, **config},
+    )  # fmt: skip
+    return trl.SFTTrainer(
+        model=tiny_for(tokenizer), args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+    ).train_dataset
+
+
+# ----------------------------------------------------------------------------------------------------- TRL as the oracle
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "qwen3_instruct_2507", "phi3"])
+def test_every_turn_is_what_trl_learns_of_the_assistant(name: str, tmp_path: Path) -> None:
+    rows = conversations()
+    ours = chunk_of(rows, chat_tokenizer(name))
+    theirs = trl_prepared(rows, chat_tokenizer(name), tmp_path, assistant_only_loss=True)
+    assert ours.table["input_ids"].to_pylist() == theirs["input_ids"][:]
+    assert labels_of(ours) == theirs["labels"][:]
+
+
+@pytest.mark.parametrize(("name", "header"), [("gptoss", "<|start|>assistant"), ("qwen2_5", "\n")])
+def test_a_header_that_trl_marks_is_not_learned(name: str, header: str, tmp_path: Path) -> None:
+    rows = conversations()
+    tokenizer = chat_tokenizer(name)
+    ours = chunk_of(rows, tokenizer)
+    theirs = trl_prepared(rows, tokenizer, tmp_path, assistant_only_loss=True)
+    assert ours.table["input_ids"].to_pylist() == theirs["input_ids"][:]
+    for row, labels in zip(ours.table.to_pylist(), theirs["labels"], strict=True):
+        turns = learned_texts(tokenizer, row["input_ids"], row["completion_mask"])
+        marked = learned_texts(tokenizer, row["input_ids"], [int(label != -100) for label in labels])
+        assert [header + turn for turn in turns] == marked
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama3_1", "qwen3", "gptoss", "qwen2_5", "phi3", "gemma"])
+def test_completions_are_what_trl_learns_of_them(name: str, tmp_path: Path) -> None:
+    rows = conversations(12, system=name != "gemma")
+    split = [{"prompt": row["messages"][:-1], "completion": row["messages"][-1:]} for row in rows]
+    ours = chunk_of(split, chat_tokenizer(name), "prompt_completion", learn="completion")
+    theirs = trl_prepared(split, chat_tokenizer(name), tmp_path)
+    assert ours.table["input_ids"].to_pylist() == theirs["input_ids"][:]
+    assert labels_of(ours) == theirs["labels"][:]
+    # The last turn of a conversation is the same thing.
+    assert chunk_of(rows, chat_tokenizer(name), learn="completion").table.equals(ours.table)
+
+
+def test_text_completions_are_what_trl_learns_of_them(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer("qwen3")
+    rows = [{"prompt": text[:40], "completion": text[40:90]} for text in texts()[:40] if text[40:90].strip()]
+    ours = chunk_of(rows, tokenizer, "prompt_completion", learn="completion")
+    theirs = trl_prepared(rows, tokenizer, tmp_path)
+    assert ours.table["input_ids"].to_pylist() == theirs["input_ids"][:]
+    assert labels_of(ours) == theirs["labels"][:]
+    everything = chunk_of(rows, tokenizer, "prompt_completion", learn="all")
+    assert labels_of(everything) == everything.table["input_ids"].to_pylist() == theirs["input_ids"][:]
+
+
+def test_everything_is_what_trl_learns_without_masks(tmp_path: Path) -> None:
+    rows = conversations(6)
+    ours = chunk_of(rows, chat_tokenizer("qwen3"), learn="all")
+    theirs = trl_prepared(rows, chat_tokenizer("qwen3"), tmp_path)
+    assert labels_of(ours) == ours.table["input_ids"].to_pylist() == theirs["labels"][:]
+
+
+def test_calls_of_tools_and_their_results(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer("qwen3")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": [3]}}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    messages = [
+        {"role": "user", "content": "2 + 3?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "5"},
+        {"role": "assistant", "content": "5."},
+    ]
+    rows = [{"messages": messages, "tools": json.dumps(tools)}]
+    ours = chunk_of(rows, tokenizer)
+    row = ours.table.to_pylist()[0]
+    learned = learned_texts(tokenizer, row["input_ids"], row["completion_mask"])
+    assert [text.count("<tool_call>") for text in learned] == [1, 0]
+    assert not any("tool_response" in text for text in learned)
+    # Not through datasets' columns, which would add the keys of every message to all others.
+    whole = tokenizer.apply_chat_template(
+        messages, tools=tools, chat_template=read_template(tokenizer).marked, return_assistant_tokens_mask=True,
+        return_dict=True,
+    )  # fmt: skip
+    assert (row["input_ids"], row["completion_mask"]) == (whole["input_ids"], whole["assistant_masks"])
+    as_text = [message | ({"tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2, "b": [3]}'}}]}
+                          if "tool_calls" in message else {}) for message in messages]  # fmt: skip
+    assert chunk_of([{"messages": json.dumps(as_text), "tools": tools}], tokenizer).table.equals(ours.table)
+
+
+# ------------------------------------------------------------------------------------------- the text itself as the oracle
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama3_1", "qwen2_5", "qwen3_instruct_2507", "gptoss", "phi3", "gemma"])
+def test_every_turn_reads_as_its_message_and_its_end(name: str) -> None:
+    """Also for templates without marks (llama3_1), which TRL refuses."""
+    tokenizer = chat_tokenizer(name)
+    rows = conversations(system=name != "gemma")
+    before = "<|channel|>final<|message|>" if name == "gptoss" else ""
+    end = "<|end|>" if name in ("gptoss", "phi3") else tokenizer.eos_token
+    for row, made in zip(rows, chunk_of(rows, tokenizer).table.to_pylist(), strict=True):
+        said = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+        turns = learned_texts(tokenizer, made["input_ids"], made["completion_mask"])
+        turns = [turn.removesuffix("<|endoftext|>").removesuffix("\n") for turn in turns]
+        if name in ("llama3", "llama3_1", "gemma"):
+            said = [text.strip() for text in said]
+        ends = [end] * len(said)
+        ends[-1] = "<|return|>" if name == "gptoss" else end
+        assert turns == [before + text + its_end for text, its_end in zip(said, ends, strict=True)]
+        assert made["input_ids"].count(tokenizer.bos_token_id) == int(tokenizer.bos_token is not None)
+
+
+def test_marks_that_leave_out_the_end_of_a_turn_are_not_used() -> None:
+    """A model trained on them would never learn to stop."""
+    tokenizer = chat_tokenizer("qwen3_instruct_2507")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    made = chunk_of(conversations(3), tokenizer).table.to_pylist()[2]
+    turns = learned_texts(tokenizer, made["input_ids"], made["completion_mask"])
+    assert len(turns) == 3
+    assert all(turn.endswith("<|im_end|>") for turn in turns)
+
+
+def test_a_template_that_rewrites_earlier_turns_drops_the_rows_it_rewrites() -> None:
+    tokenizer = chat_tokenizer("qwen3_instruct_2507")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last else m.content[:3] }}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    rows = [
+        {"messages": [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "an answer"}]},
+        {"messages": [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]},
+    ]
+    chunk = chunk_of(rows, tokenizer)
+    (reason, dropped), *_ = chunk.dropped.items()
+    assert "rewrites" in reason
+    assert "completion_only_loss" in reason
+    assert (dropped.count, dropped.row, len(chunk.table)) == (1, 1, 1)
+
+
+def test_a_token_across_the_border_of_a_turn_is_learned() -> None:
+    """Space and word are one token; the space is the header's."""
+    tokenizer = chat_tokenizer("qwen2_5")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{{ ' ' }}"
+        "{% generation %}{{ m.content if m.role == 'assistant' }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}"
+        "{% endgeneration %}{{ m.content if m.role != 'assistant' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    made = chunk_of(
+        [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "return"}]}], tokenizer
+    )
+    row = made.table.to_pylist()[0]
+    assert learned_texts(tokenizer, row["input_ids"], row["completion_mask"]) == [" return<|im_end|>"]
+
+
+def test_what_follows_the_last_answer_is_cut_off_unless_all_is_learned() -> None:
+    tokenizer = chat_tokenizer("qwen3")
+    rows = conversations(4)
+    longer = [{"messages": [*row["messages"], {"role": "user", "content": "And then?"}]} for row in rows]
+    for learn in ("turns", "completion"):
+        assert chunk_of(longer, tokenizer, learn=learn).table.equals(chunk_of(rows, tokenizer, learn=learn).table)
+    whole = chunk_of(longer, tokenizer, learn="all").table["input_ids"].to_pylist()
+    assert all("And then?" in tokenizer.decode(ids) for ids in whole)
+
+
+@pytest.mark.parametrize("learn", ["turns", "completion"])
+@pytest.mark.parametrize("name", ["llama3", "llama3_1", "qwen3", "gptoss"])
+def test_tokenizers_that_are_read_whole_give_the_same(name: str, learn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Word by word with byte counts, and whole with the tokenizer's offsets."""
+    rows = conversations()
+    by_words = chunk_of(rows, chat_tokenizer(name), learn=learn)
+    monkeypatch.setattr("cogumi.data.rendered._added_tokens", lambda tokenizer: None)
+    assert chunk_of(rows, chat_tokenizer(name), learn=learn).table.equals(by_words.table)
+
+
+@pytest.mark.parametrize("learn", ["turns", "completion"])
+def test_texts_that_the_tokenizer_normalizes(learn: str, tmp_path: Path) -> None:
+    """Their bytes are not the tokens', so the tokenizer's offsets say where the turns are."""
+    decomposed = {"role": "assistant", "content": "caf\u0065\u0301 \u0065\u0301\u0065\u0301"}
+    rows = [*conversations(4), {"messages": [{"role": "user", "content": "e\u0301?"}, decomposed]}]
+    tokenizer = chat_tokenizer("qwen3")
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    ours = chunk_of(rows, tokenizer, learn=learn)
+    last = ours.table.to_pylist()[-1]
+    assert learned_texts(tokenizer, last["input_ids"], last["completion_mask"]) == [
+        "<think>\n\n</think>\n\ncafé éé<|im_end|>\n"
+    ]
+    if learn == "turns":
+        theirs = trl_prepared(rows, tokenizer, tmp_path, assistant_only_loss=True)
+        assert (ours.table["input_ids"].to_pylist(), labels_of(ours)) == (theirs["input_ids"][:], theirs["labels"][:])
+
+
+# ------------------------------------------------------------------------------------------------------------ budget
+
+
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+def test_truncation_is_trls_and_counted(mode: str, tmp_path: Path) -> None:
+    rows, tokenizer = conversations(), chat_tokenizer("llama3")
+    whole = chunk_of(rows, tokenizer)
+    lengths = [len(ids) for ids in whole.table["input_ids"].to_pylist()]
+    limit = 45
+    ours = chunk_of(rows, tokenizer, max_length=limit, overlong="truncate", truncation_mode=mode)
+    theirs = trl_prepared(
+        rows, tokenizer, tmp_path, assistant_only_loss=True, max_length=limit, truncation_mode=mode
+    )  # fmt: skip
+    assert ours.table["input_ids"].to_pylist() == theirs["input_ids"][:]
+    assert labels_of(ours) == theirs["labels"][:]
+    unlearned = ours.dropped.get(f"with nothing to learn within {limit} tokens")
+    assert (unlearned is not None) == (mode == "keep_start")
+    assert ours.truncated + (unlearned.count if unlearned else 0) == sum(length > limit for length in lengths)
+
+    dropping = chunk_of(rows, tokenizer, max_length=limit)
+    assert dropping.truncated == 0
+    assert dropping.dropped[f"longer than {limit} tokens"].count == sum(length > limit for length in lengths)
+    assert dropping.dropped[f"longer than {limit} tokens"].row == next(at for at, n in enumerate(lengths) if n > limit)
+    assert dropping.table["input_ids"].to_pylist() == [
+        ids for ids in whole.table["input_ids"].to_pylist() if len(ids) <= limit
+    ]
+
+
+def test_chunks_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, tokenizer = conversations(), chat_tokenizer("llama3_1")
+    rows[5]["messages"] = [{"role": "user", "content": "x"}]
+    frame = pl.DataFrame(rows)
+    options = FormatOptions("sft", "chat", max_length=200)
+    make = tokenize_for(options, tokenizer, columns_for(options, frame.columns))
+    whole = make(frame, 0)
+    parts = [make(frame[at : at + 5], at) for at in range(0, len(frame), 5)]
+    assert [row for part in parts for row in part.table.to_pylist()] == whole.table.to_pylist()
+    assert parts[1].dropped["without any assistant turn"] == whole.dropped["without any assistant turn"]
+    assert whole.dropped["without any assistant turn"].row == 5
+    monkeypatch.setattr("cogumi.data.supervised.CHUNK_CHARACTERS", 100)
+    assert make(frame, 0).table.equals(whole.table)
+
+
+def test_nothing_usable_is_an_empty_chunk_of_the_same_columns() -> None:
+    tokenizer = chat_tokenizer("llama3")
+    for learn in ("turns", "completion", "all"):
+        empty = chunk_of([{"messages": [{"role": "user", "content": "x"}]}], tokenizer, learn=learn)
+        assert empty.table.schema == chunk_of(conversations(2), tokenizer, learn=learn).table.schema
+        assert len(empty.table) == 0
+
+
+def test_rows_with_control_tokens_in_their_text_are_dropped() -> None:
+    """Also with those that only the vocabulary knows to be special, as Llama 3's are."""
+    tokenizer = chat_tokenizer("llama3")
+    assert "<|start_header_id|>" not in tokenizer.all_special_tokens
+    messages = [{"role": "user", "content": "x <|start_header_id|>system"}, {"role": "assistant", "content": "y"}]
+    chunk = chunk_of([{"messages": messages}, *conversations(1)], tokenizer)
+    assert chunk.dropped["containing a special token"].row == 0
+    assert len(chunk.table) == 1
+
+
+def test_the_date_a_template_prints_is_the_one_given() -> None:
+    tokenizer = chat_tokenizer("gptoss")
+    on_a_day = chunk_of(conversations(1), tokenizer, today="2025-02-03").table["input_ids"][0].as_py()
+    assert "Current date: 2025-02-03" in tokenizer.decode(on_a_day)
+
+
+def test_tokenizers_that_cannot_be_used_are_refused() -> None:
+    tokenizer = chat_tokenizer("llama3")
+    tokenizer.chat_template = None
+    with pytest.raises(UsageError, match="has no chat template"):
+        read_template(tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('not like this') }}"
+    with pytest.raises(UsageError, match="not like this"):
+        read_template(tokenizer)
+
+
+def test_what_a_template_refuses_is_dropped_with_its_words() -> None:
+    tokenizer = chat_tokenizer("gemma")
+    two_questions = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    rows = [{"messages": [*two_questions, {"role": "assistant", "content": "c"}]}]
+    dropped = chunk_of(rows, tokenizer).dropped["that the chat template refuses"]
+    assert dropped.excerpt.startswith("Conversation roles must alternate")
+    assert len(chunk_of(rows, chat_tokenizer("llama3")).table) == 1, "another template takes two turns of one role"
