@@ -581,12 +581,12 @@ def test_interruption_leaves_nothing(
 
 
 SLOW_MERGE = """
-import sys, time
+import os, sys, time
 from cogumi.merge import merge_adapter, work
 original = work.write_run
 def slow(*arguments):
     result = original(*arguments)
-    print("wrote one", flush=True)
+    os.write(1, b"wrote one\\n")  # whole, however many threads write
     time.sleep(60)
     return result
 work.write_run = slow

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from cogumi.errors import UsageError
-from cogumi.models.provenance import BaseRecord, Quantization, quantization_of, read_base, record_base
+from cogumi.models.provenance import BaseRecord, Quantization, quantization_of, read_base, record_base, weights_sample
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 BNB_NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
@@ -26,7 +26,7 @@ def test_a_directory_has_no_commit(tiny_model: Path, tmp_path: Path) -> None:
     model = trained(tiny_model, dtype=torch.bfloat16)
     model.save_pretrained(str(tmp_path))
     record = record_base(tmp_path, model)
-    assert record == BaseRecord(str(tiny_model), None, None, None, "bfloat16")
+    assert record == BaseRecord(str(tiny_model), None, None, None, "bfloat16", weights_sample(str(tiny_model)))
     assert read_base(tmp_path) == record
 
 
@@ -47,6 +47,7 @@ def test_a_hub_model_has_the_commit_that_was_loaded(
         "revision": "v2",
         "quantization": None,
         "dtype": "bfloat16",
+        "weights": None,
     }
 
 

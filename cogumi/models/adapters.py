@@ -11,6 +11,8 @@ from cogumi.models.provenance import quantization_of
 
 # Rank 16 on every linear layer with alpha = 2r; dropout 0, because GSPO's ratio must be 1 before the first update.
 DEFAULTS: dict[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
+WEIGHTS = "adapter_model.safetensors"
+TRAINED = "default"  # PEFT's name for the adapter that is trained
 
 
 def lora_config(lora: dict[str, Any], revision: str | None = None) -> LoraConfig:
@@ -18,9 +20,16 @@ def lora_config(lora: dict[str, Any], revision: str | None = None) -> LoraConfig
     return LoraConfig(**{**DEFAULTS, "task_type": "CAUSAL_LM", "revision": revision, **lora})
 
 
-def largest_change(model: torch.nn.Module) -> float:
-    """The largest |B| of the adapter's up-projections: 0 before training, and still 0 if nothing was learned."""
-    return max((p.detach().abs().max().item() for n, p in model.named_parameters() if "lora_B" in n), default=0.0)
+def largest_change(model: torch.nn.Module, start: Path | None = None) -> float:
+    """How far the adapter is from where it started; 0 before training, and still 0 if nothing was learned.
+
+    That is the largest |B| of its up-projections; where it was loaded from `start`, the largest difference in any element.
+    """
+    if start is None:
+        return max((p.detach().abs().max().item() for n, p in model.named_parameters() if "lora_B" in n), default=0.0)
+    live, saved = get_peft_model_state_dict(model, adapter_name=TRAINED), load_file(start / WEIGHTS)
+    apart = (live[name].cpu() - saved[name].to(live[name].dtype) for name in live.keys() & saved.keys())
+    return max((each.abs().max().item() for each in apart), default=0.0)
 
 
 def keep_float32(model: Any) -> None:
@@ -40,6 +49,6 @@ def keep_float32(model: Any) -> None:
 
 def unlike_saved(model: Any, adapter: Path) -> list[str]:
     """The tensors in which the model's adapter and the one that was saved from it are not the same, bit for bit."""
-    live, saved = get_peft_model_state_dict(model), load_file(adapter / "adapter_model.safetensors")
+    live, saved = get_peft_model_state_dict(model), load_file(adapter / WEIGHTS)
     same = {name for name in live.keys() & saved.keys() if torch.equal(live[name].cpu(), saved[name])}
     return sorted((live.keys() | saved.keys()) - same)

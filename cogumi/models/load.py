@@ -20,6 +20,7 @@ from transformers import (
 
 from cogumi.errors import UsageError
 from cogumi.models.provenance import quantization_of
+from cogumi.models.random_base import KINDS, PREFIX, random_base_path
 from cogumi.models.small_base import small_base_path
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,13 @@ def resolve_model(name: str, revision: str | None = None) -> str:
     """A directory or hub id that transformers can load. Raises UsageError when there is no such model."""
     if name == SMALL_BASE:
         return str(small_base_path())
+    if name.startswith(PREFIX):
+        kind = name.removeprefix(PREFIX)
+        if kind not in KINDS:
+            raise UsageError(f"model.name: {name} is not known; there are {', '.join(PREFIX + each for each in KINDS)}")
+        return str(random_base_path(name))
+    if name.startswith(("/", "./", "../", "~")) and not Path(name).is_dir():
+        raise UsageError(f"model.name: {name}: no such directory; give one that is there, a hub id or {SMALL_BASE}")
     if Path(name).is_dir() and not (Path(name) / "config.json").exists():
         raise UsageError(
             f"model.name: {name} holds no config.json, so it is no model; an adapter goes into its base by `cogumi merge`"
@@ -65,13 +73,19 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
 
 
 def load_model(
-    name: str, revision: str | None = None, dtype: str = "auto", quantization: dict[str, Any] | None = None
+    name: str,
+    revision: str | None = None,
+    dtype: str = "auto",
+    quantization: dict[str, Any] | None = None,
+    attention: str | None = None,
 ) -> PreTrainedModel:
-    """The base model, on the GPU where there is one. `dtype` and `quantization` as in `model:` of a config.
+    """The base model, on the GPU where there is one. `dtype`, `quantization` and `attention` as in `model:` of a config.
 
     Raises UsageError for a base that cannot be quantized, or that would not train on what was quantized.
     """
     loading: dict[str, Any] = {"dtype": loaded_in(dtype), "device_map": {"": 0} if torch.cuda.is_available() else None}
+    if attention is not None:
+        loading["attn_implementation"] = attention
     if quantization is not None:
         refuse_quantized_already(name, AutoConfig.from_pretrained(name, revision=revision))
         if importlib.util.find_spec("bitsandbytes") is None:

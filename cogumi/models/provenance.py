@@ -4,6 +4,7 @@ adapter_config.json has the base's name and a `revision` that is null unless som
 quantization. What was not written down while the model was in memory can only be guessed at afterwards.
 """
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from cogumi.rundir import write_json
 
 BASE_RECORD_NAME = "cogumi-base.json"
 FORMAT = 1
+SAMPLED_BLOCKS, BLOCK_BYTES = 16, 1 << 16  # of each file, spread from its first byte to its last
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class BaseRecord:
     """The base as it was loaded.
 
     name: directory or hub id. commit: of the hub's repository, None for a directory outside the hub's cache. revision:
-    what was asked for. dtype: of the weights that were not quantized, as in "bfloat16".
+    what was asked for. dtype: of the weights that were not quantized, as in "bfloat16". weights: `weights_sample` of a
+    directory without a commit; None for others, and in records of earlier versions.
     """
 
     name: str
@@ -43,6 +46,7 @@ class BaseRecord:
     revision: str | None
     quantization: Quantization | None
     dtype: str
+    weights: str | None = None
 
 
 def record_base(adapter: Path, model: Any, revision: str | None = None) -> BaseRecord:
@@ -55,9 +59,32 @@ def record_base(adapter: Path, model: Any, revision: str | None = None) -> BaseR
     if not config._name_or_path:
         raise ValueError("the model does not know its base: it was not loaded with from_pretrained")
     dtype = str(config.dtype or model.dtype).removeprefix("torch.")
-    record = BaseRecord(config._name_or_path, config._commit_hash, revision, quantization_of(config), dtype)
+    name, commit = config._name_or_path, config._commit_hash
+    weights = weights_sample(name) if commit is None else None
+    record = BaseRecord(name, commit, revision, quantization_of(config), dtype, weights)
     write_json(adapter / BASE_RECORD_NAME, {"format": FORMAT, **asdict(record)})
     return record
+
+
+def weights_sample(name: str) -> str | None:
+    """SHA-256 of what tells one model's safetensors files from another's; None where there are none in a directory.
+
+    Of each file: name, size, header, and 16 blocks of 64 KiB spread over it, so that the largest model takes a moment.
+    A model that was trained further differs everywhere and has another sample; a few altered elements can be missed.
+    """
+    files = sorted(Path(name).glob("*.safetensors")) if Path(name).is_dir() else []
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            length = file.read(8)
+            digest.update(length + file.read(int.from_bytes(length, "little")))
+            last = max(0, size - BLOCK_BYTES)
+            for block in range(SAMPLED_BLOCKS):
+                file.seek(last * block // (SAMPLED_BLOCKS - 1))
+                digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest() if files else None
 
 
 def quantization_of(config: Any) -> Quantization | None:
@@ -91,7 +118,8 @@ def read_base(adapter: Path) -> BaseRecord | None:
     name, commit, revision, dtype = (entry(path, value, key, str) for key in ("name", "commit", "revision", "dtype"))
     if not name or not dtype:
         raise damaged(path, f"has no {'dtype' if name else 'name'}")
-    return BaseRecord(name, commit, revision, read_quantization(path, value.get("quantization")), dtype)
+    weights = entry(path, value, "weights", str)
+    return BaseRecord(name, commit, revision, read_quantization(path, value.get("quantization")), dtype, weights)
 
 
 def read_quantization(path: Path, value: Any) -> Quantization | None:

@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -93,19 +94,24 @@ def train_small_base(sources: list[str], out: Path, steps: int = STEPS) -> float
     return float(np.mean(losses[-20:]))
 
 
-def train_tokenizer(sources: list[str]) -> PreTrainedTokenizerFast:
+def train_tokenizer(sources: list[str], control: Sequence[str] = FIM, end: str = END) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with these control tokens; `end`, one of them or END, ends a sequence."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=[END, PAD, *FIM],
+        special_tokens=[END, PAD, *control],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     bpe.train_from_iterator(sources, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=END, pad_token=PAD, additional_special_tokens=FIM, model_max_length=CONTEXT
+        tokenizer_object=bpe,
+        eos_token=end,
+        pad_token=PAD,
+        additional_special_tokens=[*control],
+        model_max_length=CONTEXT,
     )
 
 

@@ -1,0 +1,326 @@
+"""Fetching a model from the hub: what is chosen, that bytes are fetched once whatever ends the process, and what is refused.
+
+The server is tests/hub_server.py; whoever fetches is a process of its own, as HF_ENDPOINT is read at import.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub_server import HubServer, hub_server
+
+FETCH = """
+import json, logging, sys
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+logging.getLogger("httpx").setLevel(logging.ERROR)
+from cogumi.errors import UsageError
+from cogumi.models import download
+name, revision = sys.argv[1], sys.argv[2] or None
+try:
+    plan = download.plan_download(name, download.find_commit(name, revision))
+    if plan is not None:
+        print("PATHS", json.dumps([file.path for file in plan.files]), flush=True)
+        print("AT", download.fetch(plan))
+    else:
+        print("AT", None)
+except UsageError as error:
+    print("REFUSED", error)
+assert "torch" not in sys.modules
+"""
+BIG = 6_000_000
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[HubServer]:
+    with hub_server(tmp_path / "hub") as server:
+        yield server
+
+
+def noise(size: int, seed: int) -> bytes:
+    return b"".join(hashlib.sha256(b"%d %d" % (seed, n)).digest() for n in range(size // 32 + 1))[:size]
+
+
+def repository(size: int = BIG) -> dict[str, bytes]:
+    """Two shards and their index, what belongs to them, and what does not."""
+    shards = {f"model-0000{n}-of-00002.safetensors": noise(size, n) for n in (1, 2)}
+    index = {"metadata": {}, "weight_map": {f"w{n}": name for n, name in enumerate(shards)}}
+    return shards | {
+        "config.json": b"{}",
+        "model.safetensors.index.json": json.dumps(index).encode(),
+        "tokenizer.json": b"{}",
+        "chat_template.jinja": b"{{ messages }}",
+        "additional_chat_templates/tool.jinja": b"{{ tools }}",
+        "modeling_own.py": b"",
+        "README.md": b"# a model",
+        "original/consolidated.00.pth": noise(1000, 3),
+        "original/params.json": b"{}",
+        "consolidated.safetensors": noise(1000, 4),
+        "pytorch_model.bin": noise(1000, 5),
+        "model.gguf": noise(1000, 6),
+        "onnx/model.onnx": noise(1000, 7),
+    }
+
+
+NEEDED = [
+    "additional_chat_templates/tool.jinja",
+    "chat_template.jinja",
+    "config.json",
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+    "model.safetensors.index.json",
+    "modeling_own.py",
+    "tokenizer.json",
+]
+
+
+def started(hub: HubServer, cache: Path, name: str = "someone/model", revision: str = "", **more: Any) -> Any:
+    environment = {**os.environ, **hub.environment(cache, more.pop("token", None)), **more.pop("env", {})}
+    return subprocess.Popen(
+        [sys.executable, "-c", more.pop("code", FETCH), name, revision],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **more,
+    )
+
+
+def fetched(hub: HubServer, cache: Path, name: str = "someone/model", revision: str = "", **more: Any) -> str:
+    process = started(hub, cache, name, revision, **more)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    return said
+
+
+def place(said: str) -> Path:
+    return Path(next(line.removeprefix("AT ") for line in said.splitlines() if line.startswith("AT ")))
+
+
+def refused(said: str) -> str:
+    (line,) = (line for line in said.splitlines() if line.startswith("REFUSED "))
+    return line.removeprefix("REFUSED ")
+
+
+def weights_sent(hub: HubServer) -> int:
+    return sum(count for path, count in hub.sent.items() if path.endswith(".safetensors"))
+
+
+def test_what_transformers_loads_is_fetched_and_nothing_else(hub: HubServer, tmp_path: Path) -> None:
+    files = repository()
+    commit = hub.publish("someone/model", files)
+    said = fetched(hub, tmp_path / "cache")
+    assert json.loads(said.partition("PATHS ")[2].splitlines()[0]) == NEEDED
+    snapshot = place(said)
+    assert snapshot.name == commit
+    here = {path.relative_to(snapshot).as_posix(): path.read_bytes() for path in snapshot.rglob("*") if path.is_file()}
+    assert here == {path: files[path] for path in NEEDED}
+    assert f"someone/model at {commit[:7]}: 8 files, 12.0 MB; " in said
+    assert "to fetch into" in said
+    assert "download: 12.0 MB in " in said
+    assert not list((tmp_path / "cache").rglob("*.incomplete"))
+
+
+def test_what_is_here_is_not_fetched_again_and_no_network_is_needed_for_it(hub: HubServer, tmp_path: Path) -> None:
+    commit = hub.publish("someone/model", repository(1000))
+    fetched(hub, tmp_path / "cache")
+    before = dict(hub.sent)
+    said = fetched(hub, tmp_path / "cache")
+    assert hub.sent == before
+    assert "all in" in said
+    hub.stop()
+    for env in ({}, {"HF_HUB_OFFLINE": "1"}):
+        assert place(fetched(hub, tmp_path / "cache", env=env)).name == commit
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_fetch_that_is_ended_goes_on_where_it_was(hub: HubServer, tmp_path: Path, how: signal.Signals) -> None:
+    files = repository()
+    hub.publish("someone/model", files)
+    hub.bytes_per_second = 2_000_000
+    process = started(hub, tmp_path / "cache")
+    while weights_sent(hub) < 4_000_000:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    process.send_signal(how)
+    process.communicate(timeout=20)
+    kept = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.incomplete"))
+    assert kept > 2_000_000
+    hub.bytes_per_second, hub.sent = None, {}
+    said = fetched(hub, tmp_path / "cache")
+    snapshot = place(said)
+    assert all((snapshot / path).read_bytes() == files[path] for path in NEEDED)
+    assert weights_sent(hub) == 2 * BIG - kept
+    assert f"{kept / 1e6:.1f} MB are here" in said
+    assert not list((tmp_path / "cache").rglob("*.incomplete"))
+
+
+def test_connections_that_break_are_taken_up_with_the_reason(hub: HubServer, tmp_path: Path) -> None:
+    files = repository()
+    hub.publish("someone/model", files)
+    cuts = []
+
+    def fault(method: str, path: str, headers: Mapping[str, str]) -> Any:
+        if method == "GET" and path.endswith("00001-of-00002.safetensors") and len(cuts) < 3:
+            cuts.append(headers.get("Range"))
+            return "cut" if len(cuts) < 3 else 503
+        return None
+
+    hub.faults = fault
+    said = fetched(hub, tmp_path / "cache")
+    assert cuts == ["bytes=0-", f"bytes={BIG // 2}-", f"bytes={BIG * 3 // 4}-"]
+    assert weights_sent(hub) == 2 * BIG
+    assert "model-00001-of-00002.safetensors broke off at 3.0 MB of 6.0 MB (RemoteProtocolError" in said
+    assert "broke off at 4.5 MB of 6.0 MB (the hub answers 503); goes on from there in 2 s, try 3 of 6" in said
+    assert all((place(said) / path).read_bytes() == files[path] for path in NEEDED)
+
+
+def test_bytes_that_are_not_the_file_s_are_thrown_away(hub: HubServer, tmp_path: Path) -> None:
+    files = repository(100_000)
+    hub.publish("someone/model", files)
+    shard = "model-00001-of-00002.safetensors"
+    blobs = tmp_path / "cache" / "hub" / "models--someone--model" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / (hashlib.sha256(files[shard]).hexdigest() + ".incomplete")).write_bytes(b"x" * 60_000)
+    said = fetched(hub, tmp_path / "cache")
+    assert "another sha256, and is thrown away" in said
+    assert (place(said) / shard).read_bytes() == files[shard]
+
+
+def test_a_hub_that_stops_answering_ends_it_in_one_line_and_what_came_stays(hub: HubServer, tmp_path: Path) -> None:
+    hub.publish("someone/model", repository())
+    hub.faults = lambda method, path, headers: (
+        "cut" if path.endswith("1-of-00002.safetensors") and headers.get("Range") == "bytes=0-" else None
+    )
+    code = FETCH.replace("from cogumi.models import download", "from cogumi.models import download; download.TRIES = 2")
+    process = started(hub, tmp_path / "cache", code=code)
+    while weights_sent(hub) < BIG + BIG // 2:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    hub.stop()
+    said, _ = process.communicate(timeout=60)
+    assert "broke off for good (ConnectError" in refused(said)
+    assert "are here and stay: start again with the same words" in refused(said)
+    assert [path.stat().st_size for path in (tmp_path / "cache").rglob("*.incomplete")] == [BIG // 2]
+
+
+def test_a_gated_model_says_what_to_accept_and_which_token(hub: HubServer, tmp_path: Path) -> None:
+    hub.publish("someone/model", repository(1000))
+    hub.gated.add("someone/model")
+    page = f"accept its licence at {hub.url}/someone/model, and set HF_TOKEN to a token of that account"
+    assert f"is gated, and no HF_TOKEN is set: {page}" in refused(fetched(hub, tmp_path / "cache"))
+    other = refused(fetched(hub, tmp_path / "cache", token="hf_" + "x" * 34))
+    assert f"the account of HF_TOKEN has no access yet: {page}" in other
+    assert place(fetched(hub, tmp_path / "cache", token=hub.token)).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "says"),
+    [
+        ("someone/modle", "", "no model at 'someone/modle' on the hub, or it is private and no HF_TOKEN is set; "
+         "did you mean someone/model?"),
+        ("someone/model", "v2", "someone/model has no revision 'v2'"),
+        ("someone/gguf", "", "someone/gguf has no weights that transformers loads (model.safetensors or "
+         "pytorch_model.bin), only .gguf"),
+        ("someone/torn", "", "someone/torn lacks model-00002-of-00002.safetensors, which the index"),
+        ("someone/adapter", "", "someone/adapter holds no config.json"),
+    ],
+)  # fmt: skip
+def test_a_model_that_could_not_be_loaded_is_refused(
+    hub: HubServer, tmp_path: Path, name: str, revision: str, says: str
+) -> None:
+    files = repository(1000)
+    hub.publish("someone/model", files)
+    hub.publish("someone/gguf", {"config.json": b"{}", "model.Q4.gguf": b"x"})
+    hub.publish("someone/torn", {path: data for path, data in files.items() if "00002-of" not in path})
+    hub.publish("someone/adapter", {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"})
+    said = refused(fetched(hub, tmp_path / "cache", name, revision))
+    assert said.startswith(f"model.name: {says}")
+    assert weights_sent(hub) == 0
+
+
+def test_without_network_or_room_it_is_refused_before_a_byte_is_fetched(hub: HubServer, tmp_path: Path) -> None:
+    hub.publish("someone/model", repository(1000))
+    room = FETCH.replace("from cogumi.models import download", """from cogumi.models import download
+from cogumi.disk import usage, needs
+from dataclasses import replace
+needs.filesystem_of = lambda path: replace(f := usage.filesystem_of(path), space=replace(f.space, free=1500))
+""")  # fmt: skip
+    said = refused(fetched(hub, tmp_path / "cache", code=room))
+    assert "missing; make room, or set HF_HOME to a directory on another disk" in said
+    assert weights_sent(hub) == 0
+    said = refused(fetched(hub, tmp_path / "cache", env={"HF_HUB_OFFLINE": "1"}))
+    assert "without 2 of 2 files of its weights, the first model-00001-of-00002.safetensors, and nobody answers" in said
+    said = refused(fetched(hub, tmp_path / "empty", env={"HF_HUB_OFFLINE": "1"}))
+    assert "no model at 'someone/model': there is no such directory" in said
+    hub.stop()
+    assert "nobody answers at" in refused(fetched(hub, tmp_path / "empty"))
+
+
+def test_a_directory_is_left_alone(hub: HubServer, tmp_path: Path) -> None:
+    assert "AT None" in fetched(hub, tmp_path / "cache", str(tmp_path))
+    assert "AT None" in fetched(
+        hub, tmp_path / "cache", "no/such/model"
+    )  # the hub could not have it: resolve_model says so
+    assert not hub.requests
+
+
+TRAIN = """
+import json, sys
+import cogumi
+from cogumi.errors import UsageError
+try:
+    result = cogumi.train(json.loads(sys.argv[1]))
+    print("PASSED", result.passed, result.base)
+except UsageError as error:
+    print("REFUSED", error)
+"""
+
+
+def test_a_run_fetches_its_model_as_a_stage_and_goes_on_with_the_same_commit(
+    hub: HubServer, tmp_path: Path, tiny_model: Path, code_parquet: Path
+) -> None:
+    """Killed while it downloads, started again after the branch has moved: nothing fetched twice, the first commit trained."""
+    first = hub.publish("someone/model", tiny_model)
+    run_dir = tmp_path / "run"
+    config = {
+        "model": {"name": "someone/model"},
+        "lora": {"r": 2},
+        "data": {"source": str(code_parquet), "max_rows": 16, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
+        "train": {"max_steps": 1, "per_device_train_batch_size": 2, "learning_rate": 1e-2},
+        "cogumi": {"method": "sft", "run_dir": str(run_dir)},
+    }
+    size = (tiny_model / "model.safetensors").stat().st_size
+    hub.bytes_per_second = size / 3
+    process = started(hub, tmp_path / "cache", json.dumps(config), code=TRAIN)
+    while weights_sent(hub) < size // 2:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    status = json.loads((run_dir / "status.json").read_text())
+    assert (status["stage"], status["of"] >= size, 0 < status["bytes"] < status["of"]) == ("download", True, True)
+    process.kill()
+    process.communicate()
+    (kept,) = (path.stat().st_size for path in (tmp_path / "cache").rglob("*.incomplete"))
+
+    moved = json.loads((tiny_model / "config.json").read_text()) | {
+        "hidden_size": 8
+    }  # PEFT reads the vocabulary of this
+    hub.publish("someone/model", {"config.json": json.dumps(moved).encode()})
+    hub.bytes_per_second, hub.sent = None, {}
+    said = fetched(hub, tmp_path / "cache", json.dumps(config), code=TRAIN)
+    assert "PASSED True someone/model" in said, said
+    assert weights_sent(hub) == size - kept
+    record = json.loads((run_dir / "adapter" / "cogumi-base.json").read_text())
+    assert (record["name"], record["commit"], record["revision"]) == ("someone/model", first, None)
+    assert json.loads((run_dir / "base.json").read_text()) == {"name": "someone/model", "commit": first}
+    assert "revision: null" in (run_dir / "config.yaml").read_text()
+    log = (run_dir / "run.log").read_text()
+    assert f"download: someone/model at {first[:7]}" in log
+    assert "/s)" in log

@@ -1,0 +1,196 @@
+"""Which LoRA a run trains: the defaults, presets by name, DoRA and rsLoRA, NEFTune beside it, and what is no LoRA."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from peft import LoraConfig
+from qlora_runs import watch_trainers
+from transformers import TrainerCallback
+
+import cogumi
+from cogumi.config import CogumiSection, load_config
+from cogumi.errors import UsageError
+from cogumi.models.adapters import DEFAULTS, lora_config
+from cogumi.models.presets import PRESETS, describe
+from cogumi.rundir import read_json
+from cogumi.training import run as training_run
+
+Config = dict[str, Any]
+
+
+@pytest.fixture
+def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Config:
+    return {
+        "model": {"name": str(tiny_model)},
+        "data": {"source": str(code_parquet), "max_rows": 32, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
+        "train": {
+            "max_steps": 3,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-3,
+            "gradient_checkpointing": False,
+            "save_strategy": "no",
+        },
+        "cogumi": {"method": "sft", "run_dir": str(tmp_path / "run"), "compile": "off"},
+    }
+
+
+@pytest.fixture
+def gspo(sft: Config) -> Config:
+    train = {
+        "max_steps": 2,
+        "num_generations": 4,
+        "per_device_train_batch_size": 8,
+        "steps_per_generation": 2,
+        "max_completion_length": 8,
+        "learning_rate": 1e-3,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+    }
+    ours = {"method": "gspo", "rewards": ["edit_similarity", "parses"]}
+    return {**sft, "train": train, "cogumi": sft["cogumi"] | ours}
+
+
+# ------------------------------------------------------------------------------------------------------------- presets
+
+
+def test_the_default_is_rank_16_on_every_linear_layer(sft: Config) -> None:
+    assert load_config(sft).lora == {}
+    config = lora_config({})
+    assert (config.r, config.lora_alpha, config.lora_dropout, config.target_modules) == (16, 32, 0.0, "all-linear")
+
+
+def test_the_names_in_the_config_are_the_presets() -> None:
+    literal, _ = get_args(CogumiSection.model_fields["lora_preset"].annotation)
+    assert set(get_args(literal)) == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_fills_in_what_lora_leaves_open(name: str, sft: Config) -> None:
+    run = load_config(sft, cogumi__lora_preset=name)
+    assert run.lora == PRESETS[name].values
+    config = lora_config(run.lora)
+    assert {key: getattr(config, key) for key in run.lora} == run.lora
+    assert config.target_modules == DEFAULTS["target_modules"]
+    over = load_config(sft, cogumi__lora_preset=name, lora__r=3)
+    assert over.lora == PRESETS[name].values | {"r": 3}
+    again = load_config(over.model_dump(mode="json"))  # as a run directory's config.yaml has it
+    assert again.lora == over.lora
+
+
+def test_a_preset_is_said_with_its_reason() -> None:
+    said = describe("rl", {"r": 4, "lora_alpha": 32})
+    assert said.startswith(
+        "lora_preset rl: lora_alpha 32; lora: says r 4 (the preset's r 8, lora_alpha 32: a reward says a few bits"
+    )
+    assert describe("rslora", PRESETS["rslora"].values).startswith(
+        "lora_preset rslora: r 64, lora_alpha 16, use_rslora True (alpha/sqrt(r)"
+    )
+
+
+def test_an_unknown_preset_is_one_line(sft: Config) -> None:
+    with pytest.raises(
+        UsageError, match=r"cogumi\.lora_preset = 'rsl': Input should be 'rl', 'large', 'qlora' or 'rslora'"
+    ):
+        load_config(sft, cogumi__lora_preset="rsl")
+
+
+# --------------------------------------------------------------------------------------------------------- kinds of LoRA
+
+
+@pytest.mark.parametrize("method", ["sft", "gspo"])
+@pytest.mark.parametrize(
+    ("overrides", "scale"),
+    [
+        ({"lora__r": 4, "lora__use_dora": True}, 8.0),
+        ({"cogumi__lora_preset": "rslora"}, 2.0),
+        ({"lora__r": 4, "lora__lora_alpha": 8, "lora__use_dora": True, "lora__use_rslora": True}, 4.0),
+    ],
+    ids=["dora", "rslora", "both"],
+)
+def test_its_kinds_are_trained_and_merged(
+    method: str, overrides: Config, scale: float, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's own checks hold the merge to the live adapter's logits and every element to what rounding allows."""
+    trainers = watch_trainers(monkeypatch)
+    result = cogumi.train(request.getfixturevalue(method), **overrides)
+    assert result.passed, str(result.verdict)
+    config = read_json(result.adapter / "adapter_config.json")
+    wanted = load_config(request.getfixturevalue(method), **overrides).lora
+    assert {key: config[key] for key in wanted} == wanted
+    layers = [module for module in trainers[0].model.modules() if hasattr(module, "lora_A")]
+    assert len(layers) == 2 * 7
+    assert {layer.scaling["default"] for layer in layers} == {scale}
+    magnitudes = [p for name, p in trainers[0].model.named_parameters() if "magnitude" in name and p.requires_grad]
+    assert len(magnitudes) == (14 if "lora__use_dora" in overrides else 0)
+    preset = overrides.get("cogumi__lora_preset")
+    assert ("alpha/sqrt(r)" in (result.run_dir / "run.log").read_text()) == (preset == "rslora")
+
+
+class Embedded(TrainerCallback):
+    """What the input embeddings return while a model trains and while it is evaluated."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.off: list[float] = []
+        embeddings = trainer.model.get_input_embeddings()
+        tokens = torch.arange(32).view(2, 16)
+
+        def look(*_: Any, **__: Any) -> None:
+            with torch.no_grad():
+                self.off.append((embeddings(tokens) - embeddings.weight[tokens]).abs().max().item())
+
+        self.on_pre_optimizer_step = self.on_evaluate = look  # type: ignore[method-assign, assignment]
+
+
+def test_neftune_adds_its_noise_to_a_lora_run_and_takes_it_off(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """alpha / sqrt(tokens x width), uniform (arXiv:2310.05914); none in evaluation, none in what is saved and merged."""
+    seen: list[Embedded] = []
+    fit = training_run.fit
+
+    def watched(run: Any, trainer: Any, *rest: Any) -> Any:
+        seen.append(Embedded(trainer))
+        trainer.add_callback(seen[-1])
+        return fit(run, trainer, *rest)
+
+    monkeypatch.setattr(training_run, "fit", watched)
+    trainers = watch_trainers(monkeypatch)
+    sft["data"]["eval_rows"] = 4
+    result = cogumi.train(sft, train__neftune_noise_alpha=5.0, lora__r=4)
+    assert result.passed, str(result.verdict)
+    before, *steps, after = seen[0].off
+    bound = 5.0 / (16 * 64) ** 0.5
+    assert all(bound * 0.9 < noise <= bound * 1.01 for noise in steps)
+    assert len(steps) == 3
+    assert (before, after) == (0, 0)
+    embeddings = trainers[0].model.get_input_embeddings()
+    assert not embeddings._forward_hooks
+    plain = cogumi.train(sft, lora__r=4, cogumi__run_dir=f"{result.run_dir}-plain", cogumi__merge=False)
+    assert seen[1].off == [0] * 5
+    assert plain.series("loss") != result.series("loss")
+
+
+# -------------------------------------------------------------------------------------------------------- what is no LoRA
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("peft_type", "FOO", "cogumi trains LoRA and no other kind of adapter"),
+        ("peft_type", "IA3", "cogumi trains LoRA"),
+        ("task_type", "SEQ_CLS", "the model is a causal language model"),
+        ("inference_mode", True, "a frozen adapter does not train"),
+        ("base_model_name_or_path", "someone/else", "the base is model.name"),
+        ("revision", "main", "the base's is model.revision"),
+        ("peft_version", "0.1", "PEFT writes it"),
+        ("init_lora_weights", "eva", "needs a pass over the data"),
+        ("init_lora_weights", "corda", "needs a pass over the data"),
+    ],
+)
+def test_what_makes_it_no_lora_or_is_not_looked_at_is_refused(key: str, value: Any, says: str, sft: Config) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_config(sft, **{f"lora__{key}": value})
+    assert says in str(caught.value)
+    assert f"override lora.{key}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert key in LoraConfig.__dataclass_fields__
