@@ -14,8 +14,17 @@ if TYPE_CHECKING:
     from cogumi.merge import merge_adapter as merge_adapter
     from cogumi.patches import PatchReport as PatchReport
     from cogumi.patches import patch as patch
+    from cogumi.preflight import PreflightReport as PreflightReport
+    from cogumi.preflight import preflight as preflight
+    from cogumi.run_status import Status as Status
+    from cogumi.runs import Run as Run
+    from cogumi.runs import attach as attach
+    from cogumi.runs import start as start
+    from cogumi.stack.doctor import DoctorReport as DoctorReport
+    from cogumi.stack.doctor import doctor as doctor
     from cogumi.training import RunResult as RunResult
     from cogumi.training import train as train
+    from cogumi.training.preview import preview as preview
 
 __version__ = "0.1.0"
 
@@ -27,13 +36,22 @@ _HOME = {
     "DiskMonitor": "cogumi.disk.monitor",
     "DiskMonitorCallback": "cogumi.disk.callback",
     "UsageError": "cogumi.errors",
+    "DoctorReport": "cogumi.stack.doctor",
     "MergeReport": "cogumi.merge",
     "merge_adapter": "cogumi.merge",
     "PatchReport": "cogumi.patches",
+    "doctor": "cogumi.stack.doctor",
     "last_good_checkpoint": "cogumi.checkpoints",
     "patch": "cogumi.patches",
+    "PreflightReport": "cogumi.preflight",
+    "preflight": "cogumi.preflight",
+    "preview": "cogumi.training.preview",
     "protect": "cogumi.checkpoints",
+    "Run": "cogumi.runs",
     "RunResult": "cogumi.training",
+    "Status": "cogumi.run_status",
+    "attach": "cogumi.runs",
+    "start": "cogumi.runs",
     "train": "cogumi.training",
 }
 __all__ = [*_HOME, "__version__"]

@@ -12,15 +12,24 @@ from typing import Annotated, Any
 
 import typer
 
-from cogumi import smoke
+from cogumi import cli_preflight, cli_runs, smoke
 from cogumi.cli_disk import disk_app
+from cogumi.cli_doctor import doctor
 from cogumi.errors import UsageError
+from cogumi.handing_out import hand_out, says, there_are
 
+WHAT_IS_LEFT = {
+    "train": "; started again with the same words the run goes on",
+    "merge": "; nothing is left of the merge",
+}
 INTERRUPTED, TERMINATED = 130, 143  # 128 + SIGINT, which is what Typer exits with after Ctrl-C; 128 + SIGTERM
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("smoke")(smoke.main)
+app.command()(doctor)
 app.add_typer(disk_app, name="disk")
+app.command()(cli_preflight.preflight)
+cli_runs.add_to(app)
 
 
 @app.callback()
@@ -37,24 +46,52 @@ def train(
     from cogumi.config import parse_overrides
 
     words = parse_overrides(overrides or [])
+    from cogumi.run_status import status_of
+    from cogumi.run_summary import in_words
     from cogumi.training import train as run
 
     result = run(config, **words)
-    print(f"{'done' if result.passed else 'finished, but checks failed'}: {result.run_dir}")
+    print(in_words(status_of(result.run_dir)))
     raise typer.Exit(0 if result.passed else 1)
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> None:
-    """What torch.compile does here: the compiler, 4-bit layers, the environment. Exit status 1 where nothing compiles."""
-    from cogumi.compiling.report import examine
+def preview(
+    config: Annotated[Path, typer.Argument(help="A YAML; see configs/.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as data.max_rows=100")] = None,
+    examples: Annotated[int, typer.Option("-n", min=0, help="How many examples to show.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """What a run would train on: examples as the model sees them, lengths, what is left out."""
+    from rich.console import Console
 
-    report, compiler = examine()
+    from cogumi.config import parse_overrides
+    from cogumi.training.preview import preview as look
+
+    found = look(config, examples, **parse_overrides(overrides or []))
+    console = Console(soft_wrap=True, highlight=False)
     if as_json:
-        print(json.dumps({**asdict(report), "compiler": asdict(compiler)}, default=str, indent=2))
+        print(json.dumps(found.as_dict(), ensure_ascii=False, indent=2))
+    elif console.is_terminal:
+        for line in found.lines(colour=True):
+            console.print(line)
     else:
-        print("\n".join([*report.of_the_process(), str(compiler)]))
-    raise typer.Exit(1 if compiler.error else 0)
+        print(found)
+
+
+@app.command()
+def cp(
+    name: Annotated[str | None, typer.Argument(help="A config or recipe; without one they are listed.")] = None,
+    destination: Annotated[Path | None, typer.Argument(help="A file or a directory; here by default.")] = None,
+) -> None:
+    """Copy a config or a recipe, to be changed and run."""
+    if name is None:
+        known = there_are()
+        width = max(map(len, known))
+        print("\n".join(f"{each:{width}}  {says(path)}" for each, path in known.items()))
+        return
+    copy = hand_out(name, destination)
+    print(f"{copy}\n{'cogumi train' if copy.suffix == '.yaml' else 'python'} {copy}")
 
 
 @app.command()
@@ -176,8 +213,5 @@ def run_command(app: typer.Typer) -> None:
         sys.exit(2)
     except SystemExit as stop:
         if stop.code in (INTERRUPTED, TERMINATED):
-            print(
-                "cogumi: interrupted; of a merge nothing is left, and a run goes on when it is started again with the same words",
-                file=sys.stderr,
-            )
+            print(f"cogumi: interrupted{WHAT_IS_LEFT.get(' '.join(sys.argv[1:2]), '')}", file=sys.stderr)
         raise

@@ -5,7 +5,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -365,8 +365,11 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, default=str, indent=2))
 
 
-def print_table(title: str, columns: Iterable[str], rows: Iterable[tuple[str, ...]]) -> None:
-    """A table as wide as the terminal, 80 columns elsewhere. A column named >name is aligned to the right."""
+def print_table(
+    title: str, columns: Iterable[str], rows: Iterable[tuple[str, ...]], whole: Collection[str] = ()
+) -> None:
+    """A table as wide as the terminal, 80 columns elsewhere. A column named >name is aligned to the right, and the values
+    of those in `whole` are not broken."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -375,7 +378,9 @@ def print_table(title: str, columns: Iterable[str], rows: Iterable[tuple[str, ..
     for name in columns:
         right = name.startswith(">")
         # Words are not broken, but for paths and reasons, which may be of any length.
-        table.add_column(name.lstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=right)
+        table.add_column(
+            name.lstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=right or name in whole
+        )
     for row in rows:
         table.add_row(*row)
     Console(markup=False, highlight=False, emoji=False).print(table)

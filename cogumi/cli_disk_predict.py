@@ -10,8 +10,6 @@ import typer
 from cogumi.errors import UsageError
 
 if TYPE_CHECKING:
-    from cogumi.config import RunConfig
-    from cogumi.disk.needs import Need
     from cogumi.disk.outlook import Outlook
 
 
@@ -51,95 +49,9 @@ def of_config(path: Path, words: list[str]) -> "Outlook":
     from cogumi.config import load_config, parse_overrides
 
     run = load_config(path, **parse_overrides(words))
-    from cogumi.checkpoints.protection import DEFAULT_KEEP
-    from cogumi.disk.outlook import outlook
+    from cogumi.preflight.disk import outlook_of
 
-    trainer, notes = planned(run)
-    download, unknown = download_of(run)
-    return outlook(
-        trainer,
-        keep=max(2, trainer.args.save_total_limit or DEFAULT_KEEP),
-        adapter_into=run.run_dir / "adapter",
-        merged_into=run.run_dir / "merged" if run.cogumi.merge else None,
-        more=download,
-        notes=(*notes, *unknown),
-    )
-
-
-def planned(run: "RunConfig") -> tuple[Any, list[str]]:
-    """The trainer that the run will have, without weights, and what is not known of it."""
-    from transformers import AutoConfig
-
-    from cogumi.disk.planned import planned_trainer
-    from cogumi.models.adapters import keep_float32, lora_config
-    from cogumi.models.load import load_tokenizer, loaded_in, refuse_quantized_already, resolve_model
-    from cogumi.patches import patch
-    from cogumi.training.run import BUILD_REFUSALS, one_line, trl_arguments
-
-    patch()  # without it TRL takes no gspo
-    args = trl_arguments(run)
-    base = resolve_model(run.model.name, run.model.revision)
-    config = AutoConfig.from_pretrained(base, revision=run.model.revision)
-    if run.model.quantization_config is not None:  # which changes nothing of what is written
-        refuse_quantized_already(base, config)
-    tokenizer, notes = None, []
-    try:
-        tokenizer = load_tokenizer(base, run.model.revision)
-    except UsageError:  # a run would not start without one; the rest is worth knowing
-        notes.append(f"{run.model.name} has no tokenizer that can be loaded, and none is counted")
-    try:
-        trainer = planned_trainer(config, loaded_in(run.model.dtype), args, lora_config(run.lora), tokenizer)
-        keep_float32(trainer.model)
-        return trainer, notes
-    except UsageError:
-        raise
-    except BUILD_REFUSALS as error:
-        raise UsageError(f"model, lora or train: {one_line(error)}") from error
-
-
-def download_of(run: "RunConfig") -> tuple[list["Need"], list[str]]:
-    """What the weights will take in the hub's cache, 0 where they are here, and a line where it is not known."""
-    from cogumi.disk.needs import Need
-    from cogumi.disk.outlook import DOWNLOAD, ENTRIES
-    from cogumi.disk.usage import hub_cache
-    from cogumi.models.load import SMALL_BASE
-
-    name, revision = run.model.name, run.model.revision
-    if name == SMALL_BASE or Path(name).is_dir() or in_cache(name, revision):
-        return [Need(DOWNLOAD, hub_cache(), 0, 0, 0)], []
-    size = download_bytes(name, revision)
-    if size is None:
-        return [], [f"what the download of {name} takes in {hub_cache()} is not known: the hub cannot be asked"]
-    return [Need(DOWNLOAD, hub_cache(), size, size, ENTRIES)], []
-
-
-def in_cache(name: str, revision: str | None) -> bool:
-    """Whether a model's weights are in the hub's cache, all of them."""
-    from huggingface_hub import try_to_load_from_cache
-
-    index = try_to_load_from_cache(name, "model.safetensors.index.json", revision=revision)
-    files = {"model.safetensors"}
-    if isinstance(index, str):
-        files = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
-    return all(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files)
-
-
-def download_bytes(name: str, revision: str | None) -> int | None:
-    """Bytes of the weights that are not in the cache yet, as the hub says; None where it cannot be asked."""
-    import httpx
-    from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
-    try:
-        files = HfApi().model_info(name, revision=revision, timeout=10, files_metadata=True).siblings or []
-    except (HfHubHTTPError, OfflineModeIsEnabled, httpx.HTTPError):
-        return None
-    for kind in (".safetensors", ".bin"):  # transformers takes the second where there is none of the first
-        weights = [file for file in files if file.rfilename.endswith(kind) and "/" not in file.rfilename]
-        if weights:
-            missing = [w for w in weights if try_to_load_from_cache(name, w.rfilename, revision=revision) is None]
-            return sum(file.size or 0 for file in missing)
-    return None
+    return outlook_of(run)
 
 
 def as_dict(found: "Outlook") -> dict[str, Any]:

@@ -1,47 +1,43 @@
 """One YAML, one run. `model / lora / data / train / cogumi`, checked key by key before anything is loaded or written.
 
-`lora:` is peft's LoraConfig and `train:` is TRL's config for the method (SFTConfig, GRPOConfig): both are bound to the
+`lora:` is peft's LoraConfig and `train:` is TRL's config for the method (SFTConfig, DPOConfig, GRPOConfig): both are bound to the
 installed libraries' own signatures, so an unknown key or a wrong type is one line that names file, line and key. Values
 come from the file, then from the environment (`COGUMI_TRAIN__MAX_STEPS=5`), then from the call or the command line.
 """
 
-import dataclasses
-import difflib
-import inspect
 import os
-import re
 from collections.abc import Iterable, Mapping
-from importlib.metadata import version
+from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from cogumi.config_binding import bind_mapping, bind_quantization, bind_signature, reject_unknown
+from cogumi.config_source import SECTIONS, Origins, parse_scalar, read_source, set_value
 from cogumi.data.fim import FimConfig
 from cogumi.errors import UsageError
+from cogumi.hidden import REDACTED, SECRETS, hide
+from cogumi.models.presets import with_preset
+from cogumi.thresholds import Thresholds
 
-SECTIONS = ("model", "lora", "data", "train", "cogumi")
 ENVIRONMENT_PREFIX = "COGUMI_"
-# Keys of the `cogumi:` section that mean nothing to supervised fine-tuning.
+# Keys of the `cogumi:` section that mean something to gspo only, and of `data.fim:` what counts whatever a row is.
 GSPO_ONLY = ("rewards", "docs_per_step", "prompts_per_step", "behaviour_logps", "fp32_lm_head")
-SECRETS = ("hub_token", "push_to_hub_token", "api_key", "password", "secret")
-
-# A dtype by name, which is what a written config has; code may pass torch's own object.
-PLAIN_NAME = BeforeValidator(lambda dtype: str(dtype).removeprefix("torch."))
-# Of BitsAndBytesConfig: the arguments whose default does not say what they are.
-QUANTIZATION_TYPES = {
-    "llm_int8_skip_modules": list[str],
-    "bnb_4bit_compute_dtype": Annotated[Literal["float32", "bfloat16", "float16"], PLAIN_NAME],
-    "bnb_4bit_quant_type": Literal["nf4", "fp4"],
-    "bnb_4bit_quant_storage": Annotated[
-        Literal["uint8", "int8", "float16", "bfloat16", "float32", "float64"], PLAIN_NAME
-    ],
+FIM_ALWAYS = "seed"
+# Keys of LoraConfig that are not the run's to choose, and what says it instead.
+NOT_OF_THE_RUN = {
+    "peft_type": "cogumi trains LoRA and no other kind of adapter",
+    "task_type": "the model is a causal language model",
+    "inference_mode": "a frozen adapter does not train",
+    "base_model_name_or_path": "the base is model.name",
+    "revision": "the base's is model.revision",
+    "auto_mapping": "PEFT writes it",
+    "peft_version": "PEFT writes it",
 }
-OF_OTHER_BITS = {"load_in_4bit": ("llm_int8_threshold", "llm_int8_has"), "load_in_8bit": ("bnb_4bit",)}
-
-# Where each value came from, for messages: dotted key -> "file.yaml:12", "environment COGUMI_X", "override".
-Origins = dict[str, str]
+# Values of lora.init_lora_weights that stand for a pass over the data, or over gradients, which a run does not make.
+PREPARED_INITS = ("eva", "corda")
 
 
 class Section(BaseModel):
@@ -55,25 +51,68 @@ class ModelSection(Section):
     """Hub revision; a commit hash makes the run repeatable."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype the base is loaded in. `auto`: bfloat16 on a GPU that has it, float32 elsewhere."""
+    attn_implementation: str | None = None
+    """As in transformers: sdpa, eager, flash_attention_2, ...; chosen by the machine and the model when unset."""
     quantization_config: dict[str, Any] | None = None
     """transformers' BitsAndBytesConfig. `load_in_4bit: true` alone is QLoRA: nf4, quantized twice, computing in `dtype`."""
+    adapter: Path | None = None
+    """The adapter directory of an earlier run, such as runs/sft/adapter, to go on from; its `lora:` section holds."""
+
+
+Format = Literal["fim", "chat", "prompt_completion", "preference"]
+
+
+class MixEntry(Section):
+    """One source of a mixture; what is not given here is as in `data:`."""
+
+    source: str
+    revision: str | None = None
+    split: str | None = None
+    subset: str | None = None
+    format: Format | None = None
+    columns: dict[str, str] | None = None
+    column: str | None = None
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Its share of the examples is this over the sum of all weights."""
 
 
 class DataSection(Section):
-    source: str
-    """A parquet or JSONL file, a directory of shards, or `cogumi:stdlib` (the standard library's own functions)."""
+    source: str | None = None
+    """A parquet, JSON-lines or CSV file, a directory of shards, a glob, a hub id (`org/name`), or `cogumi:stdlib` (the
+    standard library's own functions)."""
+    mix: list[MixEntry] = []
+    """Several sources instead of one, by weight: as many examples as there are until one is used up, none twice."""
+    revision: str | None = None
+    """Of a hub id; a commit hash makes the run repeatable."""
+    split: str | None = None
+    """Of a hub id (`train`, or the only one, by default), or of a directory laid out like one."""
+    subset: str | None = None
+    """Of a hub id: the configuration, where it has several."""
     column: str = "source"
     """The column that holds the code."""
-    format: Literal["fim"] = "fim"
+    columns: dict[str, str] = {}
+    """{field: column}, where the file calls them otherwise: prompt, completion, chosen, rejected, messages, prefix, ..."""
+    format: Format = "fim"
+    """What a row is: code, a conversation, a prompt and its completion, or a prompt with a better and a worse one."""
     fim: FimConfig = FimConfig()
     max_rows: int | None = Field(default=None, gt=0)
     """Train on this many rows, drawn with `fim.seed`; all by default."""
+    fraction: float = Field(default=1.0, gt=0, le=1)
+    """Train on this share of the rows, drawn with `fim.seed`."""
     eval_rows: int = Field(default=0, ge=0)
     """Rows held out of training: evaluated when `train.eval_strategy` asks for it, and the prompts of samples.jsonl."""
+    deduplicate: bool = False
+    """Train on the first of equal rows only. They are counted in any case."""
+    bad_rows: Literal["drop", "fail"] = "drop"
+    """Rows that make no example for what they hold (null, not UTF-8, ...): leave them out and say so, or refuse the run."""
+    overlong: Literal["drop", "truncate"] = "drop"
+    """Examples longer than `train.max_length`, in every format but fim, which has `fim.overlong`."""
 
 
 class CogumiSection(Section):
-    method: Literal["sft", "gspo"]
+    method: Literal["sft", "dpo", "gspo"]
+    tuning: Literal["lora", "full"] = "lora"
+    """lora: an adapter on the full-precision base (QLoRA: `model.quantization_config`). full: every weight, where it fits."""
     run_dir: Path | None = None
     """Where the run is written; `runs/<name of the YAML>` by default."""
     rewards: list[str] = ["edit_similarity"]
@@ -84,22 +123,44 @@ class CogumiSection(Section):
     """gspo: the same in prompts, each with `train.num_generations` completions."""
     behaviour_logps: Literal["trainer", "rollout"] = "trainer"
     """gspo: whose log-probabilities the ratio is taken against: the trainer's own, computed again, or the sampler's."""
+    stop: list[str] = []
+    """Texts at which a completion ends, besides the end of sequence: in rollouts and in samples."""
     fp32_lm_head: bool = False
     """gspo: multiply hidden states and LM head in float32, in the trainer and in the sampler."""
+    thinking: bool | None = None
+    """Render, sample and grade with the model's thinking, or without; null: as the chat template and the data have it."""
     resume: Literal["auto", "never"] = "auto"
     """auto: a run directory that holds this run, unfinished, goes on from its last good checkpoint. never: it is refused."""
     on_full: Literal["continue", "pause", "stop"] = "continue"
     """When a checkpoint does not fit on the disk: train on without it, wait for space, or end the run."""
     on_hung: Literal["continue", "stop"] = "continue"
     """When no step ends for far longer than usual, and the stacks were written to run.log: wait on, or end the run."""
+    sanity: int | None = Field(default=None, gt=0)
+    """Train this many steps of the run, answer "safe to scale: yes/no", and stop with a checkpoint to go on from."""
+    on_red: Literal["warn", "pause", "stop"] = "warn"
+    """When a flag turns red: say so, wait with a checkpoint until PAUSED is removed, or end the run with a checkpoint."""
+    flags: Thresholds = Thresholds()
+    """From where on a flag is yellow or red; every number of the verdict."""
     fallback: Path | None = None
     """A directory on another disk, for checkpoints that do not fit."""
     mirror: str | None = None
     """Where checkpoints are copied to: a directory, an fsspec URL such as s3://bucket/run, or hf://user/repository."""
+    price_per_hour: float | None = Field(default=None, gt=0)
+    """What an hour of this machine costs, in dollars: the run then says what it has cost and what it will."""
+    max_hours: float | None = Field(default=None, gt=0)
+    """The run ends, with a checkpoint, when it has taken so many hours, earlier parts included. More go on from there."""
+    max_cost: float | None = Field(default=None, gt=0)
+    """The same in dollars of `price_per_hour`."""
+    samples_every: int | None = Field(default=None, gt=0)
+    """Complete the prompts of samples.jsonl every so many steps as well; by default only at the end."""
     compile: Annotated[
         Literal["auto", "off", "layers"], BeforeValidator(lambda value: "off" if value is False else value)
     ] = "auto"  # YAML 1.1 reads a bare `off` as False
     """torch.compile, layer by layer. auto: where a few measured steps show that the rest of the run repays it."""
+    lora_preset: Literal["rl", "large", "qlora", "rslora"] | None = None
+    """Rank and scale of the adapter by name (`cogumi.models.presets` says why); any key of `lora:` goes over it."""
+    loraplus_lr_ratio: float | None = Field(default=None, ge=1)
+    """LoRA+: B learns this many times as fast as A, 16 in the paper, with the optimizer of `train.optim`."""
     merge: bool = True
     """Merge the adapter into the full-precision base at the end, and check the merged model against the live one."""
 
@@ -141,19 +202,24 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any], **overrides:
     for optional in ("lora", "train"):
         values[optional] = bind_mapping(values.get(optional), optional, origins, label)
 
+    refuse_two_sources(values["data"], origins, label)
     run = validate_sections(values, origins, label)
-    for key in GSPO_ONLY if run.cogumi.method != "gspo" else ():
-        if getattr(run.cogumi, key) != CogumiSection.model_fields[key].default:
-            place = origins.get(f"cogumi.{key}", label)
-            raise UsageError(f"{place}: cogumi.{key} would be ignored: it is for cogumi.method: gspo; drop it")
+    refuse_ignored(run, origins, label)
     run.train = bind_signature(run.train, "train", trl_config_class(run.cogumi.method), "trl", origins, label)
     run.lora = bind_signature(run.lora, "lora", lora_config_class(), "peft", origins, label)
+    refuse_no_lora(run.lora, origins, label)
+    if run.cogumi.lora_preset is not None:
+        run.lora = with_preset(run.cogumi.lora_preset, run.lora)
     if run.model.quantization_config is not None:
         run.model.quantization_config = bind_quantization(run.model.quantization_config, origins, label)
     if "output_dir" in run.train:
         raise UsageError(
             f"{origins.get('train.output_dir', label)}: train.output_dir is the run's own; set cogumi.run_dir"
         )
+    for key, value in (("model.name", run.model.name), ("data.source", run.data.source)):
+        if value is not None and hide(value) != value:  # an adapter's record of its base could not leave it out
+            place = origins.get(key, label)
+            raise UsageError(f"{place}: {key} holds an access token; put that into the environment (HF_TOKEN)")
     if run.cogumi.run_dir is None:
         run.cogumi.run_dir = Path("runs") / (Path(label).stem if isinstance(config, (str, os.PathLike)) else "run")
     return run
@@ -180,15 +246,16 @@ def redact(value: Any, key: str = "") -> Any:
         return {k: redact(v, str(k)) for k, v in value.items()}
     if isinstance(value, list):
         return [redact(v) for v in value]
-    secret = key.lower().endswith(SECRETS) or (isinstance(value, str) and re.fullmatch(r"hf_\w{30,}", value))
-    return "<redacted>" if secret and value else value
+    if key.lower().endswith(SECRETS):
+        return REDACTED if value else value
+    return hide(value) if isinstance(value, str) else value
 
 
 def trl_config_class(method: str) -> type:
     # Imported here: trl brings torch and transformers, and a missing file should not wait for them.
     import trl
 
-    return {"sft": trl.SFTConfig, "gspo": trl.GRPOConfig}[method]
+    return {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "gspo": trl.GRPOConfig}[method]
 
 
 def lora_config_class() -> type:
@@ -197,163 +264,49 @@ def lora_config_class() -> type:
     return peft.LoraConfig
 
 
-def read_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], Origins, str]:
-    if isinstance(config, Mapping):
-        return copy_mapping(config), {}, "config"
-    path = Path(config)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such config file{suggest_yaml(path)}") from None
-    except IsADirectoryError:
-        raise UsageError(f"{path} is a directory; name a YAML file in it{suggest_yaml(path / 'x.yaml')}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read as UTF-8 text: {error}") from None
-    try:
-        node, values = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        problem = " ".join((error.problem or error.context or "").split())
-        raise UsageError(f"{path}:{line}: not valid YAML: {problem}") from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(node, yaml.MappingNode):
-        raise UsageError(f"{path}:1: a config is a mapping with the sections {', '.join(SECTIONS)}")
-    origins: Origins = {}
-    record_lines(node, "", str(path), origins)
-    return values, origins, str(path)
+def refuse_ignored(run: RunConfig, origins: Origins, label: str) -> None:
+    """Raise UsageError for keys that this method or format of data does not look at."""
+    formats = {entry.format or run.data.format for entry in run.data.mix} or {run.data.format}
+    ignored: dict[str, str] = {}
+    if run.cogumi.method != "gspo":
+        ignored |= {f"cogumi.{key}": "it is for cogumi.method: gspo" for key in GSPO_ONLY}
+    if formats == {"fim"}:
+        ignored["cogumi.thinking"] = "data.format: fim has no chat template in it"
+        ignored["data.overlong"] = "for data.format: fim it is data.fim.overlong"
+    if "fim" not in formats:
+        keys = [f"data.fim.{key}" for key in FimConfig.model_fields if key != FIM_ALWAYS]
+        ignored |= dict.fromkeys(["data.column", *keys], "it is for data.format: fim")
+    for key, why in ignored.items():
+        *way, name = key.split(".")
+        section = reduce(getattr, way, run)
+        if getattr(section, name) != type(section).model_fields[name].default:
+            raise UsageError(f"{origins.get(key, label)}: {key} would be ignored: {why}; drop it")
 
 
-def record_lines(node: yaml.MappingNode, prefix: str, path: str, origins: Origins) -> None:
-    for key, value in node.value:
-        dotted = f"{prefix}{key.value}"
-        place = f"{path}:{key.start_mark.line + 1}"
-        if dotted in origins:
-            raise UsageError(f"{place}: `{dotted}` is set twice (first at {origins[dotted]})")
-        origins[dotted] = place
-        if isinstance(value, yaml.MappingNode):
-            record_lines(value, f"{dotted}.", path, origins)
-
-
-def suggest_yaml(path: Path) -> str:
-    names = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1) or sorted(names)[:3]
-    return (
-        f"; did you mean {path.parent / near[0]}?"
-        if len(near) == 1
-        else f"; there is {', '.join(near)}"
-        if near
-        else ""
-    )
-
-
-def parse_scalar(text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text  # `name: [a` from a shell is a string; the type check has the last word
-
-
-def copy_mapping(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: copy_mapping(v) if isinstance(v, Mapping) else v for k, v in mapping.items()}
-
-
-def set_value(values: dict[str, Any], origins: Origins, key: str, value: Any, origin: str) -> None:
-    section, *rest = key.split(".")
-    if section not in SECTIONS or not rest or not all(rest):
-        example = (origin.split()[0] == "environment" and "COGUMI_TRAIN__MAX_STEPS") or "train.max_steps"
-        near = difflib.get_close_matches(section, SECTIONS, n=1) or ["train"]
-        raise UsageError(f"{origin}: names no config key; sections are {', '.join(SECTIONS)}, as in {example}"
-                         + (f" (did you mean {near[0]}?)" if section not in SECTIONS else ""))  # fmt: skip
-    here = values
-    for part in (section, *rest[:-1]):
-        inner = here.setdefault(part, {})
-        if inner is None:
-            inner = here[part] = {}
-        if not isinstance(inner, dict):
-            raise UsageError(f"{origin}: `{part}` is set to {inner!r}, not to a mapping")
-        here = inner
-    here[rest[-1]] = value
-    origins[key] = origin
-
-
-def bind_mapping(value: Any, section: str, origins: Origins, label: str) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise UsageError(f"{origins.get(section, label)}: `{section}:` must be a mapping of keys, not {value!r}")
-    return value
-
-
-def reject_unknown(
-    values: Iterable[str], known: Iterable[str], prefix: str, origins: Origins, label: str, where: str = ""
-) -> None:
-    known = list(known)
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"valid: {', '.join(known[:12])}"
-            raise UsageError(f"{origins.get(f'{prefix}{key}', label)}: unknown key `{prefix}{key}`{where}; {hint}")
-
-
-def bind_signature(
-    values: dict[str, Any], section: str, signature: type, library: str, origins: Origins, label: str
-) -> dict[str, Any]:
-    """The section's values, coerced to the types of a library's config dataclass."""
-    hints = get_type_hints(signature)
-    fields = {f.name: hints[f.name] for f in dataclasses.fields(signature) if f.init}
-    return bind_values(values, section, fields, f"{signature.__name__}, {library} {version(library)}", origins, label)
-
-
-def bind_quantization(values: dict[str, Any], origins: Origins, label: str) -> dict[str, Any]:
-    """`model.quantization_config:`, coerced to what the arguments of BitsAndBytesConfig are."""
-    from transformers import BitsAndBytesConfig
-
-    section = "model.quantization_config"
-    arguments = inspect.signature(BitsAndBytesConfig).parameters.values()
-    # It has no annotations: a default says its type, and what is None by default says it here, or is not checked.
-    hints = {
-        each.name: QUANTIZATION_TYPES.get(each.name, Any if each.default is None else type(each.default))
-        for each in arguments
-        if each.kind is not each.VAR_KEYWORD
-    }
-    bound = bind_values(
-        values, section, hints, f"BitsAndBytesConfig, transformers {version('transformers')}", origins, label
-    )
-    chosen = [key for key in ("load_in_4bit", "load_in_8bit") if bound.get(key)]
-    if len(chosen) != 1:
-        what = "are both true; drop one" if chosen else "are both false; set one, or drop the section"
-        raise UsageError(f"{origins.get(section, label)}: {section}: load_in_4bit and load_in_8bit {what}")
-    for key in bound:
-        if key.startswith(OF_OTHER_BITS[chosen[0]]):
-            place = origins.get(f"{section}.{key}", label)
-            raise UsageError(f"{place}: {section}.{key} would be ignored with {chosen[0]}: true; drop it")
-    return bound
-
-
-def bind_values(
-    values: dict[str, Any], section: str, hints: Mapping[str, Any], owner: str, origins: Origins, label: str
-) -> dict[str, Any]:
-    reject_unknown(values, hints, f"{section}.", origins, label, f" ({owner})")
-    bound = {}
-    for key, value in values.items():
-        try:
-            if isinstance(value, bool) and hints[key] in (int, float):  # pydantic would read `yes` as 1
-                raise UsageError(f"{origins.get(f'{section}.{key}', label)}: {section}.{key} = {value}: not a number")
-            # Lax mode: YAML 1.1 reads `5e-7` as a string, which is a float to everybody else.
-            bound[key] = TypeAdapter(hints[key], config=None).validate_python(value)
-        except ValidationError as error:
-            if value is None:  # not a value of this key: `train.beta=null` takes what the file says away
-                continue
-            wanted = (
-                getattr(hints[key], "__name__", str(hints[key])) if isinstance(hints[key], type) else str(hints[key])
+def refuse_no_lora(lora: dict[str, Any], origins: Origins, label: str) -> None:
+    """Raise UsageError for keys that PEFT would take, and that make it no LoRA or are not looked at."""
+    for key, reason in NOT_OF_THE_RUN.items():
+        if key in lora:
+            raise UsageError(
+                f"{origins.get(f'lora.{key}', label)}: lora.{key} is not the run's to set: {reason}; drop it"
             )
-            said = error.errors()[0]["msg"]
-            if get_origin(hints[key]) is not Annotated:  # what those allow is in the message
-                said += f" ({wanted})"
-            place = origins.get(f"{section}.{key}", label)
-            raise UsageError(f"{place}: {section}.{key} = {value!r}: {said}") from None
-    return bound
+    init = str(lora.get("init_lora_weights", "")).lower()
+    if init in PREPARED_INITS:
+        place = origins.get("lora.init_lora_weights", label)
+        raise UsageError(
+            f"{place}: lora.init_lora_weights: {init} needs a pass over the data before training, which a run does not "
+            "make; drop it"
+        )
+
+
+def refuse_two_sources(data: Mapping[str, Any], origins: Origins, label: str) -> None:
+    """Raise UsageError unless there is one `source`, or a `mix` that says for itself where its rows are."""
+    if data.get("source") is None and not data.get("mix"):
+        raise UsageError(f"{origins.get('data', label)}: `data.source` is missing (or data.mix, a list of sources)")
+    for key in ("source", "revision", "split", "subset") if data.get("mix") else ():
+        if data.get(key) is not None:
+            place = origins.get(f"data.{key}", label)
+            raise UsageError(f"{place}: data.{key} beside data.mix would be ignored; give it in an entry of the mix")
 
 
 def validate_sections(values: dict[str, Any], origins: Origins, label: str) -> RunConfig:
@@ -367,7 +320,8 @@ def validate_sections(values: dict[str, Any], origins: Origins, label: str) -> R
         if problem["type"] == "extra_forbidden":
             section: Any = RunConfig
             for part in path[:-1]:
-                section = section.model_fields[part].annotation
+                # An entry of a list stands for its kind.
+                section = get_args(section)[0] if part.isdigit() else section.model_fields[part].annotation
             reject_unknown([path[-1]], section.model_fields, ".".join(path[:-1]) + ".", origins, label)
         if problem["type"] == "missing":
             raise UsageError(f"{place}: `{dotted}` is missing") from None

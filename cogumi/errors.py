@@ -13,6 +13,10 @@ class RefusedAtSetup(UsageError):
     """A setting that a library refuses while the run is set up, before the first step; the run leaves no directory."""
 
 
+class RunFailed(Exception):
+    """A run that was to be started in another process ended there before it had begun to train."""
+
+
 class MergeError(Exception):
     """A merge produced something that is not W + delta, or a merged directory is not what was written."""
 

@@ -1,10 +1,16 @@
 """The run directory: what a run writes and everything else reads.
 
     config.yaml     the resolved configuration, secrets redacted
-    status.json     state, stage, reason; heartbeat.json: step and time of the last sign of life
+    status.json     state, stage, reason, and which process; heartbeat.json: step and time of the last sign of life
+    start.json      the process that `cogumi.start` detached; console.log: what it prints
     metrics.jsonl   one line a logged step; samples.jsonl: completions; disk.jsonl: what the disk monitor saw
+    choices.json    what the config left open and the machine decided, which a run keeps when it goes on
+    packing.json    whether an SFT run packs, what the probe measured, and what a step is then
+    base.json       name and commit of a model of the hub, which a run keeps when it goes on
     batch.json      the batch that a GSPO run planned, and keeps when it goes on
     checkpoints/    the trainer's; adapter/, merged/: the results
+    flags.json      what is green, yellow and red while it trains; metrics.json: what it came to; tensorboard/
+    data.json       rows used and left out, by reason
     verdict.json    what was checked, with figures; run.log; DONE when all of it passed
 
 Files are replaced whole (temporary file, fsync, rename); a `.jsonl` line is one write. A reader never sees half of either.
@@ -19,6 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from cogumi.errors import UsageError
+from cogumi.process import this_process
+
+# What a detached process keeps in the directory of its run, from before there is a run in it.
+CONSOLE, START = "console.log", "start.json"
 
 
 def create_run_dir(path: Path) -> Path:
@@ -28,19 +38,26 @@ def create_run_dir(path: Path) -> Path:
         refuse_occupied(path)
         # Created by one process only: of two that start at once, the second is told.
         os.close(os.open(path / "status.json", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-        write_atomic(path / "status.json", json.dumps({"state": "starting", "time": time.time(), "pid": os.getpid()}))
+        write_atomic(path / "status.json", json.dumps({"state": "starting", "time": time.time(), **this_process()}))
     except FileExistsError:
         raise UsageError(f"{path}: another run is being started there; set cogumi.run_dir to a new directory") from None
     except OSError as error:
-        raise UsageError(
-            f"{path}: cannot write the run directory: {error.strerror}; set cogumi.run_dir elsewhere"
-        ) from None
+        raise unwritable(path, error) from None
     return path
+
+
+def unwritable(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"{path}: cannot write the run directory: {error.strerror}; set cogumi.run_dir elsewhere")
+
+
+def is_empty(path: Path) -> bool:
+    """Whether there is nothing at `path`, or a directory with nothing in it but what a detached process keeps there."""
+    return not path.is_dir() or all(each.name in (CONSOLE, START) for each in path.iterdir())
 
 
 def refuse_occupied(path: Path) -> None:
     """Raise UsageError when there is a run, or anything else, in the directory."""
-    if path.is_dir() and any(path.iterdir()):
+    if not is_empty(path):
         status = path / "status.json"
         state = read_json(status).get("state", "unknown") if status.exists() and status.stat().st_size else None
         what = f"a run ({state})" if state else "files"

@@ -12,6 +12,7 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import gpu, gpu_device, gpu_head, gpu_probes, gpu_steps, harness, smoke
 from benchmarks.harness import Budget, row
+from cogumi.patches import fused_head
 from cogumi.stack import probes
 
 TINY = {
@@ -99,8 +100,8 @@ def test_smoke_reports_the_last_line_of_a_failure_and_no_times(monkeypatch):
 def test_unknown_name_and_missing_card_end_with_one_line_and_status_2(capsys):
     assert command.main(["nope"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "unknown benchmark 'nope': one of cpu, importing, fused_head, fim_data, gspo_step, gspo_learning, smoke, "
-        "merge, faults, graph_break, gpu, gpu_probes, gpu_head, gpu_steps"
+        "unknown benchmark 'nope': one of cpu, importing, fused_head, fim_data, gspo_step, gspo_learning, telemetry, preflight, "
+        "smoke, merge, faults, graph_break, verdict, data, packing, gpu, gpu_probes, gpu_head, gpu_steps"
     ]
     if not torch.cuda.is_available():
         assert command.main(["gpu"]) == 2
@@ -222,6 +223,7 @@ def test_training_steps_without_trl(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="TRL's kernel would run")
 def test_a_peer_that_breaks_does_not_cost_our_own_numbers(monkeypatch):
+    fused_head.undo()  # of an earlier test
     monkeypatch.setattr(gpu_steps, "why_no_trl_kernel", lambda device: None)
     rows = well_formed(list(gpu_steps.shape_cases(TINY["qwen3"], BATCH, "cpu", torch.float32, 2, None)))
     assert [each["case"].endswith(gpu_steps.TRL) for each in harness.failed(rows)] == [True, True]

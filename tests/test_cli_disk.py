@@ -61,7 +61,14 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     """The command line in this process: (exit status, standard output, standard error)."""
     from cogumi.cli import main
 
-    for name in ("HF_HOME", "WANDB_DIR", "WANDB_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+    for name in (
+        "HF_HOME",
+        "XDG_CACHE_HOME",
+        "WANDB_DIR",
+        "WANDB_CACHE_DIR",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TRITON_CACHE_DIR",
+    ):
         monkeypatch.setenv(name, str(tmp_path / "caches" / name))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
@@ -477,7 +484,7 @@ def test_the_download_is_what_the_hub_says_and_the_cache_lacks(tmp_path: Path, m
     """Against a server that answers as the hub's API does, in the form it had in November 2026."""
     from huggingface_hub import constants
 
-    from cogumi.cli_disk_predict import download_bytes
+    from cogumi.preflight.disk import download_bytes
 
     sizes = {"model-1.safetensors": 5_000_000, "model-2.safetensors": 3_000_000, "original/all.safetensors": 8_000_000,
              "pytorch_model.bin": 8_000_000, "config.json": 10}  # fmt: skip

@@ -61,7 +61,7 @@ def trained(mode: str, tiny_model: Path, sources: list[str], folder: Path) -> tu
         processing_class=tokenizer,
         peft_config=peft.LoraConfig(r=4, target_modules="all-linear"),
     )
-    compiling = Compiling(trainer, mode, folder / "compile.json", nullcontext)
+    compiling = Compiling(trainer, mode, folder / "compile.json", nullcontext, lambda: False)
     trainer.add_callback(compiling)
     compiling.begin()
     trainer.train()

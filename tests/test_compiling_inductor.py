@@ -10,11 +10,13 @@ from test_compiling_run import STEPS, Run
 
 from cogumi.compiling import callback
 from cogumi.compiling.layers import compile_layers, parts_of, uncompile_layers
+from cogumi.patches import graph_break
 
 
 @pytest.fixture(autouse=True)
 def kept_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    graph_break.undo()  # of an earlier test
 
 
 def test_what_is_decided_follows_from_the_numbers_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -71,7 +71,12 @@ def test_every_shipped_config_loads() -> None:
         ("  source: cogumi:stdlib", "  sauce: x", "run.yaml:3: `data.source` is missing"),
         ("  source: cogumi:stdlib", "  source: x\n  colum: y", "run.yaml:5: unknown key `data.colum`; did you mean data.column?"),
         ("  source: cogumi:stdlib", "  source: x\n  fim: {fim_rate: 2}", "run.yaml:5: data.fim.fim_rate = 2:"),
-        ("method: sft", "method: spo", "run.yaml:9: cogumi.method = 'spo': Input should be 'sft' or 'gspo'"),
+        ("  source: cogumi:stdlib", "  source: x\n  mix: [{source: y}]", "run.yaml:4: data.source beside data.mix would be"),
+        ("  source: cogumi:stdlib", "  mix: [{source: y}]\n  split: z", "run.yaml:5: data.split beside data.mix would be"),
+        ("  source: cogumi:stdlib", "  mix: [{source: y, wait: 1}]", "`data.mix.0.wait`; did you mean data.mix.0.weight?"),
+        ("  source: cogumi:stdlib", "  mix: [{source: y, weight: 0}]", "data.mix.0.weight = 0: Input should be greater than 0"),
+        ("  source: cogumi:stdlib", "  source: x\n  fraction: 1.5", "run.yaml:5: data.fraction = 1.5: Input should be less"),
+        ("method: sft", "method: spo", "run.yaml:9: cogumi.method = 'spo': Input should be 'sft', 'dpo' or 'gspo'"),
         ("train:", "trian:", "run.yaml:5: unknown key `trian`; did you mean train?"),
         ("train:", "lora:\n  rank: 8\ntrain:", "run.yaml:6: unknown key `lora.rank` (LoraConfig, peft 0.21.2)"),
         ("max_steps: 3", "max_steps: 3\n  max_steps: 4", "run.yaml:8: `train.max_steps` is set twice (first at"),
@@ -130,3 +135,57 @@ def test_the_written_config_is_loadable_and_keeps_no_secret(config: Path, tmp_pa
     assert yaml.safe_load(written)["train"]["hub_token"] == "<redacted>"
     (tmp_path / "again.yaml").write_text(written)
     assert load_config(tmp_path / "again.yaml").train["eos_token"] == "<|end|>"
+
+
+def test_a_flag_for_thinking_that_no_template_would_see_is_refused() -> None:
+    base = {"model": {"name": "x"}, "data": {"source": "x"}, "cogumi": {"method": "sft", "thinking": False}}
+    with pytest.raises(UsageError, match=r"cogumi.thinking would be ignored: data.format: fim"):
+        load_config(base)
+    assert load_config(base, data__format="chat").cogumi.thinking is False
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            {"data__overlong": "truncate"},
+            r"data.overlong would be ignored: for data.format: fim it is data.fim.overlong; drop",
+        ),
+        (
+            {"data__format": "chat", "data__column": "text"},
+            r"data.column would be ignored: it is for data.format: fim; drop",
+        ),
+        (
+            {"data__format": "chat", "data__fim__max_length": 64},
+            r"data.fim.max_length would be ignored: it is for data.format",
+        ),
+        (
+            {"cogumi__docs_per_step": 8},
+            r"cogumi.docs_per_step would be ignored: it is for cogumi.method: gspo; drop it",
+        ),
+    ],
+)
+def test_keys_that_are_not_looked_at_are_refused(overrides: dict[str, object], says: str) -> None:
+    base = {"model": {"name": "x"}, "data": {"source": "x"}, "cogumi": {"method": "sft"}}
+    with pytest.raises(UsageError, match=says):
+        load_config(base, **overrides)
+    load_config(base, data__format="chat", data__fim__seed=3, data__overlong="truncate")
+    mix = [{"source": "a", "format": "chat"}, {"source": "b"}]
+    load_config(base | {"data": {"mix": mix}}, data__fim__max_length=64, data__overlong="truncate")
+
+
+def test_a_bare_no_is_the_word_it_looks_like(config: Path) -> None:
+    config.write_text(GOOD + "\n")
+    assert load_config(config, train__save_strategy=False).train["save_strategy"] == "no"
+    assert load_config(config, train__eval_strategy="no").train["eval_strategy"] == "no"
+
+
+def test_a_mix_is_written_as_it_was_given(config: Path, tmp_path: Path) -> None:
+    text = GOOD.replace(
+        "source: cogumi:stdlib", "mix: [{source: a, weight: 9}, {source: o/b, revision: main, columns: {prompt: q}}]"
+    )
+    config.write_text(text)
+    run = load_config(config)
+    assert [(each.source, each.weight) for each in run.data.mix] == [("a", 9.0), ("o/b", 1.0)]
+    (tmp_path / "again.yaml").write_text(dump_config(run))
+    assert load_config(tmp_path / "again.yaml").data == run.data

@@ -276,7 +276,14 @@ def caches_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / "caches"
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE", "HF_XET_CACHE"):
         monkeypatch.delenv(name, raising=False)
-    for name in ("HF_HOME", "WANDB_DIR", "WANDB_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+    for name in (
+        "HF_HOME",
+        "XDG_CACHE_HOME",
+        "WANDB_DIR",
+        "WANDB_CACHE_DIR",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TRITON_CACHE_DIR",
+    ):
         monkeypatch.setenv(name, str(root / name))
     monkeypatch.setenv("UNSLOTH_COMPILE_LOCATION", str(root / "unsloth"))
     return root
@@ -305,6 +312,7 @@ def test_who_uses_the_space(caches_at: Path, tmp_path: Path) -> None:
     write(caches_at / "TRITON_CACHE_DIR/kernel", 5_000)
     write(caches_at / "TORCHINDUCTOR_CACHE_DIR/f/x.py", 6_000)
     write(caches_at / "WANDB_DIR/wandb/run-1/files/x", 7_000)
+    write(caches_at / "XDG_CACHE_HOME/cogumi/prepared/key/train.arrow", 60_000)
     write(run / "a/checkpoints/checkpoint-5/model.safetensors", 100_000)
     write(run / "a/checkpoints/checkpoint-10/sub/model.safetensors", 100_000)
     write(run / "a/checkpoints/checkpoint-10/wandb/x", 10)  # of the checkpoint: the outermost name counts
@@ -328,6 +336,7 @@ def test_who_uses_the_space(caches_at: Path, tmp_path: Path) -> None:
         ("HF xet cache", str(caches_at / "HF_HOME/xet")): du(caches_at / "HF_HOME/xet"),
         ("compiled by triton", str(caches_at / "TRITON_CACHE_DIR")): du(caches_at / "TRITON_CACHE_DIR"),
         ("compiled by torch", str(caches_at / "TORCHINDUCTOR_CACHE_DIR")): du(caches_at / "TORCHINDUCTOR_CACHE_DIR"),
+        ("cogumi cache", str(caches_at / "XDG_CACHE_HOME/cogumi")): du(caches_at / "XDG_CACHE_HOME/cogumi"),
         ("wandb", str(caches_at / "WANDB_DIR/wandb")): du(caches_at / "WANDB_DIR/wandb"),
         ("checkpoints", here): du(checkpoints / "checkpoint-5") + du(checkpoints / "checkpoint-10"),
         (owners.STAGING, here): du(checkpoints / ".cogumi-saving"),

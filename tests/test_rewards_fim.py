@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from cogumi.errors import UsageError
-from cogumi.rewards import fim_rewards
+from cogumi.rewards import rewards_of
 from cogumi.rewards.fim import edit_similarity, exact_match, parses
 
 
@@ -63,10 +63,10 @@ def test_parses_is_silent_here_and_changes_no_filter():
 
 
 def test_rewards_by_name():
-    assert fim_rewards(["parses", "exact_match", "edit_similarity"]) == [parses, exact_match, edit_similarity]
-    assert [reward.__name__ for reward in fim_rewards(["parses"])] == ["parses"]
-    with pytest.raises(UsageError, match="no FIM reward 'edit_similarty'; did you mean 'edit_similarity'"):
-        fim_rewards(["edit_similarty"])
+    assert rewards_of(["parses", "exact_match", "edit_similarity"]) == [parses, exact_match, edit_similarity]
+    assert [reward.__name__ for reward in rewards_of(["parses"])] == ["parses"]
+    with pytest.raises(UsageError, match="no reward 'edit_similarty'; did you mean 'edit_similarity'"):
+        rewards_of(["edit_similarty"])
 
 
 def test_lists_of_unequal_length_are_an_error():

@@ -91,11 +91,13 @@ def test_only_the_adapter_is_trained_and_the_base_directory_is_untouched(sft: Co
 
 @pytest.mark.parametrize("method", ["sft", "gspo"])
 def test_the_adapter_says_what_it_was_trained_on(method: str, request: pytest.FixtureRequest, tiny_model: Path) -> None:
-    from cogumi.models.provenance import BaseRecord, read_base
+    from cogumi.models.provenance import BaseRecord, read_base, weights_sample
 
     result = cogumi.train(request.getfixturevalue(method), train__max_steps=2, cogumi__merge=False)
     dtype = "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
-    assert read_base(result.adapter) == BaseRecord(str(tiny_model), None, None, None, dtype)
+    assert read_base(result.adapter) == BaseRecord(
+        str(tiny_model), None, None, None, dtype, weights_sample(str(tiny_model))
+    )
 
 
 def test_the_sft_loss_is_the_mean_cross_entropy_of_the_middles(sft: Config, tiny_model: Path) -> None:
@@ -103,18 +105,16 @@ def test_the_sft_loss_is_the_mean_cross_entropy_of_the_middles(sft: Config, tiny
     from transformers import AutoModelForCausalLM
 
     from cogumi.config import load_config
-    from cogumi.data.prepare import load_rows
     from cogumi.models.load import load_tokenizer
-    from cogumi.training.sft import prepare
+    from cogumi.training.examples import prepare_examples
 
     config = {**sft, "data": {**sft["data"], "max_rows": 12}}
     first = cogumi.train(config, train__max_steps=1, train__per_device_train_batch_size=12).series("loss")[0]
 
     run = load_config(config)
-    rows, _ = load_rows(run.data)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     losses = []
-    for row in prepare(run, rows, load_tokenizer(str(tiny_model)), "rows").dataset:
+    for row in prepare_examples(run, load_tokenizer(str(tiny_model))).train.dataset:
         ids, learned = torch.tensor(row["input_ids"]), torch.tensor(row["completion_mask"]).bool()
         logps = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
         losses.append(-logps[learned[1:]])
@@ -209,12 +209,12 @@ def test_the_samplers_own_log_probabilities_and_an_fp32_head(gspo: Config) -> No
 
 
 def test_a_run_in_which_no_reward_was_scored_fails(gspo: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cogumi.rewards import fim
+    from cogumi.rewards import named
 
     def undecided(completions: list[str], **_: Any) -> list[None]:
         return [None] * len(completions)
 
-    monkeypatch.setitem(fim.REWARDS, "parses", undecided)
+    monkeypatch.setitem(named.REWARDS, "parses", undecided)
     result = cogumi.train(gspo, cogumi__rewards=["parses"], cogumi__merge=False)
     failed = {check.name: check.figure for check in result.verdict.checks if not check.passed}
     assert "no completion was ever scored" in failed["rewards"]
@@ -236,7 +236,7 @@ def test_a_finished_run_directory_is_not_written_over(sft: Config) -> None:
         ({"data__source": "missing.parquet"}, "missing.parquet"),
         ({"data__column": "text"}, "text"),
         ({"model__name": "no/such/model"}, "no model at 'no/such/model'"),
-        ({"data__eval_rows": 100000}, "holds out 100000"),
+        ({"data__eval_rows": 100000}, "none is left to train on"),
         ({"train__max_length": 32}, "train.max_length 32 would cut examples"),
         ({"data__fim__max_length": 5}, "longer than 5 tokens"),
         ({"lora__target_modules": ["nothing"]}, "Target modules {'nothing'} not found"),
@@ -249,7 +249,7 @@ def test_a_finished_run_directory_is_not_written_over(sft: Config) -> None:
         ({"train__per_device_train_batch_size": 0}, "batch_size should be a positive integer"),
         ({"train__resume_from_checkpoint": "x"}, "train.resume_from_checkpoint would be ignored"),
         ({"train__gradient_accumulation_steps": 0}, "train.gradient_accumulation_steps is 0"),
-        ({"train__completion_only_loss": False}, "SFTTrainer would learn"),
+        ({"train__completion_only_loss": False}, "the middle is learned"),
         ({"cogumi__fp32_lm_head": True}, "cogumi.fp32_lm_head would be ignored: it is for cogumi.method: gspo"),
     ],
 )
@@ -265,7 +265,7 @@ def test_a_mistake_writes_nothing(sft: Config, overrides: dict[str, Any], says: 
     ("overrides", "says"),
     [
         ({"cogumi__rewards": ["edit_similarty"]}, "edit_similarity"),
-        ({"cogumi__rewards": []}, "No reward source"),
+        ({"cogumi__rewards": []}, "cogumi.rewards is empty"),
         ({"train__epsilon": -1.0}, "train.epsilon is -1.0"),
         ({"train__reward_weights": [1.0]}, "Number of reward weights (1) must match"),
         ({"train__loss_type": "grop"}, "train.loss_type is 'grop'; one of gspo"),
@@ -347,12 +347,12 @@ def test_a_run_that_fails_says_so_in_its_directory(
     gspo: Config, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the first rollout already: a reward is the user's code, not a setting that was refused."""
-    from cogumi.rewards import fim
+    from cogumi.rewards import named
 
     def broken(**kwargs: Any) -> list[float]:
         raise error("the grader is down")
 
-    monkeypatch.setitem(fim.REWARDS, "parses", broken)
+    monkeypatch.setitem(named.REWARDS, "parses", broken)
     with pytest.raises(error, match="the grader is down"):
         cogumi.train(gspo)
     status = json.loads(Path(gspo["cogumi"]["run_dir"], "status.json").read_text())

@@ -10,10 +10,10 @@ from qlora_runs import Config, check, four_bit_copy, four_bit_layers, qlora, wat
 from test_training_unfinished import logged, the_same
 
 import cogumi
-from cogumi.cli_disk_predict import planned
 from cogumi.config import load_config
 from cogumi.disk.forecast import checkpoint_bytes, size_of
-from cogumi.models.provenance import BaseRecord, Quantization, read_base
+from cogumi.models.provenance import BaseRecord, Quantization, read_base, weights_sample
+from cogumi.preflight.disk import planned
 from cogumi.training.telemetry import Telemetry
 
 BF16 = torch.bfloat16
@@ -52,7 +52,9 @@ def test_sft_trains_an_adapter_on_four_bits(optim: str, sft: Config, tiny_model:
     assert result.passed, str(result.verdict)
     assert "loaded in nf4 4-bit (twice quantized) and float32" in (result.run_dir / "run.log").read_text()
     nf4 = Quantization("bitsandbytes", 4, "nf4", True)
-    assert read_base(result.adapter) == BaseRecord(str(tiny_model), None, None, nf4, "float32")
+    assert read_base(result.adapter) == BaseRecord(
+        str(tiny_model), None, None, nf4, "float32", weights_sample(str(tiny_model))
+    )
 
     (trainer,) = trainers
     model = trainer.model
@@ -90,7 +92,7 @@ def test_nothing_but_the_linear_layers_changes_its_dtype(sft: Config, trainers: 
 
 
 def test_checkpointing_is_not_reentrant(sft: Config, trainers: list[Any]) -> None:
-    cogumi.train(sft, train__max_steps=1, cogumi__merge=False)
+    cogumi.train(sft, train__max_steps=1, train__gradient_checkpointing=True, cogumi__merge=False)
     layers = trainers[0].model.get_base_model().model.layers
     assert all(layer.gradient_checkpointing for layer in layers)
     assert not any(layer._gradient_checkpointing_func.keywords["use_reentrant"] for layer in layers)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, Mixt
 
 import cogumi
 from cogumi.rundir import read_json
+from cogumi.training import results
 from cogumi.training import run as training_run
 
 BF16 = torch.bfloat16
@@ -58,7 +59,7 @@ def test_an_adapter_on_a_base_that_is_quantized_on_disk_is_merged_into_the_origi
 def test_a_merge_that_lost_the_update_of_one_layer_fails(
     sft: Config, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    merge = training_run.merge_adapter
+    merge = results.merge_adapter
 
     def wrongly(adapter: Path, out: Path, **more: Any) -> Any:
         report = merge(adapter, out, **more)
@@ -66,7 +67,7 @@ def test_a_merge_that_lost_the_update_of_one_layer_fails(
         replace_tensor(out / "model.safetensors", name, load_file(tiny_model / "model.safetensors")[name])
         return report
 
-    monkeypatch.setattr(training_run, "merge_adapter", wrongly)
+    monkeypatch.setattr(results, "merge_adapter", wrongly)
     result = cogumi.train(sft, train__learning_rate=1e-2)
     assert [found.name for found in result.verdict.checks if not found.passed] == ["merged logits"]
 

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from peft import PeftModel
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
@@ -26,6 +27,7 @@ from cogumi.errors import UsageError
 log = logging.getLogger(__name__)
 
 DEFAULT_KEEP = 2
+DEFAULT = "default"  # PEFT's name for the first adapter, whose files have no directory of their own
 POLICIES = ("continue", "pause", "stop")
 
 
@@ -128,6 +130,7 @@ class Protection:
         self.resume = resume
         self.train = trainer.train
         self.load_best = trainer._load_best_model
+        self.load = trainer._load_from_checkpoint
         self.saver = saver
         self.watchdog = watchdog
         self.preemption = preemption
@@ -135,6 +138,7 @@ class Protection:
         self.ours = {
             "_save_checkpoint": self.saver.save,
             "_load_best_model": self.best_of_all,
+            "_load_from_checkpoint": self.load_all_adapters,
             "train": self.train_from,
         }
         # What the instance had of its own: others wrap trainers too.
@@ -255,6 +259,17 @@ class Protection:
         if self.trainer.args.load_best_model_at_end and state.best_model_checkpoint:
             self.load_best()
         return TrainOutput(state.global_step, math.nan, {"train_runtime": 0.0, "epoch": state.epoch})
+
+    def load_all_adapters(self, checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        """In place of `trainer._load_from_checkpoint`, which leaves the trained adapter as it was built beside another one.
+
+        PEFT saves "default" in the checkpoint itself and others, such as the frozen "ref" that TRL gives DPO and GRPO, in
+        directories of their names; where transformers 5.17 finds such a directory, it loads nothing else.
+        """
+        self.load(checkpoint, *args, **kwargs)
+        model = self.trainer.model
+        if isinstance(model, PeftModel) and {DEFAULT} < model.peft_config.keys():
+            model.load_adapter(checkpoint, DEFAULT, is_trainable=True)
 
     def put_later_aside(self, point: Path | None) -> None:
         """Checkpoints after the one resumed from are of another run, or do not verify: their steps are yet to come."""

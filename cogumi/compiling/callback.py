@@ -53,11 +53,17 @@ AS_BEFORE = "as in the part of this run before"
 class Compiling(TrainerCallback):
     """Compiles a trainer's model as the run asks for, and keeps the report in `path`.
 
-    mode: "auto", "layers" or "off". excused: in whose block the training may be silent for long.
+    mode: "auto", "layers" or "off". excused: in whose block the training may be silent for long. ending: whether the
+    training is to end after the step under way, so that a machine that is taken back does not compile in its last seconds.
     """
 
     def __init__(
-        self, trainer: Any, mode: str, path: Path, excused: Callable[[], AbstractContextManager[None]]
+        self,
+        trainer: Any,
+        mode: str,
+        path: Path,
+        excused: Callable[[], AbstractContextManager[None]],
+        ending: Callable[[], bool],
     ) -> None:
         self.model = trainer.model
         self.args = trainer.args
@@ -65,6 +71,7 @@ class Compiling(TrainerCallback):
         self.mode = mode
         self.path = path
         self.excused = excused
+        self.ending = ending
         self.report = CompileReport.of_process(mode)
         self.on = False
         self.began = self.compiled_before = 0.0
@@ -142,7 +149,8 @@ class Compiling(TrainerCallback):
             self.steps.append(time.perf_counter() - self.began)
         if self.undecided and len(self.steps) == MEASURED_STEPS:
             self.watching.close()
-            self.find_out(state.max_steps - state.global_step)
+            if not (control.should_training_stop or self.ending()):
+                self.find_out(state.max_steps - state.global_step)
             self.steps.clear()
             self.seen = Seen()  # which held a layer's inputs
         elif self.on and len(self.steps) == MEASURED_STEPS and self.report.counts is None:
@@ -175,7 +183,7 @@ class Compiling(TrainerCallback):
         log.info("compile: trying one layer; training waits for it")
         with self.excused():
             trial = self.try_one()
-        if trial is None:
+        if trial is None or self.ending():
             return
         layers = len(decoder_layers(self.model))
         passes = self.seen.calls // (2 if decoder_layers(self.model)[0].gradient_checkpointing else 1)

@@ -19,7 +19,7 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 @dataclass(frozen=True)
 class CompilerFound:
-    """error: why nothing can be compiled, "" where it can. seconds: that forward and backward of a tiny function took."""
+    """error: why nothing can be compiled, "" where it can. seconds: that a tiny function took, compiled and run."""
 
     error: str
     seconds: float
@@ -28,8 +28,8 @@ class CompilerFound:
         return f"compiler: {self.error or f'torch compiles here (the smallest function in {self.seconds:.1f} s)'}"
 
 
-def try_compiler(device: torch.device) -> CompilerFound:
-    """Compile a function of two lines with inductor for a device, and run it forward and backward."""
+def try_compiler(device: torch.device, backward: bool = True) -> CompilerFound:
+    """Compile a function of two lines with inductor for a device, and run it forward and backward, or forward alone."""
     began = time.perf_counter()
     if by := switched_off_by():
         return CompilerFound(f"nothing is compiled, because of {by}", 0.0)
@@ -38,9 +38,11 @@ def try_compiler(device: torch.device) -> CompilerFound:
         return (x.sin() * x).sum()
 
     with torch.random.fork_rng(), left_as_found(), torch.enable_grad():
-        x = torch.ones(64, device=device, requires_grad=True)
+        x = torch.ones(64, device=device, requires_grad=backward)
         try:
-            torch.autograd.grad(torch.compile(anew(smallest))(x), x)
+            y = torch.compile(anew(smallest))(x)
+            if backward:
+                torch.autograd.grad(y, x)
         except Exception as error:  # noqa: BLE001  what a missing compiler raises differs by machine; it is reported
             advice = (
                 "; install g++, or name a C++ compiler in CXX" if device.type == "cpu" and is_missing(error) else ""

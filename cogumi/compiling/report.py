@@ -4,9 +4,6 @@ import logging
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-import torch
-
-from cogumi.compiling.compiler import CompilerFound, try_compiler
 from cogumi.compiling.environment import Variable, variables
 from cogumi.compiling.measure import Counts, counts
 from cogumi.durable import NO_SPACE
@@ -115,11 +112,11 @@ class CompileReport:
             log.warning("%s is not written: %s", path, error.strerror)
 
 
-def examine() -> tuple[CompileReport, CompilerFound]:
-    """What holds on this machine, for `cogumi doctor`; what is tried for it is undone."""
+def examine_process() -> CompileReport:
+    """What holds on this machine for what is compiled here, for `cogumi doctor`; what is tried for it is undone."""
     applied_before = graph_break.verdict()
     graph_break.apply("auto")
     report = CompileReport.of_process()
     if applied_before is None:
         graph_break.undo()
-    return report, try_compiler(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return report

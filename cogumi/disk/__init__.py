@@ -1,7 +1,11 @@
-"""The disks of a run: what they hold, who uses them, and a monitor that says when they fill up. Needs no torch."""
+"""The disks of a run: what they hold, who uses them, and a monitor that says when they fill up. Needs no torch.
 
-from cogumi.disk.monitor import DiskMonitor, Sample
-from cogumi.disk.owners import Leftover, Use, leftovers, uses
+What takes packages beyond Python's own is imported when it is first used: the doctor looks at disks where those are missing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from cogumi.disk.usage import (
     Allocation,
     DeletedFile,
@@ -14,6 +18,10 @@ from cogumi.disk.usage import (
     space_of,
     spoken,
 )
+
+if TYPE_CHECKING:
+    from cogumi.disk.monitor import DiskMonitor, Sample
+    from cogumi.disk.owners import Leftover, Use, leftovers, uses
 
 __all__ = [
     "Allocation",
@@ -33,3 +41,11 @@ __all__ = [
     "spoken",
     "uses",
 ]
+_HOME = dict.fromkeys(("DiskMonitor", "Sample"), "cogumi.disk.monitor")
+_HOME |= dict.fromkeys(("Leftover", "Use", "leftovers", "uses"), "cogumi.disk.owners")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'cogumi.disk' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import platformdirs
+
 from cogumi.disk.usage import datasets_cache, filesystem_of, hf_home, hub_cache, open_files, place_of
 from cogumi.durable import locked
 
@@ -87,6 +89,7 @@ def caches() -> list[tuple[str, Path]]:
         ("HF hub cache", hub_cache()),
         ("HF datasets cache", datasets_cache()),
         ("HF xet cache", place_of("HF_XET_CACHE", hf_home() / "xet")),
+        ("cogumi cache", Path(platformdirs.user_cache_dir("cogumi"))),  # prepared data, compiled layers, the small base
         ("wandb", place_of("WANDB_DIR", Path.cwd()) / "wandb"),
         ("wandb cache", place_of("WANDB_CACHE_DIR", wandb_data) / "wandb"),
         ("compiled by torch", place_of("TORCHINDUCTOR_CACHE_DIR", inductor_cache())),

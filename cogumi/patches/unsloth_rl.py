@@ -104,11 +104,16 @@ def with_adapter(model: Any, lora: Any) -> Any:
     """
     from peft import get_peft_model
 
+    return get_peft_model(prepared(model), lora)
+
+
+def prepared(model: Any) -> Any:
+    """The model with unsloth's two mode switches, before an adapter goes on it."""
     loader = importlib.import_module("unsloth").FastLanguageModel
     for name in ("for_training", "for_inference"):
         setattr(model, name, functools.partial(getattr(loader, name), model))
     model.enable_input_require_grads()  # unsloth checkpoints re-entrantly, which needs an input with a gradient
-    return get_peft_model(model, lora)
+    return model
 
 
 # --------------------------------------------------------------------------------------------------------- import order

@@ -1,5 +1,5 @@
 """What scores a completion."""
 
-from cogumi.rewards.fim import fim_rewards
+from cogumi.rewards.named import rewards_of
 
-__all__ = ["fim_rewards"]
+__all__ = ["rewards_of"]

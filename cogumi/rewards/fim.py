@@ -6,14 +6,11 @@ messages of which the last one counts.
 """
 
 import ast
-import difflib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rapidfuzz.distance import Levenshtein
-
-from cogumi.errors import UsageError
 
 Completion = str | Sequence[dict[str, Any]]
 
@@ -28,7 +25,7 @@ def exact_match(
 ) -> list[float]:
     """1.0 where the completion is the middle, character for character, else 0.0."""
     pairs = zip(completions, middle, strict=True)
-    return [float(_text(completion) == expected) for completion, expected in pairs]
+    return [float(text_of(completion) == expected) for completion, expected in pairs]
 
 
 def edit_similarity(
@@ -46,7 +43,7 @@ def edit_similarity(
     lengths still score well.
     """
     pairs = zip(completions, middle, strict=True)
-    return [Levenshtein.normalized_similarity(_text(completion), expected) for completion, expected in pairs]
+    return [Levenshtein.normalized_similarity(text_of(completion), expected) for completion, expected in pairs]
 
 
 def parses(
@@ -64,31 +61,10 @@ def parses(
     with warnings.catch_warnings():  # a completion's invalid escapes would print once per sample otherwise
         warnings.simplefilter("ignore")
         triples = zip(prefix, completions, suffix, strict=True)
-        return [float(_is_python(before + _text(completion) + after)) for before, completion, after in triples]
+        return [float(_is_python(before + text_of(completion) + after)) for before, completion, after in triples]
 
 
-REWARDS: dict[str, Callable[..., list[float]]] = {
-    "exact_match": exact_match,
-    "edit_similarity": edit_similarity,
-    "parses": parses,
-}
-"""What a YAML may name."""
-
-
-def fim_rewards(names: Sequence[str]) -> list[Any]:
-    """The reward functions of these names, in this order. Raises UsageError for a name that is not in `REWARDS`.
-
-    Typed as Any, because trl's `reward_funcs` is an invariant list of a union that no list of functions matches.
-    """
-    for name in names:
-        if name not in REWARDS:
-            near = difflib.get_close_matches(name, REWARDS, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UsageError(f"no FIM reward {name!r}; {hint}there are: {', '.join(REWARDS)}")
-    return [REWARDS[name] for name in names]
-
-
-def _text(completion: Completion) -> str:
+def text_of(completion: Completion) -> str:
     """The completion's text; a chat message's content may be None (a bare tool call), which is no text."""
     if isinstance(completion, str):
         return completion

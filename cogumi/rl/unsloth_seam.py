@@ -25,6 +25,7 @@ from torch import Tensor
 
 from cogumi.patches.fused_head import triton_device
 from cogumi.patches.head_logps import FusedLogProbFunction
+from cogumi.patches.replaced import replaced
 from cogumi.rl.seam import LossCall
 
 HIDDEN_STATES_SCORERS = (
@@ -70,18 +71,6 @@ def generated_module(trainer: Any) -> ModuleType:
         if not hasattr(module, name):
             raise RuntimeError(f"{type(trainer).__name__}.compute_loss comes from {home}, which has no {name}")
     return module
-
-
-@contextmanager
-def replaced(module: ModuleType, attributes: dict[str, Any]) -> Iterator[None]:
-    originals = {name: getattr(module, name) for name in attributes}
-    for name, value in attributes.items():
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for name, value in originals.items():
-            setattr(module, name, value)
 
 
 # ------------------------------------------------------------------------------------------------------------- the loss

@@ -3,20 +3,22 @@
 import logging
 from typing import Any
 
-import polars as pl
+from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from cogumi.config import RunConfig
-from cogumi.data.fim import FimData, prompts_for_rl
+from cogumi.data.templates import read_template
 from cogumi.errors import UsageError
 from cogumi.models.adapters import lora_config
 from cogumi.patches.gspo import defaults, spelled_out
-from cogumi.rewards.fim import fim_rewards
+from cogumi.rewards.named import refuse_missing_columns, rewards_of
+from cogumi.rewards.thinking import on_visible
 from cogumi.rl.behaviour import use_rollout_logps
 from cogumi.rl.fp32_head import fp32_lm_head
 from cogumi.rl.guards import check_groups, clip_numbers, refuse_small_group
 from cogumi.rl.planner import (
+    BatchPlan,
     ModelShape,
     documents_of,
     free_memory_bytes,
@@ -26,6 +28,7 @@ from cogumi.rl.planner import (
     whole_rollout,
 )
 from cogumi.rl.presets import OURS, PRESETS
+from cogumi.rl.stopping import graded_without, stop_at
 from cogumi.rl.watch import RECORD, watch
 from cogumi.rundir import read_json, write_json
 
@@ -38,7 +41,7 @@ TRAINABLE_BYTES = 16  # per LoRA parameter: fp32 weight, gradient and two AdamW 
 
 def arguments(run: RunConfig) -> dict[str, Any]:
     """GRPOConfig arguments with the preset spelled out. Raises UsageError for what would not be the run it says."""
-    fim_rewards(run.cogumi.rewards)
+    rewards_of(run.cogumi.rewards)
     train = {"loss_type": "gspo", **run.train}
     name = train["loss_type"]
     if name not in PRESETS:
@@ -103,29 +106,43 @@ def provisional_batch(run: RunConfig) -> dict[str, Any]:
     }
 
 
-def plan(run: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase, data: FimData) -> RunConfig:
+def plan(run: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Dataset) -> RunConfig:
     """The run with its batch cut to the loaded model and the memory beside it; one that goes on keeps its batch."""
     planned = run.run_dir / PLAN
     if planned.exists():
         return with_batch(run, read_json(planned))
+    longest = max(len(prompt_ids(prompt, tokenizer)) for prompt in prompts["prompt"])
+    free = free_memory_bytes() - TRAINABLE_BYTES * lora_parameters(model, lora_config(run.lora).r)
+    batch = batch_for(run, model.config, model.dtype.itemsize, longest, free)
+    log.info("%s", batch)
+    write_json(planned, batch.arguments)
+    return with_batch(run, batch.arguments)
+
+
+def batch_for(run: RunConfig, config: Any, itemsize: int, longest_prompt: int, free_bytes: int) -> BatchPlan:
+    """The batch of a run with a model of this config. free_bytes: left for activations, see `plan_batch`."""
     group = setting(run, "num_generations")
     documents = documents_of(run.cogumi.docs_per_step, run.cogumi.prompts_per_step, group)
-    batch = plan_batch(
+    return plan_batch(
         documents_per_step=run.cogumi.docs_per_step,
         prompts_per_step=run.cogumi.prompts_per_step,
         num_generations=group,
         per_device_train_batch_size=run.train.get("per_device_train_batch_size"),
         mini_batches_per_rollout=mini_batches_per_rollout(run, documents),
-        shape=ModelShape.of(model.config),
-        longest_prompt=max(map(len, tokenizer(list(data.dataset["prompt"]))["input_ids"])),
+        shape=ModelShape.of(config),
+        longest_prompt=longest_prompt,
         max_completion_length=setting(run, "max_completion_length"),
-        free_bytes=free_memory_bytes() - TRAINABLE_BYTES * lora_parameters(model, lora_config(run.lora).r),
-        bytes_per_element=model.dtype.itemsize,
+        free_bytes=free_bytes,
+        bytes_per_element=itemsize,
         gradient_checkpointing=setting(run, "gradient_checkpointing"),
     )
-    log.info("%s", batch)
-    write_json(planned, batch.arguments)
-    return with_batch(run, batch.arguments)
+
+
+def prompt_ids(prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """A prompt as TRL sends it: text as it stands, messages through the chat template."""
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
+    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
 
 
 def with_batch(run: RunConfig, arguments: dict[str, Any]) -> RunConfig:
@@ -142,20 +159,37 @@ def lora_parameters(model: nn.Module, rank: int) -> int:
     return sum(rank * (module.in_features + module.out_features) for module in linear)
 
 
-def prepare(run: RunConfig, rows: pl.DataFrame, tokenizer: PreTrainedTokenizerBase, name: str) -> FimData:
-    return prompts_for_rl(rows, tokenizer, run.data.fim, column=run.data.column, name=name)
-
-
 def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) -> Any:
     import trl  # looked up here: unsloth puts its own trainer on the module
 
     dataset, repeated = whole_rollout(train_dataset, args.generation_batch_size // args.num_generations)
     if repeated:
         log.warning("%s", repeated)
-    trainer = trl.GRPOTrainer(reward_funcs=fim_rewards(run.cogumi.rewards), args=args, train_dataset=dataset, **common)
+    rewards, stops = rewards_of(run.cogumi.rewards), run.cogumi.stop
+    refuse_missing_columns(rewards, dataset.column_names)
+    if stops:
+        rewards = [graded_without(reward, stops) for reward in rewards]
+    if run.cogumi.thinking is not None:
+        rewards = apply_thinking(run.cogumi.thinking, rewards, args, common["processing_class"])
+    trainer = trl.GRPOTrainer(reward_funcs=rewards, args=args, train_dataset=dataset, **common)
+    if stops:
+        stop_at(trainer, stops)
     if run.cogumi.fp32_lm_head:
         fp32_lm_head(trainer)
     if run.cogumi.behaviour_logps == "rollout":
         use_rollout_logps(trainer)
     watch(trainer, record=run.run_dir / RECORD).guard()
     return trainer
+
+
+def apply_thinking(flag: bool, rewards: list[Any], args: Any, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """Have rollouts rendered as `cogumi.thinking` says, and return the rewards that grade what is visible of them."""
+    template = read_template(tokenizer, flag)
+    wanted, given = template.thinking.template_kwargs, args.chat_template_kwargs or {}
+    for key in wanted.keys() & given.keys():
+        if wanted[key] != given[key]:
+            raise UsageError(
+                f"train.chat_template_kwargs.{key} is {given[key]!r} and cogumi.thinking is {flag}; drop one"
+            )
+    args.chat_template_kwargs = {**given, **wanted}
+    return on_visible(rewards, tokenizer, template.thinking.style, template.prompt_opens_thought)

@@ -1,4 +1,4 @@
-"""A run's signs of life: status.json, heartbeat.json, metrics.jsonl, run.log and one progress bar."""
+"""What a training shows: metrics.jsonl, one progress bar, and a line in run.log every so often; run.log and status.json."""
 
 import logging
 import shutil
@@ -7,54 +7,98 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from cogumi.durable import NO_SPACE
 from cogumi.errors import FINISHED_AND_SAVED, RefusedAtSetup
+from cogumi.hidden import Hiding, hide
+from cogumi.process import this_process
 from cogumi.rundir import append_jsonl, write_json
+from cogumi.training.heartbeat import Heartbeat
+from cogumi.training.pace import Pace
+from cogumi.training.throughput import Throughput
 from cogumi.training.unfinished import take_up_metrics
+from cogumi.words import count, duration
 
 log = logging.getLogger("cogumi")
-HEARTBEAT_SECONDS = 1.0
+LINE_SECONDS = 30.0
 
 
 class Telemetry(TrainerCallback):
-    """Writes what the trainer logs into the run directory and shows it in one bar."""
+    """Follows one trainer: adds perf/... to what it logs, writes that into the run directory, and shows it.
+
+    perf/tokens_per_second (without padding), perf/mfu (a share; where it is known), perf/gpu_memory_gb (the most that was
+    reserved, 10^9 bytes) and perf/cost are in each row with a loss, for every reporter.
+    """
 
     SHOWN = ("loss", "eval_loss", "reward", "grad_norm")
 
-    def __init__(self, run_dir: Path, name: str) -> None:
-        self.run_dir, self.name = run_dir, name
+    def __init__(self, heart: Heartbeat, name: str) -> None:
+        self.heart, self.run_dir, self.meter, self.name = heart, heart.run_dir, heart.meter, name
         self.bar: tqdm | None = None
-        self.last_heartbeat = 0.0
+        self.pace = Pace()
+        self.throughput: Throughput | None = None
+        self.last_line = 0.0
         self.shown: dict[str, str] = {}
         self.unwritten: list[dict[str, Any]] = []
         self.full = False
 
     def attach(self, trainer: Any) -> None:
-        """Take the place of transformers' own progress output, which prints every logged dictionary."""
+        """Take the place of transformers' own progress output, which prints every logged dictionary.
+
+        Before the reporters that `report_to` brought in, which would otherwise read a row before it is whole.
+        """
         trainer.pop_callback(ProgressCallback)
         trainer.pop_callback(PrinterCallback)
-        trainer.add_callback(self)
+        trainer.callback_handler.callbacks.insert(0, self)
+        self.pace = Pace(steps_per_rollout(trainer))
+        self.throughput = self.heart.throughput = Throughput(trainer, self.meter)
+        if self.throughput.no_mfu:
+            log.info("no MFU: %s", self.throughput.no_mfu)
+        evaluate = trainer.evaluate
+
+        @wraps(evaluate)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.aside("eval"):
+                return evaluate(*args, **kwargs)
+
+        trainer.evaluate = timed
+
+    @contextmanager
+    def aside(self, stage: str) -> Iterator[None]:
+        """Work between two steps that is no part of either."""
+        with self.meter.inside(stage):
+            yield
+        self.pace.between_ended()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         take_up_metrics(self.run_dir, state)
+        self.heart.progress.step, self.heart.progress.steps = state.global_step, state.max_steps
+        self.pace.begin()
         self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc=self.name, unit="step", mininterval=0.5)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.heart.refuse_silence()
+        seconds = self.pace.step_ended()
+        if self.throughput is not None:
+            self.throughput.total.step_seconds += seconds
+        progress = self.heart.progress
+        progress.step, progress.steps, progress.step_time = state.global_step, state.max_steps, time.time()
+        progress.eta_seconds = self.pace.eta(state.max_steps - state.global_step)
         assert self.bar is not None
         self.bar.update(state.global_step - self.bar.n)
-        if time.monotonic() - self.last_heartbeat >= HEARTBEAT_SECONDS or state.global_step == state.max_steps:
-            beat = {"step": state.global_step, "steps": state.max_steps, "time": time.time()}
-            self.unless_full(lambda: write_json(self.run_dir / "heartbeat.json", beat))
-            self.last_heartbeat = time.monotonic()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.pace.between_ended()
 
     def on_log(
         self,
@@ -64,11 +108,52 @@ class Telemetry(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.unwritten.append({"step": state.global_step, "time": time.time(), **(logs or {})})
+        logs = {} if logs is None else logs
+        if "loss" in logs:
+            logs |= self.performance()
+        self.unwritten.append({"step": state.global_step, "time": time.time(), **logs})
         self.unless_full(self.write_rows)
-        self.shown |= {k: f"{float(logs[k]):.4g}" for k in self.SHOWN if logs and logs.get(k) is not None}
+        self.shown |= {k: f"{float(logs[k]):.4g}" for k in self.SHOWN if logs.get(k) is not None}
         if self.bar is not None:
             self.bar.set_postfix(self.shown, refresh=False)
+        now = time.monotonic()
+        if "loss" in logs and (now - self.last_line >= LINE_SECONDS or state.global_step >= state.max_steps):
+            log.info("%s", self.line(state, logs))
+            self.last_line = now
+        self.pace.between_ended()
+
+    def performance(self) -> dict[str, float]:
+        """What the steps since the last such row came to."""
+        found: dict[str, float | None] = {"perf/cost": self.meter.cost()}
+        if self.throughput is not None:
+            done = self.throughput.window()
+            if self.name == "sft":  # TRL 1.15 counts one row of a packed batch, and from nothing where a run goes on
+                found["num_tokens"] = int(self.throughput.total.tokens)
+            progress = self.heart.progress
+            progress.tokens_per_second = found["perf/tokens_per_second"] = self.throughput.tokens_per_second(done)
+            progress.mfu = found["perf/mfu"] = self.throughput.mfu(done)
+        if torch.cuda.is_available():
+            found["perf/gpu_memory_gb"] = torch.cuda.max_memory_reserved() / 1e9
+        return {key: value for key, value in found.items() if value is not None}
+
+    def line(self, state: TrainerState, logs: dict[str, Any]) -> str:
+        """`step 120/1000, loss 1.23, grad 0.8, lr 1e-04, 12.3k tok/s, MFU 41 %, mem 61/80 GB, eta 1 h 12 min, $3.10 of $8.90`"""
+        names = {"loss": "loss", "reward": "reward", "grad_norm": "grad", "learning_rate": "lr"}
+        said = [f"step {state.global_step}/{state.max_steps}"]
+        said += [f"{name} {float(logs[key]):.3g}" for key, name in names.items() if logs.get(key) is not None]
+        if "perf/tokens_per_second" in logs:
+            said.append(f"{count(logs['perf/tokens_per_second'])} tok/s")
+        if "perf/mfu" in logs:
+            said.append(f"MFU {logs['perf/mfu']:.0%}")
+        if "perf/gpu_memory_gb" in logs:
+            said.append(f"mem {logs['perf/gpu_memory_gb']:.0f}/{torch.cuda.mem_get_info()[1] / 1e9:.0f} GB")
+        left = self.heart.progress.eta_seconds
+        if left is not None and state.global_step < state.max_steps:
+            said.append(f"eta {duration(left)}")
+        if "perf/cost" in logs:
+            at_end = f" of ${self.meter.cost(left):.2f}" if left else ""
+            said.append(f"${logs['perf/cost']:.2f}{at_end}")
+        return ", ".join(said)
 
     def write_rows(self) -> None:
         while self.unwritten:
@@ -101,7 +186,7 @@ def recorded(run_dir: Path, goes_on: bool = False) -> Iterator[None]:
     goes_on: there was something of this run in the directory before, which is kept whatever happens.
     """
     to_file = logging.FileHandler(run_dir / "run.log", encoding="utf-8")
-    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    to_file.setFormatter(Hiding("%(asctime)s %(levelname)s %(message)s"))
     handlers: list[logging.Handler] = [to_file] if log.hasHandlers() else [to_file, logging.StreamHandler(sys.stdout)]
     level = log.level
     log.setLevel(level or logging.INFO)
@@ -117,11 +202,11 @@ def recorded(run_dir: Path, goes_on: bool = False) -> Iterator[None]:
         terminated = isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
         if terminated or FINISHED_AND_SAVED in error.args:
             state = "preempted"
-        ended = f"a signal ended it: {FINISHED_AND_SAVED}; started again with the same words it goes on"
+        ended = f"asked to end by a signal: {FINISHED_AND_SAVED}"
         reason = ended if state == "preempted" else f"{type(error).__name__}: {error}"
-        log.error("%s: %s", state, reason)
+        log.log(logging.WARNING if state == "preempted" else logging.ERROR, "%s: %s", state, reason)
         try:
-            set_status(run_dir, state, reason=reason)
+            set_status(run_dir, state, reason=hide(reason))
         except OSError as unwritten:  # a full disk must not hide what went wrong first
             log.error("status.json could not be written: %s", unwritten)
         raise
@@ -130,6 +215,14 @@ def recorded(run_dir: Path, goes_on: bool = False) -> Iterator[None]:
             log.removeHandler(handler)
         log.setLevel(level)
         to_file.close()
+
+
+def steps_per_rollout(trainer: Any) -> int:
+    """After how many optimizer steps a trainer generates again; 1 for one that never does."""
+    args = trainer.args
+    if getattr(args, "steps_per_generation", None) is None:  # a key of GRPOConfig
+        return 1
+    return max(1, args.steps_per_generation * trainer.num_iterations // args.gradient_accumulation_steps)
 
 
 def on_screen() -> list[logging.Logger]:
@@ -143,4 +236,4 @@ def on_screen() -> list[logging.Logger]:
 
 
 def set_status(run_dir: Path, state: str, **more: Any) -> None:
-    write_json(run_dir / "status.json", {"state": state, "time": time.time(), **more})
+    write_json(run_dir / "status.json", {"state": state, "time": time.time(), **this_process(), **more})

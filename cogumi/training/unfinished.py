@@ -11,10 +11,27 @@ from cogumi.checkpoints.identity import differences
 from cogumi.config import RunConfig, dump_config
 from cogumi.durable import locked
 from cogumi.errors import UsageError
-from cogumi.rundir import line_of, read_json, read_jsonl, refuse_occupied, write_atomic
+from cogumi.rundir import is_empty, line_of, read_json, read_jsonl, refuse_occupied, write_atomic
+from cogumi.thresholds import Thresholds
 
+SANITY_CHECKED, STOPPED, BUDGET_SPENT = "sanity checked", "stopped by a red flag", "budget spent"
+HOW_TO_GO_ON = {
+    SANITY_CHECKED: "without cogumi.sanity the same words go on from here",
+    STOPPED: "change what is red and start that in another cogumi.run_dir; the same words go on from here all the same",
+    BUDGET_SPENT: "with a larger budget the same words go on from here",
+}
 # Where a run stopped that can go on. "running" is one that was killed: a living one holds the directory's lock.
-UNFINISHED = ("starting", "running", "interrupted", "failed", "preempted")
+UNFINISHED = (
+    "starting",
+    "running",
+    "interrupted",
+    "failed",
+    "preempted",
+    "paused",
+    STOPPED,
+    SANITY_CHECKED,
+    BUDGET_SPENT,
+)
 # What may differ when a run goes on: where it is, what is kept of it and shown of it; nothing that shapes what is learned.
 MAY_CHANGE = {
     "cogumi.run_dir",
@@ -25,6 +42,13 @@ MAY_CHANGE = {
     "cogumi.on_hung",
     "cogumi.fallback",
     "cogumi.mirror",
+    "cogumi.sanity",
+    "cogumi.on_red",
+    *(f"cogumi.flags.{name}" for name in Thresholds.model_fields),
+    "cogumi.price_per_hour",
+    "cogumi.max_hours",
+    "cogumi.max_cost",
+    "cogumi.samples_every",
     *(f"train.{key}" for key in ("save_steps", "save_strategy", "save_total_limit", "report_to", "run_name")),
 }
 
@@ -34,14 +58,19 @@ def goes_on(run: RunConfig) -> bool:
 
     Raises UsageError for anything else: a finished run, one that is under way, one of another configuration, other files.
     """
-    directory = run.run_dir
-    if not directory.is_dir() or not any(directory.iterdir()):
+    if is_empty(run.run_dir):
         return False
-    with alone_in(directory):
-        if run.cogumi.resume == "never" or not is_unfinished(directory):
-            refuse_occupied(directory)
-        refuse_another(run)
+    with alone_in(run.run_dir):
+        refuse_unless_unfinished(run)
     return True
+
+
+def refuse_unless_unfinished(run: RunConfig) -> None:
+    """Raise UsageError where the run directory holds anything but this run, unfinished."""
+    if run.cogumi.resume == "never" or not is_unfinished(run.run_dir):
+        refuse_occupied(run.run_dir)
+    refuse_another(run)
+    refuse_a_second_check(run)
 
 
 @contextmanager
@@ -62,13 +91,28 @@ def is_unfinished(run_dir: Path) -> bool:
 
 def refuse_another(run: RunConfig) -> None:
     """Raise UsageError, with what differs, when the run in the directory is not the one that was asked for."""
-    there = flat(yaml.safe_load((run.run_dir / "config.yaml").read_text(encoding="utf-8")))
-    here = flat(yaml.safe_load(dump_config(run)))
-    other = differences(*({key: side[key] for key in side.keys() - MAY_CHANGE} for side in (there, here)))
+    other = what_differs(run)
     if other:
         raise UsageError(
             f"{run.run_dir} holds an unfinished run of another configuration ({other}); "
             "set cogumi.run_dir to a new directory, or set these back to go on with that run"
+        )
+
+
+def what_differs(run: RunConfig) -> str:
+    """What of the run in the directory is not as it was asked for, in words; "" where only MAY_CHANGE is."""
+    there = flat(yaml.safe_load((run.run_dir / "config.yaml").read_text(encoding="utf-8")))
+    here = flat(yaml.safe_load(dump_config(run)))
+    return differences(*({key: side[key] for key in side.keys() - MAY_CHANGE} for side in (there, here)))
+
+
+def refuse_a_second_check(run: RunConfig) -> None:
+    """Raise UsageError where the first steps that are to be checked were: its answer is there already."""
+    status = read_json(run.run_dir / "status.json")
+    if run.cogumi.sanity is not None and status["state"] == SANITY_CHECKED:
+        raise UsageError(
+            f"{run.run_dir}: its first steps were checked, {status['reason']}; leave cogumi.sanity out and the run goes on "
+            "from there, or set cogumi.run_dir to a new directory"
         )
 
 

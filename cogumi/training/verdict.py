@@ -8,6 +8,7 @@ from typing import Any
 from cogumi.rl.alarms import no_reward_was_scored
 from cogumi.rl.watch import RECORD
 from cogumi.rundir import read_json
+from cogumi.training.flags import Flag
 
 
 @dataclass(frozen=True)
@@ -25,35 +26,55 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
+    """The checks decide whether a run passed. `flags` are its last ones, red first, and `was_red` those that were red at
+    any time, with the step; `safe_to_scale` is the answer of a sanity check."""
+
     checks: tuple[Check, ...]
+    flags: tuple[Flag, ...] = ()
+    was_red: tuple[tuple[int, Flag], ...] = ()
+    safe_to_scale: bool | None = None
 
     @property
     def passed(self) -> bool:
         return all(check.passed for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"passed": self.passed, "checks": [asdict(check) for check in self.checks]}
+        answer = {} if self.safe_to_scale is None else {"safe_to_scale": self.safe_to_scale}
+        return {
+            "passed": self.passed,
+            **answer,
+            "checks": [asdict(check) for check in self.checks],
+            "flags": [asdict(flag) for flag in self.flags],
+            "was_red": [{"step": step, **asdict(flag)} for step, flag in self.was_red],
+        }
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.checks))
 
 
-def judge_training(metrics: list[dict[str, Any]], steps: int, max_steps: int, largest_change: float) -> list[Check]:
-    """Checks every run must pass: it trained to the end, on finite numbers, and the adapter is no longer zero."""
+def judge_training(metrics: list[dict[str, Any]], steps: int, max_steps: int, early: bool = False) -> list[Check]:
+    """Checks every run must pass: it trained to the end, on finite numbers. early: it was to end before, and does."""
+    done = Check("steps", f"{steps}", f"{max_steps}", steps == max_steps)
+    if early:
+        done = Check("steps", f"{steps} of {max_steps}", "as far as it was to go", True)
     losses = [row[key] for row in metrics for key in ("loss", "eval_loss") if key in row]
     norms = [row["grad_norm"] for row in metrics if "grad_norm" in row]
     trained = any("loss" in row for row in metrics)
     finite = [x for x in losses + norms if isinstance(x, (int, float)) and math.isfinite(x)]
     return [
-        Check("steps", f"{steps}", f"{max_steps}", steps == max_steps),
+        done,
         Check(
             "loss and gradient norm",
             f"{len(finite)} of {len(losses + norms)} logged values finite",
             "all, and a training loss among them",
             len(finite) == len(losses + norms) > 0 and trained,
         ),
-        Check("adapter", f"max |B| {largest_change:.2e}", "> 0", largest_change > 0),
     ]
+
+
+def judge_adapter(largest_change: float, measured: str = "max |B|") -> Check:
+    """An adapter that was trained is no longer what it began as: zero, or what an earlier run left."""
+    return Check("adapter", f"{measured} {largest_change:.2e}", "> 0", largest_change > 0)
 
 
 def judge_gspo(metrics: list[dict[str, Any]], run_dir: Path) -> list[Check]:

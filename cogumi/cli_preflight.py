@@ -1,0 +1,47 @@
+"""`cogumi preflight`: does a run fit the card, the disk and the budget? Exit status 1 where it does not."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cogumi.errors import UsageError
+
+
+def preflight(
+    config: Annotated[Path, typer.Argument(help="A YAML; see configs/.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as train.max_length=4096")] = None,
+    card: Annotated[str | None, typer.Option(help="Plan for this card, as in 'h100 sxm' or t4.")] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Make ten steps here, to know the time. Loads the model.")
+    ] = False,
+    fix: Annotated[Path | None, typer.Option(help="Write a config that fits there.", metavar="FILE")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Say before any download whether a run fits the card, the disk and the budget, and what would make it fit."""
+    from cogumi.config import parse_overrides
+
+    words = parse_overrides(overrides or [])
+    if fix is not None and probe:
+        raise UsageError(
+            "--fix and --probe: a config is changed several times, and each would train; use one of the two"
+        )
+    if fix is not None and fix.exists():
+        raise UsageError(f"--fix {fix}: there is such a file already; name another, or remove it")
+    from cogumi.preflight import preflight as look
+    from cogumi.preflight.fix import fixed, write_fixed
+
+    if fix is None:
+        changes: dict[str, object] = {}
+        report = look(config, card, probe, **words)
+    else:
+        report, changes = fixed(config, card, **words)
+    print(json.dumps(report.as_dict(), default=str, indent=2) if as_json else report)
+    if fix is not None and report.fits:
+        write_fixed(config, fix, changes, words)
+        said = ", ".join(f"{key}: {value}" for key, value in changes.items()) or "nothing had to be changed"
+        typer.echo(f"{fix}: {said}", err=as_json)
+    elif fix is not None:
+        typer.echo(f"{fix} is not written: no change of the config that is known here makes this fit", err=True)
+    raise typer.Exit(0 if report.fits else 1)

@@ -1,0 +1,158 @@
+"""`cogumi start / attach / status / logs / wait / stop`: runs in processes of their own, from a terminal."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cogumi.cli_disk import print_table
+from cogumi.errors import RunFailed
+
+if TYPE_CHECKING:
+    from cogumi.run_status import Status
+
+RunDir = Annotated[Path, typer.Argument(help="The directory of a run, as in runs/NAME.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    for command in (start, attach, status, logs, wait, stop):
+        app.command()(command)
+
+
+def start(
+    config: Annotated[Path, typer.Argument(help="A YAML; see configs/.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as train.max_steps=5")] = None,
+) -> None:
+    """Train one configuration in a process that outlives this terminal. Returns once it trains, or why it does not."""
+    from cogumi.config import parse_overrides
+    from cogumi.run_summary import near_here
+    from cogumi.runs import start as begin
+
+    words = parse_overrides(overrides or [])
+    try:
+        with detaching("the start goes on; in some seconds it is in `cogumi status`, and `cogumi stop` ends it"):
+            run = begin(config, **words)
+    except RunFailed as error:
+        print(f"cogumi: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    if not run.status().ended:
+        where = near_here(str(run.run_dir))
+        print(f"follow it: cogumi attach {where}    end it: cogumi stop {where}")
+
+
+def attach(run_dir: RunDir) -> None:
+    """Follow a run's log until it ends; Ctrl-C leaves it running. Exit status 1 if it did not end well."""
+    from cogumi.runs import attach as run_in
+
+    run = run_in(run_dir)
+    with detaching(f"the run goes on; come back with `cogumi attach {run_dir}`", 0):
+        for text in run.follow():
+            print(text, end="", flush=True)
+    conclude(run.status())
+
+
+def status(
+    run_dirs: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RUN_DIR]...", help="Runs; by default all those below runs/.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list, for programs.")] = False,
+) -> None:
+    """How runs stand: one screen of one run, a line for each of several. Changes nothing."""
+    from cogumi.run_status import runs_below, status_of
+    from cogumi.run_summary import cost, flagged, in_words, near_here, number, on_a_screen
+    from cogumi.words import duration
+
+    found = [status_of(path) for path in run_dirs or runs_below(Path("runs"))]
+    if as_json:
+        print(json.dumps([each.as_dict() for each in found], indent=2, ensure_ascii=False))
+    elif run_dirs and len(found) == 1:
+        print(on_a_screen(found[0]))
+    elif not found:
+        print("no runs below runs/; name a run's directory")
+    else:
+        rows = [
+            (
+                near_here(each.run_dir),
+                f"{each.state} ({each.stage})" if each.stage else each.state,
+                "" if each.steps is None else f"{each.step}/{each.steps}",
+                "" if each.eta_seconds is None else duration(each.eta_seconds),
+                number(each.latest.get("loss", "")),
+                flagged(each),
+                *([cost(each)] if any(map(cost, found)) else []),
+                "" if each.last_sign is None else f"{duration(time.time() - each.last_sign)} ago",
+            )
+            for each in found
+        ]
+        money = [">cost"] if any(map(cost, found)) else []
+        columns = ["run", "state", ">step", ">to go", ">loss", "flags", *money, ">last sign"]
+        print_table("runs", columns, rows, whole=("run",))
+        for each in found:
+            if each.reason:
+                print(in_words(each))
+
+
+def logs(
+    run_dir: RunDir,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Go on as more is written, until the run ends.")
+    ] = False,
+    last: Annotated[int, typer.Option("-n", "--lines", min=1, help="How many lines, from the end.")] = 50,
+) -> None:
+    """What a run said: decisions with their reasons, warnings, and the traceback if it failed."""
+    from cogumi.runs import attach as run_in
+
+    run = run_in(run_dir)
+    if not follow:
+        print(run.logs(last))
+        return
+    with detaching("the run goes on", 0):
+        for text in run.follow(last):
+            print(text, end="", flush=True)
+
+
+def wait(run_dir: RunDir) -> None:
+    """Wait until a run has ended. Exit status 0 if it came to its end and every check passed, else 1."""
+    from cogumi.runs import attach as run_in
+
+    run = run_in(run_dir)
+    with detaching("the run goes on", 1):
+        found = run.wait()
+    conclude(found)
+
+
+def stop(
+    run_dir: RunDir,
+    kill_after: Annotated[
+        float | None, typer.Option(min=0, metavar="SECONDS", help="End it without saving if it takes longer.")
+    ] = None,
+) -> None:
+    """Have a run finish its step, save a checkpoint and end. Asked a second time, it ends at once, without saving."""
+    from cogumi.runs import attach as run_in
+
+    run = run_in(run_dir)
+    with detaching("it was asked to stop, and will", 1):
+        run.stop(kill_after)
+
+
+def conclude(status: "Status") -> None:
+    """Say how a run ended; exit status 1 if not well."""
+    from cogumi.run_summary import in_words
+
+    print(in_words(status))
+    if not status.passed:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def detaching(word: str, exit_status: int = 0) -> Iterator[None]:
+    """Ctrl-C ends the looking on, not the run."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"\ncogumi: {word}", file=sys.stderr)
+        raise typer.Exit(exit_status) from None

@@ -1,0 +1,95 @@
+"""Where the values of a run come from: a YAML or a mapping, then the environment and the command line, each with its place."""
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cogumi.errors import UsageError
+
+SECTIONS = ("model", "lora", "data", "train", "cogumi")
+# Where each value came from, for messages: dotted key -> "file.yaml:12", "environment COGUMI_X", "override".
+Origins = dict[str, str]
+
+
+def read_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], Origins, str]:
+    if isinstance(config, Mapping):
+        return copy_mapping(config), {}, "config"
+    path = Path(config)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such config file{suggest_yaml(path)}") from None
+    except IsADirectoryError:
+        raise UsageError(f"{path} is a directory; name a YAML file in it{suggest_yaml(path / 'x.yaml')}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read as UTF-8 text: {error}") from None
+    try:
+        node, values = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        problem = " ".join((error.problem or error.context or "").split())
+        raise UsageError(f"{path}:{line}: not valid YAML: {problem}") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(node, yaml.MappingNode):
+        raise UsageError(f"{path}:1: a config is a mapping with the sections {', '.join(SECTIONS)}")
+    origins: Origins = {}
+    record_lines(node, "", str(path), origins)
+    return values, origins, str(path)
+
+
+def record_lines(node: yaml.MappingNode, prefix: str, path: str, origins: Origins) -> None:
+    for key, value in node.value:
+        dotted = f"{prefix}{key.value}"
+        place = f"{path}:{key.start_mark.line + 1}"
+        if dotted in origins:
+            raise UsageError(f"{place}: `{dotted}` is set twice (first at {origins[dotted]})")
+        origins[dotted] = place
+        if isinstance(value, yaml.MappingNode):
+            record_lines(value, f"{dotted}.", path, origins)
+
+
+def suggest_yaml(path: Path) -> str:
+    names = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=1) or sorted(names)[:3]
+    return (
+        f"; did you mean {path.parent / near[0]}?"
+        if len(near) == 1
+        else f"; there is {', '.join(near)}"
+        if near
+        else ""
+    )
+
+
+def parse_scalar(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text  # `name: [a` from a shell is a string; the type check has the last word
+
+
+def copy_mapping(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: copy_mapping(v) if isinstance(v, Mapping) else v for k, v in mapping.items()}
+
+
+def set_value(values: dict[str, Any], origins: Origins, key: str, value: Any, origin: str) -> None:
+    section, *rest = key.split(".")
+    if section not in SECTIONS or not rest or not all(rest):
+        example = (origin.split()[0] == "environment" and "COGUMI_TRAIN__MAX_STEPS") or "train.max_steps"
+        near = difflib.get_close_matches(section, SECTIONS, n=1) or ["train"]
+        raise UsageError(f"{origin}: names no config key; sections are {', '.join(SECTIONS)}, as in {example}"
+                         + (f" (did you mean {near[0]}?)" if section not in SECTIONS else ""))  # fmt: skip
+    here = values
+    for part in (section, *rest[:-1]):
+        inner = here.setdefault(part, {})
+        if inner is None:
+            inner = here[part] = {}
+        if not isinstance(inner, dict):
+            raise UsageError(f"{origin}: `{part}` is set to {inner!r}, not to a mapping")
+        here = inner
+    here[rest[-1]] = value
+    origins[key] = origin

@@ -1,0 +1,140 @@
+"""What a run will want of its disks, before anything is downloaded or loaded: weights, checkpoints, adapter, merged model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from cogumi.config import RunConfig
+from cogumi.disk.needs import Need
+from cogumi.disk.outlook import CHECKPOINTS, MERGED, Outlook
+from cogumi.errors import UsageError
+from cogumi.preflight.lines import Line
+
+MADE_HERE = "cogumi:"  # models that are made on this machine
+
+
+def outlook_of(run: RunConfig) -> Outlook:
+    """Of a run that is to start. Raises UsageError for settings that PEFT, TRL or transformers refuse."""
+    from cogumi.checkpoints.protection import DEFAULT_KEEP
+    from cogumi.disk.outlook import outlook
+
+    trainer, notes = planned(run)
+    download, unknown = download_of(run)
+    return outlook(
+        trainer,
+        keep=max(2, trainer.args.save_total_limit or DEFAULT_KEEP),
+        adapter_into=None if is_whole(run) else run.run_dir / "adapter",
+        merged_into=run.run_dir / "merged" if run.cogumi.merge or is_whole(run) else None,
+        more=download,
+        notes=(*notes, *unknown),
+    )
+
+
+def is_whole(run: RunConfig) -> bool:
+    """Whether every weight is trained: then each checkpoint holds them all, and the trained model is saved as `merged/`."""
+    return run.cogumi.tuning == "full"
+
+
+def planned(run: RunConfig) -> tuple[Any, list[str]]:
+    """The trainer that the run will have, without weights, and what is not known of it."""
+    from transformers import AutoConfig
+
+    from cogumi.disk.planned import planned_trainer
+    from cogumi.models.adapters import keep_float32, lora_config
+    from cogumi.models.load import load_tokenizer, loaded_in, refuse_quantized_already, resolve_model
+    from cogumi.models.warm_start import lora_of
+    from cogumi.patches import patch
+    from cogumi.training.full import dtype_of_weights
+    from cogumi.training.run import BUILD_REFUSALS, one_line, trl_arguments
+
+    patch(graph_break="off")  # without it TRL takes no gspo
+    args = trl_arguments(run)
+    if run.model.adapter is not None:
+        run.lora = lora_of(run.model.adapter, run.lora)
+    base = resolve_model(run.model.name, run.model.revision)
+    config = AutoConfig.from_pretrained(base, revision=run.model.revision)
+    if run.model.quantization_config is not None:  # which changes nothing of what is written
+        refuse_quantized_already(base, config)
+    tokenizer, notes = None, []
+    try:
+        tokenizer = load_tokenizer(base, run.model.revision)
+    except UsageError:  # a run would not start without one; the rest is worth knowing
+        notes.append(f"{run.model.name} has no tokenizer that can be loaded, and none is counted")
+    try:
+        dtype = loaded_in(dtype_of_weights(run) if is_whole(run) else run.model.dtype)
+        lora = None if is_whole(run) else lora_config(run.lora)
+        trainer = planned_trainer(config, dtype, args, lora, tokenizer)
+        keep_float32(trainer.model)
+        return trainer, notes
+    except UsageError:
+        raise
+    except BUILD_REFUSALS as error:
+        raise UsageError(f"model, lora or train: {one_line(error)}") from error
+
+
+def download_of(run: RunConfig) -> tuple[list[Need], list[str]]:
+    """What the weights will take in the hub's cache, 0 where they are here, and a line where it is not known."""
+    from cogumi.disk.needs import Need
+    from cogumi.disk.outlook import DOWNLOAD, ENTRIES
+    from cogumi.disk.usage import hub_cache
+
+    name, revision = run.model.name, run.model.revision
+    if name.startswith(MADE_HERE) or Path(name).is_dir() or in_cache(name, revision):
+        return [Need(DOWNLOAD, hub_cache(), 0, 0, 0)], []
+    size = download_bytes(name, revision)
+    if size is None:
+        return [], [f"what the download of {name} takes in {hub_cache()} is not known: the hub cannot be asked"]
+    return [Need(DOWNLOAD, hub_cache(), size, size, ENTRIES)], []
+
+
+def in_cache(name: str, revision: str | None) -> bool:
+    """Whether a model's weights are in the hub's cache, all of them."""
+    from huggingface_hub import try_to_load_from_cache
+
+    index = try_to_load_from_cache(name, "model.safetensors.index.json", revision=revision)
+    files = {"model.safetensors"}
+    if isinstance(index, str):
+        files = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+    return all(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files)
+
+
+def download_bytes(name: str, revision: str | None) -> int | None:
+    """Bytes of the weights that are not in the cache yet, as the hub says; None where it cannot be asked."""
+    import httpx
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        files = HfApi().model_info(name, revision=revision, timeout=10, files_metadata=True).siblings or []
+    except (HfHubHTTPError, OfflineModeIsEnabled, httpx.HTTPError):
+        return None
+    for kind in (".safetensors", ".bin"):  # transformers takes the second where there is none of the first
+        weights = [file for file in files if file.rfilename.endswith(kind) and "/" not in file.rfilename]
+        if weights:
+            missing = [w for w in weights if try_to_load_from_cache(name, w.rfilename, revision=revision) is None]
+            return sum(file.size or 0 for file in missing)
+    return None
+
+
+def lines_of(found: Outlook) -> list[Line]:
+    """A line for each filesystem, and what is not known."""
+    lines = []
+    for disk in found.disks:
+        if disk.fits:
+            lines.append(Line("disk", str(disk)))
+        else:
+            another = "name a directory on another disk (cogumi.run_dir, HF_HOME)"
+            fix = "; ".join(found.advice(disk)) if disk.short else another
+            lines.append(Line("disk", str(disk), "red", fix, changes_for(found, disk)))
+    return [*lines, *(Line("disk", note, "unknown") for note in found.notes)]
+
+
+def changes_for(found: Outlook, disk: Any) -> dict[str, Any]:
+    """Keys of the config that make a disk large enough: fewer checkpoints kept, the merge left for another disk."""
+    free, changes = disk.filesystem.space.free, {}
+    sizes = {need.what: need for need in disk.needs}
+    if disk.training > free and CHECKPOINTS in sizes and found.keep is not None and found.keep > 2:
+        changes["train.save_total_limit"] = 2
+    if disk.end > free and MERGED in sizes and disk.end - sizes[MERGED].end <= free:
+        changes["cogumi.merge"] = False
+    return changes

@@ -1,0 +1,50 @@
+"""The config that fits: the red lines' changes made one round after another, until nothing more can be changed."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cogumi.config import load_config
+from cogumi.errors import UsageError
+from cogumi.preflight.flight import preflight
+from cogumi.preflight.lines import PreflightReport
+from cogumi.rundir import write_atomic
+
+ROUNDS = 6
+
+
+def fixed(
+    config: str | os.PathLike[str] | Mapping[str, Any], card: str | None = None, **overrides: Any
+) -> tuple[PreflightReport, dict[str, Any]]:
+    """(the last report, the dotted keys that were changed). A report that is still red has no change left to make."""
+    changes: dict[str, Any] = {}
+    report = preflight(config, card, **overrides)
+    for _ in range(ROUNDS):
+        more = {key: value for key, value in report.changes.items() if changes.get(key) != value}
+        if report.fits or not more:
+            break
+        changes |= more
+        words = {key.replace(".", "__"): value for key, value in changes.items()}
+        report = preflight(config, card, **{**overrides, **words})
+    return report, changes
+
+
+def write_fixed(source: Path, out: Path, changes: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """The YAML of `source` with the changes, its comments lost, at `out`. Raises UsageError for a file that is there."""
+    if out.exists():
+        raise UsageError(f"--fix {out}: there is such a file already; name another, or remove it")
+    load_config(source, **overrides)  # a mistake in it is said with its line
+    document = yaml.safe_load(source.read_text(encoding="utf-8"))
+    given = {key.replace("__", "."): value for key, value in overrides.items()}
+    for key, value in {**given, **changes}.items():
+        section = document
+        *sections, name = key.split(".")
+        for each in sections:
+            section = section.setdefault(each, {})
+        section[name] = value
+    said = "".join(f"#   {key}: {value}\n" for key, value in changes.items())
+    head = f"# {source.name}, changed by cogumi preflight --fix:\n{said}"
+    write_atomic(out, head + yaml.safe_dump(document, sort_keys=False, allow_unicode=True))

@@ -1,0 +1,102 @@
+"""The preflight of a run: data, memory, time and money, disk."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import AutoConfig
+
+from cogumi.config import RunConfig, load_config
+from cogumi.errors import UsageError
+from cogumi.memory.step import Work
+from cogumi.models import warm_start
+from cogumi.models.load import refuse_quantized_already, resolve_model
+from cogumi.patches import patch
+from cogumi.preflight import disk, pace, sampled, vram
+from cogumi.preflight.lines import Line, PreflightReport
+from cogumi.preflight.planned import planned_trainer
+from cogumi.preflight.target import Target, dtype_of, target_of
+from cogumi.training import gspo
+from cogumi.training.arguments import one_line
+from cogumi.training.building import tokenizer_of
+from cogumi.training.choices import MOMENTS, Load, choose, decided, load_of
+from cogumi.training.flops import work_of
+
+# What PEFT, TRL and transformers raise for a setting they refuse, or a model that cannot be built of shapes alone.
+REFUSALS = (ValueError, ImportError, RuntimeError)
+
+
+def preflight(
+    config: str | os.PathLike[str] | Mapping[str, Any], card: str | None = None, probe: bool = False, **overrides: Any
+) -> PreflightReport:
+    """Whether `cogumi.train` with the same words would fit, and what to change where it would not.
+
+    card: plan for this card ("H100 SXM", "A100 80GB"; `cogumi.stack.cards`) instead of this machine. probe: make ten steps
+    here to know the time, which downloads and loads the model. Of a model on the hub its config and tokenizer are fetched
+    and no weights; of a data set there, the files. Raises UsageError for a mistake in the configuration.
+    """
+    run, target = load_config(config, **overrides), target_of(card)
+    patch(graph_break="off")  # without it TRL takes no gspo
+    if run.model.adapter is not None:
+        run.lora = warm_start.lora_of(run.model.adapter, run.lora)
+    base = resolve_model(run.model.name, run.model.revision)
+    of_base = AutoConfig.from_pretrained(base, revision=run.model.revision)
+    if run.model.quantization_config is not None:
+        refuse_quantized_already(base, of_base)
+    lines, figures = [], {}
+
+    found = sampled.sample(run, tokenizer_of(run, base))
+    lines.append(sampled.line_of(found, run))
+    figures["data"] = found.as_dict()
+
+    as_given = run
+    run, load = on_the_target(run, base, target)
+    try:
+        run, work = work_on(run, of_base, found, target, target.free - load.weights - MOMENTS * load.trained)
+        step = vram.step_on(run, of_base, work, target)
+    except UsageError as error:
+        lines.append(Line("memory", str(error), "red"))
+    except REFUSALS as error:
+        lines.append(Line("memory", f"the step cannot be run without weights: {one_line(error)}", "unknown"))
+    else:
+        lines.append(vram.line_of(step, run))
+        figures["memory"] = step.as_dict()
+        how_long = (
+            pace.probed(run, config, overrides, work, found) if probe else estimate(run, of_base, found, work, target)
+        )
+        lines += pace.lines_of(how_long, run)
+        figures["time"] = vars(how_long)
+    outlook = disk.outlook_of(as_given)
+    lines += disk.lines_of(outlook)
+    return PreflightReport(str(target), tuple(lines), figures)
+
+
+def on_the_target(run: RunConfig, base: str, target: Target) -> tuple[RunConfig, Load]:
+    """The run with what it leaves open decided as it would be there, and what it asks."""
+    there = run.model_copy(deep=True)
+    if there.model.dtype == "auto":
+        there.model.dtype = "bfloat16" if target.machine.bf16 else "float32"
+    load = load_of(there, base)
+    return decided(run, choose(there, target.machine, load)), load
+
+
+def work_on(run: RunConfig, config: Any, found: sampled.Sample, target: Target, free: int) -> tuple[RunConfig, Work]:
+    """What goes through at once, GSPO's batch planned as the run plans it. free: bytes left for activations."""
+    longest = found.longest
+    if run.cogumi.method == "gspo":
+        if gspo.is_planned(run):
+            batch = gspo.batch_for(run, config, dtype_of(target, run.model.dtype).itemsize, longest, free)
+            run = gspo.with_batch(run, batch.arguments)
+        return run, vram.planned_work(run, longest)
+    limit = run.train.get("max_length")
+    if found.packed and limit:
+        return run, vram.planned_work(run, int(limit), found.packed.at_once)
+    # The sample may not hold the longest example of all.
+    return run, vram.planned_work(run, int(limit or longest))
+
+
+def estimate(run: RunConfig, config: Any, found: sampled.Sample, work: Work, target: Target) -> pace.Pace:
+    dtype = dtype_of(target, run.model.dtype)
+    model = planned_trainer(run, config, dtype, run.model.attn_implementation).model
+    weights = sum(p.numel() for p in model.parameters() if not p.requires_grad) * dtype.itemsize
+    return pace.estimated(run, work, found, work_of(model), target, weights)

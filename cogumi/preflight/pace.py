@@ -1,0 +1,131 @@
+"""How many steps and tokens a run is, how long it takes and what it costs.
+
+The time is that of ten steps made here (`--probe`), or an estimate: what the model computes for a token, over what the card
+can. Of a card's peak a good training reaches a third to a half, and no figure of this stack on a card has been measured
+yet, so an estimate is given for REACHED of the peak and says so. A rollout by transformers reads all weights for every
+token it adds to its documents: at best the card's bandwidth over their bytes.
+"""
+
+import json
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cogumi.config import RunConfig
+from cogumi.memory.step import Work
+from cogumi.preflight.lines import Line
+from cogumi.preflight.sampled import Sample
+from cogumi.preflight.target import Target
+from cogumi.training.flops import Work as Arithmetic
+from cogumi.words import duration
+
+REACHED = 0.4  # of the card's dense bf16 peak, in hardware FLOP (PaLM, arXiv:2204.02311, appendix B: 46 to 58 % there)
+PROBED = 10
+
+
+@dataclass(frozen=True)
+class Pace:
+    """steps: optimizer steps. tokens: of the whole training, without padding. seconds: None where nothing says how fast."""
+
+    steps: int
+    tokens: int
+    seconds: float | None
+    measured: bool
+
+    def cost(self, per_hour: float | None) -> float | None:
+        return None if per_hour is None or self.seconds is None else self.seconds / 3600 * per_hour
+
+
+def steps_of(run: RunConfig, work: Work, found: Sample) -> int:
+    """Optimizer steps: `train.max_steps`, or those of the epochs (transformers' 3 by default; TRL's GRPO has 3 too)."""
+    if (said := int(run.train.get("max_steps") or -1)) > 0:
+        return said
+    epochs = float(run.train.get("num_train_epochs") or 3)
+    rows = found.trained / (found.packed.examples_per_row if found.packed else 1)
+    if run.cogumi.method == "gspo":
+        rows *= int(run.train.get("num_generations") or 8)
+    return max(1, math.ceil(epochs * rows / (work.rows * work.micro_batches)))
+
+
+def tokens_of_a_step(run: RunConfig, work: Work, found: Sample) -> float:
+    """Of the mean example; of a rollout with completions as long as they may be."""
+    rows = work.rows * work.micro_batches
+    if run.cogumi.method == "gspo":
+        return rows * (found.mean + work.completion)
+    if found.packed:
+        return rows * found.packed.examples_per_row * found.mean
+    return rows * found.mean * (2 if run.cogumi.method == "dpo" else 1)
+
+
+def estimated(run: RunConfig, work: Work, found: Sample, arithmetic: Arithmetic, target: Target, weights: int) -> Pace:
+    """weights: bytes of the base as it is loaded."""
+    steps, tokens = steps_of(run, work, found), tokens_of_a_step(run, work, found)
+    card = target.card
+    if card is None or card.peak is None:
+        return Pace(steps, round(steps * tokens), None, False)
+    context = found.mean + work.completion
+    recomputed = run.train.get("gradient_checkpointing") is not False
+    passes = arithmetic.hardware(context, recomputed)
+    if run.cogumi.method == "dpo" and not run.train.get("precompute_ref_log_probs"):
+        passes += arithmetic.forward(context)
+    seconds = tokens * passes / (REACHED * card.peak)
+    if work.rollout:
+        documents = work.rows * work.micro_batches
+        seconds += documents / work.rollout * work.completion * weights / card.bandwidth
+    return Pace(steps, round(steps * tokens), steps * seconds, False)
+
+
+def probed(run: RunConfig, config: Any, overrides: dict[str, Any], work: Work, found: Sample) -> Pace:
+    """Ten steps of the run itself, in a directory that is removed; downloads and loads the model.
+
+    Raises what the run would raise.
+    """
+    from cogumi.training import train
+
+    steps = steps_of(run, work, found)
+    with tempfile.TemporaryDirectory(prefix="cogumi-probe-") as scratch:
+        place = Path(scratch) / "run"
+        ten = {
+            "train__max_steps": min(PROBED, steps),
+            "train__save_strategy": "no",
+            "train__eval_strategy": "no",
+            "cogumi__merge": False,
+            "cogumi__run_dir": str(place),
+            "cogumi__samples_every": None,
+            "cogumi__sanity": None,
+        }
+        train(config, **{**overrides, **ten})
+        figures = json.loads((place / "metrics.json").read_text(encoding="utf-8"))
+    seconds = figures["step_seconds"] / figures["steps"]
+    return Pace(steps, round(steps * tokens_of_a_step(run, work, found)), steps * seconds, True)
+
+
+def lines_of(pace: Pace, run: RunConfig) -> list[Line]:
+    said = f"{pace.steps:,} steps, about {pace.tokens:,} tokens"
+    if pace.seconds is None:
+        said += "; how fast is not known for this machine"
+        return [Line("time", said, "unknown", "--probe makes ten steps and says")]
+    assumed = f"if it reaches {REACHED:.0%} of the card's peak, not measured"
+    how = f"by {min(PROBED, pace.steps)} steps made here" if pace.measured else assumed
+    cost = pace.cost(run.cogumi.price_per_hour)
+    price = "" if cost is None else f", ${cost:,.2f} at ${run.cogumi.price_per_hour:g} an hour"
+    said += f": {duration(pace.seconds)} of training{price} ({how})"
+    return [over_budget(pace, run, said) or Line("time", said)]
+
+
+def over_budget(pace: Pace, run: RunConfig, said: str) -> Line | None:
+    """A red line where the budget ends the run before its steps do."""
+    assert pace.seconds is not None
+    hours, money = run.cogumi.max_hours, run.cogumi.max_cost
+    shares = [hours * 3600 / pace.seconds] if hours is not None else []
+    cost = pace.cost(run.cogumi.price_per_hour)
+    if money is not None and cost:
+        shares.append(money / cost)
+    if not shares or min(shares) >= 1:
+        return None
+    steps = max(1, int(min(shares) * pace.steps))
+    limit = "cogumi.max_hours" if hours is not None and shares[0] == min(shares) else "cogumi.max_cost"
+    return Line("time", f"{said}; {limit} ends it at about step {steps:,}", "red",
+                f"set train.max_steps: {steps}, or raise {limit}", {"train.max_steps": steps})  # fmt: skip

@@ -1,0 +1,153 @@
+"""A sample of a run's data, made into examples as the run makes them: how long they are, how many there will be."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow.parquet as pq
+from datasets import Dataset
+
+from cogumi.config import RunConfig
+from cogumi.data.lengths import lengths_of
+from cogumi.data.packing import pack, rows_per_step, with_labels
+from cogumi.data.prepare import entries_of
+from cogumi.data.sources import batches
+from cogumi.errors import UsageError
+from cogumi.preflight.lines import Line
+from cogumi.training.examples import date_of, longest_example, options_of, source_of
+from cogumi.training.gspo import prompt_ids
+
+ROWS = 1000  # that are looked at, in all
+
+
+@dataclass(frozen=True)
+class Sample:
+    """looked_at: rows that were read; examples: those that make one. lengths: tokens of each, of gspo the prompts'.
+
+    rows: in the files; trained: examples of the whole, by the sample's share, that a pass over the data has.
+    """
+
+    looked_at: int
+    examples: int
+    truncated: int
+    too_long: int
+    lengths: tuple[int, ...]
+    rows: int
+    trained: int
+    packed: "Rows | None"
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths, default=0)
+
+    @property
+    def mean(self) -> float:
+        return sum(self.lengths) / max(1, len(self.lengths))
+
+    def quantile(self, share: float) -> int:
+        ordered = sorted(self.lengths)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "rows": self.rows, "looked_at": self.looked_at, "examples": self.examples, "trained": self.trained,
+            "truncated": self.truncated, "too_long": self.too_long, "mean_tokens": self.mean, "longest": self.longest,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Packed rows: examples in each, how many a micro-batch and how many micro-batches a step."""
+
+    examples_per_row: float
+    at_once: int
+    accumulated: int
+
+
+def sample(run: RunConfig, tokenizer: Any) -> Sample:
+    """Make examples of the first rows of each source. Raises UsageError as the run would, for what cannot be read."""
+    today = date_of(run, tokenizer)
+    looked_at = examples = truncated = too_long = rows = 0
+    lengths: list[int] = []
+    tables = []
+    entries = entries_of(run.data)
+    for entry in entries:
+        options = options_of(run, entry, today)
+        source = source_of(entry, options, tokenizer)
+        first = first_rows(source.files, source.columns, ROWS // len(entries), source.text_only)
+        chunk = source.tokenize(first, 0)
+        looked_at += first.height
+        examples += chunk.table.num_rows
+        truncated += chunk.truncated
+        too_long += sum(each.count for reason, each in chunk.dropped.items() if reason.startswith("longer than"))
+        if run.cogumi.method == "gspo":
+            lengths += [len(prompt_ids(prompt, tokenizer)) for prompt in chunk.table["prompt"].to_pylist()]
+        else:
+            lengths += lengths_of(chunk.table).tolist()
+        tables.append(chunk.table)
+        rows += sum(map(rows_in, source.files))
+    if not examples:
+        raise UsageError(
+            f"data: of the first {looked_at:,} rows none makes an example"
+            + (
+                f"; {too_long:,} are longer than {longest_example(run):,} tokens, which train.max_length sets"
+                if too_long
+                else ""
+            )
+        )
+    chosen = max(0, round((rows - run.data.eval_rows) * run.data.fraction))
+    chosen = min(chosen, run.data.max_rows or chosen)
+    packed = packed_rows(run, Dataset(tables[0])) if run.train.get("packing") and run.cogumi.method == "sft" else None
+    return Sample(
+        looked_at, examples, truncated, too_long, tuple(lengths), rows, chosen, packed
+    )
+
+
+def first_rows(files: Any, columns: Any, count: int, text_only: bool) -> pl.DataFrame:
+    """The first rows of up to eight of the files, by field."""
+    chosen = files[:: max(1, len(files) // 8)][:8]
+    each = -(-count // len(chosen))
+    frames = []
+    for file in chosen:
+        frame = next(batches([file], list(dict.fromkeys(columns.values())), text_only=text_only), None)
+        if frame is not None and frame.height:
+            frames.append(frame.head(each).select(pl.col(column).alias(name) for name, column in columns.items()))
+    if not frames:
+        raise UsageError(f"data.source: {chosen[0]} has no rows; check what wrote it, or give another file")
+    return pl.concat(frames, how="vertical_relaxed")
+
+
+def rows_in(file: Path) -> int:
+    """Rows of a file; a parquet file says how many, of any other the lines are read."""
+    if file.suffix == ".parquet":
+        return int(pq.ParquetFile(file).metadata.num_rows)
+    with file.open("rb") as lines:
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: lines.read(2**20), b""))
+
+
+def packed_rows(run: RunConfig, examples: Dataset) -> Rows:
+    """What packing makes of a micro-batch, by the sample."""
+    length = int(run.train.get("max_length") or longest_example(run) or 0)
+    found = pack(with_labels(examples), length, run.train.get("packing_strategy") or "bfd")
+    at_once = run.train.get("per_device_train_batch_size") or 8
+    step = rows_per_step(found, int(at_once), int(run.train.get("gradient_accumulation_steps") or 1))
+    return Rows(found.examples_per_row, step.per_device_train_batch_size, step.gradient_accumulation_steps)
+
+
+def line_of(found: Sample, run: RunConfig) -> Line:
+    what = "prompts" if run.cogumi.method == "gspo" else "examples"
+    said = (
+        f"about {found.trained:,} {what} of {found.rows:,} rows; of the first {found.looked_at:,} {found.examples:,} make one, "
+        f"{found.mean:,.0f} tokens in the mean, half at most {found.quantile(0.5):,}, the longest {found.longest:,}"
+    )
+    lost = found.too_long + found.truncated
+    if not lost:
+        return Line("data", said)
+    verb = "truncated" if found.truncated else "longer than that, and dropped"
+    key = "data.fim.max_length" if run.data.format == "fim" else "train.max_length"
+    share = lost / found.looked_at
+    said += f"; {share:.1%} are {verb}"
+    if share < 0.05:
+        return Line("data", said)
+    return Line("data", said, "yellow", f"raise {key}, if the memory allows, to keep them")

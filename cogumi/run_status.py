@@ -1,0 +1,205 @@
+"""How a run stands, from its directory and the table of processes alone: milliseconds, no torch, nothing changed."""
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+from cogumi.checkpoints.commit import step_of
+from cogumi.checkpoints.resume import checkpoints_in
+from cogumi.durable import locked
+from cogumi.errors import UsageError
+from cogumi.process import host, is_running, same_process
+from cogumi.rundir import CONSOLE, START, finite, is_empty, read_json
+
+# What status.json says while a process is at work. It also says so of one that was killed.
+AT_WORK = ("starting", "running", "paused")
+# How a run ends that was to go on, and what is said of a process that is gone without a word.
+BROKEN_OFF = ("interrupted", "failed", "preempted", "died")
+# A run on another machine counts as living as long as its last sign of life is no older.
+FRESH_SECONDS = 300.0
+TAIL_BYTES = 65536
+
+
+@dataclass(frozen=True)
+class Status:
+    """One look at a run. Times are seconds since 1970; what the run does not say (yet) is None."""
+
+    run_dir: str
+    state: str
+    """As in status.json (starting, running, finished, failed, preempted ...); died: it says running, and the process is gone;
+    refused: a start ended in a mistake of the configuration, and there is no run."""
+    stage: str | None
+    """While it runs: load, train, samples, merge ..."""
+    step: int | None
+    steps: int | None
+    eta_seconds: float | None
+    reason: str | None
+    """Why it ended as it did, and what to do."""
+    alive: bool | None
+    """Whether its process lives. None where that cannot be said from this machine."""
+    pid: int | None
+    host: str | None
+    began: float | None
+    """When the process began."""
+    last_sign: float | None
+    """When the run last wrote its status or heartbeat."""
+    checkpoint: str | None
+    """The newest checkpoint, which the run goes on from if it is whole."""
+    heartbeat: dict[str, Any]
+    """heartbeat.json as it is."""
+    latest: dict[str, Any]
+    """The last value of each metric among the last logged rows."""
+    log: str
+    """The file with what the run says."""
+
+    @property
+    def process(self) -> dict[str, Any]:
+        """The record of its process, as in `cogumi.process`."""
+        return {"pid": self.pid, "host": self.host, "began": self.began}
+
+    @property
+    def ended(self) -> bool:
+        return self.state not in AT_WORK or self.alive is False
+
+    @property
+    def passed(self) -> bool:
+        """Whether the run came to its end and every check of its verdict passed."""
+        verdict = read_if_there(Path(self.run_dir) / "verdict.json")
+        return self.ended and self.state not in (*BROKEN_OFF, "refused") and verdict.get("passed") is True
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the fields, with `ended` and `passed`."""
+        values: dict[str, Any] = finite({**asdict(self), "ended": self.ended, "passed": self.passed})
+        return values
+
+
+def status_of(run_dir: Path) -> Status:
+    """How the run in a directory stands. Raises UsageError where there is none."""
+    said, started = read_if_there(run_dir / "status.json"), read_if_there(run_dir / START)
+    if not said and not started:
+        if (run_dir / "status.json").exists() or (run_dir / CONSOLE).exists():
+            said = {"state": "starting"}  # a directory that is just being begun
+        else:
+            raise UsageError(f"{run_dir}: no run there{near(run_dir)}")
+    beat = read_if_there(run_dir / "heartbeat.json")
+    last_sign = max((each["time"] for each in (said, started, beat) if "time" in each), default=None)
+    # A start that has not come as far as a status of its own is what there is to tell, whatever was before it.
+    newest = started if started and started["time"] > said.get("time", 0) and not same_process(started, said) else said
+    alive = is_alive(run_dir, newest, last_sign)
+    state, reason = said.get("state", "starting"), said.get("reason")
+    if newest is started:
+        state, reason = before_a_status(state if said else None, reason, started, alive)
+    elif state in AT_WORK and alive is False:
+        state, reason = "died", how_it_died(started if same_process(started, said) else {}, state, said.get("stage"))
+    there, latest = checkpoints_in(run_dir / "checkpoints"), latest_metrics(run_dir / "metrics.jsonl")
+    # The heartbeat is written at most once a second: the last step of a run that was stopped is in its metrics, or saved.
+    reached = [each["step"] for each in (beat, latest) if "step" in each] + [step_of(path) for path in there[:1]]
+    return Status(
+        run_dir=str(run_dir),
+        state=state,
+        stage=said.get("stage") if state in AT_WORK and newest is said else None,
+        step=max(reached, default=None),
+        steps=beat.get("steps"),
+        eta_seconds=beat.get("eta_seconds") if state in AT_WORK else None,
+        reason=reason,
+        alive=alive,
+        pid=newest.get("pid"),
+        host=newest.get("host"),
+        began=newest.get("began"),
+        last_sign=last_sign,
+        checkpoint=there[0].name if there else None,
+        heartbeat=beat,
+        latest=latest,
+        log=str(log_of(run_dir, said, started)),
+    )
+
+
+def before_a_status(
+    before: str | None, reason: str | None, started: dict[str, Any], alive: bool | None
+) -> tuple[str, str | None]:
+    """State and reason while the newest word is that of a start. before: the state of the run that it was to go on with."""
+    if started.get("refused"):
+        return before or "refused", f"the last start was refused: {started['refused']}"
+    if started.get("exit") == 128 + Signals.SIGTERM:
+        return before or "preempted", "it was stopped before it had begun"
+    if alive is False:
+        return (before if before and before not in AT_WORK else "died"), how_it_died(started, "starting", None)
+    return "starting", None
+
+
+def how_it_died(started: dict[str, Any], state: str, stage: str | None) -> str:
+    """Of a process that left no word itself: what its supervisor saw, or what is left to think."""
+    during = stage or state
+    code = started.get("exit")
+    if code is None:
+        return f"its process is gone without a word (during: {during}): killed, or the machine went down"
+    if code >= 0:
+        return f"its process ended with exit status {code} (during: {during})"
+    memory = "; the kernel does that when memory runs out" if -code == Signals.SIGKILL else ""
+    return f"its process was ended by {Signals(-code).name} (during: {during}){memory}"
+
+
+def is_alive(run_dir: Path, record: dict[str, Any], last_sign: float | None) -> bool | None:
+    """Whether the process of a record lives. Where its number does not tell, whether somebody holds the directory's lock."""
+    known = is_running(record)
+    if known is not None or is_empty(run_dir):
+        return known
+    with locked(run_dir) as ours:
+        if ours is False:
+            return True
+        if ours and record.get("host") in (None, host()):
+            return False
+    # Not every network filesystem passes locks on from machine to machine.
+    return None if last_sign is not None and time.time() - last_sign < FRESH_SECONDS else False
+
+
+def log_of(run_dir: Path, said: dict[str, Any], started: dict[str, Any]) -> Path:
+    """What a detached process prints, which has its errors too; run.log of a run in somebody's terminal."""
+    detached = started and (not said or same_process(started, said) or started["time"] > said.get("time", 0))
+    return run_dir / (CONSOLE if detached else "run.log")
+
+
+def read_if_there(path: Path) -> dict[str, Any]:
+    """The object in a file; {} where there is no file, or nothing in it yet."""
+    try:
+        return dict(read_json(path)) if path.stat().st_size else {}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+
+
+def latest_metrics(path: Path) -> dict[str, Any]:
+    """The last value of each metric in the end of a file of metrics, which may be long."""
+    latest: dict[str, Any] = {}
+    for line in tail_lines(path):
+        latest |= {key: value for key, value in json.loads(line).items() if value is not None}
+    return latest
+
+
+def tail_lines(path: Path, size: int = TAIL_BYTES) -> list[str]:
+    """The whole lines in the last `size` bytes of a file; none where there is no file."""
+    try:
+        with path.open("rb") as file:
+            begin = max(0, os.fstat(file.fileno()).st_size - size)
+            file.seek(begin)
+            lines = file.read().decode(errors="replace").split("\n")
+    except FileNotFoundError:
+        return []
+    return lines[1 if begin else 0 : -1]
+
+
+def runs_below(directory: Path) -> list[Path]:
+    """The run directories right below a directory, by name."""
+    return sorted({path.parent for mark in ("status.json", START) for path in directory.glob(f"*/{mark}")})
+
+
+def near(run_dir: Path) -> str:
+    """A hint for a name that is none of a run."""
+    import difflib
+
+    there = [path.name for path in runs_below(run_dir.parent)] if run_dir.parent.is_dir() else []
+    found = difflib.get_close_matches(run_dir.name, there, n=1) or there[:3]
+    return f"; there is {', '.join(str(run_dir.parent / name) for name in found)}" if found else ""

@@ -1,0 +1,278 @@
+"""Runs in processes of their own: start one, close the notebook, come back to it.
+
+What happens on the other side is in `cogumi.detached`; how a run stands, in `cogumi.run_status`. Neither this module nor
+what it imports loads torch: to look at a run takes milliseconds, and holds no memory of the GPU that it trains on.
+"""
+
+import json
+import logging
+import os
+import pickle
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import psutil
+
+from cogumi.errors import RunFailed, UsageError
+from cogumi.process import is_running, same_process
+from cogumi.run_status import Status, read_if_there, status_of, tail_lines
+from cogumi.run_summary import in_short, in_words, near_here, on_a_screen
+from cogumi.rundir import START, read_jsonl
+
+log = logging.getLogger("cogumi")
+# How long a start waits for the first step, once the configuration is found good: most of what a library refuses shows by
+# then, and a long download is not waited for.
+PATIENCE_SECONDS = 20.0
+POLL_SECONDS = 0.25
+# How long a process may take from its last word to its end, and its supervisor to write how it ended.
+ENDING_SECONDS = 30.0
+SUPERVISOR_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run in a directory, whoever trains it: `cogumi.start`, or `cogumi train` in another terminal."""
+
+    run_dir: Path
+
+    def __str__(self) -> str:
+        return in_short(self.status())
+
+    def status(self) -> Status:
+        """How it stands now. Raises UsageError where the directory holds no run any more."""
+        return status_of(self.run_dir)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """What was logged so far, in order; each row with its step and time."""
+        return read_jsonl(self.run_dir / "metrics.jsonl")
+
+    def dashboard(self) -> None:
+        """Print one screen: how far it is, the newest metrics and flags, the last lines of its log."""
+        print(on_a_screen(self.status()))
+
+    def logs(self, last: int = 50) -> str:
+        """The last lines of what the run said: decisions with their reasons, warnings, and the traceback if it failed."""
+        return "\n".join(tail_lines(Path(self.status().log), size=last * 1000)[-last:])
+
+    def follow(self, last: int = 20) -> Iterator[str]:
+        """The last lines of the log, and then each piece of text as it is written, until the run has ended."""
+        status = self.status()
+        while not Path(status.log).exists() and not status.ended:
+            time.sleep(POLL_SECONDS)
+            status = self.status()
+        with Path(status.log).open(encoding="utf-8", errors="replace", newline="") as file:
+            recent = "".join(file.readlines()[-last:]) if last else file.seek(0, os.SEEK_END) and ""
+            while True:
+                ended = self.status().ended  # before reading: what was written up to its end is read
+                text = recent or file.read()
+                recent = ""
+                if text:
+                    yield text
+                elif ended:
+                    return
+                else:
+                    time.sleep(POLL_SECONDS)
+
+    def wait(self, timeout: float | None = None) -> Status:
+        """Wait until the run has ended, and show how far it is. An interrupt ends the waiting, never the run.
+
+        timeout: in seconds; raises TimeoutError where the run is still at work after them.
+        """
+        from tqdm.auto import tqdm
+
+        until = None if timeout is None else time.monotonic() + timeout
+        with tqdm(desc=self.run_dir.name, unit="step", disable=None) as bar:
+            while not (status := self.status()).ended:
+                if until is not None and time.monotonic() > until:
+                    raise TimeoutError(f"{in_short(status)}; it goes on")
+                bar.total = status.steps
+                bar.set_postfix_str(status.stage or status.state, refresh=False)
+                bar.update((status.step or 0) - bar.n)
+                time.sleep(POLL_SECONDS)
+            bar.update((status.step or 0) - bar.n)
+        return status
+
+    def stop(self, kill_after: float | None = None) -> Status:
+        """Ask the run to finish its step, save a checkpoint and end (SIGTERM); wait until it has, and say what was saved.
+
+        A run that is asked twice ends at once, without saving, as after a second Ctrl-C. kill_after: end it with SIGKILL
+        if it takes longer, in seconds. Raises UsageError where its process cannot be told for certain, or is on another
+        machine: nothing else is ever sent a signal.
+        """
+        status = self.status()
+        with heard():
+            if status.ended:
+                log.info("%s; there is nothing to stop", in_short(status))
+                return status
+            process = process_of(status)
+            with suppress(psutil.NoSuchProcess):  # it has ended just now
+                process.terminate()
+            log.info("%s: asked to finish its step, save and end (asked again, it ends at once)", self.run_dir)
+            if not ends_within(status, kill_after):
+                log.warning("%s: still there after %g s; it is killed", self.run_dir, kill_after)
+                kill_with_children(process)
+                ends_within(status, None)
+            status = self.status()
+            log.info("%s", in_words(status))
+        return status
+
+
+def start(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> Run:
+    """Train one configuration in a process that outlives this one, the notebook, the terminal and the connection.
+
+    config, overrides: as for `cogumi.train`; COGUMI_* of the environment hold as well. Returns when the first step is done,
+    or some seconds after the configuration was found good. A run that is under way already is attached to, and one that
+    has finished is left as it is; both are said. An unfinished one goes on from its last good checkpoint.
+    Raises UsageError for what `cogumi.train` refuses, and RunFailed where the run ends otherwise before its first step.
+    """
+    if not isinstance(config, Mapping):
+        from cogumi.config_source import read_source
+
+        read_source(config)  # a name that is none is told at once; all the rest on the other side, some seconds later
+    with heard(), TemporaryFile() as output:
+        log.info("configuration and data are being checked, in the process that will train")
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                launch(theirs.fileno(), (dict(config) if isinstance(config, Mapping) else config, overrides), output)
+            word = listen(ours, None)
+            if not word:
+                output.seek(0)
+                raise RunFailed(f"the process ended before it had a run: {last_line(output.read().decode())}")
+            refuse(word, ours)
+            run = Run(Path(word["run_dir"]))
+            if "already" in word:
+                log.info("%s", word["already"])
+                return run
+            await_first_step(run, ours)
+        log.info("%s", in_short(run.status()))
+    return run
+
+
+def attach(run_dir: str | os.PathLike[str]) -> Run:
+    """The run in a directory, under way or over. Raises UsageError, with the nearest name, where there is none."""
+    path = Path(run_dir)
+    status_of(path)
+    return Run(path.absolute())
+
+
+def launch(descriptor: int, what: Any, output: Any) -> None:
+    """Leave a trainer behind, in a session of its own. what: pickled, on its standard input, so that no file holds it."""
+    subprocess.run(
+        [sys.executable, "-m", "cogumi.detached", str(descriptor)],
+        input=pickle.dumps(what),
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        pass_fds=(descriptor,),
+        # A progress bar that goes to a file is a line for each of its refreshes.
+        env={"TQDM_DISABLE": "1", **os.environ, "PYTHONUNBUFFERED": "1"},
+        check=False,  # one that cannot begin at all says so in its output, as one does that ends later
+    )
+
+
+def listen(ours: socket.socket, seconds: float | None) -> dict[str, str] | None:
+    """What the trainer says within some seconds; {} where it has ended, None where it says nothing."""
+    if not select.select([ours], [], [], seconds)[0]:
+        return None
+    said = ours.recv(65536)
+    if not said:
+        return {}
+    ours.sendall(b"1")  # heard
+    word: dict[str, str] = json.loads(said)
+    return word
+
+
+def refuse(word: dict[str, str], ours: socket.socket) -> None:
+    """Raise what the trainer refuses, once it has hung up: until then it may be taking its directory away."""
+    if "refused" in word:
+        select.select([ours], [], [], ENDING_SECONDS)
+        raise UsageError(word["refused"])
+
+
+def await_first_step(run: Run, ours: socket.socket) -> None:
+    """Wait until the run has made a step, has ended, or patience is over. Raises what it ended in."""
+    began, until = time.time(), time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < until:
+        word = listen(ours, POLL_SECONDS)
+        if word == {}:  # its process is ending
+            ends_within(run.status(), ENDING_SECONDS)
+            break
+        if word:
+            refuse(word, ours)
+        with suppress(UsageError):  # a refusal takes the directory away just before it is told
+            status = run.status()
+            stepped = status.heartbeat.get("step", 0) > 0 and status.heartbeat["time"] > began
+            if status.ended or stepped:
+                break
+    status = run.status()
+    if status.state in ("died", "failed"):
+        raise RunFailed(f"{in_words(status)}; {near_here(status.log)} ends in: {last_line(run.logs(5))}")
+
+
+def process_of(status: Status) -> psutil.Process:
+    """The process that a status is of. Raises UsageError where it cannot be told for certain."""
+    record = status.process
+    if is_running(record):
+        return psutil.Process(record["pid"])
+    if status.host and status.alive is None:
+        raise UsageError(f"{status.run_dir}: its process {status.pid} is on {status.host}; stop it there")
+    raise UsageError(
+        f"{status.run_dir} is held by a process, but not by number {status.pid}, which its status names; "
+        "end that one where it was started"
+    )
+
+
+def ends_within(status: Status, seconds: float | None) -> bool:
+    """Wait until the process of a status is over, and its supervisor, if it has one, has said how. False: it takes longer."""
+    until = None if seconds is None else time.monotonic() + seconds
+    while is_running(status.process):
+        if until is not None and time.monotonic() >= until:
+            return False
+        time.sleep(POLL_SECONDS)
+    until = time.monotonic() + SUPERVISOR_SECONDS
+    while is_untold(status) and time.monotonic() < until:
+        time.sleep(POLL_SECONDS / 5)
+    return True
+
+
+def is_untold(status: Status) -> bool:
+    """Whether the record of a start names the process of a status, and not yet how it ended."""
+    started = read_if_there(Path(status.run_dir) / START)
+    return same_process(started, status.process) and "exit" not in started
+
+
+def kill_with_children(process: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):
+        for each in (*process.children(recursive=True), process):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+
+
+def last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["it said nothing"])[-1]
+
+
+@contextmanager
+def heard() -> Iterator[None]:
+    """While in the block, log lines are shown on the screen if nobody else shows them, as in a notebook."""
+    if log.hasHandlers():
+        yield
+        return
+    level, handler = log.level, logging.StreamHandler(sys.stdout)
+    log.addHandler(handler)
+    log.setLevel(level or logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)

@@ -1,0 +1,46 @@
+"""The configuration of a run as TRL's own: its method's settings over what a run needs, refused where TRL would ignore them."""
+
+from typing import Any
+
+import torch
+
+from cogumi.config import RunConfig, trl_config_class
+from cogumi.errors import UsageError
+from cogumi.hidden import SECRETS, Unwritten
+from cogumi.training import dpo, gspo, sft, trackers
+
+METHODS: dict[str, Any] = {"sft": sft, "dpo": dpo, "gspo": gspo}
+NOT_PASSED_ON = {
+    "resume_from_checkpoint": "a run goes on from the last good checkpoint in its own directory",
+    "model_init_kwargs": "the model is loaded as `model:` says",
+}
+
+
+def trl_arguments(run: RunConfig) -> Any:
+    """TRL's config object for the run. Raises UsageError with TRL's own words where it refuses a combination."""
+    for key, reason in NOT_PASSED_ON.items():
+        if run.train.get(key) is not None:
+            raise UsageError(f"train.{key} would be ignored: {reason}")
+    if run.train.get("gradient_accumulation_steps", 1) < 1:
+        raise UsageError(f"train.gradient_accumulation_steps is {run.train['gradient_accumulation_steps']}; at least 1")
+    trackers.refuse_missing(run.train.get("report_to"))
+    # TRL turns bf16 autocast on wherever fp16 is off; without a GPU that is slow and blurs a GSPO ratio of 1 +- 3e-4.
+    on_gpu = torch.cuda.is_available()
+    bf16 = on_gpu and torch.cuda.is_bf16_supported()
+    defaults = {
+        "output_dir": str(run.run_dir / "checkpoints"),
+        "report_to": trackers.default_reporter(),
+        "logging_first_step": True,  # so that the shortest run has a loss to judge
+        "bf16": bf16,
+        "dataloader_pin_memory": on_gpu,
+    }
+    given = {**defaults, **METHODS[run.cogumi.method].arguments(run)}
+    secrets = {key: Unwritten(value) for key, value in given.items() if value and key.endswith(SECRETS)}
+    try:
+        return trl_config_class(run.cogumi.method)(**{**given, **secrets})
+    except ValueError as error:
+        raise UsageError(f"train: {one_line(error)}") from None
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(f"{error}".split()) or type(error).__name__

@@ -1,0 +1,93 @@
+"""Direct preference optimization (arXiv:2305.18290): TRL's DPOTrainer on tokenized pairs."""
+
+import copy
+import math
+from typing import Any
+
+from cogumi.config import RunConfig
+from cogumi.errors import UsageError
+from cogumi.training.verdict import Check
+
+COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
+# TRL 1.15, dpo_trainer.py, _compute_loss: what these losses are where policy and reference are one, at beta.
+AT_THE_START = {
+    "sigmoid": lambda beta: math.log(2),
+    "sigmoid_norm": lambda beta: math.log(2),
+    "hinge": lambda beta: 1.0,
+    "ipo": lambda beta: (1 / (2 * beta)) ** 2,
+}
+NO_DISTANCE = 1e-3  # nats times beta: rounding of two passes through one model
+
+
+def arguments(run: RunConfig) -> dict[str, Any]:
+    """DPOConfig arguments. Raises UsageError for settings that would train on something else."""
+    if run.train.get("truncation_mode") == "keep_end":
+        raise UsageError(
+            "train.truncation_mode: keep_end cuts prompts off their beginning; drop it "
+            "(data.overlong says what becomes of long pairs)"
+        )
+    return dict(run.train)
+
+
+def build_trainer(run: RunConfig, *, train_dataset: Any, **common: Any) -> Any:
+    import trl  # looked up here: unsloth may have put its own trainer on the module
+
+    class OnTokenizedPairs(trl.DPOTrainer):  # type: ignore[misc, name-defined]
+        """Takes pairs that are tokenized already, and cached, where TRL would tokenize rows of text one at a time."""
+
+        def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+            return dataset
+
+    reference = None
+    if run.cogumi.tuning == "full" and not run.train.get("precompute_ref_log_probs"):
+        reference = copy.deepcopy(common["model"])  # TRL would load it again, in whatever dtype that gives
+    trainer = OnTokenizedPairs(train_dataset=train_dataset, ref_model=reference, **common)
+    refuse_other_tokens(trainer, train_dataset)
+    return trainer
+
+
+def refuse_other_tokens(trainer: Any, dataset: Any) -> None:
+    """Raise RuntimeError unless the trainer compares exactly the tokens that the data says: whoever's trainer it is."""
+    first = [dataset[i] for i in range(min(4, len(dataset)))]
+    wanted = [len(pair[side]) for side in ("chosen_ids", "rejected_ids") for pair in first]
+    limit = trainer.args.max_length
+    if limit is not None and any(
+        len(pair["prompt_ids"]) + n > limit for n, pair in zip(wanted, first * 2, strict=True)
+    ):
+        raise RuntimeError(f"a pair is longer than train.max_length {limit}, which would cut it")
+    compared = trainer.data_collator(first)["completion_mask"].sum(-1).tolist()
+    if compared != wanted:
+        raise RuntimeError(
+            f"{type(trainer).__name__} would compare {compared} tokens of the first pairs, whose completions have {wanted}"
+        )
+
+
+def judge_dpo(metrics: list[dict[str, Any]], args: Any) -> list[Check]:
+    """What DPO adds: before the first update the policy is its own reference, and the loss is what it then must be."""
+    first = next((row for row in metrics if "rewards/chosen" in row), None)
+    if first is None:
+        return [Check("reference", "no pair was compared", "the policy as it starts", False)]
+    apart = max(abs(first["rewards/chosen"]), abs(first["rewards/rejected"]))
+    margins = [row["rewards/margins"] for row in metrics if "rewards/margins" in row]
+    finite = sum(math.isfinite(margin) for margin in margins)
+    return [
+        Check(
+            "reference",
+            f"the policy's rewards are {apart:.1e} before the first update",
+            f"<= {NO_DISTANCE:g}: it starts as its own reference",
+            apart <= NO_DISTANCE,
+        ),
+        loss_at_the_start(first["loss"], args),
+        Check("margins", f"{finite} of {len(margins)} finite", "all", finite == len(margins)),
+    ]
+
+
+def loss_at_the_start(loss: float, args: Any) -> Check:
+    """The first step's loss beside the formula's value at rewards of 0."""
+    names, required = "+".join(args.loss_type), "the formula's value where nothing is learned yet"
+    if len(args.loss_type) > 1 or names not in AT_THE_START or args.loss_weights or args.use_weighting:
+        return Check("first loss", f"{names}: {loss:.4f}, not compared: it depends on the data", required, True)
+    expected = AT_THE_START[names](args.beta)
+    return Check(
+        "first loss", f"{names}: {loss:.5f}, {expected:.5f} by the formula", required, abs(loss - expected) < 1e-2
+    )

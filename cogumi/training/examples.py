@@ -1,0 +1,174 @@
+"""What a run trains on and is evaluated on: from `data:` of its config, through the formats, to prepared examples."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from cogumi.config import RunConfig
+from cogumi.data.cache_key import tokenizer_identity
+from cogumi.data.formats import FormatOptions, columns_for, holds_messages, learned, note_of, tokenize_for
+from cogumi.data.prepare import Entry, entries_of, selection_of
+from cogumi.data.prepared import Data, Prepared, Source, prepare
+from cogumi.data.sources import batches, column_names
+from cogumi.data.templates import prints_the_date, read_template
+from cogumi.rundir import read_json, write_json
+from cogumi.training.gspo import prompt_ids
+from cogumi.training.sft import MAX_LENGTH
+
+log = logging.getLogger("cogumi")
+RECORD = "data.json"  # in the run directory: the key of its prepared data, and the date its chat template was told
+SHOWN = 32  # held-out rows that may be completed for samples.jsonl
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What a run trains on, is evaluated on, and completes for samples.jsonl; the last two None without held-out rows."""
+
+    train: Data
+    held_out: Data | None
+    prompts: Dataset | None
+    """`prompt` (text, as the model sees it), `prompt_ids`, and what would be the answer."""
+    key: str
+    today: str | None
+    sources: tuple[str, ...] = ()
+
+    def reports(self) -> list[str]:
+        parts = [data for data in (self.train, self.held_out) if data is not None]
+        return [
+            *self.sources,
+            *(data.report() for data in parts),
+            *(line for data in parts for line in data.examples_dropped()),
+        ]
+
+    def record(self, run_dir: Path) -> None:
+        write_json(run_dir / RECORD, {"key": self.key, "today": self.today})
+
+
+def prepare_examples(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Examples:
+    """The examples of a run, prepared now or found in the cache. Raises UsageError as the formats and sources do."""
+    today = date_of(run, tokenizer)
+    entries = entries_of(run.data)
+    options = [options_of(run, entry, today) for entry in entries]
+    sources = [source_of(entry, each, tokenizer) for entry, each in zip(entries, options, strict=True)]
+    parts = {"tokenizer": tokenizer_identity(tokenizer)}
+    prepared = prepare(sources, selection_of(run.data), parts, bad_rows=run.data.bad_rows)
+    notes = [note for each in options if (note := note_of(each, tokenizer))]
+    prompts = None
+    if prepared.held_out is not None:
+        prompts = prompts_to_complete(run, prepared, options[0], tokenizer)
+    return Examples(prepared.train, prepared.held_out, prompts, prepared.key, today, (*prepared.sources, *notes))
+
+
+def date_of(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The date for chat templates that print one: today's, or the one on which the run began, None for other formats."""
+    if run.data.format == "fim" or not tokenizer.chat_template or not prints_the_date(tokenizer):
+        return None
+    begun = run.run_dir / RECORD
+    known: str | None = read_json(begun)["today"] if begun.exists() else None
+    return known or date.today().isoformat()
+
+
+def options_of(run: RunConfig, entry: Entry, today: str | None) -> FormatOptions:
+    return FormatOptions(
+        method=run.cogumi.method,
+        format=entry.format,
+        columns=entry.columns,
+        column=entry.column,
+        learn=learned(entry.format, run.train),
+        max_length=None if run.cogumi.method == "gspo" else longest_example(run),
+        overlong=run.data.overlong,
+        truncation_mode=run.train.get("truncation_mode") or "keep_start",
+        thinking=run.cogumi.thinking,
+        today=today,
+        fim=run.data.fim,
+    )
+
+
+def longest_example(run: RunConfig) -> int | None:
+    """The budget of an example in tokens: `train.max_length`, or TRL's own; fill in the middle has one of its own."""
+    if run.data.format == "fim":
+        return run.data.fim.max_length
+    return int(run.train.get("max_length") or MAX_LENGTH)
+
+
+def source_of(entry: Entry, options: FormatOptions, tokenizer: PreTrainedTokenizerBase) -> Source:
+    files = entry.located.files
+    columns = columns_for(options, column_names(files))
+    wanted = list(dict.fromkeys(columns.values()))
+    schema: Mapping[str, Any] = next((rows.schema for rows in batches(files, wanted) if rows.height), {})
+    return Source(
+        name=entry.located.name,
+        files=files,
+        columns=columns,
+        tokenize=tokenize_for(options, tokenizer, {name: name for name in columns}, holds_messages(columns, schema)),
+        identity=entry.located.identity,
+        options=options.as_json(),
+        weight=entry.weight,
+        text_only=options.format == "fim",
+    )
+
+
+# ----------------------------------------------------------------------------------------------- prompts, and rows of ids
+
+
+def prompts_to_complete(
+    run: RunConfig, prepared: Prepared, options: FormatOptions, tokenizer: PreTrainedTokenizerBase
+) -> Dataset | None:
+    """The first held-out rows as prompts, with what would be the answer, for samples.jsonl."""
+    assert prepared.held_out is not None
+    if run.cogumi.method == "dpo":
+        return prompts_of_pairs(prepared.held_out.dataset, tokenizer)
+    if run.cogumi.method == "gspo":
+        rows = prepared.held_out.dataset.select(range(min(SHOWN, len(prepared.held_out.dataset))))
+    else:
+        asked = FormatOptions(**{**vars(options), "method": "gspo"})
+        held_out = prepared.sample_rows()
+        columns = {name: name for name in held_out.columns}
+        tokenize = tokenize_for(asked, tokenizer, columns, holds_messages(columns, held_out.schema))
+        rows = Dataset(tokenize(held_out, 0).table)
+    if not len(rows):
+        return None
+    plain = isinstance(rows[0]["prompt"], str)
+    texts = list(rows["prompt"])
+    if not plain:
+        template = read_template(tokenizer, options.thinking, options.today)
+        texts = [template.prompt(prompt) for prompt in texts]
+    ids = tokenizer(texts, add_special_tokens=plain)["input_ids"]
+    return rows.remove_columns("prompt").add_column("prompt", texts).add_column("prompt_ids", ids)
+
+
+def prompts_of_pairs(pairs: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    first = pairs.select(range(min(SHOWN, len(pairs))))
+    return Dataset.from_dict(
+        {
+            "prompt": [tokenizer.decode(ids) for ids in first["prompt_ids"]],
+            "prompt_ids": list(first["prompt_ids"]),
+            **{
+                side: [tokenizer.decode(ids, skip_special_tokens=True) for ids in first[f"{side}_ids"]]
+                for side in ("chosen", "rejected")
+            },
+        }
+    )
+
+
+def first_tokens(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, rows: int) -> torch.Tensor:
+    """Token ids of the first examples, prompt and answer, cut to the shortest: (rows, tokens)."""
+    ids = [ids_of(row, tokenizer) for row in dataset.select(range(min(rows, len(dataset))))]
+    return torch.tensor([each[: min(map(len, ids))] for each in ids])
+
+
+def ids_of(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    if "input_ids" in row:
+        return list(row["input_ids"])
+    if "prompt_ids" in row:
+        return [*row["prompt_ids"], *row["chosen_ids"]]
+    if "middle" in row:
+        return list(tokenizer(row["prompt"] + row["middle"])["input_ids"])
+    return prompt_ids(row["prompt"], tokenizer)

@@ -1,0 +1,141 @@
+"""The training itself, with everything that watches it: telemetry, disks, checkpoints, flags, budget, samples, compiling."""
+
+import logging
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm.contrib.logging import logging_redirect_tqdm
+from transformers import PreTrainedTokenizerBase
+
+from cogumi.checkpoints import protect
+from cogumi.compiling.callback import Compiling
+from cogumi.config import RunConfig
+from cogumi.disk.callback import DiskMonitorCallback
+from cogumi.disk.outlook import outlook
+from cogumi.errors import RefusedAtSetup, UsageError
+from cogumi.models.adapters import largest_change
+from cogumi.rundir import read_jsonl
+from cogumi.training import dpo, full, trackers
+from cogumi.training.arguments import one_line
+from cogumi.training.budget import Budget
+from cogumi.training.examples import Examples
+from cogumi.training.heartbeat import Heartbeat
+from cogumi.training.samples import Samples
+from cogumi.training.sentinel import Ended, Sentinel
+from cogumi.training.telemetry import Telemetry, on_screen
+from cogumi.training.unfinished import BUDGET_SPENT, take_up_metrics, was_evaluated
+from cogumi.training.verdict import Check, judge_adapter, judge_gspo, judge_training
+
+log = logging.getLogger("cogumi")
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """How a training went. `ended`: why it stopped, with a checkpoint, before its last step; None where it did not."""
+
+    checks: list[Check]
+    sentinel: Sentinel
+    ended: Ended | None
+
+
+def fit(
+    run: RunConfig, trainer: Any, tokenizer: PreTrainedTokenizerBase, examples: Examples, heart: Heartbeat
+) -> Fitted:
+    """Train, with the held-out loss before and after where the method has one, and judge what was logged."""
+    run_dir, options = run.run_dir, run.cogumi
+    start = full.sample_of(trainer.model) if options.tuning == "full" else {}
+    telemetry = Telemetry(heart, options.method)
+    telemetry.attach(trainer)
+    trackers.write_into(run_dir, trainer)
+    budget = Budget(options, heart.meter, heart.progress)
+    trainer.add_callback(budget)
+    trainer.add_callback(DiskMonitorCallback(log_path=run_dir / "disk.jsonl"))
+    protect(
+        trainer,
+        on_full=options.on_full,
+        fallback=options.fallback,
+        mirror=options.mirror,
+        on_hung=options.on_hung,
+        log_path=run_dir / "run.log",
+    )
+    protection = trainer.cogumi_protection
+    excused = protection.watchdog.excused
+
+    def interrupted() -> bool:
+        return protection.preemption.received is not None
+
+    if options.samples_every is not None and examples.prompts is not None:
+        samples = Samples(run_dir, tokenizer, examples.prompts, options.samples_every, telemetry.aside, options.stop)
+        trainer.add_callback(samples)
+    sentinel = Sentinel(
+        trainer,
+        run_dir,
+        options.method,
+        options.flags,
+        options.on_red,
+        options.sanity,
+        excused,
+        interrupted,
+    )
+    trainer.add_callback(sentinel)
+    sentinel.begin()  # before layers are compiled, which its shapes would cost time
+    compiling = Compiling(trainer, options.compile, run_dir / "compile.json", excused, interrupted)
+    trainer.add_callback(compiling)
+    try:
+        compiling.begin()
+    except UsageError as error:
+        raise RefusedAtSetup(str(error)) from error
+    measure_loss = examples.held_out is not None and options.method == "sft"
+    if measure_loss and not was_evaluated(run_dir, 0):
+        trainer.evaluate()
+    with closing(telemetry), logging_redirect_tqdm(on_screen()):  # lines above the bar, not in it
+        try:
+            say_what_the_disks_get(run, trainer)
+            trainer.train()
+        except (ValueError, ImportError) as error:
+            if trainer.state.global_step > 0:
+                raise
+            # Libraries look at some settings only when they are first used: a learning rate, a loss's name.
+            raise RefusedAtSetup(f"train: refused before the first step: {one_line(error)}") from error
+    state = trainer.state
+    ended = sentinel.ended or (None if budget.spent is None else Ended(BUDGET_SPENT, budget.spent))
+    # One that ended early goes on later, and is to have logged then what it would have without stopping.
+    if measure_loss and ended is None and not was_evaluated(run_dir, state.global_step):
+        trainer.evaluate()
+    trackers.close(trainer)
+    metrics = read_jsonl(run_dir / "metrics.jsonl")
+    if not any("loss" in row for row in metrics):  # its end was fetched from a mirror
+        take_up_metrics(run_dir, state)
+        metrics = read_jsonl(run_dir / "metrics.jsonl")
+    checks = judge_training(metrics, state.global_step, state.max_steps, ended is not None)
+    checks.append(full.judge_moved(trainer.model, start) if options.tuning == "full" else adapter_moved(run, trainer))
+    if options.method == "dpo":
+        checks += dpo.judge_dpo(metrics, trainer.args)
+    if options.method == "gspo":
+        checks += judge_gspo(metrics, run_dir)
+    return Fitted(checks, sentinel, ended)
+
+
+def adapter_moved(run: RunConfig, trainer: Any) -> Check:
+    start = run.model.adapter
+    measured = "max |B|" if start is None else f"largest change from {start}"
+    return judge_adapter(largest_change(trainer.model, start), measured)
+
+
+def say_what_the_disks_get(run: RunConfig, trainer: Any) -> None:
+    """Before the first step: how large checkpoints and the merged model will be, and whether there is room for them."""
+    whole = run.cogumi.tuning == "full"
+    merged = run.run_dir / "merged" if run.cogumi.merge or whole else None
+    try:
+        found = outlook(
+            trainer,
+            keep=trainer.cogumi_protection.saver.keep,
+            adapter_into=None if whole else run.run_dir / "adapter",
+            merged_into=merged,
+        )
+    except UsageError as error:  # an optimizer that tells its size only after a step
+        log.warning("disk: %s", error)
+        return
+    for line in found.lines:
+        log.log(logging.INFO if found.fits else logging.WARNING, "disk: %s", line)

@@ -1,0 +1,205 @@
+"""What a flag is, what it is read from, and the rules in their order: rows -> flags, without a trainer and without state.
+
+A row is what the trainer logged at a step, with what the sentinel saw beside it under `seen/...`. Every rule gives a
+flag with its evidence and threshold, whatever its level; a flag that is not green names one likely cause and the key of
+the configuration to turn.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from cogumi.rl.alarms import number
+from cogumi.thresholds import Thresholds
+
+Level = Literal["green", "yellow", "red"]
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One judgement: the figure and the steps it is from, what it was held to, and, unless green, why and what to do."""
+
+    name: str
+    level: Level
+    evidence: str
+    threshold: str
+    cause: str = ""
+    knob: str = ""
+
+    def __str__(self) -> str:
+        if self.level == "green":
+            return f"green: {self.name}: {self.evidence} ({self.threshold})"
+        return (
+            f"{self.level}: {self.name}: {self.evidence} ({self.threshold}). Likely: {self.cause}. To turn: {self.knob}"
+        )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the run was told, of what the rules need."""
+
+    method: str
+    learning_rate: float
+    max_steps: int
+    examples_per_step: int
+    warmup_steps: int = 0
+    max_grad_norm: float = 1.0
+    beta: float = 0.0
+    loss: str = ""
+    """train.loss_type; several are joined by a comma."""
+    vocabulary: int = 0
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Loss per learned token of some completions after their own prompt and after another example's (nats), and Student's
+    t of the paired difference."""
+
+    examples: int
+    own: float
+    other: float
+    t: float
+    step: int = 0
+    """After how many steps the model was asked."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """Whether completions share words with their own prompts rather than with others'. Student's t of paired differences;
+    `t_within` is of pieces of the prompts and the rest of each, which are known to belong together."""
+
+    examples: int
+    t: float
+    t_within: float
+    alike: float
+    """Share of the distinct tokens of those pieces that the completions use too."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Of preference pairs: Student's t of what chosen answers share with their prompts beyond the rejected ones, of what
+    both share beyond other prompts' answers, and how far the two rise and fall together (Pearson's correlation)."""
+
+    pairs: int
+    t: float
+    t_either: float
+    together: float
+
+
+@dataclass(frozen=True)
+class Batches:
+    """What the collator makes of some examples, looked at before the first step. Counts are of tokens or examples."""
+
+    examples: int
+    masked: int
+    """Examples without one learned token."""
+    learned: int
+    """Learned tokens in all."""
+    pads_learned: int
+    """Padding that is learned: places the attention mask leaves out, with a label."""
+    pads_in_text: int
+    """Places inside the text that hold the padding token."""
+    ends: int
+    """Learned tokens that end a text."""
+    pad_is_end: bool
+    cut: int = 0
+    """Examples as long as train.max_length that do not end with an end token."""
+    entropy: float = 0.0
+    """Entropy of the learned tokens' frequencies, nats."""
+    pairs: Pairs | None = None
+    """What the base makes of prompts and completions."""
+    pairs_now: Pairs | None = None
+    """The same of the model as it was when it was asked again."""
+    words: Words | None = None
+    answers: Answers | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that the rules read: `first` rows of the run and its `latest` ones once it has settled, both bounded and in order.
+    Where few steps are logged the two overlap."""
+
+    setting: Setting
+    first: Sequence[Row]
+    latest: Sequence[Row]
+    batches: Batches | None = None
+    thresholds: Thresholds = field(default_factory=Thresholds)
+
+    @property
+    def rows(self) -> list[Row]:
+        known = self.first[-1]["step"] if self.first else 0
+        return [*self.first, *(row for row in self.latest if row["step"] > known)]
+
+    @property
+    def step(self) -> int:
+        rows = self.rows
+        return int(rows[-1]["step"]) if rows else 0
+
+    def series(self, key: str, rows: Sequence[Row] | None = None) -> tuple[list[int], list[float]]:
+        """(steps, values) of a metric's finite values."""
+        steps, values = [], []
+        for row in self.rows if rows is None else rows:
+            value = number(row, key)
+            if value is not None:
+                steps.append(int(row["step"]))
+                values.append(value)
+        return steps, values
+
+
+Rule = Callable[[Run], Flag | None]
+
+# A red flag explains others: those are told as its consequences, so that one cause is named for one fault. In this order.
+FOLLOWS: dict[str, tuple[str, ...]] = {
+    "finite numbers": ("*",),
+    "learned tokens": ("adapter moves", "gradient norm", "loss trend", "loss noise", "token frequencies", "end tokens"),
+    "padding": (
+        "end tokens",
+        "prompt and completion",
+        "gradient norm",
+        "loss trend",
+        "loss noise",
+        "token frequencies",
+    ),
+    "learning-rate schedule": ("adapter moves", "gradient norm", "loss trend", "preferences", "reward trend"),
+    "adapter moves": ("gradient norm", "loss trend", "loss noise", "token frequencies", "preferences", "reward trend"),
+    "loss trend": ("gradient norm", "loss noise", "token frequencies", "prompt and completion", "preferences"),
+    "prompt and completion": ("gradient norm", "loss noise", "token frequencies"),
+    "token frequencies": ("loss noise",),
+    "preferences": ("gradient norm",),
+    "KL to the sampler": (
+        "gradient norm",
+        "clip fraction",
+        "entropy",
+        "completions end",
+        "reward trend",
+        "reward varies",
+    ),
+    "entropy": ("gradient norm", "clip fraction", "completions end", "reward trend", "reward varies"),
+    "reward varies": ("gradient norm", "adapter moves", "clip fraction", "reward trend"),
+    "completions end": ("gradient norm", "adapter moves", "clip fraction", "reward trend"),
+    "waiting for data": ("tokens per second",),
+}
+
+
+def settled(flags: Sequence[Flag]) -> list[Flag]:
+    """The flags with those that follow from another red one turned yellow and saying so; red ones first, then yellow."""
+    found: dict[str, Flag] = {flag.name: flag for flag in flags}
+    for name, consequences in FOLLOWS.items():
+        if name not in found or found[name].level != "red":
+            continue
+        for other in found if consequences == ("*",) else consequences:
+            if other != name and other in found and found[other].level != "green":
+                root = found[name]
+                found[other] = replace(found[other], level="yellow", cause=f"follows from {name}", knob=root.knob)
+    order = {"red": 0, "yellow": 1, "green": 2}
+    return sorted(found.values(), key=lambda flag: order[flag.level])
+
+
+def reds(flags: Sequence[Flag]) -> list[Flag]:
+    return [flag for flag in flags if flag.level == "red"]
+
+
+def share(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan

@@ -1,0 +1,180 @@
+"""Rules for policy optimisation: what the rewards tell apart, whether completions end, how far the policy moves."""
+
+import statistics
+
+from cogumi.rl.metrics import PREFIX
+from cogumi.training.flags import Flag, Level, Row, Rule, Run
+from cogumi.training.trend import noise, trend
+
+ROLLOUTS = 8  # that shares of groups and completions are averaged over
+FIRST_ROLLOUTS = 4
+# Deviation of all rewards of a rollout, over its prompts too, at which they are equal. TRL 1.15 asks for exactly 0, which
+# float32 misses for a reward such as 0.7; its rounding divided by its own deviation is then what is learned.
+EQUAL = 1e-5
+STEPS = 16  # that figures of every step are averaged over
+
+
+def rollouts(run: Run) -> list[Row]:
+    """The rows of steps that sampled completions; the others of a rollout lack a reward."""
+    return [row for row in run.rows if "reward" in row]
+
+
+def reward_varies(run: Run) -> Flag | None:
+    """The share of groups whose rewards are all the same: their advantages are 0."""
+    rows = rollouts(run)[-ROLLOUTS:]
+    if len(rows) < FIRST_ROLLOUTS:
+        return None
+    limit = run.thresholds.zero_variance
+    where = f"of steps {rows[0]['step']} to {rows[-1]['step']}"
+    threshold = f"<= {limit:.0%} of groups without variance"
+    rewards = run.series("reward", rows)[1]
+    if not rewards:
+        return Flag(
+            "reward varies",
+            "red",
+            f"not one completion {where} was scored",
+            threshold,
+            "the reward functions return None or NaN for every completion",
+            "cogumi.rewards",
+        )
+    part = statistics.fmean(run.series("frac_reward_zero_std", rows)[1] or [0.0])
+    varies = any(deviation > EQUAL * max(1.0, abs(max(rewards))) for deviation in run.series("reward_std", rows)[1])
+    part = part if varies or "reward_std" not in rows[-1] else 1.0
+    level: Level = "red" if part > limit else "yellow" if part > 0.75 * limit else "green"
+    evidence = f"{part:.0%} of the groups {where} have one reward for all, {rewards[-1]:.3g} on average"
+    if varies:
+        cause, knob = "prompts are solved always or never", "data.source, train.num_generations"
+    elif not any(rewards):
+        cause, knob = "no completion earns anything: the reward is dead for these prompts", "cogumi.rewards"
+    else:
+        cause, knob = "the reward is constant: it does not depend on the completion", "cogumi.rewards"
+    return Flag("reward varies", level, evidence, threshold, cause, knob)
+
+
+def reward_trend(run: Run) -> Flag | None:
+    steps, rewards = run.series("reward")
+    if len(rewards) < 10:
+        return None
+    limits, start = run.thresholds, statistics.median(rewards[:3])
+    end, found = statistics.median(rewards[-5:]), trend(steps, rewards)
+    falls = found.z < -limits.trend_z and start - end > max(limits.reward_fall * abs(start), 2 * noise(rewards))
+    return Flag(
+        "reward trend",
+        "red" if falls else "green",
+        f"{start:.3g} at first, {end:.3g} by step {steps[-1]} (z = {found.z:.1f})",
+        f"not down by more than {limits.reward_fall:.0%}",
+        "updates are too large for this reward, and the policy is losing what it knew",
+        "train.learning_rate, lower",
+    )
+
+
+def completions_end(run: Run) -> Flag | None:
+    """The share of completions that were cut at the longest length."""
+    rows = rollouts(run)[-ROLLOUTS:]
+    cut = run.series("completions/clipped_ratio", rows)[1]
+    if len(cut) < FIRST_ROLLOUTS:
+        return None
+    part, limits = statistics.fmean(cut), run.thresholds
+    level: Level = "red" if part > limits.truncated_red else "yellow" if part > limits.truncated_yellow else "green"
+    begin = statistics.fmean(run.series("completions/clipped_ratio")[1][:FIRST_ROLLOUTS])
+    cause = "completions are cut before they end" if part < 1 else "no completion ends before it is cut"
+    knob = "train.max_completion_length, higher; cogumi.stop where the end is a text"
+    if begin < (limits.truncated_yellow + limits.truncated_red) / 2:
+        cause, knob = "the policy learns to write on and on: length is rewarded, or it collapses", "cogumi.rewards"
+        lately = run.series("completions/clipped_ratio", rollouts(run)[-2 * ROLLOUTS :])[1]
+        if level == "red" and (len(lately) < 2 * ROLLOUTS or min(lately) <= limits.truncated_red):
+            level = "yellow"  # it began otherwise: what changed it is the better answer, and shows soon
+    lengths = run.series("completions/mean_length", rows)[1]
+    length = f", {lengths[-1]:.0f} tokens long on average" if lengths else ""
+    return Flag(
+        "completions end",
+        level,
+        f"{part:.0%} of the completions of steps {rows[0]['step']} to {rows[-1]['step']} are cut{length}, {begin:.0%} at first",
+        f"<= {limits.truncated_yellow:.0%}, red > {limits.truncated_red:.0%}",
+        cause,
+        knob,
+    )
+
+
+def entropy(run: Run) -> Flag | None:
+    """Nats per token of the policy on its own completions, against where it began."""
+    steps, values = run.series("entropy")
+    if len(values) < 10:
+        return None
+    limits, start, now = run.thresholds, statistics.median(values[:5]), statistics.median(values[-5:])
+    kept = limits.entropy_kept * start
+    level: Level = "red" if now < kept and (now < limits.entropy_low or now < kept / 2) else "green"
+    if level == "green" and (now < 2 * kept or now < limits.entropy_low):
+        level = "yellow"
+    return Flag(
+        "entropy",
+        level,
+        f"{start:.3g} nats a token at first, {now:.3g} by step {steps[-1]}",
+        f">= {limits.entropy_low:g}, and {limits.entropy_kept:.0%} of its start",
+        "the policy collapses: it writes the same whatever it samples",
+        "train.learning_rate, lower; or train.beta above 0",
+    )
+
+
+def clip_fraction(run: Run) -> Flag | None:
+    """The share of ratios outside the clip, over on-policy and off-policy steps alike."""
+    rows = run.latest[-STEPS:]
+    key = f"{PREFIX}clipped_ratio_fraction"
+    if not any(key in row for row in rows):
+        key = "clip_ratio/region_mean"
+    steps, values = run.series(key, rows)
+    if len(values) < STEPS:
+        return None
+    part, limits = statistics.fmean(values), run.thresholds
+    level: Level = "red" if part > limits.clipped_red else "yellow" if part > limits.clipped_yellow else "green"
+    return Flag(
+        "clip fraction",
+        level,
+        f"{part:.1%} of the ratios of steps {steps[0]} to {steps[-1]} are outside",
+        f"<= {limits.clipped_yellow:.1%}, red > {limits.clipped_red:.1%}",
+        "the sampler and the trainer compute different probabilities, or the clip is far too narrow",
+        "train.epsilon, train.epsilon_high",
+    )
+
+
+def kl_to_the_sampler(run: Run) -> Flag | None:
+    """How far updates carry the policy from the one that wrote the completions (ratio - log ratio - 1)."""
+    steps, values = run.series(f"{PREFIX}kl_new_old", run.latest[-STEPS:])
+    if len(values) < 5:
+        return None
+    worst, limits = statistics.fmean(values), run.thresholds
+    level: Level = "red" if worst > limits.kl_red else "yellow" if worst > limits.kl_yellow else "green"
+    return Flag(
+        "KL to the sampler",
+        level,
+        f"{worst:.3g} nats a token in steps {steps[0]} to {steps[-1]}",
+        f"<= {limits.kl_yellow:g}, red > {limits.kl_red:g}",
+        "the learning rate is too high: one update makes another policy",
+        "train.learning_rate, lower",
+    )
+
+
+def kl_to_the_reference(run: Run) -> Flag | None:
+    steps, values = run.series("kl", run.latest[-STEPS:])
+    if run.setting.beta <= 0 or len(values) < 5:
+        return None
+    now, limit = statistics.median(values), run.thresholds.reference_kl
+    return Flag(
+        "KL to the reference",
+        "red" if now > limit else "yellow" if now > limit / 10 else "green",
+        f"{now:.3g} in steps {steps[0]} to {steps[-1]}",
+        f"<= {limit / 10:g}, red > {limit:g}",
+        "the policy has left the reference that train.beta ties it to",
+        "train.beta, higher; train.learning_rate, lower",
+    )
+
+
+RL: tuple[Rule, ...] = (
+    kl_to_the_sampler,
+    entropy,
+    reward_varies,
+    completions_end,
+    reward_trend,
+    clip_fraction,
+    kl_to_the_reference,
+)

@@ -1,0 +1,118 @@
+"""What a run leaves behind: the adapter, the merged model, and checks of both."""
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from cogumi.config import RunConfig
+from cogumi.errors import UsageError
+from cogumi.merge import LogitCheck, MergeError, MergeReport, check_logits, merge_adapter
+from cogumi.merge.logits_disk import check_directory
+from cogumi.models.adapters import TRAINED, unlike_saved
+from cogumi.models.provenance import quantization_of, record_base
+from cogumi.training.arguments import one_line
+from cogumi.training.verdict import Check
+
+log = logging.getLogger("cogumi")
+
+
+def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, revision: str | None) -> Path:
+    """Adapter, tokenizer and a record of the base, written aside and renamed: `adapter/` is whole or not there."""
+    unfinished, adapter = run_dir / ".adapter", run_dir / "adapter"
+    remove_if_there(unfinished)
+    model.save_pretrained(unfinished, selected_adapters=[TRAINED])  # and not the frozen reference of a warm start
+    tokenizer.save_pretrained(unfinished)
+    record_base(unfinished, model, revision)
+    remove_if_there(adapter)  # the same one: the run had come as far as this, and ended before its end
+    unfinished.rename(adapter)
+    return adapter
+
+
+def remove_if_there(directory: Path) -> None:
+    if directory.exists():
+        shutil.rmtree(directory)
+
+
+def merged_or_why_not(
+    run: RunConfig, run_dir: Path, adapter: Path, base: str, live: Any, tokens: torch.Tensor
+) -> tuple[Path | None, list[Check]]:
+    """The merged model and its checks; a merge that is refused is a failed check, because the adapter was paid for."""
+    try:
+        return merge_and_check(run, run_dir, adapter, base, live, tokens)
+    except (UsageError, MergeError) as error:
+        later = f"{one_line(error)} (later: cogumi merge {adapter} OUT)"
+        return None, [Check("merge", later, "the adapter goes into its base", False)]
+
+
+def merge_and_check(
+    run: RunConfig, run_dir: Path, adapter: Path, base: str, live: Any, tokens: torch.Tensor
+) -> tuple[Path, list[Check]]:
+    """Merge into the full-precision base, load the result, and compare its logits with the live adapter's."""
+    remove_if_there(run_dir / "merged")
+    report = merge_adapter(adapter, run_dir / "merged", base=base, base_revision=run.model.revision)
+    assert report.largest_error is not None  # the merge above verifies
+    for line in str(report).splitlines():
+        log.info("%s", line)
+    weights = Check(
+        "merged weights",
+        f"{report.elements:,} elements in {report.tensors_merged} tensors, {report.not_nearest:,} of them next to a tie, "
+        f"the worst at {report.largest_error:.2f} of what rounding allows",
+        "<= 1",
+        report.largest_error <= 1,
+    )
+    if quantization_of(live.config) is not None:
+        revision = run.model.revision if report.base == base else None
+        return report.out, [weights, *compare_unquantized(live, adapter, report, revision, tokens)]
+    merged = AutoModelForCausalLM.from_pretrained(report.out, dtype="auto", device_map={"": live.device})
+    return report.out, [weights, *judge_logits(check_logits(live, merged, tokens), "the live adapter's")]
+
+
+def compare_unquantized(
+    live: Any, adapter: Path, report: MergeReport, revision: str | None, tokens: torch.Tensor
+) -> list[Check]:
+    """Compare the merged model with the adapter on the full-precision base, and that adapter with the live one.
+
+    The live model's own logits are of quantized weights, which the merged model is to be rid of.
+    """
+    other = unlike_saved(live, adapter)
+    saved = Check(
+        "saved adapter",
+        f"{len(other)} tensors differ from the live adapter's" + (f", the first is {other[0]}" if other else ""),
+        "0, bit for bit",
+        not other,
+    )
+    try:
+        logits = check_directory(adapter, report.out, report.base, revision, tokens)
+    except UsageError as error:  # too little memory, say; the merge is there all the same
+        return [saved, Check("merged logits", one_line(error), "compared with the adapter on the base", False)]
+    trained_on = quantization_of(live.config)
+    assert trained_on is not None
+    return [
+        saved,
+        *judge_logits(
+            logits,
+            f"those of the adapter on the full-precision base (it was trained on {trained_on.type or trained_on.method}"
+            + (f", q/delta {report.q_over_delta:.2f})" if report.q_over_delta is not None else ")"),
+        ),
+    ]
+
+
+def judge_logits(logits: LogitCheck, beside: str) -> list[Check]:
+    return [
+        Check(
+            "merged differs from the base",
+            f"logits rms {logits.base_distance:.2e} apart",
+            f"> {logits.bound:.2e}, what rounding explains",
+            logits.base_distance > logits.bound,
+        ),
+        Check(
+            "merged logits",
+            f"rms {logits.measured:.2e}, KL {logits.kl:.1e} from {beside}",
+            f"<= {logits.bound:.2e}, {logits.kl_bound:.1e}",
+            logits.passed,
+        ),
+    ]

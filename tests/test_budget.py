@@ -1,0 +1,130 @@
+"""A run ends when its hours or its money are spent, with a checkpoint, and a larger budget goes on to the same weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+import cogumi
+from cogumi.config import CogumiSection
+from cogumi.errors import UsageError
+from cogumi.rundir import read_json
+from cogumi.training import budget
+from cogumi.training.budget import Budget, reached
+from cogumi.training.heartbeat import Progress
+from cogumi.training.meter import Meter
+from cogumi.training.telemetry import Telemetry
+
+Config = dict[str, Any]
+
+
+@pytest.fixture
+def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Config:
+    return {
+        "model": {"name": str(tiny_model)},
+        "lora": {"r": 4},
+        "data": {"source": str(code_parquet), "eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
+        "train": {
+            "max_steps": 6,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "gradient_checkpointing": False,
+            "save_strategy": "no",
+        },
+        "cogumi": {"method": "sft", "run_dir": str(tmp_path / "run"), "price_per_hour": 3600.0},
+    }
+
+
+@pytest.fixture
+def late_at(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lets an hour pass, as the run's meter has it, in the step of that number."""
+
+    def late(step: int) -> None:
+        on_step_end = Telemetry.on_step_end
+
+        def passing(self: Telemetry, args: Any, state: Any, control: Any, **more: Any) -> None:
+            on_step_end(self, args, state, control, **more)
+            if state.global_step == step:
+                self.meter.began -= 3600
+
+        monkeypatch.setattr(Telemetry, "on_step_end", passing)
+
+    return late
+
+
+def test_a_spent_budget_ends_the_run_with_a_checkpoint_and_a_larger_one_goes_on(
+    sft: Config, tmp_path: Path, late_at: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = cogumi.train(sft, cogumi__run_dir=str(tmp_path / "whole"))
+    with monkeypatch.context():
+        late_at(3)
+        result = cogumi.train(sft, cogumi__max_hours=1.0)
+    run_dir = result.run_dir
+    status = read_json(run_dir / "status.json")
+    assert status["state"] == "budget spent"
+    assert "of cogumi.max_hours 1 after step 3 of 6" in status["reason"]
+    assert not result.passed
+    assert not (run_dir / "DONE").exists()
+    assert not (run_dir / "merged").exists()
+    assert (run_dir / "checkpoints" / "checkpoint-3").is_dir()
+    assert (run_dir / "adapter").is_dir()
+    spent = read_json(run_dir / "metrics.json")
+    assert (spent["steps"], spent["max_steps"]) == (3, 6)
+    assert 3600 < spent["elapsed_seconds"] < 3720
+    assert spent["cost"] == pytest.approx(spent["elapsed_seconds"], rel=1e-3)  # a dollar a second
+
+    with pytest.raises(UsageError, match=r"the budget of this run is spent \(1\.0\d h of cogumi.max_hours 1\)"):
+        cogumi.train(sft, cogumi__max_hours=1.0)
+    with pytest.raises(UsageError, match=r"cogumi.max_cost 3600\); raise it"):
+        cogumi.train(sft, cogumi__max_cost=3600.0)
+
+    monkeypatch.undo()
+    result = cogumi.train(sft, cogumi__max_hours=1.5)
+    assert result.passed, str(result.verdict)
+    assert result.merged is not None
+    done = read_json(run_dir / "metrics.json")
+    assert done["steps"] == 6
+    assert done["elapsed_seconds"] > spent["elapsed_seconds"]  # the first part's hour is counted on
+    assert done["tokens"] > spent["tokens"] > 0
+    ours, theirs = (load_file(each / "adapter" / "adapter_model.safetensors") for each in (run_dir, whole.run_dir))
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+    assert result.series("loss") == whole.series("loss")
+
+
+def test_a_budget_of_money_ends_a_run_too(sft: Config, late_at: Any) -> None:
+    late_at(2)
+    result = cogumi.train(sft, cogumi__max_cost=1800.0)
+    assert "$3" in read_json(result.run_dir / "status.json")["reason"]
+    assert "of cogumi.max_cost 1800 after step 2" in read_json(result.run_dir / "status.json")["reason"]
+
+
+def test_a_budget_that_is_spent_in_the_last_step_ends_nothing(sft: Config, late_at: Any) -> None:
+    late_at(6)
+    assert cogumi.train(sft, cogumi__max_hours=1.0).passed
+
+
+def test_money_without_a_price_is_refused(sft: Config) -> None:
+    del sft["cogumi"]["price_per_hour"]
+    with pytest.raises(UsageError, match=r"cogumi.max_cost 5: no hourly price to count by; set cogumi.price_per_hour"):
+        cogumi.train(sft, cogumi__max_cost=5.0)
+    assert not Path(sft["cogumi"]["run_dir"]).exists()
+
+
+def test_limits_are_reached_at_what_they_say() -> None:
+    assert reached(3599, 1e9, 1.0, None) is None
+    assert reached(3600, None, 1.0, None) == "1.00 h of cogumi.max_hours 1"
+    assert reached(1e9, 4.99, None, 5.0) is None
+    assert reached(0, 5.0, None, 5.0) == "$5.00 of cogumi.max_cost 5"
+
+
+def test_what_will_not_do_is_said_once_and_early(caplog: pytest.LogCaptureFixture) -> None:
+    meter, progress = Meter(price_per_hour=2.0), Progress()
+    options = CogumiSection(method="sft", price_per_hour=2.0, max_cost=3.0)
+    watching, state = Budget(options, meter, progress), type("State", (), {"global_step": 1, "max_steps": 1000})()
+    progress.eta_seconds = 2 * 3600
+    for _ in range(2 * budget.FORESEEN_AFTER):
+        watching.on_step_end(None, state, None)  # type: ignore[arg-type]
+    assert caplog.text.count("at this pace the training ends in 2 h 00 min, and before that the budget: $4.00 of") == 1
+    assert watching.spent is None

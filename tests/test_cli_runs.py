@@ -1,0 +1,131 @@
+"""The commands around a run in another process, as a user meets them: real subprocesses, output and exit status."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cogumi.process import is_running
+from cogumi.rundir import START, read_json, write_json
+
+COMMAND = [sys.executable, "-m", "cogumi"]
+
+
+def cogumi(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *words],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.fixture
+def home(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Iterator[Path]:
+    """A directory with tiny.yaml, in which no process is left behind."""
+    train = {"max_steps": 2, "per_device_train_batch_size": 2, "gradient_checkpointing": False, "logging_steps": 1}
+    values = {
+        "model": {"name": str(tiny_model)},
+        "data": {"source": str(code_parquet), "eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
+        "train": train,
+        "cogumi": {"method": "sft", "compile": "off", "merge": False},
+    }
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(values))
+    yield tmp_path
+    for path in tmp_path.rglob(START):
+        if is_running(read_json(path)):
+            os.kill(read_json(path)["pid"], signal.SIGKILL)
+
+
+def test_start_wait_and_attach_to_what_has_finished(home: Path) -> None:
+    begun = cogumi("start", "tiny.yaml", "train.learning_rate=1e-2", cwd=home, COGUMI_TRAIN__MAX_STEPS="7")
+    assert begun.returncode == 0, begun.stderr
+    assert re.search(r"runs/tiny: (running|finished)", begun.stderr), begun.stderr
+    waited = cogumi("wait", "runs/tiny", cwd=home)
+    assert waited.returncode == 0, waited.stderr
+    assert re.fullmatch(r"runs/tiny: finished, step 7/7; 3 of 3 checks passed; flags: .*\d green\n", waited.stdout), (
+        waited.stdout
+    )
+    assert yaml.safe_load((home / "runs/tiny/config.yaml").read_text())["train"]["learning_rate"] == 1e-2
+    followed = cogumi("attach", "runs/tiny", cwd=home)
+    assert followed.returncode == 0
+    assert "pass  steps: 7 (required: 7)" in followed.stdout
+    assert cogumi("logs", "runs/tiny", "-n", "3", cwd=home).stdout.count("\n") == 3
+
+
+def test_a_run_of_train_is_looked_at_left_and_stopped_from_another_terminal(home: Path) -> None:
+    long = [*COMMAND, "train", "tiny.yaml", "train.max_steps=100000"]
+    training = subprocess.Popen(
+        long, cwd=home, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    try:
+        deadline = time.monotonic() + 120
+        beat = home / "runs/tiny/heartbeat.json"
+        while not (beat.exists() and json.loads(beat.read_text())["step"]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        shown = cogumi("status", "runs/tiny", cwd=home)
+        assert shown.returncode == 0, shown.stderr
+        assert "runs/tiny: running (train), step " in shown.stdout
+        assert "last sign of life" in shown.stdout
+        (status,) = json.loads(cogumi("status", "--json", cwd=home).stdout)
+        assert (status["state"], status["alive"], status["pid"]) == ("running", True, training.pid)
+        assert status["ended"] is False
+
+        looking = subprocess.Popen(
+            [*COMMAND, "attach", "runs/tiny"], cwd=home, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert looking.stdout is not None
+        assert looking.stdout.readline()
+        looking.send_signal(signal.SIGINT)
+        _, said = looking.communicate(timeout=60)
+        assert (looking.returncode, said) == (
+            0,
+            "\ncogumi: the run goes on; come back with `cogumi attach runs/tiny`\n",
+        )
+        assert training.poll() is None
+
+        stopped = cogumi("stop", "runs/tiny", cwd=home)
+        assert stopped.returncode == 0, stopped.stderr
+        assert re.search(
+            r"runs/tiny: preempted, step (\d+)/100000; .*newest checkpoint is checkpoint-\1\b", stopped.stderr
+        )
+        assert training.wait(timeout=60) == 143
+        ended = cogumi("wait", "runs/tiny", cwd=home)
+        assert ended.returncode == 1
+        assert "preempted" in ended.stdout
+    finally:
+        training.kill()
+        training.wait()
+
+
+def test_several_runs_are_a_table_and_a_wrong_name_is_status_2(tmp_path: Path) -> None:
+    beat = {"step": 3, "steps": 9, "time": 2.0, "eta_seconds": 7200.0, "cost_so_far": 1.5, "gpu": None, "anything": {}}
+    for name, state in (("a", "finished"), ("b", "failed")):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        write_json(tmp_path / "runs" / name / "status.json", {"state": state, "time": 1.0, "reason": "it broke"})
+        write_json(tmp_path / "runs" / name / "heartbeat.json", beat)
+    shown = cogumi("status", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert re.search(r"runs/a +finished +3/9 .* \$1\.50 ", shown.stdout), shown.stdout
+    assert "runs/b: failed, step 3/9; it broke; there is no checkpoint yet; started again" in shown.stdout
+    missing = cogumi("status", "runs/c", cwd=tmp_path)
+    assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
+    assert "runs/c: no run there; there is runs/a, runs/b" in missing.stderr
+    green = {"name": "memory", "level": "green", "evidence": "half is free", "knob": ""}
+    red = {"name": "loss", "level": "red", "evidence": "it is NaN", "knob": "train.bf16"}
+    write_json(tmp_path / "runs/a/flags.json", {"flags": [red, green]})
+    assert "RED loss, 1 green" in cogumi("status", cwd=tmp_path, COLUMNS="120").stdout
+    screen = cogumi("status", "runs/a", cwd=tmp_path).stdout
+    assert "$1.50 so far" in screen
+    assert "red: loss: it is NaN. To turn: train.bf16" in screen

@@ -1,0 +1,148 @@
+"""Every YAML that is handed out: bound to the real signatures, launched by the command it opens with, its CPU twin run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import cogumi
+from cogumi.cli import main
+from cogumi.config import load_config
+from cogumi.errors import UsageError
+from cogumi.handing_out import FOLDERS, PACKAGE, hand_out, there_are
+
+CONFIGS = PACKAGE / "configs"
+ALL = sorted(CONFIGS.rglob("*.yaml"))
+REAL = [path for path in ALL if path.parent == CONFIGS]
+TWINS = [path for path in ALL if path.parent.name == "smoke"]
+# A few steps of each, so that the test is short; the twins themselves take a minute.
+SHORT = {
+    "sft": {"train__max_steps": 3, "data__max_rows": 48, "data__eval_rows": 4},
+    "dpo": {"train__max_steps": 3, "data__max_rows": 48, "data__eval_rows": 4},
+    "gspo": {"train__max_steps": 4, "data__eval_rows": 4},
+}
+AFTER = {
+    "llama-3.1-8b-dpo": "llama-3.1-8b-sft",
+    "gspo-chat": "llama-3.1-8b-sft",
+    "qwen3-4b-gspo": "qwen3-4b-sft",
+    "gspo": "sft",
+}
+
+
+def test_all_of_them_are_seen() -> None:
+    assert len(REAL) >= 6
+    assert len(TWINS) + len(REAL) == len(ALL)
+    repository = Path(__file__).parents[1]
+    assert (repository / "configs").resolve() == CONFIGS  # the layout's name is the package's directory
+    assert (repository / "recipes").resolve() == PACKAGE / "recipes"
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(CONFIGS)))
+def test_it_binds_and_trl_takes_it(path: Path) -> None:
+    from cogumi.training.arguments import trl_arguments
+
+    run = load_config(path)
+    args = trl_arguments(run)
+    written = yaml.safe_load(path.read_text())["train"]
+    spelled = {"chat_template_path", "loss_type", "max_length", "completion_only_loss"}  # cogumi's, or made explicit
+    planned = {"steps_per_generation", "gradient_accumulation_steps"} if run.cogumi.docs_per_step else set()
+    for key in written.keys() - spelled - planned:
+        got = getattr(args, key)
+        assert getattr(got, "value", got) == run.train[key], key  # enums by what they are called
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(CONFIGS)))
+def test_it_opens_with_its_command_and_says_what_it_is(path: Path) -> None:
+    first, second, *_ = path.read_text().splitlines()
+    assert first.startswith(("# cogumi start configs/", "# cogumi train configs/"))
+    assert f"configs/{path.relative_to(CONFIGS)}" in first
+    assert second.startswith("# ")
+    if path in REAL:
+        head = "".join(line for line in path.read_text().splitlines()[:4] if line.startswith("#"))
+        assert "Fits" in head or "so one H100" in head
+        assert (CONFIGS / "smoke" / path.name).exists(), "no twin"
+
+
+@pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
+def test_a_twin_is_the_same_run_made_small(path: Path) -> None:
+    real, twin = load_config(path), load_config(CONFIGS / "smoke" / path.name)
+    assert (real.cogumi.method, real.data.format) == (twin.cogumi.method, twin.data.format)
+    assert real.train.get("loss_type") == twin.train.get("loss_type")
+    assert real.train.get("packing") == twin.train.get("packing")
+    assert real.train.get("chat_template_path") == twin.train.get("chat_template_path")
+    assert bool(real.cogumi.stop) == bool(twin.cogumi.stop)
+    assert twin.model.name.startswith(("cogumi:", "runs/smoke-"))
+    assert real.run_dir != twin.run_dir
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Runs a twin, after the one it goes on from, and remembers what it left."""
+    home, done = tmp_path_factory.mktemp("twins"), {}
+
+    def run(name: str) -> Any:
+        if name not in done:
+            more: dict[str, Any] = dict(SHORT[load_config(CONFIGS / "smoke" / f"{name}.yaml").cogumi.method])
+            if name in AFTER:
+                more["model__name"] = str(run(AFTER[name]).merged)
+            done[name] = cogumi.train(CONFIGS / "smoke" / f"{name}.yaml", cogumi__run_dir=str(home / name), **more)
+        return done[name]
+
+    return run
+
+
+@pytest.mark.parametrize("name", [path.stem for path in TWINS])
+def test_a_twin_runs(trained: Any, name: str) -> None:
+    result = trained(name)
+    assert result.passed, str(result.verdict)
+    assert result.merged is not None
+
+
+# ------------------------------------------------------------------------------------------------------------ cogumi cp
+
+
+def test_everything_can_be_handed_out(tmp_path: Path) -> None:
+    known = there_are()
+    assert {path for path in known.values() if path.suffix == ".yaml"} == set(ALL)
+    assert {path.name for path in known.values() if path.suffix == ".py"} == {"sft.py", "dpo.py", "gspo.py"}
+    for name, source in known.items():
+        copy = hand_out(name, tmp_path / name.replace("/", "-"))
+        assert copy.read_bytes() == source.read_bytes()
+
+
+def test_the_wheel_has_them() -> None:
+    import tomllib
+
+    pyproject = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    packaged = pyproject["tool"]["setuptools"]["package-data"]["cogumi"]
+    found = {path for pattern in packaged for path in PACKAGE.glob(pattern)}
+    assert found >= {*ALL, *(PACKAGE / "recipes").glob(FOLDERS["recipes"]), PACKAGE / "data" / "tulu.jinja"}
+
+
+def test_a_config_goes_where_it_is_wanted_and_replaces_nothing(tmp_path: Path) -> None:
+    assert hand_out("smoke/sft", tmp_path) == tmp_path / "sft.yaml"
+    assert hand_out("configs/qwen3-4b-sft.yaml", tmp_path / "mine.yaml").name == "mine.yaml"  # the README's spelling
+    for name, place, said in (
+        ("smoke/sft", tmp_path, "sft.yaml exists; name another file"),
+        ("smoke/stf", tmp_path, "no config or recipe is called smoke/stf; did you mean smoke/sft?"),
+        ("smoke/sft", tmp_path / "no" / "where.yaml", "there is no directory"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            hand_out(name, place)
+        assert said in str(caught.value)
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words, said in (
+        (["cp"], "llama-3.1-8b-dpo"),
+        (["cp", "recipes/sft.py"], "python sft.py"),
+        (["cp", "smoke/dpo"], ""),
+    ):
+        monkeypatch.setattr("sys.argv", ["cogumi", *words])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert stop.value.code == (0 if said else 2)
+        assert said in capsys.readouterr().out
+    assert (tmp_path / "sft.py").exists()

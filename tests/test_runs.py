@@ -1,0 +1,202 @@
+"""`cogumi.start` and what it leaves: real detached processes, really killed, on a tiny model."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+import cogumi
+from cogumi.config import load_config
+from cogumi.detached import Starter, nothing_to_start
+from cogumi.durable import locked
+from cogumi.errors import UsageError
+from cogumi.process import is_running, this_process
+from cogumi.run_status import status_of
+from cogumi.rundir import CONSOLE, START, read_json, write_json
+
+Config = dict[str, Any]
+SECRET = "hf_" + "s3cret" * 6
+
+
+@pytest.fixture
+def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Config:
+    return {
+        "model": {"name": str(tiny_model)},
+        "lora": {"r": 4},
+        "data": {"source": str(code_parquet), "eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
+        "train": {
+            "max_steps": 6,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "gradient_checkpointing": False,
+            "save_steps": 2,
+        },
+        "cogumi": {"method": "sft", "run_dir": str(tmp_path / "run"), "merge": False, "compile": "off"},
+    }
+
+
+@pytest.fixture(autouse=True)
+def _as_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Other processes compute on one thread as well, and none of them is left behind."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield
+    for path in tmp_path.rglob(START):
+        pid = read_json(path).get("pid")
+        if is_running(read_json(path)):
+            os.kill(pid, signal.SIGKILL)
+
+
+def until(happened: Callable[[], Any], seconds: float = 120) -> Any:
+    """What `happened` returns, once it is true."""
+    deadline = time.monotonic() + seconds
+    while not (found := happened()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+def test_two_starts_are_one_run_that_outlives_who_started_it_and_is_what_train_does(
+    sft: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sft["train"]["hub_token"] = SECRET
+    run_dir = tmp_path / "run"
+    asks = "import cogumi, json, sys\ncogumi.start(json.load(sys.stdin))"
+    starters = [
+        subprocess.Popen([sys.executable, "-c", asks], stdin=subprocess.PIPE, text=True, process_group=0)
+        for _ in range(2)
+    ]
+    for each in starters:
+        assert each.stdin is not None
+        each.stdin.write(json.dumps(sft))
+        each.stdin.close()
+    until((run_dir / START).exists)
+    started = until(lambda: read_json(run_dir / START))
+    for each in starters:  # as a notebook server does with a kernel, and all that is in its group
+        for process in psutil.Process(each.pid).children(recursive=True):
+            process.kill()
+        os.killpg(each.pid, signal.SIGKILL)
+        each.wait()
+    os.kill(started["pid"], signal.SIGHUP)
+    run = cogumi.attach(run_dir)
+    assert run.status().alive
+    assert SECRET not in " ".join(psutil.Process(started["pid"]).cmdline())
+    ended = run.wait(timeout=120)
+    assert (ended.state, ended.passed, ended.step, ended.checkpoint) == ("finished", True, 6, "checkpoint-6"), ended
+    console = (run_dir / CONSOLE).read_text()
+    assert console.count("INFO process ") == 1, console
+    assert not any(SECRET in path.read_text() for path in run_dir.iterdir() if path.is_file())
+
+    caplog.set_level("INFO")
+    assert cogumi.start(sft).run_dir == run_dir
+    assert "finished already; there is nothing to start" in caplog.text
+    assert (run_dir / CONSOLE).read_text() == console
+    with pytest.raises(
+        UsageError, match=r"finished\) of another configuration \(train.learning_rate: 0.01 there, 0.02"
+    ):
+        nothing_to_start(load_config(sft, train__learning_rate=2e-2), Starter(socket.socketpair()[0].detach()))
+
+    here = cogumi.train(sft, cogumi__run_dir=str(tmp_path / "here"))
+    ours, theirs = (load_file(each / "adapter" / "adapter_model.safetensors") for each in (here.run_dir, run_dir))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].equal(theirs[name]) for name in ours)
+
+
+def test_a_killed_run_is_seen_to_have_died_and_started_again_goes_on_until_it_is_stopped(
+    sft: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    run_dir = tmp_path / "run"
+    run = cogumi.start(sft, train__max_steps=100_000)
+    status = run.status()
+    assert (status.state, status.stage, status.alive, status.steps) == ("running", "train", True, 100_000)
+    assert status.pid is not None
+    assert os.getsid(status.pid) != os.getsid(0)
+    assert psutil.Process(status.pid).parents()[0].pid != os.getpid()
+    with pytest.raises(TimeoutError, match="it goes on"):
+        run.wait(timeout=0.1)
+
+    ours, theirs = socket.socketpair()
+    ours.sendall(b"1")
+    assert nothing_to_start(
+        load_config(sft, train__max_steps=100_000, train__learning_rate=2e-2), Starter(theirs.detach())
+    )
+    assert "under way already, with another configuration (train.learning_rate: 0.01 there" in ours.recv(9999).decode()
+
+    until(lambda: run.status().checkpoint)
+    died = run.stop(kill_after=0)
+    assert read_json(run_dir / "status.json")["state"] == "running"
+    assert (died.state, died.alive, died.ended, died.passed) == ("died", False, True, False)
+    assert died.reason is not None
+    assert "SIGKILL" in died.reason
+    assert "memory" in died.reason
+    run.dashboard()
+    screen = capsys.readouterr().out
+    assert "was ended by SIGKILL" in screen
+    assert f"newest checkpoint: {died.checkpoint}" in screen
+    json.dumps(died.as_dict())
+    with pytest.raises(ProcessLookupError):  # nobody's number is signalled
+        os.kill(status.pid, 0)
+    assert run.stop() == died
+
+    again = cogumi.start(sft, train__max_steps=100_000)
+    until(lambda: "resuming from" in again.logs(100))
+    stopped = again.stop()
+    assert (stopped.state, stopped.alive) == ("preempted", False), stopped
+    assert stopped.checkpoint == f"checkpoint-{stopped.step}"
+    assert stopped.step is not None
+    assert stopped.step > 2
+    assert f"the newest checkpoint is {stopped.checkpoint}" in caplog.text
+    assert [row["step"] for row in again.metrics() if "loss" in row] == list(range(1, stopped.step + 1))
+    assert "".join(again.follow()).count("\n") == 20  # and it returns: the run has ended
+
+
+def test_a_number_that_is_somebody_elses_by_now_is_not_signalled(tmp_path: Path) -> None:
+    """A run's record names a process that began long before the one that has its number."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        record = {**this_process(), "pid": child.pid, "began": psutil.Process(child.pid).create_time()}
+        assert is_running(record)
+        write_json(tmp_path / "status.json", {"state": "running", "time": 1.0, **record, "began": 1.0})
+        assert status_of(tmp_path).state == "died"
+        with locked(tmp_path):
+            run = cogumi.attach(tmp_path)
+            assert run.status().alive
+            with pytest.raises(UsageError, match=f"not by number {child.pid}"):
+                run.stop()
+        run.stop(kill_after=0)
+        assert child.poll() is None
+        write_json(tmp_path / "status.json", {"state": "running", "time": time.time(), **record, "host": "elsewhere"})
+        with pytest.raises(UsageError, match="is on elsewhere; stop it there"):
+            run.stop()
+    finally:
+        child.kill()
+    until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE)
+    assert is_running(record) is False
+    child.wait()
+
+
+def test_looking_at_a_run_loads_no_torch(tmp_path: Path) -> None:
+    write_json(tmp_path / "status.json", {"state": "finished", "time": 1.0})
+    looks = (
+        f"import cogumi, sys; run = cogumi.attach({str(tmp_path)!r}); run.dashboard(); run.wait(); run.stop(); "
+        "assert not {'torch', 'transformers', 'polars'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", looks], check=True)
+
+
+def test_a_name_that_is_no_run_is_told_which_are(tmp_path: Path) -> None:
+    (tmp_path / "sft").mkdir()
+    write_json(tmp_path / "sft" / "status.json", {"state": "finished", "time": 1.0})
+    with pytest.raises(UsageError, match=r"no run there; there is .*/sft$"):
+        cogumi.attach(tmp_path / "stf")

@@ -1,0 +1,521 @@
+"""What a run says of itself while it runs and at its end, and that saying it changes nothing."""
+
+import json
+import logging
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import cogumi
+from cogumi.errors import UsageError
+from cogumi.hidden import REDACTED, Unwritten, hide
+from cogumi.models.complete import complete
+from cogumi.rundir import read_json, read_jsonl
+from cogumi.training import heartbeat, pace, telemetry, trackers
+from cogumi.training.heartbeat import Heartbeat
+from cogumi.training.meter import Meter
+from cogumi.training.pace import Pace
+from cogumi.training.samples import as_before
+from cogumi.training.throughput import documents_of
+from cogumi.words import count, duration
+
+Config = dict[str, Any]
+TOKEN = "hf_" + "Qk7" * 12
+
+
+@pytest.fixture
+def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Config:
+    return {
+        "model": {"name": str(tiny_model)},
+        "lora": {"r": 4},
+        "data": {"source": str(code_parquet), "eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
+        "train": {
+            "max_steps": 6,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "gradient_checkpointing": False,
+            "save_strategy": "no",
+        },
+        "cogumi": {"method": "sft", "run_dir": str(tmp_path / "run"), "merge": False},
+    }
+
+
+@pytest.fixture
+def gspo(sft: Config) -> Config:
+    train = {
+        "loss_type": "gspo",
+        "max_steps": 4,
+        "num_generations": 4,
+        "per_device_train_batch_size": 8,
+        "steps_per_generation": 2,
+        "max_completion_length": 8,
+        "learning_rate": 1e-3,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+    }
+    return {**sft, "train": train, "cogumi": sft["cogumi"] | {"method": "gspo", "rewards": ["edit_similarity"]}}
+
+
+def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard reads out of a run's directory: tag -> (step, value)."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found: dict[str, list[tuple[int, float]]] = {}
+    for path in sorted((run_dir / "tensorboard").glob("*tfevents*")):
+        events = EventAccumulator(str(path)).Reload()
+        for tag in events.Tags()["scalars"]:
+            found.setdefault(tag, []).extend((each.step, each.value) for each in events.Scalars(tag))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- a whole run
+
+
+def test_an_sft_run_says_what_it_came_to(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[tuple[int, int]] = []
+    import peft
+    import trl
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    compute_loss = trl.SFTTrainer.compute_loss
+
+    def counting(self: Any, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+        if model.training:
+            counted.append((int(inputs["attention_mask"].sum()), inputs["input_ids"].numel()))
+        return compute_loss(self, model, inputs, *args, **more)
+
+    monkeypatch.setattr(trl.SFTTrainer, "compute_loss", counting)
+    sft["train"] |= {"eval_strategy": "steps", "eval_steps": 3, "gradient_accumulation_steps": 2}
+    result = cogumi.train(sft, cogumi__price_per_hour=7200.0)
+    found = read_json(result.run_dir / "metrics.json")
+    assert len(counted) == 12
+    assert found["tokens"] == sum(tokens for tokens, _ in counted) == result.series("num_tokens")[-1]
+    assert found["tokens_with_padding"] == sum(padded for _, padded in counted)
+    assert found["tokens_per_second"] == pytest.approx(found["tokens"] / found["step_seconds"], rel=1e-3)
+    assert list(found["seconds"]) == ["data", "load", "train", "eval", "samples"]
+    assert sum(found["seconds"].values()) == pytest.approx(found["elapsed_seconds"], abs=0.1)
+    assert found["step_seconds"] <= found["seconds"]["train"]
+    assert found["cost"] == pytest.approx(2 * found["elapsed_seconds"], abs=0.1)
+    assert (found["mfu"], found["no_mfu"]) == (None, "no GPU")
+    assert found["flop_per_token"] > 4 * found["weights_per_token"] > 0
+    assert found["final"]["loss"] == result.series("loss")[-1]
+    assert found["final"]["eval_loss"] == result.series("eval_loss")[-1]
+    assert found["memory"]["peak_rss"] > 1e8
+    costs, speeds = result.series("perf/cost"), result.series("perf/tokens_per_second")
+    assert costs == sorted(costs)
+    assert len(speeds) == len(result.series("loss")) == 6
+    said = (result.run_dir / "run.log").read_text()
+    assert f"step 6/6, loss {result.series('loss')[-1]:.3g}, grad " in said
+    assert "no MFU: no GPU" in said
+    read_back = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(sft["model"]["name"], dtype=torch.float32), result.adapter
+    )
+    samples = read_jsonl(result.run_dir / "samples.jsonl")
+    written = complete(read_back, AutoTokenizer.from_pretrained(result.adapter), [row["prompt"] for row in samples])
+    assert written == [row["completion"] for row in samples]
+
+
+def test_what_is_logged_reaches_tensorboard_in_the_run_directory_and_nowhere_else(
+    sft: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The held-out loss is measured before the training, which transformers would write into ./runs."""
+    monkeypatch.chdir(tmp_path)
+    result = cogumi.train(sft, train__max_steps=2)
+    shown = scalars(result.run_dir)
+    assert [value for _, value in shown["train/loss"]] == pytest.approx(result.series("loss"))
+    assert [value for _, value in shown["eval/loss"]] == pytest.approx(result.series("eval_loss"))
+    assert [step for step, _ in shown["train/perf/tokens_per_second"]] == [1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    assert not list((result.run_dir / "checkpoints").rglob("*tfevents*"))
+
+
+def test_a_gspo_run_says_what_rollouts_and_updates_took(gspo: Config) -> None:
+    result = cogumi.train(gspo)
+    found = read_json(result.run_dir / "metrics.json")
+    assert found["completions"] == 32  # two rollouts of 16
+    assert found["completions_per_second"] == pytest.approx(32 / found["rollout_seconds"], rel=1e-2)  # written to 1 ms
+    assert 0 < found["rollout_seconds"] == pytest.approx(found["seconds"]["rollout"], abs=0.01)
+    assert found["update_seconds"] + found["rollout_seconds"] == pytest.approx(found["step_seconds"], abs=0.01)
+    assert found["final"]["reward"] == result.series("reward")[-1]
+    assert found["tokens"] == sum(result.series("policy/num_tokens")) + prompts_of(result)
+    shown = scalars(result.run_dir)
+    assert len(shown["train/policy/ratio_new_old"]) == 4
+    assert len(shown["train/perf/tokens_per_second"]) == 4
+
+
+def prompts_of(result: Any) -> int:
+    """Tokens of the prompts of a run, each as often as a completion of it was trained on, from what TRL counts."""
+    # num_tokens: prompts and completions of the rollouts, each of which was trained on once.
+    return int(result.series("num_tokens")[-1] - sum(result.series("policy/num_tokens")))
+
+
+def test_a_run_that_fails_says_what_it_came_to(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_step_end = telemetry.Telemetry.on_step_end
+
+    def failing(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
+        on_step_end(self, args, state, control, **more)
+        if state.global_step == 3:
+            raise RuntimeError("the card fell off the bus")
+
+    monkeypatch.setattr(telemetry.Telemetry, "on_step_end", failing)
+    with pytest.raises(RuntimeError, match="fell off"):
+        cogumi.train(sft)
+    run_dir = Path(sft["cogumi"]["run_dir"])
+    assert read_json(run_dir / "metrics.json")["steps"] == 3
+    assert read_json(run_dir / "heartbeat.json")["step"] == 3
+
+
+# -------------------------------------------------------------------------------------------------------------- samples
+
+
+def test_samples_on_the_way_change_nothing_of_the_training(sft: Config, tmp_path: Path) -> None:
+    """With dropout, so that a random state that moved, or a mode that stayed, would show in every weight."""
+    sft["lora"]["lora_dropout"] = 0.2
+    without = cogumi.train(sft, cogumi__run_dir=str(tmp_path / "without"))
+    result = cogumi.train(sft, cogumi__samples_every=2)
+    ours, theirs = (load_file(each.adapter / "adapter_model.safetensors") for each in (result, without))
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+    assert result.series("loss") == without.series("loss")
+    rows = read_jsonl(result.run_dir / "samples.jsonl")
+    assert [row["step"] for row in rows] == [2] * 4 + [4] * 4 + [6] * 4
+    prompts = [row["prompt"] for row in rows]
+    assert prompts[:4] == prompts[4:8] == prompts[8:]
+    assert rows[8:] == read_jsonl(without.run_dir / "samples.jsonl")
+    assert read_json(result.run_dir / "metrics.json")["seconds"]["samples"] > 0
+
+
+def test_samples_of_steps_made_again_are_replaced(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    sft["train"] |= {"save_strategy": "steps", "save_steps": 2}
+    on_step_end = telemetry.Telemetry.on_step_end
+    with monkeypatch.context() as patched:
+
+        def failing(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
+            on_step_end(self, args, state, control, **more)
+            if state.global_step == 4:
+                raise RuntimeError("the card fell off the bus")
+
+        patched.setattr(telemetry.Telemetry, "on_step_end", failing)
+        with pytest.raises(RuntimeError):
+            cogumi.train(sft, cogumi__samples_every=1)
+    run_dir = Path(sft["cogumi"]["run_dir"])
+    assert {row["step"] for row in read_jsonl(run_dir / "samples.jsonl")} == {1, 2, 3}
+    cogumi.train(sft, cogumi__samples_every=3)
+    assert [row["step"] for row in read_jsonl(run_dir / "samples.jsonl")] == [1] * 4 + [2] * 4 + [3] * 4 + [6] * 4
+
+
+def test_random_states_and_modes_are_put_back(tiny_model: Path) -> None:
+    import random
+
+    import numpy as np
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model).train()
+    model.model.layers[1].eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    wanted = torch.rand(3), random.random(), np.random.rand()
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    with as_before(model):
+        model.eval()
+        torch.rand(7), random.random(), np.random.rand()
+    assert {name: module.training for name, module in model.named_modules()} == before
+    got = torch.rand(3), random.random(), np.random.rand()
+    assert got[0].equal(wanted[0])
+    assert got[1:] == wanted[1:]
+
+
+# ------------------------------------------------------------------------------------------------------------ heartbeat
+
+
+def test_the_heart_beats_while_the_training_thread_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.02)
+    meter = Meter(price_per_hour=36.0)
+    with Heartbeat(tmp_path, meter) as heart:
+        heart.progress.step, heart.progress.steps, heart.progress.step_time = 7, 10, 1000.0
+        heart.progress.eta_seconds = 200.0
+        with meter.inside("eval"):
+            deadline, seen = time.monotonic() + 20, set()
+            while len(seen) < 3 and time.monotonic() < deadline:
+                time.sleep(0.02)
+                beat = read_json(tmp_path / "heartbeat.json")
+                seen.add(beat["time"])
+        assert len(seen) >= 3
+        assert beat["stage"] == "eval"
+    beat = read_json(tmp_path / "heartbeat.json")
+    assert (beat["stage"], beat["step"], beat["steps"], beat["step_time"]) == ("data", 7, 10, 1000.0)
+    assert beat["cost_so_far"] == pytest.approx(beat["elapsed_seconds"] / 100, rel=0.01)
+    assert beat["cost_at_end"] == pytest.approx(beat["cost_so_far"] + 2.0, rel=0.01)
+    assert beat["disk"]["free"] > 0
+    assert beat["memory"]["process"] > 0
+    assert beat["cpu"]["cores"] == os.cpu_count()
+    assert not any(thread.name == "cogumi heartbeat" for thread in threading.enumerate())
+
+
+def test_what_stops_the_heart_is_raised_where_the_training_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.01)
+
+    def broken(self: Any) -> Any:
+        raise PermissionError(13, "no longer ours")
+
+    def train_on() -> None:
+        with Heartbeat(tmp_path, Meter()) as heart:
+            monkeypatch.setattr(Heartbeat, "now", broken)
+            heart.thread.join(timeout=20)
+            heart.refuse_silence()
+            pytest.fail("the training went on")
+
+    with pytest.raises(PermissionError, match="no longer ours"):
+        train_on()
+    with pytest.raises(ZeroDivisionError), Heartbeat(tmp_path, Meter()):  # what went wrong first is what is raised
+        raise ZeroDivisionError
+
+
+def test_a_run_that_hangs_beats_on_and_its_step_does_not(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stuck in a callback after its second step; gone on with, the seconds of that part count."""
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.02)
+    on_step_end, beats = telemetry.Telemetry.on_step_end, []
+
+    def hanging(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
+        on_step_end(self, args, state, control, **more)
+        deadline = time.monotonic() + 60
+        while state.global_step == 2 and len({beat["time"] for beat in beats}) < 3 and time.monotonic() < deadline:
+            time.sleep(0.02)
+            beats.extend([beat] if (beat := read_json(self.run_dir / "heartbeat.json"))["step"] == 2 else [])
+        if state.global_step == 2:
+            raise RuntimeError("hung, and ended")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(telemetry.Telemetry, "on_step_end", hanging)
+        with pytest.raises(RuntimeError, match="hung"):
+            cogumi.train(sft)
+    assert len({beat["time"] for beat in beats}) == 3
+    assert len({beat["step_time"] for beat in beats}) == 1
+    ended = read_json(Path(sft["cogumi"]["run_dir"]) / "metrics.json")
+    result = cogumi.train(sft)
+    after = read_json(result.run_dir / "metrics.json")
+    assert after["elapsed_seconds"] > ended["elapsed_seconds"] >= beats[-1]["elapsed_seconds"]
+    tokens = result.series("num_tokens")
+    assert after["tokens"] == tokens[-1] > tokens[0] > ended["tokens"] > 0  # two steps were made twice
+    assert read_json(result.run_dir / "heartbeat.json")["started"] == beats[0]["started"]
+
+
+# -------------------------------------------------------------------------------------------------------- meter and pace
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Lets seconds pass for `cogumi.training.meter` and `pace`, which are otherwise as they are."""
+    now = [1000.0]
+    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
+
+    def passing(seconds: float) -> None:
+        now[0] += seconds
+
+    return passing
+
+
+def test_every_second_belongs_to_the_innermost_stage(clock: Callable[[float], None], tmp_path: Path) -> None:
+    meter = Meter(price_per_hour=3.6)
+    clock(1)
+    meter.enter("train")
+    clock(10)
+    with meter.inside("eval"):
+        clock(5)
+        with meter.inside("samples"):
+            clock(2)
+        clock(1)
+    clock(4)
+    assert meter.seconds() == {"data": 1, "train": 14, "eval": 6, "samples": 2}
+    assert meter.elapsed() == 23
+    assert meter.cost(77) == pytest.approx(0.1)
+    beat = {
+        "elapsed_seconds": 100.0,
+        "started": 5.0,
+        "seconds": {"data": 10.0, "train": 90.0},
+        "counts": {"tokens": 3.0},
+    }
+    (tmp_path / "heartbeat.json").write_text(json.dumps(beat))
+    meter.take_up(tmp_path)
+    assert meter.elapsed() == 123
+    assert meter.seconds() == {"data": 11, "train": 104, "eval": 6, "samples": 2}
+    assert (meter.started, meter.counts) == (5.0, {"tokens": 3.0})
+
+
+def test_a_slow_first_step_saves_and_evaluations_do_not_move_the_pace(clock: Callable[[float], None]) -> None:
+    timed = Pace()
+    timed.begin()
+    clock(60)
+    assert timed.step_ended() == 60
+    assert timed.eta(10) == 600  # nothing else is known
+    for step in range(1, 40):
+        if step == 10:
+            clock(40)  # an evaluation
+            timed.between_ended()
+        clock(30 if step == 20 else 2)  # one compiled
+        timed.step_ended()
+    assert timed.seconds_per_step() == 2
+    assert timed.eta(100) == pytest.approx(100 * (2 + 40 / 40))
+
+
+def test_of_a_rollout_and_its_updates_the_whole_cycle_is_the_pace(clock: Callable[[float], None]) -> None:
+    timed = Pace(cycle=4)
+    timed.begin()
+    for _ in range(10):
+        for seconds in (20, 1, 1, 1):
+            clock(seconds)
+            timed.step_ended()
+    assert timed.eta(8) == pytest.approx(2 * 23)
+
+
+def test_a_trainer_that_generates_has_a_cycle(tmp_path: Path) -> None:
+    import trl
+
+    args = trl.GRPOConfig(
+        output_dir=str(tmp_path), per_device_train_batch_size=8, steps_per_generation=4, gradient_accumulation_steps=2,
+        bf16=False,
+    )  # fmt: skip
+    assert telemetry.steps_per_rollout(SimpleNamespace(args=args, num_iterations=3)) == 6
+    assert telemetry.steps_per_rollout(SimpleNamespace(args=trl.SFTConfig(output_dir=str(tmp_path), bf16=False))) == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(4.4, "4 s"), (89, "89 s"), (95, "2 min"), (3599, "1 h 00 min"), (4320, "1 h 12 min"), (200000, "2 d 7 h")],
+)
+def test_durations_in_words(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_counts_in_words() -> None:
+    assert [count(each) for each in (950, 12345, 999_949, 999_950, 4.56e6)] == [
+        "950", "12.3k", "999.9k", "1.00M", "4.56M",
+    ]  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------------- tokens
+
+
+def test_the_lengths_of_documents_in_each_kind_of_batch() -> None:
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    padded = {"input_ids": ids, "attention_mask": mask}
+    assert [int(each) for each in documents_of(padded)] == [9 + 1, 4, 8]
+    packed = {"input_ids": torch.zeros(1, 7), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1]])}
+    assert [int(each) for each in documents_of(packed)] == [9 + 4 + 4, 7, 7]
+    beside = {"input_ids": torch.zeros(2, 5), "position_ids": torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 0, 0]])}
+    assert [int(each) for each in documents_of(beside)] == [9 + 4 + 4, 7, 10]
+    rollout = {
+        "prompt_ids": ids,
+        "prompt_mask": mask.flip(-1),
+        "completion_ids": ids[:, :2],
+        "completion_mask": mask[:, :2],
+    }
+    assert [int(each) for each in documents_of(rollout)] == [25 + 4, 7, 12]
+    assert [int(each) for each in documents_of({"input_ids": ids})] == [32, 8, 8]
+
+
+def test_packed_rows_have_documents(sft: Config) -> None:
+    result = cogumi.train(sft, train__packing=True, train__max_length=256, data__fim__max_length=160)
+    found = read_json(result.run_dir / "metrics.json")
+    assert 0.9 * found["tokens_with_padding"] < found["tokens"] <= found["tokens_with_padding"]
+    assert found["tokens"] == result.series("num_tokens")[-1]
+    assert found["mean_context"] < 160  # of documents, not of rows
+
+
+# -------------------------------------------------------------------------------------------------------------- trackers
+
+
+@pytest.mark.parametrize("reporter", ["wandb", "trackio"])
+def test_a_reporter_that_is_not_installed_is_refused_before_anything_is_loaded(
+    sft: Config, reporter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "is_installed", lambda name: name == "tensorboard")
+    with pytest.raises(UsageError, match=f"train.report_to: {reporter} is not installed; run: pip install {reporter}"):
+        cogumi.train(sft, train__report_to=["tensorboard", reporter])
+    assert not Path(sft["cogumi"]["run_dir"]).exists()
+
+
+def test_without_tensorboard_a_run_says_how_to_get_it(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "is_installed", lambda name: False)
+    result = cogumi.train(sft, train__max_steps=1)
+    assert not (result.run_dir / "tensorboard").exists()
+    assert "TensorBoard is not installed (pip install tensorboard)" in (result.run_dir / "run.log").read_text()
+
+
+def test_none_is_none(sft: Config) -> None:
+    result = cogumi.train(sft, train__max_steps=1, train__report_to="none")
+    assert not (result.run_dir / "tensorboard").exists()
+
+
+# --------------------------------------------------------------------------------------------------------------- secrets
+
+
+def test_no_file_of_a_run_holds_a_secret(sft: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A token in the configuration, one of another kind in the environment, and both in what goes wrong."""
+    other = "abcdef0123456789SESAME"
+    monkeypatch.setenv("WANDB_API_KEY", other)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    sft["train"] |= {"hub_token": TOKEN, "save_strategy": "steps", "save_steps": 2}
+    on_step_end = telemetry.Telemetry.on_step_end
+    seen = []
+
+    def failing(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
+        on_step_end(self, args, state, control, **more)
+        seen.append(args.hub_token)
+        if state.global_step == 5:
+            logging.getLogger("cogumi").warning("asking https://me:%s@hub with %s", TOKEN, other)
+            raise RuntimeError(f"401 for https://me:{TOKEN}@hub, key {other}")
+
+    monkeypatch.setattr(telemetry.Telemetry, "on_step_end", failing)
+    with pytest.raises(RuntimeError, match=TOKEN):
+        cogumi.train(sft, cogumi__samples_every=2)
+    assert set(seen) == {TOKEN}  # whoever uses it has it
+    run_dir = Path(sft["cogumi"]["run_dir"])
+    files = [path for path in run_dir.rglob("*") if path.is_file()]
+    names = {path.name for path in files}
+    assert {"config.yaml", "status.json", "run.log", "training_args.bin", "metrics.jsonl", "samples.jsonl"} <= names
+    assert any("tfevents" in name for name in names)
+    for path in files:
+        content = path.read_bytes()
+        assert TOKEN.encode() not in content, path
+        assert other.encode() not in content, path
+    assert REDACTED in read_json(run_dir / "status.json")["reason"]
+    arguments = torch.load(run_dir / "checkpoints" / "checkpoint-4" / "training_args.bin", weights_only=False)
+    assert arguments.hub_token == REDACTED
+    assert arguments.learning_rate == 1e-2
+
+
+@pytest.mark.parametrize("key", ["model__name", "data__source"])
+def test_a_token_in_a_name_that_will_be_written_down_is_refused(sft: Config, key: str) -> None:
+    with pytest.raises(UsageError, match="holds an access token; put that into the environment") as caught:
+        cogumi.train(sft, **{key: f"https://me:{TOKEN}@huggingface.co/me/model"})
+    assert TOKEN not in str(caught.value)
+    assert not Path(sft["cogumi"]["run_dir"]).exists()
+
+
+def test_what_looks_like_a_secret_is_hidden_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "short")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI/K7MDENG")
+    assert hide(f"a {TOKEN} b") == f"a {REDACTED} b"
+    assert hide("s3://AKIA:s3cr3t@bucket/x") == f"s3://{REDACTED}@bucket/x"
+    assert hide("key wJalrXUtnFEMI/K7MDENG.") == f"key {REDACTED}."
+    for plain in ("hf_tiny", "shortbread", "user@host:22", "http://host:8000/a@b", "/work/hf_hub/model", "12:30@noon"):
+        assert hide(plain) == plain
+
+
+def test_an_unwritten_secret_is_itself_until_it_is_pickled() -> None:
+    import copy
+
+    secret = Unwritten(TOKEN)
+    assert secret == copy.deepcopy([secret])[0] == copy.copy(secret) == TOKEN
+    assert pickle.loads(pickle.dumps(secret)) == REDACTED

@@ -1,0 +1,91 @@
+"""Training every weight: what is saved is what was trained, and what cannot fit is refused before it is loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import cogumi
+from cogumi.errors import UsageError
+from cogumi.training import full
+
+Config = dict[str, Any]
+
+
+@pytest.fixture
+def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Config:
+    return {
+        "model": {"name": str(tiny_model)},
+        "data": {"source": str(code_parquet), "eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
+        "train": {
+            "max_steps": 6,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "gradient_checkpointing": False,
+            "save_steps": 3,
+        },
+        "cogumi": {"method": "sft", "tuning": "full", "run_dir": str(tmp_path / "full")},
+    }
+
+
+def test_every_weight_is_trained_and_saved_in_the_dtype_of_the_base(sft: Config, tiny_model: Path) -> None:
+    result = cogumi.train(sft)
+    assert result.passed, str(result.verdict)
+    assert result.adapter is None
+    assert result.merged is not None
+    before, after = load_file(tiny_model / "model.safetensors"), load_file(result.merged / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(after[name].dtype == before[name].dtype == torch.bfloat16 for name in before)
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    assert {"model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"} <= set(moved)
+    assert not (result.run_dir / "adapter").exists()
+    assert {check.name for check in result.verdict.checks} >= {"weights", "saved model"}
+    assert "adapter" not in {check.name for check in result.verdict.checks}
+
+
+def test_the_next_stage_starts_from_it(sft: Config, tmp_path: Path) -> None:
+    first = cogumi.train(sft, train__max_steps=2)
+    again = cogumi.train(
+        sft,
+        model__name=str(first.merged),
+        cogumi__run_dir=str(tmp_path / "lora"),
+        cogumi__tuning="lora",
+        train__max_steps=2,
+    )
+    assert again.passed, str(again.verdict)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("lora__r", 4, r"lora\.r would be ignored"),
+        ("model__quantization_config", {"load_in_4bit": True}, "quantized weights cannot be trained"),
+    ],
+)
+def test_settings_of_an_adapter_are_refused(sft: Config, key: str, value: object, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        cogumi.train(sft, **{key: value})
+    assert not Path(sft["cogumi"]["run_dir"]).exists()
+
+
+def test_what_does_not_fit_is_refused_with_the_figures(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = full.count_weights(sft["model"]["name"], None)
+    need = weights * (4 + 4 + 8)
+    monkeypatch.setattr(full, "free_memory_bytes", lambda: int(need / 0.9) - 1000)
+    with pytest.raises(
+        UsageError, match=r"\(8 bytes each with the gradient, 8 for adamw_\w+\).*or set train.optim: adamw_8bit"
+    ):
+        cogumi.train(sft)
+    assert not Path(sft["cogumi"]["run_dir"]).exists()
+    monkeypatch.setattr(full, "free_memory_bytes", lambda: int(need / 0.9) + 1000)
+    assert cogumi.train(sft, train__max_steps=1).merged is not None
+
+
+def test_weights_that_did_not_move_fail_the_verdict(sft: Config) -> None:
+    result = cogumi.train(sft, train__learning_rate=0.0, train__max_steps=2)
+    (check,) = (check for check in result.verdict.checks if check.name == "weights")
+    assert not check.passed
+    assert check.figure.startswith("0 of")

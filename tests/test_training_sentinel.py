@@ -1,0 +1,215 @@
+"""`cogumi.sanity`, `cogumi.on_red` and flags.json in real runs: what ends early goes on and ends as if it had not."""
+
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+import cogumi
+from cogumi.errors import UsageError
+from cogumi.rundir import read_json, read_jsonl
+from cogumi.training import sentinel as module
+
+Config = dict[str, Any]
+
+
+@pytest.fixture
+def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Config:
+    return {
+        "model": {"name": str(tiny_model)},
+        "lora": {"r": 4},
+        "data": {"source": str(code_parquet), "eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
+        "train": {
+            "max_steps": 14,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "warmup_steps": 2,
+            "gradient_checkpointing": False,
+            "save_strategy": "no",
+        },
+        "cogumi": {"method": "sft", "run_dir": str(tmp_path / "run"), "merge": False},
+    }
+
+
+@pytest.fixture
+def gspo(sft: Config) -> Config:
+    train = {
+        "max_steps": 6,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "learning_rate": 1e-3,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+    }
+    ours = {"method": "gspo", "docs_per_step": 8, "rewards": ["edit_similarity", "parses"]}
+    return {**sft, "train": train, "cogumi": sft["cogumi"] | ours}
+
+
+def logged(run_dir: Path) -> list[dict[str, Any]]:
+    """What was logged, without times, speeds, the disk's figures, and TRL's count of tokens, which begins anew in SFT."""
+    timed = re.compile(r".*num_tokens|time|.*_time|.*runtime|.*_per_second|train_.*|disk/.*|total_flos")
+    return [
+        {key: value for key, value in row.items() if not timed.fullmatch(key)}
+        for row in read_jsonl(run_dir / "metrics.jsonl")
+    ]
+
+
+def weights(directory: Path) -> dict[str, Any]:
+    return load_file(directory / "adapter_model.safetensors")
+
+
+def same(one: Path, other: Path) -> bool:
+    ours, theirs = weights(one), weights(other)
+    return ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(("method", "steps"), [("sft", 10), ("gspo", 3)])
+def test_a_sanity_check_answers_and_its_steps_are_not_lost(
+    method: str, steps: int, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    config = request.getfixturevalue(method)
+    whole = cogumi.train(config, cogumi__run_dir=str(tmp_path / "whole"))
+    checked = cogumi.train(config, cogumi__sanity=steps)
+    home = checked.run_dir
+    assert checked.passed, str(checked.verdict)
+    assert checked.verdict.safe_to_scale is True
+    assert (home / "checkpoints" / f"checkpoint-{steps}").is_dir()
+    assert checked.adapter == home / "adapter"
+    assert checked.merged is None
+    status, verdict = read_json(home / "status.json"), read_json(home / "verdict.json")
+    assert status["state"] == "sanity checked"
+    assert "safe to scale: yes" in status["reason"]
+    assert verdict["safe_to_scale"] is True
+    assert not (home / "DONE").exists()
+    with pytest.raises(UsageError, match=r"its first steps were checked.*leave cogumi.sanity out"):
+        cogumi.train(config, cogumi__sanity=steps)
+    result = cogumi.train(config)
+    assert result.verdict.safe_to_scale is None
+    assert logged(home) == logged(whole.run_dir)
+    assert same(result.adapter, whole.adapter)
+    assert (home / "DONE").exists()
+
+
+def test_a_check_of_a_broken_run_says_no_and_why(sft: Config) -> None:
+    result = cogumi.train(sft, cogumi__sanity=12, lora__lora_alpha=0)
+    assert not result.passed
+    assert result.verdict.safe_to_scale is False
+    said = read_json(result.run_dir / "verdict.json")
+    (check,) = (check for check in said["checks"] if check["name"] == "safe to scale")
+    assert "adapter moves" in check["figure"]
+    assert "lora.lora_alpha" in check["figure"]
+    assert [flag["name"] for flag in said["was_red"]] == ["adapter moves"]
+    assert "safe to scale: no" in read_json(result.run_dir / "status.json")["reason"]
+
+
+def test_a_check_that_would_see_nothing_is_refused(sft: Config) -> None:
+    with pytest.raises(UsageError, match=r"set train\.logging_steps to 1 or less"):
+        cogumi.train(sft, cogumi__sanity=12, train__logging_steps=10)
+    assert not Path(sft["cogumi"]["run_dir"]).exists()
+
+
+def test_a_check_as_long_as_the_run_is_the_run(sft: Config) -> None:
+    result = cogumi.train(sft, cogumi__sanity=14)
+    assert result.passed
+    assert result.verdict.safe_to_scale is True
+    assert read_json(result.run_dir / "status.json")["state"] == "finished"
+    assert result.adapter == result.run_dir / "adapter"
+
+
+def test_stop_ends_a_run_with_a_checkpoint(sft: Config) -> None:
+    result = cogumi.train(sft, cogumi__on_red="stop", lora__lora_alpha=0)
+    home = result.run_dir
+    assert not result.passed
+    assert read_json(home / "status.json")["state"] == "stopped by a red flag"
+    assert "adapter moves" in read_json(home / "status.json")["reason"]
+    (checkpoint,) = (home / "checkpoints").glob("checkpoint-*")
+    stopped = int(checkpoint.name.removeprefix("checkpoint-"))
+    assert 10 <= stopped < 14
+    assert result.adapter.is_dir()
+    assert [row["step"] for row in result.metrics if "loss" in row] == list(range(1, stopped + 1))
+    flags = read_json(home / "flags.json")
+    assert flags["flags"][0]["name"] == "adapter moves"
+    assert flags["flags"][0]["level"] == "red"
+    goes_on = cogumi.train(sft, cogumi__on_red="warn", lora__lora_alpha=0)
+    assert len(goes_on.series("loss")) == 14
+    said = (home / "run.log").read_text()
+    assert f" step {stopped}: red: adapter moves: " in said
+    assert said.count(" INFO red: adapter moves: ") == 2  # each part ends with what is red
+    assert "was red at step" not in said  # it still is
+
+
+def test_warn_says_it_once_and_trains_on(sft: Config) -> None:
+    result = cogumi.train(sft, lora__lora_alpha=0)
+    assert len(result.series("loss")) == 14
+    assert (result.run_dir / "run.log").read_text().count("ERROR step") == 1
+    assert [flag.name for _, flag in result.verdict.was_red] == ["adapter moves"]
+
+
+def test_pause_waits_until_the_file_is_gone(sft: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    whole = cogumi.train(sft, lora__lora_alpha=0, cogumi__run_dir=str(tmp_path / "whole"))
+    monkeypatch.setattr(module, "PAUSE_SECONDS", 0.01)
+    home, seen = Path(sft["cogumi"]["run_dir"]), {}
+
+    def user() -> None:
+        while not (home / "PAUSED").exists():
+            time.sleep(0.05)
+        while read_json(home / "status.json")["state"] != "paused":
+            time.sleep(0.05)
+        seen["status"] = read_json(home / "status.json")
+        seen["text"] = (home / "PAUSED").read_text()
+        seen["checkpoints"] = sorted(path.name for path in (home / "checkpoints").glob("checkpoint-*"))
+        (home / "PAUSED").unlink()
+
+    thread = threading.Thread(target=user, daemon=True)
+    thread.start()
+    result = cogumi.train(sft, cogumi__on_red="pause", lora__lora_alpha=0)
+    thread.join()
+    assert "adapter moves" in seen["status"]["reason"]
+    assert "adapter moves" in seen["text"]
+    assert len(seen["checkpoints"]) == 1  # saved before it waits
+    assert len(result.series("loss")) == 14
+    assert same(result.adapter, whole.adapter)
+    assert logged(home) == logged(whole.run_dir)
+
+
+def test_a_signal_ends_a_paused_run_and_it_goes_on_later(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+    import signal
+
+    monkeypatch.setattr(module, "PAUSE_SECONDS", 0.01)
+    home = Path(sft["cogumi"]["run_dir"])
+
+    def provider() -> None:
+        while not (home / "PAUSED").exists() or read_json(home / "status.json")["state"] != "paused":
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=provider, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        cogumi.train(sft, cogumi__on_red="pause", lora__lora_alpha=0)
+    assert read_json(home / "status.json")["state"] == "preempted"
+    assert not (home / "PAUSED").exists()
+    assert len(cogumi.train(sft, lora__lora_alpha=0).series("loss")) == 14
+
+
+def test_watching_changes_nothing_that_is_learned(sft: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    watched = cogumi.train(sft)
+    assert read_json(watched.run_dir / "flags.json")["step"] == 14
+    for name in (
+        "begin",
+        "on_train_begin",
+        "on_step_begin",
+        "on_optimizer_step",
+        "on_step_end",
+        "on_log",
+        "on_train_end",
+    ):
+        monkeypatch.setattr(module.Sentinel, name, lambda *_, **__: None)
+    alone = cogumi.train(sft, cogumi__run_dir=str(tmp_path / "alone"))
+    assert same(watched.adapter, alone.adapter)
+    assert logged(watched.run_dir) == logged(alone.run_dir)
