@@ -1,0 +1,283 @@
+"""The forecast of a step's memory beside what PyTorch's profiler sees allocated when the same trainer really takes it."""
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+
+from cogumi.config import load_config
+from cogumi.memory.forecast import MemoryForecast, Steps
+from cogumi.memory.live import BLOCK, Live
+from cogumi.memory.on_a_card import as_on_a_card, attention, trls_head
+from cogumi.memory.step import INPUTS, Work, run_step
+from cogumi.models.adapters import lora_config
+from cogumi.patches import patch
+from cogumi.preflight.planned import planned_trainer
+
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 2048,
+}
+WORKS = {
+    "sft": Work("sft", 4, 128, padded=False),
+    "dpo": Work("dpo", 2, 128, padded=False),
+    "gspo": Work("gspo", 4, 64, 64, padded=False),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def patched() -> None:
+    patch(graph_break="off")
+
+
+def llama(layers: int = 4) -> LlamaConfig:
+    return LlamaConfig(**SHAPE, num_hidden_layers=layers, architectures=["LlamaForCausalLM"], pad_token_id=2)
+
+
+def config_of(method: str, **words: Any) -> Any:
+    train = {"max_steps": 1} | ({"num_generations": 2} if method == "gspo" else {})
+    sections = {"model": {"name": "x"}, "data": {"source": "cogumi:stdlib"}, "train": train}
+    if words.get("cogumi__tuning") != "full":
+        sections["lora"] = {"r": 8, "lora_alpha": 16}
+    return load_config({**sections, "cogumi": {"method": method, "merge": False}}, **words)
+
+
+def real_trainer(method: str, run: Any, config: Any, dtype: torch.dtype, base: Path) -> Any:
+    """The same trainer with real weights: that of the forecast, its model taken from the meta device to memory."""
+    LlamaForCausalLM(config).to(dtype).save_pretrained(base)
+    trainer = planned_trainer(run, config, dtype, "sdpa")
+    trainer.model = trainer.model.to_empty(device="cpu")
+    for parameter in trainer.model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    for name, buffer in trainer.model.named_buffers():
+        buffer.copy_(torch.ones_like(buffer) / (1 + len(name)))
+    return trainer
+
+
+def allocated(work: Any) -> tuple[int, int]:
+    """(most bytes held at once, bytes held at the end) beyond those before, as PyTorch's own allocator reports them."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        work()
+    held = most = 0
+    results: Any = seen.profiler.kineto_results  # type: ignore[union-attr]
+    for event in sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most, held
+
+
+def step_for_real(trainer: Any, work: Work, autocast: torch.dtype | None) -> int:
+    """Most bytes held in the second step, weights, gradients and optimizer included."""
+    model = trainer.model
+    resident = sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in
+                    (*model.parameters(), *model.buffers())}.values())  # fmt: skip
+    optimizer = trainer.create_optimizer()
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    states = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
+    trainer.current_gradient_accumulation_steps = 1
+    model.train()
+    if trainer.args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+            loss = trainer.compute_loss(model, INPUTS[work.method](work))
+        loss.backward()
+        del loss
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+
+    most, _ = allocated(step)
+    return resident + states + most
+
+
+@pytest.mark.parametrize("checkpointing", [True, False], ids=["recomputed", "kept"])
+@pytest.mark.parametrize("method", ["sft", "dpo", "gspo"])
+def test_the_peak_of_a_step_is_what_is_allocated(method: str, checkpointing: bool, tmp_path: Path) -> None:
+    run = config_of(method, train__gradient_checkpointing=checkpointing)
+    work = WORKS[method]
+    moments = run_step(planned_trainer(run, llama(), torch.float32, "sdpa"), work, None, on_card=False)
+    real = step_for_real(real_trainer(method, run, llama(), torch.float32, tmp_path), work, None)
+    forecast = MemoryForecast(moments).tensors
+    assert forecast == pytest.approx(real, rel=0.05)
+
+
+@pytest.mark.parametrize("tuning", ["lora", "full"])
+def test_weights_gradients_and_optimizer_are_exact(tuning: str, tmp_path: Path) -> None:
+    run = config_of("sft", cogumi__tuning=tuning)
+    moments = run_step(
+        planned_trainer(run, llama(), torch.bfloat16, "sdpa"), WORKS["sft"], torch.bfloat16, on_card=False
+    )
+    update = next(moment for moment in moments if moment.stage == "update")
+    trainer = planned_trainer(run, llama(), torch.bfloat16, "sdpa")
+    model = trainer.model.to_empty(device="cpu")
+    optimizer = trainer.create_optimizer()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+
+    def in_blocks(tensors: Any) -> int:
+        return sum(-(-tensor.nbytes // BLOCK) * BLOCK for tensor in {id(t): t for t in tensors}.values())
+
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    assert update.by_kind.get("weights", 0) == in_blocks([*frozen, *model.buffers()])
+    assert update.by_kind["adapter"] == in_blocks(trained)
+    assert update.by_kind["gradients"] == in_blocks(p.grad for p in trained)
+    assert update.by_kind["optimizer"] >= in_blocks(states)
+    assert next(m for m in moments if m.stage == "backward").by_kind["optimizer"] == in_blocks(states)
+
+
+def test_four_bits_are_those_of_bitsandbytes(tmp_path: Path) -> None:
+    """Packed weights and scales of the forecast beside those of a model that bitsandbytes really quantized."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    run = config_of("sft", model__quantization_config={"load_in_4bit": True})
+    moments = run_step(
+        planned_trainer(run, llama(), torch.bfloat16, "sdpa"), WORKS["sft"], torch.bfloat16, on_card=True
+    )
+    LlamaForCausalLM(llama()).save_pretrained(tmp_path)
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings, dtype=torch.bfloat16)
+    tensors = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in all_of(model)}
+    load = next(moment for moment in moments if moment.stage == "load")
+    tables = 4 * 7 * 4096  # bitsandbytes' layers share the two tables of values, of 64 and 1024 bytes
+    real = sum(-(-n // BLOCK) * BLOCK for n in tensors.values())
+    assert real <= load.by_kind["weights"] <= real + tables
+
+
+def all_of(model: Any) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        for each in filter(None, (state, getattr(state, "state2", None))):
+            yield from (each.absmax, each.code)
+        if state is not None:
+            yield state.offset
+
+
+@pytest.mark.parametrize(("method", "accumulated"), [("sft", 4), ("gspo", 1)])
+def test_a_deep_model_is_told_by_two_short_ones(method: str, accumulated: int) -> None:
+    """Extrapolated from models of one and two layers, and held to whole runs of ten."""
+    run, config = config_of(method), llama(10)
+    work = replace(WORKS[method], micro_batches=accumulated)
+
+    def measure(work: Work, rank: int, layers: int | None) -> Any:
+        changed = run.model_copy(deep=True)
+        changed.lora["r"] = rank
+        return run_step(
+            planned_trainer(changed, config, torch.bfloat16, "sdpa", layers), work, torch.bfloat16, on_card=True
+        )
+
+    steps = Steps(measure, 10, 1)
+    forecast, whole = MemoryForecast(steps.moments(work, 8)), MemoryForecast(measure(work, 8, None))
+    assert forecast.peak == pytest.approx(whole.peak, rel=2e-3)
+    assert {m.stage: m.total for m in forecast.moments} == pytest.approx(
+        {m.stage: m.total for m in whole.moments}, rel=2e-3
+    )
+
+    room = round(whole.peak * 1.7)
+    largest = steps.largest(forecast, work, 8, room)
+
+    def peak(rank: int = 8, **changes: Any) -> int:
+        return MemoryForecast(measure(replace(work, **changes), rank, None)).peak
+
+    assert largest.rows is not None
+    assert largest.rank is not None
+    assert peak(rows=largest.rows) <= room * 1.01
+    assert peak(rows=largest.rows + 1) > room * 0.99
+    assert peak(largest.rank) <= room * 1.01
+    assert peak(2 * largest.rank) > room * 0.99
+
+
+# ------------------------------------------------------------------------------------------------------------- the counting
+
+
+def test_a_storage_counts_once_and_until_nobody_holds_it() -> None:
+    live = Live()
+    with FakeTensorMode(), live, live.during("one"):
+        whole = torch.empty(1000, dtype=torch.float32)
+        view = whole[10:20]
+        assert live.total == 4096  # 4000 bytes in blocks of 512
+        del whole
+        assert live.total == 4096
+        del view
+        assert live.total == 0
+        with live.making("weights"):
+            kept = torch.empty(4, 128)
+        live.are("gradients", kept)
+        assert live.by_kind["weights"] == 0
+        assert live.by_kind["gradients"] == 2048
+    assert live.moments["one"].total == 4096
+
+
+def test_attention_of_a_card_keeps_no_scores() -> None:
+    query = torch.empty(2, 8, 512, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    key = torch.empty(2, 2, 512, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    output = attention(query, key, key)
+    assert output.shape == query.shape
+    output.sum().backward()
+    assert query.grad is not None
+    assert key.grad is not None
+    assert key.grad.shape == key.shape
+    live = Live()
+    with FakeTensorMode(), live, live.during("attention"):
+        made = [torch.empty(2, heads, 512, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2)]
+        before = live.total
+        kept = attention(*made)
+        scores = 2 * 8 * 512 * 512 * 2
+        assert live.total - before < scores / 4
+        del kept
+
+
+def test_trls_own_head_runs_without_triton_and_is_put_back() -> None:
+    import trl.trainer.utils as upstream
+
+    before: Any = upstream._ChunkedLogProbFunction  # type: ignore[attr-defined]
+    with as_on_a_card():
+        assert upstream._ChunkedLogProbFunction.__name__ == "ChunkedLogProbFunction"  # type: ignore[attr-defined]
+        assert torch.nn.functional.scaled_dot_product_attention is attention
+    assert upstream._ChunkedLogProbFunction is before  # type: ignore[attr-defined]
+    assert torch.nn.functional.scaled_dot_product_attention is not attention
+    with FakeTensorMode():
+        hidden = torch.empty(96, 32, requires_grad=True)
+        weight, targets = torch.empty(500, 32), torch.empty(96, dtype=torch.long)
+        found = trls_head().apply(hidden, weight, None, targets, 1.0, 128, None, 1.0, ("entropy",))
+        assert found[0].shape == (96,)
+        found[0].sum().backward()
+        assert hidden.grad is not None
+
+
+def test_lora_of_a_config_is_that_of_the_run() -> None:
+    run = config_of("sft")
+    trainer = planned_trainer(run, llama(), torch.bfloat16, "sdpa", layers=2)
+    assert trainer.model.config.num_hidden_layers == 2
+    assert trainer.model.peft_config["default"].r == lora_config(run.lora).r == 8
+    assert all(parameter.device.type == "meta" for parameter in trainer.model.parameters())
+
+
+def test_the_forecast_of_a_config_json_alone(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    config = AutoConfig.from_pretrained(tmp_path)
+    moments = run_step(
+        planned_trainer(config_of("sft"), config, torch.bfloat16, "sdpa"), WORKS["sft"], torch.bfloat16, True
+    )
+    assert MemoryForecast(moments).fullest.stage in ("forward", "backward")
