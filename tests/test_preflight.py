@@ -1,0 +1,319 @@
+"""`cogumi preflight`: what it says of real configs, what is red and what makes it green, and what it leaves alone."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoConfig, AutoTokenizer, GptOssConfig, LlamaConfig
+
+from cogumi.config import load_config
+from cogumi.disk.forecast import meta_model
+from cogumi.errors import UsageError
+from cogumi.memory.forecast import MemoryForecast
+from cogumi.memory.step import Work, run_step
+from cogumi.models.chat_format import use_chat_template
+from cogumi.models.load import resolve_model
+from cogumi.preflight import preflight
+from cogumi.preflight.disk import outlook_of
+from cogumi.preflight.fix import fixed, write_fixed
+from cogumi.preflight.lines import Line, PreflightReport
+from cogumi.preflight.pace import Pace, lines_of, steps_of
+from cogumi.preflight.planned import planned_trainer
+from cogumi.preflight.sampled import sample
+from cogumi.preflight.target import dtype_of, target_of
+from cogumi.preflight.vram import autocast_of, period_of, planned_work, vllm_of
+from cogumi.stack.cards import CARDS, card_called, card_of
+
+SMOKE = Path(__file__).parents[1] / "configs" / "smoke"
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A model of 1.6 billion parameters and four layers, of which there are a config.json and a tokenizer."""
+    path = tmp_path_factory.mktemp("wide")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.save_pretrained(path)
+    LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=4,
+        vocab_size=90_000, architectures=["LlamaForCausalLM"], dtype="bfloat16", max_position_embeddings=65536,
+    ).save_pretrained(path)  # fmt: skip
+    return path
+
+
+def config_of(base: Path, tmp_path: Path, **sections: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "model": {"name": str(base)},
+        "lora": {"r": 16},
+        "data": {"source": "cogumi:stdlib", "eval_rows": 8, "fim": {"max_length": 512}},
+        "train": {"max_steps": 10, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+        "cogumi": {"method": "sft", "run_dir": str(tmp_path / "run")},
+    }
+    kept = {name: section for name, section in found.items() if sections.get(name, {}) is not None}
+    return {name: {**section, **sections.get(name, {})} for name, section in kept.items()}
+
+
+def line(report: PreflightReport, stage: str) -> Line:
+    return next(line for line in report.lines if line.stage == stage)
+
+
+OTHERS = ["gspo", "qwen3-4b-sft", "llama-3.1-8b-sft", "qwen2.5-coder-7b-gspo-fim"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sft",
+        "llama-3.1-8b-dpo",
+        "gpt-oss-20b-gspo-fim",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS),
+    ],
+)
+def test_the_small_configs_fit_this_machine(name: str, tmp_path: Path) -> None:
+    # Of their own these go on from an SFT run.
+    words = {"model__name": "cogumi:small-base"} if name == "gspo" else {}
+    if name == "llama-3.1-8b-dpo":
+        words["model__name"] = str(with_chat_template(tmp_path / "model"))
+    report = preflight(SMOKE / f"{name}.yaml", cogumi__run_dir=str(tmp_path / "run"), **words)
+    assert report.fits, str(report)
+    assert [each.stage for each in report.lines][:3] == ["data", "memory", "time"]
+    assert report.figures["memory"]["peak"] == sum(report.figures["memory"]["breakdown"].values())
+    assert not (tmp_path / "run").exists()
+
+
+def with_chat_template(path: Path) -> Path:
+    """The small base as an SFT run on chats leaves it."""
+    shutil.copytree(resolve_model("cogumi:small-base"), path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    use_chat_template(tokenizer, "cogumi:tulu")
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_what_does_not_fit_is_red_and_the_fix_fits(wide: Path, tmp_path: Path) -> None:
+    config = config_of(wide, tmp_path, train={"per_device_train_batch_size": 512, "max_length": 1024})
+    red = preflight(config, "T4")
+    assert line(red, "memory").state == "red"
+    assert line(red, "memory").changes
+    assert not red.fits
+    report, changes = fixed(config, "T4")
+    assert report.fits, str(report)
+    documents = changes["train.per_device_train_batch_size"] * changes["train.gradient_accumulation_steps"]
+    assert documents == 512 * 2
+    source, out = tmp_path / "run.yaml", tmp_path / "fits.yaml"
+    source.write_text(yaml.safe_dump(config))
+    write_fixed(source, out, changes, {})
+    assert load_config(out).train["per_device_train_batch_size"] == changes["train.per_device_train_batch_size"]
+    with pytest.raises(UsageError, match="there is such a file already"):
+        write_fixed(source, out, changes, {})
+
+
+def test_more_memory_is_needed_for_more(wide: Path, tmp_path: Path) -> None:
+    """Each of these moves the peak the way it must."""
+
+    target = target_of("H200")
+
+    def peak(rows: int = 4, padded: bool = True, **sections: Any) -> int:
+        run = load_config(config_of(wide, tmp_path, **sections))
+        run.train["gradient_checkpointing"] = sections.get("train", {}).get("gradient_checkpointing", True)
+        dtype, autocast = dtype_of(target, "auto"), autocast_of(run, target)
+        trainer = planned_trainer(run, AutoConfig.from_pretrained(wide), dtype, "sdpa", 2)
+        return MemoryForecast(run_step(trainer, Work("sft", rows, 512, padded=padded), autocast, on_card=True)).peak
+
+    base = peak()
+    assert peak(padded=False) < base
+    assert peak(train={"gradient_checkpointing": False}) > base
+    assert peak(rows=8) > base
+    assert peak(lora={"r": 256}) > base
+    assert peak(model={"quantization_config": {"load_in_4bit": True}}) < base
+    assert peak(cogumi={"tuning": "full"}, lora=None) > 2 * base
+
+
+def test_the_disk_of_a_run_that_trains_every_weight_holds_every_weight(wide: Path, tmp_path: Path) -> None:
+    """1.6 billion weights: a checkpoint has them in float32 with two moments each, and there is no adapter."""
+    weights = sum(parameter.numel() for parameter in meta_model(AutoConfig.from_pretrained(wide)).parameters())
+    lora = outlook_of(load_config(config_of(wide, tmp_path)))
+    whole = outlook_of(load_config(config_of(wide, tmp_path, cogumi={"tuning": "full", "merge": False}, lora=None)))
+    assert whole.checkpoint == pytest.approx(12 * weights, rel=0.01)
+    assert lora.checkpoint < whole.checkpoint / 50
+    kinds = [need.what for disk in whole.disks for need in disk.needs]
+    assert ("adapter" in kinds, "merged model" in kinds) == (False, True)
+
+
+def test_what_is_not_known_is_not_called_fitting() -> None:
+    known, unknown = Line("data", "1,000 rows"), Line("memory", "the step cannot be run", "unknown")
+    assert str(PreflightReport("CPU", (known,), {})).endswith("nothing is red: it fits")
+    said = str(PreflightReport("CPU", (known, unknown), {}))
+    assert said.endswith("nothing is red: it fits, as far as is known; not known: memory")
+    red = PreflightReport("CPU", (known, unknown, Line("disk", "full", "red")), {})
+    assert str(red).endswith("1 of 3 lines are red")
+    assert not red.fits
+
+
+def test_a_budget_that_ends_the_run_is_red() -> None:
+    run = load_config(SMOKE / "sft.yaml", cogumi__price_per_hour=2.0, cogumi__max_cost=1.0)
+    (said,) = lines_of(Pace(1000, 10_000, 3600.0, True), run)
+    assert said.state == "red"
+    assert said.changes == {"train.max_steps": 500}
+    assert "$2.00 at $2 an hour" in said.figure
+    (said,) = lines_of(Pace(400, 10_000, 1440.0, True), run)
+    assert said.state == "green"
+    (said,) = lines_of(Pace(8, 200, 16.0, True), run)
+    assert "by 8 steps made here" in said.figure
+    (said,) = lines_of(Pace(400, 10_000, None, False), run)
+    assert (said.state, "--probe" in said.fix) == ("unknown", True)
+
+
+def test_a_probe_makes_ten_steps_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    report = preflight(SMOKE / "sft.yaml", probe=True)
+    assert "by 10 steps made here" in line(report, "time").figure
+    assert report.figures["time"]["measured"] is True
+    assert report.figures["time"]["seconds"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_sample_is_what_the_run_prepares(tmp_path: Path) -> None:
+    """Its share of usable rows and its lengths, beside those of all rows as the run itself prepares them."""
+    from cogumi.models.load import load_tokenizer, resolve_model
+    from cogumi.training.examples import prepare_examples
+
+    run = load_config(SMOKE / "sft.yaml", cogumi__run_dir=str(tmp_path))
+    run.data.max_rows = None
+    tokenizer = load_tokenizer(resolve_model(run.model.name))
+    found, whole = sample(run, tokenizer), prepare_examples(run, tokenizer).train
+    assert found.trained == pytest.approx(len(whole.dataset), rel=0.1)
+    assert found.longest <= whole.lengths.quantile(1.0)
+    assert found.mean == pytest.approx(whole.lengths.mean, rel=0.25)
+
+
+def test_steps_are_those_of_the_epochs() -> None:
+    run = load_config(SMOKE / "sft.yaml", train__max_steps=-1, train__num_train_epochs=2)
+    tokenizer_free = type("Found", (), {"trained": 1000, "packed": None})()
+    assert steps_of(run, Work("sft", 4, 128, micro_batches=8), tokenizer_free) == 63  # 2 x 1000 / 32
+    run = load_config(SMOKE / "gspo.yaml", train__max_steps=-1, train__num_train_epochs=1)
+    group = run.train["num_generations"]
+    assert steps_of(run, Work("gspo", 4, 64, 64, micro_batches=2), tokenizer_free) == -(-1000 * group // 8)
+
+
+def test_cards_are_found_by_what_people_say_and_by_torchs_name() -> None:
+    assert card_called("h100 sxm") is card_of("NVIDIA H100 80GB HBM3")
+    assert card_called("NVIDIA GeForce RTX 4090").name == "RTX 4090"
+    assert card_called("T4").peak is None
+    with pytest.raises(UsageError, match=r"may be H100 PCIe or H100 NVL or H100 SXM; say which"):
+        card_called("h100")
+    with pytest.raises(UsageError, match=r"card 'hal 9000' is not known; there are B200, "):
+        card_called("hal 9000")
+    assert all(card_called(card.name) is card for card in CARDS)
+    assert card_of("NVIDIA RTX 2000") is None
+    assert target_of("T4").machine.bf16 is False
+
+
+def test_vllm_beside_the_step_takes_its_share() -> None:
+    run = load_config(SMOKE / "gspo.yaml")
+    target = target_of("A100 80GB")
+    assert vllm_of(run, target) == 0
+    run.train |= {"use_vllm": True, "vllm_gpu_memory_utilization": 0.4}
+    assert target.card is not None
+    assert vllm_of(run, target) == round(0.4 * target.card.bytes)
+    assert planned_work(run, 64).rollout == 0
+    run.train["vllm_enable_sleep_mode"] = True
+    assert vllm_of(run, target) == 0
+
+
+def test_layers_of_two_kinds_are_taken_in_pairs() -> None:
+    small: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+    assert period_of(GptOssConfig(num_hidden_layers=8, num_local_experts=4, head_dim=16, **small)) == 2
+    assert period_of(LlamaConfig(num_hidden_layers=8, **small)) == 1
+    uneven = ["full_attention"] + ["sliding_attention"] * 7
+    assert (
+        period_of(GptOssConfig(num_hidden_layers=8, num_local_experts=4, head_dim=16, layer_types=uneven, **small))
+        is None
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ the command
+
+
+def run_command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cogumi", "preflight", *words], cwd=cwd, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_command_prints_json_and_its_status_is_whether_it_fits(wide: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config_of(wide, tmp_path)))
+    done = run_command("run.yaml", "--card", "h200", "--json", "cogumi.price_per_hour=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["fits"] is True
+    assert {each["stage"] for each in found["lines"]} >= {"data", "memory", "time", "disk"}
+    assert found["figures"]["memory"]["largest"]["rows"] > 4
+    done = run_command("run.yaml", "--card", "t4", "train.per_device_train_batch_size=2048", cwd=tmp_path)
+    assert done.returncode == 1
+    assert " RED  memory" in done.stdout
+    assert "-> set " in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yaml"]
+
+
+def test_what_no_change_can_mend_is_said_and_nothing_is_written(
+    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cogumi.cli import main
+
+    config = config_of(wide, tmp_path, cogumi={"max_cost": 1.0, "price_per_hour": 2.0}, train={"vllm_mode": "colocate"})
+    config["cogumi"]["method"], config["cogumi"]["rewards"] = "gspo", ["parses"]
+    config["train"] |= {"use_vllm": True, "vllm_gpu_memory_utilization": 0.99, "num_generations": 2}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["cogumi", "preflight", "run.yaml", "--card", "t4", "--fix", "fits.yaml"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    said = capsys.readouterr()
+    assert stopped.value.code == 1, said.out
+    assert "vLLM 14.8 GiB" in said.out  # 0.99 of 15
+    assert "fits.yaml is not written" in said.err
+    assert not (tmp_path / "fits.yaml").exists()
+
+
+def test_a_setting_that_peft_refuses_is_a_mistake(wide: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"model, lora or train: Target modules .*no_such_layer"):
+        preflight(config_of(wide, tmp_path, lora={"target_modules": ["no_such_layer"]}), "A100 80GB")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("gone.yaml",), "gone.yaml"),
+        (("run.yaml", "--card", "hal"), "card 'hal' is not known"),
+        (("run.yaml", "train.max_stepz=5"), "max_steps"),
+        (("run.yaml", "--fix", "run.yaml"), "--fix run.yaml: there is such a file already"),
+        (("run.yaml", "--fix", "new.yaml", "--probe"), "--fix and --probe"),
+        (("strange.yaml",), "model type `martian`"),
+        (("run.yaml", "data.source=nothing.parquet"), "nothing.parquet"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: tuple[str, ...], said: str, tmp_path: Path, wide: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    from cogumi.cli import main
+
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config_of(wide, tmp_path)))
+    strange = tmp_path / "martian"
+    strange.mkdir()
+    (strange / "config.json").write_text('{"model_type": "martian"}')
+    (tmp_path / "strange.yaml").write_text(yaml.safe_dump(config_of(strange, tmp_path)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["cogumi", "preflight", *words])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    lines = [each for each in capsys.readouterr().err.splitlines() if each.startswith("cogumi:")]
+    assert stopped.value.code == 2
+    assert len(lines) == 1
+    assert said in lines[0]
+    assert not (tmp_path / "new.yaml").exists()
