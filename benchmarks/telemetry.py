@@ -1,0 +1,198 @@
+"""What telemetry takes of a training step: metrics, heartbeat, budget, token counts, TensorBoard; a row logged every step.
+
+`share of a step` is of CPU seconds, which a neighbour's load hardly moves: those spent inside telemetry's functions and
+TensorBoard's `on_log`, over those of the training thread in the same steps; and what the heartbeat's thread takes of a core. By
+the clock it is more where cores are scarce, since TensorBoard's `on_log` waits for the thread that writes its file: that
+figure, and the ratio of steps with and without, hold as far as the machine is quiet.
+
+A step is SFT with TRL's trainer on a small model. Telemetry takes as long for any model: on a longer step it is less.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from transformers.integrations import TensorBoardCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from benchmarks.gpu_steps import Shape, build
+from benchmarks.harness import Row, interleave, ratio, row, summary
+from cogumi.config import CogumiSection
+from cogumi.training import trackers
+from cogumi.training.budget import Budget
+from cogumi.training.heartbeat import Heartbeat
+from cogumi.training.meter import Meter
+from cogumi.training.telemetry import Telemetry
+
+SMALL = Shape("Llama of 5 million weights", "llama", 256, 688, 4, 4, 4, 64, 8192, True, 1e4)
+ROWS, LENGTH = 4, 256  # of a step
+LIMIT = 0.01
+
+
+class Timed:
+    """Adds up the seconds that wrapped functions take, of CPU and by the clock; a function within another counts once."""
+
+    def __init__(self) -> None:
+        self.cpu = self.wall = 0.0
+        self.inside = False
+
+    def wrap(self, owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self.inside:
+                return function(*args, **kwargs)
+            self.inside, cpu, wall = True, time.thread_time(), time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.cpu, self.wall = self.cpu + time.thread_time() - cpu, self.wall + time.perf_counter() - wall
+                self.inside = False
+
+        setattr(owner, name, timed)
+
+
+def make_trainer(folder: Path, steps: int, reporters: str) -> Any:
+    import trl
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    from cogumi.models.small_base import small_base_path
+
+    ids = torch.randint(0, SMALL.vocabulary, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0)).tolist()
+    mask = [[0] * (LENGTH // 2) + [1] * (LENGTH - LENGTH // 2)] * ROWS
+    on_gpu = torch.cuda.is_available()
+    return trl.SFTTrainer(
+        model=build(SMALL, "cuda" if on_gpu else "cpu", torch.bfloat16 if on_gpu else torch.float32),
+        args=trl.SFTConfig(
+            output_dir=str(folder),
+            max_steps=steps,
+            per_device_train_batch_size=ROWS,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=reporters,
+            disable_tqdm=True,
+            completion_only_loss=True,
+            max_length=None,
+            bf16=on_gpu,
+            dataloader_pin_memory=on_gpu,
+        ),
+        train_dataset=Dataset.from_dict({"input_ids": ids, "completion_mask": mask}),
+        processing_class=AutoTokenizer.from_pretrained(small_base_path()),
+    )
+
+
+class Steps(TrainerCallback):
+    """From the end of the first step to the end of the last; what was timed before that is forgotten."""
+
+    def __init__(self, *timed: Timed) -> None:
+        self.ends: list[tuple[float, float]] = []
+        self.timed = timed
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.ends.append((time.thread_time(), time.perf_counter()))
+        for each in self.timed if len(self.ends) == 1 else ():
+            each.cpu = each.wall = 0.0
+
+    def seconds(self) -> tuple[float, float]:
+        """(of CPU on this thread, by the clock)"""
+        return self.ends[-1][0] - self.ends[0][0], self.ends[-1][1] - self.ends[0][1]
+
+
+def stock(folder: Path, steps: int) -> tuple[float, float]:
+    """Seconds of the steps of plain TRL that logs into nothing."""
+    trainer, counted = make_trainer(folder, steps, "none"), Steps()
+    for printing in (PrinterCallback, ProgressCallback):
+        trainer.pop_callback(printing)
+    trainer.add_callback(counted)
+    trainer.train()
+    return counted.seconds()
+
+
+def told(folder: Path, steps: int, reporters: str, timed: Timed, beating: Timed) -> tuple[float, float]:
+    """Seconds of the same steps with telemetry as a run has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    trainer, counted = make_trainer(folder / "checkpoints", steps, reporters), Steps(timed, beating)
+    meter = Meter(price_per_hour=2.5)
+    heart = Heartbeat(folder, meter)
+    telemetry = Telemetry(heart, "sft")
+    telemetry.attach(trainer)
+    trackers.write_into(folder, trainer)
+    options = CogumiSection(method="sft", price_per_hour=2.5, max_hours=10.0, max_cost=25.0)
+    budget = Budget(options, meter, heart.progress)
+    trainer.add_callback(budget)
+    trainer.add_callback(counted)
+    assert telemetry.throughput is not None
+    beating.wrap(heart, "beat")
+    boards = [each for each in trainer.callback_handler.callbacks if isinstance(each, TensorBoardCallback)]
+    for following in (telemetry, budget):
+        timed.wrap(following, "on_step_end")
+    for logging_too in (telemetry, *boards):
+        timed.wrap(logging_too, "on_log")
+    timed.wrap(telemetry.throughput, "add")
+    with heart:
+        meter.enter("train")
+        trainer.train()
+    telemetry.close()
+    return counted.seconds()
+
+
+def run(quick: bool = False) -> Iterator[Row]:
+    import cogumi
+
+    cogumi.patch(graph_break="off")  # where no Triton runs TRL's losses want a PyTorch head
+    steps, repeats = (4, 1) if quick else (12, 3)
+    reporters = trackers.default_reporter()
+    log = logging.getLogger("cogumi")
+    level = log.level
+    log.setLevel(logging.WARNING)  # its lines are written every half minute, and would be between the rows here
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            yield from rows_of(Path(scratch), steps, repeats, reporters)
+    finally:
+        log.setLevel(level)
+
+
+def rows_of(scratch: Path, steps: int, repeats: int, reporters: str) -> Iterator[Row]:
+    case = f"SFT, {SMALL.name}, {ROWS} x {LENGTH} tokens, {reporters}"
+    times: dict[str, list[float]] = {"with": [], "without": []}
+    found: dict[str, list[float]] = {"share": [], "by the clock": [], "each": [], "heart": []}
+    turn = iter(range(1000))
+
+    def with_telemetry() -> None:
+        timed, beating = Timed(), Timed()
+        cpu, wall = told(scratch / f"told-{next(turn)}", steps, reporters, timed, beating)
+        times["with"].append(wall)
+        found["share"].append(100 * (timed.cpu / cpu + beating.cpu / wall))  # it beats by the clock
+        found["by the clock"].append(100 * timed.wall / wall)
+        found["each"].append(1e3 * timed.cpu / (steps - 1))
+        found["heart"].append(100 * beating.cpu / wall)
+
+    def without() -> None:
+        times["without"].append(stock(scratch / f"stock-{next(turn)}", steps)[1])
+
+    interleave({"without": without, "with": with_telemetry}, repeats=repeats, warmup=1)
+    times = {name: values[1:] for name, values in times.items()}  # less the round that warms up
+    middle = {name: summary(values[1:]) for name, values in found.items()}
+    wall, between = summary([1e3 * seconds / (steps - 1) for seconds in times["without"]])
+    rows = (
+        ("step without", wall, "ms", between, ""),
+        ("telemetry on the training thread", middle["each"][0], "CPU ms/step", middle["each"][1], ""),
+        ("heartbeat's thread", middle["heart"][0], "% of a core", middle["heart"][1], ""),
+        ("share of a step", middle["share"][0], "%", middle["share"][1], f"<= {100 * LIMIT:g}"),
+        ("share of a step by the clock", middle["by the clock"][0], "%", middle["by the clock"][1], ""),
+    )
+    for metric, value, unit, spread, target in rows:
+        yield row("telemetry", case, metric, value, unit, spread=spread, target=target)
+    median, low, high = ratio(times, "with", "without")
+    note = "adjacent pairs"
+    yield row("telemetry", case, "steps with over without", median, "x", spread=(low, high), note=note)
