@@ -1,0 +1,116 @@
+"""What a run would train on, shown before it does: the same ids and masks that the trainer gets, and an honest count."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+import cogumi
+from cogumi.cli import main
+from cogumi.config import load_config
+from cogumi.data.sample_tasks import chat_path
+from cogumi.training.preview import Preview
+
+Config = dict[str, Any]
+
+
+@pytest.fixture
+def chat(tiny_model: Path, tmp_path: Path) -> Config:
+    rows = pl.read_parquet(chat_path()).select("messages").head(40).to_dicts()
+    rows += [rows[3], {"messages": []}, {"messages": [{"role": "user", "content": "only a question"}]}]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "model": {"name": str(tiny_model)},
+        "data": {"source": str(tmp_path / "chats.jsonl"), "format": "chat", "overlong": "truncate"},
+        "train": {"chat_template_path": "cogumi:tulu", "max_length": 64},
+        "cogumi": {"method": "sft", "run_dir": str(tmp_path / "run")},
+    }
+
+
+def test_it_shows_what_the_trainer_gets(chat: Config) -> None:
+    from cogumi.models.load import load_tokenizer
+    from cogumi.training.building import tokenizer_of
+    from cogumi.training.examples import prepare_examples
+
+    shown = cogumi.preview(chat, examples=5)
+    run = load_config(chat)
+    dataset = prepare_examples(run, tokenizer_of(run, run.model.name)).train.dataset
+    tokenizer = load_tokenizer(run.model.name)
+    for pieces, row in zip(shown.examples, dataset, strict=False):
+        assert "".join(text for _, text in pieces) == tokenizer.decode(row["input_ids"])
+        learned = [i for i, mask in zip(row["input_ids"], row["completion_mask"], strict=True) if mask]
+        assert "".join(text for kind, text in pieces if kind == "learned") == tokenizer.decode(learned)
+    assert len(shown.examples) == 5
+    assert not Path(chat["cogumi"]["run_dir"]).exists()
+
+
+def test_every_row_is_accounted_for(chat: Config) -> None:
+    train = cogumi.preview(chat, examples=0).train
+    assert train.rows == 43
+    assert train.examples + sum(train.dropped.values()) == 43
+    assert sum(train.dropped.values()) >= 2  # no messages at all, and no answer
+    assert train.duplicated == 1
+    assert train.truncated > 0
+    assert 0 < train.learned < train.tokens
+    found = cogumi.preview(chat, examples=0)
+    assert sum(count for *_, count in found.lengths) == train.examples
+    assert all("the first is row 4" in line for line in found.reports)
+
+
+def test_a_bad_row_can_be_refused(chat: Config) -> None:
+    with pytest.raises(cogumi.UsageError, match=r"2 bad rows, 1 of them .*; the first is row 41"):
+        cogumi.preview(chat, data__bad_rows="fail")
+
+
+def test_pairs_and_prompts_are_shown_too(chat: Config, tmp_path: Path) -> None:
+    turn = [{"role": "user", "content": "2 + 2?"}]
+    pairs = pl.DataFrame(
+        {
+            "prompt": [turn] * 2,
+            "chosen": [[{"role": "assistant", "content": "4"}]] * 2,
+            "rejected": [[{"role": "assistant", "content": "5"}]] * 2,
+        }
+    )
+    pairs.write_parquet(tmp_path / "pairs.parquet")
+    source = {"source": str(tmp_path / "pairs.parquet"), "format": "preference"}
+    model = cogumi.train(chat, train__max_steps=1, train__max_length=256, train__gradient_checkpointing=False).merged
+    shown = cogumi.preview({**chat, "model": {"name": str(model)}, "data": source, "train": {}}, cogumi__method="dpo")
+    assert [kind for kind, _ in shown.examples[0]] == ["context", "learned", "rejected"]
+    assert "4<|endoftext|>" in shown.examples[0][1][1]
+
+
+def test_colours_where_they_are_seen_and_marks_where_not() -> None:
+    import io
+
+    from rich.console import Console
+
+    from cogumi.training.preview import Shares
+
+    shares = Shares("rows", 2, 1, {"null [x]": 1}, 0, 0, 4, 2)
+    shown = Preview(shares, None, (), ((0, 4, 1),), ((("context", "a[b]"), ("learned", "ü")),))
+    assert "a[b]«ü»" in str(shown)
+    assert "50.0% null [x]" in str(shown)
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, color_system="truecolor", width=200, highlight=False)
+    for line in shown.lines(colour=True):
+        console.print(line)
+    assert "\x1b[1;32mü" in screen.getvalue()
+    assert "a[b]" in screen.getvalue().replace("\x1b[2m", "").replace("\x1b[0m", "")
+
+
+def test_the_command(chat: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    import yaml
+
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(chat))
+    for words, code in ((["-n", "1"], 0), (["--json"], 0), (["data.source=gone.jsonl"], 2)):
+        monkeypatch.setattr("sys.argv", ["cogumi", "preview", str(tmp_path / "run.yaml"), *words])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert stop.value.code == code
+        out, err = capsys.readouterr()
+        if words == ["--json"]:
+            assert json.loads(out)["train"]["rows"] == 43
+        if code:
+            assert "gone.jsonl: no such file" in err
