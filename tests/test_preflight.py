@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 import yaml
 from transformers import AutoConfig, AutoTokenizer, GptOssConfig, LlamaConfig
@@ -17,7 +18,7 @@ from cogumi.errors import UsageError
 from cogumi.memory.forecast import MemoryForecast
 from cogumi.memory.step import Work, run_step
 from cogumi.models.chat_format import use_chat_template
-from cogumi.models.load import resolve_model
+from cogumi.models.load import load_tokenizer, resolve_model
 from cogumi.preflight import preflight
 from cogumi.preflight.disk import outlook_of
 from cogumi.preflight.fix import fixed, write_fixed
@@ -179,7 +180,6 @@ def test_a_probe_makes_ten_steps_and_leaves_nothing(tmp_path: Path, monkeypatch:
 
 def test_the_sample_is_what_the_run_prepares(tmp_path: Path) -> None:
     """Its share of usable rows and its lengths, beside those of all rows as the run itself prepares them."""
-    from cogumi.models.load import load_tokenizer, resolve_model
     from cogumi.training.examples import prepare_examples
 
     run = load_config(SMOKE / "sft.yaml", cogumi__run_dir=str(tmp_path))
@@ -189,6 +189,17 @@ def test_the_sample_is_what_the_run_prepares(tmp_path: Path) -> None:
     assert found.trained == pytest.approx(len(whole.dataset), rel=0.1)
     assert found.longest <= whole.lengths.quantile(1.0)
     assert found.mean == pytest.approx(whole.lengths.mean, rel=0.25)
+
+
+def test_what_makes_no_example_is_not_counted_as_trained(tmp_path: Path) -> None:
+    """Every second text is too short to be cut into prefix, middle and suffix, in a tenth of the rows that are held."""
+    texts = ["x", "def add(a, b):\n    total = a + b\n    print(total)\n    return total\n" * 4] * 1000
+    pl.DataFrame({"source": texts}).write_parquet(tmp_path / "texts.parquet")
+    run = load_config(SMOKE / "sft.yaml", data__source=str(tmp_path / "texts.parquet"), data__eval_rows=100)
+    run.data.max_rows = None
+    found = sample(run, load_tokenizer(resolve_model(run.model.name)))
+    assert (found.rows, found.looked_at, found.examples) == (2000, 1000, 500)
+    assert found.trained == 950
 
 
 def test_steps_are_those_of_the_epochs() -> None:

@@ -100,7 +100,7 @@ def sample(run: RunConfig, tokenizer: Any) -> Sample:
     chosen = min(chosen, run.data.max_rows or chosen)
     packed = packed_rows(run, Dataset(tables[0])) if run.train.get("packing") and run.cogumi.method == "sft" else None
     return Sample(
-        looked_at, examples, truncated, too_long, tuple(lengths), rows, chosen, packed
+        looked_at, examples, truncated, too_long, tuple(lengths), rows, round(chosen * examples / looked_at), packed
     )
 
 
