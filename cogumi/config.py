@@ -109,6 +109,11 @@ class DataSection(Section):
     """Examples longer than `train.max_length`, in every format but fim, which has `fim.overlong`."""
 
 
+def word(value: Any) -> Any:
+    """YAML 1.1 reads a bare `on` or `off` as a truth value."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
 class CogumiSection(Section):
     method: Literal["sft", "dpo", "gspo"]
     tuning: Literal["lora", "full"] = "lora"
@@ -153,9 +158,9 @@ class CogumiSection(Section):
     """The same in dollars of `price_per_hour`."""
     samples_every: int | None = Field(default=None, gt=0)
     """Complete the prompts of samples.jsonl every so many steps as well; by default only at the end."""
-    compile: Annotated[
-        Literal["auto", "off", "layers"], BeforeValidator(lambda value: "off" if value is False else value)
-    ] = "auto"  # YAML 1.1 reads a bare `off` as False
+    preflight: Annotated[Literal["auto", "on", "off"], BeforeValidator(word)] = "auto"
+    """Forecast the memory first, and refuse a run that cannot fit. auto: where there is a GPU."""
+    compile: Annotated[Literal["auto", "off", "layers"], BeforeValidator(word)] = "auto"
     """torch.compile, layer by layer. auto: where a few measured steps show that the rest of the run repays it."""
     lora_preset: Literal["rl", "large", "qlora", "rslora"] | None = None
     """Rank and scale of the adapter by name (`cogumi.models.presets` says why); any key of `lora:` goes over it."""

@@ -29,6 +29,7 @@ from cogumi.process import this_process
 
 # What a detached process keeps in the directory of its run, from before there is a run in it.
 CONSOLE, START = "console.log", "start.json"
+PREFLIGHT = "preflight.json"  # what was forecast of a run, before its model was fetched
 
 
 def create_run_dir(path: Path) -> Path:

@@ -1,8 +1,9 @@
 """`python -m cogumi.smoke`: the whole path on this machine, checked, in about two minutes.
 
-Standard library -> parquet -> a small base -> SFT on fill-in-the-middle -> merge -> GSPO on the merged model -> merge ->
-completions side by side. Every stage goes through the public functions and `configs/smoke/*.yaml`, and every row of the
-table it ends in is a check with its figure. Exit status 0 only if all of them passed.
+Doctor -> standard library -> parquet -> a small base -> preflight -> SFT on fill-in-the-middle -> merge -> GSPO on the
+merged model -> merge -> completions side by side. Every stage goes through the public functions and
+`configs/smoke/*.yaml`, and every row of the table it ends in is a check with its figure. Exit status 0 only if all of
+them passed.
 """
 
 import json
@@ -111,6 +112,8 @@ def smoke(quick: bool = False, model: str | None = None, run_dir: Path | None = 
 
 
 def run_stages(report: Report, model: str | None) -> None:
+    with stage(report, "doctor"):
+        check_environment(report)
     with stage(report, "stack"):
         check_stack(report)
     with stage(report, "data"):
@@ -118,6 +121,8 @@ def run_stages(report: Report, model: str | None) -> None:
     if model is None:
         with stage(report, "base"):
             model = check_base(report)
+    with stage(report, "preflight"):
+        check_fits(report, model)
     with stage(report, "sft"):
         sft = check_sft(report, model)
     with stage(report, "gspo"):
@@ -146,6 +151,27 @@ def stage(report: Report, name: str) -> Iterator[None]:
     finally:
         if len(report.rows) > first:
             report.rows[first].seconds = time.monotonic() - started
+
+
+def check_environment(report: Report) -> None:
+    """Only what is fatal fails here: of what the doctor warns of, that which matters shows in the stages below."""
+    from cogumi.stack.doctor import doctor
+
+    found = doctor()
+    wrong = [each for each in found.findings if each.state in ("fatal", "warning")]
+    figure = "; ".join([found.summary(), *(f"{each.state}: {each.what}: {each.figure}" for each in wrong)])
+    report.add("doctor", "nothing is fatal", figure, all(each.state != "fatal" for each in found.findings))
+
+
+def check_fits(report: Report, model: str) -> None:
+    from cogumi.preflight import preflight
+    from cogumi.rl.planner import gib
+
+    found = preflight(CONFIGS / "sft.yaml", **overrides_of(report, "sft", model))
+    red = [f"{each.stage}: {each.figure}" for each in found.lines if each.state == "red"]
+    memory = found.figures.get("memory")
+    peak = f"{gib(memory['peak'])} of {gib(memory['free'])} at its fullest" if memory else "memory not known"
+    report.add("preflight", "the SFT run fits", "; ".join([peak, *red]), found.fits)
 
 
 def check_stack(report: Report) -> None:
@@ -209,14 +235,16 @@ def check_base(report: Report) -> str:
     return path
 
 
+def overrides_of(report: Report, method: str, model: str) -> dict[str, Any]:
+    shorter = {"train__max_steps": QUICK_STEPS[method]} if report.quick else {}
+    return {"model__name": model, "cogumi__run_dir": report.run_dir / method, **shorter}
+
+
 def run_config(report: Report, method: str, model: str) -> Any:
     """Train `configs/smoke/<method>.yaml` on `model`; its verdict's checks become rows."""
     from cogumi.training import train
 
-    overrides: dict[str, Any] = {"model__name": model, "cogumi__run_dir": report.run_dir / method}
-    if report.quick:
-        overrides["train__max_steps"] = QUICK_STEPS[method]
-    result = train(CONFIGS / f"{method}.yaml", **overrides)
+    result = train(CONFIGS / f"{method}.yaml", **overrides_of(report, method, model))
     for check in result.verdict.checks:
         report.add(method, check.name, f"{check.figure} (required: {check.requirement})", check.passed)
     if result.merged is None:
@@ -302,7 +330,7 @@ def show(report: Report, console: Console) -> None:
 
 def main(
     quick: Annotated[
-        bool, typer.Option("--quick", help="Shorter trainings, under 30 s once the base is cached.")
+        bool, typer.Option("--quick", help="Shorter trainings, under 45 s once the base is cached.")
     ] = False,
     model: Annotated[str | None, typer.Option(help="A model directory or hub id instead of the small base.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where to write; runs/smoke-<time> by default.")] = None,

@@ -58,6 +58,7 @@ class MemoryForecast:
         return {
             "peak": self.peak,
             "tensors": self.tensors,
+            "workspace": self.workspace,
             "stage": self.fullest.stage,
             "breakdown": self.breakdown,
             "stages": {moment.stage: moment.total for moment in self.moments},

@@ -1,7 +1,8 @@
-"""The preflight of a run: data, memory, time and money, disk."""
+"""The preflight of a run: stack, data, memory, time and money, disk."""
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import AutoConfig
@@ -12,7 +13,7 @@ from cogumi.memory.step import Work
 from cogumi.models import warm_start
 from cogumi.models.load import refuse_quantized_already, resolve_model
 from cogumi.patches import patch
-from cogumi.preflight import disk, pace, sampled, vram
+from cogumi.preflight import disk, pace, sampled, stack, vram
 from cogumi.preflight.lines import Line, PreflightReport
 from cogumi.preflight.planned import planned_trainer
 from cogumi.preflight.target import Target, dtype_of, target_of
@@ -35,22 +36,43 @@ def preflight(
     here to know the time, which downloads and loads the model. Of a model on the hub its config and tokenizer are fetched
     and no weights; of a data set there, the files. Raises UsageError for a mistake in the configuration.
     """
+    from cogumi.preflight.apart import ahead
+
     run, target = load_config(config, **overrides), target_of(card)
-    patch(graph_break="off")  # without it TRL takes no gspo
     if run.model.adapter is not None:
         run.lora = warm_start.lora_of(run.model.adapter, run.lora)
     base = resolve_model(run.model.name, run.model.revision)
     of_base = AutoConfig.from_pretrained(base, revision=run.model.revision)
     if run.model.quantization_config is not None:
         refuse_quantized_already(base, of_base)
-    lines, figures = [], {}
-
     found = sampled.sample(run, tokenizer_of(run, base))
-    lines.append(sampled.line_of(found, run))
-    figures["data"] = found.as_dict()
+    tried = pace.probed(run, config, overrides) if probe else None
+    first = [] if card is not None else [stack.line()]
+    lines, figures = ahead(Asked(run, base, of_base, found, target, tried))
+    return PreflightReport(
+        str(target), (*first, sampled.line_of(found, run), *lines), {"data": found.as_dict(), **figures}
+    )
 
-    as_given = run
-    run, load = on_the_target(run, base, target)
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be looked ahead to. base, of_base: a directory or hub id, and its config. probe: what was measured."""
+
+    run: RunConfig
+    base: str
+    of_base: Any
+    found: sampled.Sample
+    target: Target
+    probe: pace.Probe | None = None
+
+
+def look_ahead(asked: Asked) -> tuple[list[Line], dict[str, Any]]:
+    """The lines on memory, time and disk, and the figures behind them."""
+    patch(graph_break="off")  # without it TRL takes no gspo, and its losses need a GPU
+    of_base, found, target = asked.of_base, asked.found, asked.target
+    lines: list[Line] = []
+    figures: dict[str, Any] = {}
+    run, load = on_the_target(asked.run, asked.base, target)
     try:
         run, work = work_on(run, of_base, found, target, target.free - load.weights - MOMENTS * load.trained)
         step = vram.step_on(run, of_base, work, target)
@@ -61,14 +83,13 @@ def preflight(
     else:
         lines.append(vram.line_of(step, run))
         figures["memory"] = step.as_dict()
-        how_long = (
-            pace.probed(run, config, overrides, work, found) if probe else estimate(run, of_base, found, work, target)
-        )
+        if asked.probe is not None:
+            how_long = pace.continued(run, work, found, asked.probe)
+        else:
+            how_long = estimate(run, of_base, found, work, target)
         lines += pace.lines_of(how_long, run)
         figures["time"] = vars(how_long)
-    outlook = disk.outlook_of(as_given)
-    lines += disk.lines_of(outlook)
-    return PreflightReport(str(target), tuple(lines), figures)
+    return lines + disk.lines_of(disk.outlook_of(asked.run)), figures
 
 
 def on_the_target(run: RunConfig, base: str, target: Target) -> tuple[RunConfig, Load]:

@@ -27,15 +27,26 @@ PROBED = 10
 
 @dataclass(frozen=True)
 class Pace:
-    """steps: optimizer steps. tokens: of the whole training, without padding. seconds: None where nothing says how fast."""
+    """steps: optimizer steps. tokens: of the whole training, without padding. seconds: None where nothing says how fast.
+
+    measured: steps that were made to know, 0 where it is an estimate.
+    """
 
     steps: int
     tokens: int
     seconds: float | None
-    measured: bool
+    measured: int = 0
 
     def cost(self, per_hour: float | None) -> float | None:
         return None if per_hour is None or self.seconds is None else self.seconds / 3600 * per_hour
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Steps that were made, and the seconds they took in all."""
+
+    steps: int
+    seconds: float
 
 
 def steps_of(run: RunConfig, work: Work, found: Sample) -> int:
@@ -64,7 +75,7 @@ def estimated(run: RunConfig, work: Work, found: Sample, arithmetic: Arithmetic,
     steps, tokens = steps_of(run, work, found), tokens_of_a_step(run, work, found)
     card = target.card
     if card is None or card.peak is None:
-        return Pace(steps, round(steps * tokens), None, False)
+        return Pace(steps, round(steps * tokens), None)
     context = found.mean + work.completion
     recomputed = run.train.get("gradient_checkpointing") is not False
     passes = arithmetic.hardware(context, recomputed)
@@ -74,32 +85,38 @@ def estimated(run: RunConfig, work: Work, found: Sample, arithmetic: Arithmetic,
     if work.rollout:
         documents = work.rows * work.micro_batches
         seconds += documents / work.rollout * work.completion * weights / card.bandwidth
-    return Pace(steps, round(steps * tokens), steps * seconds, False)
+    return Pace(steps, round(steps * tokens), steps * seconds)
 
 
-def probed(run: RunConfig, config: Any, overrides: dict[str, Any], work: Work, found: Sample) -> Pace:
-    """Ten steps of the run itself, in a directory that is removed; downloads and loads the model.
+def continued(run: RunConfig, work: Work, found: Sample, probe: Probe) -> Pace:
+    steps = steps_of(run, work, found)
+    tokens = round(steps * tokens_of_a_step(run, work, found))
+    return Pace(steps, tokens, steps * probe.seconds / probe.steps, probe.steps)
+
+
+def probed(run: RunConfig, config: Any, overrides: dict[str, Any]) -> Probe:
+    """Ten steps of the run itself in a directory that is removed; downloads and loads the model.
 
     Raises what the run would raise.
     """
     from cogumi.training import train
 
-    steps = steps_of(run, work, found)
+    most = int(run.train.get("max_steps") or -1)
     with tempfile.TemporaryDirectory(prefix="cogumi-probe-") as scratch:
         place = Path(scratch) / "run"
         ten = {
-            "train__max_steps": min(PROBED, steps),
+            "train__max_steps": PROBED if most < 0 else min(PROBED, most),
             "train__save_strategy": "no",
             "train__eval_strategy": "no",
             "cogumi__merge": False,
+            "cogumi__preflight": "off",
             "cogumi__run_dir": str(place),
             "cogumi__samples_every": None,
             "cogumi__sanity": None,
         }
         train(config, **{**overrides, **ten})
         figures = json.loads((place / "metrics.json").read_text(encoding="utf-8"))
-    seconds = figures["step_seconds"] / figures["steps"]
-    return Pace(steps, round(steps * tokens_of_a_step(run, work, found)), steps * seconds, True)
+    return Probe(figures["steps"], figures["step_seconds"])
 
 
 def lines_of(pace: Pace, run: RunConfig) -> list[Line]:
@@ -108,7 +125,7 @@ def lines_of(pace: Pace, run: RunConfig) -> list[Line]:
         said += "; how fast is not known for this machine"
         return [Line("time", said, "unknown", "--probe makes ten steps and says")]
     assumed = f"if it reaches {REACHED:.0%} of the card's peak, not measured"
-    how = f"by {min(PROBED, pace.steps)} steps made here" if pace.measured else assumed
+    how = f"by {pace.measured} steps made here" if pace.measured else assumed
     cost = pace.cost(run.cogumi.price_per_hour)
     price = "" if cost is None else f", ${cost:,.2f} at ${run.cogumi.price_per_hour:g} an hour"
     said += f": {duration(pace.seconds)} of training{price} ({how})"

@@ -9,9 +9,10 @@ import pyarrow.parquet as pq
 from datasets import Dataset
 
 from cogumi.config import RunConfig
-from cogumi.data.lengths import lengths_of
+from cogumi.data.lengths import Lengths, lengths_of
 from cogumi.data.packing import pack, rows_per_step, with_labels
 from cogumi.data.prepare import entries_of
+from cogumi.data.prepared import Data
 from cogumi.data.sources import batches
 from cogumi.errors import UsageError
 from cogumi.preflight.lines import Line
@@ -23,7 +24,7 @@ ROWS = 1000  # that are looked at, in all
 
 @dataclass(frozen=True)
 class Sample:
-    """looked_at: rows that were read; examples: those that make one. lengths: tokens of each, of gspo the prompts'.
+    """looked_at: rows that were read; examples: those that make one. lengths: of each in tokens, of gspo the prompts'.
 
     rows: in the files; trained: examples of the whole, by the sample's share, that a pass over the data has.
     """
@@ -32,22 +33,18 @@ class Sample:
     examples: int
     truncated: int
     too_long: int
-    lengths: tuple[int, ...]
+    lengths: Lengths
     rows: int
     trained: int
     packed: "Rows | None"
 
     @property
     def longest(self) -> int:
-        return max(self.lengths, default=0)
+        return self.lengths.quantile(1.0)
 
     @property
     def mean(self) -> float:
-        return sum(self.lengths) / max(1, len(self.lengths))
-
-    def quantile(self, share: float) -> int:
-        ordered = sorted(self.lengths)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+        return self.lengths.mean
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -82,7 +79,7 @@ def sample(run: RunConfig, tokenizer: Any) -> Sample:
         truncated += chunk.truncated
         too_long += sum(each.count for reason, each in chunk.dropped.items() if reason.startswith("longer than"))
         if run.cogumi.method == "gspo":
-            lengths += [len(prompt_ids(prompt, tokenizer)) for prompt in chunk.table["prompt"].to_pylist()]
+            lengths += of_prompts(chunk.table["prompt"].to_pylist(), tokenizer)
         else:
             lengths += lengths_of(chunk.table).tolist()
         tables.append(chunk.table)
@@ -98,10 +95,27 @@ def sample(run: RunConfig, tokenizer: Any) -> Sample:
         )
     chosen = max(0, round((rows - run.data.eval_rows) * run.data.fraction))
     chosen = min(chosen, run.data.max_rows or chosen)
-    packed = packed_rows(run, Dataset(tables[0])) if run.train.get("packing") and run.cogumi.method == "sft" else None
+    trained, counted = round(chosen * examples / looked_at), Lengths.of((length, 1) for length in lengths)
     return Sample(
-        looked_at, examples, truncated, too_long, tuple(lengths), rows, round(chosen * examples / looked_at), packed
+        looked_at, examples, truncated, too_long, counted, rows, trained, packed_rows(run, Dataset(tables[0]))
     )
+
+
+def whole(run: RunConfig, data: Data, tokenizer: Any) -> Sample:
+    """What a run prepared, all of it; of gspo the prompts of ROWS examples from all over it are measured."""
+    examples, lengths = len(data.dataset), data.lengths
+    if run.cogumi.method == "gspo":
+        some = data.dataset.select(range(0, examples, max(1, examples // ROWS)))
+        lengths = Lengths.of((length, 1) for length in of_prompts(list(some["prompt"]), tokenizer))
+    too_long = sum(each.count for reason, each in data.dropped.items() if reason.startswith("longer than"))
+    first = data.dataset.select(range(min(ROWS, examples)))
+    return Sample(
+        data.total, examples, data.truncated, too_long, lengths, data.total, examples, packed_rows(run, first)
+    )
+
+
+def of_prompts(prompts: list[Any], tokenizer: Any) -> list[int]:
+    return [len(prompt_ids(prompt, tokenizer)) for prompt in prompts]
 
 
 def first_rows(files: Any, columns: Any, count: int, text_only: bool) -> pl.DataFrame:
@@ -126,8 +140,10 @@ def rows_in(file: Path) -> int:
         return sum(chunk.count(b"\n") for chunk in iter(lambda: lines.read(2**20), b""))
 
 
-def packed_rows(run: RunConfig, examples: Dataset) -> Rows:
-    """What packing makes of a micro-batch, by the sample."""
+def packed_rows(run: RunConfig, examples: Dataset) -> Rows | None:
+    """What packing makes of a micro-batch, by a sample; None where nothing is packed."""
+    if not run.train.get("packing") or run.cogumi.method != "sft":
+        return None
     length = int(run.train.get("max_length") or longest_example(run) or 0)
     found = pack(with_labels(examples), length, run.train.get("packing_strategy") or "bfd")
     at_once = run.train.get("per_device_train_batch_size") or 8
@@ -139,7 +155,7 @@ def line_of(found: Sample, run: RunConfig) -> Line:
     what = "prompts" if run.cogumi.method == "gspo" else "examples"
     said = (
         f"about {found.trained:,} {what} of {found.rows:,} rows; of the first {found.looked_at:,} {found.examples:,} make one, "
-        f"{found.mean:,.0f} tokens in the mean, half at most {found.quantile(0.5):,}, the longest {found.longest:,}"
+        f"{found.mean:,.0f} tokens in the mean, half at most {found.lengths.quantile(0.5):,}, the longest {found.longest:,}"
     )
     lost = found.too_long + found.truncated
     if not lost:

@@ -18,7 +18,6 @@ from cogumi.patches import unsloth_rl
 from cogumi.rundir import read_json
 from cogumi.training import full, gspo
 from cogumi.training.arguments import METHODS, trl_arguments
-from cogumi.training.choices import with_choices
 from cogumi.training.examples import Examples
 
 log = logging.getLogger("cogumi")
@@ -60,7 +59,7 @@ def tokenizer_of(run: RunConfig, base: str) -> PreTrainedTokenizerBase:
 
 
 def build_trainer(run: RunConfig, base: str, tokenizer: PreTrainedTokenizerBase, examples: Examples) -> Any:
-    run = with_choices(run, base)
+    """The trainer of a run whose choices are made (`cogumi.training.choices`); a batch that is left open is planned here."""
     wanted, whole = run.model, run.cogumi.tuning == "full"
     dtype = full.dtype_of_weights(run) if whole else wanted.dtype
     model: Any = load_model(base, wanted.revision, dtype, wanted.quantization_config, wanted.attn_implementation)

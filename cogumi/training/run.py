@@ -1,4 +1,4 @@
-"""One run: resolve the config, prepare the data, patch, load, train, save, judge, merge, check the merge."""
+"""One run: resolve the config, prepare the data, look ahead, load, train, save, judge, merge, check the merge."""
 
 import gc
 import json
@@ -28,7 +28,7 @@ from cogumi.training import full
 from cogumi.training.arguments import one_line, trl_arguments
 from cogumi.training.budget import refuse_impossible, refuse_spent
 from cogumi.training.building import BASE, build_trainer, pinned, tokenizer_of
-from cogumi.training.choices import before_cuda
+from cogumi.training.choices import before_cuda, with_choices
 from cogumi.training.examples import first_tokens, prepare_examples
 from cogumi.training.fitting import Fitted, fit
 from cogumi.training.meter import Meter
@@ -77,6 +77,8 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     A run directory that holds this run, unfinished, goes on from its last good checkpoint. Raises UsageError, before
     anything is written, for a mistake in the configuration, the data or the run directory.
     """
+    from cogumi.preflight import before  # which reads data and settings as this package does
+
     run = load_config(config, **overrides)
     meter = Meter(run.cogumi.price_per_hour)
     allocator = before_cuda(run)
@@ -115,12 +117,16 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
             log.info(line)
         if run.cogumi.lora_preset is not None:
             log.info(presets.describe(run.cogumi.lora_preset, run.lora))
+        chosen = with_choices(run, base)
+        if before.is_wanted(run):
+            enter("preflight")
+            before.before_training(chosen, base, of_base, examples.train, tokenizer)
         if download is not None:
             enter("download")
             fetch_into(run_dir, download)
         enter("load")
         try:
-            trainer = build_trainer(run, base, tokenizer, examples)
+            trainer = build_trainer(chosen, base, tokenizer, examples)
         except UsageError as error:
             raise RefusedAtSetup(str(error)) from error
         except BUILD_REFUSALS as error:

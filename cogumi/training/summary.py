@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from cogumi.disk import spoken
 from cogumi.durable import NO_SPACE
 from cogumi.errors import RefusedAtSetup
-from cogumi.rundir import read_jsonl, write_json
+from cogumi.run_status import read_if_there
+from cogumi.rundir import PREFLIGHT, read_jsonl, write_json
 from cogumi.training.heartbeat import Heartbeat
 from cogumi.training.machine_use import gpu_peaks, peak_rss
 from cogumi.training.meter import Meter
@@ -44,8 +46,18 @@ def measured(run_dir: Path, meter: Meter) -> Iterator[Heartbeat]:
 
 def write_summary(heart: Heartbeat) -> None:
     """Asks nothing of the GPU: a run that lost it has a summary as well."""
+    found = summary(heart)
+    memory = found["memory"]
+    if {"gpu_peak_allocated", "gpu_peak_forecast"} <= memory.keys():
+        peak, forecast = memory["gpu_peak_allocated"], memory["gpu_peak_forecast"]
+        log.info(
+            "GPU memory: %s at its fullest, %s forecast (%+.1f %%)",
+            spoken(peak),
+            spoken(forecast),
+            100 * (forecast / peak - 1),
+        )
     try:
-        write_json(heart.run_dir / FILE, summary(heart))
+        write_json(heart.run_dir / FILE, found)
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
@@ -56,6 +68,7 @@ def summary(heart: Heartbeat) -> dict[str, Any]:
     """Seconds, tokens, cost: of all parts of the run. Rates: of its steps. Memory: of this process.
 
     `mfu` and `hfu` are of the steps without their rollouts; docs of the formula: cogumi/training/flops.py.
+    `gpu_peak_forecast` is what the preflight said that `gpu_peak_allocated` would be.
     """
     meter, progress, throughput = heart.meter, heart.progress, heart.throughput
     found: dict[str, Any] = {
@@ -73,6 +86,9 @@ def summary(heart: Heartbeat) -> dict[str, Any]:
         key: next((row[key] for row in reversed(rows) if row.get(key) is not None), None) for key in FINAL
     }
     found["memory"] = {"peak_rss": peak_rss(), **{f"gpu_{key}": value for key, value in gpu_peaks().items()}}
+    forecast = read_if_there(heart.run_dir / PREFLIGHT).get("figures", {}).get("memory")
+    if forecast is not None:
+        found["memory"] |= {"gpu_peak_forecast": forecast["tensors"] + forecast["workspace"]}
     return found
 
 

@@ -38,6 +38,7 @@ MAY_CHANGE = {
     "cogumi.resume",
     "cogumi.merge",
     "cogumi.compile",
+    "cogumi.preflight",
     "cogumi.on_full",
     "cogumi.on_hung",
     "cogumi.fallback",

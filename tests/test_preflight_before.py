@@ -1,0 +1,140 @@
+"""The preflight as the first stage of a run: what it keeps, what it refuses, and the process it is made in beside a GPU."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig
+
+import cogumi
+from cogumi.config import load_config
+from cogumi.errors import UsageError
+from cogumi.models.load import load_tokenizer
+from cogumi.preflight import before, sampled
+from cogumi.preflight.apart import apart
+from cogumi.preflight.flight import Asked, look_ahead
+from cogumi.preflight.target import target_of
+from cogumi.training.examples import prepare_examples
+
+
+def config_of(model: Path, data: Path, run_dir: Path, **train: Any) -> dict[str, Any]:
+    return {
+        "model": {"name": str(model)},
+        "lora": {"r": 4},
+        "data": {"source": str(data), "eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
+        "train": {
+            "max_steps": 2,
+            "per_device_train_batch_size": 4,
+            "gradient_checkpointing": False,
+            "logging_steps": 1,
+            **train,
+        },
+        "cogumi": {"method": "sft", "run_dir": str(run_dir), "merge": False, "compile": "off", "preflight": "on"},
+    }
+
+
+@pytest.fixture
+def asked(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Asked:
+    run = load_config(config_of(tiny_model, code_parquet, tmp_path / "run"))
+    base, of_base = str(tiny_model), AutoConfig.from_pretrained(tiny_model)
+    return Asked(run, base, of_base, sampled.sample(run, load_tokenizer(base)), target_of(None))
+
+
+def test_a_run_keeps_what_was_forecast(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    assert cogumi.train(config_of(tiny_model, code_parquet, run_dir)).passed
+    kept = json.loads((run_dir / "preflight.json").read_text())
+    assert [line["stage"] for line in kept["lines"]][:3] == ["stack", "memory", "time"]
+    assert kept["fits"] is True
+    memory = kept["figures"]["memory"]
+    assert memory["work"]["prompt"] <= 160
+    log = (run_dir / "run.log").read_text()
+    assert log.index("preflight: memory: ") < log.index("loaded in float32")
+    came_to = json.loads((run_dir / "metrics.json").read_text())
+    assert list(came_to["seconds"])[:3] == ["data", "preflight", "load"]
+    assert came_to["memory"]["gpu_peak_forecast"] == memory["tensors"] + memory["workspace"]
+
+
+def test_what_cannot_fit_is_refused_before_it_is_loaded(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> None:
+    """A width of which one row of logits and activations is far more than this machine has; there are no such weights."""
+    wide = tmp_path / "wide"
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(wide)
+    LlamaConfig(
+        hidden_size=16384, intermediate_size=65536, num_attention_heads=128, num_hidden_layers=80, vocab_size=500_000,
+        architectures=["LlamaForCausalLM"], dtype="bfloat16",
+    ).save_pretrained(wide)  # fmt: skip
+    config = config_of(wide, code_parquet, tmp_path / "run")
+    with pytest.raises(
+        UsageError, match=r"^memory: \d[\d.,]* GiB of .*; set .*\(or cogumi.preflight: off, which starts"
+    ):
+        cogumi.train(config)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["wide"]
+
+
+def test_on_a_cpu_a_run_goes_without(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> None:
+    config = config_of(tiny_model, code_parquet, tmp_path / "run")
+    config["cogumi"]["preflight"] = "auto"
+    assert not before.is_wanted(load_config(config))
+    config["cogumi"]["preflight"] = True  # what YAML 1.1 makes of a bare `on`
+    written = tmp_path / "run.yaml"
+    written.write_text(yaml.safe_dump(config))
+    assert load_config(written).cogumi.preflight == "on"
+    assert load_config(written, cogumi__preflight=False).cogumi.preflight == "off"
+
+
+def test_another_process_says_the_same(asked: Asked) -> None:
+    here = look_ahead(asked)
+    there = apart(asked)
+    assert there[1] == here[1]
+    assert [line.stage for line in there[0]] == [line.stage for line in here[0]] == ["memory", "time", "disk"]
+    assert there[0][0] == here[0][0]
+
+
+def test_what_another_process_refuses_is_refused_here(asked: Asked) -> None:
+    asked.run.lora["target_modules"] = ["nowhere"]
+    with pytest.raises(UsageError, match=r"Target modules .*nowhere"):
+        apart(asked)
+
+
+def test_a_forecast_that_breaks_does_not_end_the_run(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(before, "ahead", apart)
+    monkeypatch.setenv("PYTHONHOME", "/nonexistent")
+    run, tokenizer = asked.run, load_tokenizer(asked.base)
+    data = prepare_examples(run, tokenizer).train
+    with caplog.at_level(logging.WARNING, "cogumi"):
+        before.before_training(run, asked.base, asked.of_base, data, tokenizer)
+    (said,) = [record.getMessage() for record in caplog.records if "preflight" in record.getMessage()]
+    assert said.startswith("preflight: the forecast ended with status 1: ")
+    assert said.endswith("; the run goes on without it")
+    assert not run.run_dir.exists()
+
+
+def test_a_run_is_forecast_with_all_of_its_data(asked: Asked) -> None:
+    run, tokenizer = asked.run, load_tokenizer(asked.base)
+    data = prepare_examples(run, tokenizer).train
+    found = sampled.whole(run, data, tokenizer)
+    lengths = [len(row["input_ids"]) for row in data.dataset]
+    assert (found.longest, found.examples, found.trained) == (max(lengths), len(lengths), len(lengths))
+    assert found.mean == pytest.approx(sum(lengths) / len(lengths))
+    assert found.packed is None
+    run.train |= {"packing": True, "max_length": 160}
+    assert sampled.whole(run, data, tokenizer).packed == sampled.packed_rows(run, data.dataset)
+
+
+def test_prompts_are_measured_as_they_are_sent(asked: Asked, tmp_path: Path) -> None:
+    there = load_config(Path(__file__).parents[1] / "configs" / "smoke" / "gspo.yaml", cogumi__run_dir=str(tmp_path))
+    run = asked.run.model_copy(update={"cogumi": there.cogumi, "train": there.train})
+    tokenizer = load_tokenizer(asked.base)
+    data = prepare_examples(run, tokenizer).train
+    longest = max(len(tokenizer(prompt)["input_ids"]) for prompt in data.dataset["prompt"])
+    assert sampled.whole(run, data, tokenizer).longest == longest
+    asked = replace(asked, run=run, found=sampled.whole(run, data, tokenizer))
+    (memory, *_), figures = look_ahead(asked)
+    assert memory.stage == "memory"
+    assert figures["memory"]["work"]["prompt"] == longest
