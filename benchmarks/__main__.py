@@ -21,9 +21,9 @@ CPU = ("importing", "fused_head", "fim_data", "gspo_step", "gspo_learning", "tel
 # Left out of `cpu`: half an hour and 14 GB of disk; a quarter of an hour and 10 GB; ten minutes of an idle machine, twice;
 # twenty minutes and 10 GB; ten minutes.
 ALONE = ("merge", "faults", "graph_break", "verdict", "data", "packing")
-# `gpu` runs the three others under one time budget.
+# `gpu` runs the others under one time budget.
 SAID = ("case", "metric", "value", "unit", "note")
-GPU = ("gpu", "gpu_probes", "gpu_head", "gpu_steps")
+GPU = ("gpu", "gpu_probes", "gpu_head", "gpu_steps", "gpu_forecast")
 
 
 def main(argv: list[str] | None = None) -> int:

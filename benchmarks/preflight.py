@@ -22,8 +22,8 @@ from transformers import AutoConfig
 from cogumi.config import load_config
 from cogumi.memory.step import Work
 from cogumi.patches import patch
-from cogumi.preflight.target import target_of
-from cogumi.preflight.vram import step_on
+from cogumi.planning.target import target_of
+from cogumi.planning.vram import step_on
 patch(graph_break="off")
 run = load_config({"model": {"name": "x"}, "lora": {"r": 16, "lora_alpha": 32}, "data": {"source": "cogumi:stdlib"},
     "train": {"max_steps": 1, "gradient_checkpointing": True}, "cogumi": {"method": "sft"}})

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from cogumi.merge import merge_adapter as merge_adapter
     from cogumi.patches import PatchReport as PatchReport
     from cogumi.patches import patch as patch
-    from cogumi.preflight import PreflightReport as PreflightReport
-    from cogumi.preflight import preflight as preflight
+    from cogumi.planning import PreflightReport as PreflightReport
+    from cogumi.planning import preflight as preflight
     from cogumi.run_status import Status as Status
     from cogumi.runs import Run as Run
     from cogumi.runs import attach as attach
@@ -43,8 +43,8 @@ _HOME = {
     "doctor": "cogumi.stack.doctor",
     "last_good_checkpoint": "cogumi.checkpoints",
     "patch": "cogumi.patches",
-    "PreflightReport": "cogumi.preflight",
-    "preflight": "cogumi.preflight",
+    "PreflightReport": "cogumi.planning",
+    "preflight": "cogumi.planning",
     "preview": "cogumi.training.preview",
     "protect": "cogumi.checkpoints",
     "Run": "cogumi.runs",

@@ -49,7 +49,7 @@ def of_config(path: Path, words: list[str]) -> "Outlook":
     from cogumi.config import load_config, parse_overrides
 
     run = load_config(path, **parse_overrides(words))
-    from cogumi.preflight.disk import outlook_of
+    from cogumi.planning.disk import outlook_of
 
     return outlook_of(run)
 

@@ -29,12 +29,13 @@ def preflight(
         )
     if fix is not None and fix.exists():
         raise UsageError(f"--fix {fix}: there is such a file already; name another, or remove it")
-    from cogumi.preflight import preflight as look
-    from cogumi.preflight.fix import fixed, write_fixed
+    from cogumi.planning.apart import here
+    from cogumi.planning.fix import fixed, write_fixed
+    from cogumi.planning.flight import foresee
 
     if fix is None:
         changes: dict[str, object] = {}
-        report = look(config, card, probe, **words)
+        report = foresee(config, card, probe, words, here)
     else:
         report, changes = fixed(config, card, **words)
     print(json.dumps(report.as_dict(), default=str, indent=2) if as_json else report)

@@ -164,7 +164,7 @@ def check_environment(report: Report) -> None:
 
 
 def check_fits(report: Report, model: str) -> None:
-    from cogumi.preflight import preflight
+    from cogumi.planning import preflight
     from cogumi.rl.planner import gib
 
     found = preflight(CONFIGS / "sft.yaml", **overrides_of(report, "sft", model))

@@ -5,12 +5,13 @@ import json
 import math
 import operator
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import gpu, gpu_device, gpu_head, gpu_probes, gpu_steps, harness, smoke
+from benchmarks import gpu, gpu_device, gpu_forecast, gpu_head, gpu_probes, gpu_steps, harness, smoke
 from benchmarks.harness import Budget, row
 from cogumi.patches import fused_head
 from cogumi.stack import probes
@@ -101,7 +102,7 @@ def test_unknown_name_and_missing_card_end_with_one_line_and_status_2(capsys):
     assert command.main(["nope"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "unknown benchmark 'nope': one of cpu, importing, fused_head, fim_data, gspo_step, gspo_learning, telemetry, preflight, "
-        "smoke, merge, faults, graph_break, verdict, data, packing, gpu, gpu_probes, gpu_head, gpu_steps"
+        "smoke, merge, faults, graph_break, verdict, data, packing, gpu, gpu_probes, gpu_head, gpu_steps, gpu_forecast"
     ]
     if not torch.cuda.is_available():
         assert command.main(["gpu"]) == 2
@@ -231,6 +232,16 @@ def test_a_peer_that_breaks_does_not_cost_our_own_numbers(monkeypatch):
     assert len(named(rows, "step")) == 2
 
 
+@pytest.mark.parametrize("case", gpu_forecast.CASES)
+def test_a_forecast_is_made_in_a_run_of_its_own(case: str, tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 1100}  # fmt: skip
+    model = gpu_forecast.random_model(tmp_path / "model", shape)
+    (found,) = well_formed(list(gpu_forecast.compared(case, model, tmp_path / "run")))
+    assert found["note"] == "no GPU: nothing to compare with"
+    assert found["value"] > 0
+
+
 def test_plain_gspo_loss_is_trl_gspo_loss():
     model = gpu_steps.build(TINY["qwen3"], "cpu", torch.float32)
     generator = torch.Generator().manual_seed(1)
@@ -282,7 +293,7 @@ def test_no_case_starts_when_the_time_is_over():
     start = time.monotonic()
     rows = well_formed(list(gpu.run(device="cpu", budget=Budget(0.0))))
     assert time.monotonic() - start < 1
-    assert {each["benchmark"] for each in rows} == {"gpu_probes", "gpu_head", "gpu_steps", "gspo_step"}
+    assert {each["benchmark"] for each in rows} == {"gpu_probes", "gpu_head", "gpu_steps", "gpu_forecast", "gspo_step"}
     assert {each["note"] for each in rows} == {"skipped: out of time"}
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import importlib.util
 import json
 import os
 import pty
@@ -308,6 +309,14 @@ def test_importing_cogumi_is_light() -> None:
     program = f"import sys, cogumi; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_no_module_takes_the_place_of_a_public_name() -> None:
+    """Importing `cogumi.x` sets `x` on the package: `cogumi.x()` would work until somebody does."""
+    import cogumi as package
+
+    taken = [name for name in package.__all__ if importlib.util.find_spec(f"cogumi.{name}") is not None]
+    assert taken == []
 
 
 def test_every_public_name_can_be_imported() -> None:

@@ -484,7 +484,7 @@ def test_the_download_is_what_the_hub_says_and_the_cache_lacks(tmp_path: Path, m
     """Against a server that answers as the hub's API does, in the form it had in November 2026."""
     from huggingface_hub import constants
 
-    from cogumi.preflight.disk import download_bytes
+    from cogumi.planning.disk import download_bytes
 
     sizes = {"model-1.safetensors": 5_000_000, "model-2.safetensors": 3_000_000, "original/all.safetensors": 8_000_000,
              "pytorch_model.bin": 8_000_000, "config.json": 10}  # fmt: skip

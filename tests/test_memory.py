@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
@@ -16,10 +16,11 @@ from cogumi.config import load_config
 from cogumi.memory.forecast import MemoryForecast, Steps
 from cogumi.memory.live import BLOCK, Live
 from cogumi.memory.on_a_card import as_on_a_card, attention, trls_head
+from cogumi.memory.stand_ins import codes_apart
 from cogumi.memory.step import INPUTS, Work, run_step
 from cogumi.models.adapters import lora_config
 from cogumi.patches import patch
-from cogumi.preflight.planned import planned_trainer
+from cogumi.planning.planned import planned_trainer
 
 SHAPE = {
     "hidden_size": 256,
@@ -245,6 +246,23 @@ def test_attention_of_a_card_keeps_no_scores() -> None:
         scores = 2 * 8 * 512 * 512 * 2
         assert live.total - before < scores / 4
         del kept
+
+
+def test_bitsandbytes_quantizes_after_a_forecast_as_before() -> None:
+    from bitsandbytes import functional
+
+    def scales() -> torch.Tensor:
+        found: torch.Tensor = functional.quantize_blockwise(torch.ones(512), blocksize=256)[1].code
+        return found
+
+    functional.name2qmap.clear()
+    with FakeTensorMode(allow_non_fake_inputs=True), Live(), codes_apart():
+        assert isinstance(scales(), FakeTensor)
+    assert not isinstance(scales(), FakeTensor)
+    had = dict(functional.name2qmap)
+    with codes_apart():
+        assert functional.name2qmap == {}
+    assert functional.name2qmap == had != {}
 
 
 def test_trls_own_head_runs_without_triton_and_is_put_back() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
+from bitsandbytes import functional
+from bitsandbytes.functional import int8_vectorwise_dequant
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -22,6 +23,7 @@ from transformers import (
 
 from cogumi.errors import UsageError
 from cogumi.merge import MergeReport, merge_adapter
+from cogumi.models.load import reads_rows
 from cogumi.models.provenance import record_base
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -39,6 +41,9 @@ NF4_SINGLE = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 INT8 = BitsAndBytesConfig(load_in_8bit=True)
 INPUT_IDS = torch.arange(2 * 24).reshape(2, 24) * 5 % 256
 LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": LINEARS}
+READS_ROWS = reads_rows(SIZES["intermediate_size"])  # of itself, before the fixture
+
+pytestmark = pytest.mark.usefixtures("reads_4bit")
 
 
 def save_full(path: Path, seed: int = 0) -> Path:
@@ -119,7 +124,7 @@ def seen_in_training(model: Any) -> dict[str, torch.Tensor]:
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if hasattr(weight, "quant_state"):
-            found[f"{name}.weight"] = dequantize_4bit(weight.data, weight.quant_state).double()
+            found[f"{name}.weight"] = functional.dequantize_4bit(weight.data, weight.quant_state).double()
         elif weight is not None and weight.dtype == torch.int8:
             scale = module.state.SCB if weight.SCB is None else weight.SCB
             found[f"{name}.weight"] = int8_vectorwise_dequant(weight.data, scale).double()
@@ -516,11 +521,14 @@ def test_dequant_merges_into_what_the_weights_decode_to(
     live = AutoModelForCausalLM.from_pretrained(models[kind], dtype=torch.float32)
     decoded = AutoModelForCausalLM.from_pretrained(models[kind], dtype=torch.float32).dequantize().float()
     with torch.inference_mode():
-        base = live(INPUT_IDS).logits
-        adapted = PeftModel.from_pretrained(live, adapter).eval()(INPUT_IDS).logits
         exact = PeftModel.from_pretrained(decoded, adapter).eval()(INPUT_IDS).logits
         got = merged(INPUT_IDS).logits
     assert rms(got - exact) < 1e-5 * rms(exact)
+    if kind != "int8" and not READS_ROWS:
+        return  # on this CPU the live one computes with other weights than are in the file
+    with torch.inference_mode():
+        base = live(INPUT_IDS).logits
+        adapted = PeftModel.from_pretrained(live, adapter).eval()(INPUT_IDS).logits
     assert rms(got - adapted) < (2**-6 if kind == "int8" else 2**-8) * rms(adapted)
     assert rms(adapted - base) > 0.1 * rms(adapted)
 

@@ -19,15 +19,16 @@ from cogumi.memory.forecast import MemoryForecast
 from cogumi.memory.step import Work, run_step
 from cogumi.models.chat_format import use_chat_template
 from cogumi.models.load import load_tokenizer, resolve_model
-from cogumi.preflight import preflight
-from cogumi.preflight.disk import outlook_of
-from cogumi.preflight.fix import fixed, write_fixed
-from cogumi.preflight.lines import Line, PreflightReport
-from cogumi.preflight.pace import Pace, lines_of, steps_of
-from cogumi.preflight.planned import planned_trainer
-from cogumi.preflight.sampled import sample
-from cogumi.preflight.target import dtype_of, target_of
-from cogumi.preflight.vram import autocast_of, period_of, planned_work, vllm_of
+from cogumi.planning.apart import here
+from cogumi.planning.disk import outlook_of
+from cogumi.planning.fix import fixed, write_fixed
+from cogumi.planning.flight import foresee
+from cogumi.planning.lines import Line, PreflightReport
+from cogumi.planning.pace import Pace, lines_of, steps_of
+from cogumi.planning.planned import planned_trainer
+from cogumi.planning.sampled import sample
+from cogumi.planning.target import dtype_of, target_of
+from cogumi.planning.vram import autocast_of, period_of, planned_work, vllm_of
 from cogumi.stack.cards import CARDS, card_called, card_of
 
 SMOKE = Path(__file__).parents[1] / "configs" / "smoke"
@@ -44,6 +45,11 @@ def wide(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
         vocab_size=90_000, architectures=["LlamaForCausalLM"], dtype="bfloat16", max_position_embeddings=65536,
     ).save_pretrained(path)  # fmt: skip
     return path
+
+
+def preflight(config: Any, card: str | None = None, probe: bool = False, **overrides: Any) -> PreflightReport:
+    """As the command line does it, in this process; tests/test_preflight_before.py has it apart."""
+    return foresee(config, card, probe, overrides, here)
 
 
 def config_of(base: Path, tmp_path: Path, **sections: Any) -> dict[str, Any]:

@@ -14,10 +14,10 @@ import cogumi
 from cogumi.config import load_config
 from cogumi.errors import UsageError
 from cogumi.models.load import load_tokenizer
-from cogumi.preflight import before, sampled
-from cogumi.preflight.apart import apart
-from cogumi.preflight.flight import Asked, look_ahead
-from cogumi.preflight.target import target_of
+from cogumi.planning import before, sampled
+from cogumi.planning.apart import apart
+from cogumi.planning.flight import Asked, look_ahead
+from cogumi.planning.target import target_of
 from cogumi.training.examples import prepare_examples
 
 
@@ -75,6 +75,14 @@ def test_what_cannot_fit_is_refused_before_it_is_loaded(tiny_model: Path, code_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["wide"]
 
 
+def test_four_bits_train_after_they_were_forecast(tmp_path: Path, tiny_model: Path, code_parquet: Path) -> None:
+    """In one process: what libraries cache while fake tensors are computed with must not be what they train with."""
+    config = config_of(tiny_model, code_parquet, tmp_path / "run")
+    config["model"]["quantization_config"] = {"load_in_4bit": True}
+    assert cogumi.preflight(config).fits
+    assert cogumi.train(config).passed
+
+
 def test_on_a_cpu_a_run_goes_without(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> None:
     config = config_of(tiny_model, code_parquet, tmp_path / "run")
     config["cogumi"]["preflight"] = "auto"
@@ -103,7 +111,6 @@ def test_what_another_process_refuses_is_refused_here(asked: Asked) -> None:
 def test_a_forecast_that_breaks_does_not_end_the_run(
     asked: Asked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(before, "ahead", apart)
     monkeypatch.setenv("PYTHONHOME", "/nonexistent")
     run, tokenizer = asked.run, load_tokenizer(asked.base)
     data = prepare_examples(run, tokenizer).train

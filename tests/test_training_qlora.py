@@ -13,7 +13,7 @@ import cogumi
 from cogumi.config import load_config
 from cogumi.disk.forecast import checkpoint_bytes, size_of
 from cogumi.models.provenance import BaseRecord, Quantization, read_base, weights_sample
-from cogumi.preflight.disk import planned
+from cogumi.planning.disk import planned
 from cogumi.training.telemetry import Telemetry
 
 BF16 = torch.bfloat16

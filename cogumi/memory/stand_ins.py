@@ -1,13 +1,28 @@
 """A model of shapes becomes a model of fake tensors, with which a training step can run: nothing is allocated."""
 
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from cogumi.memory.live import Live
+from cogumi.patches.replaced import replaced
 
 WEIGHTS, ADAPTER = "weights", "adapter"
+
+
+@contextmanager
+def codes_apart() -> Iterator[None]:
+    """Bitsandbytes caches the codes of its 8 bits as a tensor: in the block a fake one, after it what it had before."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        yield
+        return
+    with replaced(importlib.import_module("bitsandbytes.functional"), {"name2qmap": {}}):
+        yield
 
 
 def stand_in(model: nn.Module, live: Live) -> None:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cogumi.memory.live import Live, Moment
 from cogumi.memory.on_a_card import as_on_a_card, batches_are
-from cogumi.memory.stand_ins import stand_in
+from cogumi.memory.stand_ins import codes_apart, stand_in
 
 TILE = 32768  # columns of logits that TRL's head makes at once (trl/trainer/utils.py, _CHUNKED_LOGPROB_CHUNK_SIZE)
 GRADIENTS, OPTIMIZER, CACHE = "gradients", "optimizer", "key-value cache"
@@ -66,6 +66,7 @@ def run_step(trainer: Any, work: Work, autocast: torch.dtype | None, on_card: bo
         if on_card:
             stack.enter_context(as_on_a_card())
         stack.enter_context(batches_are(work.padded))
+        stack.enter_context(codes_apart())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(live)
         with live.during(LOAD):

@@ -309,6 +309,8 @@ def nf4_round_trip(weight: torch.Tensor) -> torch.Tensor:
     """
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    packed, state = quantize_4bit(weight.contiguous(), blocksize=64, compress_statistics=True, quant_type="nf4")
+    # As one row: where rows end inside blocks, bitsandbytes 0.50.2 misreads them on CPUs with AVX512.
+    flat = weight.reshape(1, -1)
+    packed, state = quantize_4bit(flat, blocksize=64, compress_statistics=True, quant_type="nf4")
     restored: torch.Tensor = dequantize_4bit(packed, state)
-    return restored
+    return restored.view(weight.shape)

@@ -77,7 +77,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     A run directory that holds this run, unfinished, goes on from its last good checkpoint. Raises UsageError, before
     anything is written, for a mistake in the configuration, the data or the run directory.
     """
-    from cogumi.preflight import before  # which reads data and settings as this package does
+    from cogumi.planning import before  # which reads data and settings as this package does
 
     run = load_config(config, **overrides)
     meter = Meter(run.cogumi.price_per_hour)

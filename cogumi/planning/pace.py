@@ -15,9 +15,9 @@ from typing import Any
 
 from cogumi.config import RunConfig
 from cogumi.memory.step import Work
-from cogumi.preflight.lines import Line
-from cogumi.preflight.sampled import Sample
-from cogumi.preflight.target import Target
+from cogumi.planning.lines import Line
+from cogumi.planning.sampled import Sample
+from cogumi.planning.target import Target
 from cogumi.training.flops import Work as Arithmetic
 from cogumi.words import duration
 

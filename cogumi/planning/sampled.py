@@ -15,7 +15,7 @@ from cogumi.data.prepare import entries_of
 from cogumi.data.prepared import Data
 from cogumi.data.sources import batches
 from cogumi.errors import UsageError
-from cogumi.preflight.lines import Line
+from cogumi.planning.lines import Line
 from cogumi.training.examples import date_of, longest_example, options_of, source_of
 from cogumi.training.gspo import prompt_ids
 

@@ -1,32 +1,24 @@
-"""Looking ahead where there is a GPU: in a process that sees none, so that the GPU and the trainer to be are left alone.
+"""Looking ahead in a process of its own, of which nothing stays behind and which sees no GPU.
 
-The step is executed on the CPU's fake tensors with TRL's own trainer. Beside a GPU that trainer would be unsloth's, whose
-kernels take no fake tensors, and the settings that accelerate keeps for a whole process would be those of the forecast.
+Libraries cache tensors, which would be fake ones, and accelerate keeps settings for a whole process; beside a GPU the
+trainer would be unsloth's, whose kernels take no fake tensors. What is trained afterwards is to meet none of it.
 """
 
 import os
 import pickle
 import subprocess
 import sys
-from typing import Any
 
 import torch
 
 from cogumi.errors import UsageError
-from cogumi.preflight.flight import Asked, look_ahead
-from cogumi.preflight.lines import Line
-
-Ahead = tuple[list[Line], dict[str, Any]]
-
-
-def ahead(asked: Asked) -> Ahead:
-    return apart(asked) if torch.cuda.is_available() else look_ahead(asked)
+from cogumi.planning.flight import Ahead, Asked, look_ahead
 
 
 def apart(asked: Asked) -> Ahead:
     """`look_ahead` in another process. Raises its UsageError, and RuntimeError with the last line of one that broke."""
     done = subprocess.run(
-        [sys.executable, "-m", "cogumi.preflight.apart"],
+        [sys.executable, "-m", "cogumi.planning.apart"],
         input=pickle.dumps(asked),
         capture_output=True,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
@@ -41,6 +33,11 @@ def apart(asked: Asked) -> Ahead:
     if isinstance(answer, UsageError):
         raise answer
     return answer
+
+
+def here(asked: Asked) -> Ahead:
+    """`look_ahead` for a process that does nothing else, apart only where it sees a GPU."""
+    return apart(asked) if torch.cuda.is_available() else look_ahead(asked)
 
 
 def main() -> None:

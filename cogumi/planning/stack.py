@@ -1,6 +1,6 @@
 """Is what is installed what was tried together? The doctor's finding on the lane, as a line of the preflight."""
 
-from cogumi.preflight.lines import Line
+from cogumi.planning.lines import Line
 from cogumi.stack.installed import against_lane, distributions
 
 

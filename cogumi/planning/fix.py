@@ -9,8 +9,9 @@ import yaml
 
 from cogumi.config import load_config
 from cogumi.errors import UsageError
-from cogumi.preflight.flight import preflight
-from cogumi.preflight.lines import PreflightReport
+from cogumi.planning.apart import here
+from cogumi.planning.flight import foresee
+from cogumi.planning.lines import PreflightReport
 from cogumi.rundir import write_atomic
 
 ROUNDS = 6
@@ -21,14 +22,14 @@ def fixed(
 ) -> tuple[PreflightReport, dict[str, Any]]:
     """(the last report, the dotted keys that were changed). A report that is still red has no change left to make."""
     changes: dict[str, Any] = {}
-    report = preflight(config, card, **overrides)
+    report = foresee(config, card, False, overrides, here)
     for _ in range(ROUNDS):
         more = {key: value for key, value in report.changes.items() if changes.get(key) != value}
         if report.fits or not more:
             break
         changes |= more
         words = {key.replace(".", "__"): value for key, value in changes.items()}
-        report = preflight(config, card, **{**overrides, **words})
+        report = foresee(config, card, False, {**overrides, **words}, here)
     return report, changes
 
 

@@ -8,11 +8,11 @@ import torch
 from cogumi.config import RunConfig
 from cogumi.data.prepared import Data
 from cogumi.errors import RefusedAtSetup, UsageError
-from cogumi.preflight import sampled, stack
-from cogumi.preflight.apart import ahead
-from cogumi.preflight.flight import Asked
-from cogumi.preflight.lines import Line, PreflightReport
-from cogumi.preflight.target import target_of
+from cogumi.planning import sampled, stack
+from cogumi.planning.apart import apart
+from cogumi.planning.flight import Asked
+from cogumi.planning.lines import Line, PreflightReport
+from cogumi.planning.target import target_of
 from cogumi.rundir import PREFLIGHT, write_json
 
 log = logging.getLogger("cogumi")
@@ -31,7 +31,7 @@ def before_training(run: RunConfig, base: str, of_base: Any, data: Data, tokeniz
     """
     target = target_of(None)
     try:
-        lines, figures = ahead(Asked(run, base, of_base, sampled.whole(run, data, tokenizer), target))
+        lines, figures = apart(Asked(run, base, of_base, sampled.whole(run, data, tokenizer), target))
     except UsageError as error:
         raise RefusedAtSetup(str(error)) from error
     except RuntimeError as error:

@@ -1,7 +1,7 @@
 """The preflight of a run: stack, data, memory, time and money, disk."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,10 @@ from cogumi.memory.step import Work
 from cogumi.models import warm_start
 from cogumi.models.load import refuse_quantized_already, resolve_model
 from cogumi.patches import patch
-from cogumi.preflight import disk, pace, sampled, stack, vram
-from cogumi.preflight.lines import Line, PreflightReport
-from cogumi.preflight.planned import planned_trainer
-from cogumi.preflight.target import Target, dtype_of, target_of
+from cogumi.planning import disk, pace, sampled, stack, vram
+from cogumi.planning.lines import Line, PreflightReport
+from cogumi.planning.planned import planned_trainer
+from cogumi.planning.target import Target, dtype_of, target_of
 from cogumi.training import gspo
 from cogumi.training.arguments import one_line
 from cogumi.training.building import tokenizer_of
@@ -36,8 +36,19 @@ def preflight(
     here to know the time, which downloads and loads the model. Of a model on the hub its config and tokenizer are fetched
     and no weights; of a data set there, the files. Raises UsageError for a mistake in the configuration.
     """
-    from cogumi.preflight.apart import ahead
+    from cogumi.planning.apart import apart
 
+    return foresee(config, card, probe, overrides, apart)
+
+
+def foresee(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    card: str | None,
+    probe: bool,
+    overrides: dict[str, Any],
+    ahead: "Callable[[Asked], Ahead]",
+) -> PreflightReport:
+    """`preflight`, with `look_ahead` in this process or apart."""
     run, target = load_config(config, **overrides), target_of(card)
     if run.model.adapter is not None:
         run.lora = warm_start.lora_of(run.model.adapter, run.lora)
@@ -54,6 +65,9 @@ def preflight(
     )
 
 
+Ahead = tuple[list[Line], dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class Asked:
     """What is to be looked ahead to. base, of_base: a directory or hub id, and its config. probe: what was measured."""
@@ -66,8 +80,11 @@ class Asked:
     probe: pace.Probe | None = None
 
 
-def look_ahead(asked: Asked) -> tuple[list[Line], dict[str, Any]]:
-    """The lines on memory, time and disk, and the figures behind them."""
+def look_ahead(asked: Asked) -> Ahead:
+    """The lines on memory, time and disk, and the figures behind them.
+
+    Builds trainers in this process, whose settings are the process's; `cogumi.planning.apart` makes one for it.
+    """
     patch(graph_break="off")  # without it TRL takes no gspo, and its losses need a GPU
     of_base, found, target = asked.of_base, asked.found, asked.target
     lines: list[Line] = []

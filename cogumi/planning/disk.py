@@ -8,7 +8,7 @@ from cogumi.config import RunConfig
 from cogumi.disk.needs import Need
 from cogumi.disk.outlook import CHECKPOINTS, MERGED, Outlook
 from cogumi.errors import UsageError
-from cogumi.preflight.lines import Line
+from cogumi.planning.lines import Line
 
 MADE_HERE = "cogumi:"  # models that are made on this machine
 

@@ -11,9 +11,9 @@ from cogumi.memory.forecast import HOPPERS_WORKSPACE, WORKSPACE, Largest, Memory
 from cogumi.memory.live import Moment
 from cogumi.memory.step import Work, run_step
 from cogumi.models.adapters import lora_config
-from cogumi.preflight.lines import Line
-from cogumi.preflight.planned import planned_trainer
-from cogumi.preflight.target import Target, dtype_of
+from cogumi.planning.lines import Line
+from cogumi.planning.planned import planned_trainer
+from cogumi.planning.target import Target, dtype_of
 from cogumi.rl.planner import gib
 from cogumi.training import full, gspo
 
