@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from cogumi.memory.live import Live, Moment
 from cogumi.memory.on_a_card import as_on_a_card, batches_are
 from cogumi.memory.stand_ins import codes_apart, stand_in
+from cogumi.patches import head_logps
+from cogumi.patches.replaced import replaced
 
 TILE = 32768  # columns of logits that TRL's head makes at once (trl/trainer/utils.py, _CHUNKED_LOGPROB_CHUNK_SIZE)
 GRADIENTS, OPTIMIZER, CACHE = "gradients", "optimizer", "key-value cache"
@@ -63,8 +65,7 @@ def run_step(trainer: Any, work: Work, autocast: torch.dtype | None, on_card: bo
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of paged optimizers, which this CPU has not, and the like
-        if on_card:
-            stack.enter_context(as_on_a_card())
+        stack.enter_context(as_on_a_card() if on_card else first_tile_alone())
         stack.enter_context(batches_are(work.padded))
         stack.enter_context(codes_apart())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -90,6 +91,13 @@ def run_step(trainer: Any, work: Work, autocast: torch.dtype | None, on_card: bo
             torch.nn.utils.clip_grad_norm_(trained, trainer.args.max_grad_norm or 1.0)
             optimizer.step()
     return tuple(moment for name, moment in live.moments.items() if name)
+
+
+@contextmanager
+def first_tile_alone() -> Iterator[None]:
+    """Cogumi's head makes one tile of logits after another in the same memory: the first is as good as all."""
+    with replaced(head_logps, {"_cut": lambda total, width: [slice(0, min(total, width))]}):
+        yield
 
 
 @contextmanager
