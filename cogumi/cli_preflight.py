@@ -27,6 +27,10 @@ def preflight(
         raise UsageError(
             "--fix and --probe: a config is changed several times, and each would train; use one of the two"
         )
+    if card is not None and probe:
+        raise UsageError("--card and --probe: ten steps made here say nothing of another card; use one of the two")
+    if fix is not None and not fix.parent.is_dir():
+        raise UsageError(f"--fix {fix}: no such directory as {fix.parent}; make it, or name another place")
     if fix is not None and fix.exists():
         raise UsageError(f"--fix {fix}: there is such a file already; name another, or remove it")
     from cogumi.planning.apart import here

@@ -138,8 +138,9 @@ def test_weights_gradients_and_optimizer_are_exact(tuning: str, tmp_path: Path) 
         return sum(-(-tensor.nbytes // BLOCK) * BLOCK for tensor in {id(t): t for t in tensors}.values())
 
     frozen = [p for p in model.parameters() if not p.requires_grad]
-    assert update.by_kind.get("weights", 0) == in_blocks([*frozen, *model.buffers()])
-    assert update.by_kind["adapter"] == in_blocks(trained)
+    whole = tuning == "full"
+    assert update.by_kind["weights"] == in_blocks([*(trained if whole else frozen), *model.buffers()])
+    assert update.by_kind.get("adapter", 0) == (0 if whole else in_blocks(trained))
     assert update.by_kind["gradients"] == in_blocks(p.grad for p in trained)
     assert update.by_kind["optimizer"] >= in_blocks(states)
     assert next(m for m in moments if m.stage == "backward").by_kind["optimizer"] == in_blocks(states)
@@ -240,12 +241,30 @@ def test_attention_of_a_card_keeps_no_scores() -> None:
     assert key.grad.shape == key.shape
     live = Live()
     with FakeTensorMode(), live, live.during("attention"):
-        made = [torch.empty(2, heads, 512, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2)]
+        given = [torch.empty(2, heads, 512, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2)]
         before = live.total
-        kept = attention(*made)
+        kept = attention(*given)
         scores = 2 * 8 * 512 * 512 * 2
         assert live.total - before < scores / 4
-        del kept
+        with live.during("backward"):
+            kept.sum().backward()
+    # Three gradients come, and what the kernel holds beside them: a float32 accumulator as large as the query, and keys
+    # and values of every head.
+    large, small = 2 * 8 * 512 * 64, 2 * 2 * 512 * 64
+    made = 2 * (large + 2 * small) + 4 * large + 2 * 2 * large
+    assert live.moments["backward"].total - live.moments["attention"].total == pytest.approx(made, rel=0.15)
+
+
+def test_gradients_are_there_from_the_second_micro_batch_on() -> None:
+    run, config = config_of("sft"), llama()
+    held = {}
+    for micro_batches in (1, 2):
+        trainer = planned_trainer(run, config, torch.float32, "sdpa")
+        trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+        moments = run_step(trainer, replace(WORKS["sft"], micro_batches=micro_batches), None, on_card=False)
+        held[micro_batches] = next(m for m in moments if m.stage == "forward").by_kind.get("gradients", 0)
+    assert held[1] == 0
+    assert held[2] == pytest.approx(4 * trained, rel=0.05)  # in blocks of 512 bytes
 
 
 def test_bitsandbytes_quantizes_after_a_forecast_as_before() -> None:

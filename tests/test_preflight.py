@@ -19,16 +19,18 @@ from cogumi.memory.forecast import MemoryForecast
 from cogumi.memory.step import Work, run_step
 from cogumi.models.chat_format import use_chat_template
 from cogumi.models.load import load_tokenizer, resolve_model
+from cogumi.planning import stack
 from cogumi.planning.apart import here
 from cogumi.planning.disk import outlook_of
 from cogumi.planning.fix import fixed, write_fixed
 from cogumi.planning.flight import foresee
 from cogumi.planning.lines import Line, PreflightReport
-from cogumi.planning.pace import Pace, lines_of, steps_of
+from cogumi.planning.pace import Pace, Probe, continued, lines_of, steps_of
 from cogumi.planning.planned import planned_trainer
 from cogumi.planning.sampled import sample
 from cogumi.planning.target import dtype_of, target_of
 from cogumi.planning.vram import autocast_of, period_of, planned_work, vllm_of
+from cogumi.stack import lanes
 from cogumi.stack.cards import CARDS, card_called, card_of
 
 SMOKE = Path(__file__).parents[1] / "configs" / "smoke"
@@ -163,16 +165,21 @@ def test_what_is_not_known_is_not_called_fitting() -> None:
 
 def test_a_budget_that_ends_the_run_is_red() -> None:
     run = load_config(SMOKE / "sft.yaml", cogumi__price_per_hour=2.0, cogumi__max_cost=1.0)
-    (said,) = lines_of(Pace(1000, 10_000, 3600.0, 10), run)
+    (said,) = lines_of(Pace(1000, 10_000, 3600.0, 10), run, target_of(None))
     assert said.state == "red"
     assert said.changes == {"train.max_steps": 500}
     assert "$2.00 at $2 an hour" in said.figure
-    (said,) = lines_of(Pace(400, 10_000, 1440.0, 10), run)
+    (said,) = lines_of(Pace(400, 10_000, 1440.0, 10), run, target_of(None))
     assert said.state == "green"
-    (said,) = lines_of(Pace(8, 200, 16.0, 8), run)
+    (said,) = lines_of(Pace(8, 200, 16.0, 8), run, target_of(None))
     assert "by 8 steps made here" in said.figure
-    (said,) = lines_of(Pace(400, 10_000, None), run)
+    (said,) = lines_of(Pace(400, 10_000, None), run, target_of(None))
     assert (said.state, "--probe" in said.fix) == ("unknown", True)
+    assert "nor what cogumi.max_cost allows" in said.figure
+    (said,) = lines_of(Pace(400, 10_000, None), run, target_of("T4"))
+    assert (said.state, said.fix) == ("unknown", "")  # ten steps made here say nothing of it
+    (said,) = lines_of(Pace(1, 10, 2.0, 1), run, target_of(None))
+    assert "less than a cent at $2 an hour (by 1 step made here)" in said.figure
 
 
 def test_a_probe_makes_ten_steps_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +189,23 @@ def test_a_probe_makes_ten_steps_and_leaves_nothing(tmp_path: Path, monkeypatch:
     assert report.figures["time"]["measured"] == 10
     assert report.figures["time"]["seconds"] > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_training_takes_as_many_times_its_step_as_it_has_steps() -> None:
+    run = load_config(SMOKE / "sft.yaml", train__max_steps=100)
+    found = sample(run, load_tokenizer(resolve_model(run.model.name)))
+    how_long = continued(run, Work("sft", 16, 128), found, Probe(10, 20.0))
+    assert (how_long.steps, how_long.seconds, how_long.measured) == (100, 200.0, 10)
+
+
+def test_the_stack_line_is_the_doctors(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stack.line().state == "green", "the test lane is installed as pinned"
+    there = lanes.installed_versions()
+    monkeypatch.setattr(lanes, "installed_versions", lambda: {**there, "trl": "0.1"})
+    said = stack.line()
+    assert said.state == "yellow"
+    assert "trl 0.1 (pinned " in said.figure
+    assert said.fix.startswith("python -m pip install")
 
 
 def test_the_sample_is_what_the_run_prepares(tmp_path: Path) -> None:
@@ -310,6 +334,9 @@ def test_a_setting_that_peft_refuses_is_a_mistake(wide: Path, tmp_path: Path) ->
         (("run.yaml", "train.max_stepz=5"), "max_steps"),
         (("run.yaml", "--fix", "run.yaml"), "--fix run.yaml: there is such a file already"),
         (("run.yaml", "--fix", "new.yaml", "--probe"), "--fix and --probe"),
+        (("run.yaml", "--fix", "nowhere/new.yaml"), "no such directory as nowhere"),
+        (("run.yaml", "--card", "t4", "--probe"), "--card and --probe"),
+        (("run.yaml", "cogumi.max_cost=5"), "set cogumi.price_per_hour as well"),
         (("strange.yaml",), "model type `martian`"),
         (("run.yaml", "data.source=nothing.parquet"), "nothing.parquet"),
     ],

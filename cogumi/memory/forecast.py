@@ -17,6 +17,9 @@ from cogumi.memory.step import Work
 
 FRAGMENTS = 0.05  # of activations, logits and gradients
 WORKSPACE, HOPPERS_WORKSPACE = 2 * (4096 * 1024 * 2 + 16 * 8 * 1024), 2 * 4096 * 8 * 1024
+# From so many tokens on the tiles of logits grow no more, TRL's (trl/kernels/chunked_logprob.py, TOKEN_CHUNK_SIZE) and ours.
+FULL_TILE = 4096
+MOST_ROWS, LONGEST, HIGHEST_RANK = 2**16, 2**17, 1024  # where looking for the largest ends
 STAYING = ("weights", "adapter", "optimizer")
 Measure = Callable[[Work, int, int | None], tuple[Moment, ...]]
 """Of a step: (work, rank, layers or None for all) -> the fullest moments of its stages."""
@@ -99,9 +102,9 @@ class Steps:
         return self.known[work, rank]
 
     def largest(self, forecast: MemoryForecast, work: Work, rank: int, room: int) -> Largest:
-        """Rows up to 1024, tokens in steps of 64, ranks of powers of two."""
+        """Rows up to MOST_ROWS, tokens in steps of 64 up to LONGEST, ranks of powers of two up to HIGHEST_RANK."""
 
-        def peaks(values: list[int], changed: Callable[[int], tuple[Work, int]]) -> Callable[[int], int]:
+        def peaks(values: Sequence[int], changed: Callable[[int], tuple[Work, int]]) -> Callable[[int], int]:
             """The peak as a function of a number, from the stages at a few of its values (Lagrange)."""
             points = [self.moments(*changed(value)) for value in values]
 
@@ -112,14 +115,22 @@ class Steps:
 
             return peak
 
-        third = max(64, work.length // 2)
-        rows = peaks([work.rows, 2 * work.rows], lambda n: (replace(work, rows=n), rank))
-        lengths = peaks([third, work.length, 2 * work.length], lambda n: (lengthened(work, n), rank))
-        ranks = peaks([rank, 4 * rank], lambda n: (work, n)) if rank else None
+        def most(
+            now: int, full: int, degree: int, candidates: Sequence[int], changed: Callable[[int], tuple[Work, int]]
+        ) -> int | None:
+            """full: from where on the peak is one polynomial. What does not fit there is looked for from `now` up to it."""
+            peak = peaks([full * (1 + step) for step in range(degree + 1)], changed)
+            if peak(full) > room and full >= now + degree:
+                peak = peaks([now + (full - now) * step // degree for step in range(degree + 1)], changed)
+            return last_that_fits(peak, candidates, room)
+
+        rows, length = work.rows, work.length
+        times = max(1, -(-FULL_TILE // (rows * length)))
+        ranks = [2**n for n in range(HIGHEST_RANK.bit_length())]
         return Largest(
-            last_that_fits(rows, range(1, 1025), room),
-            last_that_fits(lengths, range(64, 2**17 + 1, 64), room),
-            last_that_fits(ranks, [2**n for n in range(11)], room) if ranks else None,
+            most(rows, times * rows, 1, range(1, MOST_ROWS + 1), lambda n: (replace(work, rows=n), rank)),
+            most(length, times * length, 2, range(64, LONGEST + 1, 64), lambda n: (lengthened(work, n), rank)),
+            most(rank, rank, 1, ranks, lambda n: (work, n)) if rank else None,
         )
 
 

@@ -28,14 +28,16 @@ def codes_apart() -> Iterator[None]:
 def stand_in(model: nn.Module, live: Live) -> None:
     """Replace every parameter and buffer of a model on the meta device by a fake one, inside a FakeTensorMode and `live`.
 
-    Frozen parameters are counted as weights and trained ones as adapter. A parameter that two modules share stays shared.
+    Frozen parameters are counted as weights and trained ones as adapter; where all are trained, they are the weights.
+    A parameter that two modules share stays shared.
     """
     made: dict[int, Any] = {}
+    trained = ADAPTER if any(not parameter.requires_grad for parameter in model.parameters()) else WEIGHTS
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if id(parameter) not in made:
-                    made[id(parameter)] = parameter, fake(module, parameter, live)
+                    made[id(parameter)] = parameter, fake(module, parameter, live, trained)
                 module._parameters[name] = made[id(parameter)][1]
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -43,10 +45,10 @@ def stand_in(model: nn.Module, live: Live) -> None:
                     module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-def fake(module: Any, parameter: Any, live: Live) -> nn.Parameter:
+def fake(module: Any, parameter: Any, live: Live, trained: str) -> nn.Parameter:
     if hasattr(parameter, "quant_state"):
         return four_bit(module, parameter, live)
-    with live.making(ADAPTER if parameter.requires_grad else WEIGHTS):
+    with live.making(trained if parameter.requires_grad else WEIGHTS):
         return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
 
 

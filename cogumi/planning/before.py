@@ -30,6 +30,7 @@ def before_training(run: RunConfig, base: str, of_base: Any, data: Data, tokeniz
     `cogumi.memory.forecast`.
     """
     target = target_of(None)
+    log.info("preflight: one step is forecast, without weights, in a process of its own")
     try:
         lines, figures = apart(Asked(run, base, of_base, sampled.whole(run, data, tokenizer), target))
     except UsageError as error:

@@ -48,4 +48,7 @@ def write_fixed(source: Path, out: Path, changes: Mapping[str, Any], overrides: 
         section[name] = value
     said = "".join(f"#   {key}: {value}\n" for key, value in changes.items())
     head = f"# {source.name}, changed by cogumi preflight --fix:\n{said}"
-    write_atomic(out, head + yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
+    try:
+        write_atomic(out, head + yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
+    except OSError as error:
+        raise UsageError(f"--fix {out}: cannot be written ({error.strerror}); name another place") from None

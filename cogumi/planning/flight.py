@@ -19,6 +19,7 @@ from cogumi.planning.planned import planned_trainer
 from cogumi.planning.target import Target, dtype_of, target_of
 from cogumi.training import gspo
 from cogumi.training.arguments import one_line
+from cogumi.training.budget import refuse_impossible
 from cogumi.training.building import tokenizer_of
 from cogumi.training.choices import MOMENTS, Load, choose, decided, load_of
 from cogumi.training.flops import work_of
@@ -50,6 +51,9 @@ def foresee(
 ) -> PreflightReport:
     """`preflight`, with `look_ahead` in this process or apart."""
     run, target = load_config(config, **overrides), target_of(card)
+    refuse_impossible(run.cogumi)
+    if probe and card is not None:
+        raise UsageError("card and probe: ten steps made here say nothing of another card; use one of the two")
     if run.model.adapter is not None:
         run.lora = warm_start.lora_of(run.model.adapter, run.lora)
     base = resolve_model(run.model.name, run.model.revision)
@@ -104,7 +108,7 @@ def look_ahead(asked: Asked) -> Ahead:
             how_long = pace.continued(run, work, found, asked.probe)
         else:
             how_long = estimate(run, of_base, found, work, target)
-        lines += pace.lines_of(how_long, run)
+        lines += pace.lines_of(how_long, run, target)
         figures["time"] = vars(how_long)
     return lines + disk.lines_of(disk.outlook_of(asked.run)), figures
 

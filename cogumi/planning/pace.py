@@ -7,8 +7,11 @@ token it adds to its documents: at best the card's bandwidth over their bytes.
 """
 
 import json
+import logging
 import math
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,26 +113,47 @@ def probed(run: RunConfig, config: Any, overrides: dict[str, Any]) -> Probe:
             "train__eval_strategy": "no",
             "cogumi__merge": False,
             "cogumi__preflight": "off",
+            "cogumi__max_cost": None,
+            "cogumi__max_hours": None,
             "cogumi__run_dir": str(place),
             "cogumi__samples_every": None,
             "cogumi__sanity": None,
         }
-        train(config, **{**overrides, **ten})
+        with quiet():
+            train(config, **{**overrides, **ten})
         figures = json.loads((place / "metrics.json").read_text(encoding="utf-8"))
     return Probe(figures["steps"], figures["step_seconds"])
 
 
-def lines_of(pace: Pace, run: RunConfig) -> list[Line]:
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what a run says of itself: its directory will be gone, and the reader has not asked for a run."""
+    log = logging.getLogger("cogumi")
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def lines_of(pace: Pace, run: RunConfig, target: Target) -> list[Line]:
     said = f"{pace.steps:,} steps, about {pace.tokens:,} tokens"
     if pace.seconds is None:
-        said += "; how fast is not known for this machine"
-        return [Line("time", said, "unknown", "--probe makes ten steps and says")]
+        limits = {"cogumi.max_hours": run.cogumi.max_hours, "cogumi.max_cost": run.cogumi.max_cost}
+        unjudged = "".join(f", nor what {name} allows" for name, limit in limits.items() if limit is not None)
+        said += f"; how fast is not known for {target.machine.name}{unjudged}"
+        return [Line("time", said, "unknown", "" if target.named else "--probe makes ten steps and says")]
     assumed = f"if it reaches {REACHED:.0%} of the card's peak, not measured"
-    how = f"by {pace.measured} steps made here" if pace.measured else assumed
+    how = f"by {pace.measured} step{'s' * (pace.measured != 1)} made here" if pace.measured else assumed
     cost = pace.cost(run.cogumi.price_per_hour)
-    price = "" if cost is None else f", ${cost:,.2f} at ${run.cogumi.price_per_hour:g} an hour"
+    price = "" if cost is None else f", {dollars(cost)} at ${run.cogumi.price_per_hour:g} an hour"
     said += f": {duration(pace.seconds)} of training{price} ({how})"
     return [over_budget(pace, run, said) or Line("time", said)]
+
+
+def dollars(cost: float) -> str:
+    return f"${cost:,.2f}" if cost >= 0.01 else "less than a cent"
 
 
 def over_budget(pace: Pace, run: RunConfig, said: str) -> Line | None:

@@ -14,11 +14,12 @@ PACKAGES = frozenset({"bitsandbytes"})  # of those that decide, what the lane fo
 
 @dataclass(frozen=True)
 class Target:
-    """card: None where it is not in the table, or there is no GPU. free: bytes that the run may take."""
+    """card: None where it is not in the table, or there is no GPU. free: bytes that the run may take. named: not this machine."""
 
     machine: Machine
     card: Card | None
     free: int
+    named: bool = False
 
     @property
     def on_card(self) -> bool:
@@ -35,7 +36,7 @@ def target_of(card: str | None) -> Target:
         return Target(machine, card_of(machine.name), machine.free_bytes)
     known = card_called(card)
     free = known.bytes - CONTEXT
-    return Target(Machine(known.name, known.capability, free, PACKAGES), known, free)
+    return Target(Machine(known.name, known.capability, free, PACKAGES), known, free, named=True)
 
 
 def dtype_of(target: Target, wanted: str) -> torch.dtype:

@@ -7,7 +7,16 @@ import torch
 
 from cogumi.config import RunConfig
 from cogumi.disk.forecast import meta_model
-from cogumi.memory.forecast import HOPPERS_WORKSPACE, WORKSPACE, Largest, MemoryForecast, Steps
+from cogumi.memory.forecast import (
+    HIGHEST_RANK,
+    HOPPERS_WORKSPACE,
+    LONGEST,
+    MOST_ROWS,
+    WORKSPACE,
+    Largest,
+    MemoryForecast,
+    Steps,
+)
 from cogumi.memory.live import Moment
 from cogumi.memory.step import Work, run_step
 from cogumi.models.adapters import lora_config
@@ -119,9 +128,13 @@ def line_of(step: OfTheStep, run: RunConfig) -> Line:
 def further(step: OfTheStep) -> str:
     """How far batch, length and rank could go alone."""
     largest = step.largest
-    rank = f"rank {largest.rank}" if largest.rank else ""
-    length = f"{largest.length:,} tokens" if largest.length else ""
-    return f"alone, up to {', or '.join(filter(None, (f'{largest.rows} rows', length, rank)))} would fit"
+    found = (
+        (largest.rows, MOST_ROWS, "{} rows"),
+        (largest.length, LONGEST, "{} tokens"),
+        (largest.rank, HIGHEST_RANK, "rank {}"),
+    )
+    said = [words.format(f"{n:,}") + " and more" * (n == most) for n, most, words in found if n]
+    return f"alone, up to {', or '.join(said)} would fit"
 
 
 def smaller(step: OfTheStep, run: RunConfig) -> tuple[str, dict[str, Any]]:

@@ -283,8 +283,10 @@ def free_memory_bytes() -> int:
 
 
 def gib(count: float) -> str:
-    """Bytes as "1.5 GiB", below a GiB as "12 MiB"."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{math.ceil(count / 2**20)} MiB"
+    """Bytes as "1.5 GiB", below a GiB as "12 MiB", below ten MiB as "1.2 MiB"."""
+    if count >= 2**30:
+        return f"{count / 2**30:.1f} GiB"
+    return f"{count / 2**20:.0f} MiB" if count >= 10 * 2**20 else f"{count / 2**20:.1f} MiB"
 
 
 # ---------------------------------------------------------------------------------------------------------- data
