@@ -103,6 +103,37 @@ def with_chat_template(path: Path) -> Path:
     return path
 
 
+def test_a_config_json_alone_is_planned_for(wide: Path, tmp_path: Path) -> None:
+    base = tmp_path / "alone"
+    base.mkdir()
+    shutil.copy(wide / "config.json", base)
+    report = preflight(config_of(base, tmp_path, train={"max_length": 512}), "H200")
+    data, memory, time = (line(report, stage) for stage in ("data", "memory", "time"))
+    assert data.state == "unknown"
+    assert data.figure == f"not looked at: {base} has no tokenizer. examples of 512 tokens are assumed"
+    assert memory.state == "green"
+    assert "4 x 512 tokens" in memory.figure
+    assert "train.optim: adamw_torch_fused" in memory.figure
+    assert time.figure.startswith("10 steps, about 40,960 tokens: ")
+    report = preflight(config_of(base, tmp_path, train={"max_steps": -1}), "H200")
+    assert line(report, "time").figure == "how many steps are in the data is not known"
+
+
+def test_rows_that_make_no_example_are_named(wide: Path, tmp_path: Path) -> None:
+    good = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+    bad = {"messages": [{"role": "user", "content": "hi"}]}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(each) + "\n" for each in [good] * 18 + [bad] * 2))
+    data = {"source": str(rows), "format": "chat", "eval_rows": 2, "fim": None}
+    config = config_of(wide, tmp_path, data=data, train={"chat_template_path": "cogumi:tulu", "max_length": 64})
+    del config["data"]["fim"]
+    said = line(preflight(config, "H200"), "data")
+    assert said.state == "yellow"
+    assert "of the first 20 18 make one" in said.figure
+    assert "left out: 2 " in said.figure
+    assert said.fix == "`cogumi preview` shows the first of each kind"
+
+
 def test_what_does_not_fit_is_red_and_the_fix_fits(wide: Path, tmp_path: Path) -> None:
     config = config_of(wide, tmp_path, train={"per_device_train_batch_size": 512, "max_length": 1024})
     red = preflight(config, "T4")

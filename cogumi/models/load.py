@@ -48,11 +48,19 @@ def resolve_model(name: str, revision: str | None = None) -> str:
     try:
         AutoConfig.from_pretrained(name, revision=revision)
     except (OSError, ValueError) as error:
-        first = str(error).splitlines()[0]
-        raise UsageError(
-            f"model.name: no model at {name!r}: {first} Give a directory, a hub id or {SMALL_BASE}"
-        ) from None
+        raise UsageError(f"model.name: {why_not(name, str(error).splitlines()[0])}") from None
     return name
+
+
+def why_not(name: str, said: str) -> str:
+    """What is wrong with a model that transformers finds none at, or cannot read, in one line."""
+    if Path(name).is_dir():
+        return f"{name}: transformers {version('transformers')} cannot read its config.json: {said}"
+    if name.count("/") > 1 or name.startswith("runs/"):
+        return (
+            f"no model at {name!r}: no such directory; is it what an earlier run is to leave? Then train that one first"
+        )
+    return f"no model at {name!r}: {said} Give a directory, a hub id or {SMALL_BASE}"
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
@@ -60,7 +68,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
     except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
+        first = str(error).strip().splitlines()[0].removesuffix(" from one of: ")
         raise UsageError(f"model.name: {name!r} has no tokenizer that can be loaded: {first}") from None
     if tokenizer.eos_token is None:
         raise UsageError(

@@ -21,7 +21,7 @@ from cogumi.training import gspo
 from cogumi.training.arguments import one_line
 from cogumi.training.budget import refuse_impossible
 from cogumi.training.building import tokenizer_of
-from cogumi.training.choices import MOMENTS, Load, choose, decided, load_of
+from cogumi.training.choices import MOMENTS, Choice, Load, choose, decided, load_of
 from cogumi.training.flops import work_of
 
 # What PEFT, TRL and transformers raise for a setting they refuse, or a model that cannot be built of shapes alone.
@@ -60,7 +60,7 @@ def foresee(
     of_base = AutoConfig.from_pretrained(base, revision=run.model.revision)
     if run.model.quantization_config is not None:
         refuse_quantized_already(base, of_base)
-    found = sampled.sample(run, tokenizer_of(run, base))
+    found = sampled.assumed(run) if sampled.has_no_tokenizer(base) else sampled.sample(run, tokenizer_of(run, base))
     tried = pace.probed(run, config, overrides) if probe else None
     first = [] if card is not None else [stack.line()]
     lines, figures = ahead(Asked(run, base, of_base, found, target, tried))
@@ -93,7 +93,7 @@ def look_ahead(asked: Asked) -> Ahead:
     of_base, found, target = asked.of_base, asked.found, asked.target
     lines: list[Line] = []
     figures: dict[str, Any] = {}
-    run, load = on_the_target(asked.run, asked.base, target)
+    run, load, chosen = on_the_target(asked.run, asked.base, target)
     try:
         run, work = work_on(run, of_base, found, target, target.free - load.weights - MOMENTS * load.trained)
         step = vram.step_on(run, of_base, work, target)
@@ -102,7 +102,7 @@ def look_ahead(asked: Asked) -> Ahead:
     except REFUSALS as error:
         lines.append(Line("memory", f"the step cannot be run without weights: {one_line(error)}", "unknown"))
     else:
-        lines.append(vram.line_of(step, run))
+        lines.append(vram.line_of(step, run, chosen))
         figures["memory"] = step.as_dict()
         if asked.probe is not None:
             how_long = pace.continued(run, work, found, asked.probe)
@@ -113,13 +113,14 @@ def look_ahead(asked: Asked) -> Ahead:
     return lines + disk.lines_of(disk.outlook_of(asked.run)), figures
 
 
-def on_the_target(run: RunConfig, base: str, target: Target) -> tuple[RunConfig, Load]:
-    """The run with what it leaves open decided as it would be there, and what it asks."""
+def on_the_target(run: RunConfig, base: str, target: Target) -> tuple[RunConfig, Load, list[Choice]]:
+    """The run with what it leaves open decided as it would be there; what it asks; and what was decided."""
     there = run.model_copy(deep=True)
     if there.model.dtype == "auto":
         there.model.dtype = "bfloat16" if target.machine.bf16 else "float32"
     load = load_of(there, base)
-    return decided(run, choose(there, target.machine, load)), load
+    choices = choose(there, target.machine, load)
+    return decided(run, choices), load, choices
 
 
 def work_on(run: RunConfig, config: Any, found: sampled.Sample, target: Target, free: int) -> tuple[RunConfig, Work]:

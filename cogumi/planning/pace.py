@@ -54,13 +54,18 @@ class Probe:
 
 def steps_of(run: RunConfig, work: Work, found: Sample) -> int:
     """Optimizer steps: `train.max_steps`, or those of the epochs (transformers' 3 by default; TRL's GRPO has 3 too)."""
-    if (said := int(run.train.get("max_steps") or -1)) > 0:
+    if said := said_steps(run):
         return said
     epochs = float(run.train.get("num_train_epochs") or 3)
     rows = found.trained / (found.packed.examples_per_row if found.packed else 1)
     if run.cogumi.method == "gspo":
         rows *= int(run.train.get("num_generations") or 8)
     return max(1, math.ceil(epochs * rows / (work.rows * work.micro_batches)))
+
+
+def said_steps(run: RunConfig) -> int:
+    """`train.max_steps`, 0 where it is left to the epochs."""
+    return max(0, int(run.train.get("max_steps") or 0))
 
 
 def tokens_of_a_step(run: RunConfig, work: Work, found: Sample) -> float:
@@ -76,6 +81,8 @@ def tokens_of_a_step(run: RunConfig, work: Work, found: Sample) -> float:
 def estimated(run: RunConfig, work: Work, found: Sample, arithmetic: Arithmetic, target: Target, weights: int) -> Pace:
     """weights: bytes of the base as it is loaded."""
     steps, tokens = steps_of(run, work, found), tokens_of_a_step(run, work, found)
+    if not found.looked_at and not said_steps(run):
+        return Pace(0, 0, None)
     card = target.card
     if card is None or card.peak is None:
         return Pace(steps, round(steps * tokens), None)
@@ -104,11 +111,11 @@ def probed(run: RunConfig, config: Any, overrides: dict[str, Any]) -> Probe:
     """
     from cogumi.training import train
 
-    most = int(run.train.get("max_steps") or -1)
+    most = said_steps(run)
     with tempfile.TemporaryDirectory(prefix="cogumi-probe-") as scratch:
         place = Path(scratch) / "run"
         ten = {
-            "train__max_steps": PROBED if most < 0 else min(PROBED, most),
+            "train__max_steps": min(PROBED, most or PROBED),
             "train__save_strategy": "no",
             "train__eval_strategy": "no",
             "cogumi__merge": False,
@@ -138,6 +145,10 @@ def quiet() -> Iterator[None]:
 
 
 def lines_of(pace: Pace, run: RunConfig, target: Target) -> list[Line]:
+    if not pace.steps:
+        return [
+            Line("time", "how many steps are in the data is not known", "unknown", "set train.max_steps to plan with")
+        ]
     said = f"{pace.steps:,} steps, about {pace.tokens:,} tokens"
     if pace.seconds is None:
         limits = {"cogumi.max_hours": run.cogumi.max_hours, "cogumi.max_cost": run.cogumi.max_cost}

@@ -1,5 +1,7 @@
 """A sample of a run's data, made into examples as the run makes them: how long they are, how many there will be."""
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,25 +20,32 @@ from cogumi.errors import UsageError
 from cogumi.planning.lines import Line
 from cogumi.training.examples import date_of, longest_example, options_of, source_of
 from cogumi.training.gspo import prompt_ids
+from cogumi.training.sft import MAX_LENGTH
 
 ROWS = 1000  # that are looked at, in all
+MANY = 0.05  # of the rows: then it is worth a note
 
 
 @dataclass(frozen=True)
 class Sample:
-    """looked_at: rows that were read; examples: those that make one. lengths: of each in tokens, of gspo the prompts'.
+    """looked_at: rows that were read; examples: those that make one; dropped: the others, by reason.
 
-    rows: in the files; trained: examples of the whole, by the sample's share, that a pass over the data has.
+    lengths: of the examples in tokens, of gspo the prompts'. rows: in the files; trained: examples of the whole, by the
+    sample's share, that a pass over the data has.
     """
 
     looked_at: int
     examples: int
     truncated: int
-    too_long: int
+    dropped: Mapping[str, int]
     lengths: Lengths
     rows: int
     trained: int
     packed: "Rows | None"
+
+    @property
+    def too_long(self) -> int:
+        return sum(count for reason, count in self.dropped.items() if reason.startswith("longer than"))
 
     @property
     def longest(self) -> int:
@@ -49,7 +58,7 @@ class Sample:
     def as_dict(self) -> dict[str, Any]:
         return {
             "rows": self.rows, "looked_at": self.looked_at, "examples": self.examples, "trained": self.trained,
-            "truncated": self.truncated, "too_long": self.too_long, "mean_tokens": self.mean, "longest": self.longest,
+            "truncated": self.truncated, "dropped": dict(self.dropped), "mean_tokens": self.mean, "longest": self.longest,
         }  # fmt: skip
 
 
@@ -62,10 +71,25 @@ class Rows:
     accumulated: int
 
 
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def has_no_tokenizer(base: str) -> bool:
+    """Whether a base is a directory with a config.json and nothing to make tokens with."""
+    return Path(base).is_dir() and not any((Path(base) / name).exists() for name in TOKENIZERS)
+
+
+def assumed(run: RunConfig) -> Sample:
+    """Of data that cannot be looked at: one length, the longest that the config lets through."""
+    length = int(run.train.get("max_length") or longest_example(run) or MAX_LENGTH)
+    return Sample(0, 0, 0, {}, Lengths.of([(length, 1)]), 0, 0, None)
+
+
 def sample(run: RunConfig, tokenizer: Any) -> Sample:
     """Make examples of the first rows of each source. Raises UsageError as the run would, for what cannot be read."""
     today = date_of(run, tokenizer)
-    looked_at = examples = truncated = too_long = rows = 0
+    looked_at = examples = truncated = rows = 0
+    dropped: Counter[str] = Counter()
     lengths: list[int] = []
     tables = []
     entries = entries_of(run.data)
@@ -77,7 +101,7 @@ def sample(run: RunConfig, tokenizer: Any) -> Sample:
         looked_at += first.height
         examples += chunk.table.num_rows
         truncated += chunk.truncated
-        too_long += sum(each.count for reason, each in chunk.dropped.items() if reason.startswith("longer than"))
+        dropped.update({reason: each.count for reason, each in chunk.dropped.items()})
         if run.cogumi.method == "gspo":
             lengths += of_prompts(chunk.table["prompt"].to_pylist(), tokenizer)
         else:
@@ -85,20 +109,12 @@ def sample(run: RunConfig, tokenizer: Any) -> Sample:
         tables.append(chunk.table)
         rows += sum(map(rows_in, source.files))
     if not examples:
-        raise UsageError(
-            f"data: of the first {looked_at:,} rows none makes an example"
-            + (
-                f"; {too_long:,} are longer than {longest_example(run):,} tokens, which train.max_length sets"
-                if too_long
-                else ""
-            )
-        )
+        reasons = ", ".join(f"{count:,} are {reason}" for reason, count in dropped.items())
+        raise UsageError(f"data: of the first {looked_at:,} rows none makes an example: {reasons or 'there are none'}")
     chosen = max(0, round((rows - run.data.eval_rows) * run.data.fraction))
     chosen = min(chosen, run.data.max_rows or chosen)
     trained, counted = round(chosen * examples / looked_at), Lengths.of((length, 1) for length in lengths)
-    return Sample(
-        looked_at, examples, truncated, too_long, counted, rows, trained, packed_rows(run, Dataset(tables[0]))
-    )
+    return Sample(looked_at, examples, truncated, dropped, counted, rows, trained, packed_rows(run, Dataset(tables[0])))
 
 
 def whole(run: RunConfig, data: Data, tokenizer: Any) -> Sample:
@@ -107,11 +123,9 @@ def whole(run: RunConfig, data: Data, tokenizer: Any) -> Sample:
     if run.cogumi.method == "gspo":
         some = data.dataset.select(range(0, examples, max(1, examples // ROWS)))
         lengths = Lengths.of((length, 1) for length in of_prompts(list(some["prompt"]), tokenizer))
-    too_long = sum(each.count for reason, each in data.dropped.items() if reason.startswith("longer than"))
+    dropped = {reason: each.count for reason, each in data.dropped.items()}
     first = data.dataset.select(range(min(ROWS, examples)))
-    return Sample(
-        data.total, examples, data.truncated, too_long, lengths, data.total, examples, packed_rows(run, first)
-    )
+    return Sample(data.total, examples, data.truncated, dropped, lengths, data.total, examples, packed_rows(run, first))
 
 
 def of_prompts(prompts: list[Any], tokenizer: Any) -> list[int]:
@@ -153,17 +167,23 @@ def packed_rows(run: RunConfig, examples: Dataset) -> Rows | None:
 
 def line_of(found: Sample, run: RunConfig) -> Line:
     what = "prompts" if run.cogumi.method == "gspo" else "examples"
+    if not found.looked_at:
+        said = f"not looked at: {run.model.name} has no tokenizer. {what} of {found.longest:,} tokens are assumed"
+        return Line("data", said, "unknown", "put the model's tokenizer files beside its config.json")
     said = (
         f"about {found.trained:,} {what} of {found.rows:,} rows; of the first {found.looked_at:,} {found.examples:,} make one, "
         f"{found.mean:,.0f} tokens in the mean, half at most {found.lengths.quantile(0.5):,}, the longest {found.longest:,}"
     )
+    others = {reason: n for reason, n in found.dropped.items() if not reason.startswith("longer than")}
+    if others:
+        said += "; left out: " + ", ".join(f"{n:,} {reason}" for reason, n in others.items())
     lost = found.too_long + found.truncated
-    if not lost:
-        return Line("data", said)
-    verb = "truncated" if found.truncated else "longer than that, and dropped"
-    key = "data.fim.max_length" if run.data.format == "fim" else "train.max_length"
-    share = lost / found.looked_at
-    said += f"; {share:.1%} are {verb}"
-    if share < 0.05:
-        return Line("data", said)
-    return Line("data", said, "yellow", f"raise {key}, if the memory allows, to keep them")
+    if lost:
+        verb = "truncated" if found.truncated else "longer than that, and dropped"
+        said += f"; {lost / found.looked_at:.1%} are {verb}"
+    if lost / found.looked_at >= MANY:
+        key = "data.fim.max_length" if run.data.format == "fim" else "train.max_length"
+        return Line("data", said, "yellow", f"raise {key}, if the memory allows, to keep them")
+    if sum(others.values()) / found.looked_at >= MANY:
+        return Line("data", said, "yellow", "`cogumi preview` shows the first of each kind")
+    return Line("data", said)

@@ -1,5 +1,6 @@
 """Does the step fit the card? The forecast of it, what it is made of, and how far batch, length and rank could go."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from cogumi.planning.planned import planned_trainer
 from cogumi.planning.target import Target, dtype_of
 from cogumi.rl.planner import gib
 from cogumi.training import full, gspo
+from cogumi.training.choices import Choice
 
 VLLM_SHARE = 0.3  # trl.GRPOConfig's vllm_gpu_memory_utilization
 BATCH = "train.per_device_train_batch_size"
@@ -111,14 +113,16 @@ def vllm_of(run: RunConfig, target: Target) -> int:
     return round(float(train.get("vllm_gpu_memory_utilization") or VLLM_SHARE) * card)
 
 
-def line_of(step: OfTheStep, run: RunConfig) -> Line:
-    """The line on memory, with what would make it fit."""
+def line_of(step: OfTheStep, run: RunConfig, chosen: Sequence[Choice] = ()) -> Line:
+    """The line on memory, with what would make it fit. chosen: what the run left open, and the machine decides."""
     forecast, work = step.forecast, step.work
     made_of = ", ".join(f"{kind} {gib(size)}" for kind, size in forecast.breakdown.items())
     said = (
         f"{gib(forecast.peak)} of {gib(step.free)} at its fullest, in {forecast.fullest.stage} with {work.rows} x "
         f"{work.length} tokens: {made_of}"
     )
+    if chosen:
+        said += "; with " + ", ".join(f"{each.key}: {each.value}" for each in chosen) + ", which the run chooses"
     if step.fits:
         return Line("memory", f"{said}; {further(step)}")
     fix, changes = smaller(step, run)
