@@ -169,6 +169,62 @@ OTHER_WORDS = [
     # safetensors 0.8.0 on the first half of a file, and on its first 20 bytes
     ("safetensors-incomplete", "SafetensorError: Error while deserializing header: incomplete metadata, file not fully covered"),
     ("safetensors-incomplete", "SafetensorError: Error while deserializing header: invalid header length"),
+    # https://github.com/lm-sys/FastChat/issues/1664
+    ("flash-attn-missing", "ModuleNotFoundError: No module named 'flash_attn'"),
+    # https://github.com/hiyouga/EasyR1/issues/384
+    (
+        "flash-attn-missing",
+        "ImportError: FlashAttention2 has been toggled on, but it cannot be used due to the following error: the package "
+        "flash_attn seems to be not installed.",
+    ),
+    # https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1213
+    ("bitsandbytes-missing", "ImportError: Using `bitsandbytes` 8-bit quantization requires Accelerate"),
+    # https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1614
+    ("bitsandbytes-cuda-setup", "CUDA Setup failed despite CUDA being available. Please run the following command to get more"),
+    # docker, and a shell that prints the status; no thread at hand
+    ("killed", "the container exited with code 137\n"),
+    # cut after its first sentence: https://github.com/rendeirolab/LazySlide/issues/52
+    (
+        "gated-not-logged-in",
+        """GatedRepoError: 401 Client Error. (Request ID: Root=1-6800c1a8-69511c6166fc8c3076cf474d;b91c310c)
+
+Cannot access gated repo for url https://huggingface.co/MahmoodLab/uni/resolve/main/config.json.
+""",
+    ),
+    ("gated-not-logged-in", "Cannot access gated repo for url https://huggingface.co/briaai/RMBG-1.4/resolve/main/pytorch_model.bin."),
+    # https://github.com/ariG23498/gemma3-object-detection/issues/5
+    (
+        "gated-no-access",
+        """403 Client Error. (Request ID: Root=1-6824e511-0a1d60376d4eefac56a9c456;85e8458c-a7d7-452d-b8fe-576bb259b500)
+
+Cannot access gated repo for url https://huggingface.co/google/gemma-3-4b-pt/resolve/main/config.json.
+Access to model google/gemma-3-4b-pt is restricted and you are not in the authorized list.""",
+    ),
+    # https://github.com/QwenLM/Qwen/issues/120
+    ("cublas-not-created", "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+    # https://github.com/NVIDIA/nccl/issues/697
+    ("nccl-system-error", "ProcessGroupNCCL.cpp:1229, unhandled system error, NCCL version 2.12.10"),
+    # https://github.com/ADLab-AutoDrive/BEVHeight/issues/13
+    ("nccl-cuda-error", "ProcessGroupNCCL.cpp:38, unhandled cuda error, NCCL version 2.7.8"),
+    # https://github.com/LambdaLabsML/examples/issues/41
+    ("killed", "Summoning checkpoint.\nKilled\n"),
+    ("killed", "Killed"),
+    # tqdm's form for steps that take longer than a second; no thread at hand
+    ("killed", " 31%|███       | 331/1063 [01:06<03:59,  3.06s/it]Killed\n"),
+    # https://github.com/vacancy/NSCL-PyTorch-Release/issues/23 (paths shortened)
+    ("killed", "jac-crun: line 6:  3305 Killed                  $JACROOT/bin/jac-run \"$@\""),
+    # https://github.com/2U1/Qwen-VL-Series-Finetune/issues/135
+    ("killed", "[856341.770960] Out of memory: Killed process 410126 (python) total-vm:79905000kB, anon-rss:22957108kB"),
+    # https://github.com/amdegroot/ssd.pytorch/issues/151
+    ("killed", "Process finished with exit code 137 (interrupted by signal 9: SIGKILL)"),
+    # https://github.com/meta-llama/llama/issues/856
+    ("killed", "torch.distributed.elastic.multiprocessing.api: [ERROR] failed (exitcode: -9) local_rank: 0 (pid: 62498)"),
+    # https://github.com/bmaltais/kohya_ss/issues/1065
+    ("killed", "died with <Signals.SIGKILL: 9>"),
+    # https://github.com/HRNet/HigherHRNet-Human-Pose-Estimation/issues/47
+    ("killed", "Exception: process 1 terminated with signal SIGKILL"),
+    # https://github.com/hezhangsprinter/DCPDN/issues/12
+    ("killed", "RuntimeError: DataLoader worker (pid 19597) is killed by signal: Killed."),
     # aten/src/ATen/native/cuda/IndexKernelUtils.cu of torch
     ("token-outside-vocabulary", 'Assertion `ind < ind_dim_size && "vectorized gather kernel index out of bounds"` failed.'),
 ]  # fmt: skip
@@ -255,14 +311,17 @@ KeyError: 'completion'
     raise ValueError(
 ValueError: The global train batch size (8 x 1) must be evenly divisible by the number of generations per prompt (6).
 """,
-    "the kernel's OOM killer": "[12345.678901] Out of memory: Killed process 4242 (python) total-vm:98765432kB\nKilled\n",
+    "talk of killed processes": "Killed by hand, since it hung.\nWhat was Killed\nA process Killed by exit code 137 ran out.\n",
+    "one who only names an exit code": "Does exit code 137 mean that it was killed?\nexit code 1370\n",
+    "a model's own module": "ImportError: cannot import name 'Layer' from 'transformers_modules.model'\n",
+    "another module of flash-attn": "ModuleNotFoundError: No module named 'flash_attn.flash_attention'\n",
     "torch missing in the user's own script": """Traceback (most recent call last):
   File "train.py", line 1, in <module>
     import torch
 ModuleNotFoundError: No module named 'torch'
 """,
     "a healthy log": "{'loss': 1.234, 'grad_norm': 0.5, 'learning_rate': 1e-05, 'epoch': 0.1}\n" * 50,
-    "a device-side assert without its line": "RuntimeError: CUDA error: device-side assert triggered\n",
+    "another CUDA error": "RuntimeError: CUDA error: misaligned address\n",
     "another library's undefined symbol": "ImportError: libfoo.so: undefined symbol: _ZN3foo3barEv\n",
     "a full pipe": "BrokenPipeError: [Errno 32] Broken pipe\n",
     "advice about memory": "If you run out of CUDA memory, try a smaller batch. No space is left for the last line.\n",
@@ -276,6 +335,20 @@ def test_what_is_not_known_is_called_unknown(text: str) -> None:
     assert explanation.last_line == text.splitlines()[-1]
     assert str(explanation).startswith(f"unknown: none of the {len(signatures())} known failures; the last line is: ")
     assert explanation.as_dict()["known"] is False
+
+
+def test_what_is_not_known_gets_a_next_step() -> None:
+    said = str(explained(UNRELATED["another CUDA error"])).splitlines()
+    assert said[0].endswith("the last line is: RuntimeError: CUDA error: misaligned address")
+    assert said[1:] == [
+        "  next: `cogumi doctor` looks at this environment; a CUDA error: once more with CUDA_LAUNCH_BLOCKING=1, "
+        "which shows where it is"
+    ]
+
+
+def test_the_failed_check_stands_before_the_assert_that_follows() -> None:
+    text = message("cublas-not-created") + message("device-side-assert") + message("token-outside-vocabulary")
+    assert names(text) == ["token-outside-vocabulary", "cublas-not-created", "device-side-assert"]
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", " \r\n\t"])

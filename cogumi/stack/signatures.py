@@ -21,6 +21,10 @@ GAP = rf"(?:[\s│|>]|\[rank\d{{1,4}}\]:|\(\w{{1,40}} pid=\d{{1,9}}\)|{TIME}){{1
 # `309 raise AssertionError("Torch not compiled with CUDA enabled")` stands there for whatever fails a line further down.
 SOURCE_LINE = re.compile(r"[ \t│|]{0,40}(?:-{1,5}>|❱)?[ \t]{0,20}\d{1,6}[ \t]{1,20}(?:│|[^\d])")
 SHOWN = 240  # characters of a line
+NEXT_STEP = (
+    "  next: `cogumi doctor` looks at this environment; a CUDA error: once more with CUDA_LAUNCH_BLOCKING=1, "
+    "which shows where it is"
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,9 @@ class Explanation:
             return "\n".join(map(str, self.diagnoses))
         if not self.last_line:
             return "unknown: there is no text to explain"
-        return f"unknown: none of the {len(signatures())} known failures; the last line is: {self.last_line}"
+        return (
+            f"unknown: none of the {len(signatures())} known failures; the last line is: {self.last_line}\n{NEXT_STEP}"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return {"known": bool(self.diagnoses), "signatures": len(signatures()), **asdict(self)}
