@@ -40,6 +40,8 @@ def text_of(place: str) -> str:
             f"--explain {place}: {error.strerror}; name a file with the traceback, or - to paste it"
         ) from None
     text = content.decode("utf-8", errors="replace")
+    if 20 * (text.count("\ufffd") + text.count("\0")) > len(text):
+        raise UsageError(f"--explain {place}: that is no text; it takes the whole traceback or log")
     if not text.strip():
         where = "standard input" if place == "-" else place
         raise UsageError(f"--explain {place}: there is nothing in {where}; it takes the whole traceback or log")

@@ -1,4 +1,4 @@
-"""`python -m cogumi.smoke`: the whole path on this machine, checked, in about two minutes.
+"""`python -m cogumi.smoke`: the whole path on this machine, checked, in about three minutes.
 
 Doctor -> standard library -> parquet -> a small base -> preflight -> SFT on fill-in-the-middle -> merge -> GSPO on the
 merged model -> merge -> completions side by side. Every stage goes through the public functions and
