@@ -53,7 +53,7 @@ def test_a_bare_off_is_a_word(config: Path) -> None:
     config.write_text(GOOD + "  compile: off\n")  # which YAML 1.1 reads as False
     assert load_config(config).cogumi.compile == "off"
     assert load_config(config, **parse_overrides(["cogumi.compile=layers"])).cogumi.compile == "layers"
-    assert "cogumi.compile = True" in refusal(config, cogumi__compile=True)
+    assert "cogumi.compile = 'on'" in refusal(config, cogumi__compile=True)
 
 
 def test_every_shipped_config_loads() -> None:

@@ -129,7 +129,7 @@ def test_rows_that_make_no_example_are_named(wide: Path, tmp_path: Path) -> None
     del config["data"]["fim"]
     said = line(preflight(config, "H200"), "data")
     assert said.state == "yellow"
-    assert "of the first 20 18 make one" in said.figure
+    assert "18 of the first 20 make one" in said.figure
     assert "left out: 2 " in said.figure
     assert said.fix == "`cogumi preview` shows the first of each kind"
 

@@ -171,7 +171,7 @@ def line_of(found: Sample, run: RunConfig) -> Line:
         said = f"not looked at: {run.model.name} has no tokenizer. {what} of {found.longest:,} tokens are assumed"
         return Line("data", said, "unknown", "put the model's tokenizer files beside its config.json")
     said = (
-        f"about {found.trained:,} {what} of {found.rows:,} rows; of the first {found.looked_at:,} {found.examples:,} make one, "
+        f"about {found.trained:,} {what} of {found.rows:,} rows; {found.examples:,} of the first {found.looked_at:,} make one, "
         f"{found.mean:,.0f} tokens in the mean, half at most {found.lengths.quantile(0.5):,}, the longest {found.longest:,}"
     )
     others = {reason: n for reason, n in found.dropped.items() if not reason.startswith("longer than")}
