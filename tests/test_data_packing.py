@@ -106,7 +106,7 @@ def test_rows_beside_each_other_are_those_end_to_end() -> None:
     assert padding_of(beside["position_ids"]).sum(-1).tolist() == [0, 7, 2]
     model = model_of("LlamaConfig", {}, "sdpa").double()
     losses = [model(**batch, use_cache=False).loss.item() for batch in (one, beside)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)  # norms are in float32, whose sums may come in another order
+    assert losses[0] == pytest.approx(losses[1], abs=2e-6)  # norms are in float32, whose sums may come in another order
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

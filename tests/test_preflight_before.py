@@ -122,6 +122,12 @@ def test_a_forecast_that_breaks_does_not_end_the_run(
     assert not run.run_dir.exists()
 
 
+def test_a_forecast_that_takes_too_long_is_ended(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cogumi.planning.apart.LIMIT", 0.2)
+    with pytest.raises(RuntimeError, match=r"the forecast was ended after 0.2 s"):
+        apart(asked)
+
+
 def test_a_run_is_forecast_with_all_of_its_data(asked: Asked) -> None:
     run, tokenizer = asked.run, load_tokenizer(asked.base)
     data = prepare_examples(run, tokenizer).train

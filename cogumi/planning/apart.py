@@ -14,16 +14,22 @@ import torch
 from cogumi.errors import UsageError
 from cogumi.planning.flight import Ahead, Asked, look_ahead
 
+LIMIT = 600.0  # seconds; a model of which every layer is run takes minutes
+
 
 def apart(asked: Asked) -> Ahead:
-    """`look_ahead` in another process. Raises its UsageError, and RuntimeError with the last line of one that broke."""
-    done = subprocess.run(
-        [sys.executable, "-m", "cogumi.planning.apart"],
-        input=pickle.dumps(asked),
-        capture_output=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        check=False,
-    )
+    """`look_ahead` in another process. Raises its UsageError, and RuntimeError for one that broke or took too long."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "cogumi.planning.apart"],
+            input=pickle.dumps(asked),
+            capture_output=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            timeout=LIMIT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"the forecast was ended after {LIMIT:g} s") from None
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         raise RuntimeError(
