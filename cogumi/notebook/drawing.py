@@ -20,7 +20,7 @@ from cogumi.notebook.palette import INK
 SIZE = 9  # points; a figure of 10 inches is shown at the width of a page, so that this is some 12 pixels
 # Text stays text: a browser's reader says it, its search finds it, and the file is a fraction of that with drawn letters.
 # It is laid out by DejaVu Sans, wider than what a browser has instead, so that nothing runs over.
-SETTINGS = {
+SETTINGS: Any = {
     "svg.fonttype": "none",
     "font.family": "DejaVu Sans",
     "font.size": SIZE,
@@ -64,7 +64,9 @@ FONTS = "system-ui, 'DejaVu Sans', Verdana, sans-serif"
 @contextmanager
 def own_settings() -> Iterator[None]:
     """In the block matplotlib is as it comes, with what is set above; afterwards as it was."""
-    as_it_comes = {key: matplotlib.rcParamsDefault[key] for key in matplotlib.rcParamsDefault if "backend" not in key}
+    as_it_comes: Any = {
+        key: matplotlib.rcParamsDefault[key] for key in matplotlib.rcParamsDefault if "backend" not in key
+    }
     with matplotlib.rc_context({**as_it_comes, **SETTINGS}):
         yield
 

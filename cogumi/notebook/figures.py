@@ -88,7 +88,7 @@ def curves(run_dir: str | PathLike[str]) -> "Drawing":
                 ax.set_visible(False)
                 continue
             ax.set_xlim(first - 0.02 * (last - first) - 0.5, last + 0.02 * (last - first) + 0.5)
-            ax.xaxis.get_major_locator().set_params(integer=True)
+            whole_numbers(ax)
             if number + COLUMNS >= len(plots):
                 ax.set_xlabel("step")
     return drawing
@@ -96,7 +96,8 @@ def curves(run_dir: str | PathLike[str]) -> "Drawing":
 
 def draw_curves(ax: "Axes", plot: Plot, of: Mapping[str, Curve]) -> None:
     ax.set_title(plot.title)
-    handles, names = [], []
+    handles: list[Any] = []
+    names: list[str] = []
     for number, (key, curve) in enumerate(of.items()):
         style = style_of(number)
         marker = style.marker if len(curve.steps) <= FEW else ""
@@ -156,6 +157,13 @@ def flags_at(said: Mapping[str, Any]) -> list[tuple[int, str, str]]:
         if each["level"] != "green" and each["name"] not in known
     ]
     return [*was_red, *now]
+
+
+def whole_numbers(ax: "Axes") -> None:
+    """There is no step, and no layer, between two others."""
+    from matplotlib.ticker import MaxNLocator
+
+    ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
 
 
 def is_wide(of: Iterable[Curve]) -> bool:
@@ -266,7 +274,7 @@ def draw_bands(ax: "Axes", steps: np.ndarray, quantiles: np.ndarray) -> None:
     ax.set_xlabel("step")
     ax.set_ylabel("reward of a completion")
     ax.margins(y=0.1)
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    whole_numbers(ax)
     ax.legend(loc="best")
 
 
@@ -335,8 +343,8 @@ def memory_bar(figures: Mapping[str, Any], measured: float | None = None) -> "Dr
         for number, (kind, size) in enumerate(parts.items()):
             style = style_of(number)
             ax.barh(
-                0, size / unit, left=left, height=0.7, facecolor="none" if style.colour == INK else style.colour, edgecolor=INK, linewidth=0.8,
-                hatch=style.hatch, label=f"{kind} {gib(size)}",
+                0, size / unit, left=left, height=0.7, edgecolor=INK, linewidth=0.8, hatch=style.hatch,
+                facecolor="none" if style.colour == INK else style.colour, label=f"{kind} {gib(size)}",
             )  # fmt: skip
             left += size / unit
         ax.barh(0, free / unit, height=0.9, facecolor="none", edgecolor=INK, linewidth=1.6, label=f"free {gib(free)}")
@@ -382,7 +390,7 @@ def delta_by_layer(merged: "str | PathLike[str] | MergeReport") -> "Drawing":
                         list(by_layer), [scale * both[row] for both in by_layer.values()], color=style.colour,
                         linestyle=style.dash, marker=style.marker, markersize=4, linewidth=1.4, label=kind,
                     )  # fmt: skip
-                ax.xaxis.get_major_locator().set_params(integer=True)
+                whole_numbers(ax)
                 if row == 0:
                     ax.set_title(group)
                     ax.legend(loc="upper center", ncols=min(len(of), 4), columnspacing=1.0)
@@ -402,12 +410,9 @@ Deltas = dict[str, dict[str, dict[int, tuple[float, float]]]]
 def deltas(directory: Path) -> tuple[Deltas, dict[str, tuple[float, float]]]:
     """group -> kind -> layer -> (|change| / |weight|, largest change of an element); and the same of tensors by name
     outside the layers. Of several of a kind in a layer, as experts are, the larger. UsageError where nothing says so."""
-    path = directory / MERGE_MANIFEST
-    if not path.exists():
-        raise UsageError(f"{directory}: no {MERGE_MANIFEST} there; name a directory that cogumi merged into")
     groups: Deltas = {}
     outside: dict[str, tuple[float, float]] = {}
-    for name, entry in read_if_there(path)["tensors"].items():
+    for name, entry in merge_manifest(directory)["tensors"].items():
         if entry.get("max_abs_delta") is None:
             continue
         change = float(entry["delta_over_weight"] or 0.0), float(entry["max_abs_delta"])
@@ -422,3 +427,11 @@ def deltas(directory: Path) -> tuple[Deltas, dict[str, tuple[float, float]]]:
     return {
         group: {kind: dict(sorted(by_layer.items())) for kind, by_layer in of.items()} for group, of in groups.items()
     }, outside
+
+
+def merge_manifest(directory: Path) -> dict[str, Any]:
+    """What `cogumi.merge` wrote beside the model. Raises UsageError where it wrote nothing."""
+    found = read_if_there(directory / MERGE_MANIFEST)
+    if not found:
+        raise UsageError(f"{directory}: no {MERGE_MANIFEST} there; name a directory that cogumi merged into")
+    return found
