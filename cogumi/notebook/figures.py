@@ -49,6 +49,8 @@ PLOT_OF = {
 ROLLOUTS = "rollouts.jsonl"
 MERGE_MANIFEST = "cogumi-merge.json"  # cogumi.merge.manifest.MANIFEST_NAME, which comes with torch
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.(.+)$")
+ROOM = 0.12  # of the height of a plot, for a line of words
+FAR = 1 / 8  # of the free memory: a smaller peak is drawn to its own scale
 MOST_BANDS = 120  # stretches of steps that quantiles are taken over
 
 
@@ -75,14 +77,14 @@ def curves(run_dir: str | PathLike[str]) -> "Drawing":
     rows = -(-len(plots) // COLUMNS)
     with own_settings():
         drawing, axes = sheet("Curves", in_words(plots, flags), WIDTH, 2.1 * rows + 0.2, rows, COLUMNS)
+        first, last = ends([curve for _, of in plots for curve in of.values()])
         spread = found.of.get("reward_std")
         for number, (ax, (plot, of)) in enumerate(zip(axes, plots, strict=False)):
             draw_curves(ax, plot, of)
             if plot.title == "reward" and spread:
                 draw_spread(ax, of["reward"], spread)
             here = [each for each in marked if each[3] == plot.title or (number == 0 and each[3] not in titles)]
-            draw_flags(ax, here)
-        first, last = ends([curve for _, of in plots for curve in of.values()])
+            draw_flags(ax, here, last)
         for number, ax in enumerate(axes):
             if number >= len(plots):
                 ax.set_visible(False)
@@ -136,15 +138,22 @@ def draw_spread(ax: "Axes", reward: Curve, spread: Curve) -> None:
         ax.legend(ax.lines[-1:], ["one standard deviation"], loc="best")
 
 
-def draw_flags(ax: "Axes", flags: Iterable[tuple[int, str, str, str]]) -> None:
+def draw_flags(ax: "Axes", flags: Sequence[tuple[int, str, str, str]], last: float) -> None:
+    """Lines at their steps, and above the curve a line of words for each, to the side where there is room."""
     for number, (step, level, name, _) in enumerate(flags):
         ax.axvline(step, color=LEVELS[level], linestyle=(0, (1, 1)), linewidth=1.5)
-        word = f"{'RED' if level == 'red' else level}: {name}"
-        place = 0.98 - 0.14 * (number % 4)
-        ax.annotate(
-            word, (step, place), xycoords=("data", "axes fraction"), xytext=(3, 0), textcoords="offset points",
-            va="top", ha="left", fontsize=8, weight="bold", annotation_clip=False,
+        to_left = step > last / 2
+        note = ax.annotate(
+            f"{'RED' if level == 'red' else level}: {name}", (step, 1 - ROOM * number),
+            xycoords=("data", "axes fraction"), xytext=(-3 if to_left else 3, 0), textcoords="offset points",
+            va="top", ha="right" if to_left else "left", fontsize=8, weight="bold",
         )  # fmt: skip
+        note.set_in_layout(False)
+    if flags:
+        scale = ax.yaxis.get_transform()
+        low, high = scale.transform(ax.get_ylim())
+        room = (high - low) / (1 - ROOM * min(len(flags), 4))
+        ax.set_ylim(top=float(scale.inverted().transform(low + room)))
 
 
 def flags_at(said: Mapping[str, Any]) -> list[tuple[int, str, str]]:
@@ -293,10 +302,12 @@ def length_histogram(buckets: Sequence[Sequence[int]], max_length: int | None = 
     if not buckets:
         raise UsageError("no lengths are known: prompts are tokenized by the trainer, as they come")
     firsts, lasts, counts = (np.array(column) for column in zip(*buckets, strict=True))
+    if max_length is not None:  # no bar goes beyond what no example does
+        lasts = np.where(firsts <= max_length, np.minimum(lasts, max_length), lasts)
     words = f"{counts.sum():,} examples of up to {lasts[-1]:,} tokens, most of {modal(buckets)} tokens"
     with own_settings():
         drawing, (ax,) = sheet("Lengths of the examples", words, 5.6, 2.6)
-        ax.bar(firsts, counts, width=lasts - firsts + 1, align="edge", color=BLUE, edgecolor=INK, linewidth=0.6)
+        ax.bar(firsts - 0.5, counts, width=lasts - firsts + 1, align="edge", color=BLUE, edgecolor=INK, linewidth=0.6)
         ax.set_title("lengths of the examples")
         ax.set_xlabel("tokens")
         ax.set_ylabel("examples")
@@ -304,9 +315,9 @@ def length_histogram(buckets: Sequence[Sequence[int]], max_length: int | None = 
         ax.xaxis.set_major_formatter(lambda number, _: f"{number:,.0f}")
         ax.margins(y=0.18)
         if max_length is not None:
-            ax.axvline(max_length, color=VERMILLION, linestyle=(0, (5, 2)), linewidth=1.5)
+            ax.axvline(max_length + 0.5, color=VERMILLION, linestyle=(0, (5, 2)), linewidth=1.5)
             ax.annotate(
-                f"max_length {max_length:,}", (max_length, 1), xycoords=("data", "axes fraction"), xytext=(-4, 0),
+                f"max_length {max_length:,}", (max_length + 0.5, 1), xycoords=("data", "axes fraction"), xytext=(-4, 0),
                 textcoords="offset points", ha="right", va="top", annotation_clip=False,
             )  # fmt: skip
     return drawing
@@ -335,7 +346,9 @@ def memory_bar(figures: Mapping[str, Any], measured: float | None = None) -> "Dr
     parts, peak, free = figures["breakdown"], figures["peak"], figures["free"]
     said = f"{gib(peak)} forecast of {gib(free)} free: "
     said += f"{gib(free - peak)} to spare" if peak <= free else f"{gib(peak - free)} too much"
-    unit, name = (2**30, "GiB") if max(peak, free) >= 2**30 else (2**20, "MiB")
+    is_small = max(peak, measured or 0) < FAR * free  # a bar to the scale of what is free would be a line
+    widest = max(peak, measured or 0, 0 if is_small else free)
+    unit, name = (2**30, "GiB") if widest >= 2**30 else (2**20, "MiB")
     words = f"{said}. Made of {', '.join(f'{kind} {gib(size)}' for kind, size in parts.items())}"
     with own_settings():
         drawing, (ax,) = sheet("Memory at its fullest", words, WIDTH, 1.9)
@@ -347,7 +360,15 @@ def memory_bar(figures: Mapping[str, Any], measured: float | None = None) -> "Dr
                 facecolor="none" if style.colour == INK else style.colour, label=f"{kind} {gib(size)}",
             )  # fmt: skip
             left += size / unit
-        ax.barh(0, free / unit, height=0.9, facecolor="none", edgecolor=INK, linewidth=1.6, label=f"free {gib(free)}")
+        if is_small:
+            ax.annotate(
+                f"free: up to {gib(free)}, far to the right \N{RIGHTWARDS ARROW}", (1, 0.5), xycoords="axes fraction",
+                ha="right", va="center",
+            )  # fmt: skip
+        else:
+            ax.barh(
+                0, free / unit, height=0.9, facecolor="none", edgecolor=INK, linewidth=1.6, label=f"free {gib(free)}"
+            )  # fmt: skip
         if measured is not None:
             ax.plot(
                 [measured / unit] * 2, [-0.6, 0.6], color=INK, linewidth=2.5, linestyle=(0, (2, 1)),
@@ -357,7 +378,7 @@ def memory_bar(figures: Mapping[str, Any], measured: float | None = None) -> "Dr
         ax.set_xlabel(name)
         ax.set_yticks([])
         ax.spines["left"].set_visible(False)
-        ax.set_xlim(0, 1.02 * max(left, free / unit, (measured or 0) / unit))
+        ax.set_xlim(0, (1.6 if is_small else 1.02) * widest / unit)
         drawing.legend(loc="outside lower center", ncols=4)
     return drawing
 

@@ -144,7 +144,9 @@ def preflight(found: Mapping[str, Any], measured: float | None = None) -> str:
     ]
     bar = found["figures"].get("memory")
     drawn = figure(figures.memory_bar(bar, measured).svg()) if bar else ""
-    return f"<p>{verdict} {text(found['target'])}</p>{drawn}" + table(["", "stage", "found", "what to do"], rows)
+    return f"<p>{verdict} Planned for: {text(found['target'])}.</p>{drawn}" + table(
+        ["", "stage", "found", "what to do"], rows
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------- merge

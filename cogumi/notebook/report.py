@@ -23,6 +23,7 @@ from cogumi.notebook.completions import rollouts, side_by_side
 from cogumi.notebook.figures import MERGE_MANIFEST, ROLLOUTS
 from cogumi.notebook.markup import facts, figure, folded, level, style, table, text, verbatim
 from cogumi.run_status import Status, read_if_there, status_of, tail_lines
+from cogumi.run_summary import flags as flagged
 from cogumi.run_summary import state_of
 from cogumi.rundir import PREFLIGHT, write_atomic
 from cogumi.words import duration, gib
@@ -109,7 +110,9 @@ def anchor(title: str) -> str:
 def in_a_word(status: Status) -> tuple[str, str]:
     """(level, word): `passed` only where a run came to its end and every check passed."""
     if status.passed:
-        return "green", f"{status.state}, passed" if status.state != "finished" else "passed"
+        red = [str(each["name"]) for each in flagged(status) if each["level"] == "red"]
+        word = "passed" if status.state == "finished" else f"{status.state}, passed"
+        return ("yellow", f"{word}, but RED: {', '.join(red)}") if red else ("green", word)
     if not status.ended:
         return "unknown", state_of(status)
     if read_if_there(Path(status.run_dir) / "verdict.json").get("passed") is False:
@@ -178,7 +181,7 @@ def what_it_was(run: Path, status: Status) -> str:
 
 
 def stages(seconds: Mapping[str, float]) -> str:
-    said = ", ".join(f"{stage} {duration(each)}" for stage, each in seconds.items() if each >= 0.5)
+    said = ", ".join(f"{stage} {duration(each)}" for stage, each in seconds.items() if each >= 1)
     return f" ({text(said)})" if said else ""
 
 
