@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cogumi.errors import UsageError
+from cogumi.hidden import hide
 from cogumi.notebook.markup import folded, piece, table, text, verbatim
 from cogumi.rundir import read_jsonl
 
@@ -122,6 +123,8 @@ def answer_of(row: Row) -> tuple[str, str] | None:
 
 
 def shortened(completion: str) -> str:
+    """Without secrets, which would no longer be known once it is cut, or marked word by word."""
+    completion = hide(completion)
     if len(completion) <= MOST_CHARACTERS:
         return completion
     return f"{completion[:MOST_CHARACTERS]}\n[{len(completion) - MOST_CHARACTERS:,} more characters]"

@@ -183,7 +183,7 @@ def is_wide(of: Iterable[Curve]) -> bool:
 
 def ends(found: Sequence[Curve]) -> tuple[float, float]:
     """The first and the last step of all of them."""
-    steps = [step for curve in found for step in (*curve.steps[[0, -1]], *curve.broken)] if found else []
+    steps = [float(step) for curve in found for step in (*curve.steps, *curve.broken)]
     return (min(steps), max(steps)) if steps else (0.0, 1.0)
 
 

@@ -15,11 +15,6 @@ def text(value: object) -> str:
     return escape(hide(str(value)))
 
 
-def words(value: object) -> str:
-    """Of text with tags of ours in it only the words: for a tooltip or a test."""
-    return " ".join(str(value).split())
-
-
 def level(state: str, word: str | None = None) -> str:
     """A word with an edge in the colour of its state: green, yellow, red or unknown."""
     return f'<span class="level {state}">{text(word or WORDS[state])}</span>'
@@ -64,7 +59,7 @@ def facts(rows: Iterable[tuple[str, str]], caption: str = "") -> str:
 
 def verbatim(value: object, most: int = 20_000) -> str:
     """Text with its lines and spaces as they are; of very long text the end, and how much is before it."""
-    whole = str(value)
+    whole = hide(str(value))  # before it is cut: a part of a secret would not be known for one
     cut = f"[{len(whole) - most:,} characters before]\n" if len(whole) > most else ""
     return f"<pre>{text(cut + whole[-most:])}</pre>"
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 LEGEND = {
     "context": "context, as it stands: read, not learned",
-    "learned": '<mark class="learned"><small class="tag">learned</small>green, underlined</mark>: the loss is of these tokens',
-    "rejected": '<mark class="rejected"><small class="tag">rejected</small>wavy underline</mark>: the answer preferred less',
+    "learned": '<mark class="learned"><small class="tag">learned</small>green, underlined</mark>: learned',
+    "rejected": '<mark class="rejected"><small class="tag">rejected</small>orange, wavy</mark>: the answer preferred less',
 }
 MOST_ROWS = 40  # of a table of tensors
 
