@@ -106,10 +106,12 @@ def test_flags_stand_by_name_in_the_plot_of_what_they_judge(logged: Write) -> No
     assert marks("gradient norm") == [("RED: gradient norm", 12)]
     assert marks("loss") == [("yellow: loss noise", 38)]
     assert 12 in [line.get_xdata()[0] for line in found["gradient norm"].lines]
-    # The words are above the curve.
-    note = found["gradient norm"].texts[0]
+    # The words are above the curve, and beside their line within the plot.
     drawing.svg()
-    assert note.get_window_extent().y0 >= found["gradient norm"].transData.transform((0, 40))[1]
+    for ax, highest in ((found["gradient norm"], 40.0), (found["loss"], 2.0)):
+        words = ax.texts[0].get_window_extent()
+        assert words.y0 >= ax.transData.transform((0, highest))[1]
+        assert ax.bbox.x0 < words.x0 < words.x1 < ax.bbox.x1
     assert "red flag gradient norm at step 12" in drawing.words
     assert "memory" not in words_in(drawing.svg())
 
