@@ -20,7 +20,7 @@ RunDir = Annotated[Path, typer.Argument(help="The directory of a run, as in runs
 
 
 def add_to(app: typer.Typer) -> None:
-    for command in (start, attach, status, logs, report, wait, stop):
+    for command in (start, attach, status, logs, report, wait, stop, checkpoint, pause, resume):
         app.command()(command)
 
 
@@ -148,6 +148,30 @@ def stop(
     run = run_in(run_dir)
     with detaching("it was asked to stop, and will", 1):
         run.stop(kill_after)
+
+
+def checkpoint(run_dir: RunDir) -> None:
+    """Have a run save a checkpoint after its step, and train on."""
+    from cogumi.runs import attach as run_in
+
+    run_in(run_dir).checkpoint()
+    print(f"{run_dir}: asked for a checkpoint; `cogumi status {run_dir}` says when it is there")
+
+
+def pause(run_dir: RunDir) -> None:
+    """Have a run save a checkpoint after its step and wait, with all that it holds of the machine."""
+    from cogumi.runs import attach as run_in
+
+    run_in(run_dir).pause()
+    print(f"{run_dir}: asked to save and wait; `cogumi resume {run_dir}` has it go on, `cogumi stop {run_dir}` ends it")
+
+
+def resume(run_dir: RunDir) -> None:
+    """Have a paused run go on."""
+    from cogumi.runs import attach as run_in
+
+    run_in(run_dir).resume()
+    print(f"{run_dir}: goes on")
 
 
 def conclude(status: "Status") -> None:

@@ -5,8 +5,12 @@ class UsageError(Exception):
     """Bad input from the user.
 
     Its text is one line that names the thing, the place and the fix. The command line prints that line without a
-    traceback and exits with status 2.
+    traceback and exits with status 2; a notebook shows it alone as well.
     """
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython prints in place of a traceback."""
+        return [f"cogumi: {self}"]
 
 
 class RefusedAtSetup(UsageError):

@@ -4,6 +4,9 @@
     status.json     state, stage, reason, and which process; heartbeat.json: step and time of the last sign of life
     start.json      the process that `cogumi.start` detached; console.log: what it prints
     metrics.jsonl   one line a logged step; samples.jsonl: completions; disk.jsonl: what the disk monitor saw
+    rollouts.jsonl  gspo: the rewards of each rollout, and some of its completions
+    outlook.json    what the run was forecast to want of its disks, before the first step
+    CHECKPOINT, PAUSE   put there to ask for a checkpoint, or for a pause; PAUSED: it waits until this is removed
     choices.json    what the config left open and the machine decided, which a run keeps when it goes on
     packing.json    whether an SFT run packs, what the probe measured, and what a step is then
     base.json       name and commit of a model of the hub, which a run keeps when it goes on
@@ -30,6 +33,10 @@ from cogumi.process import this_process
 # What a detached process keeps in the directory of its run, from before there is a run in it.
 CONSOLE, START = "console.log", "start.json"
 PREFLIGHT = "preflight.json"  # what was forecast of a run, before its model was fetched
+OUTLOOK = "outlook.json"  # what it was forecast to want of its disks
+ROLLOUTS = "rollouts.jsonl"
+# What somebody asks of a run under way, by putting a file there; and what says that it waits.
+CHECKPOINT, PAUSE, PAUSED = "CHECKPOINT", "PAUSE", "PAUSED"
 
 
 def create_run_dir(path: Path) -> Path:

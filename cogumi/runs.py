@@ -25,8 +25,8 @@ import psutil
 from cogumi.errors import RunFailed, UsageError
 from cogumi.process import is_running, same_process
 from cogumi.run_status import Status, read_if_there, status_of, tail_lines
-from cogumi.run_summary import in_short, in_words, near_here, on_a_screen
-from cogumi.rundir import START, read_jsonl
+from cogumi.run_summary import in_short, in_words, near_here
+from cogumi.rundir import CHECKPOINT, PAUSE, PAUSED, START, read_jsonl
 
 log = logging.getLogger("cogumi")
 # How long a start waits for the first step, once the configuration is found good: most of what a library refuses shows by
@@ -56,8 +56,14 @@ class Run:
         return read_jsonl(self.run_dir / "metrics.jsonl")
 
     def dashboard(self) -> None:
-        """Print one screen: how far it is, the newest metrics and flags, the last lines of its log."""
-        print(on_a_screen(self.status()))
+        """Show the run: in a notebook a panel that follows it, with buttons; elsewhere one screen of text.
+
+        Plots with what was red marked, time and money, machine and disk, the newest samples, checkpoints. It reads the
+        run's directory, so it shows any run, one that has ended too.
+        """
+        from cogumi.notebook.panel import show
+
+        show(self)
 
     def report(self) -> Path:
         """Write report.html, one file with all there is to know of the run, and return its path."""
@@ -119,9 +125,7 @@ class Run:
             if status.ended:
                 log.info("%s; there is nothing to stop", in_short(status))
                 return status
-            process = process_of(status)
-            with suppress(psutil.NoSuchProcess):  # it has ended just now
-                process.terminate()
+            process = ask_to_end(status)
             log.info("%s: asked to finish its step, save and end (asked again, it ends at once)", self.run_dir)
             if not ends_within(status, kill_after):
                 log.warning("%s: still there after %g s; it is killed", self.run_dir, kill_after)
@@ -130,6 +134,32 @@ class Run:
             status = self.status()
             log.info("%s", in_words(status))
         return status
+
+    def checkpoint(self) -> None:
+        """Ask the run for a checkpoint after the step that it is at. Raises UsageError where it has ended."""
+        self.ask(CHECKPOINT)
+
+    def pause(self) -> None:
+        """Ask the run to save after the step that it is at, and to wait until `resume()`. Raises UsageError where it has ended.
+
+        It keeps its memory and its machine, which costs what training costs; `stop()` gives both back.
+        """
+        self.ask(PAUSE)
+
+    def resume(self) -> None:
+        """Have a paused run go on, and take back a pause that it has not come to. Raises UsageError where it has ended."""
+        self.refuse_ended()
+        for name in (PAUSE, PAUSED):
+            (self.run_dir / name).unlink(missing_ok=True)
+
+    def ask(self, name: str) -> None:
+        self.refuse_ended()
+        (self.run_dir / name).touch()
+
+    def refuse_ended(self) -> None:
+        status = self.status()
+        if status.ended:
+            raise UsageError(f"{in_short(status)}; there is no training to ask")
 
 
 def start(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> Run:
@@ -223,6 +253,14 @@ def await_first_step(run: Run, ours: socket.socket) -> None:
     status = run.status()
     if status.state in ("died", "failed"):
         raise RunFailed(f"{in_words(status)}; {near_here(status.log)} ends in: {last_line(run.logs(5))}")
+
+
+def ask_to_end(status: Status) -> psutil.Process:
+    """Send the process of a status SIGTERM. Raises UsageError where it cannot be told for certain."""
+    process = process_of(status)
+    with suppress(psutil.NoSuchProcess):  # it has ended just now
+        process.terminate()
+    return process
 
 
 def process_of(status: Status) -> psutil.Process:

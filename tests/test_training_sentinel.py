@@ -152,7 +152,7 @@ def test_warn_says_it_once_and_trains_on(sft: Config) -> None:
 
 def test_pause_waits_until_the_file_is_gone(sft: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     whole = cogumi.train(sft, lora__lora_alpha=0, cogumi__run_dir=str(tmp_path / "whole"))
-    monkeypatch.setattr(module, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("cogumi.training.waiting.PAUSE_SECONDS", 0.01)
     home, seen = Path(sft["cogumi"]["run_dir"]), {}
 
     def user() -> None:
@@ -181,7 +181,7 @@ def test_a_signal_ends_a_paused_run_and_it_goes_on_later(sft: Config, monkeypatc
     import os
     import signal
 
-    monkeypatch.setattr(module, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("cogumi.training.waiting.PAUSE_SECONDS", 0.01)
     home = Path(sft["cogumi"]["run_dir"])
 
     def provider() -> None:

@@ -13,7 +13,7 @@ from typing import IO
 import numpy as np
 
 CHUNK_BYTES = 4 << 20
-MOST_BINS = 500  # of a curve: more than a plot has pixels, to either side of the middle
+MOST_BINS = 300  # of a curve: as many as a small plot has pixels
 MOST_BROKEN = 100
 
 
@@ -101,7 +101,8 @@ class Curves:
 
     def forget(self) -> None:
         self.of = {key: Curve() for key in KEYS}
-        self.offset, self.file_number, self.rows = 0, None, 0
+        self.offset = self.rows = 0
+        self.file_number: int | None = None
 
     def read(self) -> bool:
         """Take in the lines written since the last time; whether there were any. A file that was cut is read anew.

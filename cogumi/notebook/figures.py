@@ -18,6 +18,7 @@ from cogumi.errors import UsageError
 from cogumi.notebook.curves import Curve, Curves, Plot
 from cogumi.notebook.palette import BLUE, INK, LEVELS, VERMILLION, style_of
 from cogumi.run_status import read_if_there
+from cogumi.rundir import ROLLOUTS
 from cogumi.words import gib
 
 if TYPE_CHECKING:
@@ -46,7 +47,6 @@ PLOT_OF = {
     "tokens per second": "speed",
     "waiting for data": "speed",
 }
-ROLLOUTS = "rollouts.jsonl"
 MERGE_MANIFEST = "cogumi-merge.json"  # cogumi.merge.manifest.MANIFEST_NAME, which comes with torch
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.(.+)$")
 ROOM = 0.12  # of the height of a plot, for a line of words

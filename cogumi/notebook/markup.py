@@ -79,4 +79,4 @@ def style() -> str:
 
 def piece(content: str) -> str:
     """What a notebook shows of an object."""
-    return f'<style>{style()}</style><div class="cogumi">{content}</div>'
+    return f'<style>{style()}</style><div class="cogumi-piece">{content}</div>'

@@ -1,6 +1,6 @@
 """Pieces of HTML that a notebook and report.html share: data with its masks, checks, flags, forecasts, merges.
 
-Each returns HTML for inside of an element of the class `cogumi`; `piece` makes it one that stands alone. Every state is a
+Each returns HTML for inside of an element of the class `cogumi-piece`; `piece` makes it one that stands alone. Every state is a
 word beside its colour, and every kind of token a word, a background and an underline of its own.
 """
 

@@ -20,12 +20,12 @@ from cogumi.checkpoints.resume import checkpoints_in
 from cogumi.errors import UsageError
 from cogumi.notebook import figures, pieces
 from cogumi.notebook.completions import rollouts, side_by_side
-from cogumi.notebook.figures import MERGE_MANIFEST, ROLLOUTS
+from cogumi.notebook.figures import MERGE_MANIFEST
 from cogumi.notebook.markup import facts, figure, folded, level, style, table, text, verbatim
 from cogumi.run_status import Status, read_if_there, status_of, tail_lines
 from cogumi.run_summary import flags as flagged
 from cogumi.run_summary import state_of
-from cogumi.rundir import PREFLIGHT, write_atomic
+from cogumi.rundir import PREFLIGHT, ROLLOUTS, write_atomic
 from cogumi.words import duration, gib
 
 FILE = "report.html"
@@ -88,7 +88,7 @@ def report(status: Status) -> str:
 <style>{sheets}</style>
 </head>
 <body>
-<main class="cogumi">
+<main class="cogumi-piece">
 <h1>{level(*in_a_word(status))} {text(name)}</h1>
 {reason(status)}
 <nav aria-label="Sections"><ul>{nav}</ul></nav>

@@ -1,6 +1,7 @@
 """The training itself, with everything that watches it: telemetry, disks, checkpoints, flags, budget, samples, compiling."""
 
 import logging
+import time
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -15,17 +16,19 @@ from cogumi.disk.callback import DiskMonitorCallback
 from cogumi.disk.outlook import outlook
 from cogumi.errors import RefusedAtSetup, UsageError
 from cogumi.models.adapters import largest_change
-from cogumi.rundir import read_jsonl
+from cogumi.rundir import OUTLOOK, read_jsonl, write_json
 from cogumi.training import dpo, full, trackers
 from cogumi.training.arguments import one_line
 from cogumi.training.budget import Budget
 from cogumi.training.examples import Examples
 from cogumi.training.heartbeat import Heartbeat
+from cogumi.training.rollouts import Rollouts
 from cogumi.training.samples import Samples
 from cogumi.training.sentinel import Ended, Sentinel
 from cogumi.training.telemetry import Telemetry, on_screen
 from cogumi.training.unfinished import BUDGET_SPENT, take_up_metrics, was_evaluated
 from cogumi.training.verdict import Check, judge_adapter, judge_gspo, judge_training
+from cogumi.training.waiting import Waiting
 
 log = logging.getLogger("cogumi")
 
@@ -68,6 +71,9 @@ def fit(
     if options.samples_every is not None and examples.prompts is not None:
         samples = Samples(run_dir, tokenizer, examples.prompts, options.samples_every, telemetry.aside, options.stop)
         trainer.add_callback(samples)
+    if options.method == "gspo":
+        trainer.add_callback(Rollouts(trainer, run_dir, telemetry.unless_full))
+    waiting = Waiting(trainer, run_dir, telemetry.paused, excused, interrupted)
     sentinel = Sentinel(
         trainer,
         run_dir,
@@ -76,8 +82,9 @@ def fit(
         options.on_red,
         options.sanity,
         excused,
-        interrupted,
+        waiting.pause,
     )
+    trainer.add_callback(waiting)
     trainer.add_callback(sentinel)
     sentinel.begin()  # before layers are compiled, which its shapes would cost time
     compiling = Compiling(trainer, options.compile, run_dir / "compile.json", excused, interrupted)
@@ -137,5 +144,6 @@ def say_what_the_disks_get(run: RunConfig, trainer: Any) -> None:
     except UsageError as error:  # an optimizer that tells its size only after a step
         log.warning("disk: %s", error)
         return
+    write_json(run.run_dir / OUTLOOK, {"time": time.time(), "fits": found.fits, "lines": found.lines})
     for line in found.lines:
         log.log(logging.INFO if found.fits else logging.WARNING, "disk: %s", line)

@@ -46,6 +46,12 @@ class Pace:
         """Something between two steps is done; what follows is the next step, or more of the kind."""
         self.mark = time.monotonic()
 
+    def stood_still(self, seconds: float) -> None:
+        """The training has waited for so long, and it counts as no time at all."""
+        self.mark += seconds
+        if self.last_step_end is not None:
+            self.last_step_end += seconds
+
     def seconds_per_step(self) -> float | None:
         """None before the first step. The first cycle, which warms up, counts only while there is no other."""
         if not self.cycles:

@@ -72,9 +72,9 @@ def write_samples(
         append_jsonl(run_dir / FILE, {"step": step, **example, "completion": completion})
 
 
-def keep_until(run_dir: Path, step: int) -> None:
-    """Drop the samples of later steps: they are of a training that is made again from here."""
-    path = run_dir / FILE
+def keep_until(run_dir: Path, step: int, file: str = FILE) -> None:
+    """Drop the rows of later steps: they are of a training that is made again from here."""
+    path = run_dir / file
     rows = read_jsonl(path)
     kept = [row for row in rows if row.get("step", step + 1) <= step]
     if len(kept) < len(rows):

@@ -1,8 +1,8 @@
 """Watches one training: sees what the trainer does not log, judges it at each log, and does what the run asks for on red.
 
 Flags are in flags.json while the training runs. `cogumi.on_red`: warn says so; stop ends the training after the step, with
-a checkpoint; pause writes a checkpoint, and waits until the file PAUSED in the run directory is removed. `cogumi.sanity`
-ends it after so many steps, with a checkpoint that the run can go on from, and an answer.
+a checkpoint; pause writes a checkpoint, and waits (`cogumi.training.waiting`). `cogumi.sanity` ends it after so many
+steps, with a checkpoint that the run can go on from, and an answer.
 
 What it costs: a clock read at each step, the rules at every fifth step at first and at every tenth then, windows of
 bounded length, and no waiting for the device but when the trainer has just waited for it.
@@ -30,18 +30,16 @@ from cogumi.training.diagnosis import judge, safe_to_scale
 from cogumi.training.flags import Batches, Flag, Run, Setting, reds
 from cogumi.training.flags_common import SETTLED_STEPS, is_not_finite
 from cogumi.training.flags_sft import TELLS, rests_at_frequencies
-from cogumi.training.telemetry import set_status
 from cogumi.training.unfinished import SANITY_CHECKED, STOPPED
 
 log = logging.getLogger("cogumi")
 
-FLAGS, PAUSED = "flags.json", "PAUSED"
+FLAGS = "flags.json"
 FIRST_ROWS, LATEST_ROWS = 10, 100
 EVERY, EARLY = 5, 25  # optimizer steps between two judgements, at least; twice as many after the early ones
 WRITE_SECONDS = 30.0
 ASK_AGAIN = 80  # the step at which prompts and completions are compared once more, by the model as it is then
 SAMPLED = 64  # elements of each trained tensor that are remembered, to see whether it moves
-PAUSE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,8 @@ class Ended:
 class Sentinel(TrainerCallback):
     """Judges a trainer's training while it runs.
 
-    directory: where flags.json and PAUSED go. excused: in whose block the training may be silent. asked_to_end: whether a
-    signal has come. `begin()` looks at the data before the first step.
+    directory: where flags.json goes. excused: in whose block the training may be silent. pause: what on_red "pause" does,
+    with the reason. `begin()` looks at the data before the first step.
     """
 
     def __init__(
@@ -68,12 +66,12 @@ class Sentinel(TrainerCallback):
         on_red: Literal["warn", "pause", "stop"] = "warn",
         sanity: int | None = None,
         excused: Callable[[], AbstractContextManager[None]] = nullcontext,
-        asked_to_end: Callable[[], bool] = lambda: False,
+        pause: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.trainer, self.directory, self.method = trainer, directory, method
         self.thresholds = thresholds or Thresholds()
         self.on_red, self.sanity = on_red, sanity
-        self.excused, self.asked_to_end = excused, asked_to_end
+        self.excused, self.pause = excused, pause
         self.setting = setting_of(trainer, method)
         self.batches: Batches | None = None
         self.first: list[dict[str, Any]] = []
@@ -82,7 +80,6 @@ class Sentinel(TrainerCallback):
         self.was_red: dict[str, tuple[int, Flag]] = {}
         self.acted_on: set[str] = set()
         self.ended: Ended | None = None
-        self.pause_for: Flag | None = None
         self.judged_at = 0
         self.written_at = 0.0
         self.start_of: list[Tensor] | None = None
@@ -106,7 +103,6 @@ class Sentinel(TrainerCallback):
 
     def begin(self) -> list[Flag]:
         """Look at what is about to be trained on, and say what is wrong with it. Call it before `trainer.train()`."""
-        (self.directory / PAUSED).unlink(missing_ok=True)
         if self.method != "gspo":
             with self.excused():
                 self.batches = look_at_batches(self.trainer)
@@ -147,20 +143,15 @@ class Sentinel(TrainerCallback):
 
     def timed_batches(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the trainer's `get_batch_samples`: the batches of one optimizer step, and how long they took."""
-        self.began = time.perf_counter()
+        began = time.perf_counter()
         found = self.get_batch_samples(*args, **kwargs)
-        self.waited += time.perf_counter() - self.began
+        self.waited += time.perf_counter() - began
         if found[1] is not None:  # learned tokens, on the device: read when a row is logged
             self.learned.append(found[1])
         return found
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self.pause_for is not None:
-            flag, self.pause_for = self.pause_for, None
-            self.pause(flag, state.global_step)
-            self.began = time.perf_counter()
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.began = time.perf_counter()  # after a pause, if there was one
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         self.skipped += bool(self.trainer.accelerator.optimizer_step_was_skipped)
@@ -203,11 +194,11 @@ class Sentinel(TrainerCallback):
         """A logged row with what was seen of its steps."""
         row = {**logs, "step": step}
         if self.steps:
-            row |= {"seen/steps": self.steps, "seen/seconds": self.seconds, "seen/wait": self.waited}
+            row |= {"seen/steps": self.steps, "seen/seconds": self.seconds + self.waited, "seen/wait": self.waited}
             row["seen/skipped"] = self.skipped
         if self.learned:  # the trainer has just waited for the loss, so this waits for nothing
             row["seen/empty"] = sum(int(each) == 0 for each in self.learned)
-        self.token_seconds += self.seconds
+        self.token_seconds += self.seconds + self.waited
         if isinstance(tokens := logs.get("num_tokens"), (int, float)):
             if tokens > self.tokens_seen > 0:
                 row["seen/tokens"], row["seen/token_seconds"] = tokens - self.tokens_seen, self.token_seconds
@@ -279,29 +270,10 @@ class Sentinel(TrainerCallback):
         self.acted_on |= {flag.name for flag in new}
         control.should_save = True
         if self.on_red == "pause":
-            self.pause_for = new[0]
+            self.pause(str(new[0]))
             return
         control.should_training_stop = True
         self.ended = Ended(STOPPED, str(new[0]))
-
-    def pause(self, flag: Flag, step: int) -> None:
-        """Wait until the user removes the file, or a signal asks the training to end."""
-        protection = getattr(self.trainer, "cogumi_protection", None)
-        if protection is not None:
-            protection.saver.settle()  # the checkpoint of this step is there when the file is
-        path = self.directory / PAUSED
-        text = f"step {step}: {flag}\n"
-        path.write_text(f"{text}Remove this file and the training goes on; end the process and it can go on later.\n")
-        set_status(self.directory, "paused", reason=text.strip())
-        log.warning("training waits after step %d; remove %s and it goes on", step, path)
-        with self.excused():
-            while path.exists() and not self.asked_to_end():
-                time.sleep(PAUSE_SECONDS)
-        if path.exists():
-            path.unlink()
-        else:
-            log.warning("%s was removed; training goes on", path)
-        set_status(self.directory, "running", stage="train")
 
 
 # ------------------------------------------------------------------------------------------------------------ small answers

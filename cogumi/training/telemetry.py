@@ -78,6 +78,14 @@ class Telemetry(TrainerCallback):
             yield
         self.pace.between_ended()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A pause that somebody asked for: no part of a step, and nothing that the rest of the run will have again."""
+        began = time.monotonic()
+        with self.meter.inside("paused"):
+            yield
+        self.pace.stood_still(time.monotonic() - began)
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
