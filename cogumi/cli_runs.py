@@ -20,7 +20,7 @@ RunDir = Annotated[Path, typer.Argument(help="The directory of a run, as in runs
 
 
 def add_to(app: typer.Typer) -> None:
-    for command in (start, attach, status, logs, wait, stop, checkpoint, pause, resume):
+    for command in (start, attach, status, logs, report, wait, stop, checkpoint, pause, resume):
         app.command()(command)
 
 
@@ -136,6 +136,17 @@ def logs(
     with detaching("the run goes on", 0):
         for text in run.follow(last):
             print(text, end="", flush=True)
+
+
+def report(run_dir: RunDir) -> None:
+    """Write report.html into a run's directory: one file with verdict, curves, samples and all, for any browser."""
+    from cogumi.run_summary import in_short, near_here
+    from cogumi.runs import attach as run_in
+
+    run = run_in(run_dir)
+    print(
+        f"{near_here(str(run.report()))}: one file, opens without this machine or a network; {in_short(run.status())}"
+    )
 
 
 def wait(run_dir: RunDir) -> None:

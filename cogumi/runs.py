@@ -65,6 +65,12 @@ class Run:
 
         show(self)
 
+    def report(self) -> Path:
+        """Write report.html, one file with all there is to know of the run, and return its path."""
+        from cogumi.notebook.report import write_report
+
+        return write_report(self.run_dir)
+
     def logs(self, last: int = 50) -> str:
         """The last lines of what the run said: decisions with their reasons, warnings, and the traceback if it failed."""
         return "\n".join(tail_lines(Path(self.status().log), size=last * 1000)[-last:])

@@ -165,7 +165,7 @@ def check_environment(report: Report) -> None:
 
 def check_fits(report: Report, model: str) -> None:
     from cogumi.planning import preflight
-    from cogumi.rl.planner import gib
+    from cogumi.words import gib
 
     found = preflight(CONFIGS / "sft.yaml", **overrides_of(report, "sft", model))
     red = [f"{each.stage}: {each.figure}" for each in found.lines if each.state == "red"]

@@ -17,3 +17,10 @@ def count(number: float) -> str:
     if number < 1000:
         return f"{number:.0f}"
     return f"{number / 1000:.1f}k" if number < 999_950 else f"{number / 1e6:.2f}M"
+
+
+def gib(count: float) -> str:
+    """Bytes as "1.5 GiB", below a GiB as "12 MiB", below ten MiB as "1.2 MiB"."""
+    if count >= 2**30:
+        return f"{count / 2**30:.1f} GiB"
+    return f"{count / 2**20:.0f} MiB" if count >= 10 * 2**20 else f"{count / 2**20:.1f} MiB"

@@ -78,6 +78,11 @@ class MergeReport:
             + (f"\n{self.logits}" if self.logits else "")
         )
 
+    def _repr_html_(self) -> str:
+        from cogumi.notebook import pieces
+
+        return pieces.piece(pieces.merged(self.out, self))
+
 
 def merge_adapter(
     adapter: AdapterPath | Sequence[tuple[AdapterPath, float]],

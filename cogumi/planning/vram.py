@@ -24,9 +24,9 @@ from cogumi.models.adapters import lora_config
 from cogumi.planning.lines import Line
 from cogumi.planning.planned import planned_trainer
 from cogumi.planning.target import Target, dtype_of
-from cogumi.rl.planner import gib
 from cogumi.training import full, gspo
 from cogumi.training.choices import Choice
+from cogumi.words import gib
 
 VLLM_SHARE = 0.3  # trl.GRPOConfig's vllm_gpu_memory_utilization
 BATCH = "train.per_device_train_batch_size"

@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset, concatenate_datasets
 
 from cogumi.errors import UsageError
+from cogumi.words import gib
 
 # Of the memory that is free, what a step may take: the allocator's rounding and fragments get the rest.
 USABLE = 0.9
@@ -280,13 +281,6 @@ def free_memory_bytes() -> int:
         free, _ = torch.cuda.mem_get_info()
         return int(free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
     return int(psutil.virtual_memory().available)
-
-
-def gib(count: float) -> str:
-    """Bytes as "1.5 GiB", below a GiB as "12 MiB", below ten MiB as "1.2 MiB"."""
-    if count >= 2**30:
-        return f"{count / 2**30:.1f} GiB"
-    return f"{count / 2**20:.0f} MiB" if count >= 10 * 2**20 else f"{count / 2**20:.1f} MiB"
 
 
 # ---------------------------------------------------------------------------------------------------------- data

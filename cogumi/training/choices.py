@@ -20,10 +20,11 @@ from cogumi.config import RunConfig
 from cogumi.disk.forecast import meta_model
 from cogumi.models.adapters import lora_config
 from cogumi.models.load import loaded_in
-from cogumi.rl.planner import USABLE, ModelShape, free_memory_bytes, gib, step_bytes
+from cogumi.rl.planner import USABLE, ModelShape, free_memory_bytes, step_bytes
 from cogumi.rundir import read_json, write_json
 from cogumi.training.full import dtype_of_weights
 from cogumi.training.gspo import is_planned, lora_parameters
+from cogumi.words import gib
 
 log = logging.getLogger("cogumi")
 CHOICES = "choices.json"  # in the run directory: what was chosen, which a run that goes on keeps

@@ -18,12 +18,14 @@ from cogumi.data.prepare import Entry, entries_of, selection_of
 from cogumi.data.prepared import Data, Prepared, Source, prepare
 from cogumi.data.sources import batches, column_names
 from cogumi.data.templates import prints_the_date, read_template
+from cogumi.hidden import hide
 from cogumi.rundir import read_json, write_json
 from cogumi.training.gspo import prompt_ids
 from cogumi.training.sft import MAX_LENGTH
 
 log = logging.getLogger("cogumi")
-RECORD = "data.json"  # in the run directory: the key of its prepared data, and the date its chat template was told
+RECORD = "data.json"  # in the run directory: the key of its prepared data, what became of its rows, how long they are
+BARS = 24  # of the histogram of lengths, at most
 SHOWN = 32  # held-out rows that may be completed for samples.jsonl
 
 
@@ -38,6 +40,8 @@ class Examples:
     key: str
     today: str | None
     sources: tuple[str, ...] = ()
+    max_length: int | None = None
+    """In tokens; None of prompts, which the trainer tokenizes."""
 
     def reports(self) -> list[str]:
         parts = [data for data in (self.train, self.held_out) if data is not None]
@@ -48,7 +52,31 @@ class Examples:
         ]
 
     def record(self, run_dir: Path) -> None:
-        write_json(run_dir / RECORD, {"key": self.key, "today": self.today})
+        """Keep what a run goes on with, the key and the date its chat template was told; the rest is to be looked at."""
+        held_out = None if self.held_out is None else account(self.held_out)
+        said = {"key": self.key, "today": self.today, "max_length": self.max_length}
+        write_json(run_dir / RECORD, {**said, "train": account(self.train), "held_out": held_out})
+
+
+def account(data: Data) -> dict[str, Any]:
+    """What became of every row, as JSON. `lengths`: (first, last, examples) in tokens, [] of prompts."""
+    return {
+        "name": hide(data.name),
+        "rows": data.total,
+        "examples": len(data.dataset),
+        "dropped": {reason: each.count for reason, each in data.dropped.items()},
+        "truncated": data.truncated,
+        "duplicated": data.duplicates,
+        "tokens": data.lengths.tokens,
+        "learned": data.learned,
+        "lengths": buckets(data, BARS),
+    }
+
+
+def buckets(data: Data, most: int) -> list[tuple[int, int, int]]:
+    """How many examples are how long, in at most so many steps: (first length, last length, examples)."""
+    width = max(1, -(-(data.lengths.quantile(1.0) + 1) // most))
+    return data.lengths.buckets(width) if data.lengths.examples else []
 
 
 def prepare_examples(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Examples:
@@ -63,7 +91,10 @@ def prepare_examples(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Exam
     prompts = None
     if prepared.held_out is not None:
         prompts = prompts_to_complete(run, prepared, options[0], tokenizer)
-    return Examples(prepared.train, prepared.held_out, prompts, prepared.key, today, (*prepared.sources, *notes))
+    longest = options[0].max_length
+    return Examples(
+        prepared.train, prepared.held_out, prompts, prepared.key, today, (*prepared.sources, *notes), longest
+    )
 
 
 def date_of(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:

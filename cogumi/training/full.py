@@ -9,8 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 
 from cogumi.config import RunConfig
 from cogumi.errors import UsageError
-from cogumi.rl.planner import USABLE, free_memory_bytes, gib
+from cogumi.rl.planner import USABLE, free_memory_bytes
 from cogumi.training.verdict import Check
+from cogumi.words import gib
 
 ADAMW_BYTES = 8  # per weight: two moments in float32
 # Optimizers whose state is smaller: bytes a weight, of what must be where the weights are.

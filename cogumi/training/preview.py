@@ -12,7 +12,7 @@ from typing import Any
 from cogumi.config import load_config
 from cogumi.models.load import resolve_model
 from cogumi.training.building import pinned, tokenizer_of
-from cogumi.training.examples import prepare_examples
+from cogumi.training.examples import account, buckets, prepare_examples
 
 # How a piece of an example is shown: as context, learned, preferred less; and between what marks where there is no colour.
 STYLES = {"context": "dim", "learned": "bold green", "rejected": "red"}
@@ -51,6 +51,8 @@ class Preview:
     lengths: tuple[tuple[int, int, int], ...]
     """(first length, last length, examples) in tokens; empty for prompts, which the trainer tokenizes."""
     examples: tuple[tuple[tuple[str, str], ...], ...]
+    max_length: int | None = None
+    """In tokens, what examples are held to; None of prompts."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -78,6 +80,11 @@ class Preview:
     def __str__(self) -> str:
         return "\n".join(self.lines(colour=False))
 
+    def _repr_html_(self) -> str:
+        from cogumi.notebook import pieces
+
+        return pieces.piece(pieces.preview(self))
+
 
 def preview(config: str | os.PathLike[str] | Mapping[str, Any], examples: int = 3, **overrides: Any) -> Preview:
     """What `cogumi.train` would train on with the same words. Raises UsageError as it does, for the data and its tokenizer.
@@ -89,8 +96,6 @@ def preview(config: str | os.PathLike[str] | Mapping[str, Any], examples: int = 
     tokenizer = tokenizer_of(run, base)
     found = prepare_examples(run, tokenizer)
     data = found.train
-    width = max(1, -(-(data.lengths.quantile(1.0) + 1) // BARS))
-    lengths = tuple(data.lengths.buckets(width)) if data.lengths.examples else ()
     rows = data.dataset.select(range(min(examples, len(data.dataset))))
     return Preview(
         train=shares_of(data),
@@ -99,15 +104,14 @@ def preview(config: str | os.PathLike[str] | Mapping[str, Any], examples: int = 
             *found.sources,
             *(line for each in (data, found.held_out) if each for line in each.examples_dropped()),
         ),
-        lengths=lengths,
+        lengths=tuple(buckets(data, BARS)),
         examples=tuple(tuple(pieces_of(row, tokenizer)) for row in rows),
+        max_length=found.max_length,
     )
 
 
 def shares_of(data: Any) -> Shares:
-    dropped = {reason: each.count for reason, each in data.dropped.items()}
-    used, lengths = len(data.dataset), data.lengths
-    return Shares(data.name, data.total, used, dropped, data.truncated, data.duplicates, lengths.tokens, data.learned)
+    return Shares(**{key: value for key, value in account(data).items() if key != "lengths"})
 
 
 def pieces_of(row: dict[str, Any], tokenizer: Any) -> Iterator[tuple[str, str]]:

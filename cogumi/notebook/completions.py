@@ -1,0 +1,172 @@
+"""What a model writes for the same prompts, earlier and later, or after one stage and the next, side by side."""
+
+import re
+from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from cogumi.errors import UsageError
+from cogumi.hidden import hide
+from cogumi.notebook.markup import folded, piece, table, text, verbatim
+from cogumi.rundir import read_jsonl
+
+SAMPLES = "samples.jsonl"
+# Of a sample's columns those that are no answer.
+NO_ANSWERS = ("step", "prompt", "completion", "prefix", "suffix", "rejected")
+MOST_CHARACTERS = 6000  # of one completion; what is longer is cut, and says so
+MOST_WORDS = 1500  # longer completions are not compared: finding the differences takes the square of it
+SHORT = 600  # characters of a prompt that are shown unfolded
+WORD = re.compile(r"\s+|\w+|[^\w\s]")
+LEGEND = (
+    '<p class="legend"><span><ins>underlined, solid</ins>: not in the column before</span>'
+    "<span><del>underlined, dashed</del>: no longer in the next column</span></p>"
+)
+
+Row = dict[str, Any]
+RunDir = str | PathLike[str]
+
+
+class SideBySide:
+    """What a notebook shows; `str()` of it is the piece of HTML."""
+
+    def __init__(self, content: str) -> None:
+        self.content = content
+
+    def __str__(self) -> str:
+        return self.content
+
+    def _repr_html_(self) -> str:
+        return piece(self.content)
+
+
+def side_by_side(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) -> SideBySide:
+    """Completions of the same held-out prompts in columns, the differences from one column to the next marked.
+
+    One run: after its first look and after its last (`cogumi.samples_every` makes looks on the way). Several runs, such as
+    the stages of a chain, or names for them: the last look of each. Raises UsageError where there are none to show.
+    """
+    columns = columns_of(run_dirs)
+    prompts = [prompt for prompt in columns[-1][1] if all(prompt in of for _, of in columns)]
+    if not prompts:
+        named = ", ".join(name for name, _ in columns)
+        raise UsageError(f"{named}: no prompt was completed in all of them; runs with other data are shown one by one")
+    shown = [example(prompt, [(name, of[prompt]) for name, of in columns]) for prompt in prompts]
+    legend = LEGEND if len(columns) > 1 else ""
+    return SideBySide(legend + "\n".join(shown))
+
+
+def columns_of(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) -> list[tuple[str, dict[str, Row]]]:
+    """(heading, prompt -> sample) of each column."""
+    if isinstance(run_dirs, str | PathLike):
+        steps = looks(Path(run_dirs))
+        first, last = min(steps), max(steps)
+        return [(f"after step {step}", steps[step]) for step in dict.fromkeys((first, last))]
+    named = run_dirs if isinstance(run_dirs, Mapping) else {Path(each).name: each for each in run_dirs}
+    if not isinstance(run_dirs, Mapping) and len(named) < len(run_dirs):
+        named = {str(each): each for each in run_dirs}
+    if not named:
+        raise UsageError("side_by_side: name a run, or several")
+    found = []
+    for name, each in named.items():
+        steps = looks(Path(each))
+        found.append((f"{name}, after step {max(steps)}", steps[max(steps)]))
+    return found
+
+
+def looks(run_dir: Path) -> dict[int, dict[str, Row]]:
+    """step -> prompt -> sample. Raises UsageError where there is none yet."""
+    found: dict[int, dict[str, Row]] = {}
+    for row in read_jsonl(run_dir / SAMPLES):
+        found.setdefault(int(row["step"]), {})[row["prompt"]] = row
+    if not found:
+        raise UsageError(
+            f"{run_dir}: no completions there yet; a run with held-out rows (data.eval_rows) writes them at its end, "
+            "and every cogumi.samples_every steps"
+        )
+    return found
+
+
+def example(prompt: str, samples: Sequence[tuple[str, Row]]) -> str:
+    """One prompt, what would be the answer, and the completions in columns."""
+    answer = answer_of(samples[-1][1])
+    cut = [shortened(row["completion"]) for _, row in samples]
+    cells = [""] * len(cut)
+    for number, completion in enumerate(cut):
+        before = cut[number - 1] if number else completion
+        after = cut[number + 1] if number + 1 < len(cut) else completion
+        cells[number] = marked(before, completion, after)
+    head = [name for name, _ in samples]
+    rows = [[f"<pre>{each}</pre>" if each else "(nothing)" for each in cells]]
+    if answer is not None:
+        head.append(f"what would be right ({answer[0]})")
+        rows[0].append(verbatim(shortened(answer[1])))
+    columns = "".join(f'<th scope="col">{text(each)}</th>' for each in head)
+    body = "".join(f"<td>{each}</td>" for each in rows[0])
+    return (
+        f"<h4>Prompt</h4>{prompt_shown(prompt)}"
+        f'<div class="scrolls"><table class="wide even"><thead><tr>{columns}</tr></thead>'
+        f"<tbody><tr>{body}</tr></tbody></table></div>"
+    )
+
+
+def prompt_shown(prompt: str) -> str:
+    if len(prompt) <= SHORT:
+        return verbatim(prompt)
+    return f"{verbatim(prompt, SHORT)}{folded(f'the whole prompt, {len(prompt):,} characters', verbatim(prompt))}"
+
+
+def answer_of(row: Row) -> tuple[str, str] | None:
+    """(column, text) of what would be the answer, where the data has one."""
+    return next(((key, each) for key, each in row.items() if key not in NO_ANSWERS and isinstance(each, str)), None)
+
+
+def shortened(completion: str) -> str:
+    """Without secrets, which would no longer be known once it is cut, or marked word by word."""
+    completion = hide(completion)
+    if len(completion) <= MOST_CHARACTERS:
+        return completion
+    return f"{completion[:MOST_CHARACTERS]}\n[{len(completion) - MOST_CHARACTERS:,} more characters]"
+
+
+def marked(before: str, now: str, after: str) -> str:
+    """`now` as HTML: what is not in `before` as <ins>, what is not in `after` as <del>; both where it is in neither."""
+    pieces = WORD.findall(now)
+    new, gone = differing(WORD.findall(before), pieces), differing(WORD.findall(after), pieces)
+    said, place = [], 0
+    while place < len(pieces):
+        end = place
+        while end < len(pieces) and (new[end], gone[end]) == (new[place], gone[place]):
+            end += 1
+        part = text("".join(pieces[place:end]))
+        part = f"<del>{part}</del>" if gone[place] else part
+        said.append(f"<ins>{part}</ins>" if new[place] else part)
+        place = end
+    return "".join(said)
+
+
+def differing(other: Sequence[str], words: Sequence[str]) -> list[bool]:
+    """Of each word whether it is not in the other text at its place. Of very long texts nothing is said."""
+    found = [False] * len(words)
+    if other == words or max(len(other), len(words)) > MOST_WORDS:
+        return found
+    for what, _, _, begin, end in SequenceMatcher(None, other, words, autojunk=False).get_opcodes():
+        if what in ("insert", "replace"):
+            found[begin:end] = [True] * (end - begin)
+    return found
+
+
+def rollouts(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Sampled completions of some steps with their rewards: rows of rollouts.jsonl that have some `shown`."""
+    cells = [
+        [str(row["step"]), prompt_shown(each["prompt"]), verbatim(shortened(each["completion"])), reward_in_words(each)]
+        for row in rows
+        for each in row["shown"]
+    ]
+    return table(["step", "prompt", "completion", "reward"], cells, numbers=(3,), kind="wide rollouts") if cells else ""
+
+
+def reward_in_words(each: Mapping[str, Any]) -> str:
+    reward = each.get("reward")
+    return f"{reward:.3g}" if isinstance(reward, int | float) else text(reward)

@@ -1,0 +1,187 @@
+"""Pieces of HTML that a notebook and report.html share: data with its masks, checks, flags, forecasts, merges.
+
+Each returns HTML for inside of an element of the class `cogumi-piece`; `piece` makes it one that stands alone. Every state is a
+word beside its colour, and every kind of token a word, a background and an underline of its own.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cogumi.errors import UsageError
+from cogumi.notebook import figures
+from cogumi.notebook.completions import side_by_side as side_by_side
+from cogumi.notebook.markup import facts, figure, level, table, text
+from cogumi.notebook.markup import piece as piece
+from cogumi.words import gib
+
+if TYPE_CHECKING:
+    from cogumi.merge import MergeReport
+    from cogumi.training.preview import Preview
+
+LEGEND = {
+    "context": "context, as it stands: read, not learned",
+    "learned": '<mark class="learned"><small class="tag">learned</small>green, underlined</mark>: learned',
+    "rejected": '<mark class="rejected"><small class="tag">rejected</small>orange, wavy</mark>: the answer preferred less',
+}
+MOST_ROWS = 40  # of a table of tensors
+
+
+# ---------------------------------------------------------------------------------------------------------------- data
+
+
+def preview(found: "Preview") -> str:
+    """What a run would train on: examples with what is learned of them, lengths, what became of every row."""
+    accounts = [asdict(each) for each in (found.train, found.held_out) if each is not None]
+    said = "".join(f"<p>{text(line)}</p>" for line in found.reports)
+    return data(accounts, found.lengths, found.max_length) + said + examples(found.examples)
+
+
+def data(accounts: Sequence[Mapping[str, Any]], lengths: Sequence[Sequence[int]], max_length: int | None) -> str:
+    """accounts: of each part of the data, as `cogumi.training.preview.Shares`."""
+    drawn = figure(figures.length_histogram(lengths, max_length).svg()) if lengths else ""
+    return f'<div class="beside"><div>{"".join(map(shares, accounts))}</div>{drawn}</div>'
+
+
+def shares(account: Mapping[str, Any]) -> str:
+    """What became of the rows of one part of the data, in numbers and shares."""
+    rows = account["rows"]
+    of_rows = {
+        "examples": account["examples"],
+        **{f"dropped: {reason}": count for reason, count in account["dropped"].items()},
+        "cut (truncated)": account["truncated"],
+        "equal to an earlier row": account["duplicated"],
+    }
+    cells = [["rows", f"{rows:,}", ""]]
+    cells += [[text(what), f"{count:,}", part(count, rows)] for what, count in of_rows.items() if count]
+    tokens, learned = account["tokens"], account["learned"]
+    if tokens:
+        cells.append(["tokens", f"{tokens:,}", ""])
+    if learned:
+        cells.append(["learned tokens", f"{learned:,}", part(learned, tokens)])
+    return table(["", "number", "share"], cells, caption=account["name"], numbers=(1, 2), kind="narrow")
+
+
+def part(count: int, whole: int) -> str:
+    """In percent; what is there is never 0.0%."""
+    return "&lt; 0.1%" if 0 < count < whole / 1000 else f"{count / max(1, whole):.1%}"
+
+
+def examples(found: Iterable[Sequence[tuple[str, str]]]) -> str:
+    """Examples as the model sees them: (kind, text) pieces, kind being context, learned or rejected."""
+    shown = list(found)
+    kinds = [kind for kind in LEGEND if any(kind == each for pieces in shown for each, _ in pieces)]
+    legend = "".join(f"<span>{LEGEND[kind]}</span>" for kind in kinds)
+    said = [f'<p class="legend">{legend}</p>'] if kinds else []
+    for number, pieces in enumerate(shown, 1):
+        said.append(f"<h4>Example {number}</h4><pre>{''.join(highlighted(kind, each) for kind, each in pieces)}</pre>")
+    return "\n".join(said)
+
+
+def highlighted(kind: str, content: str) -> str:
+    if kind == "context":
+        return f'<span class="context">{text(content)}</span>'
+    return f'<mark class="{kind}"><small class="tag">{kind}</small>{text(content)}</mark>'
+
+
+# ------------------------------------------------------------------------------------------------------ checks and flags
+
+
+def checks(found: Iterable[Mapping[str, Any]]) -> str:
+    """The checks of a verdict, those that failed first."""
+    in_order = sorted(found, key=lambda check: bool(check["passed"]))
+    rows = [
+        [
+            level("green", "pass") if check["passed"] else level("red", "FAIL"),
+            text(check["name"]),
+            text(check["figure"]),
+            text(check["requirement"]),
+        ]
+        for check in in_order
+    ]
+    return table(["", "check", "figure", "required"], rows)
+
+
+def flags(found: Iterable[Mapping[str, Any]], was_red: Iterable[Mapping[str, Any]] = ()) -> str:
+    """Flags that are red or yellow with their evidence and the key to turn, those that were red, and the names of the rest."""
+    shown = [each for each in found if each["level"] != "green"]
+    green = [str(each["name"]) for each in found if each["level"] == "green"]
+    now = {each["name"] for each in shown if each["level"] == "red"}
+    rows = [[level(each["level"]), text(each["name"]), *why(each)] for each in shown]
+    before = [
+        [level("red", f"RED from step {each['step']}"), text(each["name"]), *why(each)]
+        for each in was_red
+        if each["name"] not in now
+    ]
+    head = ["", "flag", "what was seen", "likely", "to turn"]
+    said = table(head, rows) if rows else "<p>No flag is red or yellow.</p>"
+    if before:
+        said += "<h4>Was red before</h4>" + table(head, before)
+    if green:
+        said += f"<p>{level('green')} {len(green)} green: {text(', '.join(green))}.</p>"
+    return said
+
+
+def why(flag: Mapping[str, Any]) -> tuple[str, str, str]:
+    return f"{text(flag['evidence'])} ({text(flag['threshold'])})", text(flag["cause"]), text(flag["knob"])
+
+
+# ------------------------------------------------------------------------------------------------------------- preflight
+
+
+def preflight(found: Mapping[str, Any], measured: float | None = None) -> str:
+    """A preflight as `PreflightReport.as_dict()` gives it. measured: what the run then took of the card, in bytes."""
+    verdict = level("green", "nothing is red") if found["fits"] else level("red", "RED: it does not fit")
+    rows = [
+        [
+            level(line["state"], "note" if line["state"] == "yellow" else None),
+            text(line["stage"]),
+            text(line["figure"]),
+            text(line["fix"]),
+        ]
+        for line in found["lines"]
+    ]
+    bar = found["figures"].get("memory")
+    drawn = figure(figures.memory_bar(bar, measured).svg()) if bar else ""
+    return f"<p>{verdict} Planned for: {text(found['target'])}.</p>{drawn}" + table(
+        ["", "stage", "found", "what to do"], rows
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------- merge
+
+
+def merged(directory: Path, report: "MergeReport | None" = None) -> str:
+    """What a merge did, from its manifest; with its report also how long it took."""
+    found = figures.merge_manifest(directory)
+    tensors = found["tensors"].values()
+    checked = sum(each.get("elements") or 0 for each in tensors)
+    beside = sum(each.get("not_nearest") or 0 for each in tensors)
+    merged_ones = sum("rank" in each for each in tensors)
+    worst = max((each["largest_error"] for each in tensors if each.get("largest_error") is not None), default=None)
+    rows = [
+        ("into", f"<code>{text(directory)}</code>"),
+        ("base", text(found["base"]["name"])),
+        ("adapters", text(", ".join(f"{each['path']} x {each['weight']:g}" for each in found["adapters"]))),
+        ("tensors", f"{merged_ones:,} merged, {found['tensors_copied']:,} copied byte by byte"),
+        ("size", gib(sum(shard["bytes"] for shard in found["shards"].values()))),
+        (
+            "verified",
+            f"{checked:,} elements read back from the disk, {beside:,} of them next to a tie, the worst at {worst:.2f} of "
+            "what rounding allows"
+            if worst is not None
+            else "not verified",
+        ),
+        ("q/delta", f"{found['q_over_delta']:.2f}" if found.get("q_over_delta") is not None else ""),
+        ("logits", text(report.logits) if report is not None and report.logits else ""),
+        ("written", text(found["created"]) + (f", in {report.seconds:.1f} s" if report is not None else "")),
+    ]
+    try:
+        drawn = figure(figures.delta_by_layer(directory).svg())
+    except UsageError as error:
+        drawn = f"<p>{text(error)}</p>"
+    _, outside = figures.deltas(directory)
+    others = [[text(name), f"{ratio:.2%}", f"{most:.3g}"] for name, (ratio, most) in list(outside.items())[:MOST_ROWS]]
+    rest = table(["outside the layers", "|change| / |weight|", "largest change"], others, numbers=(1, 2), kind="narrow")
+    return facts(rows) + drawn + (rest if others else "")

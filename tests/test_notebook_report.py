@@ -1,0 +1,464 @@
+"""report.html: one file with the facts of a run, at whatever stage it is, that holds no script, no link out and no secret."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import psutil
+import pytest
+
+import cogumi
+from cogumi.errors import UsageError
+from cogumi.notebook import figures, pieces
+from cogumi.notebook.completions import marked
+from cogumi.notebook.markup import style
+from cogumi.notebook.palette import contrast
+from cogumi.notebook.report import write_report
+from cogumi.planning.lines import Line, PreflightReport
+from cogumi.rundir import append_jsonl, read_json, read_jsonl, write_json
+from cogumi.training.preview import Preview, Shares
+
+SECRET = "hf_" + "s3cret" * 6
+OF_ENVIRONMENT = "a-key&that<looks>like-nothing"
+HOSTILE = "</script><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)>\"'&lt;"
+VOID = {"meta", "img", "br", "hr", "link", "input"}
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_model: Path, code_parquet: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real run that came to its end and looked at its samples on the way, which no test changes."""
+    path = tmp_path_factory.mktemp("runs") / "run"
+    result = cogumi.train(
+        {
+            "model": {"name": str(tiny_model)},
+            "lora": {"r": 4},
+            "data": {"source": str(code_parquet), "eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
+            "train": {
+                "max_steps": 4,
+                "per_device_train_batch_size": 4,
+                "learning_rate": 1e-2,
+                "logging_steps": 1,
+                "gradient_checkpointing": False,
+                "save_steps": 2,
+                "hub_token": SECRET,
+            },
+            "cogumi": {
+                "method": "sft",
+                "run_dir": str(path),
+                "compile": "off",
+                "samples_every": 2,
+                "price_per_hour": 2.5,
+            },
+        }
+    )
+    assert (result.run_dir / "merged").is_dir()
+    return path
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be changed."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+class Page(HTMLParser):
+    """A page as a browser takes it in: elements, what they refer to, the text under each heading."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.sections: dict[str, str] = {"": ""}
+        self.heading = ""
+        self.unbalanced: list[str] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "h2":
+            self.heading = ""
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.unbalanced.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        if "h2" in self.open:
+            self.heading = data
+        if "style" not in self.open:
+            self.sections[self.heading] = self.sections.get(self.heading, "") + data
+
+    @property
+    def text(self) -> str:
+        return "".join(self.sections.values())
+
+
+def page_of(run: Path) -> Page:
+    return Page(write_report(run).read_text(encoding="utf-8"))
+
+
+def check_self_contained(page: Page) -> None:
+    """Well-formed, with nothing that runs and nothing that is fetched."""
+    assert not page.unbalanced
+    assert not page.open
+    for tag, attributes in page.tags:
+        assert tag not in ("script", "img", "link", "iframe", "object"), tag
+        assert not [name for name in attributes if name.startswith("on")]
+        for name in ("src", "href", "xlink:href", "action"):
+            assert (attributes.get(name) or "#").startswith("#"), (tag, attributes)
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    targets = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
+    assert targets
+    assert {str(each)[1:] for each in targets} <= set(ids)
+
+
+def test_a_finished_run_is_all_there(run: Path) -> None:
+    path = write_report(run)
+    assert path == run / "report.html"
+    assert path.stat().st_size < 1_500_000
+    page = page_of(run)
+    check_self_contained(page)
+    assert not re.search(r"@import|url\(\s*['\"]?(?!#)", path.read_text())
+    headings = "Verdict, What it was, Flags, Curves, Completions, Data, Memory, Merge, Checkpoints"
+    assert list(page.sections)[1:] == [*headings.split(", "), "Decisions and log", "Configuration"]
+
+    verdict = read_json(run / "verdict.json")
+    assert verdict["passed"] == page.sections[""].lstrip().startswith("run: passed")
+    for check in verdict["checks"]:
+        assert check["figure"] in page.sections["Verdict"]
+    said = page.sections["What it was"]
+    came_to = read_json(run / "metrics.json")
+    for fact in ("sft, LoRA", "4 of 4", f"{came_to['tokens']:,}", f"${came_to['cost']:.2f}", "no GPU"):
+        assert fact in said, fact
+    for flag in read_json(run / "flags.json")["flags"]:
+        assert flag["name"] in page.sections["Flags"]
+    loss = [row["loss"] for row in read_jsonl(run / "metrics.jsonl") if "loss" in row]
+    assert f"loss from {loss[0]:.4g} to {loss[-1]:.4g}" in page.sections["Curves"]
+    assert "after step 2" in page.sections["Completions"]
+    assert "after step 4" in page.sections["Completions"]
+    for row in read_jsonl(run / "samples.jsonl"):
+        assert row["completion"] in page.sections["Completions"] or row["step"] not in (2, 4)
+        assert row["middle"] in page.sections["Completions"]
+    assert "elements read back" in page.sections["Merge"]
+    assert "q_proj" in page.sections["Merge"]
+    assert "checkpoint-4" in page.sections["Checkpoints"]
+    assert "is saved and verified" in page.sections["Decisions and log"]
+    assert "max_steps: 4" in page.sections["Configuration"]
+
+
+def test_it_can_be_read_by_everybody(finished: Path, run: Path) -> None:
+    path = write_report(run)
+    page = Page(path.read_text())
+    assert ("html", {"lang": "en"}) in page.tags
+    assert [tag for tag, _ in page.tags].count("h1") == 1
+    levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch(r"h\d", tag)]
+    assert set(levels) <= {1, 2, 4}
+    drawn = [attributes for tag, attributes in page.tags if tag == "svg"]
+    assert len(drawn) == 3  # curves, lengths, change by layer
+    assert all(each["role"] == "img" and len(each["aria-label"] or "") > 30 for each in drawn)
+    assert sum(tag == "title" for tag, _ in page.tags) == 1 + len(drawn)
+    assert all("scope" in attributes for tag, attributes in page.tags if tag == "th")
+    text = path.read_text()
+    assert "prefers-color-scheme: dark" in text
+    assert "@media print" in text
+
+
+def test_no_secret_is_in_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", OF_ENVIRONMENT)
+    long = "x" * 5990 + OF_ENVIRONMENT  # cut in the middle of it
+    for step in (2, 4):
+        append_jsonl(run / "samples.jsonl", {"step": step, "prompt": long, "completion": long})
+    with (run / "run.log").open("a") as log:
+        log.write(f"2026-11-22 18:39:13,856 INFO asked with {SECRET} and {OF_ENVIRONMENT}\n")
+    status = read_json(run / "status.json")
+    write_json(run / "status.json", {**status, "reason": f"no answer from https://me:{'pass' * 3}@host with {SECRET}"})
+    append_jsonl(run / "samples.jsonl", {"step": 4, "prompt": "the key?", "completion": OF_ENVIRONMENT})
+    append_jsonl(run / "samples.jsonl", {"step": 2, "prompt": "the key?", "completion": "a-key&that"})
+    text = write_report(run).read_text()
+    page = Page(text)
+    assert "asked with <redacted> and <redacted>" in page.sections["Decisions and log"]
+    assert "the key?" in page.text
+    for hidden in (SECRET, "s3cret", OF_ENVIRONMENT, "looks&gt;like", "xa-key", "that&lt;", "passpass"):
+        assert hidden not in text
+        assert hidden not in page.text
+
+
+def test_what_a_model_writes_is_only_text(run: Path) -> None:
+    for step, completion in ((2, "before"), (4, HOSTILE)):
+        append_jsonl(
+            run / "samples.jsonl", {"step": step, "prompt": HOSTILE, "completion": completion, "answer": HOSTILE}
+        )
+    append_jsonl(
+        run / "rollouts.jsonl",
+        {"step": 1, "reward": [0.5], "shown": [{"prompt": HOSTILE, "completion": HOSTILE, "reward": 0.5}]},
+    )
+    with (run / "run.log").open("a") as log:
+        log.write(f"2026-11-22 18:39:13,856 WARNING {HOSTILE}\n")
+    with (run / "config.yaml").open("a") as config:
+        config.write(f"# {HOSTILE}\n")
+    page = page_of(run)
+    check_self_contained(page)
+    assert page.text.count(HOSTILE) >= 6
+
+
+def test_rewards_and_sampled_completions_of_a_gspo_run(run: Path) -> None:
+    rows = [{"step": n, "reward": [0.1 * n, 0.2 * n], "shown": [{"prompt": "p", "completion": f"c{n}", "reward": 0.1 * n}]}
+            for n in range(1, 5)]  # fmt: skip
+    for row in rows:
+        append_jsonl(run / "rollouts.jsonl", row)
+    page = page_of(run)
+    assert "mean reward 0.15 in the first quarter of the steps, 0.6 in the last" in page.sections["Rewards"]
+    shown = page.sections["Completions"]
+    assert "c1" in shown
+    assert "c4" in shown
+    assert "c2" not in shown
+
+
+def test_red_flags_and_failed_checks_are_said_first(run: Path) -> None:
+    flag = {"evidence": "loss 9", "threshold": "< 3", "cause": "rate too high", "knob": "train.learning_rate"}
+    red = {"name": "loss trend", "level": "red", **flag}
+    gone = {"name": "gradient norm", "level": "red", **flag}
+    found = {"step": 4, "time": 0.0, "flags": [red], "was_red": [{"step": 2, **red}, {"step": 3, **gone}]}
+    write_json(run / "flags.json", found)
+    write_json(run / "verdict.json", {**read_json(run / "verdict.json"), "passed": True})
+    page = page_of(run)
+    assert "passed, but RED: loss trend" in page.sections[""]
+    said = page.sections["Flags"]
+    for words in ("RED", "loss 9 (< 3)", "rate too high", "train.learning_rate", "Was red before", "RED from step 3"):
+        assert words in said
+    assert "RED: loss trend" in page.sections["Curves"]
+
+    checks = [{"name": n, "figure": "f", "requirement": "r", "passed": n == "good"} for n in ("good", "bad")]
+    write_json(run / "verdict.json", {"passed": False, "checks": checks, "flags": [], "was_red": []})
+    page = page_of(run)
+    assert "FAIL (finished)" in page.sections[""]
+    assert page.sections["Verdict"].index("bad") < page.sections["Verdict"].index("good")
+    assert "1 of 2 checks passed" in page.sections["Verdict"]
+
+
+@pytest.mark.parametrize("state", ["starting", "running", "died", "refused", "failed", "bare"])
+def test_a_run_at_any_stage(state: str, run: Path, tmp_path: Path) -> None:
+    for name in ("verdict.json", "DONE", "metrics.json", "start.json"):
+        (run / name).unlink(missing_ok=True)
+    status = read_json(run / "status.json")
+    if state == "refused":
+        run = tmp_path / "refused"
+        run.mkdir()
+        write_json(
+            run / "start.json", {"pid": 1, "host": status["host"], "began": 1.0, "time": 1.0, "refused": "no such key"}
+        )
+    elif state == "starting":
+        run = tmp_path / "starting"
+        run.mkdir()
+        (run / "status.json").touch()
+    elif state == "bare":
+        run = tmp_path / "bare"
+        run.mkdir()
+        write_json(run / "status.json", {**status, "state": "finished"})
+    elif state == "failed":
+        with (run / "run.log").open("a") as log:
+            log.write("2026-11-22 18:39:13,856 ERROR it failed\nTraceback (most recent call last):\n")
+            log.write('  File "x.py", line 1, in <module>\n    boom()\nValueError: <boom>\n')
+        write_json(run / "status.json", {**status, "state": "failed", "reason": "ValueError: <boom>"})
+    else:
+        alive = {"pid": os.getpid()} if state == "running" else {"pid": 2**22 - 3}
+        began = psutil.Process().create_time() if state == "running" else 1.0
+        write_json(run / "status.json", {**status, **alive, "began": began, "state": "running", "stage": "train"})
+    page = page_of(run)
+    check_self_contained(page)
+    expected = {
+        "starting": "starting", "running": "It is still at work", "died": "its process is gone without a word",
+        "refused": "no such key", "failed": "ValueError: <boom>", "bare": "finished",
+    }  # fmt: skip
+    assert expected[state] in page.sections[""]
+    assert "There is no verdict" in page.sections["Verdict"]
+    if state == "failed":
+        assert 'File "x.py", line 1, in <module>\n    boom()\nValueError: <boom>' in page.sections["Decisions and log"]
+    if state == "bare":
+        for section in ("Curves", "Completions", "Data", "Memory", "Merge", "Checkpoints", "Configuration"):
+            assert re.search(r"\bno(thing|t)?\b", page.sections[section], re.IGNORECASE), section
+
+
+def test_any_file_may_be_missing(finished: Path, tmp_path: Path) -> None:
+    files = [path for path in finished.iterdir() if path.name not in ("status.json", "tensorboard")]
+    assert len(files) > 10
+    for path in files:
+        run = tmp_path / "run"
+        shutil.copytree(finished, run)
+        (shutil.rmtree if path.is_dir() else os.unlink)(run / path.name)
+        check_self_contained(page_of(run))
+        shutil.rmtree(run)
+
+
+def test_a_damaged_checkpoint_is_named(run: Path) -> None:
+    manifest = run / "checkpoints/checkpoint-4/cogumi-manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 4', '"step": 5'))
+    assert "DAMAGED" in page_of(run).sections["Checkpoints"]
+
+
+def test_a_long_run_stays_one_small_file(run: Path) -> None:
+    keys = ("loss", "reward", "reward_std", "grad_norm", "entropy", "learning_rate", "policy/kl_new_old",
+            "policy/clipped_ratio_fraction", "perf/tokens_per_second")  # fmt: skip
+    rows = ({"step": n, **dict.fromkeys(keys, n * 7919 % 1009 / 1009)} for n in range(20_000))
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with (run / "run.log").open("a") as log:
+        log.writelines(f"2026-11-22 18:39:13,856 INFO decision {n}\n" for n in range(20_000))
+    path = write_report(run)
+    assert path.stat().st_size < 1_500_000
+    assert "earlier lines are in run.log" in path.read_text()
+
+
+def test_where_there_is_no_run_nothing_is_written(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="no run there"):
+        write_report(tmp_path / "empty")
+    assert not list((tmp_path / "empty").iterdir())
+    with pytest.raises(UsageError, match=r"no run there; there is .*run"):
+        write_report(run.parent / "rum")
+
+
+def test_it_is_written_from_a_terminal_and_from_a_run_without_torch(run: Path) -> None:
+    before = sorted(path.name for path in run.iterdir())
+    code = f"import cogumi, sys; print(cogumi.attach({str(run)!r}).report()); assert 'torch' not in sys.modules"
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert said.stdout.strip() == str(run / "report.html")
+    assert sorted([*before, "report.html"]) == sorted(path.name for path in run.iterdir())
+    command = [sys.executable, "-m", "cogumi", "report"]
+    said = subprocess.run([*command, str(run)], check=True, capture_output=True, text=True)
+    assert "report.html: one file" in said.stdout
+    missing = subprocess.run([*command, str(run) + "x"], check=False, capture_output=True, text=True)
+    assert (missing.returncode, missing.stdout) == (2, "")
+    assert "no run there; there is" in missing.stderr
+
+
+# -------------------------------------------------------------------------------------------------------------- pieces
+
+
+def blended(colour: str, page: str) -> str:
+    """`#rrggbbaa` over the colour of a page."""
+    share = int(colour[7:9], 16) / 255
+    parts = [(int(colour[n : n + 2], 16), int(page[n : n + 2], 16)) for n in (1, 3, 5)]
+    return "#" + "".join(f"{round(share * over + (1 - share) * under):02x}" for over, under in parts)
+
+
+def test_text_reads_on_every_background_and_every_edge_on_the_page() -> None:
+    report = Path(figures.__file__).with_name("report.css").read_text()
+    pages = re.findall(r"--page: (#\w{6}); --ink: (#\w{6})", report)
+    assert len(pages) >= 3
+    backgrounds = re.findall(r"background: (#[0-9A-F]{8})\b", style())
+    assert len(backgrounds) >= 3
+    edges = re.findall(r"(?:border-color|decoration)[^#;]*(#[0-9A-F]{6})\b", style())
+    assert len(edges) >= 7
+    for page, ink in pages:
+        assert contrast(page, ink) >= 4.5
+        for background in backgrounds:
+            assert contrast(blended(background, page), ink) >= 4.5
+        for edge in edges:
+            assert contrast(edge, page) >= 3
+
+
+def preview_of(*examples: list[tuple[str, str]]) -> Preview:
+    shares = Shares("rows.jsonl", 10_000, 9_000, {"longer than 24 tokens": 999, HOSTILE: 1}, 3, 0, 250_000, 100_000)
+    return Preview(shares, None, (HOSTILE,), ((0, 9, 8_000), (10, 19, 1_000)), tuple(map(tuple, examples)), 24)
+
+
+def test_a_preview_tells_tokens_apart_by_words_and_underlines_too() -> None:
+    found = preview_of(
+        [("context", "Say\n\thi  <b>"), ("learned", f"hi {HOSTILE}\n")],
+        [("context", "x"), ("learned", "y"), ("rejected", "z")],
+    )
+    html = found._repr_html_()
+    page = Page(html)
+    assert not page.unbalanced
+    assert "Say\n\thi  <b>learnedhi " + HOSTILE in page.text  # whitespace kept, markup escaped
+    assert [attributes["class"] for tag, attributes in page.tags if tag == "mark"][-3:] == [
+        "learned",
+        "learned",
+        "rejected",
+    ]
+    assert html.count('<small class="tag">rejected</small>') == 2  # in the legend, and where it stands
+    looks = dict(re.findall(r"mark\.(\w+)[^{]*\{[^}]*underline (\w+)", style()))
+    assert looks == {"learned": "solid", "rejected": "wavy"}
+    for fact in ("10,000", "90.0%", "dropped: longer than 24 tokens", "10.0%", "< 0.1%", "40.0%", "max_length 24"):
+        assert fact in page.text, fact
+    assert figures.lengths(found).svg()
+    assert "wavy" not in Page(preview_of([("context", "x")])._repr_html_()).text
+
+
+def test_a_preview_of_prompts_has_no_histogram() -> None:
+    found = Preview(Shares("p", 1, 1, {}, 0, 0, 0, 0), None, (), (), ((("context", "x"),),))
+    assert "<svg" not in found._repr_html_()
+
+
+def test_a_preflight_says_its_states_in_words() -> None:
+    lines = (
+        Line("stack", "all pinned"),
+        Line("time", HOSTILE, "unknown"),
+        Line("data", "few", "yellow", "take more"),
+        Line("memory", "too much", "red", "set train.x: 1"),
+    )
+    memory = {"peak": 50 * 2**30, "free": 40 * 2**30, "breakdown": {"weights": 50 * 2**30}}
+    page = Page(PreflightReport("a T4", lines, {"memory": memory})._repr_html_())
+    assert not page.unbalanced
+    for fact in (
+        "RED: it does not fit",
+        "Planned for: a T4",
+        "ok",
+        "?",
+        "note",
+        "set train.x: 1",
+        "10.0 GiB too much",
+        HOSTILE,
+    ):
+        assert fact in page.text, fact
+
+
+def test_differences_are_marked_on_both_sides() -> None:
+    assert marked("a b c", "a x c", "a x c") == "a <ins>x</ins> c"
+    assert marked("a x c", "a x c", "a c") == "a <del>x </del>c"
+    assert marked("a", "<b>", "a") == "<ins><del>&lt;b&gt;</del></ins>"
+    long = "w " * 5_000
+    assert "<ins>" not in marked("other " + long, long, long)
+
+
+def test_completions_of_several_runs_side_by_side(finished: Path, run: Path, tmp_path: Path) -> None:
+    text = (run / "samples.jsonl").read_text()
+    (run / "samples.jsonl").write_text(text.replace('"completion": "', '"completion": "changed'))
+    html = pieces.side_by_side({"base": finished, "after rl": run})._repr_html_()
+    page = Page(html)
+    assert not page.unbalanced
+    assert "base, after step 4" in page.text
+    assert "after rl, after step 4" in page.text
+    assert "<ins>changed" in html
+    assert "what would be right (middle)" in page.text
+    assert str(pieces.side_by_side([finished, run])).count("<h4>Prompt</h4>") == 4
+
+    other = tmp_path / "other"
+    other.mkdir()
+    append_jsonl(other / "samples.jsonl", {"step": 1, "prompt": "something else", "completion": "x"})
+    with pytest.raises(UsageError, match="no prompt was completed in all of them"):
+        pieces.side_by_side([run, other])
+    with pytest.raises(UsageError, match="no completions there yet"):
+        pieces.side_by_side(tmp_path)
+
+
+def test_every_row_of_the_data_is_accounted_for_in_data_json(finished: Path) -> None:
+    found = read_json(finished / "data.json")
+    assert found["max_length"] == 160
+    for part in (found["train"], found["held_out"]):
+        assert part["rows"] == part["examples"] + sum(part["dropped"].values())
+        assert sum(count for *_, count in part["lengths"]) == part["examples"]
+    assert found["held_out"]["rows"] == 8
+    assert 0 < found["train"]["learned"] < found["train"]["tokens"]
