@@ -44,11 +44,15 @@ def read_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dic
 
 def named(path: Path) -> Path:
     """A config that comes with the package where `path` is its name, as in `cogumi cp`: `smoke/sft`; else the path."""
-    if path.suffix or path.exists():
+    if is_yaml(path) or path.exists():
         return path
     from cogumi.handing_out import there_are
 
     return there_are().get(path.as_posix(), path)
+
+
+def is_yaml(path: Path) -> bool:
+    return path.suffix in (".yaml", ".yml")  # a name may have a point in it, as llama-3.1 has
 
 
 def record_lines(node: yaml.MappingNode, prefix: str, path: str, origins: Origins) -> None:
@@ -65,11 +69,11 @@ def record_lines(node: yaml.MappingNode, prefix: str, path: str, origins: Origin
 def suggest_yaml(path: Path) -> str:
     """The nearest YAML beside a path that is none; of a name without an ending the nearest of the package's own."""
     names = {each.name: path.parent / each.name for each in path.parent.glob("*.yaml")} if path.parent.is_dir() else {}
-    if not path.suffix:
+    if not is_yaml(path):
         from cogumi.handing_out import there_are
 
         names |= {name: Path(name) for name in there_are() if not name.endswith(".py")}
-    near = difflib.get_close_matches(path.name if path.suffix else str(path), names, n=1)
+    near = difflib.get_close_matches(path.name if is_yaml(path) else str(path), names, n=1)
     if near:
         return f"; did you mean {names[near[0]]}?"
     return f"; there is {', '.join(sorted(names)[:3])}" if names else ""

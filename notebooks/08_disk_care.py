@@ -3,6 +3,8 @@
 # What a run will want, who takes the space, which checkpoints are whole, and a monitor for scripts of your own. Half a minute.
 
 # %% tags=["parameters"]
+from pathlib import Path
+
 import cogumi
 from cogumi import disk
 
@@ -10,11 +12,11 @@ CONFIG = "smoke/sft"  # the real one: "qwen3-4b-sft"
 RUN = "runs/disk"
 
 # %% [markdown]
-# **Which disks are there, and how full?**
+# **Which disk is this, and how full?** (`cogumi disk` in a terminal names them all, and who takes the space.)
 
 # %%
-for each in disk.filesystems():
-    print(each.mount, disk.spoken(each.space.free), "free of", disk.spoken(each.space.total))
+here = disk.filesystem_of(Path.cwd())
+print(here.mount, disk.spoken(here.space.free), "free of", disk.spoken(here.space.total))
 
 # %% [markdown]
 # **What would the run want**, before anything is written? (`cogumi disk predict CONFIG` in a terminal.)
@@ -30,8 +32,8 @@ print(cogumi.start(CONFIG, cogumi__run_dir=RUN, train__max_steps=40, train__save
 
 # %%
 print(cogumi.last_good_checkpoint(f"{RUN}/checkpoints"))
-for use in disk.uses(RUN):
-    print(use)
+for use in disk.uses(Path(RUN)):
+    print(use.what, disk.spoken(use.bytes))
 
 # %% [markdown]
 # **In a script of your own** a callback watches the disk of any trainer, `cogumi.protect(trainer)` makes its checkpoints whole or absent, and the monitor alone watches a directory.
