@@ -3,7 +3,7 @@ SHELL := /bin/sh
 PYTHON_IN := .venv/bin/python
 LANES := requirements-stable-precompiled.txt $(wildcard requirements/*.txt) requirements/install.sh pyproject.toml
 
-.PHONY: smoke test test-all test-unsloth test-torch27 lint bench faults lock lock-check elf check-urls clean
+.PHONY: smoke test test-all test-unsloth test-torch27 lint browser notebooks bench faults lock lock-check elf check-urls clean
 
 smoke: .venv/lane
 	$(PYTHON_IN) -m cogumi.smoke
@@ -29,6 +29,16 @@ lint: .venv/test
 	$(PYTHON_IN) -m ruff check .
 	$(PYTHON_IN) -m ruff format --check .
 	$(PYTHON_IN) -m mypy
+
+# Debian's chromium, for the tests that look at notebooks as a person does. Without it those are skipped, and fail where CI is set.
+browser:
+	@command -v chromium >/dev/null || \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core; } || \
+		echo "chromium cannot be installed here (it takes Debian or Ubuntu, and root): the browser tests will say so"
+
+# Each .ipynb from its .py, with the outputs of a run on this machine: a quarter of an hour.
+notebooks: .venv/test
+	$(PYTHON_IN) notebooks/generate.py
 
 bench: .venv/test
 	$(PYTHON_IN) -m benchmarks cpu

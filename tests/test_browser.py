@@ -1,0 +1,130 @@
+"""The panel as a person sees it: a real JupyterLab, a real Chromium, a real run that trains meanwhile."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+import cogumi
+from cogumi.checkpoints.verify import inspect
+from cogumi.process import is_running
+from tests.lab import chromium, command, lab, open_notebook, page, write_notebook
+
+STEPS = 4000  # more than it is given time for
+
+
+@pytest.fixture
+def config(tiny_model: Path, code_parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run that would take minutes; whatever is left of it is ended."""
+    chromium()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    values: dict[str, Any] = {
+        "model": {"name": str(tiny_model)},
+        "lora": {"r": 4},
+        "data": {"source": str(code_parquet), "eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
+        "train": {"max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 1,
+                  "gradient_checkpointing": False, "save_steps": 1000},
+        "cogumi": {"method": "sft", "run_dir": "run", "merge": False, "compile": "off", "samples_every": 20,
+                   "price_per_hour": 2.5},
+    }  # fmt: skip
+    path = tmp_path / "long.yaml"
+    path.write_text(yaml.safe_dump(values))
+    yield path
+    if (tmp_path / "run").exists():
+        status = cogumi.attach(tmp_path / "run").status()
+        if is_running(status.process):
+            psutil.Process(status.pid).kill()
+
+
+def step_shown(shown: Any) -> int:
+    found = re.search(r"step (\d+)/", shown.locator(".cogumi-panel").inner_text())
+    return int(found[1]) if found else 0
+
+
+def wait_for_step(shown: Any, step: int) -> None:
+    shown.wait_for_function(
+        "least => Number((document.querySelector('.cogumi-panel')?.innerText.match(/step (\\d+)\\//) || [])[1]) >= least",
+        arg=step,
+    )
+
+
+@pytest.mark.timeout(400)
+def test_the_panel_follows_a_run_survives_a_reload_and_stops_it_with_a_checkpoint(config: Path, tmp_path: Path) -> None:
+    write_notebook(tmp_path / "watch.ipynb", ["import cogumi\nrun = cogumi.start('long.yaml')", "run.dashboard()"])
+    with lab(tmp_path) as address, page() as (shown, wrong):
+        open_notebook(shown, address, "watch.ipynb")
+        command(shown, "notebook:run-all-cells")
+        shown.locator(".cogumi-panel svg[role=img]").first.wait_for()
+        run = cogumi.attach(tmp_path / "run")
+
+        first = step_shown(shown)
+        wait_for_step(shown, first + 5)  # it is drawn anew while the run trains, and no cell runs
+        titles = shown.locator(".cogumi-panel svg").evaluate_all(
+            "all => all.map(each => each.getAttribute('aria-label'))"
+        )
+        assert [title.split(" by step")[0] for title in titles] == [
+            "loss",
+            "gradient norm",
+            "entropy",
+            "learning rate",
+            "speed",
+        ]
+
+        shown.get_by_role("button", name="Checkpoint now").click()
+        shown.get_by_text("verified when it was saved").first.wait_for()
+        assert inspect(next((tmp_path / "run" / "checkpoints").glob("checkpoint-*"))).state == "verified"
+
+        shown.get_by_role("button", name="Pause").click()
+        resume = shown.get_by_role("button", name="Resume")
+        resume.wait_for()
+        assert run.status().state == "paused"
+        resume.click()
+        shown.get_by_role("button", name="Pause").wait_for()
+
+        command(shown, "docmanager:save")
+        shown.wait_for_function("() => !document.querySelector('.jp-mod-dirty')")
+        shown.reload()
+        shown.locator(
+            ".cogumi-panel svg"
+        ).first.wait_for()  # the same panel of the same kernel, without a cell run again
+        wait_for_step(shown, step_shown(shown) + 5)
+
+        shown.get_by_role("button", name="Stop").click()
+        shown.get_by_text("the run has ended").wait_for()
+        ended = run.status()
+        assert ended.state == "preempted", ended
+        assert ended.checkpoint == f"checkpoint-{ended.step}"
+        saved = cogumi.last_good_checkpoint(tmp_path / "run" / "checkpoints")
+        assert saved is not None
+        assert saved.name == ended.checkpoint
+        assert all(shown.get_by_role("button", name=name).is_disabled() for name in ("Stop", "Checkpoint now", "Pause"))
+        assert wrong == []
+
+
+@pytest.mark.timeout(300)
+def test_another_kernel_attaches_to_what_the_first_one_started(config: Path, tmp_path: Path) -> None:
+    run = cogumi.start(config, cogumi__run_dir=str(tmp_path / "run"))
+    write_notebook(tmp_path / "attach.ipynb", ["import cogumi\ncogumi.attach('run').dashboard()"])
+    with lab(tmp_path, "dark") as address, page("dark") as (shown, wrong):
+        open_notebook(shown, address, "attach.ipynb")
+        command(shown, "notebook:run-all-cells")
+        wait_for_step(shown, 3)
+        command(shown, "kernelmenu:restart-and-clear")
+        shown.locator(".jp-Dialog .jp-mod-accept").click()
+        shown.locator(".cogumi-panel").wait_for(state="detached")
+        shown.get_by_text("| Idle").wait_for()
+        assert run.status().alive
+        command(shown, "notebook:run-all-cells")
+        wait_for_step(shown, 5)
+        colours = shown.locator(".cogumi-panel").evaluate(
+            "panel => [getComputedStyle(panel.querySelector('.cogumi')).color, "
+            "getComputedStyle(document.querySelector('.jp-Notebook')).backgroundColor]"
+        )
+        text, ground = (tuple(map(int, re.findall(r"\d+", each)[:3])) for each in colours)
+        assert min(text) > 180 > 60 > max(ground)  # light letters on a dark page
+        assert wrong == []
+    run.stop()
