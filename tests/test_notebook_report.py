@@ -291,6 +291,14 @@ def test_a_run_at_any_stage(state: str, run: Path, tmp_path: Path) -> None:
             assert re.search(r"\bno(thing|t)?\b", page.sections[section], re.IGNORECASE), section
 
 
+def test_the_error_of_an_earlier_part_is_not_how_it_ended(run: Path) -> None:
+    with (run / "run.log").open("a") as log:
+        log.write("Traceback (most recent call last):\n    boom()\nValueError: earlier\n")
+    assert "The error it ended in" not in page_of(run).text
+    write_json(run / "status.json", {**read_json(run / "status.json"), "state": "failed"})
+    assert "The error it ended in" in page_of(run).text
+
+
 def test_any_file_may_be_missing(finished: Path, tmp_path: Path) -> None:
     files = [path for path in finished.iterdir() if path.name not in ("status.json", "tensorboard")]
     assert len(files) > 10
