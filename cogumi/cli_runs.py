@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cogumi.cli_disk import print_table
-from cogumi.errors import RunFailed
+from cogumi.errors import RunFailed, UsageError
 
 if TYPE_CHECKING:
     from cogumi.run_status import Status
@@ -61,13 +61,18 @@ def status(
         list[Path] | None, typer.Argument(metavar="[RUN_DIR]...", help="Runs; by default all those below runs/.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list, for programs.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Follow one run on the whole screen until it ends.")] = False,
 ) -> None:
     """How runs stand: one screen of one run, a line for each of several. Changes nothing."""
     from cogumi.run_status import runs_below, status_of
     from cogumi.run_summary import cost, flagged, in_words, near_here, number, on_a_screen
     from cogumi.words import duration
 
-    found = [status_of(path) for path in run_dirs or runs_below(Path("runs"))]
+    paths = run_dirs or runs_below(Path("runs"))
+    if watch:
+        follow_one(paths, as_json)
+        return
+    found = [status_of(path) for path in paths]
     if as_json:
         print(json.dumps([each.as_dict() for each in found], indent=2, ensure_ascii=False))
     elif run_dirs and len(found) == 1:
@@ -94,6 +99,24 @@ def status(
         for each in found:
             if each.reason:
                 print(in_words(each))
+
+
+def follow_one(paths: list[Path], as_json: bool) -> None:
+    """`status --watch`. Raises UsageError unless it is one run that is to be watched, by a person."""
+    from cogumi.notebook.screen import watch
+    from cogumi.runs import attach as run_in
+
+    if as_json or len(paths) != 1:
+        what = (
+            "--watch and --json: one is for people, the other for programs"
+            if as_json
+            else (f"--watch follows one run, and {len(paths)} are there: name its directory")
+        )
+        raise UsageError(what)
+    run = run_in(paths[0])
+    with detaching(f"the run goes on; come back with `cogumi status --watch {paths[0]}`"):
+        watch(run)
+    conclude(run.status())
 
 
 def logs(

@@ -18,7 +18,7 @@ Origins = dict[str, str]
 def read_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], Origins, str]:
     if isinstance(config, Mapping):
         return copy_mapping(config), {}, "config"
-    path = Path(config)
+    path = named(Path(config))
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -42,6 +42,19 @@ def read_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dic
     return values, origins, str(path)
 
 
+def named(path: Path) -> Path:
+    """A config that comes with the package where `path` is its name, as in `cogumi cp`: `smoke/sft`; else the path."""
+    if is_yaml(path) or path.exists():
+        return path
+    from cogumi.handing_out import there_are
+
+    return there_are().get(path.as_posix(), path)
+
+
+def is_yaml(path: Path) -> bool:
+    return path.suffix in (".yaml", ".yml")  # a name may have a point in it, as llama-3.1 has
+
+
 def record_lines(node: yaml.MappingNode, prefix: str, path: str, origins: Origins) -> None:
     for key, value in node.value:
         dotted = f"{prefix}{key.value}"
@@ -54,15 +67,16 @@ def record_lines(node: yaml.MappingNode, prefix: str, path: str, origins: Origin
 
 
 def suggest_yaml(path: Path) -> str:
-    names = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1) or sorted(names)[:3]
-    return (
-        f"; did you mean {path.parent / near[0]}?"
-        if len(near) == 1
-        else f"; there is {', '.join(near)}"
-        if near
-        else ""
-    )
+    """The nearest YAML beside a path that is none; of a name without an ending the nearest of the package's own."""
+    names = {each.name: path.parent / each.name for each in path.parent.glob("*.yaml")} if path.parent.is_dir() else {}
+    if not is_yaml(path):
+        from cogumi.handing_out import there_are
+
+        names |= {name: Path(name) for name in there_are() if not name.endswith(".py")}
+    near = difflib.get_close_matches(path.name if is_yaml(path) else str(path), names, n=1)
+    if near:
+        return f"; did you mean {names[near[0]]}?"
+    return f"; there is {', '.join(sorted(names)[:3])}" if names else ""
 
 
 def parse_scalar(text: str) -> Any:

@@ -100,6 +100,18 @@ def test_a_missing_file_names_the_near_one(config: Path) -> None:
     assert "cannot be read" in refusal(config / "x.yaml")
 
 
+def test_a_config_of_the_package_goes_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = load_config("smoke/llama-3.1-8b-sft")
+    assert (run.cogumi.method, run.data.format, str(run.run_dir)) == ("sft", "chat", "runs/smoke-llama-sft")
+    (tmp_path / "smoke").mkdir()
+    (tmp_path / "smoke" / "sft").write_text("model: {}\n")  # a file of the user's goes before it
+    with pytest.raises(UsageError, match="section `data:` is missing"):
+        load_config("smoke/sft")
+    with pytest.raises(UsageError, match=r"no such config file; did you mean smoke/llama-3.1-8b-dpo\?"):
+        load_config("smoke/llama-3.1-8b-dop")
+
+
 def test_environment_wins_over_the_file_and_the_call_over_both(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COGUMI_TRAIN__MAX_STEPS", "5")
     monkeypatch.setenv("COGUMI_DATA__FIM__MIDDLE_CHARS", "[2, 4]")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape
-from io import StringIO
+from io import BytesIO, StringIO
 from typing import Any
 
 import matplotlib
@@ -86,6 +86,13 @@ class Drawing(Figure):
 
     def _repr_html_(self) -> str:
         return f"<figure style='margin:0'>{self.svg()}</figure>"
+
+    def _repr_png_(self) -> bytes:
+        """For web pages that show saved notebooks and take SVG out of them."""
+        with own_settings():
+            image = BytesIO()
+            self.savefig(image, format="png", dpi=80, facecolor="white")
+        return image.getvalue()
 
 
 def inlined(text: str, title: str, words: str) -> str:

@@ -1,0 +1,102 @@
+"""`cogumi status --watch`: the panel in a terminal, drawn by rich every two seconds until the run has ended."""
+
+import time
+
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from cogumi.disk.usage import spoken
+from cogumi.notebook.curves import Curve
+from cogumi.notebook.look import Look, Looker
+from cogumi.notebook.svg import short
+from cogumi.run_summary import figures, in_short, machine, number
+from cogumi.runs import Run
+
+REFRESH_SECONDS = 2.0
+BLOCKS = "▁▂▃▄▅▆▇█"
+COLUMNS = 48
+MOST_CHARACTERS = 160
+MARKS = {"red": "bold red", "yellow": "yellow", "green": "green"}
+
+
+def watch(run: Run, console: Console | None = None) -> None:
+    """Follow a run until it ends. Ctrl-C ends the looking, not the run. Without a terminal each look is printed once."""
+    looker = Looker(run.run_dir)
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            look = looker.look()
+            live.update(screen(look), refresh=True)
+            if look.status.ended:
+                return
+            time.sleep(REFRESH_SECONDS)
+
+
+def screen(look: Look) -> RenderableType:
+    """One look as a screen: state, curves, flags, samples, checkpoints, disk."""
+    status = look.status
+    parts: list[RenderableType] = []
+    if status.step is not None and status.steps:
+        bar = Table.grid()  # a bar alone does not end its line
+        bar.add_row(ProgressBar(total=status.steps, completed=min(status.step, status.steps), width=COLUMNS * 2))
+        parts.append(bar)
+    parts += [Text(each) for each in (figures(status.latest), machine(status.heartbeat)) if each]
+    if status.reason:
+        parts.append(Text(" ".join(status.reason.split())))
+    parts += [curves(look), *flags(look)]
+    if look.samples:
+        parts.append(samples(look))
+    for each in look.checkpoints:
+        parts.append(Text(f"{each.path.name}: {each.state}, {spoken(each.bytes)}"))
+    parts += [Text(f"disk: {each}") for each in look.disk]
+    return Panel(Group(*parts), title=Text(in_short(status)), title_align="left")
+
+
+def curves(look: Look) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for plot, drawn in look.plots:
+        for key, curve in drawn.items():
+            name = plot.title if len(drawn) == 1 else key
+            if len(curve.low):
+                between = f"{short(float(curve.low.min()))} to {short(float(curve.high.max()))}"
+                table.add_row(name, sparkline(curve), f"now {short(float(curve.mean[-1]))}", between)
+            if curve.broken:
+                table.add_row(name, f"NOT FINITE at step {curve.broken[0]}", f"{len(curve.broken)} times")
+    return table
+
+
+def sparkline(curve: Curve) -> str:
+    """The means in one line of blocks, as many as there is room for."""
+    means = np.array([part.mean() for part in np.array_split(curve.mean, min(COLUMNS, len(curve.mean)))])
+    low, high = means.min(), means.max()
+    levels = (means - low) / (high - low) if high > low else np.full_like(means, 0.5)
+    return "".join(BLOCKS[round(level * (len(BLOCKS) - 1))] for level in levels)
+
+
+def flags(look: Look) -> list[Text]:
+    said = [
+        Text(
+            f"{flag['level'].upper()} {flag['name']}: {flag['evidence']}. To turn: {flag['knob']}", MARKS[flag["level"]]
+        )
+        for flag in look.troubles
+    ]
+    if look.flags:
+        said.append(
+            Text(f"{len(look.flags) - len(look.troubles)} of {len(look.flags)} flags are green", MARKS["green"])
+        )
+    return said
+
+
+def samples(look: Look) -> Table:
+    rewarded = "reward" in look.samples[0]
+    table = Table(title=f"newest samples, step {look.sampled_at}", title_justify="left", show_lines=True)
+    for name in ("prompt (its end)", "completion", *(["reward"] if rewarded else [])):
+        table.add_column(name)
+    for each in look.samples:
+        row = [Text(str(each["prompt"])[-MOST_CHARACTERS:]), Text(str(each["completion"])[:MOST_CHARACTERS])]
+        table.add_row(*row, *([number(each["reward"])] if rewarded else []))
+    return table

@@ -1,0 +1,69 @@
+"""Make each .ipynb from its .py, with the outputs of a real run: `make notebooks`, or `python notebooks/generate.py 03 07`.
+
+The .py (jupytext's percent format) is what is edited. A notebook runs in an empty directory, so its runs are its own; of a
+figure that is SVG in a page the PNG is kept, which is what web pages that show notebooks display.
+"""
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+
+HERE = Path(__file__).parent
+CELL_SECONDS = 600
+
+
+def sources(names: list[str]) -> list[Path]:
+    """The notebooks' sources whose names begin with one of these; all of them by default."""
+    return [path for path in sorted(HERE.glob("[0-9][0-9]_*.py")) if not names or path.name.startswith(tuple(names))]
+
+
+def notebook_of(source: Path) -> nbformat.NotebookNode:
+    """The cells of a source, without outputs. Cells are numbered, so that the same source is the same file."""
+    notebook = jupytext.read(source)
+    notebook.metadata = nbformat.from_dict(
+        {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    )
+    for number, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{number:02}"
+    return notebook
+
+
+def executed(source: Path) -> nbformat.NotebookNode:
+    notebook = notebook_of(source)
+    with tempfile.TemporaryDirectory() as directory:
+        client = NotebookClient(notebook, timeout=CELL_SECONDS, resources={"metadata": {"path": directory}})
+        client.store_widget_state = False  # a panel is of its kernel; its text stays
+        client.execute()
+        for cell in notebook.cells:
+            for output in cell.get("outputs", []):
+                tidy(output, directory)
+            cell.metadata.pop("execution", None)
+    return notebook
+
+
+def tidy(output: nbformat.NotebookNode, directory: str) -> None:
+    """Take out where it ran, what only its kernel can show, and the SVG of what is there as PNG."""
+    data = output.get("data", {})
+    for mime in [mime for mime in data if mime.startswith("application/vnd.jupyter.widget")]:
+        del data[mime]
+    if "image/png" in data:
+        data.pop("text/html", None)
+    for holder, key in ((output, "text"), *((data, mime) for mime in data if mime.startswith("text/"))):
+        if key in holder:
+            holder[key] = holder[key].replace(f"{directory}/", "").replace(directory, ".")
+
+
+def main(names: list[str]) -> None:
+    for source in sources(names):
+        began = time.monotonic()
+        nbformat.write(executed(source), source.with_suffix(".ipynb"))
+        print(f"{source.stem}: {time.monotonic() - began:.0f} s, {source.with_suffix('.ipynb').stat().st_size / 1e3:.0f} kB")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,151 @@
+"""The panel of a run: what it shows of a directory, in a real kernel and where there is none."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+import cogumi
+from cogumi.notebook import panel, panel_html
+from cogumi.notebook.look import Looker
+from cogumi.notebook.panel import Panel
+from cogumi.process import this_process
+from cogumi.rundir import append_jsonl, write_json
+
+EVIL = "</pre><script>alert(1)</script>"
+FLAG = {"threshold": "< 1", "cause": "a rate too high", "knob": "train.learning_rate"}
+
+
+def run_in(path: Path, state: str = "running", **more: Any) -> Path:
+    """A run's directory as one of this process leaves it."""
+    path.mkdir(exist_ok=True)
+    now = time.time()
+    write_json(path / "status.json", {"state": state, "stage": "train", "time": now, **this_process(), **more})
+    beat = {"stage": "train", "step": 40, "steps": 100, "time": now, "eta_seconds": 90.0, "cost_so_far": 1.25}
+    disk = {"free": 5e9, "total": 1e10}
+    write_json(path / "heartbeat.json", {**beat, "cost_at_end": 3.5, "tokens_per_second": 4321.0, "disk": disk})
+    for step in range(1, 41):
+        append_jsonl(path / "metrics.jsonl", {"step": step, "time": now, "loss": 3 - step / 20, "grad_norm": 0.5})
+    append_jsonl(path / "metrics.jsonl", {"step": 41, "time": now, "loss": float("nan")})
+    flags = [{"name": "loss trend", "level": "red", "evidence": f"it climbs {EVIL}", **FLAG}]
+    flags += [{"name": "entropy", "level": "green", "evidence": "0.4", **FLAG}]
+    write_json(path / "flags.json", {"step": 40, "flags": flags, "was_red": [{"step": 20, **flags[0]}]})
+    shown = [{"prompt": "x" * 500 + f"p{EVIL}", "completion": f"c{EVIL}", "reward": 0.25}]
+    append_jsonl(path / "rollouts.jsonl", {"step": 37, "reward": [0.25], "rewards": {"a": [0.25]}, "shown": shown})
+    write_json(path / "outlook.json", {"time": now, "fits": True, "lines": ["one checkpoint is 2.0 MB"]})
+    (path / "run.log").write_text("the last line of the log\n")
+    return path
+
+
+def html_of(path: Path) -> str:
+    look = Looker(path).look()
+    parts = (panel_html.head, panel_html.flags, panel_html.plots, panel_html.samples, panel_html.rest)
+    return "".join(part(look) for part in parts)
+
+
+def test_everything_that_is_asked_of_a_run_is_there_in_words(tmp_path: Path) -> None:
+    shown = html_of(run_in(tmp_path / "run"))
+    for word in ("running (train), step 4", "2 min to go", "4,321 tokens/s", "$1.25 so far", "$3.50 at the end",
+                 "RED loss trend", "train.learning_rate", "1 of 2 flags are green", "red at step 20: loss trend",
+                 "newest samples, step 37", "0.25", "5.0 GB free", "one checkpoint is 2.0 MB", "the last line of the log",
+                 'aria-label="loss by step; loss from 2.95 to 1, between 1 and 2.95; not finite at 1 steps, the first is 41"',
+                 "not finite at step 41", "<title>red: loss trend</title>"):  # fmt: skip
+        assert word in shown, word
+
+
+def test_nothing_that_a_model_writes_is_taken_for_html(tmp_path: Path) -> None:
+    shown = html_of(run_in(tmp_path / "run"))
+    assert "<script" not in shown
+    assert shown.count("&lt;script&gt;") == 4  # a flag, what was red, prompt, completion
+    assert shown.count("x" * 360) == 1  # of a prompt its end
+    assert "x" * 401 not in shown
+
+
+def test_a_panel_draws_until_the_run_has_ended_and_its_buttons_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(panel, "REFRESH_SECONDS", 0.05)
+    monkeypatch.setattr(panel, "WAIT_PER_WORK", 0.0)
+    home = run_in(tmp_path / "run")
+    shown = Panel(cogumi.attach(home))
+    shown.thread.start()
+    until(lambda: "step 4" in shown.head.value)
+    assert not shown.stop.disabled
+    shown.save.click()
+    assert (home / "CHECKPOINT").exists()
+    shown.pause.click()
+    assert (home / "PAUSE").exists()
+    run_in(home, "paused")
+    (home / "PAUSE").unlink()
+    (home / "PAUSED").touch()
+    until(lambda: shown.pause.description == "Resume")
+    assert shown.save.disabled
+    shown.pause.click()
+    assert not (home / "PAUSED").exists()
+    run_in(home, "finished")
+    shown.thread.join(20)
+    assert not shown.thread.is_alive()
+    assert "the run has ended" in shown.said.value
+    assert shown.stop.disabled and shown.save.disabled and shown.pause.disabled  # noqa: PT018
+    shown.save.click()  # nothing that a dead run would find later
+    assert "there is no training to ask" in shown.said.value
+
+
+def test_a_directory_that_goes_is_said_in_the_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panel, "REFRESH_SECONDS", 0.05)
+    home = run_in(tmp_path / "run")
+    shown = Panel(cogumi.attach(home))
+    shown.thread.start()
+    until(lambda: "step 4" in shown.head.value)
+    home.rename(tmp_path / "elsewhere")
+    shown.now.set()
+    shown.thread.join(20)
+    assert "no run there" in shown.said.value
+    assert shown.stop.disabled
+
+
+def until(happened: Any, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_without_a_kernel_it_is_one_screen_of_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cogumi.attach(run_in(tmp_path / "run")).dashboard()
+    printed = capsys.readouterr().out
+    assert "running (train), step 4" in printed
+    assert "red: loss trend" in printed
+    assert "<div" not in printed
+
+
+@pytest.mark.timeout(120)
+def test_in_a_real_kernel_there_is_a_widget_and_text_for_who_has_none(tmp_path: Path) -> None:
+    run_in(tmp_path / "run")
+    code = [
+        "import cogumi, sys\nrun = cogumi.attach('run')\nrun.dashboard()",
+        "run.dashboard()",
+        "from cogumi.notebook.panel import shown\nimport time\npanel, = shown.values()\n"
+        "while 'step 4' not in panel.head.value: time.sleep(0.05)\n"
+        "print('torch' in sys.modules, 'matplotlib.pyplot' in sys.modules)",
+        "raise cogumi.UsageError('one line')",
+    ]
+    cells = [nbformat.v4.new_code_cell(each) for each in code]
+    cells[-1].metadata["tags"] = ["raises-exception"]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    (first,), (second,) = (cell.outputs for cell in cells[:2])
+    widget = "application/vnd.jupyter.widget-view+json"
+    assert first.data[widget]["model_id"] == second.data[widget]["model_id"]  # one panel, shown twice
+    assert "running (train), step 4" in first.data["text/plain"]
+    assert "<div" not in first.data["text/plain"]
+    assert cells[2].outputs[0].text == "False False\n"
+    assert cells[3].outputs[0].traceback == ["cogumi: one line"]
+    state = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"]
+    buttons = [each["state"]["description"] for each in state.values() if each["model_name"] == "ButtonModel"]
+    assert sorted(buttons) == ["Checkpoint now", "Pause", "Stop"]
+    assert any("<svg" in json.dumps(each) for each in state.values())

@@ -1,0 +1,187 @@
+"""What is asked of a training under way by files: checkpoints and pauses in real runs; and what GSPO's rollouts leave."""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from torch import equal
+from transformers import TrainerCallback
+
+import cogumi
+from cogumi.errors import UsageError
+from cogumi.rundir import read_json, read_jsonl
+from cogumi.training import waiting
+
+Config = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(waiting, "PAUSE_SECONDS", 0.01)
+
+
+@pytest.fixture
+def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Config:
+    return {
+        "model": {"name": str(tiny_model)},
+        "lora": {"r": 4},
+        "data": {"source": str(code_parquet), "eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
+        "train": {
+            "max_steps": 8,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "gradient_checkpointing": False,
+            "save_steps": 100,
+        },
+        "cogumi": {"method": "sft", "run_dir": str(tmp_path / "run"), "merge": False, "compile": "off"},
+    }
+
+
+def at_step(step: int, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have something done before the waiting looks, at the end of a step."""
+    look = waiting.Waiting.on_step_end
+
+    def first(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == step:
+            act()
+        look(self, args, state, control, **kwargs)
+
+    monkeypatch.setattr(waiting.Waiting, "on_step_end", first)
+
+
+def test_a_pause_saves_waits_goes_on_and_changes_nothing(
+    sft: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = cogumi.train(sft, cogumi__run_dir=str(tmp_path / "whole"))
+    home, seen = tmp_path / "run", {}
+
+    def user() -> None:
+        while not (home / "PAUSED").exists() or read_json(home / "status.json")["state"] != "paused":
+            time.sleep(0.02)
+        seen["reason"] = read_json(home / "status.json")["reason"]
+        seen["whole"] = cogumi.last_good_checkpoint(home / "checkpoints")
+        seen["paused"] = str(cogumi.attach(home))
+        time.sleep(1.5)  # that counts as no time of a step
+        seen["asked"] = (home / "PAUSE").exists()
+        cogumi.attach(home).resume()
+
+    at_step(3, lambda: cogumi.attach(home).pause(), monkeypatch)
+    threading.Thread(target=user, daemon=True).start()
+    paused = cogumi.train(sft)
+    assert seen["reason"] == "step 3: asked to wait"
+    assert seen["whole"] is not None
+    assert seen["whole"].name == "checkpoint-3"
+    assert "paused" in seen["paused"]
+    assert not seen["asked"]
+    assert not (home / "PAUSED").exists()
+    one, other = (load_file(each.adapter / "adapter_model.safetensors") for each in (whole, paused) if each.adapter)
+    assert all(equal(one[name], other[name]) for name in one)
+    spent = read_json(home / "metrics.json")
+    assert spent["seconds"]["paused"] >= 1.5
+    assert spent["step_seconds"] < spent["elapsed_seconds"] - 1.5
+
+
+def test_a_checkpoint_now_is_one_and_training_goes_on(
+    sft: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "run"
+    at_step(5, lambda: cogumi.attach(home).checkpoint(), monkeypatch)
+    result = cogumi.train(sft)
+    assert len(result.series("loss")) == 8
+    assert sorted(path.name for path in (home / "checkpoints").glob("checkpoint-*")) == ["checkpoint-5", "checkpoint-8"]
+    assert not (home / "CHECKPOINT").exists()
+
+
+def test_what_is_asked_too_late_or_of_another_part_is_forgotten(
+    sft: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "run"
+    at_step(8, lambda: cogumi.attach(home).pause(), monkeypatch)
+    cogumi.train(sft)  # the last step: there is nothing to wait for
+    assert not (home / "PAUSE").exists()
+    assert not (home / "PAUSED").exists()
+    for ask in ("checkpoint", "pause", "resume"):
+        with pytest.raises(UsageError, match=r"finished, step 8/8; there is no training to ask"):
+            getattr(cogumi.attach(home), ask)()
+    assert not any((home / name).exists() for name in ("CHECKPOINT", "PAUSE"))
+
+
+def test_saving_in_a_run_does_not_wait_for_the_disk(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No callback of cogumi's looks at a checkpoint right after the save; one of the user's might."""
+    from cogumi.checkpoints.saving import Saver
+
+    found = []
+    at_once = Saver.must_be_there_at_once
+
+    class Theirs(TrainerCallback):
+        def on_save(self, *_: Any, **__: Any) -> None: ...
+
+    def noted(self: Saver) -> bool:
+        found.append(at_once(self))
+        self.trainer.add_callback(Theirs())
+        found.append(at_once(self))
+        return found[-1]
+
+    monkeypatch.setattr(Saver, "must_be_there_at_once", noted)
+    cogumi.train(sft, train__max_steps=2)
+    assert found[:2] == [False, True]
+
+
+def test_rollouts_are_what_the_trainer_was_rewarded_for(sft: Config, tmp_path: Path) -> None:
+    train = {"max_steps": 8, "num_generations": 4, "max_completion_length": 8, "learning_rate": 1e-3,
+             "gradient_checkpointing": False, "save_strategy": "no", "reward_weights": [1.0, 0.5]}  # fmt: skip
+    ours = {"method": "gspo", "docs_per_step": 8, "rewards": ["edit_similarity", "parses"]}
+    result = cogumi.train({**sft, "train": train, "cogumi": sft["cogumi"] | ours})
+    rows = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
+    assert [row["step"] for row in rows] == [1, 5]  # a rollout is four optimizer steps
+    logged = {row["step"]: row for row in result.metrics if row.get("reward") is not None}
+    for row in rows:
+        assert set(row["rewards"]) == {"edit_similarity", "parses"}
+        assert len(row["reward"]) == 32
+        one, other = row["rewards"]["edit_similarity"], row["rewards"]["parses"]
+        expected = [a + 0.5 * b for a, b in zip(one, other, strict=True)]
+        assert row["reward"] == pytest.approx(expected, abs=2e-6)
+        mean = sum(row["reward"]) / 32
+        assert mean == pytest.approx(logged[row["step"]]["reward"], abs=1e-5)
+        shown = [each["reward"] for each in row["shown"]]
+        assert shown == sorted(shown)
+        assert (shown[0], shown[-1]) == (min(row["reward"]), max(row["reward"]))
+        assert len(shown) == 4
+        assert all(each["prompt"] and isinstance(each["completion"], str) for each in row["shown"])
+
+
+def test_a_completion_that_nobody_scored_has_no_reward() -> None:
+    from cogumi.training.rollouts import spread, text_of, weighted
+
+    nan = float("nan")
+    assert weighted((0.5, nan), [2.0, 1.0]) == 1.0
+    assert str(weighted((nan, nan), [1.0, 1.0])) == "nan"
+    assert spread([0.3, nan, 0.1]) == [2, 0]
+    assert spread([5.0, 1.0, 4.0, 2.0, 3.0, 0.0]) == [5, 3, 4, 0]
+    assert text_of([{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [1]}]) == (
+        "user: hi\nassistant: [1]"
+    )
+
+
+def test_rewards_of_steps_that_are_made_again_are_dropped(tmp_path: Path) -> None:
+    from cogumi.rundir import ROLLOUTS
+    from cogumi.training.samples import keep_until
+
+    path = tmp_path / ROLLOUTS
+    path.write_text("".join(json.dumps({"step": step, "reward": []}) + "\n" for step in (1, 5, 9)))
+    keep_until(tmp_path, 5, ROLLOUTS)
+    assert [row["step"] for row in read_jsonl(path)] == [1, 5]
+
+
+def test_what_the_disks_are_wanted_for_is_kept(sft: Config, tmp_path: Path) -> None:
+    cogumi.train(sft, train__max_steps=1)
+    said = read_json(tmp_path / "run" / "outlook.json")
+    assert said["fits"] is True
+    assert said["lines"][0].startswith("one checkpoint is ")
