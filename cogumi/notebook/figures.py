@@ -135,7 +135,8 @@ def draw_spread(ax: "Axes", reward: Curve, spread: Curve) -> None:
                 reward.steps, reward.mean + side * known, color=INK, linewidth=0.8, linestyle=(0, (1, 2)),
                 label="one standard deviation",
             )  # fmt: skip
-        ax.legend(ax.lines[-1:], ["one standard deviation"], loc="best")
+        make_room(ax, 1)
+        ax.legend(ax.lines[-1:], ["one standard deviation"], loc="upper left", borderaxespad=0)
 
 
 def draw_flags(ax: "Axes", flags: Sequence[tuple[int, str, str, str]], last: float) -> None:
@@ -149,11 +150,14 @@ def draw_flags(ax: "Axes", flags: Sequence[tuple[int, str, str, str]], last: flo
             va="top", ha="right" if to_left else "left", fontsize=8, weight="bold",
         )  # fmt: skip
         note.set_in_layout(False)
-    if flags:
-        scale = ax.yaxis.get_transform()
-        low, high = scale.transform(ax.get_ylim())
-        room = (high - low) / (1 - ROOM * min(len(flags), 4))
-        ax.set_ylim(top=float(scale.inverted().transform(low + room)))
+    make_room(ax, min(len(flags), 4))
+
+
+def make_room(ax: "Axes", lines: int) -> None:
+    """For so many lines of words above what is drawn."""
+    scale = ax.yaxis.get_transform()
+    low, high = scale.transform(ax.get_ylim())
+    ax.set_ylim(top=float(scale.inverted().transform(low + (high - low) / (1 - ROOM * lines))))
 
 
 def flags_at(said: Mapping[str, Any]) -> list[tuple[int, str, str]]:
@@ -284,7 +288,8 @@ def draw_bands(ax: "Axes", steps: np.ndarray, quantiles: np.ndarray) -> None:
     ax.set_ylabel("reward of a completion")
     ax.margins(y=0.1)
     whole_numbers(ax)
-    ax.legend(loc="best")
+    make_room(ax, 2)
+    ax.legend(loc="upper left", ncols=2, borderaxespad=0)
 
 
 # ---------------------------------------------------------------------------------------------------------------- data

@@ -22,7 +22,7 @@ from cogumi.notebook import figures, pieces
 from cogumi.notebook.completions import rollouts, side_by_side
 from cogumi.notebook.figures import MERGE_MANIFEST
 from cogumi.notebook.markup import facts, figure, folded, level, style, table, text, verbatim
-from cogumi.run_status import Status, read_if_there, status_of, tail_lines
+from cogumi.run_status import BROKEN_OFF, Status, read_if_there, status_of, tail_lines
 from cogumi.run_summary import flags as flagged
 from cogumi.run_summary import state_of
 from cogumi.rundir import PREFLIGHT, ROLLOUTS, write_atomic
@@ -333,7 +333,7 @@ def decisions(run: Path, status: Status) -> str:
         more = len(told) - MOST_LINES
         said = (f"<p>{more:,} earlier lines are in run.log.</p>" if more > 0 else "") + f"<ol>{shown}</ol>"
     failed = traceback_in(own) or traceback_in(tail_lines(log, LOG_BYTES))
-    if failed:
+    if failed and status.state in BROKEN_OFF:  # and not one of an earlier part, which the run has gone on after
         said = f"<h4>The error it ended in</h4>{verbatim(failed)}" + said
     last = tail_lines(log, LOG_BYTES)[-LAST_LINES:]
     if last:
