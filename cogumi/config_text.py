@@ -86,11 +86,13 @@ def pruned(value: Any) -> Any:
 
 def changed(text: str, path: Way, value: Any) -> str:
     root = yaml.compose(text, Loader=yaml.SafeLoader)
+    assert isinstance(root, yaml.MappingNode)
     way = entries_on(root, path)
     if value is ABSENT:
         while len(way) > 1 and len(way[-2][1].value) == 1:  # the last key takes its mapping along
             way.pop()
         mapping = way[-2][1] if len(way) > 1 else root
+        assert isinstance(mapping, yaml.MappingNode)
         return without(text, mapping, way[-1])
     rest = path[len(way) :]
     if not rest:

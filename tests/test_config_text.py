@@ -1,7 +1,6 @@
 """A YAML with other values: in their places, with the comments, and never a text that says something else."""
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
