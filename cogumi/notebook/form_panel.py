@@ -307,8 +307,6 @@ class Panel:
         self.show_state(problem)
 
     def show_state(self, problem: str) -> None:
-        import os
-
         text = (
             said(f"problem: {problem}")
             if problem
