@@ -36,29 +36,32 @@ WHAT_IT_HOLDS = {
 TRAINERS = {"sft": "trl.SFTConfig", "dpo": "trl.DPOConfig", "gspo": "trl.GRPOConfig"}
 # Colours are JupyterLab's own, which follow its theme; every colour stands beside a word that says the same.
 STYLE = """<style>
-.cogumi-form { --cogumi-label: 14em; color: var(--jp-ui-font-color1, inherit); }
+.cogumi-form { --cogumi-label: 16em; color: var(--jp-ui-font-color1, inherit); }
 .cogumi-form .cogumi-columns { flex-flow: row wrap; gap: 12px 20px; align-items: flex-start; }
 .cogumi-form .widget-label { white-space: normal; overflow-wrap: anywhere; line-height: 1.25; height: auto; align-self: center; }
 .cogumi-form .cogumi-keys .widget-inline-hbox > .widget-label:first-child { width: var(--cogumi-label); flex: none; }
 .cogumi-form .cogumi-keys .widget-checkbox .widget-label-basic {
-  flex-direction: row-reverse; justify-content: flex-end; width: 100%; }
+  display: flex; flex-direction: row-reverse; justify-content: flex-end; align-items: center; width: 100%; }
 .cogumi-form .cogumi-keys .widget-checkbox .widget-label-basic span {
   width: var(--cogumi-label); flex: none; text-align: right; margin-right: 8px; overflow-wrap: anywhere; white-space: normal;
   line-height: 1.25; }
-.cogumi-form .widget-html-content { line-height: 1.4; }
-.cogumi-form .cogumi-doc, .cogumi-form .cogumi-wrong { margin-left: calc(var(--cogumi-label) + 10px); }
+.cogumi-form .cogumi-keys .widget-checkbox { align-self: center; }
+.cogumi-form .cogumi-keys .widget-checkbox input { flex: none; margin: 0; }
+.cogumi-form .widget-html-content { line-height: 1.4; min-width: 0; }
+.cogumi-form .cogumi-doc, .cogumi-form .cogumi-wrong { margin-left: calc(var(--cogumi-label) + 8px); }
+.cogumi-form .cogumi-doc, .cogumi-form .cogumi-wrong, .cogumi-form .cogumi-keys label { font-size: 13px; }
 .cogumi-form .cogumi-doc {
-  color: var(--jp-ui-font-color2, #555); font-size: 12px; line-height: 1.35; margin-bottom: 6px;
+  color: var(--jp-ui-font-color2, #555); line-height: 1.35; margin-bottom: 6px;
   display: -webkit-box; -webkit-line-clamp: 2; -webkit-box-orient: vertical; overflow: hidden; }
 .cogumi-form .cogumi-doc code { font-size: inherit; }
 .cogumi-form .cogumi-wrong, .cogumi-form .cogumi-said.wrong { color: var(--jp-error-color1, #b00020); font-weight: 600; }
 .cogumi-form .cogumi-said { overflow-wrap: anywhere; }
 .cogumi-form h3 { margin: 0; font-size: 14px; font-weight: 600; }
-.cogumi-form pre {
-  margin: 0; padding: 8px 10px; max-height: 34em; overflow: auto; font-family: var(--jp-code-font-family, monospace);
+.cogumi-form .widget-html-content pre {
+  margin: 0; padding: 8px 10px; max-height: 42em; overflow: auto; font-family: var(--jp-code-font-family, monospace);
   font-size: 12px; line-height: 1.4; color: var(--jp-content-font-color1, inherit); background: var(--jp-layout-color2, #f3f3f3);
-  border: 1px solid var(--jp-border-color2, #ccc); }
-.cogumi-form pre.wrapped { white-space: pre-wrap; overflow-wrap: anywhere; }
+  border: 1px solid var(--jp-border-color2, #ccc); white-space: pre; word-break: normal; }
+.cogumi-form .widget-html-content pre.wrapped { white-space: pre-wrap; overflow-wrap: break-word; }
 </style>"""
 
 
@@ -81,7 +84,7 @@ class Panel:
         self.file = widgets.Text(str(form.save_as), description="file", layout={"width": "100%"})
         self.write = widgets.Button(description="write", tooltip="Write the YAML into this file")
         self.replace = widgets.Button(
-            description="", layout={"display": "none", "width": "auto"}, button_style="warning"
+            description="", layout={"display": "none", "width": "auto", "flex": "none"}, button_style="warning"
         )
         self.said = widgets.HTML()
         self.card = widgets.Dropdown(options=[HERE, *(card.name for card in CARDS)], description="for")
@@ -161,7 +164,6 @@ class Panel:
     def entry(self, key: str, field: Field, value: Any) -> widgets.DOMWidget:
         common = {
             "description": field.key,
-            "tooltip": f"{key}: {field.doc}",
             "layout": {"flex": "1 1 auto", "width": "auto", "min_width": "0"},
         }
         if field.kind == "choice":
@@ -206,6 +208,9 @@ class Panel:
         box = self.adders[section]
         name = box.value.strip()
         if not name:
+            return
+        if f"{section}.{name}" in self.entries:
+            self.adding[section].value = said(f"{section}.{name} is there already", wrong=False)
             return
         if name not in box.options:
             near = [each for each in box.options if name in each][:5]
@@ -363,15 +368,16 @@ def reads_as(field: Field, text: str, value: Any) -> bool:
 
 
 def key_in(problem: str, keys: list[str]) -> str | None:
-    """The key that a problem names."""
-    named = [key for key in keys if re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", problem)]
-    return max(named, key=len, default=None)
+    """The key that a problem names first; a later one may be the one that was meant."""
+    named = {key: found.start() for key in keys if (found := re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", problem))}
+    return min(named, key=lambda key: (named[key], -len(key)), default=None)
 
 
 def about(field: Field) -> str:
     doc = html.escape(re.sub(r"</?a\b[^>]*>", "", field.doc))
     doc = re.sub(r"`([^`]+)`", r"<code>\1</code>", doc)
-    of = f"{html.escape(field.of)}. " if field.of else ""
+    default = "" if field.default in (None, "", [], {}) else f"{flow(field.default)} by default"
+    of = html.escape(", ".join(each for each in (field.of, default) if each) + ". ").removeprefix(". ")
     return f"<div class='cogumi-doc' title='{html.escape(field.doc)}'>{of}{doc}</div>"
 
 

@@ -64,15 +64,17 @@ def checked(values: Values) -> RunConfig:
 def asked(question: str, about: Any) -> Any:
     global _answering
     with _one_at_a_time:
-        if _answering is None or _answering.process.poll() is not None:
+        other, _answering = _answering, None  # one that is interrupted half-way is not asked again
+        if other is None or other.process.poll() is not None:
             # It looks at no GPU, whose memory is for the training.
-            _answering = started("answer", {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+            other = started("answer", {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
         try:
-            pickle.dump((question, about, dict(os.environ)), _answering.to)
-            _answering.to.flush()
-            answer = pickle.load(_answering.back)
+            pickle.dump((question, about, dict(os.environ)), other.to)
+            other.to.flush()
+            answer = pickle.load(other.back)
         except (BrokenPipeError, EOFError):
-            raise RuntimeError(f"the process that checks configs {_answering.why()}") from None
+            raise RuntimeError(f"the process that checks configs {other.why()}") from None
+        _answering = other
     if isinstance(answer, UsageError):
         raise answer
     return answer
