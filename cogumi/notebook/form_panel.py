@@ -193,6 +193,7 @@ class Panel:
 
     def changed(self) -> None:
         self.show_yaml()
+        self.take_offer_back()  # and what was said of a file that was written
         self.stale()
         self.later("check", CHECK_AFTER, self.check)
 
@@ -221,9 +222,12 @@ class Panel:
         box.value = ""
         self.form.add(f"{section}.{name}")
 
-    def on_file(self, change: Any) -> None:
+    def take_offer_back(self) -> None:
         self.replace.layout.display = "none"
         self.said.value = ""
+
+    def on_file(self, change: Any) -> None:
+        self.take_offer_back()
         if change.new.strip():
             self.form.save_as = Path(change.new.strip())
             self.later("check", CHECK_AFTER, self.check)
@@ -305,7 +309,7 @@ class Panel:
             words = f"<div class='cogumi-wrong'>wrong: {html.escape(problem)}</div>" if each == key else ""
             if wrong.value != words:
                 wrong.value = words
-        at = re.search(rf"\b({'|'.join(SECTIONS)})\b", problem)
+        at = re.search(rf"\b({'|'.join(SECTIONS)})[.:]", problem if key is None else key)
         titles = [f"{each} (problem)" if at and each == at[1] else each for each in SECTIONS]
         if list(self.tabs.titles) != titles:
             self.tabs.titles = titles
