@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from cogumi.errors import UsageError as UsageError
     from cogumi.merge import MergeReport as MergeReport
     from cogumi.merge import merge_adapter as merge_adapter
+    from cogumi.notebook.form import configure as configure
     from cogumi.patches import PatchReport as PatchReport
     from cogumi.patches import patch as patch
     from cogumi.planning import PreflightReport as PreflightReport
@@ -40,6 +41,7 @@ _HOME = {
     "MergeReport": "cogumi.merge",
     "merge_adapter": "cogumi.merge",
     "PatchReport": "cogumi.patches",
+    "configure": "cogumi.notebook.form",
     "doctor": "cogumi.stack.doctor",
     "last_good_checkpoint": "cogumi.checkpoints",
     "patch": "cogumi.patches",

@@ -60,16 +60,8 @@ def bind_quantization(values: dict[str, Any], origins: Origins, label: str) -> d
     from transformers import BitsAndBytesConfig
 
     section = "model.quantization_config"
-    arguments = inspect.signature(BitsAndBytesConfig).parameters.values()
-    # It has no annotations: a default says its type, and what is None by default says it here, or is not checked.
-    hints = {
-        each.name: QUANTIZATION_TYPES.get(each.name, Any if each.default is None else type(each.default))
-        for each in arguments
-        if each.kind is not each.VAR_KEYWORD
-    }
-    bound = bind_values(
-        values, section, hints, f"BitsAndBytesConfig, transformers {version('transformers')}", origins, label
-    )
+    owner = f"BitsAndBytesConfig, transformers {version('transformers')}"
+    bound = bind_values(values, section, quantization_hints(BitsAndBytesConfig), owner, origins, label)
     chosen = [key for key in ("load_in_4bit", "load_in_8bit") if bound.get(key)]
     if len(chosen) != 1:
         what = "are both true; drop one" if chosen else "are both false; set one, or drop the section"
@@ -79,6 +71,16 @@ def bind_quantization(values: dict[str, Any], origins: Origins, label: str) -> d
             place = origins.get(f"{section}.{key}", label)
             raise UsageError(f"{place}: {section}.{key} would be ignored with {chosen[0]}: true; drop it")
     return bound
+
+
+def quantization_hints(signature: type) -> dict[str, Any]:
+    """BitsAndBytesConfig has no annotations: a default says its type, and what is None by default says it here, or is not
+    checked."""
+    return {
+        each.name: QUANTIZATION_TYPES.get(each.name, Any if each.default is None else type(each.default))
+        for each in inspect.signature(signature).parameters.values()
+        if each.kind is not each.VAR_KEYWORD
+    }
 
 
 def bind_values(

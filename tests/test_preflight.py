@@ -145,8 +145,9 @@ def test_what_does_not_fit_is_red_and_the_fix_fits(wide: Path, tmp_path: Path) -
     documents = changes["train.per_device_train_batch_size"] * changes["train.gradient_accumulation_steps"]
     assert documents == 512 * 2
     source, out = tmp_path / "run.yaml", tmp_path / "fits.yaml"
-    source.write_text(yaml.safe_dump(config))
+    source.write_text(yaml.safe_dump(config) + "# a word to myself\n")
     write_fixed(source, out, changes, {})
+    assert out.read_text().endswith("# a word to myself\n")
     assert load_config(out).train["per_device_train_batch_size"] == changes["train.per_device_train_batch_size"]
     with pytest.raises(UsageError, match="there is such a file already"):
         write_fixed(source, out, changes, {})

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cogumi.config import load_config
+from cogumi.config_text import sections, with_values
 from cogumi.errors import UsageError
 from cogumi.planning.apart import here
 from cogumi.planning.flight import foresee
@@ -34,21 +33,22 @@ def fixed(
 
 
 def write_fixed(source: Path, out: Path, changes: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """The YAML of `source` with the changes, its comments lost, at `out`. Raises UsageError for a file that is there."""
+    """The YAML of `source` with the changes, its comments kept, at `out`. Raises UsageError for a file that is there."""
     if out.exists():
         raise UsageError(f"--fix {out}: there is such a file already; name another, or remove it")
     load_config(source, **overrides)  # a mistake in it is said with its line
-    document = yaml.safe_load(source.read_text(encoding="utf-8"))
+    text = source.read_text(encoding="utf-8")
+    document = sections(text)
     given = {key.replace("__", "."): value for key, value in overrides.items()}
     for key, value in {**given, **changes}.items():
         section = document
-        *sections, name = key.split(".")
-        for each in sections:
+        *above, name = key.split(".")
+        for each in above:
             section = section.setdefault(each, {})
         section[name] = value
     said = "".join(f"#   {key}: {value}\n" for key, value in changes.items())
     head = f"# {source.name}, changed by cogumi preflight --fix:\n{said}"
     try:
-        write_atomic(out, head + yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
+        write_atomic(out, head + with_values(text, document)[0])
     except OSError as error:
         raise UsageError(f"--fix {out}: cannot be written ({error.strerror}); name another place") from None

@@ -1,0 +1,268 @@
+"""A config as a form: its values bound to the real signatures, checked as a run checks them, and written as a YAML.
+
+Here is the form without its widgets, which scripts can use as well; `cogumi.notebook.form_panel` shows it.
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from functools import reduce
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cogumi.config import RunConfig, redact
+from cogumi.config_binding import bind_mapping, reject_unknown
+from cogumi.config_source import SECTIONS, read_source
+from cogumi.config_text import same, with_values, written
+from cogumi.errors import UsageError
+from cogumi.handing_out import PACKAGE, there_are
+from cogumi.hidden import hide
+from cogumi.notebook.fields import Field, plain
+from cogumi.notebook.form_process import Values, begin_preflight, checked, end_of_preflight, signatures
+from cogumi.planning.lines import PreflightReport
+from cogumi.rundir import write_atomic
+
+if TYPE_CHECKING:
+    from cogumi.notebook.form_panel import Panel
+
+METHODS = ("sft", "dpo", "gspo")
+
+
+def configure(
+    config: str | os.PathLike[str] | Mapping[str, Any], save_as: str | os.PathLike[str] | None = None
+) -> "Form":
+    """A form for a config, which a notebook shows: every key with what it is for, what is wrong with it, and the YAML.
+
+    config: a file, a name that `cogumi cp` knows ("smoke/sft"), or a mapping. save_as: the file that the form offers to
+    write. The first form of a kernel waits for trl, in another process. Raises UsageError for what is no config.
+    """
+    form = Form(config, save_as)
+    if missing := no_widgets():
+        print(
+            f"{missing}: edit {form.save_as} by hand (`cogumi cp` hands one out), or use form.set, form.problem, form.write"
+        )
+    return form
+
+
+def no_widgets() -> str:
+    """Why nothing but text can be shown here; "" in a notebook."""
+    if find_spec("ipywidgets") is None:
+        return "ipywidgets is not installed, so there is no form to see"
+    shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
+    return "" if shell is not None and hasattr(shell, "kernel") else "a form is seen in a notebook, and this is none"
+
+
+class Form:
+    """A config that is being edited. `values` are those of its YAML, by section, `yaml` is its text; change them by `set`
+    and `remove`."""
+
+    def __init__(
+        self, config: str | os.PathLike[str] | Mapping[str, Any], save_as: str | os.PathLike[str] | None = None
+    ) -> None:
+        values, origins, label = read_source(self.found(config))
+        reject_unknown(values, SECTIONS, "", origins, label)
+        self.text = None if isinstance(config, Mapping) else Path(label).read_text(encoding="utf-8")
+        self.source = "a mapping" if self.text is None else str(config)
+        self.values: Values = {name: plain(bind_mapping(keys, name, origins, label)) for name, keys in values.items()}
+        self.save_as = Path(save_as or self.offered(label))
+        self.unread: dict[str, str] = {}  # what was typed and is no value at all: by key, why
+        self.watchers: list[Callable[[str], None]] = []  # told the key that was set or removed
+        self._checked: tuple[Any, RunConfig | None, str] | None = None
+        self._one_at_a_time = threading.Lock()
+        self._panel: Panel | None = None
+        self.fields = signatures(self.method)
+
+    @staticmethod
+    def found(config: str | os.PathLike[str] | Mapping[str, Any]) -> Path | Mapping[str, Any]:
+        if isinstance(config, Mapping) or Path(config).exists():
+            return config if isinstance(config, Mapping) else Path(config)
+        known = {name: path for name, path in there_are().items() if path.suffix == ".yaml"}
+        return known.get(str(config), Path(config))
+
+    def offered(self, label: str) -> Path:
+        """Where it is written unless something else is said: over its own file, or here if that is the package's."""
+        path = Path("run.yaml" if self.text is None else label)
+        return Path(path.name) if path.resolve().is_relative_to(PACKAGE) else path
+
+    @property
+    def method(self) -> str:
+        """What decides the keys of `train:`; that of a config that says nothing known is sft."""
+        said = self.values.get("cogumi", {}).get("method")
+        return said if said in METHODS else "sft"
+
+    # ---------------------------------------------------------------------------------------------------- keys
+
+    def field(self, key: str) -> Field:
+        """What a key is. One that its section does not have is text of YAML, so that it can be seen and taken out."""
+        section, _, name = key.partition(".")
+        found = (each for each in self.fields[section] if each.key == name)
+        return next(found, Field(name, "yaml", "no key of this section", doc="Not a key that a run knows here."))
+
+    def shown(self, section: str) -> Iterator[tuple[str, Any]]:
+        """The keys that the YAML sets in a section, dotted, with their values, in its order."""
+        groups = {f"{section}.{each.key.rpartition('.')[0]}" for each in self.fields[section] if "." in each.key}
+        yield from leaves(self.values.get(section, {}), f"{section}.", groups)
+
+    def can_be_added(self, section: str) -> list[Field]:
+        there = {key for key, _ in self.shown(section)}
+        return [each for each in self.fields[section] if f"{section}.{each.key}" not in there]
+
+    def get(self, key: str) -> Any:
+        return reduce(lambda inner, name: inner[name], key.split("."), self.values)
+
+    def set(self, key: str, value: Any) -> None:
+        """Give a key (`train.max_steps`) a value, and add it if it is not there. It is not checked before `problem` is read."""
+        *above, name = key.split(".")
+        if above[:1] == [] or above[0] not in SECTIONS:
+            raise UsageError(f"{key} names no key; the sections are {', '.join(SECTIONS)}, as in train.max_steps")
+        inner = self.values
+        for each in above:
+            if not isinstance(inner.get(each), dict):
+                inner[each] = {}
+            inner = inner[each]
+        inner[name] = plain(value)
+        self.unread.pop(key, None)
+        self.tell(key)
+
+    def type_in(self, key: str, text: str) -> None:
+        """`set` to what a text of YAML says; what it is no text of is a problem, and the value stays."""
+        try:
+            value = self.field(key).parse(text)
+        except UsageError as error:
+            self.unread[key] = f"{key} = {error}"
+            self.tell(key)
+        else:
+            self.set(key, value)
+
+    def add(self, key: str) -> None:
+        """Put a key into the YAML, with its default."""
+        self.set(key, deepcopy(self.field(key).default))
+
+    def remove(self, key: str) -> None:
+        """Take a key out of the YAML. Raises UsageError for one that is not in it."""
+        *above, name = key.split(".")
+        way: list[dict[str, Any]] = [self.values]
+        for each in above:
+            inner = way[-1].get(each)
+            way.append(inner if isinstance(inner, dict) else {})
+        if name not in way[-1]:
+            raise UsageError(f"{key} is not set in this config, so it cannot be removed")
+        del way[-1][name]
+        if len(above) > 1 and not way[-1]:  # `fim:` goes with its last key
+            del way[-2][above[-1]]
+        self.unread.pop(key, None)
+        self.tell(key)
+
+    def tell(self, key: str) -> None:
+        if key == "cogumi.method":
+            self.fields = signatures(self.method)
+        for watcher in self.watchers:
+            watcher(key)
+
+    # --------------------------------------------------------------------------------------------------- checks
+
+    @property
+    def config(self) -> RunConfig | None:
+        """The run that this is, as `cogumi.train` would read it; None while there is a problem."""
+        return self.check()[0]
+
+    @property
+    def problem(self) -> str:
+        """What is wrong, in one line that names the key; "" when nothing is."""
+        return self.check()[1]
+
+    def check(self) -> tuple[RunConfig | None, str]:
+        if self.unread:
+            return None, next(iter(self.unread.values()))
+        with self._one_at_a_time:
+            values = self.as_run()
+            now = (values, {name: value for name, value in os.environ.items() if name.startswith("COGUMI_")})
+            if self._checked is None or not same(self._checked[0][0], now[0]) or self._checked[0][1] != now[1]:
+                try:
+                    self._checked = (now, checked(values), "")
+                except UsageError as error:
+                    self._checked = (now, None, str(error).removeprefix("config: "))
+            return self._checked[1:]
+
+    def as_run(self) -> Values:
+        """The values as a run of the file would have them: its directory is called after the file."""
+        values = deepcopy(self.values)
+        for name in ("model", "data", "cogumi"):
+            values.setdefault(name, {})
+        if values["cogumi"].get("run_dir") is None:
+            values["cogumi"]["run_dir"] = f"runs/{self.save_as.stem}"
+        return values
+
+    def preflight(self, card: str | None = None) -> PreflightReport:
+        """`cogumi.preflight` of these values, for this machine or a card. Raises UsageError where there is a problem."""
+        if problem := self.problem:
+            raise UsageError(problem)
+        return end_of_preflight(begin_preflight(self.as_run(), card))
+
+    # --------------------------------------------------------------------------------------------------- the YAML
+
+    @property
+    def yaml(self) -> str:
+        """The text that `write` writes: that of the source with the changed values, its comments kept."""
+        return written(self.values) if self.text is None else with_values(self.text, self.values)[0]
+
+    @property
+    def yaml_to_see(self) -> str:
+        """`yaml` without the secrets in it."""
+        values = redact(self.values)
+        return hide(written(values) if self.text is None else with_values(self.text, values)[0])
+
+    @property
+    def loses_comments(self) -> bool:
+        return self.text is not None and "#" in self.text and not with_values(self.text, self.values)[1]
+
+    def write(self, path: str | os.PathLike[str] | None = None, replace: bool = False) -> Path:
+        """Write the YAML, whole or not at all. Raises UsageError for a problem in it, and rather than replace a file."""
+        path = Path(path or self.save_as)
+        if problem := self.problem:
+            raise UsageError(f"{path} is not written: {problem}")
+        if path.is_dir():
+            raise UsageError(f"{path} is a directory; name a file in it, such as {path / 'run.yaml'}")
+        if path.exists() and not replace:
+            raise UsageError(
+                f"{path} exists; name another file, or replace it: form.write({str(path)!r}, replace=True)"
+            )
+        try:
+            write_atomic(path, self.yaml)
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be written ({error.strerror}); name another place") from None
+        return path
+
+    # ------------------------------------------------------------------------------------------------ how it looks
+
+    def __repr__(self) -> str:
+        # A notebook keeps this text, so it holds no value.
+        keys = sum(1 for name in self.values for _ in self.shown(name))
+        said = hide(self.problem) or f"a config for {self.method}; form.write({str(self.save_as)!r}) writes it"
+        return f"<form of {self.source}, {keys} keys: {said}>"
+
+    @property
+    def panel(self) -> "Panel":
+        """The widgets, made when they are first asked for."""
+        if self._panel is None:
+            from cogumi.notebook.form_panel import Panel
+
+            self._panel = Panel(self)
+        return self._panel
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        if no_widgets():
+            return {"text/plain": repr(self)}
+        return {**self.panel.box._repr_mimebundle_(), "text/plain": repr(self)}
+
+
+def leaves(values: Mapping[str, Any], prefix: str, groups: set[str]) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and key in groups:
+            yield from leaves(value, f"{key}.", groups)
+        else:
+            yield key, value

@@ -1,0 +1,400 @@
+"""The widgets of a form. What is entered goes to the form, and what changes in the form is shown: the panel knows no values."""
+
+import html
+import os
+import re
+import shlex
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets as widgets
+
+from cogumi.config import ENVIRONMENT_PREFIX
+from cogumi.config_source import SECTIONS
+from cogumi.config_text import flow, same
+from cogumi.errors import UsageError
+from cogumi.hidden import SECRETS
+from cogumi.notebook.fields import Field
+from cogumi.notebook.form_process import Other, begin_preflight, end_of_preflight
+from cogumi.planning.lines import PreflightReport
+from cogumi.stack.cards import CARDS
+
+if TYPE_CHECKING:
+    from cogumi.notebook.form import Form
+
+CHECK_AFTER, PREFLIGHT_AFTER = 0.3, 1.0  # seconds without a change
+HERE = "this machine"
+WHAT_IT_HOLDS = {
+    "model": "what is trained",
+    "data": "what it is trained on",
+    "lora": "the adapter: peft.LoraConfig",
+    "train": "the training",
+    "cogumi": "the run: what is done around the training",
+}
+TRAINERS = {"sft": "trl.SFTConfig", "dpo": "trl.DPOConfig", "gspo": "trl.GRPOConfig"}
+# Colours are JupyterLab's own, which follow its theme; every colour stands beside a word that says the same.
+STYLE = """<style>
+.cogumi-form { --cogumi-label: 16em; color: var(--jp-ui-font-color1, inherit); }
+.cogumi-form .cogumi-columns { flex-flow: row wrap; gap: 12px 20px; align-items: flex-start; }
+.cogumi-form .widget-label { white-space: normal; overflow-wrap: anywhere; line-height: 1.25; height: auto; align-self: center; }
+.cogumi-form .cogumi-keys .widget-inline-hbox > .widget-label:first-child { width: var(--cogumi-label); flex: none; }
+.cogumi-form .cogumi-keys .widget-checkbox .widget-label-basic {
+  display: flex; flex-direction: row-reverse; justify-content: flex-end; align-items: center; width: 100%; }
+.cogumi-form .cogumi-keys .widget-checkbox .widget-label-basic span {
+  width: var(--cogumi-label); flex: none; text-align: right; margin-right: 8px; overflow-wrap: anywhere; white-space: normal;
+  line-height: 1.25; }
+.cogumi-form .cogumi-keys .widget-checkbox { align-self: center; }
+.cogumi-form .cogumi-keys .widget-checkbox input { flex: none; margin: 0; }
+.cogumi-form .widget-html-content { line-height: 1.4; min-width: 0; }
+.cogumi-form .cogumi-doc, .cogumi-form .cogumi-wrong { margin-left: calc(var(--cogumi-label) + 8px); }
+.cogumi-form .cogumi-doc, .cogumi-form .cogumi-wrong, .cogumi-form .cogumi-keys label { font-size: 13px; }
+.cogumi-form .cogumi-doc {
+  color: var(--jp-ui-font-color2, #555); line-height: 1.35; margin-bottom: 6px;
+  display: -webkit-box; -webkit-line-clamp: 2; -webkit-box-orient: vertical; overflow: hidden; }
+.cogumi-form .cogumi-doc code { font-size: inherit; }
+.cogumi-form .cogumi-wrong, .cogumi-form .cogumi-said.wrong { color: var(--jp-error-color1, #b00020); font-weight: 600; }
+.cogumi-form .cogumi-said { overflow-wrap: anywhere; }
+.cogumi-form h3 { margin: 0; font-size: 14px; font-weight: 600; }
+.cogumi-form .widget-html-content pre {
+  margin: 0; padding: 8px 10px; max-height: 42em; overflow: auto; font-family: var(--jp-code-font-family, monospace);
+  font-size: 12px; line-height: 1.4; color: var(--jp-content-font-color1, inherit); background: var(--jp-layout-color2, #f3f3f3);
+  border: 1px solid var(--jp-border-color2, #ccc); white-space: pre; word-break: normal; }
+.cogumi-form .widget-html-content pre.wrapped { white-space: pre-wrap; overflow-wrap: break-word; }
+</style>"""
+
+
+class Panel:
+    """`box` is what a notebook shows. `entries` are the widgets of the keys that the YAML sets, `removers` their buttons."""
+
+    def __init__(self, form: "Form") -> None:
+        self.form = form
+        self.entries: dict[str, widgets.DOMWidget] = {}
+        self.removers: dict[str, widgets.Button] = {}
+        self.wrong: dict[str, widgets.HTML] = {}
+        self.rows: dict[str, widgets.VBox] = {}
+        self.keys = {section: widgets.VBox() for section in SECTIONS}
+        self.adders = {section: self.adder(section) for section in SECTIONS}
+        self.adding = {section: widgets.HTML() for section in SECTIONS}
+        self.heads = {section: widgets.HTML() for section in SECTIONS}
+        self.timers: dict[str, threading.Timer] = {}
+        self.state = widgets.HTML()
+        self.yaml = widgets.HTML()
+        self.file = widgets.Text(str(form.save_as), description="file", layout={"width": "100%"})
+        self.write = widgets.Button(description="write", tooltip="Write the YAML into this file")
+        self.replace = widgets.Button(
+            description="", layout={"display": "none", "width": "auto", "flex": "none"}, button_style="warning"
+        )
+        self.said = widgets.HTML()
+        self.card = widgets.Dropdown(options=[HERE, *(card.name for card in CARDS)], description="for")
+        self.look = widgets.Button(description="preflight", tooltip="Whether this fits: memory, time, cost, disk")
+        self.always = widgets.Checkbox(description="after each change", indent=False, layout={"width": "auto"})
+        self.ahead = widgets.HTML()
+        self.looking: Other | None = None
+        self.looks = 0  # preflights begun: the answer of an older one is not shown
+        self.report: PreflightReport | None = None
+        self.tabs = widgets.Tab([self.page(section) for section in SECTIONS], titles=list(SECTIONS))
+        self.box = self.laid_out()
+        for section in SECTIONS:
+            self.show_keys(section)
+        self.show_yaml()
+        self.check()
+        self.file.observe(self.on_file, "value")
+        self.write.on_click(lambda _: self.on_write(replace=False))
+        self.replace.on_click(lambda _: self.on_write(replace=True))
+        self.look.on_click(lambda _: self.preflight())
+        self.always.observe(lambda _: self.stale(), "value")
+        self.card.observe(lambda _: self.stale(), "value")
+        form.watchers.append(self.on_change)
+
+    # ------------------------------------------------------------------------------------------------- its parts
+
+    def laid_out(self) -> widgets.VBox:
+        writing = widgets.HBox([self.file, self.write, self.replace])
+        looking = widgets.HBox([self.card, self.look, self.always], layout={"flex_flow": "row wrap"})
+        left = widgets.VBox([self.tabs], layout={"flex": "3 1 460px", "min_width": "0", "width": "auto"})
+        right = widgets.VBox(
+            [widgets.HTML("<h3>The YAML</h3>"), self.yaml, writing, self.said, widgets.HTML("<h3>Does it fit?</h3>"), looking,
+             self.ahead],
+            layout={"flex": "2 1 380px", "min_width": "0", "width": "auto"},
+        )  # fmt: skip
+        for narrow, width in ((self.file, "3em"), (self.card, "3em")):
+            narrow.style.description_width = width
+        self.card.layout.width = "15em"
+        columns = widgets.Box([left, right])
+        columns.add_class("cogumi-columns")
+        box = widgets.VBox([widgets.HTML(STYLE), self.state, columns])
+        box.add_class("cogumi-form")
+        return box
+
+    def page(self, section: str) -> widgets.VBox:
+        button = widgets.Button(description="add", tooltip=f"Put this key into {section}:", layout={"width": "5em"})
+        button.on_click(lambda _: self.on_add(section))
+        self.keys[section].add_class("cogumi-keys")
+        return widgets.VBox(
+            [
+                self.heads[section],
+                self.keys[section],
+                widgets.HBox([self.adders[section], button]),
+                self.adding[section],
+            ]
+        )
+
+    def adder(self, section: str) -> widgets.Combobox:
+        box = widgets.Combobox(
+            description="add a key",
+            placeholder="type a part of its name",
+            continuous_update=False,
+            style={"description_width": "6em"},
+            layout={"width": "26em"},
+        )
+        box.observe(lambda _: self.on_add(section), "value")
+        return box
+
+    def row(self, key: str, value: Any) -> widgets.VBox:
+        field = self.form.field(key)
+        entry = self.entry(key, field, value)
+        remove = widgets.Button(description="remove", tooltip=f"Take {key} out of the YAML", layout={"width": "6em"})
+        remove.on_click(lambda _: self.form.remove(key))
+        wrong = widgets.HTML()
+        self.entries[key], self.removers[key], self.wrong[key] = entry, remove, wrong
+        return widgets.VBox([widgets.HBox([entry, remove]), wrong, widgets.HTML(about(field))])
+
+    def entry(self, key: str, field: Field, value: Any) -> widgets.DOMWidget:
+        common = {
+            "description": field.key,
+            "layout": {"flex": "1 1 auto", "width": "auto", "min_width": "0"},
+        }
+        if field.kind == "choice":
+            words = {flow_of_choice(each): each for each in (*field.choices, field.chosen(value))}
+            choices = widgets.Dropdown(options=list(words), value=flow_of_choice(field.chosen(value)), **common)
+            choices.observe(lambda change: self.form.set(key, words[change.new]), "value")
+            return choices
+        if field.kind == "check" and isinstance(value, bool):
+            check = widgets.Checkbox(value, indent=False, **common)
+            check.observe(lambda change: self.form.set(key, change.new), "value")
+            return check
+        secret = key.lower().endswith(SECRETS)
+        text = (widgets.Password if secret else widgets.Text)(field.shown(value), **common)
+        text.observe(lambda change: self.form.type_in(key, change.new), "value")
+        return text
+
+    # ----------------------------------------------------------------------------------------------- what happens
+
+    def on_change(self, key: str) -> None:
+        section = key.partition(".")[0]
+        if key == "cogumi.method":  # the same keys may be others
+            for each in [each for each in self.rows if each.startswith("train.")]:
+                self.forget(each)
+            self.show_keys("train")
+        self.show_keys(section)
+        self.changed()
+
+    def changed(self) -> None:
+        self.show_yaml()
+        self.take_offer_back()  # and what was said of a file that was written
+        self.stale()
+        self.later("check", CHECK_AFTER, self.check)
+
+    def stale(self) -> None:
+        """What the preflight said is of other values, or of another card."""
+        if self.always.value:
+            self.later("preflight", PREFLIGHT_AFTER, self.preflight)
+        elif self.report is not None or self.looking is not None:
+            self.stop_looking()
+            self.ahead.value = said("changed since: press preflight again", wrong=False) + shown_report(self.report)
+
+    def on_add(self, section: str) -> None:
+        box = self.adders[section]
+        name = box.value.strip()
+        if not name:
+            return
+        if f"{section}.{name}" in self.entries:
+            self.adding[section].value = said(f"{section}.{name} is there already", wrong=False)
+            return
+        if name not in box.options:
+            near = [each for each in box.options if name in each][:5]
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            self.adding[section].value = said(f"{section}: has no key `{name}` that could be added{hint}")
+            return
+        self.adding[section].value = ""
+        box.value = ""
+        self.form.add(f"{section}.{name}")
+
+    def take_offer_back(self) -> None:
+        self.replace.layout.display = "none"
+        self.said.value = ""
+
+    def on_file(self, change: Any) -> None:
+        self.take_offer_back()
+        if change.new.strip():
+            self.form.save_as = Path(change.new.strip())
+            self.later("check", CHECK_AFTER, self.check)
+
+    def on_write(self, replace: bool) -> None:
+        path = Path(self.file.value.strip() or ".")
+        if path.is_file() and not replace:
+            self.replace.description = f"replace {path.name}"
+            self.replace.tooltip = f"Write over {path}"
+            self.replace.layout.display = ""
+            self.said.value = said(f"{path} exists: press “replace {path.name}” to write over it, or name another file")
+            return
+        try:
+            self.form.write(path, replace)
+        except (UsageError, RuntimeError) as error:
+            self.said.value = said(str(error))
+            return
+        self.replace.layout.display = "none"
+        lost = " (without the comments: this YAML has more than plain keys in it)" if self.form.loses_comments else ""
+        self.said.value = (
+            f"<div class='cogumi-said' role='status'>written: {code(str(path))}{lost}. "
+            f"Next: {code(f'cogumi.start({str(path)!r})')} or {code(f'cogumi start {shlex.quote(str(path))}')}</div>"
+        )
+
+    def later(self, what: str, seconds: float, action: Callable[[], None]) -> None:
+        """Do it when nothing of this kind was asked for during so many seconds."""
+        if what in self.timers:
+            self.timers[what].cancel()
+        self.timers[what] = threading.Timer(seconds, action)
+        self.timers[what].daemon = True
+        self.timers[what].start()
+
+    # ------------------------------------------------------------------------------------------------ what is shown
+
+    def show_keys(self, section: str) -> None:
+        shown = dict(self.form.shown(section))
+        for key in [key for key in self.rows if key.startswith(f"{section}.") and key not in shown]:
+            self.forget(key)
+        for key, value in shown.items():
+            if key not in self.rows:
+                self.rows[key] = self.row(key, value)
+            elif key not in self.form.unread:
+                self.show_value(key, value)
+        self.keys[section].children = [self.rows[key] for key in shown]
+        can_be_added = self.form.can_be_added(section)
+        self.adders[section].options = [field.key for field in can_be_added]
+        of = TRAINERS[self.form.method] if section == "train" else ""
+        count = f"{len(shown)} set, {len(can_be_added)} more can be added"
+        self.heads[section].value = f"<p>{WHAT_IT_HOLDS[section]}{of and f': {of}'}; {count}</p>"
+
+    def show_value(self, key: str, value: Any) -> None:
+        field, entry = self.form.field(key), self.entries[key]
+        if isinstance(entry, widgets.Checkbox) and isinstance(value, bool):
+            entry.value = value
+        elif isinstance(entry, widgets.Dropdown) and flow_of_choice(field.chosen(value)) in entry.options:
+            entry.value = flow_of_choice(field.chosen(value))
+        elif isinstance(entry, (widgets.Checkbox, widgets.Dropdown)):  # set by a script, to what it has no place for
+            self.forget(key)
+            self.rows[key] = self.row(key, value)
+        elif not reads_as(field, entry.value, value):
+            entry.value = field.shown(value)
+
+    def forget(self, key: str) -> None:
+        for kept in (self.entries, self.removers, self.wrong):
+            del kept[key]
+        self.rows.pop(key).close()
+
+    def show_yaml(self) -> None:
+        text = html.escape(self.form.yaml_to_see)
+        self.yaml.value = f"<pre tabindex='0' aria-label='the YAML as it would be written'>{text}</pre>"
+
+    def check(self) -> None:
+        try:
+            problem = self.form.problem
+        except RuntimeError as error:
+            problem = str(error)
+        key = key_in(problem, list(self.entries))
+        for each, wrong in list(self.wrong.items()):
+            words = f"<div class='cogumi-wrong'>wrong: {html.escape(problem)}</div>" if each == key else ""
+            if wrong.value != words:
+                wrong.value = words
+        at = re.search(rf"\b({'|'.join(SECTIONS)})[.:]", problem if key is None else key)
+        titles = [f"{each} (problem)" if at and each == at[1] else each for each in SECTIONS]
+        if list(self.tabs.titles) != titles:
+            self.tabs.titles = titles
+        self.show_state(problem)
+
+    def show_state(self, problem: str) -> None:
+        text = (
+            said(f"problem: {problem}")
+            if problem
+            else said(f"ok: {self.form.source} is a config for {self.form.method} as it stands here", wrong=False)
+        )
+        above = [name for name in sorted(os.environ) if name.startswith(ENVIRONMENT_PREFIX)]
+        note = said(f"note: a run takes {', '.join(above)} of the environment over what stands here", wrong=False)
+        self.state.value = text + (note if above else "")
+
+    # -------------------------------------------------------------------------------------------------- looking ahead
+
+    def preflight(self) -> None:
+        self.stop_looking()
+        self.looks += 1
+        self.ahead.value = said("preflight: looking; it takes some ten seconds", wrong=False)
+        threading.Thread(target=self.look_ahead, args=(self.looks,), daemon=True).start()
+
+    def stop_looking(self) -> None:
+        looking, self.looking = self.looking, None
+        self.looks += 1
+        if looking is not None:
+            looking.stop()
+
+    def look_ahead(self, number: int) -> None:
+        report = None
+        try:
+            if problem := self.form.problem:
+                raise UsageError(problem)
+            card = None if self.card.value == HERE else self.card.value
+            looking = begin_preflight(self.form.as_run(), card)
+            if number != self.looks:
+                looking.stop()
+                return
+            self.looking = looking
+            report = end_of_preflight(looking)
+            words = ""
+        except (UsageError, RuntimeError) as error:
+            words = said(f"no preflight: {error}")
+        if number == self.looks:
+            self.looking, self.report = None, report
+            self.ahead.value = words + shown_report(report)
+
+
+def flow_of_choice(value: Any) -> str:
+    """A choice by its word: `null`, `true`, cosine."""
+    return value if isinstance(value, str) else flow(value)
+
+
+def reads_as(field: Field, text: str, value: Any) -> bool:
+    try:
+        return same(field.parse(text), value)
+    except UsageError:
+        return False
+
+
+def key_in(problem: str, keys: list[str]) -> str | None:
+    """The key that a problem names first; a later one may be the one that was meant."""
+    named = {key: found.start() for key in keys if (found := re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", problem))}
+    return min(named, key=lambda key: (named[key], -len(key)), default=None)
+
+
+def about(field: Field) -> str:
+    doc = html.escape(re.sub(r"</?a\b[^>]*>", "", field.doc))
+    doc = re.sub(r"`([^`]+)`", r"<code>\1</code>", doc)
+    default = "" if field.default in (None, "", [], {}) else f"{flow(field.default)} by default"
+    of = html.escape(", ".join(each for each in (field.of, default) if each) + ". ").removeprefix(". ")
+    return f"<div class='cogumi-doc' title='{html.escape(field.doc)}'>{of}{doc}</div>"
+
+
+def code(text: str) -> str:
+    return f"<code>{html.escape(text)}</code>"
+
+
+def said(text: str, wrong: bool = True) -> str:
+    return f"<div class='cogumi-said{' wrong' if wrong else ''}' role='status'>{html.escape(text)}</div>"
+
+
+def shown_report(report: PreflightReport | None) -> str:
+    if report is None:
+        return ""
+    as_html = getattr(report, "_repr_html_", None)
+    return as_html() if as_html is not None else f"<pre class='wrapped' tabindex='0'>{html.escape(str(report))}</pre>"
