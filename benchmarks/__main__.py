@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks import harness
 from benchmarks.harness import Row
 
-CPU = ("importing", "fused_head", "fim_data", "gspo_step", "gspo_learning", "telemetry", "preflight", "smoke")
+CPU = ("importing", "fused_head", "fim_data", "gspo_step", "gspo_learning", "telemetry", "preflight", "panel", "smoke")
 # Left out of `cpu`: half an hour and 14 GB of disk; a quarter of an hour and 10 GB; ten minutes of an idle machine, twice;
 # twenty minutes and 10 GB; ten minutes.
 ALONE = ("merge", "faults", "graph_break", "verdict", "data", "packing")

@@ -1,0 +1,130 @@
+"""What the panel of a run takes: to open on a million logged rows, and of a core while it follows a run.
+
+Both in a real kernel, as a notebook has it: what the kernel takes without a panel is measured in the same way before, and
+taken off. Drawing its plots is compared with matplotlib's figure of the same curves, in one interleaved run.
+"""
+
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Row, interleave, ratio, row
+from cogumi.process import this_process
+from cogumi.rundir import append_jsonl, write_json
+
+ROWS, GROWING_FROM = 1_000_000, 2_000
+ROWS_A_SECOND = 5
+WATCHED_SECONDS = 40
+METRICS: dict[str, Any] = {
+    "loss": 2.5, "grad_norm": 0.84114316166169, "learning_rate": 1.999998e-4, "entropy": 0.25891675029296335,
+    "num_tokens": 4096, "mean_token_accuracy": 0.5112747213686085, "epoch": 0.333, "perf/cost": 0.01,
+    "perf/tokens_per_second": 10040.493413745042, "perf/mfu": 0.4, "perf/gpu_memory_gb": 61.2,
+}  # fmt: skip
+OPEN = """
+import time, re
+began = time.monotonic()
+import cogumi
+cogumi.attach({run!r}).dashboard()
+from cogumi.notebook.panel import shown
+panel, = shown.values()
+while "<svg" not in panel.plots.value:
+    time.sleep(0.01)
+print(time.monotonic() - began, int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024)
+"""
+BUSY = """
+import time
+began, used = time.monotonic(), time.process_time()
+time.sleep({seconds})
+print((time.process_time() - used) / (time.monotonic() - began))
+"""
+
+
+def run(quick: bool = False) -> Iterator[Row]:
+    """`quick`: a tenth of the rows, and a few seconds."""
+    rows, seconds = (ROWS // 10, 6) if quick else (ROWS, WATCHED_SECONDS)
+    with tempfile.TemporaryDirectory(prefix="cogumi-benchmark-") as place:
+        yield from opened(run_with(Path(place), rows), rows)
+    with tempfile.TemporaryDirectory(prefix="cogumi-benchmark-") as place:
+        yield from followed(run_with(Path(place), GROWING_FROM), seconds)
+    with tempfile.TemporaryDirectory(prefix="cogumi-benchmark-") as place:
+        yield from drawn(run_with(Path(place), GROWING_FROM))
+
+
+def run_with(directory: Path, rows: int) -> Path:
+    """The directory of a run of this process that has logged so many rows."""
+    rest = json.dumps(METRICS)[1:]
+    with (directory / "metrics.jsonl").open("w") as file:
+        for begin in range(1, rows + 1, 10_000):
+            end = min(begin + 10_000, rows + 1)
+            file.write("".join(f'{{"step": {step}, "time": {1.8e9 + step}, {rest}\n' for step in range(begin, end)))
+    write_json(directory / "status.json", {"state": "running", "stage": "train", "time": time.time(), **this_process()})
+    return directory
+
+
+def opened(directory: Path, rows: int) -> Iterator[Row]:
+    said = in_a_kernel([OPEN.format(run=str(directory))])[0].split()
+    size = (directory / "metrics.jsonl").stat().st_size / 1e6
+    case = f"{rows:,} logged rows ({size:.0f} MB)"
+    yield row("panel", case, "import, attach, dashboard() to its plots", float(said[0]), "s", target="<= 2")
+    yield row("panel", case, "peak memory of the whole kernel", int(said[1]) / 1e6, "MB", target="<= 200")
+
+
+def followed(directory: Path, seconds: float) -> Iterator[Row]:
+    """A run that logs several rows a second, beats each second, and is watched."""
+    over = threading.Event()
+
+    def train() -> None:
+        step = GROWING_FROM
+        while not over.wait(1 / ROWS_A_SECOND):
+            step += 1
+            append_jsonl(directory / "metrics.jsonl", {"step": step, "time": time.time(), **METRICS})
+            if step % ROWS_A_SECOND == 0:
+                beat = {"stage": "train", "step": step, "steps": 100_000, "time": time.time(), "eta_seconds": 3600.0}
+                write_json(directory / "heartbeat.json", beat)
+
+    training = threading.Thread(target=train)
+    training.start()
+    try:
+        alone, _, watched = in_a_kernel(
+            [BUSY.format(seconds=seconds), OPEN.format(run=str(directory)), BUSY.format(seconds=seconds)]
+        )
+    finally:
+        over.set()
+        training.join()
+    case = f"a run that logs {ROWS_A_SECOND} rows a second, {seconds:.0f} s"
+    share = 100 * (float(watched) - float(alone))
+    note = f"the kernel without it {100 * float(alone):.2f} %"
+    yield row("panel", case, "of one core", share, "%", target="<= 1", note=note)
+
+
+def drawn(directory: Path) -> Iterator[Row]:
+    from cogumi.notebook import figures, panel_html
+    from cogumi.notebook.look import Looker
+
+    look = Looker(directory).look()
+    functions = {"ours": lambda: panel_html.plots(look), "matplotlib": lambda: figures.curves(directory).svg()}
+    times = interleave(functions, repeats=7)
+    middle, low, high = ratio(times, "ours", "matplotlib")
+    yield row(
+        "panel",
+        f"{len(look.plots)} plots",
+        "time, SVG text / matplotlib",
+        middle,
+        "",
+        spread=(low, high),
+        target="<= 0.1",
+    )
+
+
+def in_a_kernel(cells: list[str]) -> list[str]:
+    """What cells print, one after the other, in one kernel."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(each) for each in cells])
+    NotebookClient(notebook, timeout=300).execute()
+    return ["".join(each.get("text", "") for each in cell.outputs) for cell in notebook.cells]
