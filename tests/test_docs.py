@@ -94,7 +94,7 @@ SHORT = {
 }
 SECONDS = 300  # for one command, on a machine that others use as well
 # Nearly every command imports torch, and all of them take five minutes of a core. These pages are what people paste first.
-QUICK = {"README.md", "docs/quickstart.md", "docs/disk-space.md", "docs/contributing.md"}
+QUICK = {"README.md", "docs/quickstart.md", "docs/contributing.md"}
 LINKED = ("cogumi", "configs", "recipes", "notebooks", "docs", "benchmarks", "requirements", "tests")
 
 
