@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parents[1]
 # makes the small base where there is none yet; those beside it do without.
 LONG = (
     "test_smoke", "test_equivalences", "test_verdict_suite", "test_training_unfinished", "test_compiling_run",
-    "test_rl_watch", "test_cli_disk", "test_cli", "test_preflight", "test_faults", "test_configs", "test_training",
+    "test_rl_watch", "test_cli_disk", "test_cli", "test_preflight", "test_faults", "test_configs", "test_training", "test_docs",
 )  # fmt: skip
 
 # Tiny models are slower on several threads, and sums over a number of them that differs from run to run are not equal bit

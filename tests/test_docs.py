@@ -1,0 +1,280 @@
+"""The pages are true where a machine can tell: what they tell a reader to type is typed here, in a directory like a fresh clone.
+
+Of README.md and docs/*.md every fence tagged `sh` or `python` is run, page by page and in its order, and has to end with
+status 0. Runs are shortened by the environment, as a reader could. All pages are one session: what was typed already is not
+typed again. NOT_RUN is what cannot run here; its `cogumi` commands have to parse all the same.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+import polars as pl
+import pytest
+import typer
+import yaml
+
+from cogumi.cli import app
+from cogumi.config import load_config
+
+REPOSITORY = Path(__file__).parents[1]
+PAGES = ["README.md", *sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SMOKE = "a minute or more of other tests' work: "
+BOX = "needs a rented box"
+HUB = "asks the hub for a model's config"
+NOT_RUN = {
+    "make smoke": f"{SMOKE}tests/test_smoke.py",
+    "make test": "this is one of its tests",
+    "make lint": "this is part of what runs this test",
+    "make test-all": "this is one of its tests",
+    ".venv/bin/python -m pytest tests/test_config.py": "this is how a test is run",
+    "cd /workspace": BOX,
+    "export HF_HOME=/workspace/.cache/huggingface": BOX,
+    "export XDG_CACHE_HOME=/workspace/.cache": BOX,
+    "git clone REPOSITORY cogumi": "REPOSITORY is wherever you have it from",
+    "cd cogumi": "the test's directory is the clone",
+    "sh requirements/install.sh": "downloads a lane; tests/test_requirements_install.py runs the script",
+    "export HF_TOKEN=...": "a secret of the reader's",
+    ".venv/bin/cogumi preflight my-run.yaml cogumi.price_per_hour=2.49": HUB,
+    ".venv/bin/cogumi preview my-run.yaml": "asks the hub for a data set",
+    ".venv/bin/cogumi start my-run.yaml cogumi.sanity=100": "downloads a model",
+    ".venv/bin/cogumi start my-run.yaml cogumi.price_per_hour=2.49 cogumi.max_hours=8": "downloads a model",
+    "ssh -p PORT root@HOST 'cd /workspace/cogumi && .venv/bin/cogumi status'": BOX,
+    "ssh -p PORT root@HOST -L 6006:localhost:6006 'cd /workspace/cogumi && .venv/bin/tensorboard --logdir runs'": BOX,
+    "rsync -aP -e 'ssh -p PORT' root@HOST:/workspace/cogumi/runs/NAME ./runs/": BOX,
+    ".venv/bin/hf upload USER/NAME runs/NAME/merged": "writes to the hub",
+    ".venv/bin/cogumi wait runs/NAME; runpodctl pod stop $RUNPOD_POD_ID": BOX,
+    ".venv/bin/cogumi wait runs/NAME; vastai stop instance $CONTAINER_ID": BOX,
+    'cogumi preflight configs/llama-3.1-8b-sft.yaml --card "h100 sxm"': HUB,
+    '.venv/bin/pip install --no-deps "https://github.com/Dao-AILab/flash-attention/releases/download/v2.8.1/'
+    'flash_attn-2.8.1+cu13torch2.10cxx11abiTRUE-cp312-cp312-linux_x86_64.whl"': "downloads a wheel for a GPU",
+    '.venv/bin/python -c "import flash_attn_2_cuda"': "needs that wheel and a GPU",
+}
+NOT_YET = {"cogumi status --watch RUN", "cogumi report RUN"}  # announced in words only
+
+# What a page takes for granted: typed before it, or made.
+START = ["cogumi start configs/smoke/llama-3.1-8b-sft.yaml"]
+MINE = "cogumi train configs/smoke/sft.yaml data.source=my_code.parquet data.column=text cogumi.run_dir=runs/mine"
+BEFORE = {
+    "docs/quickstart.md": ["cogumi cp qwen3-4b-sft my-run.yaml"],
+    "docs/disk-space.md": START,
+    "docs/merging.md": [MINE],
+    "docs/preflight.md": ["cogumi cp smoke/llama-3.1-8b-sft my.yaml"],
+    "docs/reliability.md": ["cogumi cp smoke/llama-3.1-8b-sft my.yaml", MINE],
+}
+TRAINER = """
+import torch, cogumi
+from transformers import Trainer, TrainingArguments
+class Line(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def forward(self, x, y):
+        return {"loss": (self.layer(x) - y).pow(2).mean()}
+rows = [{"x": torch.tensor([float(n)]), "y": torch.tensor([2.0 * n])} for n in range(8)]
+args = TrainingArguments("protected", max_steps=2, save_steps=1, report_to=[], use_cpu=True, logging_steps=1)
+trainer = Trainer(Line(), args, train_dataset=rows)
+"""
+GIVEN = {"docs/reliability.md": TRAINER}  # to a page's Python: what it says is there
+STANDS_FOR = {"runs/NAME": "runs/smoke-llama-sft"}  # for a run of the reader's
+SHORT = {
+    "COGUMI_TRAIN__MAX_STEPS": "2",
+    "COGUMI_DATA__MAX_ROWS": "64",
+    "COGUMI_DATA__EVAL_ROWS": "8",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "COLUMNS": "160",
+}
+SECONDS = 300  # for one command, on a machine that others use as well
+# Nearly every command imports torch, and all of them take five minutes of a core. These pages are what people paste first.
+QUICK = {"README.md", "docs/quickstart.md", "docs/contributing.md"}
+LINKED = ("cogumi", "configs", "recipes", "notebooks", "docs", "benchmarks", "requirements", "tests")
+
+
+def fences(page: str) -> list[tuple[str, str]]:
+    """The tag and the content of each fence."""
+    return FENCE.findall((REPOSITORY / page).read_text(encoding="utf-8"))
+
+
+def commands(block: str) -> list[str]:
+    """The commands of a shell block, one a line: without comments, and with what a backslash continues."""
+    lines = re.sub(r"\\\n\s*", "", block).splitlines()
+    found = (re.sub(r"(^|\s+)#.*", "", line).strip() for line in lines)
+    return [line for line in found if line]
+
+
+def typed(page: str) -> list[str]:
+    return [command for tag, block in fences(page) if tag == "sh" for command in commands(block)]
+
+
+def shown(page: str) -> list[str]:
+    """Commands in a fence of output, after a prompt."""
+    lines = (line for tag, block in fences(page) if not tag for line in block.splitlines())
+    return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+
+
+def of_cogumi(command: str) -> list[list[str]]:
+    """The words of each call of `cogumi` in a line of the shell."""
+    calls = re.findall(r"(?:^|[;&'] ?)(?:\.venv/bin/)?cogumi(?![/.\w])([^;&|']*)", command)
+    return [shlex.split(call) for call in calls]
+
+
+def parse(words: list[str]) -> None:
+    """Raises click.UsageError where the command line does not take the words."""
+    context = typer.main.get_command(app).make_context("cogumi", [*words])
+    while isinstance(context.command, click.Group):
+        rest = [*context._protected_args, *context.args]
+        name, command, rest = context.command.resolve_command(context, rest)
+        assert command is not None
+        context = command.make_context(name, rest, parent=context)
+
+
+# -------------------------------------------------------------------------------------------------- what is said is there
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_fence_is_of_a_known_kind_and_output_is_no_command(page: str) -> None:
+    tags = {tag for tag, _ in fences(page)}
+    assert tags <= {"", "sh", "python", "yaml"}
+    begins = re.compile(r"(cogumi|make|sh|pip|python|git|\.venv/bin/\w+) ")
+    assert [block for tag, block in fences(page) if not tag and begins.match(block)] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_of_cogumi_parses_and_its_config_exists(page: str) -> None:
+    for command in [*typed(page), *shown(page)]:
+        for words in of_cogumi(command):
+            parse(words)
+            configs = [word for word in words if word.startswith(("configs/", "recipes/"))]
+            assert [word for word in configs if not (REPOSITORY / word).exists()] == [], command
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_within_the_text_are_known(page: str) -> None:
+    text = FENCE.sub("", (REPOSITORY / page).read_text(encoding="utf-8"))
+    for command in re.findall(r"`(cogumi [^`\n]+)`", text):
+        if command in NOT_YET:
+            continue
+        words = [word for word in shlex.split(command) if word != "..."]
+        try:
+            parse(words[1:])
+        except (click.MissingParameter, click.exceptions.NoArgsIsHelpError):
+            pass  # a command named without what it is given
+        except click.UsageError as error:
+            pytest.fail(f"{page}: `{command}`: {error.format_message()}")
+
+
+def test_what_is_not_run_is_still_on_a_page() -> None:
+    there = {command for page in PAGES for command in typed(page)}
+    assert sorted(NOT_RUN.keys() - there) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = FENCE.sub("", (REPOSITORY / page).read_text(encoding="utf-8"))
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    assert [link for link in links if not ((REPOSITORY / page).parent / link).exists()] == []
+
+
+def test_a_page_is_linked_from_another() -> None:
+    linked = {
+        ((REPOSITORY / page).parent / link).resolve()
+        for page in PAGES
+        for link in re.findall(r"\]\(([^)#:]+\.md)\)", (REPOSITORY / page).read_text(encoding="utf-8"))
+    }
+    assert [page for page in PAGES[1:] if (REPOSITORY / page).resolve() not in linked] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_yaml_binds(page: str) -> None:
+    for tag, block in fences(page):
+        if tag == "yaml":
+            given = yaml.safe_load(block)
+            rest = {"model": {"name": "x"}, "data": {"source": "cogumi:stdlib"}, "cogumi": {"method": "sft"}}
+            load_config({key: rest.get(key, {}) | given.get(key, {}) for key in rest | given})
+
+
+# ------------------------------------------------------------------------------------------------------- what is typed runs
+
+
+@dataclass
+class Clone:
+    """A directory like a fresh clone with its .venv, and what was typed in it."""
+
+    directory: Path
+    environment: dict[str, str]
+    done: set[str] = field(default_factory=set)
+
+    def type(self, command: str) -> None:
+        """Type a command, and wait for what it starts. A second time it is passed over."""
+        words = command.replace(".venv/bin/cogumi", "cogumi")
+        for placeholder, run in STANDS_FOR.items():
+            words = words.replace(placeholder, run)
+        if words in self.done:
+            return
+        output = self.run(["bash", "-c", words], command)
+        self.done.add(words)
+        for run in re.findall(r"^follow it: cogumi attach (\S+)", output, re.MULTILINE):
+            self.run(["cogumi", "wait", run], f"the run of: {command}")
+
+    def run(self, words: list[str], what: str) -> str:
+        done = subprocess.run(
+            words,
+            cwd=self.directory,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+        assert done.returncode == 0, f"{what}: status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory, sources: list[str]) -> Iterator[Clone]:
+    directory = tmp_path_factory.mktemp("clone")
+    for name in LINKED:
+        (directory / name).symlink_to(REPOSITORY / name)
+    (directory / ".venv/bin").mkdir(parents=True)
+    for name, words in {"python": "", "cogumi": " -m cogumi"}.items():
+        program = directory / ".venv/bin" / name
+        program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{words} "$@"\n')
+        program.chmod(0o755)
+    path = f"{directory / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("COGUMI_")}
+    environment = kept | SHORT | {"PATH": path, "PYTHONPATH": str(REPOSITORY)}
+    pl.DataFrame({"text": sources}).write_parquet(directory / "my_code.parquet")
+    (directory / "log.txt").write_bytes((REPOSITORY / "tests/signatures/torchvision-pair.txt").read_bytes())
+    made = Clone(directory, environment)
+    yield made
+    for run in (path.parent for path in directory.glob("runs/*/status.json") if not (path.parent / "DONE").exists()):
+        made.run(["cogumi", "stop", str(run), "--kill-after", "10"], "the end of a run that a failed test left")
+
+
+def pages_to_type() -> list[object]:
+    slow = pytest.mark.slow
+    some = [page for page in PAGES if {"sh", "python"} & {tag for tag, _ in fences(page)}]
+    return [pytest.param(page, marks=[] if page in QUICK else slow) for page in some]
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("page", pages_to_type())
+def test_what_a_page_tells_to_type_runs(page: str, clone: Clone) -> None:
+    for command in BEFORE.get(page, []):
+        clone.type(command)
+    for tag, block in fences(page):
+        if tag == "sh":
+            for command in commands(block):
+                if command not in NOT_RUN:
+                    clone.type(command)
+        elif tag == "python":
+            clone.run(["python", "-c", GIVEN.get(page, "") + block], f"{page}: {block}")
