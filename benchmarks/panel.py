@@ -33,7 +33,10 @@ from cogumi.notebook.panel import shown
 panel, = shown.values()
 while "<svg" not in panel.plots.value:
     time.sleep(0.01)
-print(time.monotonic() - began, int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024)
+first = time.monotonic() - began
+while panel.looker.curves.rows < {rows}:
+    time.sleep(0.01)
+print(first, time.monotonic() - began, int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024)
 """
 BUSY = """
 import time
@@ -66,11 +69,12 @@ def run_with(directory: Path, rows: int) -> Path:
 
 
 def opened(directory: Path, rows: int) -> Iterator[Row]:
-    said = in_a_kernel([OPEN.format(run=str(directory))])[0].split()
+    said = in_a_kernel([OPEN.format(run=str(directory), rows=rows)])[0].split()
     size = (directory / "metrics.jsonl").stat().st_size / 1e6
     case = f"{rows:,} logged rows ({size:.0f} MB)"
     yield row("panel", case, "import, attach, dashboard() to its plots", float(said[0]), "s", target="<= 2")
-    yield row("panel", case, "peak memory of the whole kernel", int(said[1]) / 1e6, "MB", target="<= 200")
+    yield row("panel", case, "until every row is in them", float(said[1]), "s")
+    yield row("panel", case, "peak memory of the whole kernel", int(said[2]) / 1e6, "MB", target="<= 200")
 
 
 def followed(directory: Path, seconds: float) -> Iterator[Row]:
@@ -90,7 +94,11 @@ def followed(directory: Path, seconds: float) -> Iterator[Row]:
     training.start()
     try:
         alone, _, watched = in_a_kernel(
-            [BUSY.format(seconds=seconds), OPEN.format(run=str(directory)), BUSY.format(seconds=seconds)]
+            [
+                BUSY.format(seconds=seconds),
+                OPEN.format(run=str(directory), rows=GROWING_FROM),
+                BUSY.format(seconds=seconds),
+            ]
         )
     finally:
         over.set()

@@ -4,6 +4,7 @@ A curve is cut into bins of so many steps, each with the least, the mean and the
 one step in a million is still there. What is not finite is no part of a bin: its steps are kept beside it.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -103,11 +104,12 @@ class Curves:
         self.of = {key: Curve() for key in KEYS}
         self.offset = self.rows = 0
         self.file_number: int | None = None
+        self.behind = False
 
-    def read(self) -> bool:
+    def read(self, most: float = math.inf) -> bool:
         """Take in the lines written since the last time; whether there were any. A file that was cut is read anew.
 
-        A run that goes on from an earlier step replaces the file by one without the steps that it makes again.
+        most: bytes, about, after which it is enough for this time; `behind` then says that there are more. A run that goes on from an earlier step replaces the file by one without the steps that it makes again.
         """
         try:
             file = self.path.open("rb")
@@ -115,9 +117,12 @@ class Curves:
             return False
         with file:
             self.forget_another(file)
-            before = self.offset
+            before, self.behind = self.offset, False
             for lines in self.whole_lines(file):
                 self.take(lines)
+                if self.offset - before >= most:
+                    self.behind = True
+                    break
         return self.offset > before
 
     def forget_another(self, file: IO[bytes]) -> None:

@@ -18,6 +18,7 @@ from cogumi.rundir import OUTLOOK, ROLLOUTS
 from cogumi.words import duration
 
 ROLLOUT_BYTES = 1 << 20  # at the end of a file: more than one rollout writes
+LOOK_BYTES = 48 << 20  # of metrics that are read at a look: some tenths of a second
 CHECKPOINTS = 4  # that are looked at, the newest
 SOON_HOURS = 24.0  # a disk that fills in more is no news
 
@@ -36,6 +37,8 @@ class Look:
     disk: list[str]
     changed: bool
     """Whether a curve has grown since the last look."""
+    behind: bool
+    """Whether there is more to be read at once: a long run is shown from its beginning on while it is read."""
 
     @property
     def troubles(self) -> list[dict[str, Any]]:
@@ -56,7 +59,7 @@ class Looker:
 
     def look(self) -> Look:
         status = status_of(self.run_dir)
-        changed = self.curves.read()
+        changed = self.curves.read(LOOK_BYTES)
         judged = read_if_there(self.run_dir / "flags.json")
         sampled_at, samples = newest_samples(self.run_dir)
         return Look(
@@ -69,6 +72,7 @@ class Looker:
             checkpoints=self.checkpoints(),
             disk=disk_lines(self.run_dir, status),
             changed=changed,
+            behind=self.curves.behind,
         )
 
     def checkpoints(self) -> list[Finding]:

@@ -81,6 +81,8 @@ class Panel:
                 began = time.thread_time()
                 look = self.looker.look()
                 self.draw(look)
+                if look.behind:
+                    continue
                 if look.status.ended:
                     return
                 self.now.wait(max(REFRESH_SECONDS, WAIT_PER_WORK * (time.thread_time() - began)))

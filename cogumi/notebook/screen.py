@@ -31,6 +31,8 @@ def watch(run: Run, console: Console | None = None) -> None:
         while True:
             look = looker.look()
             live.update(screen(look), refresh=True)
+            if look.behind:
+                continue
             if look.status.ended:
                 return
             time.sleep(REFRESH_SECONDS)
