@@ -56,6 +56,11 @@ class Status:
     log: str
     """The file with what the run says."""
 
+    def __str__(self) -> str:
+        from cogumi.run_summary import in_words  # which reads statuses
+
+        return in_words(self)
+
     @property
     def process(self) -> dict[str, Any]:
         """The record of its process, as in `cogumi.process`."""

@@ -13,7 +13,7 @@ RUN = "runs/sft-chat"
 # **Fifty steps first**: `cogumi.sanity` trains so many steps of the run, and answers whether it is safe to go on.
 
 # %%
-print(cogumi.start(CONFIG, cogumi__run_dir=RUN, cogumi__sanity=30).wait())
+print(cogumi.start(CONFIG, cogumi__run_dir=RUN, cogumi__sanity=50).wait())
 
 # %% [markdown]
 # **The whole run** goes on from there: same words, without the sanity check.

@@ -10,13 +10,16 @@ SFT, DPO = "smoke/llama-3.1-8b-sft", "smoke/llama-3.1-8b-dpo"  # the real ones: 
 RUNS = "runs/dpo"
 
 # %% [markdown]
-# **What the pairs look like**: learned is the better answer, the worse one is what it is to be less likely than.
-
-# %%
-cogumi.preview(DPO, examples=1, model__name="cogumi:small-base")
+# **Fine-tune first**: DPO starts from a model that has a chat template and answers.
 
 # %%
 print(cogumi.start(SFT, cogumi__run_dir=f"{RUNS}/sft").wait())
+
+# %% [markdown]
+# **What the pairs look like**: learned is the better answer, the worse one is what it is to be less likely than.
+
+# %%
+cogumi.preview(DPO, examples=1, model__name=f"{RUNS}/sft/merged")
 
 # %% [markdown]
 # **DPO.** Before the first update the policy is its own reference, so the rewards are 0 and the loss is log 2: both are checked.

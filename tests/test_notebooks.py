@@ -137,15 +137,15 @@ def test_what_it_calls_is_there_and_takes_what_it_is_given(source: Path) -> None
 
 # What each is to have said when it was run. Steps are few (COGUMI_TRAIN__MAX_STEPS), where the notebook does not say itself.
 SAID = {
-    "00": ["state='finished", "<svg", "report.html", "def add(a, b):"],
-    "01": ["nothing is fatal", "preflight", "H100 SXM", "train.learning_rate"],
-    "02": ["of 2", "learned", "<svg"],
-    "03": ["sanity checked", "merged logits", "<svg"],
-    "04": ["chosen", "state='finished", "<svg"],
-    "05": ["gradient", "state='finished", "<svg"],
-    "06": ["paused", "checkpoint-", "whole: ", "state='finished"],
-    "07": ["computed elements checked on disk", "sha256", "gguf"],
-    "08": ["free of", "last", "checkpoint-"],
+    "00": ["finished, step 8/8", "<svg", "report.html", "def add(a, b):"],
+    "01": ["notebook kernel", "preflight for", "H100 SXM", "learning_rate"],
+    "02": ["2,148", 'class="learned"', "<svg"],
+    "03": ["finished, step 8/8", "pass  merged logits", "<svg"],
+    "04": ["rejected", "finished, step 8/8", "<svg"],
+    "05": ["gradient", "finished, step 8/8", "<svg"],
+    "06": ["paused", "checkpoint-", "whole: ", "finished, step"],
+    "07": ["finished, step 8/8", "<svg", "gguf"],
+    "08": ["free of", "one checkpoint", "checkpoint-"],
     "09": [],
 }
 

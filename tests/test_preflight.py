@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from cogumi.planning.pace import Pace, Probe, continued, lines_of, steps_of
 from cogumi.planning.planned import planned_trainer
 from cogumi.planning.sampled import sample
 from cogumi.planning.target import dtype_of, target_of
-from cogumi.planning.vram import autocast_of, period_of, planned_work, vllm_of
+from cogumi.planning.vram import autocast_of, fewer_at_once, period_of, planned_work, vllm_of
 from cogumi.stack import lanes
 from cogumi.stack.cards import CARDS, card_called, card_of
 
@@ -284,6 +285,18 @@ def test_cards_are_found_by_what_people_say_and_by_torchs_name() -> None:
     assert all(card_called(card.name) is card for card in CARDS)
     assert card_of("NVIDIA RTX 2000") is None
     assert target_of("T4").machine.bf16 is False
+
+
+def test_a_rollout_that_does_not_fit_is_made_smaller_under_the_key_that_says_its_size() -> None:
+    planned = load_config(SMOKE / "gspo.yaml", cogumi__docs_per_step=16)
+    work = Work("gspo", 4, 64, 64, rollout=64, micro_batches=4)
+    assert fewer_at_once(planned, work, 16) == ("train.generation_batch_size", 32)
+    planned.cogumi.docs_per_step = None
+    assert fewer_at_once(planned, work, 16) == ("train.steps_per_generation", 8)
+    assert fewer_at_once(planned, replace(work, rollout=16), 16) == (
+        "train.steps_per_generation",
+        4,
+    )  # never less than a step
 
 
 def test_vllm_beside_the_step_takes_its_share() -> None:

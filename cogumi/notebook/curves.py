@@ -109,7 +109,8 @@ class Curves:
     def read(self, most: float = math.inf) -> bool:
         """Take in the lines written since the last time; whether there were any. A file that was cut is read anew.
 
-        most: bytes, about, after which it is enough for this time; `behind` then says that there are more. A run that goes on from an earlier step replaces the file by one without the steps that it makes again.
+        most: bytes, about, after which it is enough for this time; `behind` then says that there are more. A run that goes
+        on from an earlier step replaces the file by one without the steps that it makes again.
         """
         try:
             file = self.path.open("rb")

@@ -95,6 +95,7 @@ def look_ahead(asked: Asked) -> Ahead:
     figures: dict[str, Any] = {}
     run, load, chosen = on_the_target(asked.run, asked.base, target)
     try:
+        chosen_run = run
         run, work = work_on(run, of_base, found, target, target.free - load.weights - MOMENTS * load.trained)
         step = vram.step_on(run, of_base, work, target)
     except UsageError as error:
@@ -102,7 +103,7 @@ def look_ahead(asked: Asked) -> Ahead:
     except REFUSALS as error:
         lines.append(Line("memory", f"the step cannot be run without weights: {one_line(error)}", "unknown"))
     else:
-        lines.append(vram.line_of(step, run, chosen))
+        lines.append(vram.line_of(step, chosen_run, chosen))  # its keys are those of the YAML
         figures["memory"] = step.as_dict()
         if asked.probe is not None:
             how_long = pace.continued(run, work, found, asked.probe)

@@ -19,7 +19,7 @@ from cogumi.memory.forecast import (
     Steps,
 )
 from cogumi.memory.live import Moment
-from cogumi.memory.step import Work, run_step
+from cogumi.memory.step import ROLLOUT, Work, run_step
 from cogumi.models.adapters import lora_config
 from cogumi.planning.lines import Line
 from cogumi.planning.planned import planned_trainer
@@ -117,8 +117,9 @@ def line_of(step: OfTheStep, run: RunConfig, chosen: Sequence[Choice] = ()) -> L
     """The line on memory, with what would make it fit. chosen: what the run left open, and the machine decides."""
     forecast, work = step.forecast, step.work
     made_of = ", ".join(f"{kind} {gib(size)}" for kind, size in forecast.breakdown.items())
+    at_once = work.rollout if forecast.fullest.stage == ROLLOUT else work.rows
     said = (
-        f"{gib(forecast.peak)} of {gib(step.free)} at its fullest, in {forecast.fullest.stage} with {work.rows} x "
+        f"{gib(forecast.peak)} of {gib(step.free)} at its fullest, in {forecast.fullest.stage} with {at_once} x "
         f"{work.length} tokens: {made_of}"
     )
     if chosen:
@@ -147,6 +148,11 @@ def smaller(step: OfTheStep, run: RunConfig) -> tuple[str, dict[str, Any]]:
     if train.get("gradient_checkpointing") is False:  # TRL's default is on
         change = {"train.gradient_checkpointing": True}
         return "set train.gradient_checkpointing: true, which computes layers twice instead of keeping them", change
+    documents = work.rows * work.micro_batches
+    if step.forecast.fullest.stage == ROLLOUT and work.rollout > documents:
+        key, number = fewer_at_once(run, work, documents)
+        said = f"set {key}: {number}; fewer completions are sampled at once, and trained on in fewer steps"
+        return said, {key: number}
     if largest.rows:
         changes = split(run, work, largest.rows)
         said = " and ".join(f"{key}: {value}" for key, value in changes.items())
@@ -163,6 +169,14 @@ def smaller(step: OfTheStep, run: RunConfig) -> tuple[str, dict[str, Any]]:
         length = largest.length - (work.prompt if work.completion else 0)
         return f"set {key}: {length}; longer examples are dropped, and counted", {key: length}
     return "take a card with more memory, or a smaller model", {}
+
+
+def fewer_at_once(run: RunConfig, work: Work, documents: int) -> tuple[str, int]:
+    """Half of a rollout's completions, in whole steps, under the key that says how many they are."""
+    steps = max(1, work.rollout // documents // 2)
+    if gspo.is_planned(run) or run.train.get("generation_batch_size"):
+        return "train.generation_batch_size", steps * documents
+    return "train.steps_per_generation", steps * work.micro_batches
 
 
 def split(run: RunConfig, work: Work, most: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.config import RunConfig, dump_config, load_config
+from cogumi.durable import NO_SPACE
 from cogumi.errors import RefusedAtSetup, UsageError
 from cogumi.merge.resolve import refuse_unsupported
 from cogumi.models import presets, warm_start
@@ -151,6 +152,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         verdict = conclude(run_dir, fitted)
     del trainer, fitted  # model, trainer and optimizer refer to each other; the next run needs their memory
     gc.collect()
+    leave_report(run_dir)
     return RunResult(run_dir, base, adapter, merged, verdict, read_jsonl(run_dir / "metrics.jsonl"))
 
 
@@ -197,6 +199,18 @@ def fetch_into(run_dir: Path, download: Download) -> None:
 
     with logging_redirect_tqdm(on_screen()):
         fetch(download, told)
+
+
+def leave_report(run_dir: Path) -> None:
+    """report.html, when all else is there. A disk without room for it takes nothing from the run."""
+    from cogumi.notebook.report import write_report
+
+    try:
+        write_report(run_dir)
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        log.error("%s: report.html does not fit on the disk; `cogumi report %s` writes it later", run_dir, run_dir)
 
 
 def conclude(run_dir: Path, fitted: Fitted) -> Verdict:
