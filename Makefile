@@ -3,10 +3,13 @@ SHELL := /bin/sh
 PYTHON_IN := .venv/bin/python
 LANES := requirements-stable-precompiled.txt $(wildcard requirements/*.txt) requirements/install.sh pyproject.toml
 
-.PHONY: smoke test test-all test-unsloth test-torch27 lint browser notebooks bench faults lock lock-check elf check-urls clean
+.PHONY: smoke lab test test-all test-unsloth test-torch27 lint browser notebooks bench faults lock lock-check elf check-urls clean
 
 smoke: .venv/lane
 	$(PYTHON_IN) -m cogumi.smoke
+
+lab: .venv/lane
+	$(PYTHON_IN) -m jupyterlab notebooks/00_quickstart.ipynb
 
 # A process for each core, each with one thread: on tiny models more threads only wait for each other.
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON_IN) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder

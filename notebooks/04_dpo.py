@@ -35,4 +35,4 @@ print(cogumi.attach(f"{RUNS}/dpo").wait())
 figures.curves(f"{RUNS}/dpo")
 
 # %%
-completions.side_by_side({"sft": f"{RUNS}/sft", "dpo": f"{RUNS}/dpo"})
+completions.side_by_side(f"{RUNS}/dpo")

@@ -31,7 +31,7 @@ BOX = "needs a rented box"
 HUB = "asks the hub for a model's config"
 NOT_RUN = {
     "make smoke": f"{SMOKE}tests/test_smoke.py",
-    "make test": "this is one of its tests",
+    "make lab": "a JupyterLab that stays; tests/test_browser.py opens one",
     "make lint": "this is part of what runs this test",
     "make test-all": "this is one of its tests",
     ".venv/bin/python -m pytest tests/test_config.py": "this is how a test is run",
@@ -57,7 +57,6 @@ NOT_RUN = {
     'flash_attn-2.8.1+cu13torch2.10cxx11abiTRUE-cp312-cp312-linux_x86_64.whl"': "downloads a wheel for a GPU",
     '.venv/bin/python -c "import flash_attn_2_cuda"': "needs that wheel and a GPU",
 }
-NOT_YET = {"cogumi status --watch RUN", "cogumi report RUN"}  # announced in words only
 
 # What a page takes for granted: typed before it, or made.
 START = ["cogumi start configs/smoke/llama-3.1-8b-sft.yaml"]

@@ -28,7 +28,7 @@ class Plot:
 
 
 PLOTS = (
-    Plot("loss", ("loss", "eval_loss"), "nats per token"),
+    Plot("loss", ("loss", "eval_loss")),
     Plot("reward", ("reward",), "mean of a batch"),
     Plot("reward spread", ("reward_std",), "standard deviation"),
     Plot("margin", ("rewards/margins",), "chosen - rejected"),

@@ -66,6 +66,9 @@ class Panel:
         self.stop.on_click(self.on_stop)
         self.save.on_click(self.on_save)
         self.pause.on_click(self.on_pause)
+        for button in (self.stop, self.save, self.pause):
+            button.layout.width = "max-content"  # whatever stands beside it
+            button.layout.flex = "none"
         self.buttons = HBox([self.stop, self.save, self.pause, self.said])
         self.box = VBox([self.head, self.buttons, self.flags, self.plots, self.samples, self.rest])
         self.box.add_class("cogumi-panel")
