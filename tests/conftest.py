@@ -12,8 +12,9 @@ REPOSITORY = Path(__file__).parents[1]
 # Files run whole, in one of a few processes: those that take minutes begin, so that none is left over at the end. The first
 # makes the small base where there is none yet; those beside it do without.
 LONG = (
-    "test_smoke", "test_equivalences", "test_verdict_suite", "test_training_unfinished", "test_compiling_run",
+    "test_smoke", "test_notebooks", "test_equivalences", "test_verdict_suite", "test_training_unfinished", "test_compiling_run",
     "test_rl_watch", "test_cli_disk", "test_cli", "test_preflight", "test_faults", "test_configs", "test_training", "test_docs",
+    "test_browser",
 )  # fmt: skip
 
 # Tiny models are slower on several threads, and sums over a number of them that differs from run to run are not equal bit

@@ -128,3 +128,31 @@ def test_another_kernel_attaches_to_what_the_first_one_started(config: Path, tmp
         assert min(text) > 180 > 60 > max(ground)  # light letters on a dark page
         assert wrong == []
     run.stop()
+
+
+@pytest.mark.timeout(300)
+def test_a_config_is_changed_in_the_form_and_written(config: Path, tmp_path: Path) -> None:
+    write_notebook(tmp_path / "form.ipynb", ["import cogumi\ncogumi.configure('long.yaml', save_as='mine.yaml')"])
+    with lab(tmp_path) as address, page() as (shown, wrong):
+        open_notebook(shown, address, "form.ipynb")
+        command(shown, "notebook:run-all-cells")
+        form = shown.locator(".cogumi-form").first
+        form.wait_for()
+        form.locator(".lm-TabBar-tab").filter(has_text="train").click()
+        steps = form.get_by_label("max_steps")
+        steps.fill("many")
+        shown.get_by_text("wrong: train.max_steps").first.wait_for()
+        form.get_by_role("button", name="write", exact=True).click()
+        assert not (tmp_path / "mine.yaml").exists()
+        steps.fill("7")
+        add = form.get_by_label("add a key").locator("visible=true")
+        add.fill("packing")
+        add.press("Enter")
+        form.get_by_label("packing").check()
+        shown.get_by_text("is a config for sft").first.wait_for()
+        form.get_by_role("button", name="write", exact=True).click()
+        shown.get_by_text("cogumi start mine.yaml").first.wait_for()
+        assert wrong == []
+    written = yaml.safe_load((tmp_path / "mine.yaml").read_text())
+    before = yaml.safe_load(config.read_text())
+    assert written == before | {"train": before["train"] | {"max_steps": 7, "packing": True}}

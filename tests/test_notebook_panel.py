@@ -8,6 +8,7 @@ from typing import Any
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from nbconvert import HTMLExporter
 
 import cogumi
 from cogumi.notebook import panel, panel_html
@@ -108,6 +109,13 @@ def test_a_directory_that_goes_is_said_in_the_panel(tmp_path: Path, monkeypatch:
     assert shown.stop.disabled
 
 
+def without_widgets(notebook: Any) -> Any:
+    """As it is saved where nobody keeps the state of widgets."""
+    plain = nbformat.from_dict(json.loads(json.dumps(notebook)))
+    del plain.metadata["widgets"]
+    return plain
+
+
 def until(happened: Any, seconds: float = 20) -> None:
     deadline = time.monotonic() + seconds
     while not happened():
@@ -145,6 +153,8 @@ def test_in_a_real_kernel_there_is_a_widget_and_text_for_who_has_none(tmp_path: 
     assert "<div" not in first.data["text/plain"]
     assert cells[2].outputs[0].text == "False False\n"
     assert cells[3].outputs[0].traceback == ["cogumi: one line"]
+    page, _ = HTMLExporter().from_notebook_node(without_widgets(notebook))
+    assert "running (train), step 4" in page  # as a page on the web shows it
     state = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"]
     buttons = [each["state"]["description"] for each in state.values() if each["model_name"] == "ButtonModel"]
     assert sorted(buttons) == ["Checkpoint now", "Pause", "Stop"]
