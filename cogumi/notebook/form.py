@@ -18,7 +18,7 @@ from cogumi.config_binding import bind_mapping, reject_unknown
 from cogumi.config_source import SECTIONS, read_source
 from cogumi.config_text import same, with_values, written
 from cogumi.errors import UsageError
-from cogumi.handing_out import PACKAGE, there_are
+from cogumi.handing_out import PACKAGE
 from cogumi.hidden import hide
 from cogumi.notebook.fields import Field, plain
 from cogumi.notebook.form_process import Values, begin_preflight, checked, end_of_preflight, signatures
@@ -62,7 +62,7 @@ class Form:
     def __init__(
         self, config: str | os.PathLike[str] | Mapping[str, Any], save_as: str | os.PathLike[str] | None = None
     ) -> None:
-        values, origins, label = read_source(self.found(config))
+        values, origins, label = read_source(config)
         reject_unknown(values, SECTIONS, "", origins, label)
         self.text = None if isinstance(config, Mapping) else Path(label).read_text(encoding="utf-8")
         self.source = "a mapping" if self.text is None else str(config)
@@ -74,13 +74,6 @@ class Form:
         self._one_at_a_time = threading.Lock()
         self._panel: Panel | None = None
         self.fields = signatures(self.method)
-
-    @staticmethod
-    def found(config: str | os.PathLike[str] | Mapping[str, Any]) -> Path | Mapping[str, Any]:
-        if isinstance(config, Mapping) or Path(config).exists():
-            return config if isinstance(config, Mapping) else Path(config)
-        known = {name: path for name, path in there_are().items() if path.suffix == ".yaml"}
-        return known.get(str(config), Path(config))
 
     def offered(self, label: str) -> Path:
         """Where it is written unless something else is said: over its own file, or here if that is the package's."""
