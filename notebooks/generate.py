@@ -35,7 +35,7 @@ def notebook_of(source: Path) -> nbformat.NotebookNode:
 
 def executed(source: Path) -> nbformat.NotebookNode:
     notebook = notebook_of(source)
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:  # a run may still be at work after a failure
         client = NotebookClient(notebook, timeout=CELL_SECONDS, resources={"metadata": {"path": directory}})
         client.store_widget_state = False  # a panel is of its kernel; its text stays
         client.execute()

@@ -7,6 +7,7 @@ by waiting a hundred times as long as it worked. Buttons do what `run.stop()`, `
 import sys
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ shown: dict[Path, "Panel"] = {}
 def show(run: Run) -> None:
     """Display the panel in a notebook; elsewhere, and where widgets are not shown, one screen of text."""
     text = on_a_screen(run.status())
-    if not in_a_kernel():
+    if not in_a_kernel() or find_spec("ipywidgets") is None:
         print(text)
         return
     from IPython.display import display
