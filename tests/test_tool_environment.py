@@ -14,7 +14,10 @@ from typing import Any
 import jupytext
 import pytest
 import torch
+from transformers import TrainerCallback
 
+import cogumi
+from cogumi.rl.behaviour import use_rollout_logps
 from cogumi.rl.proof import TOLERANCE
 
 NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "09_reward_and_tools.py"
@@ -123,3 +126,86 @@ def test_the_last_cell_reads_what_the_training_left(played: tuple[Any, str, Path
     _, said = run_cell(cells()[-1])
     assert said.count("), (") == 1  # two rollouts
     assert "'gradient'" in said
+
+
+def opened(box: int) -> str:
+    """Open a box.
+
+    Args:
+        box: from 1 to 5
+    """
+    return "prize" if box == 4 else "empty"
+
+
+def found(completions: list[list[dict[str, Any]]], **_: Any) -> list[float]:
+    return [float(any(each.get("content") == "prize" for each in messages)) for messages in completions]
+
+
+def trainer_in(out: Path, place: Path, steps: int = 2, tools: bool = False, **values: Any) -> Any:
+    """Another trainer of the model that was taught the call; with `tools`, of a function without an environment."""
+    import trl
+    from boxes import ROWS, Boxes  # type: ignore[import-not-found]
+    from datasets import Dataset
+
+    common = {
+        "loss_type": "gspo",
+        "num_generations": 8,
+        "per_device_train_batch_size": 8,
+        "steps_per_generation": 2,
+        "max_completion_length": 176,
+        "max_tool_calling_iterations": 2,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "save_strategy": "no",
+        "report_to": "none",
+    }
+    opened.__name__ = "open"
+    uses = {"tools": [opened], "reward_funcs": found} if tools else {"environment_factory": Boxes}
+    args = trl.GRPOConfig(str(out), max_steps=steps, **common | values)
+    model = str(place / "runs/own/calls/merged")
+    return trl.GRPOTrainer(model, args=args, train_dataset=Dataset.from_list(ROWS), **uses)
+
+
+@pytest.mark.parametrize("name", ["gspo-token", "sampler's own log-probabilities", "accumulated", "plain tools"])
+def test_other_trainers_with_tools_are_proven_too(played: tuple[Any, str, Path], tmp_path: Path, name: str) -> None:
+    values: dict[str, Any] = {
+        "gspo-token": {"loss_type": "gspo-token"},
+        "accumulated": {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
+        "plain tools": {"tools": True},
+    }.get(name, {})
+    trainer = trainer_in(tmp_path, played[2], **values)
+    if name.startswith("sampler"):
+        use_rollout_logps(trainer)
+    trainer.train()
+    record = json.loads((tmp_path / "loss.json").read_text())
+    assert (trainer._buffered_inputs[-1]["tool_mask"] == 0).any()
+    assert record["asserted"]
+    assert (
+        record["ratio_max_deviation"] < 1e-5
+    )  # a tool's token, which the sampler has no log-probability of, is in no ratio
+    assert max(record["relative_difference"][key] for key in ("loss", "gradient")) < TOLERANCE
+
+
+def test_a_run_with_tools_goes_on_inside_a_rollout(played: tuple[Any, str, Path], tmp_path: Path) -> None:
+    """With the mask that was saved with the rollout: the weights are those of a run that was not interrupted."""
+    ends = []
+    for name, stops in (("whole", [4]), ("cut", [3, 4])):
+        for stop in stops:
+            trainer = trainer_in(tmp_path / name, played[2], steps=4, save_strategy="steps", save_steps=3)
+            cogumi.protect(trainer)
+            if stop < 4:
+                trainer.add_callback(StopAfter(stop))
+            trainer.train()
+            assert trainer.state.global_step == stop
+        ends.append(trainer.model.state_dict())
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
+class StopAfter(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= state.global_step == self.step
