@@ -1,0 +1,117 @@
+# %% [markdown]
+# # Your own reward, your own tools
+# A reward is a function in a file that the config names. A tool environment is a class, trained by TRL's own trainer while cogumi checks its settings
+# and its loss. A minute and a half on two CPU cores that have nothing else to do. For a real model change the names, lower the learning rate, drop `bf16=False`, and leave out
+# the cell that teaches the call: such a model can call tools already.
+
+# %% tags=["parameters"]
+import json
+from pathlib import Path
+
+import cogumi
+from cogumi.notebook import figures
+
+CONFIG, BASE = "smoke/gspo", "cogumi:small-base"  # the real ones: "qwen2.5-coder-7b-gspo-fim", "Qwen/Qwen2.5-Coder-7B"
+RUNS, REWARD_STEPS, CALL_STEPS, TOOL_STEPS = "runs/own", 16, 60, 32
+CALLER = "runs/own/calls/merged"  # who uses the tool, taught below; a real one: "Qwen/Qwen3-4B-Instruct-2507"
+
+# %% [markdown]
+# **A reward** gets the completions, and every column of the data by its name; it returns a number for each. This one is 1 for a completion as long as
+# the answer, and less the further it is from that. Try it by hand first.
+
+# %%
+Path("my_rewards.py").write_text('''
+def right_length(completions, middle, **columns):
+    return [max(0.0, 1 - abs(len(c) - len(m)) / len(m)) for c, m in zip(completions, middle)]''')
+from my_rewards import right_length
+
+print(right_length(["f(x)", "f(", "f(x) + f(y)"], middle=["g(x)", "g(x)", "g(x)"]))
+
+# %% [markdown]
+# The config names it as `file.py:function`.
+
+# %%
+mine = {"cogumi__rewards": ["my_rewards.py:right_length"], "train__max_steps": REWARD_STEPS}
+print(cogumi.start(CONFIG, model__name=BASE, cogumi__run_dir=f"{RUNS}/reward", **mine).wait().state)
+
+# %%
+figures.rewards(f"{RUNS}/reward")
+
+# %% [markdown]
+# **Read what earns it**, not the curve alone: a model takes a reward at its word. The newest rollout, from the worst to the best:
+
+# %%
+newest = json.loads(Path(RUNS, "reward", "rollouts.jsonl").read_text().splitlines()[-1])
+print(*((each["reward"], each["completion"]) for each in newest["shown"]), sep="\n")
+
+# %% [markdown]
+# **A tool environment**: `reset` gets a row of the data, every other public method is a tool (the model is shown its types and docstring),
+# `get_reward` pays. Here one of five boxes holds a prize, which is worth half when it was found in the second.
+
+# %%
+Path("boxes.py").write_text('''
+ROWS = [{"prompt": [{"role": "user", "content": "Find the prize."}], "prize": 4}] * 16
+
+class Boxes:
+    def reset(self, prize, **row):
+        self.prize, self.opened = prize, []
+
+    def open(self, box: int) -> str:
+        """Open a box.
+
+        Args:
+            box: from 1 to 5"""
+        self.opened.append(box)
+        return "prize" if box == self.prize else "empty"
+
+    def get_reward(self):
+        return 1 / len(self.opened) if self.prize in self.opened else 0.0''')
+
+# %% [markdown]
+# **Teach the call**, since this base has random weights: conversations that open one box or two, no box more often than another. The chat format is the
+# shortest of those whose calls TRL can read.
+
+# %%
+cogumi.patch()
+import trl
+from boxes import ROWS, Boxes
+from transformers.utils import get_json_schema
+
+call = lambda box: {"role": "assistant", "tool_calls": [{"name": "open", "arguments": {"box": box}}]}
+said = lambda text, role="tool": {"role": role, "content": text}
+games = [[call(a), said("empty"), call(b), said("prize")][start:] for a in range(1, 6) for b in range(1, 6) for start in (0, 2)]
+talk = lambda game: {"messages": [*ROWS[0]["prompt"], *game, said("done", "assistant")], "tools": [get_json_schema(Boxes().open)]}
+Path("calls.jsonl").write_text("\n".join(json.dumps(talk(game)) for game in games))
+template = str(Path(trl.__file__).with_name("chat_templates") / "lfm2_v2.jinja")
+train = {"max_steps": CALL_STEPS, "learning_rate": 1e-2, "save_strategy": "no", "chat_template_path": template}
+data, own = {"source": "calls.jsonl", "format": "chat"}, {"method": "sft", "tuning": "full", "run_dir": f"{RUNS}/calls"}
+print(cogumi.start({"model": {"name": "cogumi:random-qwen3"}, "data": data, "train": train, "cogumi": own}).wait().state)
+
+# %% [markdown]
+# **Train with the tool.** `cogumi.patch()` comes before TRL; with `loss_type="gspo"` the trainer is checked, measured, and its loss compared with the
+# formula; `cogumi.protect` makes its checkpoints safe. What the tool says is read by the model, and is no part of the loss.
+
+# %%
+cogumi.patch()
+import trl
+from boxes import ROWS, Boxes
+from datasets import Dataset
+
+args = trl.GRPOConfig(f"{RUNS}/tools", loss_type="gspo", max_steps=TOOL_STEPS, num_generations=8, steps_per_generation=2,
+    per_device_train_batch_size=16, max_completion_length=176, max_tool_calling_iterations=2, learning_rate=3e-4,
+    lr_scheduler_type="constant", gradient_checkpointing=False, bf16=False, logging_steps=1, report_to="none")
+trainer = trl.GRPOTrainer(CALLER, args=args, train_dataset=Dataset.from_list(ROWS), environment_factory=Boxes)
+cogumi.protect(trainer, resume="never").train()  # "auto", the default, would go on from the newest checkpoint
+
+last, decode = trainer._buffered_inputs[-1], trainer.processing_class.decode
+tool, row = last["tool_mask"] == 0, (last["tool_mask"] == 0).any(1).int().argmax()
+assert tool.any() and (~tool * last["completion_mask"]).sum() == trainer.state.log_history[-2]["policy/num_tokens"]
+print(decode(last["completion_ids"][row]), "\nNOT IN THE LOSS", decode(last["completion_ids"][row][tool[row]]))
+
+# %% [markdown]
+# **Calls, rewards, proof**: the gradient was compared at every token, and at the tool's it has to be 0.
+
+# %%
+state = json.loads((cogumi.last_good_checkpoint(f"{RUNS}/tools") / "trainer_state.json").read_text())
+print([(each["tools/call_frequency"], each["reward"]) for each in state["log_history"] if "reward" in each])
+print(json.loads(Path(RUNS, "tools", "loss.json").read_text())["relative_difference"])

@@ -1,0 +1,211 @@
+"""The tool environment of notebook 09: tools are called, rewards paid, and what a tool says is outside of the loss.
+
+The notebook's own cells are run, each with nothing but the parameters and what the cells before it left on the disk.
+"""
+
+import io
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import pytest
+import torch
+from transformers import TrainerCallback
+
+import cogumi
+from cogumi.rl.behaviour import use_rollout_logps
+from cogumi.rl.proof import TOLERANCE
+
+NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "09_reward_and_tools.py"
+SHORT = {"CALL_STEPS": 60, "TOOL_STEPS": 4}
+
+
+def cells() -> list[str]:
+    return [cell.source for cell in jupytext.read(NOTEBOOK).cells if cell.cell_type == "code"]
+
+
+def run_cell(source: str) -> tuple[dict[str, Any], str]:
+    """The names a cell leaves, and what it prints."""
+    names: dict[str, Any] = {}
+    exec(cells()[0], names)
+    names |= SHORT
+    with redirect_stdout(io.StringIO()) as said:
+        exec(source, names)
+    return names, said.getvalue()
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str, Path]]:
+    """The trainer after its training, what the cell printed, and the directory."""
+    place = tmp_path_factory.mktemp("notebook")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.syspath_prepend(str(place))
+        environment, teach, train = (
+            next(source for source in cells() if mark in source)
+            for mark in ('Path("boxes.py")', "calls.jsonl", "environment_factory")
+        )
+        run_cell(environment)
+        run_cell(teach)
+        names, said = run_cell(train)
+        yield names["trainer"], said, place
+    sys.modules.pop("boxes", None)
+
+
+def test_tools_are_called_and_the_environment_pays(played: tuple[Any, str, Path]) -> None:
+    trainer, _, _ = played
+    rollouts = [row for row in trainer.state.log_history if "reward" in row]
+    assert len(rollouts) == 2
+    assert all(row["tools/call_frequency"] > 0.3 for row in rollouts)  # 1.5 when it was written
+    assert max(row["reward"] for row in rollouts) > 0
+    # What TRL was paid is what each environment says of its own rollout.
+    assert list(trainer._logs["rewards"]["Boxes"])[-32:] == [each.get_reward() for each in trainer.environments]
+    assert {each.prize for each in trainer.environments} == {4}
+
+
+def test_what_a_tool_says_is_outside_of_the_loss(played: tuple[Any, str, Path]) -> None:
+    trainer, said, _ = played
+    last = trainer._buffered_inputs[-1]
+    tool = last["tool_mask"] == 0
+    heard = [trainer.processing_class.decode(ids[row]) for ids, row in zip(last["completion_ids"], tool, strict=True)]
+    answered = [text for text in heard if text]
+    assert answered
+    for text in answered:
+        assert "tool_response_start" in text
+        assert "open(box" not in text  # the call is the model's own and is learned
+    # cogumi's metric, TRL's mask and the loss count the same tokens; the metric is what was handed to the proof.
+    counted = int((last["completion_mask"] * last["tool_mask"]).sum())
+    assert counted < int(last["completion_mask"].sum())
+    assert [row["policy/num_tokens"] for row in trainer.state.log_history if "policy/num_tokens" in row][-1] == counted
+    assert "NOT IN THE LOSS" in said
+
+
+def test_no_gradient_reaches_what_a_tool_says(played: tuple[Any, str, Path]) -> None:
+    trainer, _, _ = played
+    batch = dict(trainer._buffered_inputs[-1])
+    seen: list[torch.Tensor] = []
+    original = trainer._get_per_token_logps_and_entropies
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        result[0].retain_grad()
+        seen.append(result[0])
+        return result
+
+    trainer.model.train()
+    batch["advantages"] = torch.ones_like(batch["advantages"])  # nothing may be 0 for want of an advantage
+    batch.pop("old_per_token_logps")  # nor for the clip
+    trainer._get_per_token_logps_and_entropies = noted
+    try:
+        trainer._compute_loss(trainer.model, batch).backward()
+    finally:
+        del trainer._get_per_token_logps_and_entropies
+        trainer.model.zero_grad()
+    [logps] = seen
+    assert logps.grad is not None
+    learned = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    assert not logps.grad[~learned].any()
+    assert logps.grad[learned].all()
+
+
+def test_the_loss_was_proven_with_the_mask_of_several_turns(played: tuple[Any, str, Path]) -> None:
+    _, _, place = played
+    record = json.loads((place / "runs/own/tools/loss.json").read_text())
+    assert record["loss"] == "gspo"
+    assert record["asserted"]
+    assert record["unproven"] == []
+    assert record["clip_seen_at_step"] == 2
+    assert max(record["relative_difference"][name] for name in ("loss", "gradient")) < TOLERANCE
+
+
+def test_the_last_cell_reads_what_the_training_left(played: tuple[Any, str, Path]) -> None:
+    _, said = run_cell(cells()[-1])
+    assert said.count("), (") == 1  # two rollouts
+    assert "'gradient'" in said
+
+
+def opened(box: int) -> str:
+    """Open a box.
+
+    Args:
+        box: from 1 to 5
+    """
+    return "prize" if box == 4 else "empty"
+
+
+def found(completions: list[list[dict[str, Any]]], **_: Any) -> list[float]:
+    return [float(any(each.get("content") == "prize" for each in messages)) for messages in completions]
+
+
+def trainer_in(out: Path, place: Path, steps: int = 2, tools: bool = False, **values: Any) -> Any:
+    """Another trainer of the model that was taught the call; with `tools`, of a function without an environment."""
+    import trl
+    from boxes import ROWS, Boxes  # type: ignore[import-not-found]
+    from datasets import Dataset
+
+    common = {
+        "loss_type": "gspo",
+        "num_generations": 8,
+        "per_device_train_batch_size": 8,
+        "steps_per_generation": 2,
+        "max_completion_length": 176,
+        "max_tool_calling_iterations": 2,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "save_strategy": "no",
+        "report_to": "none",
+    }
+    opened.__name__ = "open"
+    uses = {"tools": [opened], "reward_funcs": found} if tools else {"environment_factory": Boxes}
+    args = trl.GRPOConfig(str(out), max_steps=steps, **common | values)
+    model = str(place / "runs/own/calls/merged")
+    return trl.GRPOTrainer(model, args=args, train_dataset=Dataset.from_list(ROWS), **uses)
+
+
+@pytest.mark.parametrize("name", ["gspo-token", "sampler's own log-probabilities", "accumulated", "plain tools"])
+def test_other_trainers_with_tools_are_proven_too(played: tuple[Any, str, Path], tmp_path: Path, name: str) -> None:
+    values: dict[str, Any] = {
+        "gspo-token": {"loss_type": "gspo-token"},
+        "accumulated": {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
+        "plain tools": {"tools": True},
+    }.get(name, {})
+    trainer = trainer_in(tmp_path, played[2], **values)
+    if name.startswith("sampler"):
+        use_rollout_logps(trainer)
+    trainer.train()
+    record = json.loads((tmp_path / "loss.json").read_text())
+    assert (trainer._buffered_inputs[-1]["tool_mask"] == 0).any()
+    assert record["asserted"]
+    assert (
+        record["ratio_max_deviation"] < 1e-5
+    )  # a tool's token, which the sampler has no log-probability of, is in no ratio
+    assert max(record["relative_difference"][key] for key in ("loss", "gradient")) < TOLERANCE
+
+
+def test_a_run_with_tools_goes_on_inside_a_rollout(played: tuple[Any, str, Path], tmp_path: Path) -> None:
+    """With the mask that was saved with the rollout: the weights are those of a run that was not interrupted."""
+    ends = []
+    for name, stops in (("whole", [4]), ("cut", [3, 4])):
+        for stop in stops:
+            trainer = trainer_in(tmp_path / name, played[2], steps=4, save_strategy="steps", save_steps=3)
+            cogumi.protect(trainer)
+            if stop < 4:
+                trainer.add_callback(StopAfter(stop))
+            trainer.train()
+            assert trainer.state.global_step == stop
+        ends.append(trainer.model.state_dict())
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
+class StopAfter(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= state.global_step == self.step
