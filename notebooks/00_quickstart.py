@@ -46,8 +46,9 @@ completions.side_by_side({"sft": f"{RUNS}/sft", "gspo": f"{RUNS}/gspo"})
 # **Talk to it.** The merged directory is a plain Hugging Face model. This one completes code; 07 has a conversation.
 
 # %%
-from transformers import pipeline
+from transformers import logging, pipeline
 
+logging.set_verbosity_error()
 writer = pipeline("text-generation", model=f"{RUNS}/gspo/merged")
 print(writer("def add(a, b):\n    return ", max_new_tokens=12)[0]["generated_text"])
 

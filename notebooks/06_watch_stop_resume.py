@@ -20,7 +20,7 @@ run.dashboard()
 # %%
 run = cogumi.attach(RUN)
 print(run)
-print("newest row:", run.metrics()[-1])
+print("logged so far:", run.metrics()[-1:])
 
 # %% [markdown]
 # **A checkpoint now, and a pause**: the panel's buttons do this. A pause keeps the machine and its memory; a stop gives them back.

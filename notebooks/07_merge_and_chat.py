@@ -35,8 +35,9 @@ print(check_merged(Path(OUT)))
 # **Chat.** A model of 1.8 million parameters has little to say, and says it in the right format; a real one is asked in the same way.
 
 # %%
-from transformers import pipeline
+from transformers import logging, pipeline
 
+logging.set_verbosity_error()
 chat = pipeline("text-generation", model=OUT)
 asked = [{"role": "user", "content": "Return the number of items in the container."}]
 print(chat(asked, max_new_tokens=60)[0]["generated_text"][-1]["content"])

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Your own reward, your own tools
 # A reward is a function in a file that the config names. A tool environment is a class, trained by TRL's own trainer while cogumi checks its settings
-# and its loss. A minute and a half on two CPU cores that have nothing else to do. For a real model change the names, lower the learning rate, drop `bf16=False`, and leave out
-# the cell that teaches the call: such a model can call tools already.
+# and its loss. A minute and a half on two CPU cores that have nothing else to do. For a real model change the names, lower the learning rate,
+# drop `bf16=False`, and leave out the cell that teaches the call: such a model can call tools already.
 
 # %% tags=["parameters"]
 import json

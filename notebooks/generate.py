@@ -4,6 +4,7 @@ The .py (jupytext's percent format) is what is edited. A notebook runs in an emp
 figure that is SVG in a page the PNG is kept, which is what web pages that show notebooks display.
 """
 
+import re
 import sys
 import tempfile
 import time
@@ -40,10 +41,17 @@ def executed(source: Path) -> nbformat.NotebookNode:
         client.store_widget_state = False  # a panel is of its kernel; its text stays
         client.execute()
         for cell in notebook.cells:
-            for output in cell.get("outputs", []):
-                tidy(output, directory)
+            if cell.cell_type == "code":
+                cell.outputs = [output for output in cell.outputs if not is_progress(output)]
+                for output in cell.outputs:
+                    tidy(output, directory)
             cell.metadata.pop("execution", None)
     return notebook
+
+
+def is_progress(output: nbformat.NotebookNode) -> bool:
+    """Whether it is a bar, of which only the beginning would be kept."""
+    return bool(re.search(r"\| 0/|\?\w+/s\]", output.get("data", {}).get("text/plain", "")))
 
 
 def tidy(output: nbformat.NotebookNode, directory: str) -> None:
@@ -53,9 +61,11 @@ def tidy(output: nbformat.NotebookNode, directory: str) -> None:
         del data[mime]
     if "image/png" in data:
         data.pop("text/html", None)
+    places = {f"{directory}/": "", directory: ".", str(HERE.parent): "cogumi", str(Path.home()): "~"}
     for holder, key in ((output, "text"), *((data, mime) for mime in data if mime.startswith("text/"))):
-        if key in holder:
-            holder[key] = holder[key].replace(f"{directory}/", "").replace(directory, ".")
+        for place, name in places.items():
+            if key in holder:
+                holder[key] = holder[key].replace(place, name)
 
 
 def main(names: list[str]) -> None:

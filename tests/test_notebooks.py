@@ -4,6 +4,7 @@ import ast
 import builtins
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -88,7 +89,7 @@ def test_the_notebook_is_its_source_and_was_run(source: Path) -> None:
     outputs = [output for cell in code for output in cell.outputs]
     assert all(output.output_type != "error" for output in outputs)
     assert any(output.output_type in ("display_data", "execute_result") for output in outputs)
-    assert "/tmp/" not in text_of(found)
+    assert not re.search(r"(?<![\w~.])/(tmp|root|home)/", text_of(found))  # a reader's machine is another
 
 
 def calls_of_modules(source: Path) -> Iterator[tuple[str, Any, ast.Call]]:
