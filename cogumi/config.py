@@ -211,6 +211,7 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any], **overrides:
     run = validate_sections(values, origins, label)
     refuse_ignored(run, origins, label)
     run.train = bind_signature(run.train, "train", trl_config_class(run.cogumi.method), "trl", origins, label)
+    refuse_no_batch(run.train, origins, label)
     run.lora = bind_signature(run.lora, "lora", lora_config_class(), "peft", origins, label)
     refuse_no_lora(run.lora, origins, label)
     if run.cogumi.lora_preset is not None:
@@ -286,6 +287,13 @@ def refuse_ignored(run: RunConfig, origins: Origins, label: str) -> None:
         section = reduce(getattr, way, run)
         if getattr(section, name) != type(section).model_fields[name].default:
             raise UsageError(f"{origins.get(key, label)}: {key} would be ignored: {why}; drop it")
+
+
+def refuse_no_batch(train: dict[str, Any], origins: Origins, label: str) -> None:
+    """Raise UsageError for sizes of a step that are none, which libraries find out about late or take for a default."""
+    for key in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        if train.get(key) is not None and train[key] < 1:
+            raise UsageError(f"{origins.get(f'train.{key}', label)}: train.{key} = {train[key]}: it is at least 1")
 
 
 def refuse_no_lora(lora: dict[str, Any], origins: Origins, label: str) -> None:

@@ -197,14 +197,16 @@ def tail_lines(path: Path, size: int = TAIL_BYTES) -> list[str]:
 
 
 def runs_below(directory: Path) -> list[Path]:
-    """The run directories right below a directory, by name."""
-    return sorted({path.parent for mark in ("status.json", START) for path in directory.glob(f"*/{mark}")})
+    """The run directories below a directory, by name: right below it, and one further down, as stages of one project."""
+    places = [f"{depth}/{mark}" for depth in ("*", "*/*") for mark in ("status.json", START)]
+    return sorted({path.parent for place in places for path in directory.glob(place)})
 
 
 def near(run_dir: Path) -> str:
     """A hint for a name that is none of a run."""
     import difflib
 
-    there = [path.name for path in runs_below(run_dir.parent)] if run_dir.parent.is_dir() else []
+    beside = run_dir.parent
+    there = [str(path.relative_to(beside)) for path in runs_below(beside)] if beside.is_dir() else []
     found = difflib.get_close_matches(run_dir.name, there, n=1) or there[:3]
-    return f"; there is {', '.join(str(run_dir.parent / name) for name in found)}" if found else ""
+    return f"; there is {', '.join(str(beside / name) for name in found)}" if found else ""

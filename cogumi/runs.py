@@ -136,30 +136,37 @@ class Run:
         return status
 
     def checkpoint(self) -> None:
-        """Ask the run for a checkpoint after the step that it is at. Raises UsageError where it has ended."""
+        """Ask the run for a checkpoint after the step that it is at. Raises UsageError where it has ended, or waits."""
         self.ask(CHECKPOINT)
 
     def pause(self) -> None:
-        """Ask the run to save after the step that it is at, and to wait until `resume()`. Raises UsageError where it has ended.
+        """Ask the run to save after the step that it is at, and to wait until `resume()`. Raises UsageError where it has
+        ended, or waits already.
 
         It keeps its memory and its machine, which costs what training costs; `stop()` gives both back.
         """
         self.ask(PAUSE)
 
     def resume(self) -> None:
-        """Have a paused run go on, and take back a pause that it has not come to. Raises UsageError where it has ended."""
-        self.refuse_ended()
-        for name in (PAUSE, PAUSED):
-            (self.run_dir / name).unlink(missing_ok=True)
+        """Have a paused run go on, and take back a pause that it has not come to. Raises UsageError where there is neither."""
+        status, asked = self.asked(), [self.run_dir / name for name in (PAUSE, PAUSED)]
+        if not any(path.exists() for path in asked):
+            raise UsageError(f"{in_short(status)}; it is not paused")
+        for path in asked:
+            path.unlink(missing_ok=True)
 
     def ask(self, name: str) -> None:
-        self.refuse_ended()
+        status = self.asked()
+        if (self.run_dir / PAUSED).exists():
+            raise UsageError(f"{in_short(status)}; it waits already, with a checkpoint: `cogumi resume` has it go on")
         (self.run_dir / name).touch()
 
-    def refuse_ended(self) -> None:
+    def asked(self) -> Status:
+        """How it stands. Raises UsageError where it has ended."""
         status = self.status()
         if status.ended:
             raise UsageError(f"{in_short(status)}; there is no training to ask")
+        return status
 
 
 def start(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> Run:

@@ -12,6 +12,7 @@ RUNS = "runs/quickstart"
 
 # %% [markdown]
 # **Fine-tune.** The run is a process of its own: it outlives this notebook. Run the cell again and it says that the run is there. The panel follows it.
+# The first time on a machine the small base is made before, which takes a minute or two. A flag that is not green says what was seen and what to turn.
 
 # %%
 sft = cogumi.start(SFT, cogumi__run_dir=f"{RUNS}/sft")

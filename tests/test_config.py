@@ -112,6 +112,12 @@ def test_a_config_of_the_package_goes_by_its_name(tmp_path: Path, monkeypatch: p
         load_config("smoke/llama-3.1-8b-dop")
 
 
+@pytest.mark.parametrize("key", ["per_device_train_batch_size", "gradient_accumulation_steps"])
+def test_a_step_of_nothing_is_refused(config: Path, key: str) -> None:
+    with pytest.raises(UsageError, match=rf"override train.{key}: train.{key} = 0: it is at least 1"):
+        load_config(config, **{f"train__{key}": 0})
+
+
 def test_environment_wins_over_the_file_and_the_call_over_both(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COGUMI_TRAIN__MAX_STEPS", "5")
     monkeypatch.setenv("COGUMI_DATA__FIM__MIDDLE_CHARS", "[2, 4]")

@@ -14,6 +14,7 @@ import cogumi
 from cogumi.notebook import panel, panel_html
 from cogumi.notebook.look import Looker
 from cogumi.notebook.panel import Panel
+from cogumi.notebook.svg import short
 from cogumi.process import this_process
 from cogumi.rundir import append_jsonl, write_json
 
@@ -90,7 +91,7 @@ def test_a_panel_draws_until_the_run_has_ended_and_its_buttons_ask(
     run_in(home, "finished")
     shown.thread.join(20)
     assert not shown.thread.is_alive()
-    assert "the run has ended" in shown.said.value
+    assert "the run has ended, and this is how it ended" in shown.said.value
     assert shown.stop.disabled and shown.save.disabled and shown.pause.disabled  # noqa: PT018
     shown.save.click()  # nothing that a dead run would find later
     assert "there is no training to ask" in shown.said.value
@@ -105,7 +106,8 @@ def test_a_directory_that_goes_is_said_in_the_panel(tmp_path: Path, monkeypatch:
     home.rename(tmp_path / "elsewhere")
     shown.now.set()
     shown.thread.join(20)
-    assert "no run there" in shown.said.value
+    assert "no run there" in shown.head.value
+    assert "the last that was seen" in shown.head.value
     assert shown.stop.disabled
 
 
@@ -129,6 +131,20 @@ def test_without_a_kernel_it_is_one_screen_of_text(tmp_path: Path, capsys: pytes
     assert "running (train), step 4" in printed
     assert "red: loss trend" in printed
     assert "<div" not in printed
+
+
+def test_what_a_curve_is_now_is_not_its_last_number_where_that_was_none(tmp_path: Path) -> None:
+    shown = html_of(run_in(tmp_path / "run"))
+    assert shown.count("not finite<") == 1  # the legend of the loss
+    assert short(1.23e30) == "1.2e+30"
+    assert (short(12_345.6), short(1234.5), short(0.000123)) == ("12.3k", "1,234", "0.000123")
+
+
+def test_an_empty_completion_is_said_to_be_empty(tmp_path: Path) -> None:
+    home = run_in(tmp_path / "run")
+    shown = [{"prompt": "p", "completion": "", "reward": 0.0}]
+    append_jsonl(home / "rollouts.jsonl", {"step": 41, "reward": [0.0], "rewards": {}, "shown": shown})
+    assert "(nothing)" in html_of(home)
 
 
 @pytest.mark.timeout(120)

@@ -150,6 +150,14 @@ def test_warn_says_it_once_and_trains_on(sft: Config) -> None:
     assert [flag.name for _, flag in result.verdict.was_red] == ["adapter moves"]
 
 
+def test_what_was_red_stays_known_when_a_run_goes_on(sft: Config) -> None:
+    early = cogumi.train(sft, lora__lora_alpha=0, cogumi__sanity=12)
+    (at, flag), *_ = early.verdict.was_red
+    assert flag.name == "adapter moves"
+    whole = cogumi.train(sft, lora__lora_alpha=0)
+    assert [(step, flag.name) for step, flag in whole.verdict.was_red] == [(at, "adapter moves")]
+
+
 def test_pause_waits_until_the_file_is_gone(sft: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     whole = cogumi.train(sft, lora__lora_alpha=0, cogumi__run_dir=str(tmp_path / "whole"))
     monkeypatch.setattr("cogumi.training.waiting.PAUSE_SECONDS", 0.01)

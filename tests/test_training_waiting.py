@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 import cogumi
 from cogumi.errors import UsageError
+from cogumi.process import this_process
 from cogumi.rundir import read_json, read_jsonl
 from cogumi.training import waiting
 
@@ -111,6 +112,13 @@ def test_what_is_asked_too_late_or_of_another_part_is_forgotten(
         with pytest.raises(UsageError, match=r"finished, step 8/8; there is no training to ask"):
             getattr(cogumi.attach(home), ask)()
     assert not any((home / name).exists() for name in ("CHECKPOINT", "PAUSE"))
+    (home / "status.json").write_text(json.dumps({"state": "running", "stage": "train", "time": 0.0, **this_process()}))
+    with pytest.raises(UsageError, match="it is not paused"):
+        cogumi.attach(home).resume()
+    (home / "PAUSED").touch()
+    for ask in ("checkpoint", "pause"):
+        with pytest.raises(UsageError, match="it waits already, with a checkpoint: `cogumi resume` has it go on"):
+            getattr(cogumi.attach(home), ask)()
 
 
 def test_saving_in_a_run_does_not_wait_for_the_disk(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:

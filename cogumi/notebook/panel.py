@@ -71,9 +71,11 @@ class Panel:
             button.layout.width = "max-content"  # whatever stands beside it
             button.layout.flex = "none"
         self.buttons = HBox([self.stop, self.save, self.pause, self.said])
+        self.buttons.layout.flex_flow = "row wrap"  # in a narrow window
         self.box = VBox([self.head, self.buttons, self.flags, self.plots, self.samples, self.rest])
         self.box.add_class("cogumi-panel")
         self.asked_to_stop = False
+        self.state = ""
         self.now = threading.Event()  # a button was pressed: do not wait
         self.thread = threading.Thread(target=self.follow, name=f"cogumi panel {run.run_dir.name}", daemon=True)
         self.head.value = html.STYLE + "looking"
@@ -110,11 +112,13 @@ class Panel:
         self.stop.disabled = ended or self.asked_to_stop
         self.save.disabled = ended or paused
         self.pause.disabled = ended
+        if look.status.state != self.state:  # what was asked for has come, or something else
+            self.state, self.said.value = look.status.state, ""
         if ended:
-            self.said.value = html.said("the run has ended: the panel is no longer drawn anew")
+            self.said.value = html.said(f"the run has ended, and this is how it ended: {look.status}")
 
     def end(self, reason: str) -> None:
-        self.said.value = html.said(reason)
+        self.head.value = html.STYLE + html.gone(reason)
         for button in (self.stop, self.save, self.pause):
             button.disabled = True
 

@@ -18,6 +18,7 @@ LOG_LINES, LINE_BYTES = 12, 12_000
 STYLE = f"""<style>
 .cogumi {{ color: var(--jp-content-font-color1, inherit); font-size: 13px; line-height: 1.45; }}
 .cogumi progress {{ width: 100%; height: 12px; accent-color: {BLUE}; }}
+.cogumi svg {{ max-width: 100%; height: auto; }}
 .cogumi .plots {{ display: flex; flex-wrap: wrap; gap: 6px 14px; }}
 .cogumi .flag {{ border-left: 5px solid; padding: 2px 8px; margin: 3px 0; }}
 .cogumi table {{ border-collapse: collapse; margin: 2px 0; }}
@@ -42,8 +43,15 @@ def head(look: Look) -> str:
         lines.append(f'<progress max="1" value="{share:.4f}" aria-label="{word}">{share:.0%}</progress>')
     if status.reason:
         lines.append(escape(" ".join(status.reason.split())))
-    lines += [escape(each) for each in (figures(status.latest), machine(status.heartbeat)) if each]
+    lines += [
+        escape(" · ".join(each.split("  "))) for each in (figures(status.latest), machine(status.heartbeat)) if each
+    ]
     return within("<br>".join(lines))
+
+
+def gone(reason: str) -> str:
+    """In place of the head, where there is nothing more to be read."""
+    return within(f"<b>{escape(reason)}</b><br>What stands below is the last that was seen.")
 
 
 def flags(look: Look) -> str:
@@ -97,6 +105,8 @@ def samples(look: Look) -> str:
 
 def cut(said: str, ends: bool = False) -> str:
     """What is read at a glance."""
+    if not said.strip():
+        return "(nothing)" if not said else "(white space)"
     if len(said) <= MOST_CHARACTERS:
         return said
     return "…" + said[-MOST_CHARACTERS:] if ends else said[:MOST_CHARACTERS] + "…"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cogumi.notebook.curves import Curve, Plot
+from cogumi.notebook.curves import LAST, Curve, Plot
 from cogumi.notebook.palette import LEVELS, SERIES
 
 WIDTH, HEIGHT = 310, 140
@@ -86,7 +86,7 @@ def title(plot: Plot, curves: Mapping[str, Curve]) -> str:
     place = 2
     for number, (key, curve) in enumerate(curves.items()):
         name = f"{key} " if len(curves) > 1 else ""
-        label = name + (short(float(curve.mean[-1])) if len(curve.low) else "not finite")
+        label = name + newest(curve)
         colour, dash = SERIES[number].colour, DASHES[number % len(DASHES)]
         style = f' stroke-dasharray="{dash}"' if dash else ""
         said += f'<path d="M{place} 20h16" stroke="{colour}" stroke-width="2"{style}/>'
@@ -95,12 +95,19 @@ def title(plot: Plot, curves: Mapping[str, Curve]) -> str:
     return said
 
 
+def newest(curve: Curve) -> str:
+    """The last value, in words where it was none."""
+    if not len(curve.low) or (curve.broken and curve.broken[-1] > curve.bins[LAST][-1]):
+        return "not finite"
+    return short(float(curve.mean[-1]))
+
+
 def mark(x: float, number: int, name: str) -> str:
     """A red flag: a dashed line with its number, which the list beside the plots has as well."""
     x = min(x, WIDTH - RIGHT)
     return (
         f'<g><title>red: {escape(name)}</title><path d="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="{LEVELS["red"]}" '
-        f'stroke-width="1.4" stroke-dasharray="3 2"/>{text(x, TOP - 2, f"⚑{number}", "middle")}</g>'
+        f'stroke-width="1.4" stroke-dasharray="3 2"/>{text(x + 2, TOP + 9, f"⚑{number}", "start")}</g>'
     )
 
 
@@ -132,6 +139,8 @@ def in_words(plot: Plot, curves: Mapping[str, Curve], broken: Sequence[int]) -> 
 
 def short(value: float) -> str:
     """`0.0123`, `1,234`, `12.3k`, `2e-05`: what fits beside an axis."""
+    if abs(value) >= 1e9:
+        return f"{value:.2g}"
     if abs(value) >= 1e6:
         return f"{value / 1e6:.3g}M"
     if abs(value) >= 10_000:

@@ -111,7 +111,10 @@ def look_ahead(asked: Asked) -> Ahead:
             how_long = estimate(run, of_base, found, work, target)
         lines += pace.lines_of(how_long, run, target)
         figures["time"] = vars(how_long)
-    return lines + disk.lines_of(disk.outlook_of(asked.run)), figures
+    try:
+        return lines + disk.lines_of(disk.outlook_of(asked.run)), figures
+    except (ValueError, ImportError) as error:  # of a setting that the libraries look at when it is first used
+        raise UsageError(f"train: {one_line(error)}") from error
 
 
 def on_the_target(run: RunConfig, base: str, target: Target) -> tuple[RunConfig, Load, list[Choice]]:

@@ -79,6 +79,7 @@ class Sentinel(TrainerCallback):
         self.flags: list[Flag] = []
         self.was_red: dict[str, tuple[int, Flag]] = {}
         self.acted_on: set[str] = set()
+        self.earlier: list[dict[str, Any]] = []
         self.ended: Ended | None = None
         self.judged_at = 0
         self.written_at = 0.0
@@ -103,6 +104,8 @@ class Sentinel(TrainerCallback):
 
     def begin(self) -> list[Flag]:
         """Look at what is about to be trained on, and say what is wrong with it. Call it before `trainer.train()`."""
+        path = self.directory / FLAGS  # of the part before, which the first look writes over
+        self.earlier = read_json(path)["was_red"] if path.exists() else []
         if self.method != "gspo":
             with self.excused():
                 self.batches = look_at_batches(self.trainer)
@@ -132,10 +135,7 @@ class Sentinel(TrainerCallback):
 
     def take_up_reds(self, step: int) -> None:
         """What was red in the part before stays known, up to the step that the run goes on from."""
-        path = self.directory / FLAGS
-        if step == 0 or not path.exists():
-            return
-        for each in read_json(path)["was_red"]:
+        for each in self.earlier:
             if each["step"] <= step:
                 self.was_red[each["name"]] = each["step"], Flag(**{key: each[key] for key in each if key != "step"})
 
