@@ -88,7 +88,7 @@ def test_the_notebook_is_its_source_and_was_run(source: Path) -> None:
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     outputs = [output for cell in code for output in cell.outputs]
     assert all(output.output_type != "error" for output in outputs)
-    assert any(output.output_type in ("display_data", "execute_result") for output in outputs)
+    assert len(text_of(found)) > 500
     assert not re.search(r"(?<![\w~.])/(tmp|root|home)/", text_of(found))  # a reader's machine is another
 
 
