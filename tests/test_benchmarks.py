@@ -102,7 +102,7 @@ def test_unknown_name_and_missing_card_end_with_one_line_and_status_2(capsys):
     assert command.main(["nope"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "unknown benchmark 'nope': one of cpu, importing, fused_head, fim_data, gspo_step, gspo_learning, telemetry, preflight, "
-        "smoke, merge, faults, graph_break, verdict, data, packing, gpu, gpu_probes, gpu_head, gpu_steps, gpu_forecast"
+        "panel, smoke, merge, faults, graph_break, verdict, data, packing, gpu, gpu_probes, gpu_head, gpu_steps, gpu_forecast"
     ]
     if not torch.cuda.is_available():
         assert command.main(["gpu"]) == 2

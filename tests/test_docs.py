@@ -31,6 +31,7 @@ BOX = "needs a rented box"
 HUB = "asks the hub for a model's config"
 NOT_RUN = {
     "make smoke": f"{SMOKE}tests/test_smoke.py",
+    "make test": "this is one of its tests",
     "make lab": "a JupyterLab that stays; tests/test_browser.py opens one",
     "make lint": "this is part of what runs this test",
     "make test-all": "this is one of its tests",

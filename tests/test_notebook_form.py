@@ -364,6 +364,7 @@ def test_the_preflight_of_what_stands_in_the_form(tiny_model: Path, tmp_path: Pa
     panel.look.click()
     assert "looking" in panel.ahead.value
     until(lambda: panel.report is not None, 120)
+    until(lambda: "looking" not in panel.ahead.value)  # it is drawn after it has come
     assert isinstance(panel.report, PreflightReport)
     assert panel.report.target.startswith("H200")
     assert panel.report.figures["memory"]["peak"] > 0

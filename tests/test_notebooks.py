@@ -134,14 +134,14 @@ def test_what_it_calls_is_there_and_takes_what_it_is_given(source: Path) -> None
 # What each is to have said when it was run. Steps are few (COGUMI_TRAIN__MAX_STEPS), where the notebook does not say itself.
 SAID = {
     "00": ["finished, step 8/8", "<svg", "report.html", "def add(a, b):"],
-    "01": ["notebook kernel", "memory", "H100 SXM", "learning_rate"],
+    "01": ["notebook kernel", "memory", "H100 SXM", "form.write("],
     "02": ["2,148", 'class="learned"', "<svg"],
     "03": ["finished, step 8/8", "pass  merged logits", "<svg"],
     "04": ["rejected", "finished, step 8/8", "<svg"],
     "05": ["gradient", "finished, step 8/8", "<svg"],
     "06": ["paused", "checkpoint-", "whole: ", "finished, step"],
     "07": ["finished, step 8/8", "<svg", "gguf"],
-    "08": ["free of", "one checkpoint", "checkpoint-"],
+    "08": ["free of", "wants", "checkpoint-"],
     "09": ["NOT IN THE LOSS", "finished", "<svg"],
 }
 
@@ -152,7 +152,8 @@ FEWER = {"06": {"STEPS": 100}, "09": {"REWARD_STEPS": 8}}  # those that say them
 @pytest.mark.timeout(900)
 @of_each
 def test_it_runs(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COGUMI_TRAIN__MAX_STEPS", "8")
+    if source.stem[:2] not in FEWER:
+        monkeypatch.setenv("COGUMI_TRAIN__MAX_STEPS", "8")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     nbformat.write(generate.notebook_of(source), tmp_path / "in.ipynb")
     papermill.execute_notebook(
@@ -171,7 +172,7 @@ def test_it_runs(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_papermills_parameters_are_taken(tmp_path: Path) -> None:
     source = HOME / "02_data.py"
     nbformat.write(generate.notebook_of(source), tmp_path / "in.ipynb")
-    parameters = {"RUNS": "elsewhere", "CHAT": "smoke/qwen3-4b-sft"}
+    parameters = {"RUNS": "elsewhere"}
     papermill.execute_notebook(tmp_path / "in.ipynb", None, parameters, cwd=str(tmp_path), progress_bar=False)
     assert (tmp_path / "elsewhere" / "mine.jsonl").is_file()
 

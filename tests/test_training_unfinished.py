@@ -238,6 +238,25 @@ def test_a_full_disk_does_not_end_a_run(
     assert caplog.text.count("metrics wait in memory") == 1
 
 
+def test_a_report_that_finds_no_room_takes_nothing_from_the_run(
+    sft: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from cogumi.training import run as module
+
+    leave = module.leave_report
+    with mounting(tmp_path) as mount:
+        disk = mount(options="size=8m")
+
+        def filled(run_dir: Path) -> None:
+            (disk / "somebody's").write_bytes(bytes(space_of(disk).free))
+            leave(run_dir)
+
+        monkeypatch.setattr(module, "leave_report", filled)
+        result = cogumi.train(sft, cogumi__run_dir=str(disk / "run"))
+        assert result.passed, str(result.verdict)
+        assert "report.html: cannot be written: No space left on device" in caplog.text
+
+
 def test_a_line_that_was_cut_off_is_logged_again(sft: Config, stop_after: Callable[[int], None]) -> None:
     stop_after(3)
     with pytest.raises(RuntimeError):

@@ -16,7 +16,6 @@ from transformers import AutoConfig
 
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.config import RunConfig, dump_config, load_config
-from cogumi.durable import NO_SPACE
 from cogumi.errors import RefusedAtSetup, UsageError
 from cogumi.merge.resolve import refuse_unsupported
 from cogumi.models import presets, warm_start
@@ -202,15 +201,13 @@ def fetch_into(run_dir: Path, download: Download) -> None:
 
 
 def leave_report(run_dir: Path) -> None:
-    """report.html, when all else is there. A disk without room for it takes nothing from the run."""
+    """report.html, when all else is there. A place that does not take it (a full disk) takes nothing from the run."""
     from cogumi.notebook.report import write_report
 
     try:
         write_report(run_dir)
-    except OSError as error:
-        if error.errno not in NO_SPACE:
-            raise
-        log.error("%s: report.html does not fit on the disk; `cogumi report %s` writes it later", run_dir, run_dir)
+    except UsageError as error:
+        log.error("%s", error)
 
 
 def conclude(run_dir: Path, fitted: Fitted) -> Verdict:
