@@ -11,6 +11,7 @@ from nbclient import NotebookClient
 from nbconvert import HTMLExporter
 
 import cogumi
+from cogumi.checkpoints.manifest import write_manifest
 from cogumi.notebook import panel, panel_html
 from cogumi.notebook.look import Looker
 from cogumi.notebook.panel import Panel
@@ -95,6 +96,38 @@ def test_a_panel_draws_until_the_run_has_ended_and_its_buttons_ask(
     assert shown.stop.disabled and shown.save.disabled and shown.pause.disabled  # noqa: PT018
     shown.save.click()  # nothing that a dead run would find later
     assert "there is no training to ask" in shown.said.value
+
+
+def test_a_flag_that_comes_after_its_row_is_marked_and_a_refused_stop_can_be_tried_again(tmp_path: Path) -> None:
+    home = run_in(tmp_path / "run")
+    (home / "flags.json").rename(tmp_path / "flags.json")
+    shown = Panel(cogumi.attach(home))
+    shown.draw(shown.looker.look())
+    assert "red: loss trend" not in shown.plots.value
+    (tmp_path / "flags.json").rename(home / "flags.json")
+    look = shown.looker.look()
+    assert not look.changed
+    shown.draw(look)
+    assert "<title>red: loss trend</title>" in shown.plots.value
+    write_json(
+        home / "status.json", {"state": "running", "stage": "train", "time": time.time(), "pid": 1, "host": "far"}
+    )
+    shown.stop.click()  # its process is on another machine
+    assert "stop it there" in shown.said.value
+    shown.draw(shown.looker.look())
+    assert not shown.stop.disabled
+
+
+def test_a_checkpoint_that_is_cut_short_is_no_longer_called_verified(tmp_path: Path) -> None:
+    home = run_in(tmp_path / "run")
+    place = home / "checkpoints" / "checkpoint-3"
+    place.mkdir(parents=True)
+    (place / "optimizer.pt").write_bytes(b"0123456789")
+    write_manifest(place, 3)
+    looker = Looker(home)
+    assert "verified when it was saved" in panel_html.rest(looker.look())
+    (place / "optimizer.pt").write_bytes(b"01234")
+    assert "rejected: optimizer.pt has 5 bytes, and 10 were saved" in panel_html.rest(looker.look())
 
 
 def test_a_directory_that_goes_is_said_in_the_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

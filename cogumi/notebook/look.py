@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cogumi.checkpoints.commit import step_of
 from cogumi.checkpoints.resume import checkpoints_in
 from cogumi.checkpoints.verify import Finding, inspect
 from cogumi.notebook.curves import Curve, Curves, Plot
@@ -52,7 +51,6 @@ class Looker:
 
     run_dir: Path
     curves: Curves = field(init=False)
-    inspected: dict[tuple[str, int], Finding] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.curves = Curves(self.run_dir / "metrics.jsonl")
@@ -76,16 +74,10 @@ class Looker:
         )
 
     def checkpoints(self) -> list[Finding]:
-        """The newest ones, each glanced at once: names and sizes against what was verified when it was saved."""
-        found = {}
-        for path in checkpoints_in(self.run_dir / "checkpoints")[:CHECKPOINTS]:
-            try:
-                known = path.name, path.stat().st_mtime_ns
-            except FileNotFoundError:
-                continue  # it has just made room
-            found[known] = self.inspected.get(known) or inspect(path, whole=False)
-        self.inspected = found
-        return sorted(found.values(), key=lambda each: -step_of(each.path))
+        """The newest ones: names and sizes against what was verified when it was saved."""
+        newest = checkpoints_in(self.run_dir / "checkpoints")[:CHECKPOINTS]
+        found = [inspect(path, whole=False) for path in newest]
+        return [each for each in found if each.path.exists()]  # one may just have made room
 
 
 def newest_samples(run_dir: Path) -> tuple[int | None, list[dict[str, Any]]]:

@@ -76,6 +76,7 @@ class Panel:
         self.box.add_class("cogumi-panel")
         self.asked_to_stop = False
         self.state = ""
+        self.marked: list[dict[str, Any]] = []  # in the plots as they stand
         self.now = threading.Event()  # a button was pressed: do not wait
         self.thread = threading.Thread(target=self.follow, name=f"cogumi panel {run.run_dir.name}", daemon=True)
         self.head.value = html.STYLE + "looking"
@@ -104,8 +105,8 @@ class Panel:
         ended, paused = look.status.ended, look.status.state == "paused"
         self.head.value = html.STYLE + html.head(look)
         self.flags.value = html.flags(look)
-        if look.changed or not self.plots.value:
-            self.plots.value = html.plots(look)
+        if look.changed or look.was_red != self.marked:  # a flag is judged after its row is written
+            self.plots.value, self.marked = html.plots(look), look.was_red
         self.samples.value = html.samples(look)
         self.rest.value = html.rest(look)
         self.pause.description, self.pause.icon = ("Resume", "play") if paused else ("Pause", "pause")
@@ -123,8 +124,8 @@ class Panel:
             button.disabled = True
 
     def on_stop(self, _: Any) -> None:
-        self.asked_to_stop = self.stop.disabled = True  # a second signal would end it without saving
-        self.do(lambda: ask_to_end(self.run.status()), "asked to finish its step, save and end")
+        self.stop.disabled = True  # a second signal would end it without saving
+        self.asked_to_stop = self.do(lambda: ask_to_end(self.run.status()), "asked to finish its step, save and end")
 
     def on_save(self, _: Any) -> None:
         self.do(self.run.checkpoint, "asked for a checkpoint after this step")
@@ -135,11 +136,13 @@ class Panel:
         else:
             self.do(self.run.pause, "asked to save and wait after this step")
 
-    def do(self, ask: Any, word: str) -> None:
-        """What a button asks for; a refusal is said beside it."""
+    def do(self, ask: Any, word: str) -> bool:
+        """What a button asks for; a refusal is said beside it. Whether it was asked."""
+        asked = True
         try:
             ask()
         except UsageError as error:
-            word = str(error)
+            asked, word = False, str(error)
         self.said.value = html.said(word)
         self.now.set()
+        return asked
