@@ -157,7 +157,7 @@ class CogumiSection(Section):
     max_cost: float | None = Field(default=None, gt=0)
     """The same in dollars of `price_per_hour`."""
     samples_every: int | None = Field(default=None, gt=0)
-    """Complete the prompts of samples.jsonl every so many steps as well; by default only at the end."""
+    """Complete the prompts of samples.jsonl every so many steps as well; by default before the training and at its end."""
     preflight: Annotated[Literal["auto", "on", "off"], BeforeValidator(word)] = "auto"
     """Forecast the memory first, and refuse a run that cannot fit. auto: where there is a GPU."""
     compile: Annotated[Literal["auto", "off", "layers"], BeforeValidator(word)] = "auto"

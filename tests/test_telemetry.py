@@ -120,7 +120,7 @@ def test_an_sft_run_says_what_it_came_to(sft: Config, monkeypatch: pytest.Monkey
     read_back = peft.PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(sft["model"]["name"], dtype=torch.float32), result.adapter
     )
-    samples = read_jsonl(result.run_dir / "samples.jsonl")
+    samples = [row for row in read_jsonl(result.run_dir / "samples.jsonl") if row["step"] > 0]
     written = complete(read_back, AutoTokenizer.from_pretrained(result.adapter), [row["prompt"] for row in samples])
     assert written == [row["completion"] for row in samples]
 
@@ -187,10 +187,10 @@ def test_samples_on_the_way_change_nothing_of_the_training(sft: Config, tmp_path
     assert all(ours[name].equal(theirs[name]) for name in theirs)
     assert result.series("loss") == without.series("loss")
     rows = read_jsonl(result.run_dir / "samples.jsonl")
-    assert [row["step"] for row in rows] == [2] * 4 + [4] * 4 + [6] * 4
+    assert [row["step"] for row in rows] == [0] * 4 + [2] * 4 + [4] * 4 + [6] * 4
     prompts = [row["prompt"] for row in rows]
-    assert prompts[:4] == prompts[4:8] == prompts[8:]
-    assert rows[8:] == read_jsonl(without.run_dir / "samples.jsonl")
+    assert prompts[:4] == prompts[4:8] == prompts[8:12] == prompts[12:]
+    assert [*rows[:4], *rows[12:]] == read_jsonl(without.run_dir / "samples.jsonl")
     assert read_json(result.run_dir / "metrics.json")["seconds"]["samples"] > 0
 
 
@@ -208,9 +208,11 @@ def test_samples_of_steps_made_again_are_replaced(sft: Config, monkeypatch: pyte
         with pytest.raises(RuntimeError):
             cogumi.train(sft, cogumi__samples_every=1)
     run_dir = Path(sft["cogumi"]["run_dir"])
-    assert {row["step"] for row in read_jsonl(run_dir / "samples.jsonl")} == {1, 2, 3}
+    assert {row["step"] for row in read_jsonl(run_dir / "samples.jsonl")} == {0, 1, 2, 3}
     cogumi.train(sft, cogumi__samples_every=3)
-    assert [row["step"] for row in read_jsonl(run_dir / "samples.jsonl")] == [1] * 4 + [2] * 4 + [3] * 4 + [6] * 4
+    assert [row["step"] for row in read_jsonl(run_dir / "samples.jsonl")] == [
+        step for step in (0, 1, 2, 3, 6) for _ in range(4)
+    ]
 
 
 def test_random_states_and_modes_are_put_back(tiny_model: Path) -> None:

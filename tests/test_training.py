@@ -69,7 +69,7 @@ def test_sft_leaves_a_whole_run_directory(sft: Config) -> None:
     assert len(losses) == 6
     assert losses[-1] < losses[0]
     samples = read_jsonl(home / "samples.jsonl")
-    assert len(samples) == 4
+    assert [sample["step"] for sample in samples] == [0] * 4 + [6] * 4
     assert all({"prompt", "middle", "completion"} <= set(sample) for sample in samples)
     assert not [p.name for p in home.iterdir() if p.name.startswith(".")]  # nothing half-written is left
 
@@ -87,6 +87,31 @@ def test_only_the_adapter_is_trained_and_the_base_directory_is_untouched(sft: Co
     changed = {name for name in base if not base[name].equal(merged[name])}
     assert changed
     assert all("_proj" in name for name in changed)
+
+
+def test_examples_longer_than_the_model_was_made_for_are_told(sft: Config, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    sft["data"]["fim"]["max_length"] = 900
+    longer = cogumi.train(sft, train__max_steps=1, cogumi__merge=False, train__per_device_train_batch_size=1)
+    said = (longer.run_dir / "run.log").read_text()
+    assert "the model was made for 512 (max_position_embeddings)" in said
+    assert "data.fim.max_length=512 takes no longer ones" in said
+    asked = cogumi.train(
+        sft, data__fim__max_length=512, train__max_steps=1, cogumi__merge=False, cogumi__run_dir=str(other)
+    )
+    assert "max_position_embeddings" not in (asked.run_dir / "run.log").read_text()
+
+
+def test_what_a_model_was_made_for_counts_the_scaling_of_its_positions() -> None:
+    from transformers import BloomConfig, Gemma3TextConfig, Qwen2Config
+
+    from cogumi.training.examples import positions_of
+
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert positions_of(Qwen2Config(max_position_embeddings=32768)) == 32768
+    assert positions_of(Qwen2Config(max_position_embeddings=32768, rope_scaling=yarn)) == 131072
+    assert positions_of(Gemma3TextConfig(max_position_embeddings=8192)) == 8192  # rope by kind of layer
+    assert positions_of(BloomConfig()) is None
 
 
 @pytest.mark.parametrize("method", ["sft", "gspo"])

@@ -44,7 +44,7 @@ class SideBySide:
 def side_by_side(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) -> SideBySide:
     """Completions of the same held-out prompts in columns, the differences from one column to the next marked.
 
-    One run: after its first look and after its last (`cogumi.samples_every` makes looks on the way). Several runs, such as
+    One run: before its training and after its last look (`cogumi.samples_every` makes looks on the way). Several runs, such as
     the stages of a chain, or names for them: the last look of each. Raises UsageError where there are none to show.
     """
     columns = columns_of(run_dirs)
@@ -62,7 +62,7 @@ def columns_of(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) -> li
     if isinstance(run_dirs, str | PathLike):
         steps = looks(Path(run_dirs))
         first, last = min(steps), max(steps)
-        return [(f"after step {step}", steps[step]) for step in dict.fromkeys((first, last))]
+        return [(when(step), steps[step]) for step in dict.fromkeys((first, last))]
     named = run_dirs if isinstance(run_dirs, Mapping) else {Path(each).name: each for each in run_dirs}
     if not isinstance(run_dirs, Mapping) and len(named) < len(run_dirs):
         named = {str(each): each for each in run_dirs}
@@ -71,8 +71,12 @@ def columns_of(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) -> li
     found = []
     for name, each in named.items():
         steps = looks(Path(each))
-        found.append((f"{name}, after step {max(steps)}", steps[max(steps)]))
+        found.append((f"{name}, {when(max(steps))}", steps[max(steps)]))
     return found
+
+
+def when(step: int) -> str:
+    return f"after step {step}" if step else "before the training"
 
 
 def looks(run_dir: Path) -> dict[int, dict[str, Row]]:
@@ -82,8 +86,8 @@ def looks(run_dir: Path) -> dict[int, dict[str, Row]]:
         found.setdefault(int(row["step"]), {})[row["prompt"]] = row
     if not found:
         raise UsageError(
-            f"{run_dir}: no completions there yet; a run with held-out rows (data.eval_rows) writes them at its end, "
-            "and every cogumi.samples_every steps"
+            f"{run_dir}: no completions there yet; a run with held-out rows (data.eval_rows) writes them before its "
+            "training, at its end, and every cogumi.samples_every steps"
         )
     return found
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from cogumi.config import RunConfig
 from cogumi.data.cache_key import tokenizer_identity
@@ -127,6 +127,28 @@ def longest_example(run: RunConfig) -> int | None:
     if run.data.format == "fim":
         return run.data.fim.max_length
     return int(run.train.get("max_length") or MAX_LENGTH)
+
+
+def beyond_the_model(run: RunConfig, examples: Examples, of_base: PretrainedConfig) -> str:
+    """What to say where examples are longer than what the model was made for; "" where none is, or nobody can say."""
+    positions = positions_of(of_base)
+    longest = examples.train.lengths.quantile(1.0)
+    if positions is None or longest <= positions:
+        return ""
+    key = "data.fim.max_length" if run.data.format == "fim" else "train.max_length"
+    return (
+        f"the longest example has {longest:,} tokens; the model was made for {positions:,} (max_position_embeddings), and "
+        f"positions beyond are new to it: {key}={positions} takes no longer ones"
+    )
+
+
+def positions_of(of_base: PretrainedConfig) -> int | None:
+    """The context a model was made for, in tokens, with what its RoPE scaling adds; None where its config has no word."""
+    text = of_base.get_text_config()
+    positions: int | None = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    scaled = (rope.get("factor") or 1) * (rope.get("original_max_position_embeddings") or 0)
+    return None if positions is None else max(positions, int(scaled))
 
 
 def source_of(entry: Entry, options: FormatOptions, tokenizer: PreTrainedTokenizerBase) -> Source:

@@ -29,10 +29,11 @@ from cogumi.training.arguments import one_line, trl_arguments
 from cogumi.training.budget import refuse_impossible, refuse_spent
 from cogumi.training.building import BASE, build_trainer, pinned, tokenizer_of
 from cogumi.training.choices import before_cuda, with_choices
-from cogumi.training.examples import first_tokens, prepare_examples
+from cogumi.training.examples import beyond_the_model, first_tokens, prepare_examples
 from cogumi.training.fitting import Fitted, fit
 from cogumi.training.meter import Meter
 from cogumi.training.results import merged_or_why_not, save_adapter
+from cogumi.training.samples import FILE as SAMPLES
 from cogumi.training.samples import write_samples
 from cogumi.training.summary import measured
 from cogumi.training.telemetry import on_screen, recorded, set_status
@@ -117,6 +118,8 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
             log.info(line)
         if run.cogumi.lora_preset is not None:
             log.info(presets.describe(run.cogumi.lora_preset, run.lora))
+        if said := beyond_the_model(run, examples, of_base):
+            log.warning(said)
         chosen = with_choices(run, base)
         if before.is_wanted(run):
             enter("preflight")
@@ -131,6 +134,9 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
             raise RefusedAtSetup(str(error)) from error
         except BUILD_REFUSALS as error:
             raise RefusedAtSetup(f"model, lora or train: {one_line(error)}") from error
+        if examples.prompts is not None and not (run_dir / SAMPLES).exists():
+            enter("samples")  # of what is trained, to be read beside those at the end
+            write_samples(run_dir, trainer.model, tokenizer, examples.prompts, 0, run.cogumi.stop)
         enter("train")
         fitted = fit(run, trainer, tokenizer, examples, heart)
         checks, adapter, merged = fitted.checks, None, None

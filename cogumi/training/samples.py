@@ -1,4 +1,4 @@
-"""samples.jsonl: what the model writes for the same held-out prompts, every so many steps and at the end.
+"""samples.jsonl: what the model writes for the same held-out prompts, before the training, every so many steps, at the end.
 
 Greedy completions. The training is as it would be without them: the random states and each module's mode are put back.
 """
