@@ -3,19 +3,23 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cogumi.cli_disk import print_table
 from cogumi.errors import RunFailed, UsageError
+from cogumi.rundir import PAUSED
 
 if TYPE_CHECKING:
     from cogumi.run_status import Status
 
+PLACES = ("runs", "notebooks/runs")  # where runs are made, here and by a notebook of this clone
+TABLE_WIDTH = 120  # of a terminal; a narrower one gets sentences, which break well
 RunDir = Annotated[Path, typer.Argument(help="The directory of a run, as in runs/NAME.")]
 
 
@@ -35,7 +39,9 @@ def start(
 
     words = parse_overrides(overrides or [])
     try:
-        with detaching("the start goes on; in some seconds it is in `cogumi status`, and `cogumi stop` ends it"):
+        with detaching(
+            lambda: "the start goes on; in some seconds it is in `cogumi status`, and `cogumi stop` ends it"
+        ):
             run = begin(config, **words)
     except RunFailed as error:
         print(f"cogumi: {error}", file=sys.stderr)
@@ -50,7 +56,7 @@ def attach(run_dir: RunDir) -> None:
     from cogumi.runs import attach as run_in
 
     run = run_in(run_dir)
-    with detaching(f"the run goes on; come back with `cogumi attach {run_dir}`", 0):
+    with detaching(lambda: f"{left(run_dir)}; come back with `cogumi attach {run_dir}`"):
         for text in run.follow():
             print(text, end="", flush=True)
     conclude(run.status())
@@ -58,7 +64,8 @@ def attach(run_dir: RunDir) -> None:
 
 def status(
     run_dirs: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RUN_DIR]...", help="Runs; by default all those below runs/.")
+        list[Path] | None,
+        typer.Argument(metavar="[RUN_DIR]...", help="Runs; by default all those below runs/ and notebooks/runs/."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list, for programs.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Follow one run on the whole screen until it ends.")] = False,
@@ -68,7 +75,7 @@ def status(
     from cogumi.run_summary import cost, flagged, in_words, near_here, number, on_a_screen
     from cogumi.words import duration
 
-    paths = run_dirs or runs_below(Path("runs"))
+    paths = run_dirs or [path for place in PLACES for path in runs_below(Path(place))]
     if watch:
         follow_one(paths, as_json)
         return
@@ -78,7 +85,7 @@ def status(
     elif run_dirs and len(found) == 1:
         print(on_a_screen(found[0]))
     elif not found:
-        print("no runs below runs/; name a run's directory")
+        print(f"no runs below {Path('runs').absolute()}; name a run's directory")
     else:
         rows = [
             (
@@ -95,9 +102,13 @@ def status(
         ]
         money = [">cost"] if any(map(cost, found)) else []
         columns = ["run", "state", ">step", ">to go", ">loss", "flags", *money, ">last sign"]
-        print_table("runs", columns, rows, whole=("run",))
+        wide = get_terminal_size().columns >= TABLE_WIDTH
+        if wide:
+            print_table("runs", columns, rows, whole=("run",))
         for each in found:
-            if each.reason:
+            if not wide:
+                print("; ".join(filter(None, (in_words(each), cost(each)))))
+            elif each.reason:
                 print(in_words(each))
 
 
@@ -114,7 +125,7 @@ def follow_one(paths: list[Path], as_json: bool) -> None:
         )
         raise UsageError(what)
     run = run_in(paths[0])
-    with detaching(f"the run goes on; come back with `cogumi status --watch {paths[0]}`"):
+    with detaching(lambda: f"{left(run.run_dir)}; come back with `cogumi status --watch {paths[0]}`"):
         watch(run)
     conclude(run.status())
 
@@ -133,19 +144,22 @@ def logs(
     if not follow:
         print(run.logs(last))
         return
-    with detaching("the run goes on", 0):
+    with detaching(lambda: left(run_dir)):
         for text in run.follow(last):
             print(text, end="", flush=True)
 
 
-def report(run_dir: RunDir) -> None:
-    """Write report.html into a run's directory: one file with verdict, curves, samples and all, for any browser."""
+def report(
+    run_dir: RunDir,
+    out: Annotated[Path | None, typer.Option(help="The file to write; report.html in the run's directory.")] = None,
+) -> None:
+    """Write a run's report: one file with verdict, curves, samples and all, for any browser."""
     from cogumi.run_summary import in_short, near_here
     from cogumi.runs import attach as run_in
 
     run = run_in(run_dir)
     print(
-        f"{near_here(str(run.report()))}: one file, opens without this machine or a network; {in_short(run.status())}"
+        f"{near_here(str(run.report(out)))}: one file, opens without this machine or a network; {in_short(run.status())}"
     )
 
 
@@ -154,7 +168,7 @@ def wait(run_dir: RunDir) -> None:
     from cogumi.runs import attach as run_in
 
     run = run_in(run_dir)
-    with detaching("the run goes on", 1):
+    with detaching(lambda: left(run_dir), 1):
         found = run.wait()
     conclude(found)
 
@@ -169,7 +183,7 @@ def stop(
     from cogumi.runs import attach as run_in
 
     run = run_in(run_dir)
-    with detaching("it was asked to stop, and will", 1):
+    with detaching(lambda: "it was asked to stop, and will", 1):
         run.stop(kill_after)
 
 
@@ -206,11 +220,17 @@ def conclude(status: "Status") -> None:
         raise typer.Exit(1)
 
 
+def left(run_dir: Path) -> str:
+    """What a run does that nobody looks at any longer."""
+    paused = (run_dir / PAUSED).exists()
+    return f"the run waits until `cogumi resume {run_dir}`" if paused else "the run goes on"
+
+
 @contextmanager
-def detaching(word: str, exit_status: int = 0) -> Iterator[None]:
-    """Ctrl-C ends the looking on, not the run."""
+def detaching(word: Callable[[], str], exit_status: int = 0) -> Iterator[None]:
+    """Ctrl-C ends the looking on, not the run. word: what is said then."""
     try:
         yield
     except KeyboardInterrupt:
-        print(f"\ncogumi: {word}", file=sys.stderr)
+        print(f"\ncogumi: {word()}", file=sys.stderr)
         raise typer.Exit(exit_status) from None

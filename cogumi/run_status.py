@@ -18,7 +18,7 @@ from cogumi.rundir import CONSOLE, START, finite, is_empty, read_json
 # What status.json says while a process is at work. It also says so of one that was killed.
 AT_WORK = ("starting", "running", "paused")
 # How a run ends that was to go on, and what is said of a process that is gone without a word.
-BROKEN_OFF = ("interrupted", "failed", "preempted", "died")
+BROKEN_OFF = ("interrupted", "failed", "stopped", "died")
 # A run on another machine counts as living as long as its last sign of life is no older.
 FRESH_SECONDS = 300.0
 TAIL_BYTES = 65536
@@ -30,7 +30,7 @@ class Status:
 
     run_dir: str
     state: str
-    """As in status.json (starting, running, finished, failed, preempted ...); died: it says running, and the process is gone;
+    """As in status.json (starting, running, finished, failed, stopped ...); died: it says running, and the process is gone;
     refused: a start ended in a mistake of the configuration, and there is no run."""
     stage: str | None
     """While it runs: load, train, samples, merge ..."""
@@ -130,7 +130,7 @@ def before_a_status(
     if started.get("refused"):
         return before or "refused", f"the last start was refused: {started['refused']}"
     if started.get("exit") == 128 + Signals.SIGTERM:
-        return before or "preempted", "it was stopped before it had begun"
+        return before or "stopped", "it was stopped before it had begun"
     if alive is False:
         return (before if before and before not in AT_WORK else "died"), how_it_died(started, "starting", None)
     return "starting", None

@@ -65,11 +65,11 @@ class Run:
 
         show(self)
 
-    def report(self) -> Path:
-        """Write report.html, one file with all there is to know of the run, and return its path."""
+    def report(self, out: str | os.PathLike[str] | None = None) -> Path:
+        """Write report.html into its directory, or the file `out`: all there is to know of the run. Returns its path."""
         from cogumi.notebook.report import write_report
 
-        return write_report(self.run_dir)
+        return write_report(self.run_dir, out)
 
     def logs(self, last: int = 50) -> str:
         """The last lines of what the run said: decisions with their reasons, warnings, and the traceback if it failed."""

@@ -96,7 +96,7 @@ def test_the_panel_follows_a_run_survives_a_reload_and_stops_it_with_a_checkpoin
         shown.get_by_role("button", name="Stop").click()
         shown.get_by_text("the run has ended").wait_for()
         ended = run.status()
-        assert ended.state == "preempted", ended
+        assert ended.state == "stopped", ended
         assert ended.checkpoint == f"checkpoint-{ended.step}"
         saved = cogumi.last_good_checkpoint(tmp_path / "run" / "checkpoints")
         assert saved is not None

@@ -104,7 +104,7 @@ def test_an_unknown_command_is_status_2(tmp_path: Path) -> None:
     assert cogumi("trian", cwd=tmp_path).returncode == 2
 
 
-def test_ctrl_c_is_status_130_and_the_run_says_preempted(config: Path, tmp_path: Path) -> None:
+def test_ctrl_c_is_status_130_and_the_run_says_stopped(config: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cogumi", "train", "tiny.yaml", "train.max_steps=100000", "cogumi.run_dir=long"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     beat = tmp_path / "long" / "heartbeat.json"
@@ -118,7 +118,7 @@ def test_ctrl_c_is_status_130_and_the_run_says_preempted(config: Path, tmp_path:
     assert process.returncode == 130, stderr
     assert "interrupted" in stderr.splitlines()[-1]
     assert "Traceback" not in stderr
-    assert '"preempted"' in (tmp_path / "long" / "status.json").read_text()
+    assert '"stopped"' in (tmp_path / "long" / "status.json").read_text()
 
 
 @dataclass(frozen=True)

@@ -98,12 +98,12 @@ def test_a_run_of_train_is_looked_at_left_and_stopped_from_another_terminal(home
         stopped = cogumi("stop", "runs/tiny", cwd=home)
         assert stopped.returncode == 0, stopped.stderr
         assert re.search(
-            r"runs/tiny: preempted, step (\d+)/100000; .*newest checkpoint is checkpoint-\1\b", stopped.stderr
+            r"runs/tiny: stopped, step (\d+)/100000; .*newest checkpoint is checkpoint-\1\b", stopped.stderr
         )
         assert training.wait(timeout=60) == 143
         ended = cogumi("wait", "runs/tiny", cwd=home)
         assert ended.returncode == 1
-        assert "preempted" in ended.stdout
+        assert "stopped" in ended.stdout
     finally:
         training.kill()
         training.wait()
@@ -115,10 +115,17 @@ def test_several_runs_are_a_table_and_a_wrong_name_is_status_2(tmp_path: Path) -
         (tmp_path / "runs" / name).mkdir(parents=True)
         write_json(tmp_path / "runs" / name / "status.json", {"state": state, "time": 1.0, "reason": "it broke"})
         write_json(tmp_path / "runs" / name / "heartbeat.json", beat)
-    shown = cogumi("status", cwd=tmp_path)
+    narrow = cogumi("status", cwd=tmp_path, COLUMNS="80").stdout.splitlines()
+    assert [line.split(":")[0] for line in narrow] == ["runs/a", "runs/b"]
+    assert narrow[0].endswith("$1.50")
+    shown = cogumi("status", cwd=tmp_path, COLUMNS="120")
     assert shown.returncode == 0, shown.stderr
     assert re.search(r"runs/a +finished +3/9 .* \$1\.50 ", shown.stdout), shown.stdout
     assert "runs/b: failed, step 3/9; it broke; there is no checkpoint yet; started again" in shown.stdout
+    stage = tmp_path / "notebooks" / "runs" / "project" / "sft"
+    stage.mkdir(parents=True)
+    write_json(stage / "status.json", {"state": "finished", "time": 1.0})
+    assert "notebooks/runs/project/sft" in cogumi("status", cwd=tmp_path, COLUMNS="120").stdout
     missing = cogumi("status", "runs/c", cwd=tmp_path)
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
     assert "runs/c: no run there; there is runs/a, runs/b" in missing.stderr

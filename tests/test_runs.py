@@ -152,7 +152,7 @@ def test_a_killed_run_is_seen_to_have_died_and_started_again_goes_on_until_it_is
     again = cogumi.start(sft, train__max_steps=100_000)
     until(lambda: "resuming from" in again.logs(100))
     stopped = again.stop()
-    assert (stopped.state, stopped.alive) == ("preempted", False), stopped
+    assert (stopped.state, stopped.alive) == ("stopped", False), stopped
     assert stopped.checkpoint == f"checkpoint-{stopped.step}"
     assert stopped.step is not None
     assert stopped.step > 2

@@ -108,7 +108,7 @@ def test_a_run_that_is_stopped_while_it_is_being_started_was_stopped(sft: Config
         starting = pool.submit(cogumi.start, sft, train__max_steps=100_000)
         until((run_dir / START).exists)
         stopped = cogumi.attach(run_dir).stop()
-        assert (stopped.state, stopped.alive) == ("preempted", False), stopped
+        assert (stopped.state, stopped.alive) == ("stopped", False), stopped
         assert starting.result().run_dir == run_dir  # it was wanted
     assert read_json(run_dir / START)["exit"] == 128 + signal.SIGTERM
 

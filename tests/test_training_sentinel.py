@@ -200,7 +200,7 @@ def test_a_signal_ends_a_paused_run_and_it_goes_on_later(sft: Config, monkeypatc
     threading.Thread(target=provider, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         cogumi.train(sft, cogumi__on_red="pause", lora__lora_alpha=0)
-    assert read_json(home / "status.json")["state"] == "preempted"
+    assert read_json(home / "status.json")["state"] == "stopped"
     assert not (home / "PAUSED").exists()
     assert len(cogumi.train(sft, lora__lora_alpha=0).series("loss")) == 14
 

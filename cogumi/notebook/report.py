@@ -21,6 +21,7 @@ from cogumi.errors import UsageError
 from cogumi.notebook import figures, pieces
 from cogumi.notebook.completions import rollouts, side_by_side
 from cogumi.notebook.figures import MERGE_MANIFEST
+from cogumi.notebook.look import broke
 from cogumi.notebook.markup import facts, figure, folded, level, style, table, text, verbatim
 from cogumi.run_status import BROKEN_OFF, Status, read_if_there, status_of, tail_lines
 from cogumi.run_summary import flags as flagged
@@ -38,15 +39,18 @@ A_LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (\w+) (.*)$")
 NO_DECISIONS = re.compile(r"step \d+/\d+,|pass  |FAIL  |flags: ")
 
 
-def write_report(run_dir: str | PathLike[str]) -> Path:
-    """Write `report.html` into the directory of a run and return its path. Raises UsageError where there is no run."""
+def write_report(run_dir: str | PathLike[str], out: str | PathLike[str] | None = None) -> Path:
+    """Write the report of a run and return its path: `report.html` in its directory, or the file `out`.
+
+    Raises UsageError where there is no run, and where nothing can be written.
+    """
     run = Path(run_dir)
-    path = run / FILE
+    path = run / FILE if out is None else Path(out)
     page = report(status_of(run))
     try:
         write_atomic(path, page)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror}; free the place, or give the right to") from None
+        raise UsageError(f"{path}: cannot be written: {error.strerror}; name another file (--out)") from None
     return path
 
 
@@ -298,12 +302,9 @@ def checkpoints(run: Path, status: Status) -> str:
         for path in there
     ]
     said = table(["checkpoint", "step", "size", "saved", "manifest"], rows, numbers=(1, 2))
-    return (
-        said
-        + "<p>Newest first. Whether each file still is what was saved, `cogumi` reads when it goes on.</p>".replace(
-            "`cogumi`", "<code>cogumi</code>"
-        )
-    )
+    if word := broke(read_if_there(run / "flags.json").get("was_red", []), there):
+        said += f"<p>{text(word)}.</p>"
+    return f"{said}<p>Newest first. Whether each file still is what was saved, <code>cogumi</code> reads when it goes on.</p>"
 
 
 def size_of(checkpoint: Path) -> str:

@@ -209,10 +209,10 @@ def recorded(run_dir: Path, goes_on: bool = False) -> Iterator[None]:
         state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         terminated = isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
         if terminated or FINISHED_AND_SAVED in error.args:
-            state = "preempted"
-        ended = f"asked to end by a signal: {FINISHED_AND_SAVED}"
-        reason = ended if state == "preempted" else f"{type(error).__name__}: {error}"
-        log.log(logging.WARNING if state == "preempted" else logging.ERROR, "%s: %s", state, reason)
+            state = "stopped"
+        ended = f"asked to by {'SIGTERM' if terminated else 'Ctrl-C'}: {FINISHED_AND_SAVED}"
+        reason = ended if state == "stopped" else f"{type(error).__name__}: {error}"
+        log.log(logging.WARNING if state == "stopped" else logging.ERROR, "%s: %s", state, reason)
         try:
             set_status(run_dir, state, reason=hide(reason))
         except OSError as unwritten:  # a full disk must not hide what went wrong first

@@ -26,7 +26,7 @@ UNFINISHED = (
     "running",
     "interrupted",
     "failed",
-    "preempted",
+    "stopped",
     "paused",
     STOPPED,
     SANITY_CHECKED,

@@ -90,14 +90,16 @@ class Waiting(TrainerCallback):
             protection.saver.settle()  # the checkpoint of this step is there when the file is
         path = self.directory / PAUSED
         text = f"step {step}: {reason}\n"
-        path.write_text(f"{text}Remove this file and the training goes on; end the process and it can go on later.\n")
+        path.write_text(
+            f"{text}`cogumi resume`, or removing this file, has it go on; end the process and it can go on later.\n"
+        )
         set_status(self.directory, "paused", reason=text.strip())
-        log.warning("training waits after step %d; remove %s and it goes on", step, path)
+        log.warning("training waits after step %d; `cogumi resume %s` has it go on", step, self.directory)
         with self.excused(), self.paused():
             while path.exists() and not self.asked_to_end():
                 time.sleep(PAUSE_SECONDS)
         if path.exists():
             path.unlink()
         else:
-            log.warning("%s was removed; training goes on", path)
+            log.warning("training goes on")
         set_status(self.directory, "running", stage="train")
