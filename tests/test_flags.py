@@ -178,10 +178,13 @@ def test_the_first_value_that_is_no_number_is_named(key: str, name: str) -> None
     assert f"step 21: {name} is not finite; so is trained lora_A" in flag.evidence
 
 
-def test_numbers_break_for_one_of_three_reasons() -> None:
+def test_numbers_break_for_one_of_some_reasons() -> None:
     calm, wild = [3.0] * 20, [3.0, 3.1, 3.0, 9.0, 30.0, 90.0] * 2
     rows = rows_of([*calm, math.nan])
-    assert "overflowed" in red(Run(SFT, rows[:10], rows[10:], None)).cause
+    flag = red(Run(SFT, rows[:10], rows[10:], None))
+    assert ("overflowed" in flag.cause, flag.knob) == (True, "train.learning_rate")
+    assert red(Run(replace(SFT, fp16=True), rows[:10], rows[10:], None)).knob.startswith("train.bf16: true")
+    assert "too high: 0.5" in red(Run(replace(SFT, learning_rate=0.5), rows[:10], rows[10:], None)).cause
     rows[-1]["seen/broken"] = "frozen lm_head.weight"
     assert red(Run(SFT, rows[:10], rows[10:], None)).knob == "model.name"
     rows = rows_of([3.0, 3.1, 3.0, 3.1, 3.0, 3.1, 9.0, 90.0, math.inf])

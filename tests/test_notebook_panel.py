@@ -1,5 +1,6 @@
 """The panel of a run: what it shows of a directory, in a real kernel and where there is none."""
 
+import io
 import json
 import time
 from pathlib import Path
@@ -9,12 +10,15 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 from nbconvert import HTMLExporter
+from rich.console import Console
 
 import cogumi
 from cogumi.checkpoints.manifest import write_manifest
 from cogumi.notebook import panel, panel_html
 from cogumi.notebook.look import Looker
 from cogumi.notebook.panel import Panel
+from cogumi.notebook.report import write_report
+from cogumi.notebook.screen import screen
 from cogumi.notebook.svg import short
 from cogumi.process import this_process
 from cogumi.rundir import append_jsonl, write_json
@@ -128,6 +132,26 @@ def test_a_checkpoint_that_is_cut_short_is_no_longer_called_verified(tmp_path: P
     assert "verified when it was saved" in panel_html.rest(looker.look())
     (place / "optimizer.pt").write_bytes(b"01234")
     assert "rejected: optimizer.pt has 5 bytes, and 10 were saved" in panel_html.rest(looker.look())
+
+
+def test_a_checkpoint_from_after_numbers_broke_is_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run_in(tmp_path / "run", "finished, checks failed")
+    for step in (10, 30):
+        checkpoint = path / "checkpoints" / f"checkpoint-{step}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "a").write_text("x")
+        write_manifest(checkpoint, step)
+    assert "stopped being finite" not in html_of(path)
+    red = {"name": "finite numbers", "level": "red", "evidence": "step 20: the loss is not finite", **FLAG}
+    write_json(path / "flags.json", {"step": 40, "flags": [red], "was_red": [{"step": 20, **red}]})
+    said = "saved after numbers stopped being finite (step 20): checkpoint-30"
+    assert said in html_of(path)
+    assert said in write_report(path).read_text()
+    console = Console(width=200, file=io.StringIO())
+    console.print(screen(Looker(path).look()))
+    assert said in console.file.getvalue()
 
 
 def test_a_directory_that_goes_is_said_in_the_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cogumi.checkpoints.commit import step_of
 from cogumi.checkpoints.resume import checkpoints_in
 from cogumi.checkpoints.verify import Finding, inspect
 from cogumi.notebook.curves import Curve, Curves, Plot
@@ -78,6 +79,13 @@ class Looker:
         newest = checkpoints_in(self.run_dir / "checkpoints")[:CHECKPOINTS]
         found = [inspect(path, whole=False) for path in newest]
         return [each for each in found if each.path.exists()]  # one may just have made room
+
+
+def broke(was_red: list[dict[str, Any]], newest: list[Path]) -> str:
+    """What to say of checkpoints, whole as they are, that were saved when numbers had stopped being finite; "" of none."""
+    at = next((int(each["step"]) for each in was_red if each["name"] == "finite numbers"), None)
+    late = [path.name for path in newest if at is not None and step_of(path) >= at]
+    return f"saved after numbers stopped being finite (step {at}): {', '.join(late)}" if late else ""
 
 
 def newest_samples(run_dir: Path) -> tuple[int | None, list[dict[str, Any]]]:

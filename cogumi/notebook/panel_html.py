@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cogumi.disk.usage import spoken
-from cogumi.notebook.look import Look
+from cogumi.notebook.look import Look, broke
 from cogumi.notebook.palette import BLUE, LEVELS
 from cogumi.notebook.svg import svg_of
 from cogumi.run_status import tail_lines
@@ -122,6 +122,7 @@ def rest(look: Look) -> str:
             for each in look.checkpoints
         ]
         found += ["<h4>checkpoints</h4>", table(["newest first", "state", "size"], rows)]
+        found += [escape(broke(look.was_red, [each.path for each in look.checkpoints]))]
     if look.disk:
         found += ["<h4>disk</h4>", "<br>".join(map(escape, look.disk))]
     log = tail_lines(Path(look.status.log), LINE_BYTES)[-LOG_LINES:]

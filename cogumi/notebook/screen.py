@@ -12,7 +12,7 @@ from rich.text import Text
 
 from cogumi.disk.usage import spoken
 from cogumi.notebook.curves import Curve
-from cogumi.notebook.look import Look, Looker
+from cogumi.notebook.look import Look, Looker, broke
 from cogumi.notebook.svg import short
 from cogumi.run_summary import figures, in_short, machine, number
 from cogumi.runs import Run
@@ -54,6 +54,8 @@ def screen(look: Look) -> RenderableType:
         parts.append(samples(look))
     for each in look.checkpoints:
         parts.append(Text(f"{each.path.name}: {each.state}, {spoken(each.bytes)}"))
+    if said := broke(look.was_red, [each.path for each in look.checkpoints]):
+        parts.append(Text(said))
     parts += [Text(f"disk: {each}") for each in look.disk]
     return Panel(Group(*parts), title=Text(in_short(status)), title_align="left")
 

@@ -50,6 +50,7 @@ class Setting:
     loss: str = ""
     """train.loss_type; several are joined by a comma."""
     vocabulary: int = 0
+    fp16: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from cogumi.training.flags import Flag, Level, Rule, Run
 from cogumi.training.trend import noise
 
 SETTLED_STEPS = 10  # before these a gradient norm is of a model that has not begun to move, or of a warm-up
+NO_RATE = 0.1  # Adam moves each weight by about the rate in a step, and weights are some hundredths
 SPEED_ROWS = 10  # that a stretch of the run's own speed is the median of
 WAIT_ROWS = 20
 
@@ -23,11 +24,15 @@ def finite_numbers(run: Run) -> Flag:
         # The trainer puts the average of the steps before in the place of a loss that is NaN (logging_nan_inf_filter).
         what = " and ".join({"loss": "the loss", "grad_norm": "the gradient norm"}[key] for key in bad)
         evidence = f"step {row['step']}: {what or 'a weight'} is not finite" + (f"; so is {broken}" if broken else "")
-        cause, knob = "one step's numbers overflowed, or its batch holds values that are none", "train.bf16"
+        cause, knob = "one step's numbers overflowed, or its batch holds values that are none", "train.learning_rate"
+        if run.setting.fp16:
+            knob = "train.bf16: true, instead of train.fp16"
         if isinstance(broken, str) and broken.startswith("frozen "):
             cause, knob = "the base model's weights are broken: they were never trained here", "model.name"
         elif climbed(run, int(row["step"])):
             cause, knob = "the learning rate is too high: the loss climbed before it broke", "train.learning_rate"
+        elif run.setting.learning_rate >= NO_RATE:
+            cause, knob = f"the learning rate is too high: {run.setting.learning_rate:g}", "train.learning_rate"
         return Flag("finite numbers", "red", evidence, threshold, cause, knob)
     return Flag("finite numbers", "green", f"steps {first_step(run)} to {run.step}", threshold)
 

@@ -296,6 +296,7 @@ def setting_of(trainer: Any, method: str) -> Setting:
         beta=getattr(args, "beta", 0.0) or 0.0,
         vocabulary=trainer.model.get_input_embeddings().num_embeddings,
         loss=",".join(loss) if isinstance(loss, list) else str(loss),
+        fp16=args.fp16,
     )
 
 
