@@ -233,6 +233,12 @@ def test_an_unknown_key_is_told_and_can_be_taken_out(mine: Path) -> None:
     assert form.write().read_text() == SFT.read_text()
 
 
+def test_it_opens_where_there_is_something_to_be_done(mine: Path) -> None:
+    mine.write_text(mine.read_text().replace("max_steps", "max_stepz"))
+    form = cogumi.configure(mine)
+    assert form.panel.tabs.titles[form.panel.tabs.selected_index] == "train (problem)"
+
+
 def test_a_file_that_is_no_config_is_refused_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("model:\n  name: a\ntrian:\n  max_steps: 1\n")

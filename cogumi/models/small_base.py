@@ -32,6 +32,7 @@ VOCABULARY, HIDDEN, LAYERS, CONTEXT = 1024, 256, 2, 512
 # Measured on two cores for half a minute each: many small batches on a shallow model learn most (3.8 nats/token against
 # 4.3 for 4 layers of 192 with 4x the batch).
 STEPS, BATCH, LENGTH, LEARNING_RATE, SEED = 1000, 4, 128, 3e-3, 0
+SAID_EVERY = 200
 
 
 def small_base_path() -> Path:
@@ -43,6 +44,7 @@ def small_base_path() -> Path:
     home = Path(platformdirs.user_cache_dir("cogumi")) / f"small-base-{key}"
     if not home.exists():
         home.parent.mkdir(parents=True, exist_ok=True)
+        log.info("the small base is made, once on a machine: a minute or two on two CPU cores")
         unfinished = Path(tempfile.mkdtemp(prefix=".small-base-", dir=home.parent))
         try:
             train_small_base(pl.read_parquet(sample)["source"].to_list(), unfinished)
@@ -89,6 +91,8 @@ def train_small_base(sources: list[str], out: Path, steps: int = STEPS) -> float
         optimizer.zero_grad()
         losses.append(loss.item())
         bar.set_postfix(loss=f"{losses[-1]:.2f}", refresh=False)
+        if (step + 1) % SAID_EVERY == 0:
+            log.info("small base: step %d of %d, loss %.2f", step + 1, steps, losses[-1])
     model.bfloat16().save_pretrained(out)
     tokenizer.save_pretrained(out)
     return float(np.mean(losses[-20:]))

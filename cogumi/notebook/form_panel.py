@@ -100,6 +100,8 @@ class Panel:
             self.show_keys(section)
         self.show_yaml()
         self.check()
+        wrong = (number for number, title in enumerate(self.tabs.titles) if title not in SECTIONS)
+        self.tabs.selected_index = next(wrong, 0)  # where there is something to be done
         self.file.observe(self.on_file, "value")
         self.write.on_click(lambda _: self.on_write(replace=False))
         self.replace.on_click(lambda _: self.on_write(replace=True))
