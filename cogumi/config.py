@@ -211,7 +211,7 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any], **overrides:
     run = validate_sections(values, origins, label)
     refuse_ignored(run, origins, label)
     run.train = bind_signature(run.train, "train", trl_config_class(run.cogumi.method), "trl", origins, label)
-    refuse_no_batch(run.train, origins, label)
+    refuse_no_steps(run.train, origins, label)
     run.lora = bind_signature(run.lora, "lora", lora_config_class(), "peft", origins, label)
     refuse_no_lora(run.lora, origins, label)
     if run.cogumi.lora_preset is not None:
@@ -289,11 +289,16 @@ def refuse_ignored(run: RunConfig, origins: Origins, label: str) -> None:
             raise UsageError(f"{origins.get(key, label)}: {key} would be ignored: {why}; drop it")
 
 
-def refuse_no_batch(train: dict[str, Any], origins: Origins, label: str) -> None:
-    """Raise UsageError for sizes of a step that are none, which libraries find out about late or take for a default."""
-    for key in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-        if train.get(key) is not None and train[key] < 1:
-            raise UsageError(f"{origins.get(f'train.{key}', label)}: train.{key} = {train[key]}: it is at least 1")
+def refuse_no_steps(train: dict[str, Any], origins: Origins, label: str) -> None:
+    """Raise UsageError for sizes and numbers of steps that are none, which libraries take for a default or find out late."""
+    least = {
+        "per_device_train_batch_size": (1, "it is at least 1"),
+        "gradient_accumulation_steps": (1, "it is at least 1"),
+        "max_steps": (1, "it is at least 1, or -1 for train.num_train_epochs"),
+    }
+    for key, (number, rule) in least.items():
+        if train.get(key) is not None and train[key] < number and (key, train[key]) != ("max_steps", -1):
+            raise UsageError(f"{origins.get(f'train.{key}', label)}: train.{key} = {train[key]}: {rule}")
 
 
 def refuse_no_lora(lora: dict[str, Any], origins: Origins, label: str) -> None:

@@ -61,6 +61,9 @@ class Status:
 
         return in_words(self)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # as the last word of a cell
+        printer.text(str(self))
+
     @property
     def process(self) -> dict[str, Any]:
         """The record of its process, as in `cogumi.process`."""

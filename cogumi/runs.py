@@ -47,6 +47,9 @@ class Run:
     def __str__(self) -> str:
         return in_short(self.status())
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # as the last word of a cell
+        printer.text(str(self))
+
     def status(self) -> Status:
         """How it stands now. Raises UsageError where the directory holds no run any more."""
         return status_of(self.run_dir)

@@ -32,7 +32,7 @@ gspo.dashboard()
 print(cogumi.attach(f"{RUNS}/gspo").wait())
 
 # %% [markdown]
-# **Look.** Did it learn, and does it write differently?
+# **Look.** Did it learn, and does it write differently from the base?
 
 # %%
 figures.curves(f"{RUNS}/gspo")
@@ -57,4 +57,7 @@ print(writer("def add(a, b):\n    return ", max_new_tokens=12)[0]["generated_tex
 # **Keep the report**: one file, readable when the box is gone.
 
 # %%
-print(cogumi.attach(f"{RUNS}/gspo").report())
+from IPython.display import FileLink
+
+cogumi.attach(f"{RUNS}/gspo").report()
+FileLink(f"{RUNS}/gspo/report.html")

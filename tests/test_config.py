@@ -112,10 +112,14 @@ def test_a_config_of_the_package_goes_by_its_name(tmp_path: Path, monkeypatch: p
         load_config("smoke/llama-3.1-8b-dop")
 
 
-@pytest.mark.parametrize("key", ["per_device_train_batch_size", "gradient_accumulation_steps"])
-def test_a_step_of_nothing_is_refused(config: Path, key: str) -> None:
-    with pytest.raises(UsageError, match=rf"override train.{key}: train.{key} = 0: it is at least 1"):
-        load_config(config, **{f"train__{key}": 0})
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("per_device_train_batch_size", 0), ("gradient_accumulation_steps", 0), ("max_steps", 0), ("max_steps", -5)],
+)
+def test_a_step_of_nothing_and_no_step_are_refused(config: Path, key: str, value: int) -> None:
+    with pytest.raises(UsageError, match=rf"override train.{key}: train.{key} = {value}: it is at least 1"):
+        load_config(config, **{f"train__{key}": value})
+    assert load_config(config, train__max_steps=-1).train["max_steps"] == -1
 
 
 def test_environment_wins_over_the_file_and_the_call_over_both(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import cogumi
 from cogumi.errors import UsageError
-from cogumi.notebook import figures, pieces
+from cogumi.notebook import completions, figures
 from cogumi.notebook.completions import marked
 from cogumi.notebook.markup import style
 from cogumi.notebook.palette import contrast
@@ -149,7 +149,7 @@ def test_a_finished_run_is_all_there(run: Path) -> None:
     assert "before the training" in page.sections["Completions"]
     assert "after step 4" in page.sections["Completions"]
     for row in read_jsonl(run / "samples.jsonl"):
-        assert row["completion"] in page.sections["Completions"] or row["step"] not in (2, 4)
+        assert row["completion"] in page.sections["Completions"] or row["step"] not in (0, 4)
         assert row["middle"] in page.sections["Completions"]
     assert "elements read back" in page.sections["Merge"]
     assert "q_proj" in page.sections["Merge"]
@@ -178,14 +178,14 @@ def test_it_can_be_read_by_everybody(finished: Path, run: Path) -> None:
 def test_no_secret_is_in_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", OF_ENVIRONMENT)
     long = "x" * 5990 + OF_ENVIRONMENT  # cut in the middle of it
-    for step in (2, 4):
+    for step in (0, 4):
         append_jsonl(run / "samples.jsonl", {"step": step, "prompt": long, "completion": long})
     with (run / "run.log").open("a") as log:
         log.write(f"2026-11-22 18:39:13,856 INFO asked with {SECRET} and {OF_ENVIRONMENT}\n")
     status = read_json(run / "status.json")
     write_json(run / "status.json", {**status, "reason": f"no answer from https://me:{'pass' * 3}@host with {SECRET}"})
     append_jsonl(run / "samples.jsonl", {"step": 4, "prompt": "the key?", "completion": OF_ENVIRONMENT})
-    append_jsonl(run / "samples.jsonl", {"step": 2, "prompt": "the key?", "completion": "a-key&that"})
+    append_jsonl(run / "samples.jsonl", {"step": 0, "prompt": "the key?", "completion": "a-key&that"})
     text = write_report(run).read_text()
     page = Page(text)
     assert "asked with <redacted> and <redacted>" in page.sections["Decisions and log"]
@@ -196,7 +196,7 @@ def test_no_secret_is_in_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_model_writes_is_only_text(run: Path) -> None:
-    for step, completion in ((2, "before"), (4, HOSTILE)):
+    for step, completion in ((0, "before"), (4, HOSTILE)):
         append_jsonl(
             run / "samples.jsonl", {"step": step, "prompt": HOSTILE, "completion": completion, "answer": HOSTILE}
         )
@@ -448,22 +448,23 @@ def test_differences_are_marked_on_both_sides() -> None:
 def test_completions_of_several_runs_side_by_side(finished: Path, run: Path, tmp_path: Path) -> None:
     text = (run / "samples.jsonl").read_text()
     (run / "samples.jsonl").write_text(text.replace('"completion": "', '"completion": "changed'))
-    html = pieces.side_by_side({"base": finished, "after rl": run})._repr_html_()
+    html = completions.side_by_side({"base": finished, "after rl": run})._repr_html_()
     page = Page(html)
     assert not page.unbalanced
+    assert "before base" in page.text
     assert "base, after step 4" in page.text
     assert "after rl, after step 4" in page.text
     assert "<ins>changed" in html
     assert "what would be right (middle)" in page.text
-    assert str(pieces.side_by_side([finished, run])).count("<h4>Prompt</h4>") == 4
+    assert str(completions.side_by_side([finished, run])).count("<h4>Prompt</h4>") == 4
 
     other = tmp_path / "other"
     other.mkdir()
     append_jsonl(other / "samples.jsonl", {"step": 1, "prompt": "something else", "completion": "x"})
     with pytest.raises(UsageError, match="no prompt was completed in all of them"):
-        pieces.side_by_side([run, other])
+        completions.side_by_side([run, other])
     with pytest.raises(UsageError, match="no completions there yet"):
-        pieces.side_by_side(tmp_path)
+        completions.side_by_side(tmp_path)
 
 
 def test_every_row_of_the_data_is_accounted_for_in_data_json(finished: Path) -> None:

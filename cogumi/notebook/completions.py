@@ -45,7 +45,8 @@ def side_by_side(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) -> 
     """Completions of the same held-out prompts in columns, the differences from one column to the next marked.
 
     One run: before its training and after its last look (`cogumi.samples_every` makes looks on the way). Several runs, such as
-    the stages of a chain, or names for them: the last look of each. Raises UsageError where there are none to show.
+    the stages of a chain, or names for them: what was there before the first, and the last look of each. Raises UsageError
+    where there are none to show.
     """
     columns = columns_of(run_dirs)
     prompts = [prompt for prompt in columns[-1][1] if all(prompt in of for _, of in columns)]
@@ -68,9 +69,11 @@ def columns_of(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) -> li
         named = {str(each): each for each in run_dirs}
     if not named:
         raise UsageError("side_by_side: name a run, or several")
-    found = []
+    found: list[tuple[str, dict[str, Row]]] = []
     for name, each in named.items():
         steps = looks(Path(each))
+        if not found and 0 in steps:
+            found.append((f"before {name}", steps[0]))
         found.append((f"{name}, {when(max(steps))}", steps[max(steps)]))
     return found
 

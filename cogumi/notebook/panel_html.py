@@ -18,8 +18,8 @@ LOG_LINES, LINE_BYTES = 12, 12_000
 STYLE = f"""<style>
 .cogumi {{ color: var(--jp-content-font-color1, inherit); font-size: 13px; line-height: 1.45; }}
 .cogumi progress {{ width: 100%; height: 12px; accent-color: {BLUE}; }}
-.cogumi svg {{ max-width: 100%; height: auto; }}
-.cogumi .plots {{ display: flex; flex-wrap: wrap; gap: 6px 14px; }}
+.cogumi .plots {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 290px), 1fr)); gap: 6px 14px; }}
+.cogumi .plots svg {{ width: 100%; height: auto; }}
 .cogumi .flag {{ border-left: 5px solid; padding: 2px 8px; margin: 3px 0; }}
 .cogumi table {{ border-collapse: collapse; margin: 2px 0; }}
 .cogumi th, .cogumi td {{ text-align: left; vertical-align: top; padding: 2px 10px 2px 0; background: transparent; }}

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from cogumi.errors import UsageError
 from cogumi.notebook import figures
-from cogumi.notebook.completions import side_by_side as side_by_side
 from cogumi.notebook.markup import facts, figure, level, table, text
 from cogumi.notebook.markup import piece as piece
 from cogumi.words import gib

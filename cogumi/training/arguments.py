@@ -21,8 +21,6 @@ def trl_arguments(run: RunConfig) -> Any:
     for key, reason in NOT_PASSED_ON.items():
         if run.train.get(key) is not None:
             raise UsageError(f"train.{key} would be ignored: {reason}")
-    if run.train.get("gradient_accumulation_steps", 1) < 1:
-        raise UsageError(f"train.gradient_accumulation_steps is {run.train['gradient_accumulation_steps']}; at least 1")
     trackers.refuse_missing(run.train.get("report_to"))
     # TRL turns bf16 autocast on wherever fp16 is off; without a GPU that is slow and blurs a GSPO ratio of 1 +- 3e-4.
     on_gpu = torch.cuda.is_available()
