@@ -1,6 +1,8 @@
 """What the tests share: a tiny real model with a real tokenizer, made once a session, and a cache of its own."""
 
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,38 @@ def code_parquet(tmp_path_factory: pytest.TempPathFactory, sources: list[str]) -
     path = tmp_path_factory.mktemp("data") / "code.parquet"
     pl.DataFrame({"source": sources}).write_parquet(path)
     return path
+
+
+@pytest.fixture
+def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> dict[str, Any]:
+    """The configuration of a small SFT run: six steps, nothing saved on the way, nothing merged."""
+    return {
+        "model": {"name": str(tiny_model)},
+        "lora": {"r": 4},
+        "data": {"source": str(code_parquet), "eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
+        "train": {
+            "max_steps": 6,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "gradient_checkpointing": False,
+            "save_strategy": "no",
+        },
+        "cogumi": {"method": "sft", "run_dir": str(tmp_path / "run"), "merge": False},
+    }
+
+
+@pytest.fixture
+def none_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Detached runs compute on one thread, as here, and those still at work at the end of a test are killed."""
+    from cogumi.process import is_running
+    from cogumi.rundir import START, read_json
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield
+    for path in tmp_path.rglob(START):
+        if is_running(read_json(path)):
+            os.kill(read_json(path)["pid"], signal.SIGKILL)
 
 
 def letters(completions: list[str], **_: Any) -> list[float]:

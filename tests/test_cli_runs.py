@@ -7,14 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from cogumi.process import is_running
-from cogumi.rundir import START, read_json, write_json
+from cogumi.rundir import write_json
 
 COMMAND = [sys.executable, "-m", "cogumi"]
 
@@ -32,7 +30,7 @@ def cogumi(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedPr
 
 
 @pytest.fixture
-def home(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Iterator[Path]:
+def home(tiny_model: Path, code_parquet: Path, tmp_path: Path, none_left_behind: None) -> Path:
     """A directory with tiny.yaml, in which no process is left behind."""
     train = {"max_steps": 2, "per_device_train_batch_size": 2, "gradient_checkpointing": False, "logging_steps": 1}
     values = {
@@ -42,10 +40,7 @@ def home(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Iterator[Path]
         "cogumi": {"method": "sft", "compile": "off", "merge": False},
     }
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(values))
-    yield tmp_path
-    for path in tmp_path.rglob(START):
-        if is_running(read_json(path)):
-            os.kill(read_json(path)["pid"], signal.SIGKILL)
+    return tmp_path
 
 
 def test_start_wait_and_attach_to_what_has_finished(home: Path) -> None:

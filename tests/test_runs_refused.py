@@ -1,63 +1,31 @@
 """Starts that come to nothing: what the user is told, and what is left."""
 
-import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import until
 
 import cogumi
 from cogumi import runs
 from cogumi.detached import Starter
 from cogumi.errors import RunFailed, UsageError
-from cogumi.process import is_running
 from cogumi.run_status import status_of
 from cogumi.rundir import START, read_json
 
 Config = dict[str, Any]
+pytestmark = pytest.mark.usefixtures("none_left_behind")
 
 
 @pytest.fixture
-def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Config:
-    return {
-        "model": {"name": str(tiny_model)},
-        "lora": {"r": 4},
-        "data": {"source": str(code_parquet), "eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
-        "train": {
-            "max_steps": 6,
-            "per_device_train_batch_size": 4,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "gradient_checkpointing": False,
-            "save_steps": 2,
-        },
-        "cogumi": {"method": "sft", "run_dir": str(tmp_path / "run"), "merge": False, "compile": "off"},
-    }
-
-
-@pytest.fixture(autouse=True)
-def _as_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Other processes compute on one thread as well, and none of them is left behind."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    yield
-    for path in tmp_path.rglob(START):
-        pid = read_json(path).get("pid")
-        if is_running(read_json(path)):
-            os.kill(pid, signal.SIGKILL)
-
-
-def until(happened: Callable[[], Any], seconds: float = 120) -> Any:
-    """What `happened` returns, once it is true."""
-    deadline = time.monotonic() + seconds
-    while not (found := happened()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
+def sft(sft: Config) -> Config:
+    sft["train"] |= {"save_strategy": "steps", "save_steps": 2}
+    sft["cogumi"]["compile"] = "off"
+    return sft
 
 
 def test_mistakes_are_told_and_leave_nothing(sft: Config, tmp_path: Path) -> None:

@@ -33,24 +33,6 @@ TOKEN = "hf_" + "Qk7" * 12
 
 
 @pytest.fixture
-def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Config:
-    return {
-        "model": {"name": str(tiny_model)},
-        "lora": {"r": 4},
-        "data": {"source": str(code_parquet), "eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
-        "train": {
-            "max_steps": 6,
-            "per_device_train_batch_size": 4,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "gradient_checkpointing": False,
-            "save_strategy": "no",
-        },
-        "cogumi": {"method": "sft", "run_dir": str(tmp_path / "run"), "merge": False},
-    }
-
-
-@pytest.fixture
 def gspo(sft: Config) -> Config:
     train = {
         "loss_type": "gspo",

@@ -18,22 +18,9 @@ Config = dict[str, Any]
 
 
 @pytest.fixture
-def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Config:
-    return {
-        "model": {"name": str(tiny_model)},
-        "lora": {"r": 4},
-        "data": {"source": str(code_parquet), "eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
-        "train": {
-            "max_steps": 14,
-            "per_device_train_batch_size": 4,
-            "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "warmup_steps": 2,
-            "gradient_checkpointing": False,
-            "save_strategy": "no",
-        },
-        "cogumi": {"method": "sft", "run_dir": str(tmp_path / "run"), "merge": False},
-    }
+def sft(sft: Config) -> Config:
+    sft["train"] |= {"max_steps": 14, "learning_rate": 1e-3, "warmup_steps": 2}
+    return sft
 
 
 @pytest.fixture

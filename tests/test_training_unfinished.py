@@ -14,9 +14,11 @@ import pytest
 import yaml
 from disk_mounts import mounting
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import cogumi
 from cogumi.checkpoints.identity import run_of
+from cogumi.cli import app
 from cogumi.disk.usage import space_of
 from cogumi.durable import locked
 from cogumi.errors import UsageError
@@ -30,21 +32,9 @@ Config = dict[str, Any]
 
 
 @pytest.fixture
-def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Config:
-    return {
-        "model": {"name": str(tiny_model)},
-        "lora": {"r": 4},
-        "data": {"source": str(code_parquet), "eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
-        "train": {
-            "max_steps": 6,
-            "per_device_train_batch_size": 4,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "gradient_checkpointing": False,
-            "save_steps": 2,
-        },
-        "cogumi": {"method": "sft", "run_dir": str(tmp_path / "run"), "merge": False},
-    }
+def sft(sft: Config) -> Config:
+    sft["train"] |= {"save_strategy": "steps", "save_steps": 2}
+    return sft
 
 
 @pytest.fixture
@@ -254,7 +244,11 @@ def test_a_report_that_finds_no_room_takes_nothing_from_the_run(
         monkeypatch.setattr(module, "leave_report", filled)
         result = cogumi.train(sft, cogumi__run_dir=str(disk / "run"))
         assert result.passed, str(result.verdict)
-        assert "report.html: cannot be written: No space left on device" in caplog.text
+        assert "report.html: cannot be written: No space left on device; name another file (--out)" in caplog.text
+        elsewhere = tmp_path / "home.html"
+        said = CliRunner().invoke(app, ["report", str(disk / "run"), "--out", str(elsewhere)])
+        assert said.exit_code == 0, said.output
+        assert elsewhere.read_text().startswith("<!doctype html>")
 
 
 def test_a_line_that_was_cut_off_is_logged_again(sft: Config, stop_after: Callable[[int], None]) -> None:

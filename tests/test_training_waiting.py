@@ -28,21 +28,10 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Config:
-    return {
-        "model": {"name": str(tiny_model)},
-        "lora": {"r": 4},
-        "data": {"source": str(code_parquet), "eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
-        "train": {
-            "max_steps": 8,
-            "per_device_train_batch_size": 4,
-            "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "gradient_checkpointing": False,
-            "save_steps": 100,
-        },
-        "cogumi": {"method": "sft", "run_dir": str(tmp_path / "run"), "merge": False, "compile": "off"},
-    }
+def sft(sft: Config) -> Config:
+    sft["train"] |= {"max_steps": 8, "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 100}
+    sft["cogumi"]["compile"] = "off"
+    return sft
 
 
 def at_step(step: int, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cogumi.errors import UsageError
+from cogumi.notebook.curve_drawing import FEW, draw_curves, draw_flags, draw_spread, make_room, whole_numbers
 from cogumi.notebook.curves import Curve, Curves, Plot
-from cogumi.notebook.palette import BLUE, INK, LEVELS, VERMILLION, style_of
+from cogumi.notebook.palette import BLUE, INK, VERMILLION, style_of
 from cogumi.run_status import read_if_there
 from cogumi.rundir import ROLLOUTS
 from cogumi.words import gib
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 WIDTH = 10.0  # inches, of a page
 COLUMNS = 3
-FEW = 40  # points of a curve, each of which is marked
-WIDE = 100.0  # from this ratio of its largest to its smallest value on, a positive curve is on a logarithmic scale
 # Where a flag is written: in the plot of what it judges, else in the first.
 PLOT_OF = {
     "gradient norm": "gradient norm",
@@ -49,7 +48,6 @@ PLOT_OF = {
 }
 MERGE_MANIFEST = "cogumi-merge.json"  # cogumi.merge.manifest.MANIFEST_NAME, which comes with torch
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.(.+)$")
-ROOM = 0.12  # of the height of a plot, for a line of words
 FAR = 1 / 8  # of the free memory: a smaller peak is drawn to its own scale
 MOST_BANDS = 120  # stretches of steps that quantiles are taken over
 
@@ -96,70 +94,6 @@ def curves(run_dir: str | PathLike[str]) -> "Drawing":
     return drawing
 
 
-def draw_curves(ax: "Axes", plot: Plot, of: Mapping[str, Curve]) -> None:
-    ax.set_title(plot.title)
-    handles: list[Any] = []
-    names: list[str] = []
-    for number, (key, curve) in enumerate(of.items()):
-        style = style_of(number)
-        marker = style.marker if len(curve.steps) <= FEW else ""
-        ax.fill_between(curve.steps, curve.low, curve.high, color=style.colour, alpha=0.2, linewidth=0)
-        (line,) = ax.plot(
-            curve.steps, curve.mean, color=style.colour, linestyle=style.dash, marker=marker, markersize=3.5,
-            linewidth=1.5, label=key,
-        )  # fmt: skip
-        if len(of) > 1:
-            handles, names = [*handles, line], [*names, key]
-        if curve.broken:
-            (cross,) = ax.plot(
-                curve.broken, [0.0] * len(curve.broken), transform=ax.get_xaxis_transform(), linestyle="", marker="x",
-                markersize=7, markeredgewidth=2, color=VERMILLION, clip_on=False, zorder=5, label=f"{key} not finite",
-            )  # fmt: skip
-            handles, names = [*handles, cross], [*names, f"{key} not finite"]
-    log = plot.title in ("gradient norm", "KL") and is_wide(of.values())
-    if log:
-        ax.set_yscale("log")
-    unit = ", ".join(filter(None, (plot.unit, "log scale" if log else "")))
-    if unit:
-        ax.set_ylabel(unit)
-    if handles:
-        ax.legend(handles, names, loc="best")
-
-
-def draw_spread(ax: "Axes", reward: Curve, spread: Curve) -> None:
-    """The standard deviation of a batch's rewards, to either side of their mean, where both were logged."""
-    known = np.interp(reward.steps, spread.steps, spread.mean) if len(spread.steps) else np.zeros(0)
-    if len(known):
-        for side in (-1, 1):
-            ax.plot(
-                reward.steps, reward.mean + side * known, color=INK, linewidth=0.8, linestyle=(0, (1, 2)),
-                label="one standard deviation",
-            )  # fmt: skip
-        make_room(ax, 1)
-        ax.legend(ax.lines[-1:], ["one standard deviation"], loc="upper left", borderaxespad=0)
-
-
-def draw_flags(ax: "Axes", flags: Sequence[tuple[int, str, str, str]], last: float) -> None:
-    """Lines at their steps, and above the curve a line of words for each, to the side where there is room."""
-    for number, (step, level, name, _) in enumerate(flags):
-        ax.axvline(step, color=LEVELS[level], linestyle=(0, (1, 1)), linewidth=1.5)
-        to_left = step > last / 2
-        note = ax.annotate(
-            f"{'RED' if level == 'red' else level}: {name}", (step, 1 - ROOM * number),
-            xycoords=("data", "axes fraction"), xytext=(-3 if to_left else 3, 0), textcoords="offset points",
-            va="top", ha="right" if to_left else "left", fontsize=8, weight="bold",
-        )  # fmt: skip
-        note.set_in_layout(False)
-    make_room(ax, min(len(flags), 4))
-
-
-def make_room(ax: "Axes", lines: int) -> None:
-    """For so many lines of words above what is drawn."""
-    scale = ax.yaxis.get_transform()
-    low, high = scale.transform(ax.get_ylim())
-    ax.set_ylim(top=float(scale.inverted().transform(low + (high - low) / (1 - ROOM * lines))))
-
-
 def flags_at(said: Mapping[str, Any]) -> list[tuple[int, str, str]]:
     """(step, level, name) of flags.json: what was red, when it first was; what is yellow, when that was said."""
     was_red = [(int(each["step"]), "red", str(each["name"])) for each in said.get("was_red", [])]
@@ -170,19 +104,6 @@ def flags_at(said: Mapping[str, Any]) -> list[tuple[int, str, str]]:
         if each["level"] != "green" and each["name"] not in known
     ]
     return [*was_red, *now]
-
-
-def whole_numbers(ax: "Axes") -> None:
-    """There is no step, and no layer, between two others."""
-    from matplotlib.ticker import MaxNLocator
-
-    ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
-
-
-def is_wide(of: Iterable[Curve]) -> bool:
-    low = [float(curve.low.min()) for curve in of if len(curve.low)]
-    high = [float(curve.high.max()) for curve in of if len(curve.high)]
-    return bool(low) and min(low) > 0 and max(high) / min(low) > WIDE
 
 
 def ends(found: Sequence[Curve]) -> tuple[float, float]:

@@ -39,7 +39,7 @@ def watch(run: Run, console: Console | None = None) -> None:
 
 
 def screen(look: Look) -> RenderableType:
-    """One look as a screen: state, curves, flags, samples, checkpoints, disk."""
+    """One look as a screen: state, flags, curves, checkpoints, disk, samples: what a low terminal does not show comes last."""
     status = look.status
     parts: list[RenderableType] = []
     if status.step is not None and status.steps:
@@ -49,14 +49,14 @@ def screen(look: Look) -> RenderableType:
     parts += [Text(each) for each in (figures(status.latest), machine(status.heartbeat)) if each]
     if status.reason:
         parts.append(Text(" ".join(status.reason.split())))
-    parts += [curves(look), *flags(look)]
-    if look.samples:
-        parts.append(samples(look))
+    parts += [*flags(look), curves(look)]
     for each in look.checkpoints:
         parts.append(Text(f"{each.path.name}: {each.state}, {spoken(each.bytes)}"))
     if said := broke(look.was_red, [each.path for each in look.checkpoints]):
         parts.append(Text(said))
     parts += [Text(f"disk: {each}") for each in look.disk]
+    if look.samples:
+        parts.append(samples(look))
     return Panel(Group(*parts), title=Text(in_short(status)), title_align="left")
 
 
