@@ -84,7 +84,7 @@ def test_an_sft_run_says_what_it_came_to(sft: Config, monkeypatch: pytest.Monkey
     assert found["tokens"] == sum(tokens for tokens, _ in counted) == result.series("num_tokens")[-1]
     assert found["tokens_with_padding"] == sum(padded for _, padded in counted)
     assert found["tokens"] / found["tokens_per_second"] == pytest.approx(found["step_seconds"], abs=6e-4)
-    assert list(found["seconds"]) == ["data", "load", "train", "eval", "samples"]
+    assert list(found["seconds"]) == ["data", "load", "samples", "train", "eval"]
     assert sum(found["seconds"].values()) == pytest.approx(found["elapsed_seconds"], abs=0.1)
     assert found["step_seconds"] <= found["seconds"]["train"]
     assert found["cost"] == pytest.approx(2 * found["elapsed_seconds"], abs=0.1)
