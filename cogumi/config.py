@@ -291,14 +291,12 @@ def refuse_ignored(run: RunConfig, origins: Origins, label: str) -> None:
 
 def refuse_no_steps(train: dict[str, Any], origins: Origins, label: str) -> None:
     """Raise UsageError for sizes and numbers of steps that are none, which libraries take for a default or find out late."""
-    least = {
-        "per_device_train_batch_size": (1, "it is at least 1"),
-        "gradient_accumulation_steps": (1, "it is at least 1"),
-        "max_steps": (1, "it is at least 1, or -1 for train.num_train_epochs"),
-    }
-    for key, (number, rule) in least.items():
-        if train.get(key) is not None and train[key] < number and (key, train[key]) != ("max_steps", -1):
-            raise UsageError(f"{origins.get(f'train.{key}', label)}: train.{key} = {train[key]}: {rule}")
+    rules = dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), "it is at least 1")
+    rules["max_steps"] = "it is at least 1, or -1 for train.num_train_epochs"
+    for key, rule in rules.items():
+        value = train.get(key)
+        if value is not None and value < 1 and (key, value) != ("max_steps", -1):
+            raise UsageError(f"{origins.get(f'train.{key}', label)}: train.{key} = {value}: {rule}")
 
 
 def refuse_no_lora(lora: dict[str, Any], origins: Origins, label: str) -> None:
