@@ -232,7 +232,10 @@ def test_a_peer_that_breaks_does_not_cost_our_own_numbers(monkeypatch):
     assert len(named(rows, "step")) == 2
 
 
-@pytest.mark.parametrize("case", gpu_forecast.CASES)
+@pytest.mark.parametrize(
+    "case",
+    [each if each == "sft, 4-bit" else pytest.param(each, marks=pytest.mark.slow) for each in gpu_forecast.CASES],
+)
 def test_a_forecast_is_made_in_a_run_of_its_own(case: str, tmp_path: Path) -> None:
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 1100}  # fmt: skip

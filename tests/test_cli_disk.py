@@ -26,6 +26,7 @@ from cogumi.checkpoints.manifest import write_manifest
 from cogumi.disk import owners
 
 Run = Callable[..., tuple[int, str, str]]
+CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # where the small base is, once it is made
 
 
 @pytest.fixture(scope="module")
@@ -441,7 +442,10 @@ def test_predict_where_it_does_not_fit(config: Path, tmp_path: Path, run: Run) -
         assert "what helps: " in whole(said)
 
 
-def test_predict_takes_the_small_base_and_the_configs_that_come_with_it(run: Run, tmp_path: Path) -> None:
+def test_predict_takes_the_small_base_and_the_configs_that_come_with_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", CACHE)
     smoke = Path(__file__).parents[1] / "configs" / "smoke" / "sft.yaml"
     found = json.loads(run("predict", smoke, f"cogumi.run_dir={tmp_path}/run", "--json")[1])
     assert found["fits"] is True

@@ -28,6 +28,8 @@ AFTER = {
     "qwen3-4b-gspo": "qwen3-4b-sft",
     "gspo": "sft",
 }
+# One of each method, and what they go on from; `sft` and `gspo` are what the smoke run runs.
+QUICK = {"llama-3.1-8b-sft", "llama-3.1-8b-dpo", "gspo-chat"}
 
 
 def test_all_of_them_are_seen() -> None:
@@ -92,7 +94,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
-@pytest.mark.parametrize("name", [path.stem for path in TWINS])
+@pytest.mark.parametrize(
+    "name", [each.stem if each.stem in QUICK else pytest.param(each.stem, marks=pytest.mark.slow) for each in TWINS]
+)
 def test_a_twin_runs(trained: Any, name: str) -> None:
     result = trained(name)
     assert result.passed, str(result.verdict)

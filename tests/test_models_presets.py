@@ -99,15 +99,19 @@ def test_an_unknown_preset_is_one_line(sft: Config) -> None:
 # --------------------------------------------------------------------------------------------------------- kinds of LoRA
 
 
-@pytest.mark.parametrize("method", ["sft", "gspo"])
 @pytest.mark.parametrize(
-    ("overrides", "scale"),
+    ("method", "overrides", "scale"),
     [
-        ({"lora__r": 4, "lora__use_dora": True}, 8.0),
-        ({"cogumi__lora_preset": "rslora"}, 2.0),
-        ({"lora__r": 4, "lora__lora_alpha": 8, "lora__use_dora": True, "lora__use_rslora": True}, 4.0),
+        pytest.param(
+            method, overrides, scale, id=f"{method}-{kind}", marks=[pytest.mark.slow] if kind != "both" else []
+        )
+        for method in ("sft", "gspo")
+        for kind, overrides, scale in [
+            ("dora", {"lora__r": 4, "lora__use_dora": True}, 8.0),
+            ("rslora", {"cogumi__lora_preset": "rslora"}, 2.0),
+            ("both", {"lora__r": 4, "lora__lora_alpha": 8, "lora__use_dora": True, "lora__use_rslora": True}, 4.0),
+        ]
     ],
-    ids=["dora", "rslora", "both"],
 )
 def test_its_kinds_are_trained_and_merged(
     method: str, overrides: Config, scale: float, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

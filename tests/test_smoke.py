@@ -37,6 +37,7 @@ def test_the_whole_smoke_run_passes(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "gspo" / "DONE").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_quick_with_a_model_of_ones_own(tiny_model: Path, tmp_path: Path) -> None:
     """A random model learns too little in 15 steps to pass every check: the run must say which, and exit 1."""
