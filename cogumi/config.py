@@ -6,8 +6,9 @@ come from the file, then from the environment (`COGUMI_TRAIN__MAX_STEPS=5`), the
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -38,6 +39,22 @@ NOT_OF_THE_RUN = {
 }
 # Values of lora.init_lora_weights that stand for a pass over the data, or over gradients, which a run does not make.
 PREPARED_INITS = ("eva", "corda")
+# What libraries ask of numbers and their types do not say: the rule in words, whether a number holds it, and the keys.
+RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "it is at least 1": (
+        lambda n: n >= 1,
+        "train.per_device_train_batch_size train.per_device_eval_batch_size train.gradient_accumulation_steps "
+        "train.save_total_limit lora.r",
+    ),
+    "it is at least 1, or -1 for train.num_train_epochs": (lambda n: n >= 1 or n == -1, "train.max_steps"),
+    "it is at least 1 step, or a share of all steps below 1": (
+        lambda n: n > 0,
+        "train.save_steps train.logging_steps train.eval_steps",
+    ),
+    "it is more than 0": (lambda n: n > 0, "train.num_train_epochs"),
+    "it is 0 or more": (lambda n: 0 <= n < inf, "train.learning_rate train.weight_decay train.warmup_steps"),
+    "it is at least 0 and below 1": (lambda n: 0 <= n < 1, "train.adam_beta1 train.adam_beta2 lora.lora_dropout"),
+}
 
 
 class Section(BaseModel):
@@ -211,8 +228,9 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any], **overrides:
     run = validate_sections(values, origins, label)
     refuse_ignored(run, origins, label)
     run.train = bind_signature(run.train, "train", trl_config_class(run.cogumi.method), "trl", origins, label)
-    refuse_no_steps(run.train, origins, label)
+    refuse_out_of_range("train", run.train, origins, label)
     run.lora = bind_signature(run.lora, "lora", lora_config_class(), "peft", origins, label)
+    refuse_out_of_range("lora", run.lora, origins, label)
     refuse_no_lora(run.lora, origins, label)
     if run.cogumi.lora_preset is not None:
         run.lora = with_preset(run.cogumi.lora_preset, run.lora)
@@ -289,14 +307,14 @@ def refuse_ignored(run: RunConfig, origins: Origins, label: str) -> None:
             raise UsageError(f"{origins.get(key, label)}: {key} would be ignored: {why}; drop it")
 
 
-def refuse_no_steps(train: dict[str, Any], origins: Origins, label: str) -> None:
-    """Raise UsageError for sizes and numbers of steps that are none, which libraries take for a default or find out late."""
-    rules = dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), "it is at least 1")
-    rules["max_steps"] = "it is at least 1, or -1 for train.num_train_epochs"
-    for key, rule in rules.items():
-        value = train.get(key)
-        if value is not None and value < 1 and (key, value) != ("max_steps", -1):
-            raise UsageError(f"{origins.get(f'train.{key}', label)}: train.{key} = {value}: {rule}")
+def refuse_out_of_range(section: str, values: dict[str, Any], origins: Origins, label: str) -> None:
+    """Raise UsageError for numbers that mean nothing, which libraries take for a default or find out late."""
+    for rule, (holds, keys) in RANGES.items():
+        for key in keys.split():
+            name = key.removeprefix(f"{section}.")
+            value = values.get(name) if name != key else None
+            if isinstance(value, int | float) and not holds(value):
+                raise UsageError(f"{origins.get(key, label)}: {key} = {value:g}: {rule}")
 
 
 def refuse_no_lora(lora: dict[str, Any], origins: Origins, label: str) -> None:

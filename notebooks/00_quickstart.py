@@ -32,7 +32,8 @@ gspo.dashboard()
 print(cogumi.attach(f"{RUNS}/gspo").wait())
 
 # %% [markdown]
-# **Look.** Did it learn, and does it write differently from the base?
+# **Look.** Did it learn, and does it write differently from the base? The small base is a toy of two layers: what it writes is hardly code, and often nothing at all.
+# Its curves, rewards and checks are real; a real model shows its training in its words.
 
 # %%
 figures.curves(f"{RUNS}/gspo")

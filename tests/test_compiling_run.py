@@ -98,7 +98,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callback, "try_compiler", lambda _: CompilerFound("", 0.1))
     monkeypatch.setattr(graph_break, "probe_linear", lambda _: passed)
     monkeypatch.setattr(callback, "WORTH_TRYING", 0.0)
-    monkeypatch.setattr(callback, "shortest", lambda _: 0.2)  # steps as long compiled as before
+    monkeypatch.setattr(callback, "shortest", lambda _: 1.2)  # steps as long compiled as before
 
 
 def trial(eager: float, compiled: float, compile: float) -> Callable[..., Trial]:
@@ -160,6 +160,15 @@ def test_auto_leaves_what_is_not_repaid(monkeypatch: pytest.MonkeyPatch, tmp_pat
         "not repaid: a layer takes 250.0 ms instead of 500.0 ms, 4 s in the 7 steps that are left, and compiling took 4 s"
     )
     assert counts().graphs == before
+
+
+@pytest.mark.usefixtures("quick")
+def test_no_more_is_saved_than_the_layers_share_of_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Something else ran on the machine while the layer was timed as it is: half of it is half of the step, at most."""
+    monkeypatch.setattr(callback, "try_layer", trial(5.0, 2.5, 4.3))
+    said = Run("auto", tmp_path).train().json
+    assert said["decision"] == "off"
+    assert "4 s in the 7 steps that are left" in said["reason"]  # of 1.2 s each
 
 
 @pytest.mark.usefixtures("quick")

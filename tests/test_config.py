@@ -113,13 +113,35 @@ def test_a_config_of_the_package_goes_by_its_name(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("per_device_train_batch_size", 0), ("gradient_accumulation_steps", 0), ("max_steps", 0), ("max_steps", -5)],
+    ("key", "value", "rule"),
+    [
+        ("train.per_device_train_batch_size", 0, "it is at least 1"),
+        ("train.gradient_accumulation_steps", 0, "it is at least 1"),
+        ("train.max_steps", 0, "it is at least 1, or -1 for train.num_train_epochs"),
+        ("train.max_steps", -5, "it is at least 1, or -1"),
+        ("train.save_steps", 0, "it is at least 1 step, or a share"),  # Trainer: no checkpoint at all
+        ("train.logging_steps", -5, "it is at least 1 step, or a share"),  # Trainer: nothing logged but the first step
+        ("train.save_total_limit", -1, "it is at least 1"),
+        ("train.num_train_epochs", 0, "it is more than 0"),
+        ("train.learning_rate", -1.0, "it is 0 or more"),
+        ("train.learning_rate", float("nan"), "it is 0 or more"),
+        ("train.warmup_steps", -5, "it is 0 or more"),
+        ("train.adam_beta1", 5.0, "it is at least 0 and below 1"),
+        ("lora.r", 0, "it is at least 1"),
+        ("lora.lora_dropout", 1.5, "it is at least 0 and below 1"),
+    ],
 )
-def test_a_step_of_nothing_and_no_step_are_refused(config: Path, key: str, value: int) -> None:
-    with pytest.raises(UsageError, match=rf"override train.{key}: train.{key} = {value}: it is at least 1"):
-        load_config(config, **{f"train__{key}": value})
-    assert load_config(config, train__max_steps=-1).train["max_steps"] == -1
+def test_a_number_that_means_nothing_is_refused(config: Path, key: str, value: float, rule: str) -> None:
+    with pytest.raises(UsageError, match=rf"override {key}: {key} = {value:g}: {rule}"):
+        load_config(config, **{key.replace(".", "__"): value})
+
+
+def test_numbers_that_mean_something_are_taken(config: Path) -> None:
+    of_train = {"max_steps": -1, "save_steps": 0.25, "learning_rate": 0.0, "warmup_steps": 0.1}
+    assert (
+        load_config(config, **{f"train__{key}": value for key, value in of_train.items()}).train.items()
+        >= of_train.items()
+    )
 
 
 def test_environment_wins_over_the_file_and_the_call_over_both(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

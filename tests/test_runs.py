@@ -124,6 +124,7 @@ def test_a_killed_run_is_seen_to_have_died_and_started_again_goes_on_until_it_is
     stopped = again.stop()
     assert (stopped.state, stopped.alive) == ("stopped", False), stopped
     assert stopped.checkpoint == f"checkpoint-{stopped.step}"
+    assert "asked to by SIGTERM" in (run_dir / "report.html").read_text()
     assert stopped.step is not None
     assert stopped.step > 2
     assert f"the newest checkpoint is {stopped.checkpoint}" in caplog.text

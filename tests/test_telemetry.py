@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
 
 import cogumi
@@ -24,7 +25,7 @@ from cogumi.training import heartbeat, pace, telemetry, trackers
 from cogumi.training.heartbeat import Heartbeat
 from cogumi.training.meter import Meter
 from cogumi.training.pace import Pace
-from cogumi.training.samples import as_before
+from cogumi.training.samples import as_before, write_samples
 from cogumi.training.throughput import documents_of
 from cogumi.words import count, duration
 
@@ -174,6 +175,22 @@ def test_samples_on_the_way_change_nothing_of_the_training(sft: Config, tmp_path
     assert prompts[:4] == prompts[4:8] == prompts[8:12] == prompts[12:]
     assert [*rows[:4], *rows[12:]] == read_jsonl(without.run_dir / "samples.jsonl")
     assert read_json(result.run_dir / "metrics.json")["seconds"]["samples"] > 0
+
+
+def test_completions_that_all_hold_nothing_are_said(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+    prompts = Dataset.from_dict({"prompt": ["a", "b"], "prompt_ids": [[5], [6]]})
+    write_samples(tmp_path, model, tokenizer, prompts, 1)
+    assert any(row["completion"] for row in read_jsonl(tmp_path / "samples.jsonl"))
+    assert caplog.text == ""
+    assert tokenizer.eos_token_id == 0
+    torch.nn.init.zeros_(model.lm_head.weight)  # of logits that are all equal the first is taken
+    write_samples(tmp_path, model, tokenizer, prompts, 2)
+    assert "after step 2 each of 2 held-out prompts is completed by nothing" in caplog.text
 
 
 def test_samples_of_steps_made_again_are_replaced(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:

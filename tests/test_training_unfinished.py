@@ -98,6 +98,7 @@ def test_a_failed_run_goes_on(
         cogumi.train(config)
     run_dir = Path(config["cogumi"]["run_dir"])
     assert read_json(run_dir / "status.json")["state"] == "failed"
+    assert "fell off the bus" in (run_dir / "report.html").read_text()
     stop_after(0)
     monkeypatch.setattr(gspo_run, "free_memory_bytes", lambda: 1)  # a batch planned now would be another one
     result = cogumi.train(config)

@@ -53,7 +53,7 @@ AS_BEFORE = "as in the part of this run before"
 class Compiling(TrainerCallback):
     """Compiles a trainer's model as the run asks for, and keeps the report in `path`.
 
-    mode: "auto", "layers" or "off". excused: in whose block the training may be silent for long. ending: whether the
+    mode: "auto", "layers" or "off". excused: in whose block the training waits and may be silent. ending: whether the
     training is to end after the step under way, so that a machine that is taken back does not compile in its last seconds.
     """
 
@@ -187,7 +187,9 @@ class Compiling(TrainerCallback):
             return
         layers = len(decoder_layers(self.model))
         passes = self.seen.calls // (2 if decoder_layers(self.model)[0].gradient_checkpointing else 1)
-        saved = trial.gain * layers * passes * steps_left
+        # What layers take in a step is no more than the step, whatever else ran on the machine while one was timed.
+        gain = min(trial.gain * layers * passes, step * (1 - trial.compiled / trial.eager))
+        saved = gain * steps_left
         measured = (
             f"a layer takes {trial.compiled * 1e3:.1f} ms instead of {trial.eager * 1e3:.1f} ms, "
             f"{saved:.0f} s in the {steps_left} steps that are left, and compiling took {trial.compile:.0f} s"

@@ -233,7 +233,8 @@ def _select(sources: Sequence[Source], selection: Selection, out: Path) -> tuple
             if count.rows == count.held_out + count.like_held_out + copies:
                 raise UsageError(
                     f"{source.name}: of its {count.rows:,} rows {count.held_out:,} are held out (data.eval_rows), "
-                    f"{count.like_held_out:,} are equal to those and {copies:,} to earlier ones; none is left to train on"
+                    f"{count.like_held_out:,} are equal to those and {copies:,} to earlier ones; none is left to train on: "
+                    + ("lower data.eval_rows" if count.held_out else "data.deduplicate=false keeps copies")
                 )
     return counts, states
 

@@ -18,6 +18,7 @@ from cogumi.data.prepare import Entry, entries_of, selection_of
 from cogumi.data.prepared import Data, Prepared, Source, prepare
 from cogumi.data.sources import batches, column_names
 from cogumi.data.templates import prints_the_date, read_template
+from cogumi.errors import UsageError
 from cogumi.hidden import hide
 from cogumi.rundir import read_json, write_json
 from cogumi.training.gspo import prompt_ids
@@ -153,7 +154,10 @@ def positions_of(of_base: PretrainedConfig) -> int | None:
 
 def source_of(entry: Entry, options: FormatOptions, tokenizer: PreTrainedTokenizerBase) -> Source:
     files = entry.located.files
-    columns = columns_for(options, column_names(files))
+    try:
+        columns = columns_for(options, column_names(files))
+    except UsageError as error:
+        raise UsageError(f"{entry.located.name}: {error}") from None
     wanted = list(dict.fromkeys(columns.values()))
     schema: Mapping[str, Any] = next((rows.schema for rows in batches(files, wanted) if rows.height), {})
     return Source(

@@ -2,8 +2,10 @@
 
 import logging
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -25,7 +27,7 @@ from cogumi.training.heartbeat import Heartbeat
 from cogumi.training.rollouts import Rollouts
 from cogumi.training.samples import Samples
 from cogumi.training.sentinel import Ended, Sentinel
-from cogumi.training.telemetry import Telemetry, on_screen
+from cogumi.training.telemetry import Telemetry, on_screen, set_status
 from cogumi.training.unfinished import BUDGET_SPENT, take_up_metrics, was_evaluated
 from cogumi.training.verdict import Check, judge_adapter, judge_gspo, judge_training
 from cogumi.training.waiting import Waiting
@@ -68,12 +70,19 @@ def fit(
     def interrupted() -> bool:
         return protection.preemption.received is not None
 
+    @contextmanager
+    def while_compiling() -> Iterator[None]:
+        set_status(run_dir, "running", stage="compile")
+        with excused(), telemetry.once("compile"):
+            yield
+        set_status(run_dir, "running", stage="train")
+
     if options.samples_every is not None and examples.prompts is not None:
         samples = Samples(run_dir, tokenizer, examples.prompts, options.samples_every, telemetry.aside, options.stop)
         trainer.add_callback(samples)
     if options.method == "gspo":
         trainer.add_callback(Rollouts(trainer, run_dir, telemetry.unless_full))
-    waiting = Waiting(trainer, run_dir, telemetry.paused, excused, interrupted)
+    waiting = Waiting(trainer, run_dir, partial(telemetry.once, "paused"), excused, interrupted)
     sentinel = Sentinel(
         trainer,
         run_dir,
@@ -87,7 +96,7 @@ def fit(
     trainer.add_callback(waiting)
     trainer.add_callback(sentinel)
     sentinel.begin()  # before layers are compiled, which its shapes would cost time
-    compiling = Compiling(trainer, options.compile, run_dir / "compile.json", excused, interrupted)
+    compiling = Compiling(trainer, options.compile, run_dir / "compile.json", while_compiling, interrupted)
     trainer.add_callback(compiling)
     try:
         compiling.begin()

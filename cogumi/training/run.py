@@ -4,7 +4,8 @@ import gc
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     examples = prepare_examples(run, tokenizer)
 
     run_dir = run.run_dir if again else create_run_dir(run.run_dir)
-    with alone_in(run_dir), recorded(run_dir, again), measured(run_dir, meter) as heart:
+    with alone_in(run_dir), reported(run_dir), recorded(run_dir, again), measured(run_dir, meter) as heart:
 
         def enter(stage: str, **more: Any) -> None:
             meter.enter(stage)
@@ -157,7 +158,6 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         verdict = conclude(run_dir, fitted)
     del trainer, fitted  # model, trainer and optimizer refer to each other; the next run needs their memory
     gc.collect()
-    leave_report(run_dir)
     return RunResult(run_dir, base, adapter, merged, verdict, read_jsonl(run_dir / "metrics.jsonl"))
 
 
@@ -204,6 +204,16 @@ def fetch_into(run_dir: Path, download: Download) -> None:
 
     with logging_redirect_tqdm(on_screen()):
         fetch(download, told)
+
+
+@contextmanager
+def reported(run_dir: Path) -> Iterator[None]:
+    """A report is left however a run ends, if it has trained."""
+    try:
+        yield
+    finally:
+        if (run_dir / "metrics.jsonl").exists():
+            leave_report(run_dir)
 
 
 def leave_report(run_dir: Path) -> None:

@@ -3,6 +3,7 @@
 Greedy completions. The training is as it would be without them: the random states and each module's mode are put back.
 """
 
+import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,6 +18,8 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerContro
 
 from cogumi.models.complete import complete
 from cogumi.rundir import append_jsonl, line_of, read_jsonl, write_atomic
+
+log = logging.getLogger("cogumi")
 
 SAMPLES = 4
 FILE = "samples.jsonl"
@@ -70,6 +73,13 @@ def write_samples(
         written = complete(model, tokenizer, list(examples["prompt_ids"]), stops=stops)
     for example, completion in zip(examples.remove_columns("prompt_ids"), written, strict=True):
         append_jsonl(run_dir / FILE, {"step": step, **example, "completion": completion})
+    if step and not any(written):
+        log.warning(
+            "samples: after step %d each of %d held-out prompts is completed by nothing: the likeliest first token is "
+            "the end; train longer, or look at what ends the examples (cogumi.preview)",
+            step,
+            len(written),
+        )
 
 
 def keep_until(run_dir: Path, step: int, file: str = FILE) -> None:

@@ -79,10 +79,10 @@ class Telemetry(TrainerCallback):
         self.pace.between_ended()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """A pause that somebody asked for: no part of a step, and nothing that the rest of the run will have again."""
+    def once(self, stage: str) -> Iterator[None]:
+        """A pause, or work that the rest of the run will not have again: no part of a step, and nothing that is to go."""
         began = time.monotonic()
-        with self.meter.inside("paused"):
+        with self.meter.inside(stage):
             yield
         self.pace.stood_still(time.monotonic() - began)
 
