@@ -53,6 +53,8 @@ class Status:
     """heartbeat.json as it is."""
     latest: dict[str, Any]
     """The last value of each metric among the last logged rows."""
+    latest_steps: dict[str, int]
+    """The step that each of them is of: a held-out loss may be many steps older than the loss."""
     log: str
     """The file with what the run says."""
 
@@ -103,7 +105,7 @@ def status_of(run_dir: Path) -> Status:
         state, reason = before_a_status(state if said else None, reason, started, alive)
     elif state in AT_WORK and alive is False:
         state, reason = "died", how_it_died(started if same_process(started, said) else {}, state, said.get("stage"))
-    there, latest = checkpoints_in(run_dir / "checkpoints"), latest_metrics(run_dir / "metrics.jsonl")
+    there, (latest, latest_steps) = checkpoints_in(run_dir / "checkpoints"), latest_metrics(run_dir / "metrics.jsonl")
     # The heartbeat is written at most once a second: the last step of a run that was stopped is in its metrics, or saved.
     reached = [each["step"] for each in (beat, latest) if "step" in each] + [step_of(path) for path in there[:1]]
     return Status(
@@ -122,6 +124,7 @@ def status_of(run_dir: Path) -> Status:
         checkpoint=there[0].name if there else None,
         heartbeat=beat,
         latest=latest,
+        latest_steps=latest_steps,
         log=str(log_of(run_dir, said, started)),
     )
 
@@ -179,12 +182,15 @@ def read_if_there(path: Path) -> dict[str, Any]:
         return {}
 
 
-def latest_metrics(path: Path) -> dict[str, Any]:
-    """The last value of each metric in the end of a file of metrics, which may be long."""
+def latest_metrics(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The last value of each metric in the end of a file of metrics, which may be long, and the step that it is of."""
     latest: dict[str, Any] = {}
+    steps: dict[str, int] = {}
     for line in tail_lines(path):
-        latest |= {key: value for key, value in json.loads(line).items() if value is not None}
-    return latest
+        row = {key: value for key, value in json.loads(line).items() if value is not None}
+        latest |= row
+        steps |= dict.fromkeys(row, row["step"])
+    return latest, steps
 
 
 def tail_lines(path: Path, size: int = TAIL_BYTES) -> list[str]:

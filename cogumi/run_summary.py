@@ -64,7 +64,7 @@ def on_a_screen(status: Status) -> str:
         lines.append(f"[{bar:.<{BAR_WIDTH}}] {done:.0%}")
     if status.last_sign is not None and not status.ended:
         lines.append(f"last sign of life {duration(time.time() - status.last_sign)} ago")
-    lines += [row for row in (figures(status.latest), machine(status.heartbeat)) if row]
+    lines += [row for row in (figures(status), machine(status.heartbeat)) if row]
     lines += [f"{each['level']}: {each['name']}: {each['evidence']}. To turn: {each['knob']}" for each in flags(status)]
     if status.checkpoint:
         lines.append(f"newest checkpoint: {status.checkpoint}")
@@ -79,8 +79,14 @@ def state_of(status: Status) -> str:
     return f"{status.state} ({status.stage})" if status.stage else status.state
 
 
-def figures(latest: dict[str, Any]) -> str:
-    return "  ".join(f"{key} {number(latest[key])}" for key in SHOWN if key in latest)
+def figures(status: Status) -> str:
+    """The last values, with the step of each that is older than the newest: beside it, it would read as of now."""
+    steps = {key: status.latest_steps[key] for key in SHOWN if key in status.latest}
+    newest = max(steps.values(), default=0)
+    return "  ".join(
+        f"{key} {number(status.latest[key])}{'' if step == newest else f' (step {step})'}"
+        for key, step in steps.items()
+    )
 
 
 def machine(heartbeat: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cogumi.rundir import write_json
+from cogumi.rundir import append_jsonl, write_json
 
 COMMAND = [sys.executable, "-m", "cogumi"]
 
@@ -128,6 +128,17 @@ def test_several_runs_are_a_table_and_a_wrong_name_is_status_2(tmp_path: Path) -
     red = {"name": "loss", "level": "red", "evidence": "it is NaN", "knob": "train.bf16"}
     write_json(tmp_path / "runs/a/flags.json", {"flags": [red, green]})
     assert "RED loss, 1 green" in cogumi("status", cwd=tmp_path, COLUMNS="120").stdout
+    for row in (
+        {"step": 0, "eval_loss": 5.3},
+        {"step": 2, "loss": 4.5, "grad_norm": 0.5},
+        {"step": 3, "loss": 4.313, "grad_norm": None},
+    ):
+        append_jsonl(tmp_path / "runs/a/metrics.jsonl", row)
     screen = cogumi("status", "runs/a", cwd=tmp_path).stdout
+    assert "\nloss 4.313  eval_loss 5.3 (step 0)  grad_norm 0.5 (step 2)\n" in screen
+    watched = cogumi("status", "--watch", "runs/a", cwd=tmp_path, COLUMNS="120").stdout
+    assert "loss 4.313  eval_loss 5.3 (step 0)  grad_norm 0.5 (step 2) " in watched
+    assert re.search(r"eval_loss +\S+ +5\.3 \(step 0\) ", watched), watched
+    assert re.search(r" loss +\S+ +now 4\.31 ", watched), watched
     assert "$1.50 so far" in screen
     assert "red: loss: it is NaN. To turn: train.bf16" in screen
