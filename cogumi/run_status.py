@@ -150,8 +150,8 @@ def how_it_died(started: dict[str, Any], state: str, stage: str | None) -> str:
         return f"its process is gone without a word (during: {during}): killed, or the machine went down"
     if code >= 0:
         return f"its process ended with exit status {code} (during: {during})"
-    memory = "; the kernel does that when memory runs out" if -code == Signals.SIGKILL else ""
-    return f"its process was ended by {Signals(-code).name} (during: {during}){memory}"
+    by = ", as the kernel does when memory runs out, or somebody's kill -9" if -code == Signals.SIGKILL else ""
+    return f"its process was ended by {Signals(-code).name} (during: {during}){by}"
 
 
 def is_alive(run_dir: Path, record: dict[str, Any], last_sign: float | None) -> bool | None:
