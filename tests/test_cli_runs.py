@@ -136,6 +136,11 @@ def test_several_runs_are_a_table_and_a_wrong_name_is_status_2(tmp_path: Path) -
         append_jsonl(tmp_path / "runs/a/metrics.jsonl", row)
     screen = cogumi("status", "runs/a", cwd=tmp_path).stdout
     assert "\nloss 4.313  eval_loss 5.3 (step 0)  grad_norm 0.5 (step 2)\n" in screen
+    anew = "there is no checkpoint yet; started again with the same words it begins anew\n"
+    assert f"\n{anew}" in cogumi("status", "runs/b", cwd=tmp_path).stdout
+    resumed = cogumi("resume", "runs/b", cwd=tmp_path)
+    assert (resumed.returncode, resumed.stdout) == (2, "")
+    assert resumed.stderr == f"cogumi: runs/b: failed, step 3/9; there is no training to ask; {anew}"
     watched = cogumi("status", "--watch", "runs/a", cwd=tmp_path, COLUMNS="120").stdout
     assert "loss 4.313  eval_loss 5.3 (step 0)  grad_norm 0.5 (step 2) " in watched
     assert re.search(r"eval_loss +\S+ +5\.3 \(step 0\) ", watched), watched
