@@ -147,3 +147,31 @@ def test_several_runs_are_a_table_and_a_wrong_name_is_status_2(tmp_path: Path) -
     assert re.search(r" loss +\S+ +now 4\.31 ", watched), watched
     assert "$1.50 so far" in screen
     assert "red: loss: it is NaN. To turn: train.bf16" in screen
+
+
+def test_a_directory_of_runs_is_looked_at_whole_and_where_one_run_is_wanted_they_are_named(tmp_path: Path) -> None:
+    names = ("cli/one", "cli/two", "cli/project/dpo", "cli/project/sft", "other/run")
+    for name in names:
+        (tmp_path / name).mkdir(parents=True)
+        write_json(tmp_path / name / "status.json", {"state": "finished", "time": 1.0})
+    (tmp_path / "empty").mkdir()
+    below = sorted(name for name in names if name.startswith("cli/"))
+
+    table = cogumi("status", "cli", cwd=tmp_path, COLUMNS="120").stdout
+    assert [line.split()[0] for line in table.splitlines() if "finished" in line] == below
+    assert [each["run_dir"] for each in json.loads(cogumi("status", "cli", "--json", cwd=tmp_path).stdout)] == below
+    alone = cogumi("status", "other", cwd=tmp_path, COLUMNS="120").stdout
+    assert re.search(r"^ run +state .*\n.*\n other/run +finished ", alone, re.MULTILINE), alone  # a table of one
+    assert cogumi("status", "other", "--watch", cwd=tmp_path).stdout.endswith("other/run: finished\n")
+
+    refused = {
+        ("status", "cli", "--watch"): "--watch follows one run, and 4 are there: name its directory",
+        ("attach", "cli"): f"cli: no run there; below it there is {', '.join(below[:3])}",
+        ("stop", "cli/project"): "cli/project: no run there; below it there is cli/project/dpo, cli/project/sft",
+        ("status", "cli/tow"): "cli/tow: no run there; there is cli/two",
+        ("status", "empty"): "empty: no run there",
+        ("status", "nothing"): "nothing: no run there",
+    }
+    for words, said in refused.items():
+        answer = cogumi(*words, cwd=tmp_path)
+        assert (answer.returncode, answer.stdout, answer.stderr) == (2, "", f"cogumi: {said}\n")
