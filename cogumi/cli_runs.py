@@ -65,24 +65,29 @@ def attach(run_dir: RunDir) -> None:
 def status(
     run_dirs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUN_DIR]...", help="Runs; by default all those below runs/ and notebooks/runs/."),
+        typer.Argument(
+            metavar="[RUN_DIR]...", help="Runs, or directories of runs; by default runs/ and notebooks/runs/."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list, for programs.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Follow one run on the whole screen until it ends.")] = False,
 ) -> None:
     """How runs stand: one screen of one run, a line for each of several. Changes nothing."""
-    from cogumi.run_status import runs_below, status_of
+    from cogumi.run_status import is_run, runs_below, runs_in, status_of
     from cogumi.run_summary import cost, flagged, in_words, near_here, number, on_a_screen
     from cogumi.words import duration
 
-    paths = run_dirs or [path for place in PLACES for path in runs_below(Path(place))]
+    if run_dirs:
+        paths = [path for each in run_dirs for path in runs_in(each)]
+    else:
+        paths = [path for place in PLACES for path in runs_below(Path(place))]
     if watch:
         follow_one(paths, as_json)
         return
     found = [status_of(path) for path in paths]
     if as_json:
         print(json.dumps([each.as_dict() for each in found], indent=2, ensure_ascii=False))
-    elif run_dirs and len(found) == 1:
+    elif run_dirs and len(run_dirs) == 1 and is_run(run_dirs[0]):
         print(on_a_screen(found[0]))
     elif not found:
         print(f"no runs below {Path('runs').absolute()}; name a run's directory")

@@ -22,6 +22,7 @@ BROKEN_OFF = ("interrupted", "failed", "stopped", "died")
 # A run on another machine counts as living as long as its last sign of life is no older.
 FRESH_SECONDS = 300.0
 TAIL_BYTES = 65536
+NAMED = 3  # of the runs that a hint could name
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Status:
     """heartbeat.json as it is."""
     latest: dict[str, Any]
     """The last value of each metric among the last logged rows."""
+    latest_steps: dict[str, int]
+    """The step that each of them is of: a held-out loss may be many steps older than the loss."""
     log: str
     """The file with what the run says."""
 
@@ -89,10 +92,9 @@ def status_of(run_dir: Path) -> Status:
     """How the run in a directory stands. Raises UsageError where there is none."""
     said, started = read_if_there(run_dir / "status.json"), read_if_there(run_dir / START)
     if not said and not started:
-        if (run_dir / "status.json").exists() or (run_dir / CONSOLE).exists():
-            said = {"state": "starting"}  # a directory that is just being begun
-        else:
+        if not is_run(run_dir):
             raise UsageError(f"{run_dir}: no run there{near(run_dir)}")
+        said = {"state": "starting"}  # a directory that is just being begun
     beat = read_if_there(run_dir / "heartbeat.json")
     last_sign = max((each["time"] for each in (said, started, beat) if "time" in each), default=None)
     # A start that has not come as far as a status of its own is what there is to tell, whatever was before it.
@@ -103,7 +105,7 @@ def status_of(run_dir: Path) -> Status:
         state, reason = before_a_status(state if said else None, reason, started, alive)
     elif state in AT_WORK and alive is False:
         state, reason = "died", how_it_died(started if same_process(started, said) else {}, state, said.get("stage"))
-    there, latest = checkpoints_in(run_dir / "checkpoints"), latest_metrics(run_dir / "metrics.jsonl")
+    there, (latest, latest_steps) = checkpoints_in(run_dir / "checkpoints"), latest_metrics(run_dir / "metrics.jsonl")
     # The heartbeat is written at most once a second: the last step of a run that was stopped is in its metrics, or saved.
     reached = [each["step"] for each in (beat, latest) if "step" in each] + [step_of(path) for path in there[:1]]
     return Status(
@@ -122,6 +124,7 @@ def status_of(run_dir: Path) -> Status:
         checkpoint=there[0].name if there else None,
         heartbeat=beat,
         latest=latest,
+        latest_steps=latest_steps,
         log=str(log_of(run_dir, said, started)),
     )
 
@@ -147,8 +150,8 @@ def how_it_died(started: dict[str, Any], state: str, stage: str | None) -> str:
         return f"its process is gone without a word (during: {during}): killed, or the machine went down"
     if code >= 0:
         return f"its process ended with exit status {code} (during: {during})"
-    memory = "; the kernel does that when memory runs out" if -code == Signals.SIGKILL else ""
-    return f"its process was ended by {Signals(-code).name} (during: {during}){memory}"
+    by = ", as the kernel does when memory runs out, or somebody's kill -9" if -code == Signals.SIGKILL else ""
+    return f"its process was ended by {Signals(-code).name} (during: {during}){by}"
 
 
 def is_alive(run_dir: Path, record: dict[str, Any], last_sign: float | None) -> bool | None:
@@ -179,12 +182,15 @@ def read_if_there(path: Path) -> dict[str, Any]:
         return {}
 
 
-def latest_metrics(path: Path) -> dict[str, Any]:
-    """The last value of each metric in the end of a file of metrics, which may be long."""
+def latest_metrics(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The last value of each metric in the end of a file of metrics, which may be long, and the step that it is of."""
     latest: dict[str, Any] = {}
+    steps: dict[str, int] = {}
     for line in tail_lines(path):
-        latest |= {key: value for key, value in json.loads(line).items() if value is not None}
-    return latest
+        row = {key: value for key, value in json.loads(line).items() if value is not None}
+        latest |= row
+        steps |= dict.fromkeys(row, row["step"])
+    return latest, steps
 
 
 def tail_lines(path: Path, size: int = TAIL_BYTES) -> list[str]:
@@ -199,6 +205,19 @@ def tail_lines(path: Path, size: int = TAIL_BYTES) -> list[str]:
     return lines[1 if begin else 0 : -1]
 
 
+def is_run(directory: Path) -> bool:
+    """Whether a directory is that of a run, be it one that is just being begun."""
+    return any((directory / name).exists() for name in ("status.json", START, CONSOLE))
+
+
+def runs_in(path: Path) -> list[Path]:
+    """The run in a directory, or those below it. Raises UsageError, with what is near, where there is none."""
+    found = [path] if is_run(path) else runs_below(path)
+    if not found:
+        raise UsageError(f"{path}: no run there{near(path)}")
+    return found
+
+
 def runs_below(directory: Path) -> list[Path]:
     """The run directories below a directory, by name: right below it, and one further down, as stages of one project."""
     places = [f"{depth}/{mark}" for depth in ("*", "*/*") for mark in ("status.json", START)]
@@ -206,10 +225,16 @@ def runs_below(directory: Path) -> list[Path]:
 
 
 def near(run_dir: Path) -> str:
-    """A hint for a name that is none of a run."""
+    """A hint for a name that is none of a run: runs below it, or right beside it; one that it nearly names, if it is none."""
     import difflib
 
-    beside = run_dir.parent
-    there = [str(path.relative_to(beside)) for path in runs_below(beside)] if beside.is_dir() else []
-    found = difflib.get_close_matches(run_dir.name, there, n=1) or there[:3]
-    return f"; there is {', '.join(str(beside / name) for name in found)}" if found else ""
+    if below := runs_below(run_dir):
+        return f"; below it there is {named(below)}"
+    beside = {path.name: path for path in runs_below(run_dir.parent) if path.parent == run_dir.parent}
+    misspelled = [] if run_dir.exists() else difflib.get_close_matches(run_dir.name, beside, n=1)
+    found = [beside[name] for name in misspelled or beside]
+    return f"; there is {named(found)}" if found else ""
+
+
+def named(runs: list[Path]) -> str:
+    return ", ".join(map(str, runs[:NAMED]))

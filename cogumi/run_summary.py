@@ -44,13 +44,17 @@ def in_words(status: Status) -> str:
     if status.reason:
         said += f"; {' '.join(status.reason.split())}"
     if status.state in BROKEN_OFF:
-        there = f"the newest checkpoint is {status.checkpoint}" if status.checkpoint else "there is no checkpoint yet"
-        goes_on = f"started again with the same words it {'goes on' if status.checkpoint else 'begins anew'}"
-        said += f"; {there}; {goes_on}"
+        said += f"; {how_to_go_on(status)}"
     merged = Path(status.run_dir) / "merged"
     if status.ended and merged.is_dir():
         said += f"; the merged model is {near_here(str(merged))}"
     return said
+
+
+def how_to_go_on(status: Status) -> str:
+    """Of a run that was broken off: what it has, and what starting it again does."""
+    there = f"the newest checkpoint is {status.checkpoint}" if status.checkpoint else "there is no checkpoint yet"
+    return f"{there}; started again with the same words it {'goes on' if status.checkpoint else 'begins anew'}"
 
 
 def on_a_screen(status: Status) -> str:
@@ -64,9 +68,11 @@ def on_a_screen(status: Status) -> str:
         lines.append(f"[{bar:.<{BAR_WIDTH}}] {done:.0%}")
     if status.last_sign is not None and not status.ended:
         lines.append(f"last sign of life {duration(time.time() - status.last_sign)} ago")
-    lines += [row for row in (figures(status.latest), machine(status.heartbeat)) if row]
+    lines += [row for row in (figures(status), machine(status.heartbeat)) if row]
     lines += [f"{each['level']}: {each['name']}: {each['evidence']}. To turn: {each['knob']}" for each in flags(status)]
-    if status.checkpoint:
+    if status.state in BROKEN_OFF:
+        lines.append(how_to_go_on(status))
+    elif status.checkpoint:
         lines.append(f"newest checkpoint: {status.checkpoint}")
     lines += [f"FAIL  {each['name']}: {each['figure']}" for each in checks(status) if not each["passed"]]
     log = tail_lines(Path(status.log), size=LOG_LINES * 1000)[-LOG_LINES:]
@@ -79,8 +85,14 @@ def state_of(status: Status) -> str:
     return f"{status.state} ({status.stage})" if status.stage else status.state
 
 
-def figures(latest: dict[str, Any]) -> str:
-    return "  ".join(f"{key} {number(latest[key])}" for key in SHOWN if key in latest)
+def figures(status: Status) -> str:
+    """The last values, with the step of each that is older than the newest: beside it, it would read as of now."""
+    steps = {key: status.latest_steps[key] for key in SHOWN if key in status.latest}
+    newest = max(steps.values(), default=0)
+    return "  ".join(
+        f"{key} {number(status.latest[key])}{'' if step == newest else f' (step {step})'}"
+        for key, step in steps.items()
+    )
 
 
 def machine(heartbeat: dict[str, Any]) -> str:

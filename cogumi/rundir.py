@@ -42,8 +42,8 @@ CHECKPOINT, PAUSE, PAUSED = "CHECKPOINT", "PAUSE", "PAUSED"
 def create_run_dir(path: Path) -> Path:
     """Make an empty run directory, or raise UsageError if there is a run in it or it cannot be written."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
         refuse_occupied(path)
+        path.mkdir(parents=True, exist_ok=True)
         # Created by one process only: of two that start at once, the second is told.
         os.close(os.open(path / "status.json", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
         write_atomic(path / "status.json", json.dumps({"state": "starting", "time": time.time(), **this_process()}))
@@ -59,7 +59,12 @@ def unwritable(path: Path, error: OSError) -> UsageError:
 
 
 def is_empty(path: Path) -> bool:
-    """Whether there is nothing at `path`, or a directory with nothing in it but what a detached process keeps there."""
+    """Whether there is nothing at `path`, or a directory with nothing in it but what a detached process keeps there.
+
+    Raises UsageError where there is a file.
+    """
+    if os.path.lexists(path) and not path.is_dir():
+        raise UsageError(f"{path} is a file, not a directory; set cogumi.run_dir to a new directory")
     return not path.is_dir() or all(each.name in (CONSOLE, START) for each in path.iterdir())
 
 

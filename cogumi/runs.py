@@ -24,8 +24,8 @@ import psutil
 
 from cogumi.errors import RunFailed, UsageError
 from cogumi.process import is_running, same_process
-from cogumi.run_status import Status, read_if_there, status_of, tail_lines
-from cogumi.run_summary import in_short, in_words, near_here
+from cogumi.run_status import BROKEN_OFF, Status, read_if_there, status_of, tail_lines
+from cogumi.run_summary import how_to_go_on, in_short, in_words, near_here
 from cogumi.rundir import CHECKPOINT, PAUSE, PAUSED, START, read_jsonl
 
 log = logging.getLogger("cogumi")
@@ -168,7 +168,8 @@ class Run:
         """How it stands. Raises UsageError where it has ended."""
         status = self.status()
         if status.ended:
-            raise UsageError(f"{in_short(status)}; there is no training to ask")
+            but = f"; {how_to_go_on(status)}" if status.state in BROKEN_OFF else ""
+            raise UsageError(f"{in_short(status)}; there is no training to ask{but}")
         return status
 
 

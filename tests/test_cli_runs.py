@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cogumi.rundir import write_json
+from cogumi.rundir import append_jsonl, write_json
 
 COMMAND = [sys.executable, "-m", "cogumi"]
 
@@ -128,6 +128,50 @@ def test_several_runs_are_a_table_and_a_wrong_name_is_status_2(tmp_path: Path) -
     red = {"name": "loss", "level": "red", "evidence": "it is NaN", "knob": "train.bf16"}
     write_json(tmp_path / "runs/a/flags.json", {"flags": [red, green]})
     assert "RED loss, 1 green" in cogumi("status", cwd=tmp_path, COLUMNS="120").stdout
+    for row in (
+        {"step": 0, "eval_loss": 5.3},
+        {"step": 2, "loss": 4.5, "grad_norm": 0.5},
+        {"step": 3, "loss": 4.313, "grad_norm": None},
+    ):
+        append_jsonl(tmp_path / "runs/a/metrics.jsonl", row)
     screen = cogumi("status", "runs/a", cwd=tmp_path).stdout
+    assert "\nloss 4.313  eval_loss 5.3 (step 0)  grad_norm 0.5 (step 2)\n" in screen
+    anew = "there is no checkpoint yet; started again with the same words it begins anew\n"
+    assert f"\n{anew}" in cogumi("status", "runs/b", cwd=tmp_path).stdout
+    resumed = cogumi("resume", "runs/b", cwd=tmp_path)
+    assert (resumed.returncode, resumed.stdout) == (2, "")
+    assert resumed.stderr == f"cogumi: runs/b: failed, step 3/9; there is no training to ask; {anew}"
+    watched = cogumi("status", "--watch", "runs/a", cwd=tmp_path, COLUMNS="120").stdout
+    assert "loss 4.313  eval_loss 5.3 (step 0)  grad_norm 0.5 (step 2) " in watched
+    assert re.search(r"eval_loss +\S+ +5\.3 \(step 0\) ", watched), watched
+    assert re.search(r" loss +\S+ +now 4\.31 ", watched), watched
     assert "$1.50 so far" in screen
     assert "red: loss: it is NaN. To turn: train.bf16" in screen
+
+
+def test_a_directory_of_runs_is_looked_at_whole_and_where_one_run_is_wanted_they_are_named(tmp_path: Path) -> None:
+    names = ("cli/one", "cli/two", "cli/project/dpo", "cli/project/sft", "other/run")
+    for name in names:
+        (tmp_path / name).mkdir(parents=True)
+        write_json(tmp_path / name / "status.json", {"state": "finished", "time": 1.0})
+    (tmp_path / "empty").mkdir()
+    below = sorted(name for name in names if name.startswith("cli/"))
+
+    table = cogumi("status", "cli", cwd=tmp_path, COLUMNS="120").stdout
+    assert [line.split()[0] for line in table.splitlines() if "finished" in line] == below
+    assert [each["run_dir"] for each in json.loads(cogumi("status", "cli", "--json", cwd=tmp_path).stdout)] == below
+    alone = cogumi("status", "other", cwd=tmp_path, COLUMNS="120").stdout
+    assert re.search(r"^ run +state .*\n.*\n other/run +finished ", alone, re.MULTILINE), alone  # a table of one
+    assert cogumi("status", "other", "--watch", cwd=tmp_path).stdout.endswith("other/run: finished\n")
+
+    refused = {
+        ("status", "cli", "--watch"): "--watch follows one run, and 4 are there: name its directory",
+        ("attach", "cli"): f"cli: no run there; below it there is {', '.join(below[:3])}",
+        ("stop", "cli/project"): "cli/project: no run there; below it there is cli/project/dpo, cli/project/sft",
+        ("status", "cli/tow"): "cli/tow: no run there; there is cli/two",
+        ("status", "empty"): "empty: no run there",
+        ("status", "nothing"): "nothing: no run there",
+    }
+    for words, said in refused.items():
+        answer = cogumi(*words, cwd=tmp_path)
+        assert (answer.returncode, answer.stdout, answer.stderr) == (2, "", f"cogumi: {said}\n")

@@ -64,6 +64,12 @@ def test_everything_that_is_asked_of_a_run_is_there_in_words(tmp_path: Path) -> 
         assert word in shown, word
 
 
+def test_a_value_that_is_older_than_the_newest_says_its_step(tmp_path: Path) -> None:
+    home = run_in(tmp_path / "run")
+    append_jsonl(home / "metrics.jsonl", {"step": 42, "loss": 1.25, "eval_loss": 1.5})
+    assert "loss 1.25 · eval_loss 1.5 · grad_norm 0.5 (step 40)" in html_of(home)
+
+
 def test_nothing_that_a_model_writes_is_taken_for_html(tmp_path: Path) -> None:
     shown = html_of(run_in(tmp_path / "run"))
     assert "<script" not in shown

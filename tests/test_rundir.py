@@ -63,3 +63,6 @@ def test_a_directory_in_use_is_refused_with_what_is_in_it(tmp_path: Path) -> Non
     with pytest.raises(UsageError, match="already holds files"):
         create_run_dir(tmp_path / "b")
     assert os.listdir(tmp_path / "b") == ["notes.txt"]
+    with pytest.raises(UsageError, match=r"notes.txt is a file, not a directory; set cogumi.run_dir to a new direc"):
+        create_run_dir(tmp_path / "b" / "notes.txt")
+    assert (tmp_path / "b" / "notes.txt").read_text() == "mine"

@@ -109,11 +109,14 @@ def test_a_killed_run_is_seen_to_have_died_and_started_again_goes_on_until_it_is
     assert (died.state, died.alive, died.ended, died.passed) == ("died", False, True, False)
     assert died.reason is not None
     assert "SIGKILL" in died.reason
-    assert "memory" in died.reason
+    assert died.reason.endswith(", as the kernel does when memory runs out, or somebody's kill -9")
     run.dashboard()
     screen = capsys.readouterr().out
     assert "was ended by SIGKILL" in screen
-    assert f"newest checkpoint: {died.checkpoint}" in screen
+    goes_on = f"the newest checkpoint is {died.checkpoint}; started again with the same words it goes on"
+    assert f"\n{goes_on}\n" in screen
+    with pytest.raises(UsageError, match=f"died, step .*; there is no training to ask; {goes_on}$"):
+        run.resume()
     json.dumps(died.as_dict())
     with pytest.raises(ProcessLookupError):  # nobody's number is signalled
         os.kill(status.pid, 0)

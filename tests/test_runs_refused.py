@@ -49,6 +49,17 @@ def test_mistakes_are_told_and_leave_nothing(sft: Config, tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
+def test_a_file_is_not_taken_for_a_directory_of_a_run(sft: Config, tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("mine")
+    for begin in (cogumi.train, cogumi.start):
+        with pytest.raises(UsageError) as refused:
+            begin(sft, cogumi__run_dir=str(path))
+        assert str(refused.value) == f"{path} is a file, not a directory; set cogumi.run_dir to a new directory"
+    assert path.read_text() == "mine"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_refusal_that_nobody_waited_for_is_found_in_the_directory(sft: Config, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     ours, theirs = socket.socketpair()

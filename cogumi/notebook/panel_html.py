@@ -43,9 +43,7 @@ def head(look: Look) -> str:
         lines.append(f'<progress max="1" value="{share:.4f}" aria-label="{word}">{share:.0%}</progress>')
     if status.reason:
         lines.append(escape(" ".join(status.reason.split())))
-    lines += [
-        escape(" · ".join(each.split("  "))) for each in (figures(status.latest), machine(status.heartbeat)) if each
-    ]
+    lines += [escape(" · ".join(each.split("  "))) for each in (figures(status), machine(status.heartbeat)) if each]
     return within("<br>".join(lines))
 
 

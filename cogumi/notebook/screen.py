@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cogumi.disk.usage import spoken
-from cogumi.notebook.curves import Curve
+from cogumi.notebook.curves import LAST, Curve
 from cogumi.notebook.look import Look, Looker, broke
 from cogumi.notebook.svg import short
 from cogumi.run_summary import figures, in_short, machine, number
@@ -46,7 +46,7 @@ def screen(look: Look) -> RenderableType:
         bar = Table.grid()  # a bar alone does not end its line
         bar.add_row(ProgressBar(total=status.steps, completed=min(status.step, status.steps), width=COLUMNS * 2))
         parts.append(bar)
-    parts += [Text(each) for each in (figures(status.latest), machine(status.heartbeat)) if each]
+    parts += [Text(each) for each in (figures(status), machine(status.heartbeat)) if each]
     if status.reason:
         parts.append(Text(" ".join(status.reason.split())))
     parts += [*flags(look), curves(look)]
@@ -62,12 +62,16 @@ def screen(look: Look) -> RenderableType:
 
 def curves(look: Look) -> Table:
     table = Table.grid(padding=(0, 2))
+    finite = [curve for _, drawn in look.plots for curve in drawn.values() if len(curve.low)]
+    reached = max((curve.bins[LAST][-1] for curve in finite), default=0)
     for plot, drawn in look.plots:
         for key, curve in drawn.items():
             name = plot.title if len(drawn) == 1 else key
             if len(curve.low):
                 between = f"{short(float(curve.low.min()))} to {short(float(curve.high.max()))}"
-                table.add_row(name, sparkline(curve), f"now {short(float(curve.mean[-1]))}", between)
+                value, step = short(float(curve.mean[-1])), int(curve.bins[LAST][-1])
+                at_last = f"now {value}" if step == reached else f"{value} (step {step})"
+                table.add_row(name, sparkline(curve), at_last, between)
             if curve.broken:
                 table.add_row(name, f"NOT FINITE at step {curve.broken[0]}", f"{len(curve.broken)} times")
     return table
