@@ -219,6 +219,15 @@ def report_with(free: int) -> PreflightReport:
     return PreflightReport("a card", (Line("memory", "59 GiB"),), figures_of)
 
 
+def test_a_directory_in_place_of_a_preview_or_a_preflight_is_refused_with_what_to_give(tmp_path: Path) -> None:
+    for draw, call in ((figures.lengths, "cogumi.preview"), (figures.memory, "cogumi.preflight")):
+        for given in (tmp_path, str(tmp_path)):
+            with pytest.raises(UsageError, match=rf"{draw.__name__}: takes what {call}\(CONFIG\) returned") as refused:
+                draw(given)  # type: ignore[operator]
+            assert str(tmp_path) in str(refused.value)
+            assert "\n" not in str(refused.value)
+
+
 def test_memory_is_a_stack_of_its_parts() -> None:
     drawing = figures.memory(report_with(int(74.2 * 2**30)))
     (ax,) = drawing.axes
