@@ -143,6 +143,17 @@ def test_a_norm_over_decades_is_on_a_log_scale_and_says_so(logged: Write) -> Non
     assert "log scale" in ax.get_ylabel()
 
 
+def test_one_row_has_one_tick_and_axes_about_its_values(logged: Write) -> None:
+    drawing = figures.curves(logged([{"step": 7, "loss": 2.0, "learning_rate": 0.0}]))
+    drawing.draw_without_rendering()
+    found = axes_of(drawing)
+    for title, low, high in (("loss", 1.0, 3.0), ("learning rate", 0.0, 1.0)):
+        steps, values = found[title].get_xlim(), found[title].get_ylim()
+        assert [tick for tick in found[title].get_xticks() if steps[0] <= tick <= steps[1]] == [7]
+        ticks = [tick for tick in found[title].get_yticks() if values[0] <= tick <= values[1]]
+        assert (min(ticks), max(ticks)) == pytest.approx((low, high)), title
+
+
 def test_nothing_logged_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nothing is logged there yet"):
         figures.curves(tmp_path)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from rich.console import Console
 import cogumi
 from cogumi.checkpoints.manifest import write_manifest
 from cogumi.notebook import panel, panel_html
+from cogumi.notebook.curves import Curves
 from cogumi.notebook.look import Looker
 from cogumi.notebook.panel import Panel
 from cogumi.notebook.report import write_report
 from cogumi.notebook.screen import screen
-from cogumi.notebook.svg import short
+from cogumi.notebook.svg import short, svg_of
 from cogumi.process import this_process
 from cogumi.rundir import append_jsonl, write_json
 
@@ -202,6 +204,19 @@ def test_an_empty_completion_is_said_to_be_empty(tmp_path: Path) -> None:
     shown = [{"prompt": "p", "completion": "", "reward": 0.0}]
     append_jsonl(home / "rollouts.jsonl", {"step": 41, "reward": [0.0], "rewards": {}, "shown": shown})
     assert "(nothing)" in html_of(home)
+
+
+def test_the_plot_of_one_step_has_one_tick_and_an_axis_about_its_value(tmp_path: Path) -> None:
+    def words_of(value: float) -> list[str]:
+        curves = Curves(tmp_path / f"{value}.jsonl")
+        append_jsonl(curves.path, {"step": 7, "learning_rate": value})
+        curves.read()
+        ((plot, of),) = curves.plots()
+        return re.findall(r'font-size="10"[^>]*>([^<>]+)</text>', svg_of(plot, of))
+
+    assert words_of(0.0) == ["1", "0", "step 7", "0"]
+    assert words_of(2.0) == ["3", "1", "step 7", "2"]
+    assert words_of(-2.0) == ["-1", "-3", "step 7", "-2"]
 
 
 @pytest.mark.timeout(120)
