@@ -11,6 +11,7 @@ import yaml
 
 import cogumi
 from cogumi.checkpoints.verify import inspect
+from cogumi.notebook import panel_html
 from cogumi.process import is_running
 from tests.lab import chromium, command, lab, open_notebook, page, write_notebook
 
@@ -156,3 +157,16 @@ def test_a_config_is_changed_in_the_form_and_written(config: Path, tmp_path: Pat
     written = yaml.safe_load((tmp_path / "mine.yaml").read_text())
     before = yaml.safe_load(config.read_text())
     assert written == before | {"train": before["train"] | {"max_steps": 7, "packing": True}}
+
+
+def test_a_long_sample_is_cut_between_two_lines() -> None:
+    sample = panel_html.within(panel_html.pre("<fim_middle>\n" * 30))
+    with page() as (shown, wrong):
+        shown.set_content(panel_html.STYLE + sample)
+        seen, whole, line = shown.locator("pre").evaluate(
+            "pre => [pre.clientHeight, pre.scrollHeight, parseFloat(getComputedStyle(pre).lineHeight)]"
+        )
+        assert whole == 30 * line
+        assert seen < whole
+        assert seen % line == 0
+        assert wrong == []
