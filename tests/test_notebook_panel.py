@@ -199,11 +199,13 @@ def test_what_a_curve_is_now_is_not_its_last_number_where_that_was_none(tmp_path
     assert (short(12_345.6), short(1234.5), short(0.000123)) == ("12.3k", "1,234", "0.000123")
 
 
-def test_an_empty_completion_is_said_to_be_empty(tmp_path: Path) -> None:
+def test_completions_that_show_nothing_are_told_in_words(tmp_path: Path) -> None:
     home = run_in(tmp_path / "run")
-    shown = [{"prompt": "p", "completion": "", "reward": 0.0}]
-    append_jsonl(home / "rollouts.jsonl", {"step": 41, "reward": [0.0], "rewards": {}, "shown": shown})
-    assert "(nothing)" in html_of(home)
+    shown = [{"prompt": "p", "completion": each, "reward": 0.0} for each in ("", " " * 64 + "\n\n", "\t\r")]
+    append_jsonl(home / "rollouts.jsonl", {"step": 41, "reward": [0.0] * 3, "rewards": {}, "shown": shown})
+    html = html_of(home)
+    for words in ("(nothing)", "(only white space: 64 spaces, 2 line ends)", "(only white space: 1 tab, 1 other)"):
+        assert words in html
 
 
 def test_the_plot_of_one_step_has_one_tick_and_an_axis_about_its_value(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from cogumi.disk.usage import spoken
 from cogumi.notebook.look import Look, broke
+from cogumi.notebook.markup import blank
 from cogumi.notebook.palette import BLUE, LEVELS
 from cogumi.notebook.svg import svg_of
 from cogumi.run_status import tail_lines
@@ -107,7 +108,7 @@ def samples(look: Look) -> str:
 def cut(said: str, ends: bool = False) -> str:
     """What is read at a glance."""
     if not said.strip():
-        return "(nothing)" if not said else "(white space)"
+        return blank(said)
     if len(said) <= MOST_CHARACTERS:
         return said
     return "…" + said[-MOST_CHARACTERS:] if ends else said[:MOST_CHARACTERS] + "…"
