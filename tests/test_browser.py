@@ -143,6 +143,10 @@ def test_a_config_is_changed_in_the_form_and_written(config: Path, tmp_path: Pat
         steps = form.get_by_label("max_steps")
         steps.fill("many")
         shown.get_by_text("wrong: train.max_steps").first.wait_for()
+        shown.add_style_tag(content=".lm-TabBar-tabLabel { font-size: 20px }")  # of a browser with wide letters
+        label = form.locator(".lm-TabBar-tabLabel").filter(has_text="train (problem)")
+        seen, whole = label.evaluate("label => [label.clientWidth, label.scrollWidth]")
+        assert whole <= seen + 1  # pixels are rounded
         form.get_by_role("button", name="write", exact=True).click()
         assert not (tmp_path / "mine.yaml").exists()
         steps.fill("7")
