@@ -12,7 +12,9 @@ import yaml
 import cogumi
 from cogumi.checkpoints.verify import inspect
 from cogumi.notebook import panel_html
+from cogumi.notebook.report import write_report
 from cogumi.process import is_running
+from cogumi.rundir import write_json
 from tests.lab import chromium, command, lab, open_notebook, page, write_notebook
 
 STEPS = 4000  # more than it is given time for
@@ -174,3 +176,24 @@ def test_a_long_sample_is_cut_between_two_lines() -> None:
         assert seen < whole
         assert seen % line == 0
         assert wrong == []
+
+
+def test_on_a_phone_the_report_is_as_wide_as_the_page_and_the_key_to_turn_is_on_it(tmp_path: Path) -> None:
+    flag = {
+        "evidence": "loss 9.1 at step 3, 2.1 at its least",
+        "threshold": "< 3",
+        "cause": "the learning rate is too high",
+    }
+    red = {"name": "loss trend", "level": "red", **flag, "knob": "train.learning_rate, train.max_grad_norm"}
+    write_json(tmp_path / "flags.json", {"step": 4, "flags": [red], "was_red": []})
+    write_json(tmp_path / "status.json", {"state": "finished", "time": 0.0})
+    (tmp_path / "run.log").write_text(f"2026-11-22 18:39:13,856 INFO patched {'one.long.name' * 9}\n")
+    path = write_report(tmp_path)
+    for width, head in ((390, False), (1200, True)):
+        with page(width=width) as (shown, wrong):
+            shown.goto(path.as_uri())
+            assert shown.evaluate("document.documentElement.scrollWidth") == width
+            knob = shown.get_by_text("train.max_grad_norm").bounding_box()
+            assert knob["x"] + knob["width"] <= width
+            assert shown.get_by_role("columnheader", name="to turn").is_visible() == head
+            assert wrong == []
