@@ -11,7 +11,10 @@ import yaml
 
 import cogumi
 from cogumi.checkpoints.verify import inspect
+from cogumi.notebook import panel_html
+from cogumi.notebook.report import write_report
 from cogumi.process import is_running
+from cogumi.rundir import write_json
 from tests.lab import chromium, command, lab, open_notebook, page, write_notebook
 
 STEPS = 4000  # more than it is given time for
@@ -142,6 +145,10 @@ def test_a_config_is_changed_in_the_form_and_written(config: Path, tmp_path: Pat
         steps = form.get_by_label("max_steps")
         steps.fill("many")
         shown.get_by_text("wrong: train.max_steps").first.wait_for()
+        shown.add_style_tag(content=".lm-TabBar-tabLabel { font-size: 20px }")  # of a browser with wide letters
+        label = form.locator(".lm-TabBar-tabLabel").filter(has_text="train (problem)")
+        seen, whole = label.evaluate("label => [label.clientWidth, label.scrollWidth]")
+        assert whole <= seen + 1  # pixels are rounded
         form.get_by_role("button", name="write", exact=True).click()
         assert not (tmp_path / "mine.yaml").exists()
         steps.fill("7")
@@ -156,3 +163,37 @@ def test_a_config_is_changed_in_the_form_and_written(config: Path, tmp_path: Pat
     written = yaml.safe_load((tmp_path / "mine.yaml").read_text())
     before = yaml.safe_load(config.read_text())
     assert written == before | {"train": before["train"] | {"max_steps": 7, "packing": True}}
+
+
+def test_a_long_sample_is_cut_between_two_lines() -> None:
+    sample = panel_html.within(panel_html.pre("<fim_middle>\n" * 30))
+    with page() as (shown, wrong):
+        shown.set_content(panel_html.STYLE + sample)
+        seen, whole, line = shown.locator("pre").evaluate(
+            "pre => [pre.clientHeight, pre.scrollHeight, parseFloat(getComputedStyle(pre).lineHeight)]"
+        )
+        assert whole == 30 * line
+        assert seen < whole
+        assert seen % line == 0
+        assert wrong == []
+
+
+def test_on_a_phone_the_report_is_as_wide_as_the_page_and_the_key_to_turn_is_on_it(tmp_path: Path) -> None:
+    flag = {
+        "evidence": "loss 9.1 at step 3, 2.1 at its least",
+        "threshold": "< 3",
+        "cause": "the learning rate is too high",
+    }
+    red = {"name": "loss trend", "level": "red", **flag, "knob": "train.learning_rate, train.max_grad_norm"}
+    write_json(tmp_path / "flags.json", {"step": 4, "flags": [red], "was_red": []})
+    write_json(tmp_path / "status.json", {"state": "finished", "time": 0.0})
+    (tmp_path / "run.log").write_text(f"2026-11-22 18:39:13,856 INFO patched {'one.long.name' * 9}\n")
+    path = write_report(tmp_path)
+    for width, head in ((390, False), (1200, True)):
+        with page(width=width) as (shown, wrong):
+            shown.goto(path.as_uri())
+            assert shown.evaluate("document.documentElement.scrollWidth") == width
+            knob = shown.get_by_text("train.max_grad_norm").bounding_box()
+            assert knob["x"] + knob["width"] <= width
+            assert shown.get_by_role("columnheader", name="to turn").is_visible() == head
+            assert wrong == []

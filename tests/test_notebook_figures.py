@@ -143,6 +143,17 @@ def test_a_norm_over_decades_is_on_a_log_scale_and_says_so(logged: Write) -> Non
     assert "log scale" in ax.get_ylabel()
 
 
+def test_one_row_has_one_tick_and_axes_about_its_values(logged: Write) -> None:
+    drawing = figures.curves(logged([{"step": 7, "loss": 2.0, "learning_rate": 0.0}]))
+    drawing.draw_without_rendering()
+    found = axes_of(drawing)
+    for title, low, high in (("loss", 1.0, 3.0), ("learning rate", 0.0, 1.0)):
+        steps, values = found[title].get_xlim(), found[title].get_ylim()
+        assert [tick for tick in found[title].get_xticks() if steps[0] <= tick <= steps[1]] == [7]
+        ticks = [tick for tick in found[title].get_yticks() if values[0] <= tick <= values[1]]
+        assert (min(ticks), max(ticks)) == pytest.approx((low, high)), title
+
+
 def test_nothing_logged_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nothing is logged there yet"):
         figures.curves(tmp_path)
@@ -217,6 +228,15 @@ def report_with(free: int) -> PreflightReport:
     parts = {"weights": 30 * 2**30, "activations": 20 * 2**30, "logits": 6 * 2**30, "optimizer": 3 * 2**30}
     figures_of = {"memory": {"peak": sum(parts.values()), "free": free, "breakdown": parts}}
     return PreflightReport("a card", (Line("memory", "59 GiB"),), figures_of)
+
+
+def test_a_directory_in_place_of_a_preview_or_a_preflight_is_refused_with_what_to_give(tmp_path: Path) -> None:
+    for draw, call in ((figures.lengths, "cogumi.preview"), (figures.memory, "cogumi.preflight")):
+        for given in (tmp_path, str(tmp_path)):
+            with pytest.raises(UsageError, match=rf"{draw.__name__}: takes what {call}\(CONFIG\) returned") as refused:
+                draw(given)  # type: ignore[operator]
+            assert str(tmp_path) in str(refused.value)
+            assert "\n" not in str(refused.value)
 
 
 def test_memory_is_a_stack_of_its_parts() -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from rich.console import Console
 import cogumi
 from cogumi.checkpoints.manifest import write_manifest
 from cogumi.notebook import panel, panel_html
+from cogumi.notebook.curves import Curves
 from cogumi.notebook.look import Looker
 from cogumi.notebook.panel import Panel
 from cogumi.notebook.report import write_report
 from cogumi.notebook.screen import screen
-from cogumi.notebook.svg import short
+from cogumi.notebook.svg import short, svg_of
 from cogumi.process import this_process
 from cogumi.rundir import append_jsonl, write_json
 
@@ -203,11 +205,26 @@ def test_what_a_curve_is_now_is_not_its_last_number_where_that_was_none(tmp_path
     assert (short(12_345.6), short(1234.5), short(0.000123)) == ("12.3k", "1,234", "0.000123")
 
 
-def test_an_empty_completion_is_said_to_be_empty(tmp_path: Path) -> None:
+def test_completions_that_show_nothing_are_told_in_words(tmp_path: Path) -> None:
     home = run_in(tmp_path / "run")
-    shown = [{"prompt": "p", "completion": "", "reward": 0.0}]
-    append_jsonl(home / "rollouts.jsonl", {"step": 41, "reward": [0.0], "rewards": {}, "shown": shown})
-    assert "(nothing)" in html_of(home)
+    shown = [{"prompt": "p", "completion": each, "reward": 0.0} for each in ("", " " * 64 + "\n\n", "\t\r")]
+    append_jsonl(home / "rollouts.jsonl", {"step": 41, "reward": [0.0] * 3, "rewards": {}, "shown": shown})
+    html = html_of(home)
+    for words in ("(nothing)", "(only white space: 64 spaces, 2 line ends)", "(only white space: 1 tab, 1 other)"):
+        assert words in html
+
+
+def test_the_plot_of_one_step_has_one_tick_and_an_axis_about_its_value(tmp_path: Path) -> None:
+    def words_of(value: float) -> list[str]:
+        curves = Curves(tmp_path / f"{value}.jsonl")
+        append_jsonl(curves.path, {"step": 7, "learning_rate": value})
+        curves.read()
+        ((plot, of),) = curves.plots()
+        return re.findall(r'font-size="10"[^>]*>([^<>]+)</text>', svg_of(plot, of))
+
+    assert words_of(0.0) == ["1", "0", "step 7", "0"]
+    assert words_of(2.0) == ["3", "1", "step 7", "2"]
+    assert words_of(-2.0) == ["-1", "-3", "step 7", "-2"]
 
 
 @pytest.mark.timeout(120)

@@ -467,6 +467,17 @@ def test_completions_of_several_runs_side_by_side(finished: Path, run: Path, tmp
         completions.side_by_side(tmp_path)
 
 
+def test_completions_of_white_space_are_told_in_words(run: Path) -> None:
+    for step, completion in ((0, " " * 64 + "\n\n"), (9, "\n\t")):
+        append_jsonl(run / "samples.jsonl", {"step": step, "prompt": "def f():", "completion": completion})
+    shown = [{"prompt": "p", "completion": "\n", "reward": 0.5}]
+    append_jsonl(run / "rollouts.jsonl", {"step": 1, "reward": [0.5], "shown": shown})
+    said = page_of(run).sections["Completions"]
+    for words in ("64 spaces, 2 line ends", "1 line end, 1 tab", "(only white space: 1 line end)"):
+        assert words in said
+    assert "<pre><ins>" not in str(completions.side_by_side(run))
+
+
 def test_every_row_of_the_data_is_accounted_for_in_data_json(finished: Path) -> None:
     found = read_json(finished / "data.json")
     assert found["max_length"] == 160

@@ -23,8 +23,9 @@ class DiskMonitorCallback(TrainerCallback):
 
     path: by default args.output_dir. Looks at most once every `interval` seconds, after a step; a step without a look
     costs the reading of a clock. Logs a line when the level changes, and puts disk/free_gb (10^9 bytes) and
-    disk/used_percent into what the trainer logs with a loss, for every reporter. warn, alarm, on_change and log_path
-    are those of `DiskMonitor`. It never deletes, never stops a training, and goes on where the disk does not answer.
+    disk/used_percent into what the trainer logs with a loss, for every reporter; trainer.state.log_history was written
+    before. warn, alarm, on_change and log_path are those of `DiskMonitor`. It never deletes, never stops a training, and
+    goes on where the disk does not answer.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import Any
 
 from cogumi.errors import UsageError
 from cogumi.hidden import hide
-from cogumi.notebook.markup import folded, piece, table, text, verbatim
+from cogumi.notebook.markup import blank, folded, piece, table, text, verbatim
 from cogumi.rundir import read_jsonl
 
 SAMPLES = "samples.jsonl"
@@ -105,10 +105,10 @@ def example(prompt: str, samples: Sequence[tuple[str, Row]]) -> str:
         after = cut[number + 1] if number + 1 < len(cut) else completion
         cells[number] = marked(before, completion, after)
     head = [name for name, _ in samples]
-    rows = [[f"<pre>{each}</pre>" if each else "(nothing)" for each in cells]]
+    rows = [[f"<pre>{cell}</pre>" if said.strip() else blank(said) for cell, said in zip(cells, cut, strict=True)]]
     if answer is not None:
         head.append(f"what would be right ({answer[0]})")
-        rows[0].append(verbatim(shortened(answer[1])))
+        rows[0].append(shown(answer[1]))
     columns = "".join(f'<th scope="col">{text(each)}</th>' for each in head)
     body = "".join(f"<td>{each}</td>" for each in rows[0])
     return (
@@ -135,6 +135,10 @@ def shortened(completion: str) -> str:
     if len(completion) <= MOST_CHARACTERS:
         return completion
     return f"{completion[:MOST_CHARACTERS]}\n[{len(completion) - MOST_CHARACTERS:,} more characters]"
+
+
+def shown(completion: str) -> str:
+    return verbatim(shortened(completion)) if completion.strip() else blank(completion)
 
 
 def marked(before: str, now: str, after: str) -> str:
@@ -167,7 +171,7 @@ def differing(other: Sequence[str], words: Sequence[str]) -> list[bool]:
 def rollouts(rows: Sequence[Mapping[str, Any]]) -> str:
     """Sampled completions of some steps with their rewards: rows of rollouts.jsonl that have some `shown`."""
     cells = [
-        [str(row["step"]), prompt_shown(each["prompt"]), verbatim(shortened(each["completion"])), reward_in_words(each)]
+        [str(row["step"]), prompt_shown(each["prompt"]), shown(each["completion"]), reward_in_words(each)]
         for row in rows
         for each in row["shown"]
     ]

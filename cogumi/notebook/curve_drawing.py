@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cogumi.notebook.curves import Curve, Plot
+from cogumi.notebook.curves import Curve, Plot, range_of
 from cogumi.notebook.palette import INK, LEVELS, VERMILLION, style_of
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def draw_curves(ax: "Axes", plot: Plot, of: Mapping[str, Curve]) -> None:
                 markersize=7, markeredgewidth=2, color=VERMILLION, clip_on=False, zorder=5, label=f"{key} not finite",
             )  # fmt: skip
             handles, names = [*handles, cross], [*names, f"{key} not finite"]
+    ax.update_datalim([(0, end) for end in range_of(of.values())], updatex=False)
     log = plot.title in ("gradient norm", "KL") and is_wide(of.values())
     if log:
         ax.set_yscale("log")
@@ -84,7 +85,7 @@ def whole_numbers(ax: "Axes") -> None:
     """There is no step, and no layer, between two others."""
     from matplotlib.ticker import MaxNLocator
 
-    ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
 
 
 def is_wide(of: Iterable[Curve]) -> bool:

@@ -6,7 +6,7 @@ one step in a million is still there. What is not finite is no part of a bin: it
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -163,3 +163,13 @@ class Curves:
         """What there is to be shown, in the order of PLOTS."""
         found = [(plot, {key: self.of[key] for key in plot.keys if self.of[key]}) for plot in PLOTS]
         return [(plot, curves) for plot, curves in found if curves]
+
+
+def range_of(curves: Iterable[Curve]) -> tuple[float, float]:
+    """From the least to the greatest value, for an axis. About a value that stays the same by half of it; of 0 up to 1."""
+    there = [curve for curve in curves if len(curve.low)]
+    low = min((float(curve.low.min()) for curve in there), default=0.0)
+    high = max((float(curve.high.max()) for curve in there), default=1.0)
+    if low < high:
+        return low, high
+    return (low - abs(low) / 2, low + abs(low) / 2) if low else (0.0, 1.0)

@@ -213,11 +213,21 @@ def draw_bands(ax: "Axes", steps: np.ndarray, quantiles: np.ndarray) -> None:
     ax.legend(loc="upper left", ncols=2, borderaxespad=0)
 
 
+def taken_for(figure: str, call: str, given: object) -> UsageError:
+    """The other figures take a run's directory, so these are given one too."""
+    return UsageError(
+        f"figures.{figure}: takes what {call} returned, not the {type(given).__name__} {given!s:.100}; "
+        "of a run that is there it is drawn by its report: run.report()"
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------------- data
 
 
 def lengths(preview: "Preview") -> "Drawing":
-    """How long examples are, in tokens, and where train.max_length cuts."""
+    """How long examples are, in tokens, and where train.max_length cuts. preview: what `cogumi.preview` returned."""
+    if not hasattr(preview, "lengths"):
+        raise taken_for("lengths", "cogumi.preview(CONFIG)", preview)
     return length_histogram(preview.lengths, preview.max_length)
 
 
@@ -258,7 +268,9 @@ def modal(buckets: Sequence[Sequence[int]]) -> str:
 
 
 def memory(report: "PreflightReport") -> "Drawing":
-    """What the fullest moment of a step is made of, as one bar beside what is free."""
+    """What the fullest moment of a step is made of, as one bar beside what is free. report: what `cogumi.preflight` returned."""
+    if not hasattr(report, "figures"):
+        raise taken_for("memory", "cogumi.preflight(CONFIG)", report)
     found = report.figures.get("memory")
     if found is None:
         raise UsageError("this preflight did not come as far as a forecast of memory")

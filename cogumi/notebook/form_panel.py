@@ -38,6 +38,8 @@ TRAINERS = {"sft": "trl.SFTConfig", "dpo": "trl.DPOConfig", "gspo": "trl.GRPOCon
 STYLE = """<style>
 .cogumi-form { --cogumi-label: 16em; color: var(--jp-ui-font-color1, inherit); }
 .cogumi-form .cogumi-columns { flex-flow: row wrap; gap: 12px 20px; align-items: flex-start; }
+.cogumi-form .jupyter-widgets.jupyter-widget-tab > .lm-TabBar .lm-TabBar-tab { flex: none; min-width: max-content; }
+.cogumi-form .jupyter-widgets.jupyter-widget-tab > .lm-TabBar .lm-TabBar-content { flex-wrap: wrap; }
 .cogumi-form .widget-label { white-space: normal; overflow-wrap: anywhere; line-height: 1.25; height: auto; align-self: center; }
 .cogumi-form .cogumi-keys .widget-inline-hbox > .widget-label:first-child { width: var(--cogumi-label); flex: none; }
 .cogumi-form .cogumi-keys .widget-checkbox .widget-label-basic {

@@ -1,5 +1,6 @@
 """HTML in small: text that cannot become markup, tables with headers, words with an edge of colour."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
 from html import escape
@@ -62,6 +63,14 @@ def verbatim(value: object, most: int = 20_000) -> str:
     whole = hide(str(value))  # before it is cut: a part of a secret would not be known for one
     cut = f"[{len(whole) - most:,} characters before]\n" if len(whole) > most else ""
     return f"<pre>{text(cut + whole[-most:])}</pre>"
+
+
+def blank(said: str) -> str:
+    """Of a text that shows nothing what it is: `(nothing)`, or `(only white space: 64 spaces, 2 line ends)`."""
+    names = {" ": "space", "\n": "line end", "\t": "tab"}
+    of = Counter(names.get(each, "other") for each in said)
+    counts = ", ".join(f"{count:,} {name}{'s' if count > 1 else ''}" for name, count in of.items())
+    return f"(only white space: {counts})" if said else "(nothing)"
 
 
 def folded(summary: str, content: str, is_open: bool = False) -> str:

@@ -7,12 +7,14 @@ from typing import Any
 
 from cogumi.disk.usage import spoken
 from cogumi.notebook.look import Look, broke
+from cogumi.notebook.markup import blank
 from cogumi.notebook.palette import BLUE, LEVELS
 from cogumi.notebook.svg import svg_of
 from cogumi.run_status import tail_lines
 from cogumi.run_summary import checked, checks, figures, in_short, machine, near_here, number
 
 MOST_CHARACTERS = 400  # of a prompt or completion: what is read at a glance
+SAMPLE_LINES = 7  # of it that stand there unscrolled: whole ones, so that none is cut at its foot
 LOG_LINES, LINE_BYTES = 12, 12_000
 
 STYLE = f"""<style>
@@ -23,8 +25,8 @@ STYLE = f"""<style>
 .cogumi .flag {{ border-left: 5px solid; padding: 2px 8px; margin: 3px 0; }}
 .cogumi table {{ border-collapse: collapse; margin: 2px 0; }}
 .cogumi th, .cogumi td {{ text-align: left; vertical-align: top; padding: 2px 10px 2px 0; background: transparent; }}
-.cogumi pre {{ white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; max-width: 46em; max-height: 9em; overflow: auto;
-  font-size: 12px; color: inherit; background: transparent; }}
+.cogumi pre {{ white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; max-width: 46em; overflow: auto;
+  font-size: 12px; line-height: 16px; max-height: {SAMPLE_LINES * 16}px; color: inherit; background: transparent; }}
 .cogumi h4 {{ margin: 10px 0 2px; font-size: 13px; }}
 </style>"""
 
@@ -104,7 +106,7 @@ def samples(look: Look) -> str:
 def cut(said: str, ends: bool = False) -> str:
     """What is read at a glance."""
     if not said.strip():
-        return "(nothing)" if not said else "(white space)"
+        return blank(said)
     if len(said) <= MOST_CHARACTERS:
         return said
     return "…" + said[-MOST_CHARACTERS:] if ends else said[:MOST_CHARACTERS] + "…"

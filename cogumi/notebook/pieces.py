@@ -114,9 +114,9 @@ def flags(found: Iterable[Mapping[str, Any]], was_red: Iterable[Mapping[str, Any
         if each["name"] not in now
     ]
     head = ["", "flag", "what was seen", "likely", "to turn"]
-    said = table(head, rows) if rows else "<p>No flag is red or yellow.</p>"
+    said = table(head, rows, kind="wide flags") if rows else "<p>No flag is red or yellow.</p>"
     if before:
-        said += "<h4>Was red before</h4>" + table(head, before)
+        said += "<h4>Was red before</h4>" + table(head, before, kind="wide flags")
     if green:
         said += f"<p>{level('green')} {len(green)} green: {text(', '.join(green))}.</p>"
     return said

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cogumi.notebook.curves import LAST, Curve, Plot
+from cogumi.notebook.curves import LAST, Curve, Plot, range_of
 from cogumi.notebook.palette import LEVELS, SERIES
 
 WIDTH, HEIGHT = 310, 140
@@ -26,10 +26,7 @@ def svg_of(plot: Plot, curves: Mapping[str, Curve], marks: Sequence[tuple[int, s
     broken = sorted({step for curve in curves.values() for step in curve.broken})
     at = [*steps, *broken, *(step for step, _ in marks)]
     first, last = min(at), max(at)
-    low = min((float(curve.low.min()) for curve in curves.values() if len(curve.low)), default=0.0)
-    high = max((float(curve.high.max()) for curve in curves.values() if len(curve.high)), default=1.0)
-    if high == low:
-        low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
+    low, high = range_of(curves.values())
     x_of = scale(first, last if last > first else first + 1, LEFT, WIDTH - RIGHT)
     y_of = scale(low, high, HEIGHT - BOTTOM, TOP)
     drawn = [axes(first, last, low, high), title(plot, curves)]
@@ -75,7 +72,7 @@ def axes(first: float, last: float, low: float, high: float) -> str:
         + text(LEFT - 4, TOP + 8, short(high), "end")
         + text(LEFT - 4, bottom, short(low), "end")
         + text(LEFT, HEIGHT - 4, f"step {first:,.0f}", "start")
-        + text(right, HEIGHT - 4, f"{last:,.0f}", "end")
+        + (text(right, HEIGHT - 4, f"{last:,.0f}", "end") if last > first else "")
     )
 
 
