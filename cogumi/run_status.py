@@ -189,7 +189,7 @@ def latest_metrics(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     for line in tail_lines(path):
         row = {key: value for key, value in json.loads(line).items() if value is not None}
         latest |= row
-        steps |= dict.fromkeys(row, row["step"])
+        steps |= dict.fromkeys(row, row.get("step", 0))
     return latest, steps
 
 

@@ -27,6 +27,7 @@ STYLE = f"""<style>
 .cogumi th, .cogumi td {{ text-align: left; vertical-align: top; padding: 2px 10px 2px 0; background: transparent; }}
 .cogumi pre {{ white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; max-width: 46em; overflow: auto;
   font-size: 12px; line-height: 16px; max-height: {SAMPLE_LINES * 16}px; color: inherit; background: transparent; }}
+.cogumi pre.end {{ display: flex; flex-direction: column-reverse; }} /* scrolled to its end */
 .cogumi h4 {{ margin: 10px 0 2px; font-size: 13px; }}
 </style>"""
 
@@ -94,7 +95,7 @@ def samples(look: Look) -> str:
     last = next((key for key in ("reward", "middle", "answer") if key in look.samples[0]), None)
     rows = []
     for each in look.samples:
-        cells = [pre(cut(str(each["prompt"]), ends=True)), pre(cut(str(each["completion"])))]
+        cells = [pre(cut(str(each["prompt"]), ends=True), "end"), pre(cut(str(each["completion"])))]
         if last is not None:
             cells.append(number(each[last]) if last == "reward" else pre(cut(str(each[last]))))
         rows.append(cells)
@@ -128,7 +129,7 @@ def rest(look: Look) -> str:
     log = tail_lines(Path(look.status.log), LINE_BYTES)[-LOG_LINES:]
     if log:
         name = escape(near_here(look.status.log))
-        found.append(f"<details><summary>{name}</summary>{pre(chr(10).join(log))}</details>")
+        found.append(f"<details><summary>{name}</summary>{pre(chr(10).join(log), 'end')}</details>")
     return within(*found)
 
 
@@ -142,5 +143,6 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def pre(said: str) -> str:
-    return f"<pre>{escape(said)}</pre>"
+def pre(said: str, shows: str = "start") -> str:
+    """shows: what of a long text is seen before it is scrolled, "start" or "end"."""
+    return f'<pre class="{shows}">{escape(said)}</pre>'
