@@ -105,7 +105,8 @@ class Run:
         from tqdm.auto import tqdm
 
         until = None if timeout is None else time.monotonic() + timeout
-        with tqdm(desc=self.run_dir.name, unit="step", disable=None) as bar:
+        now = self.status()  # a notebook keeps the first line of a bar as its text
+        with tqdm(desc=self.run_dir.name, unit="step", total=now.steps, initial=now.step or 0, disable=None) as bar:
             while not (status := self.status()).ended:
                 if until is not None and time.monotonic() > until:
                     raise TimeoutError(f"{in_short(status)}; it goes on")
