@@ -405,7 +405,7 @@ def test_what_would_start_from_something_else_is_refused(case: str, sft: Config,
         ({"lora__target_modules": ["q_proj"]}, "lora.target_modules is ['q_proj']"),
         ({"lora__use_dora": True}, "lora.use_dora is True"),
         ({"cogumi__lora_preset": "rl"}, "lora.r is 8"),
-        ({"lora__r": 0}, "lora.r is 0"),
+        ({"lora__r": 2}, "lora.r is 2"),
     ],
 )
 def test_another_lora_section_is_refused(sft: Config, overrides: dict[str, Any], says: str) -> None:

@@ -257,7 +257,7 @@ def test_a_finished_run_directory_is_not_written_over(sft: Config) -> None:
         ({"lora__layer_replication": [[0, 2]]}, "cogumi.merge=false trains it without merging"),
         ({"train__learning_rate": True}, "train.learning_rate = True: not a number"),
         ({"lora__r": 0}, "lora.r = 0: it is at least 1"),
-        ({"lora__init_lora_weights": "ortogonal"}, "Unknown initialization"),
+        ({"lora__init_lora_weights": "ortogonal"}, "lora.init_lora_weights = 'ortogonal'"),
         ({"train__learning_rate": -1.0}, "train.learning_rate = -1: it is 0 or more"),
         ({"train__adam_epsilon": -1.0}, "refused before the first step: Invalid epsilon value: -1.0"),
         ({"train__report_to": "wandbb"}, "wandbb is not supported"),

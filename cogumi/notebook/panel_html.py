@@ -19,6 +19,7 @@ LOG_LINES, LINE_BYTES = 12, 12_000
 
 STYLE = f"""<style>
 .cogumi {{ color: var(--jp-content-font-color1, inherit); font-size: 13px; line-height: 1.45; }}
+.cogumi[role="status"] {{ display: inline-block; }} /* lines of its own height beside the buttons */
 .cogumi progress {{ width: 100%; height: 12px; accent-color: {BLUE}; }}
 .cogumi .plots {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 290px), 1fr)); gap: 6px 14px; }}
 .cogumi .plots svg {{ width: 100%; height: auto; }}

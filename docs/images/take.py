@@ -50,7 +50,7 @@ def take(directory: Path) -> None:
 def form(directory: Path) -> None:
     cell = "import cogumi\ncogumi.configure('smoke/sft', save_as='my-sft.yaml')"
     write_notebook(directory / "form.ipynb", [cell])
-    with lab(directory) as address, page(width=1440, height=1300) as (shown, wrong):
+    with lab(directory) as address, page(width=1500, height=1900) as (shown, wrong):
         open_notebook(shown, address, "form.ipynb")
         command(shown, "application:toggle-left-area")
         command(shown, "notebook:run-all-cells")
