@@ -17,6 +17,8 @@ from datasets import Dataset
 from safetensors.torch import load_file
 
 import cogumi
+from cogumi.compiling import callback
+from cogumi.compiling.measure import Counts, Trial
 from cogumi.errors import UsageError
 from cogumi.hidden import REDACTED, Unwritten, hide
 from cogumi.models.complete import complete
@@ -175,6 +177,26 @@ def test_samples_on_the_way_change_nothing_of_the_training(sft: Config, tmp_path
     assert prompts[:4] == prompts[4:8] == prompts[8:12] == prompts[12:]
     assert [*rows[:4], *rows[12:]] == read_jsonl(without.run_dir / "samples.jsonl")
     assert read_json(result.run_dir / "metrics.json")["seconds"]["samples"] > 0
+
+
+def test_the_trial_of_a_compiler_is_a_stage_of_its_own_and_no_part_of_a_step(
+    sft: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, seen = Path(sft["cogumi"]["run_dir"]), []
+
+    def tried(*_: Any) -> Trial:
+        seen.append(read_json(run_dir / "status.json")["stage"])
+        time.sleep(5)
+        return Trial(1.0, 1.0, 1.0, Counts(1))
+
+    monkeypatch.setattr(callback, "WORTH_TRYING", 0.0)
+    monkeypatch.setattr(callback, "try_layer", tried)
+    monkeypatch.setattr(callback.Compiling, "make_ready", lambda _: "")
+    cogumi.train(sft, cogumi__compile="auto")
+    assert seen == ["compile"]
+    found = read_json(run_dir / "metrics.json")
+    assert found["seconds"]["compile"] >= 5
+    assert found["step_seconds"] <= found["seconds"]["train"]
 
 
 def test_completions_that_all_hold_nothing_are_said(
