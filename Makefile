@@ -9,7 +9,7 @@ smoke: .venv/lane
 	$(PYTHON_IN) -m cogumi.smoke
 
 lab: .venv/lane
-	$(PYTHON_IN) -m jupyterlab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/notebooks/00_quickstart.ipynb
+	sh notebooks/lab.sh
 
 # A process for each core, each with one thread: on tiny models more threads only wait for each other.
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON_IN) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder

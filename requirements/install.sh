@@ -30,13 +30,16 @@ if [ "${1:-}" != unsloth ] && nvidia-smi -L >/dev/null 2>&1; then
     fi
 fi
 
-for python in ${PYTHON:-} python3.12 python3.11 python3 python; do
-    "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && break
+# No pre-release: python3.11 of Ubuntu 22.04 is 3.11.0rc1, which cannot import a newer torch.
+for python in ${PYTHON:-} python3.12 python3.11 python3 python .python/cpython-3.12*/bin/python3.12; do
+    "$python" -c 'import sys; sys.exit(not (3, 11, 0, "final") <= sys.version_info < (3, 13))' 2>/dev/null && break
     python=
 done
 if [ -z "$python" ]; then
-    echo "cogumi needs Python 3.11 or 3.12, and none of python3.12, python3.11, python3 is one." >&2
-    echo "Install one, or set PYTHON=/path/to/python." >&2
+    # Into this directory, so that it stays where .venv stays.
+    echo "cogumi needs Python 3.11 or 3.12, and this machine has $(python3 --version 2>/dev/null || echo none). This gets 3.12 and installs:" >&2
+    echo "python3 -m pip install --target .python uv && .python/bin/uv python install --no-bin --install-dir .python 3.12 && sh requirements/install.sh${1:+ $1}" >&2
+    echo "If you have one elsewhere: PYTHON=/path/to/python3.12 sh requirements/install.sh${1:+ $1}" >&2
     exit 2
 fi
 
@@ -55,13 +58,10 @@ missing=
 case $lane in
 stable)
     echo "NVIDIA driver $driver: installing the stable lane, CUDA 13.0 (about 2.9 GiB)"
-    # One wheel is PyTorch's own. It is asked for alone first, so that without it everything else is installed all the same.
-    if install --no-deps --retries 1 -r requirements/xformers-cu130.txt 2>$venv/xformers.log; then
-        install -r requirements-stable-precompiled.txt
-    else
+    install --no-deps -r requirements-stable-precompiled.txt
+    # One wheel is PyTorch's own: apart, so that without it everything else is installed all the same.
+    if ! install --no-deps --retries 1 -r requirements/xformers-cu130.txt 2>$venv/xformers.log; then
         echo "xformers cannot be had from PyTorch's index ($venv/xformers.log says why): without it, unsloth uses torch's attention"
-        sed '/^xformers @/,/[^\\]$/d' requirements-stable-precompiled.txt >$venv/without-xformers.txt
-        install --no-deps -r $venv/without-xformers.txt
         missing='requires xformers, which is not installed'
     fi
     ;;
@@ -93,6 +93,13 @@ if [ "${1:-}" = peers ]; then
     install --no-deps --upgrade --target $venv/peers -r requirements/peers.txt
 fi
 $venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+case $lane in stable*) $venv/bin/python requirements/flash_attn.py $lane ;; esac
+if [ $venv = .venv ]; then
+    # The notebooks name this kernel: for the Jupyter of .venv wherever HOME is, and for any other Jupyter of this user.
+    $venv/bin/python -m ipykernel install --sys-prefix --name cogumi --display-name cogumi >/dev/null
+    $venv/bin/python -m ipykernel install --user --name cogumi --display-name cogumi ||
+        echo "other Jupyters will not list the kernel cogumi; sh notebooks/lab.sh starts one that does"
+fi
 if [ "${1:-}" = unsloth ]; then
     # Without dependencies, and so without `pip check`: requirements/unsloth-cpu-overrides.in says which are left out.
     install -r requirements/test.txt

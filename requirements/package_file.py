@@ -58,9 +58,11 @@ def version(requirement: Requirement) -> str:
 def package_file(files: dict[Path, str], results: Path = RESULTS) -> dict[str, Any]:
     """The content of lanes.json; `files` holds texts that are not on the disk yet."""
     described = {}
-    for name, entry in table()[0].items():
-        path = ROOT / entry["file"]
-        text = files.get(path) or (path.read_text() if path.exists() else None)
+    lanes, additions, _ = table()
+    for name, entry in lanes.items():
+        text = text_of(entry, files)
+        if text is not None:
+            text += "".join(text_of(additions[each], files) or "" for each in entry.get("apart", ()))
         described[name] = {
             key: entry.get(key) for key in ("purpose", "file", "cuda", "driver", "glibc", "tested", "unproven")
         }
@@ -68,6 +70,11 @@ def package_file(files: dict[Path, str], results: Path = RESULTS) -> dict[str, A
         proven = known_good(described[name], results)
         described[name] |= {"state": state(entry, text, proven), "known_good": proven}
     return described
+
+
+def text_of(entry: dict[str, Any], files: dict[Path, str]) -> str | None:
+    path = ROOT / entry["file"]
+    return files.get(path) or (path.read_text() if path.exists() else None)
 
 
 def shared_pins(text: str, platforms: list[str]) -> dict[str, Any]:

@@ -88,6 +88,22 @@ def test_every_pin_has_a_wheel_for_the_lanes_glibc(name: str, python: str, tmp_p
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("python", package_file.PYTHONS)
+def test_the_stable_file_is_whole_but_for_xformers(python: str, tmp_path: Path) -> None:
+    """Resolved with what its packages require: nothing is missing, nothing contradicts, and only xformers is added."""
+    stable, apart = ROOT / "requirements-stable-precompiled.txt", tmp_path / "apart.txt"
+    apart.write_text('xformers; sys_platform == "never"\n')
+    options = ["--python-version", python, "--python-platform", "x86_64-manylinux_2_28", "--only-binary", ":all:"]
+    options += ["--override", str(apart), "--no-header", "--no-annotate", "--quiet"]
+    done = ask_uv("pip", "compile", str(stable), *options)
+    assert done.returncode == 0, done.stderr
+    resolved = {line.split(" ;")[0] for line in done.stdout.splitlines() if "==" in line}
+    text = stable.read_text()
+    pinned = {pin.split(" \\")[0].split(" ;")[0].strip() for pin in package_file.requirements_of(text)}
+    assert resolved <= pinned
+    assert {f"{name}=={version}" for name, version in package_file.pins(text, f"linux {python}").items()} <= resolved
+
+
 @pytest.mark.timeout(900)
 def test_the_pinned_files_are_what_the_sources_resolve_to() -> None:
     command = [sys.executable, str(ROOT / "requirements" / "lock.py"), "--check"]

@@ -53,11 +53,31 @@ def test_kernels_of_this_environment_and_of_another(jupyter: Path) -> None:
     kernelspec(jupyter, "other", starting("/opt/other/bin/python"))
     kernelspec(jupyter, "ir", starting("R", "R"))
     found = {each.figure: each for each in interpreter.kernels()}
-    assert found["python3 starts /usr/bin/python3"].state == "warning"
-    assert found["python3 starts /usr/bin/python3"].fix.startswith(f"{sys.executable} -m ipykernel install --user")
+    assert found["python3 starts /usr/bin/python3"].state == "note"
     assert found["other starts /opt/other/bin/python"].state == "note"
     assert found["cogumi: this environment"].state == "ok"
     assert len(found) == 3
+
+
+class Release(tuple[object, ...]):
+    releaselevel = property(lambda self: self[3])
+
+
+@pytest.mark.parametrize("release", [(3, 10, 13, "final", 0), (3, 11, 0, "candidate", 1)])
+def test_another_python_is_fatal_and_the_installer_gets_one(
+    release: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "version_info", Release(release))
+    (found,) = interpreter.python()
+    assert (found.state, found.fix.split(":")[0]) == ("fatal", "sh requirements/install.sh")
+
+
+@pytest.mark.parametrize("name", ["python3", "cogumi"])
+def test_a_kernel_that_notebooks_take_by_themselves_is_of_this_environment(name: str, jupyter: Path) -> None:
+    kernelspec(jupyter, name, starting("/usr/bin/python3"))
+    (found,) = interpreter.kernels()
+    assert (found.state, found.figure) == ("warning", f"{name} starts /usr/bin/python3")
+    assert found.fix.startswith(f"{sys.executable} -m ipykernel install --user")
 
 
 def test_the_first_kernel_of_a_name_counts_and_a_bare_python_is_the_servers(jupyter: Path, tmp_path: Path) -> None:

@@ -225,6 +225,39 @@ Access to model google/gemma-3-4b-pt is restricted and you are not in the author
     ("killed", "Exception: process 1 terminated with signal SIGKILL"),
     # https://github.com/hezhangsprinter/DCPDN/issues/12
     ("killed", "RuntimeError: DataLoader worker (pid 19597) is killed by signal: Killed."),
+    # pip 26.3, of six==1.16.0 without a hash
+    ("hashes-incomplete", "ERROR: Hashes are required in --require-hashes mode, but they are missing from some requirements."),
+    # python -m cogumi doctor, with another Python
+    ("cogumi-missing", "/usr/bin/python3: No module named cogumi"),
+    # https://github.com/Dao-AILab/flash-attention/issues/509
+    ("no-nvcc", "UserWarning: flash_attn was requested, but nvcc was not found.  Are you sure your environment has nvcc?"),
+    # pip 26.3 with causal-conv1d==1.7.0 and torch==2.13.0+cpu
+    ("no-nvcc", "NameError: name 'bare_metal_version' is not defined"),
+    # https://github.com/huggingface/nanotron/issues/167
+    ("no-nvcc", "FileNotFoundError: [Errno 2] No such file or directory: '/usr/local/cuda/bin/nvcc'"),
+    # https://github.com/Dao-AILab/flash-attention/issues/304
+    ("flash-attn-build", "ERROR: Could not build wheels for flash-attn, which is required to install"),
+    # torch 2.13.0 with bitsandbytes 0.50.2: hasattr of a 4-bit weight, and an expert that may get no rows
+    ("four-bit-dynamo", "  Hint: Renaming attribute `__dict__` of type <class 'bitsandbytes.nn.modules.Params4bit'>"),
+    ("four-bit-dynamo", "Caused by: if A_numel == 0:  # bitsandbytes/autograd/_functions.py:456 in matmul_4bit"),
+    # trl 1.15.0, dpo_trainer.py
+    ("unknown-loss", "ValueError: Unknown loss type: gspo. Should be one of ['sigmoid', 'hinge', 'ipo', 'exo_pair', "),
+    # trl 1.15.0
+    ("trl-argument", "TypeError: SFTConfig.__init__() got an unexpected keyword argument 'max_seq_length'"),
+    ("trl-argument", "TypeError: GRPOConfig.__init__() got an unexpected keyword argument 'vllm_device'"),
+    # https://github.com/unslothai/unsloth/issues/1914
+    ("wandb-no-key", "wandb: ERROR api_key not configured (no-tty). call wandb.login(key=[your_api_key])"),
+    # https://github.com/huggingface/transformers/issues/30445
+    ("data-parallel", "AttributeError: 'DataParallel' object has no attribute 'device'"),
+    # https://github.com/huggingface/transformers/issues/14128
+    ("data-parallel", "UserWarning: Was asked to gather along dimension 0, but all input tensors were scalars; will instead"),
+    # https://github.com/unslothai/unsloth/issues/3553
+    ("unsloth-no-gpu", "NotImplementedError: Unsloth currently only works on NVIDIA GPUs and Intel GPUs."),
+    # trl before 1.0
+    (
+        "rollout-not-whole-groups",
+        "ValueError: The global train batch size (8 x 1) must be evenly divisible by the number of generations per prompt (6).",
+    ),
     # aten/src/ATen/native/cuda/IndexKernelUtils.cu of torch
     ("token-outside-vocabulary", 'Assertion `ind < ind_dim_size && "vectorized gather kernel index out of bounds"` failed.'),
 ]  # fmt: skip
@@ -307,13 +340,14 @@ UNRELATED = {
 KeyError: 'completion'
 """,
     "TRL's ValueError": """Traceback (most recent call last):
-  File "site-packages/trl/trainer/grpo_config.py", line 900, in __post_init__
+  File "site-packages/trl/trainer/grpo_config.py", line 1081, in __post_init__
     raise ValueError(
-ValueError: The global train batch size (8 x 1) must be evenly divisible by the number of generations per prompt (6).
+ValueError: delta must be greater than 1 + epsilon
 """,
     "talk of killed processes": "Killed by hand, since it hung.\nWhat was Killed\nA process Killed by exit code 137 ran out.\n",
     "one who only names an exit code": "Does exit code 137 mean that it was killed?\nexit code 1370\n",
     "a model's own module": "ImportError: cannot import name 'Layer' from 'transformers_modules.model'\n",
+    "a module that cogumi has not got": "ModuleNotFoundError: No module named 'cogumi.dataset'\n",
     "another module of flash-attn": "ModuleNotFoundError: No module named 'flash_attn.flash_attention'\n",
     "torch missing in the user's own script": """Traceback (most recent call last):
   File "train.py", line 1, in <module>

@@ -44,8 +44,8 @@ class Card:
     def attention(self) -> str:
         """What attention is right for it: flash attention 3 is for Hopper alone, 2 for Ampere and later."""
         if self.capability == (9, 0):
-            return "flash_attention_3 or 2 where installed, else sdpa"
-        return "flash_attention_2 where installed, else sdpa" if self.bf16 else "sdpa"
+            return "flash_attention_3 or 2 where it works, else sdpa"
+        return "flash_attention_2 where it works, else sdpa" if self.bf16 else "sdpa"
 
     @property
     def dtype(self) -> str:

@@ -24,7 +24,9 @@ from typing import Any
 from cogumi.stack import disks, driver, installed, interpreter, variables
 from cogumi.stack.box import box_of, environment_of_the_box
 from cogumi.stack.finding import Finding, State
+from cogumi.stack.probes import HUB_FLASH_ATTN
 from cogumi.stack.steps import Step, run_steps
+from cogumi.working import said
 
 TIMEOUT = 120.0  # seconds: importing torch from a network volume for the first time takes one minute
 WIDTH = 120
@@ -84,6 +86,7 @@ class Seen:
     steps: dict[str, Step] = field(default_factory=dict)
 
 
+@said("doctor: this machine and its packages are being checked")
 def doctor(timeout: float = TIMEOUT) -> DoctorReport:
     """Look at this machine and this environment; takes a quarter of a minute, changes nothing and leaves no files.
 
@@ -242,12 +245,11 @@ def the_attention(seen: Seen) -> Iterator[Finding]:
         yield failed("attention", step, "warning")
         return
     timed = ", ".join(f"{name} {value:.2f} ms" for name, value, _, _ in step.answer["readings"] if value is not None)
-    flash = seen.steps.get("flash_attn")
-    asked = (
-        "flash-attn, where a model's class has it"
-        if flash and not flash.error and step_device(seen) == "cuda"
-        else "torch's sdpa"
-    )
+    flash, asked = seen.steps.get("flash_attn"), "torch's sdpa"
+    if step_device(seen) == "cuda" and flash and not flash.error:
+        asked = "flash-attn, where a model's class has it"
+    elif step_device(seen) == "cuda" and find_spec("kernels") is not None:
+        asked = f"{HUB_FLASH_ATTN}, where a model's class has flash attention and a run finds that it works, else torch's sdpa"
     yield Finding("attention", "ok", f"{asked}; of sdpa's kernels {step.answer['chosen']} is taken ({timed})")
 
 

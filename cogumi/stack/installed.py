@@ -13,9 +13,9 @@ INSTALL = "sh requirements/install.sh"
 MOST = 6  # names in one line
 # What cogumi imports itself, as pyproject.toml has it: without one of these nothing trains.
 NEEDED = (
-    "accelerate", "datasets", "fsspec", "huggingface-hub", "ipywidgets", "matplotlib", "numpy", "peft", "platformdirs",
-    "polars", "psutil", "pyarrow", "pydantic", "pyyaml", "rapidfuzz", "rich", "safetensors", "tokenizers", "torch",
-    "transformers", "trl", "typer",
+    "accelerate", "beautifulsoup4", "datasets", "fsspec", "huggingface-hub", "ipywidgets", "matplotlib", "numpy", "peft",
+    "platformdirs", "polars", "psutil", "pyarrow", "pydantic", "pyyaml", "rapidfuzz", "rich", "safetensors", "tokenizers",
+    "torch", "transformers", "trl", "typer",
 )  # fmt: skip
 # Debian takes RECORD out of the packages that it makes of distributions.
 OF_THE_SYSTEM = Path("/usr/lib/python3/dist-packages")

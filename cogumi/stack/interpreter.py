@@ -20,9 +20,9 @@ INSTALL = "sh requirements/install.sh"
 def python() -> Iterator[Finding]:
     version, here = platform.python_version(), sys.prefix
     place = f"{version} in {here}" + ("" if sys.prefix != sys.base_prefix else ", which is no virtual environment")
-    if sys.version_info[:2] not in SUPPORTED:
-        cause = f"every lane is for Python 3.11 or 3.12; there are no wheels for {version}"
-        yield Finding("Python", "fatal", place, cause, f"install python3.12 and its venv module, then {INSTALL}")
+    if sys.version_info[:2] not in SUPPORTED or sys.version_info.releaselevel != "final":
+        cause = f"every lane is for a release of Python 3.11 or 3.12, and this is {version}"
+        yield Finding("Python", "fatal", place, cause, f"{INSTALL}: it prints the one command that gets Python 3.12")
         return
     active = os.environ.get("VIRTUAL_ENV")
     if active and not same_directory(Path(active), Path(here)):
@@ -93,15 +93,15 @@ def kernels() -> Iterator[Finding]:
     ours = [each.name for each in found if each not in others]
     add = f"{sys.executable} -m ipykernel install --user --name cogumi, and choose the kernel cogumi"
     for each in others:
-        # The one that Jupyter preselects; beside it others are a choice.
-        state: Finding = Finding(
+        # The notebooks name the kernel cogumi; where there is none of ours, Jupyter preselects python3.
+        wrong = each.name == "cogumi" or (each.name == "python3" and "cogumi" not in ours)
+        yield Finding(
             "notebook kernel",
-            "warning" if each.name == "python3" else "note",
+            "warning" if wrong else "note",
             f"{each.name} starts {each.python}",
             f"a notebook with this kernel does not run in this environment ({sys.prefix})",
-            "" if ours and each.name != "python3" else add,
+            "" if ours and not wrong else add,
         )
-        yield state
     if in_a_kernel() and (away := package_elsewhere()):
         cause = "this kernel imports cogumi from another environment, and everything else from its own"
         yield Finding("notebook kernel", "warning", f"{sys.executable} with cogumi from {away}", cause, add)
