@@ -125,16 +125,59 @@ def times(count: int, method: str, end: str, fault: Any) -> Callable[[str, str],
     return pick
 
 
-def test_the_newest_is_there_with_all_of_it_and_of_older_ones_the_adapter(bucket: Bucket, tmp_path: Path) -> None:
+def test_the_newest_two_are_there_with_all_of_them_and_of_older_ones_the_adapter(
+    bucket: Bucket, tmp_path: Path
+) -> None:
     mirror = Mirror(bucket.url)
     for step in (2, 4, 6):
         mirror.send(make(tmp_path, step))
         assert mirror.finish(PATIENCE) == []
     assert bucket.files() == {
         "checkpoint-2": ADAPTER | {RECORD_NAME},
-        "checkpoint-4": ADAPTER | {RECORD_NAME},
+        "checkpoint-4": ADAPTER | STATE | {MANIFEST_NAME},
         "checkpoint-6": ADAPTER | STATE | {MANIFEST_NAME},
     }
+
+
+def test_a_damaged_one_is_none_of_the_two_whole_ones(bucket: Bucket, tmp_path: Path, said: Any) -> None:
+    mirror = Mirror(bucket.url)
+    for step in (2, 4, 6):
+        mirror.send(make(tmp_path, step))
+        assert mirror.finish(PATIENCE) == []
+        if step == 4:
+            bucket.put("checkpoint-4/optimizer.pt", b"cut off")
+    whole = ADAPTER | STATE | {MANIFEST_NAME}
+    assert bucket.files() == {f"checkpoint-{step}": whole for step in (2, 4, 6)}
+    assert "checkpoint-4 of s3://" in said()
+    assert "stays as it is: optimizer.pt has 7 bytes" in said()
+
+
+@pytest.mark.parametrize("how", ["content", "manifest", "not an object", "no manifest"])
+def test_a_mirror_with_nothing_but_damage_is_refused_on_a_fresh_machine(
+    bucket: Bucket, tmp_path: Path, how: str
+) -> None:
+    mirror = Mirror(bucket.url)
+    for step in (2, 4):
+        mirror.send(make(tmp_path / "here", step))
+        assert mirror.finish(PATIENCE) == []
+        if how == "no manifest":
+            bucket.direct.delete_file(f"{bucket.name}/runs/mine/checkpoint-{step}/{MANIFEST_NAME}")
+        elif how == "content":
+            size = (tmp_path / "here" / f"checkpoint-{step}" / "optimizer.pt").stat().st_size
+            bucket.put(f"checkpoint-{step}/optimizer.pt", b"x" * size)
+        else:
+            bucket.put(f"checkpoint-{step}/{MANIFEST_NAME}", b"[1]" if how == "not an object" else b'{"format": 1')
+    before = bucket.files()
+    with pytest.raises(UsageError) as refused:
+        mirror.fetch_newest(tmp_path / "there", -1)
+    text = str(refused.value)
+    assert "\n" not in text
+    assert text.startswith(f"mirror {mirror}: none of its 2 checkpoints can be resumed from (checkpoint-4: ")
+    assert f"cogumi.mirror={mirror}-2" in text
+    assert ("optimizer.pt" if how == "content" else MANIFEST_NAME) in text
+    assert list((tmp_path / "there").glob("*")) == []
+    assert bucket.files() == before
+    assert mirror.fetch_newest(tmp_path / "there", 1) is None, "there is a good one here"
 
 
 def test_it_is_fetched_on_a_fresh_machine_byte_for_byte(bucket: Bucket, tmp_path: Path) -> None:
@@ -177,10 +220,39 @@ def test_of_several_that_wait_only_the_newest_goes_whole(bucket: Bucket, tmp_pat
     go_on.set()
     assert mirror.finish(PATIENCE) == []
     assert mirror.busy() == set()
-    assert bucket.files()["checkpoint-8"] == ADAPTER | STATE | {MANIFEST_NAME}
-    assert all(bucket.files()[path.name] == ADAPTER | {RECORD_NAME} for path in paths[:3])
-    written = [path for method, path in bucket.proxy.requests if method == "PUT" and path.endswith("optimizer.pt")]
-    assert [path.split("/")[-2] for path in written] == ["checkpoint-2", "checkpoint-8"]
+    whole = ADAPTER | STATE | {MANIFEST_NAME}
+    assert bucket.files()["checkpoint-2"] == bucket.files()["checkpoint-8"] == whole
+    assert all(bucket.files()[path.name] == ADAPTER | {RECORD_NAME} for path in paths[1:3])
+    puts = [path.split("/")[-2:] for method, path in bucket.proxy.requests if method == "PUT"]
+    assert [place for place, file in puts if file == "optimizer.pt"] == ["checkpoint-2", "checkpoint-8"]
+    arrived = [place for place, file in puts if file == "adapter_model.safetensors"]
+    assert arrived == ["checkpoint-2", "checkpoint-8", "checkpoint-4", "checkpoint-6"]
+
+
+def test_it_is_said_when_resumability_has_stalled(bucket: Bucket, tmp_path: Path, said: Any) -> None:
+    mirror = Mirror(bucket.url)
+    mirror.send(make(tmp_path, 2))
+    assert mirror.finish(PATIENCE) == []
+    assert mirror.stalled() == ""
+    bucket.proxy.faults = times(10**9, "PUT", "optimizer.pt", (403, "AccessDenied"))
+    for step in (4, 6):
+        mirror.send(make(tmp_path, step))
+        assert len(mirror.finish(PATIENCE)) == 1
+    assert said().count("resumability has stalled at step 2 since ") == 1, "and not at each save"
+    assert "ACCESS_DENIED" in said().partition("resumability has stalled")[2]
+    assert "stalled at step 2" in mirror.stalled()
+    bucket.proxy.faults = lambda method, path: None
+    mirror.send(make(tmp_path, 8))
+    assert mirror.finish(PATIENCE) == []
+    assert mirror.stalled() == ""
+    assert "checkpoint-8 is whole in s3://" in said()
+    again = Mirror(bucket.url)
+    assert again.fetch_newest(tmp_path / "there", 8) is None
+    bucket.proxy.stop()
+    for step in (10, 12):
+        again.send(make(tmp_path, step))
+    assert "stalled at step 8 " in again.stalled(), "what was there before this process"
+    again.finish(0)
 
 
 @pytest.mark.parametrize(
@@ -279,24 +351,28 @@ def test_an_object_damaged_on_its_way_is_noticed_and_sent_again(bucket: Bucket, 
     assert contents(fetched) == contents(sent)
 
 
-def two_whole_ones(bucket: Bucket, home: Path) -> Mirror:
-    """A mirror whose older trainer state could not be deleted."""
-    mirror = Mirror(bucket.url)
-    mirror.send(make(home, 2))
-    assert mirror.finish(PATIENCE) == []
-    bucket.proxy.faults = times(10**9, "PUT", f"checkpoint-2/{RECORD_NAME}", (403, "AccessDenied"))
-    mirror.send(make(home, 4))
-    assert mirror.finish(PATIENCE) == [], "it has arrived, whatever became of the older one"
-    whole = ADAPTER | STATE | {MANIFEST_NAME}
-    assert bucket.files() == {"checkpoint-2": whole, "checkpoint-4": whole}
+def filled(place: Any, home: Path, *steps: int) -> Mirror:
+    """A mirror to which checkpoints were sent, one after the other."""
+    mirror = Mirror(place)
+    for step in steps:
+        mirror.send(make(home, step))
+        assert mirror.finish(PATIENCE) == []
     return mirror
+
+
+def test_older_trainer_state_that_cannot_be_removed_is_said(bucket: Bucket, tmp_path: Path, said: Any) -> None:
+    mirror = filled(bucket.url, tmp_path, 2, 4)
+    bucket.proxy.faults = times(10**9, "PUT", f"checkpoint-2/{RECORD_NAME}", (403, "AccessDenied"))
+    mirror.send(make(tmp_path, 6))
+    assert mirror.finish(PATIENCE) == [], "it has arrived, whatever became of the older one"
+    assert bucket.files() == {f"checkpoint-{step}": ADAPTER | STATE | {MANIFEST_NAME} for step in (2, 4, 6)}
+    assert f"WARNING removing older trainer state from {mirror} failed" in said()
 
 
 def test_a_damaged_one_in_the_bucket_is_named_and_the_next_older_taken(
     bucket: Bucket, tmp_path: Path, said: Any
 ) -> None:
-    mirror = two_whole_ones(bucket, tmp_path / "here")
-    assert f"WARNING removing older trainer state from {mirror} failed" in said()
+    mirror = filled(bucket.url, tmp_path / "here", 2, 4)
     bucket.put("checkpoint-4/optimizer.pt", b"x" * (tmp_path / "here" / "checkpoint-4" / "optimizer.pt").stat().st_size)
     assert mirror.fetch_newest(tmp_path / "there", -1) == tmp_path / "there" / "checkpoint-2"
     assert f"WARNING checkpoint-4 of {mirror} is not resumed from: optimizer.pt has other bytes" in said()
@@ -304,16 +380,14 @@ def test_a_damaged_one_in_the_bucket_is_named_and_the_next_older_taken(
 
 
 def test_a_removal_that_was_interrupted_is_finished_by_the_next(bucket: Bucket, tmp_path: Path) -> None:
-    mirror = Mirror(bucket.url)
-    mirror.send(make(tmp_path, 2))
-    assert mirror.finish(PATIENCE) == []
+    mirror = filled(bucket.url, tmp_path, 2, 4)
     bucket.proxy.faults = times(1, "DELETE", "checkpoint-2/scheduler.pt", (403, "AccessDenied"))
-    mirror.send(make(tmp_path, 4))
+    mirror.send(make(tmp_path, 6))
     assert mirror.finish(PATIENCE) == []
     left = bucket.files()["checkpoint-2"]
     assert ADAPTER | {"scheduler.pt", RECORD_NAME} <= left
     assert MANIFEST_NAME not in left
-    mirror.send(make(tmp_path, 6))
+    mirror.send(make(tmp_path, 8))
     assert mirror.finish(PATIENCE) == []
     assert bucket.files()["checkpoint-2"] == ADAPTER | {RECORD_NAME}
 
@@ -334,28 +408,26 @@ def test_a_half_uploaded_one_is_passed_over(bucket: Bucket, tmp_path: Path, said
 
 
 def test_one_without_a_manifest_is_named(bucket: Bucket, tmp_path: Path, said: Any) -> None:
+    """As plain Trainer's, copied there by hand: starting at step 0 would write over it."""
     bucket.put("checkpoint-9/optimizer.pt", b"somebody's")
     mirror = Mirror(bucket.url)
-    assert mirror.fetch_newest(tmp_path, -1) is None
+    with pytest.raises(UsageError, match=rf"none of its 1 checkpoints .*checkpoint-9: it has no {MANIFEST_NAME}"):
+        mirror.fetch_newest(tmp_path, -1)
     assert f"WARNING checkpoint-9 of {mirror} is not resumed from: it has no {MANIFEST_NAME}" in said()
 
 
 def test_an_adapter_alone_is_never_fetched(bucket: Bucket, tmp_path: Path, said: Any) -> None:
-    mirror = Mirror(bucket.url)
-    for step in (2, 4):
-        mirror.send(make(tmp_path / "here", step))
-        assert mirror.finish(PATIENCE) == []
-    bucket.direct.delete_dir(f"{bucket.name}/runs/mine/checkpoint-4")
+    mirror = filled(bucket.url, tmp_path / "here", 2, 4, 6)
+    for step in (4, 6):
+        bucket.direct.delete_dir(f"{bucket.name}/runs/mine/checkpoint-{step}")
     assert mirror.fetch_newest(tmp_path / "there", -1) is None
 
 
 def test_what_no_manifest_of_ours_lists_is_left_alone(bucket: Bucket, tmp_path: Path) -> None:
-    mirror = Mirror(bucket.url)
-    mirror.send(make(tmp_path, 2))
-    assert mirror.finish(PATIENCE) == []
+    mirror = filled(bucket.url, tmp_path, 2, 4)
     for name in ("checkpoint-2/notes.txt", "checkpoint-1/optimizer.pt", "checkpoint-best/optimizer.pt", "optimizer.pt"):
         bucket.put(name, b"somebody's")
-    mirror.send(make(tmp_path, 4))
+    mirror.send(make(tmp_path, 6))
     assert mirror.finish(PATIENCE) == []
     files = bucket.files()
     assert files["checkpoint-2"] == ADAPTER | {RECORD_NAME, "notes.txt"}
@@ -506,18 +578,14 @@ def test_both_ways_count_against_the_rate(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_directory(tmp_path: Path) -> None:
-    mirror = Mirror(tmp_path / "mirror")
-    paths = [make(tmp_path / "here", step) for step in (2, 4)]
-    for path in paths:
-        mirror.send(path)
-        assert mirror.finish(PATIENCE) == []
+    mirror = filled(tmp_path / "mirror", tmp_path / "here", 2, 4, 6)
     assert set(contents(tmp_path / "mirror")) == {
         *(f"checkpoint-2/{name}" for name in ADAPTER | {RECORD_NAME}),
-        *(f"checkpoint-4/{name}" for name in ADAPTER | STATE | {MANIFEST_NAME}),
+        *(f"checkpoint-{step}/{name}" for step in (4, 6) for name in ADAPTER | STATE | {MANIFEST_NAME}),
     }
     shutil.rmtree(tmp_path / "here")
     fetched = mirror.fetch_newest(tmp_path / "here", -1)
-    assert fetched == paths[1]
+    assert fetched == tmp_path / "here" / "checkpoint-6"
     assert inspect(fetched).state == "verified"
 
 
@@ -542,12 +610,12 @@ def test_a_damaged_one_is_named_and_the_next_older_taken(tmp_path: Path, said: A
     assert os.listdir(tmp_path / "there") == ["checkpoint-2"]
 
 
-def test_of_whole_models_one_stays(tmp_path: Path) -> None:
+def test_of_whole_models_two_stay(tmp_path: Path) -> None:
     mirror = Mirror(tmp_path / "mirror")
-    for step in (2, 4):
+    for step in (2, 4, 6):
         mirror.send(make(tmp_path / "here", step, adapter=False))
         assert mirror.finish(PATIENCE) == []
-    assert os.listdir(tmp_path / "mirror") == ["checkpoint-4"]
+    assert sorted(os.listdir(tmp_path / "mirror")) == ["checkpoint-4", "checkpoint-6"]
 
 
 def test_a_full_disk_waits_for_space(tmp_path: Path, said: Any) -> None:
@@ -626,7 +694,8 @@ def test_names_that_lead_out_of_a_checkpoint_are_refused(tmp_path: Path, said: A
     entry = {"size": 4, "sha256": "0" * 64}
     text = sealed({"format": 1, "step": 2, "files": {"../outside": entry}})
     (tmp_path / "mirror" / "checkpoint-2" / MANIFEST_NAME).write_text(text)
-    assert mirror.fetch_newest(tmp_path / "there", -1) is None
+    with pytest.raises(UsageError, match="none of its 1 checkpoints"):
+        mirror.fetch_newest(tmp_path / "there", -1)
     assert "'../outside', which is outside the checkpoint" in said()
     mirror.send(make(tmp_path / "here", 4))
     assert mirror.finish(PATIENCE) == []
@@ -636,10 +705,12 @@ def test_names_that_lead_out_of_a_checkpoint_are_refused(tmp_path: Path, said: A
 def test_too_many_that_wait_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
     monkeypatch.setattr(mirror_module, "MOST_WAITING", 3)
     mirror = Mirror(tmp_path / "mirror")
-    hold = threading.Event()
-    monkeypatch.setattr(mirror.place, "send", lambda *args: hold.wait(PATIENCE))
+    began, hold = threading.Event(), threading.Event()
+    monkeypatch.setattr(mirror.place, "send", lambda *args: began.set() or hold.wait(PATIENCE))
     paths = [make(tmp_path / "here", step) for step in (2, 4, 6, 8)]
-    for path in paths:
+    mirror.send(paths[0])
+    assert began.wait(PATIENCE)
+    for path in paths[1:]:
         mirror.send(path)
     assert mirror.busy() == {paths[0], *paths[2:]}
     hold.set()
@@ -685,19 +756,21 @@ def test_a_repository_gets_one_commit_a_checkpoint(
     mirror.send(sent)
     assert mirror.finish(PATIENCE) == []
     assert len(hub.repositories["jane/runs"]) == 2
-    sent = make(tmp_path / "here", 4)
-    mirror.send(sent)
-    assert mirror.finish(PATIENCE) == []
-    place = f"{folder}/" if folder else ""
+    for step in (4, 6):
+        sent = make(tmp_path / "here", step)
+        mirror.send(sent)
+        assert mirror.finish(PATIENCE) == []
+    place, whole = f"{folder}/" if folder else "", ADAPTER | STATE | {MANIFEST_NAME}
     assert names_in(hub) == {
         f"{place}checkpoint-2": ADAPTER | {RECORD_NAME},
-        f"{place}checkpoint-4": ADAPTER | STATE | {MANIFEST_NAME},
+        f"{place}checkpoint-4": whole,
+        f"{place}checkpoint-6": whole,
     }
     fetched = mirror.fetch_newest(tmp_path / "there", -1)
-    assert fetched == tmp_path / "there" / "checkpoint-4"
+    assert fetched == tmp_path / "there" / "checkpoint-6"
     assert inspect(fetched).state == "verified"
     assert contents(fetched) == contents(sent)
-    assert os.listdir(tmp_path / "there") == ["checkpoint-4"]
+    assert os.listdir(tmp_path / "there") == ["checkpoint-6"]
     assert "hf_nobodys" not in said()
 
 
@@ -743,7 +816,8 @@ def test_a_damaged_checkpoint_of_the_hub_is_named(hub: Hub, tmp_path: Path, said
     assert mirror.finish(PATIENCE) == []
     data = hub.files("jane/runs")["checkpoint-2/optimizer.pt"]
     hub.files("jane/runs")["checkpoint-2/optimizer.pt"] = data[:-1] + b"x"
-    assert mirror.fetch_newest(tmp_path / "there", -1) is None
+    with pytest.raises(UsageError, match="none of its 1 checkpoints"):
+        mirror.fetch_newest(tmp_path / "there", -1)
     assert "checkpoint-2 of hf://jane/runs is not resumed from: optimizer.pt has other bytes" in said()
 
 

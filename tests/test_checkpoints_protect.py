@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 from datasets import Dataset
 from disk_mounts import mounting
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import cogumi
@@ -75,6 +77,7 @@ def make(
     settings: dict[str, Any] = {
         "max_steps": 8,
         "save_steps": 2,
+        "save_total_limit": 2,
         "logging_steps": 1,
         "per_device_train_batch_size": 4,
         "report_to": "none",
@@ -261,6 +264,39 @@ def test_pinned_and_foreign_directories_stay(tmp_path: Path) -> None:
     ]
 
 
+def test_no_limit_keeps_all_as_transformers_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for limit, kept in ((None, ["2", "4", "6", "8"]), (3, ["4", "6", "8"]), (1, ["6", "8"])):
+        place = tmp_path / str(limit)
+        trainer, _ = make(place, save_total_limit=limit)
+        protect(trainer).train()
+        assert names(place) == [f"checkpoint-{step}" for step in kept]
+        assert ("all stay" in str(trainer.cogumi_protection)) == (limit is None)
+    assert "keeps every checkpoint" not in caplog.text  # there is room
+
+
+def test_a_disk_without_room_for_all_is_said_before_the_first_step_and_keeps_the_newest(
+    size: int, disk: Callable[[int], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Said(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 0:
+                before.append(caplog.text)
+
+    before: list[str] = []
+    point = disk(int(3.5 * size))
+    trainer, losses = make(point / "run", Said(), save_total_limit=None, save_steps=1)
+    protect(trainer).train()
+    assert max(losses.seen) == 8
+    assert "save_total_limit=None keeps every checkpoint" in before[0]
+    assert re.search(r"there is room for [1-7] more saves", before[0])
+    assert "2 checkpoints kept instead of all (save_total_limit)" in before[0]
+    assert "saves less often" in before[0]
+    kept = names(point / "run")  # as many as there is room for, the newest
+    assert 2 <= len(kept) < 8
+    assert kept == [f"checkpoint-{step}" for step in range(9 - len(kept), 9)]
+    assert all(inspect(point / "run" / name).state == "verified" for name in kept)
+
+
 def test_undo(tmp_path: Path) -> None:
     trainer, _ = make(tmp_path, save_total_limit=3)
     protect(trainer)
@@ -364,6 +400,8 @@ def test_a_fallback_that_takes_nothing(bad: str, size: int, disk: Callable[[int]
         subprocess.run(["mount", "-o", "remount,ro", str(other)], check=True)
         trainer.train()
         assert max(losses.seen) == 2
+        with pytest.raises(UsageError, match=r"no checkpoint can be written there \(Read-only"):
+            protect(make(other)[0]).train()
 
 
 @pytest.mark.parametrize("fault", ["fails", "reads back differently"])
@@ -491,13 +529,16 @@ def test_other_errors_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_pruning_says_why(tmp_path: Path) -> None:
+    def look(path: Path) -> Finding:
+        return Finding(path, step_of(path), "verified", "", 0)
+
     for step in (1, 2, 3, 10, 20):
         (tmp_path / f"checkpoint-{step}").mkdir()
         if step != 3:
             (tmp_path / f"checkpoint-{step}" / "cogumi-manifest.json").touch()
     (tmp_path / "checkpoint-1" / PIN_NAME).touch()
     (tmp_path / "checkpoint-30").symlink_to(tmp_path / "checkpoint-1")
-    going, said = plan_pruning(tmp_path, 1, best=tmp_path / "checkpoint-2")
+    going, said = plan_pruning(tmp_path, 1, best=tmp_path / "checkpoint-2", look=look)
     assert [path.name for path in going] == ["checkpoint-10"]
     assert said == [
         "checkpoint-1: pinned",
@@ -505,6 +546,154 @@ def test_pruning_says_why(tmp_path: Path) -> None:
         "checkpoint-20: one of the newest",
         "checkpoint-3: not written by cogumi",
     ]
+
+
+@pytest.mark.parametrize("how", ["cut off", "a byte of an earlier process's"])
+def test_a_damaged_checkpoint_is_none_of_those_kept(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Damage(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 7:
+                trainer.cogumi_protection.saver.settle()
+                os.truncate(tmp_path / "checkpoint-6" / "optimizer.pt", 1000)
+
+    trainer, _ = make(tmp_path, Damage() if how == "cut off" else StopAfter(7))
+    protect(trainer)
+    if how == "cut off":
+        trainer.train()
+    else:
+        with pytest.raises(RuntimeError, match="gone"):
+            trainer.train()
+        flip(tmp_path / "checkpoint-4" / "optimizer.pt")
+        protect(make(tmp_path)[0]).train()
+    damaged = "checkpoint-6" if how == "cut off" else "checkpoint-4"
+    good = {name for name in checkpoints(tmp_path) if inspect(tmp_path / name).state == "verified"}
+    assert good == ({"checkpoint-4", "checkpoint-8"} if how == "cut off" else {"checkpoint-6", "checkpoint-8"})
+    if how == "cut off":
+        assert f"{tmp_path / damaged} is damaged, and one more stays in its place: optimizer.pt has" in caplog.text
+
+
+KILLED_AFTER_ITS_LAST_SAVE = """
+import os, signal, sys, time
+from pathlib import Path
+from test_checkpoints_protect import make
+from transformers import TrainerCallback
+import cogumi
+
+class Kill(TrainerCallback):
+    def on_train_end(self, args, state, control, **_):
+        while not (Path(sys.argv[1]) / "checkpoint-8").exists():  # committed beside the training
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+cogumi.protect(make(Path(sys.argv[1]), Kill())[0]).train()
+"""
+
+
+def test_what_a_kill_after_the_last_save_leaves_is_removed_by_the_next_start(tmp_path: Path) -> None:
+    tests = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": f"{tests}:{tests.parent}"}
+    words = [sys.executable, "-c", KILLED_AFTER_ITS_LAST_SAVE, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert names(tmp_path)[:4] == [BALLAST_NAME, "checkpoint-4", "checkpoint-6", "checkpoint-8"]
+    (tmp_path / STAGING_NAME / "checkpoint-8").mkdir(parents=True)
+    trainer, losses = make(tmp_path)
+    protect(trainer, mirror=tmp_path.with_name("mirror")).train()
+    assert losses.seen == {}
+    assert names(tmp_path) == ["checkpoint-6", "checkpoint-8", "run.log"]
+    mirrored = tmp_path.with_name("mirror") / "checkpoint-8"
+    assert inspect(mirrored).state == "verified", "which it may not have come to either"
+
+
+def test_a_reserve_of_a_killed_training_is_gone_where_nothing_more_is_saved(tmp_path: Path) -> None:
+    trainer, _ = make(tmp_path, StopAfter(3))
+    with pytest.raises(RuntimeError, match="gone"):
+        protect(trainer).train()
+    (tmp_path / BALLAST_NAME).write_bytes(bytes(4096))
+    protect(make(tmp_path, save_strategy="no")[0]).train()
+    assert names(tmp_path) == ["checkpoint-2"]
+
+
+def test_a_staging_directory_that_leads_elsewhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "data").write_text("keep me")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / STAGING_NAME).symlink_to(tmp_path / "precious")
+
+    class Again(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3:
+                trainer.cogumi_protection.saver.settle()
+                (tmp_path / "run" / STAGING_NAME).symlink_to(tmp_path / "nowhere")
+
+    trainer, _ = make(tmp_path / "run", Again())
+    protect(trainer).train()
+    assert names(tmp_path / "run") == ["checkpoint-6", "checkpoint-8"]
+    assert all(inspect(tmp_path / "run" / name).state == "verified" for name in names(tmp_path / "run"))
+    assert names(tmp_path / "precious") == ["data"]
+    assert caplog.text.count(f"{STAGING_NAME} is not a directory") == 2
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "model.safetensors", "trainer_state.json"])
+def test_a_file_that_does_not_load_is_one_line(name: str, tmp_path: Path) -> None:
+    """As plain Trainer's, which its structure alone says to be whole."""
+    trainer, _ = make(tmp_path, max_steps=2)
+    trainer.train()
+    path = tmp_path / "checkpoint-2" / name
+    if name == "trainer_state.json":
+        path.write_text(path.read_text().replace('"global_step"', '"nobody_knows": 1, "global_step"'))
+    elif name == "model.safetensors":
+        save_file({"lm_head.weight": torch.zeros(3)}, path, {"format": "pt"})
+    else:
+        torch.save({"not": "what is wanted", "a class": TrainerCallback}, path)
+    assert inspect(path.parent).state == "unverified"
+    again, losses = make(tmp_path)
+    with pytest.raises(UsageError) as refused:
+        protect(again).train()
+    text = str(refused.value)
+    assert "\n" not in text
+    assert f"{tmp_path}/checkpoint-2: " in text
+    assert "cannot be loaded (" in text
+    assert "its weights" in text if name == "model.safetensors" else name in text
+    assert losses.seen == {}
+
+
+def test_a_damaged_name_of_a_training_is_one_line(tmp_path: Path) -> None:
+    trainer, _ = make(tmp_path, max_steps=2)
+    trainer.train()
+    for path, text in ((tmp_path / "checkpoint-2" / "cogumi-run.json", b"[]"), (tmp_path / RUN_NAME, b"../../\xff")):
+        path.write_bytes(text)
+        with pytest.raises(UsageError, match=rf"^{path} is damaged.*; remove that file[^\n]*$"):
+            protect(make(tmp_path)[0], fallback=tmp_path / "other").train()
+
+
+def test_an_output_directory_that_is_a_link(tmp_path: Path) -> None:
+    """As to a larger disk."""
+    (tmp_path / "larger").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "larger")
+    protect(make(tmp_path / "run")[0]).train()
+    assert checkpoints(tmp_path / "larger") == ["checkpoint-6", "checkpoint-8"]
+
+
+def test_a_fresh_machine_does_not_start_over_beside_a_damaged_mirror(tmp_path: Path) -> None:
+    protect(make(tmp_path / "one")[0], mirror=tmp_path / "mirror").train()
+    for step in (6, 8):
+        flip(tmp_path / "mirror" / f"checkpoint-{step}" / "optimizer.pt")
+    before = {path: path.read_bytes() for path in (tmp_path / "mirror").rglob("*") if path.is_file()}
+    trainer, losses = make(tmp_path / "two")
+    with pytest.raises(
+        UsageError, match=r"none of its 2 checkpoints .*checkpoint-8: optimizer.pt .*cogumi.mirror=.*-2"
+    ):
+        protect(trainer, mirror=tmp_path / "mirror").train()
+    assert losses.seen == {}
+    assert {path: path.read_bytes() for path in (tmp_path / "mirror").rglob("*") if path.is_file()} == before
+    assert names(tmp_path / "two") == []
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
 def test_the_names_are_cogumis_own() -> None:

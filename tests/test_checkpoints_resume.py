@@ -169,9 +169,16 @@ def interrupted(output_dir: Path, *numbers: int) -> subprocess.CompletedProcess[
     return subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=output_dir, env=environment)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
-def test_a_signal_finishes_the_step_and_saves(number: int, code: int, tmp_path: Path) -> None:
-    done = interrupted(tmp_path, number)
+@pytest.mark.parametrize(
+    ("numbers", "code"),
+    [
+        ([signal.SIGTERM], 143),
+        ([signal.SIGINT], -signal.SIGINT),
+        ([signal.SIGHUP, signal.SIGHUP], 129),  # a shell passes it on, and the kernel sends another when the shell ends
+    ],
+)
+def test_a_signal_finishes_the_step_and_saves(numbers: list[int], code: int, tmp_path: Path) -> None:
+    done = interrupted(tmp_path, *numbers)
     assert done.returncode == code, done.stderr
     assert "finished" not in done.stdout
     point = last_good_checkpoint(tmp_path)

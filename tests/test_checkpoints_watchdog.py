@@ -372,7 +372,7 @@ def test_what_nothing_wakes_ends_with_143_and_whole_checkpoints(cases: dict[str,
     assert process.exitcode == 143
     stacks, logged = (directory / "run.log").read_text(), (directory / "logged").read_text()
     assert "in never_comes_back" in stacks
-    assert logged.count("once more to end at once") == 1
+    assert logged.count("ends it at once, without saving") == 1
     assert logged.index("it is asked to end") < logged.index("exit status 143")
     point = cogumi.last_good_checkpoint(directory / "run")
     assert point is not None

@@ -364,6 +364,33 @@ def test_the_callback_in_a_trainer(mount: Mount, caplog: pytest.LogCaptureFixtur
     assert not [name for row in trainer.state.log_history for name in row if name.startswith("disk/")]
 
 
+def test_two_in_one_trainer_do_not_hide_each_other(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
+    small, large = mount("tmpfs", "size=10m"), mount("tmpfs", "size=100m")
+    fill(small, 0.7)
+    fill(large, 0.9)
+    reporter, seen = Reporter(), []
+    on_output = cogumi.DiskMonitorCallback(on_change=lambda sample: seen.append(("output", sample.level)))
+    on_data = cogumi.DiskMonitorCallback(small, on_change=lambda sample: seen.append(("data", sample.level)))
+    again = cogumi.DiskMonitorCallback(large / "out", warn=0.5, alarm=0.95)
+    (large / "out").mkdir()
+    trainer = make_trainer(large / "out", reporter, on_output, on_data, again, max_steps=2)
+    for _ in range(2):  # the order in which they are called is another one the second time
+        reporter.rows.clear()
+        trainer.train()
+        rows = [row for row in reporter.rows if "loss" in row]
+        assert len(rows) == 2
+        for row in rows:
+            percents = {name: value for name, value in row.items() if name.endswith("used_percent")}
+            at_small = f"disk/{str(small).strip('/')}/used_percent"
+            assert percents == {
+                "disk/used_percent": pytest.approx(90, abs=0.1),
+                at_small: pytest.approx(70, abs=0.1),
+            }
+    assert sorted(seen) == [("data", "yellow")] * 2 + [("output", "red")] * 2
+    assert f"disk {small} is yellow" in caplog.text
+    assert f"disk {large / 'out'} is red" in caplog.text
+
+
 def test_every_callback_is_called_once_an_event_also_with_the_watch_among_them(tmp_path: Path) -> None:
     calls: list[str] = []
 

@@ -259,6 +259,14 @@ def test_a_disk_of_the_size_that_is_wanted_is_just_enough(
     assert over.fits
 
 
+def test_a_script_that_keeps_all_is_forecast_so(tmp_path: Path) -> None:
+    trainer = cogumi.protect(trainer_on(tmp_path, save_total_limit=None))
+    ahead = outlook(trainer, keep=None)
+    assert (ahead.keep, ahead.saves, ahead.held) == (None, 4, 4)
+    trainer.train()
+    assert outlook_of_run(tmp_path).keep is None
+
+
 def test_a_training_that_goes_on_keeps_what_it_came_from(tmp_path: Path) -> None:
     cogumi.protect(trainer_on(tmp_path, max_steps=4), keep=2).train()
     found = outlook(cogumi.protect(trainer_on(tmp_path, max_steps=12)), keep=2)

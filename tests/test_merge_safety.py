@@ -28,7 +28,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 import cogumi.merge
-from cogumi.errors import UsageError
+from cogumi.errors import DiskFull, UsageError
 from cogumi.merge import MergeError, merge_adapter, work
 
 commit: Any = importlib.import_module("cogumi.merge.commit")  # by attribute, the package has the function of that name
@@ -463,9 +463,12 @@ def test_a_disk_that_others_fill_up_later(
         original(*arguments)
 
     monkeypatch.setattr(cogumi.merge, "write_side_files", fill)
-    with pytest.raises(OSError, match=r"No space left on device: .*merged\.partial-") as caught:
+    with pytest.raises(DiskFull, match="nothing was written") as caught:
         merge_adapter(adapter, disk / "merged", base=base, progress=False)
-    assert caught.value.errno == errno.ENOSPC
+    needed, free, more = kilobytes(str(caught.value))
+    assert needed == pytest.approx(caught.value.needed, abs=1000)
+    assert free == pytest.approx(needed - more, abs=2000)
+    assert caught.value.place == disk
     assert [path.name for path in disk.iterdir()] == ["filler"]
 
 

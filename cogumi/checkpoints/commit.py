@@ -3,6 +3,7 @@
 Trainer writes into `checkpoint-N` itself, file by file; a kill leaves a directory that its resume takes for the newest.
 """
 
+import logging
 import os
 import secrets
 import shutil
@@ -12,6 +13,8 @@ from cogumi.checkpoints.manifest import CHECKPOINT_NAME, files_of, write_manifes
 from cogumi.checkpoints.verify import Finding, inspect
 from cogumi.durable import drop_from_memory, sync_path
 
+log = logging.getLogger(__name__)
+
 # Not `checkpoint-...`: Trainer's rotation and its search for the last one look at every name that begins so.
 STAGING_NAME = ".cogumi-saving"
 ASIDE_PREFIX = "aside-"
@@ -19,11 +22,20 @@ ASIDE_PREFIX = "aside-"
 
 def open_staging(output_dir: Path) -> Path:
     """An empty directory in which a checkpoint is written. What an interrupted save left there is removed."""
+    remove_staging(output_dir)
     staging = output_dir / STAGING_NAME
-    if staging.exists():
-        shutil.rmtree(staging)
     staging.mkdir(parents=True)
     return staging
+
+
+def remove_staging(output_dir: Path) -> None:
+    """Remove the directory of unfinished saves, if it is there. Of a link, or a file, the name alone: a link is not followed."""
+    staging = output_dir / STAGING_NAME
+    if staging.is_symlink() or staging.is_file():
+        log.warning("%s is not a directory: it is removed, and what a link leads to is left alone", staging)
+        staging.unlink()
+    elif staging.exists():
+        shutil.rmtree(staging)
 
 
 def step_of(directory: Path) -> int:

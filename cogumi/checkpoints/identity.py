@@ -1,6 +1,7 @@
 """Whose a checkpoint is: so that no training goes on from another one's in a place that several can reach."""
 
 import json
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from cogumi.errors import UsageError
 # In each checkpoint, and so in its manifest; and in the directory of the checkpoints, where the training itself goes on.
 IDENTITY_NAME = "cogumi-run.json"
 RUN_NAME = ".cogumi-run"
+NAME = re.compile("[0-9a-f]+")  # part of a directory's name in the fallback
 
 # Arguments that do not shape what is learned: where things are, what is shown and kept, how they get there.
 NOT_SHAPING = (
@@ -66,17 +68,29 @@ def plain(value: Any) -> Any:
 def identity_in(text: str) -> Identity:
     """What a checkpoint's file says. Raises ValueError where it is not one."""
     content = json.loads(text)
-    if not isinstance(content, dict) or not {"run", "settings"} <= content.keys():
+    if (
+        not isinstance(content, dict)
+        or not isinstance(content.get("run"), str)
+        or not isinstance(content.get("settings"), dict)
+    ):
         raise ValueError(f"{IDENTITY_NAME} does not say which run it is of")
     return Identity(content["run"], content["settings"])
 
 
 def run_of(directory: Path) -> str | None:
-    """The name of the training that a directory of checkpoints, or one checkpoint, is of."""
+    """The name of the training that a directory of checkpoints, or one checkpoint, is of. Raises UsageError for another text."""
     own, of_checkpoint = directory / RUN_NAME, directory / IDENTITY_NAME
     if own.exists():
-        return own.read_text(encoding="utf-8").strip() or None
-    return identity_in(of_checkpoint.read_text(encoding="utf-8")).run if of_checkpoint.exists() else None
+        name = own.read_text(encoding="utf-8", errors="replace").strip()
+        if name and not NAME.fullmatch(name):
+            raise UsageError(f"{own} is damaged: {name[:20]!r} is no name of a training; remove that file")
+        return name or None
+    if not of_checkpoint.exists():
+        return None
+    try:
+        return identity_in(of_checkpoint.read_text(encoding="utf-8")).run
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{of_checkpoint} is damaged ({error}); remove that file to resume from it") from error
 
 
 def name_run(output_dir: Path, run: str) -> None:

@@ -3,8 +3,10 @@
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from cogumi.rundir import write_atomic
 MANIFEST_NAME = "cogumi-manifest.json"
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
 FORMAT = 1
+PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "unsloth")
 
 
 class CheckpointDamaged(Exception):
@@ -35,11 +38,26 @@ class Manifest:
 
     step: int
     files: dict[str, FileEntry]
+    versions: dict[str, str | None] = field(default_factory=dict)
+    """Of the packages that trained it, None of one that was not installed; {} where an older cogumi saved it."""
 
     @property
     def bytes(self) -> int:
         """What the files weigh together, without the manifest."""
         return sum(entry.size for entry in self.files.values())
+
+
+@cache
+def versions() -> dict[str, str | None]:
+    """The installed versions of what shapes a training, cogumi's own included."""
+    return {name: installed(name) for name in PACKAGES} | {"cogumi": __version__}
+
+
+def installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def write_manifest(directory: Path, step: int) -> None:
@@ -52,7 +70,7 @@ def write_manifest(directory: Path, step: int) -> None:
     content = {
         "format": FORMAT,
         "step": step,
-        "cogumi": __version__,
+        "versions": versions(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "files": {name: asdict(entry) for name, entry in files.items()},
     }
@@ -69,7 +87,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         return None
     except OSError as error:
         raise CheckpointDamaged(f"{MANIFEST_NAME} cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{MANIFEST_NAME} is damaged: it is not JSON any more") from error
     if not isinstance(content, dict):
         raise CheckpointDamaged(f"{MANIFEST_NAME} is damaged: it is not a JSON object any more")
@@ -78,7 +96,26 @@ def read_manifest(directory: Path) -> Manifest | None:
     content.pop("checksum", None)
     if sealed(content) != text:
         raise CheckpointDamaged(f"{MANIFEST_NAME} is damaged: its own checksum does not fit")
-    return Manifest(content["step"], {name: FileEntry(**entry) for name, entry in content["files"].items()})
+    if not isinstance(content.get("step"), int):
+        raise CheckpointDamaged(f"{MANIFEST_NAME} is damaged: it has no step")
+    return Manifest(content["step"], entries_in(content, MANIFEST_NAME), versions_in(content))
+
+
+def versions_in(content: dict[str, Any]) -> dict[str, str | None]:
+    """The packages that wrote a checkpoint; none where the manifest does not say, as of an older cogumi."""
+    found = content.get("versions")
+    return found if isinstance(found, dict) else {}
+
+
+def entries_in(content: dict[str, Any], name: str) -> dict[str, FileEntry]:
+    """The files that a manifest, or a record of the mirror, lists. Raises CheckpointDamaged, with its name, for anything else."""
+    files = content.get("files")
+    for entry in files.values() if isinstance(files, dict) else [None]:
+        if not (
+            isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("sha256"), str)
+        ):
+            raise CheckpointDamaged(f"{name} is damaged: it does not list each file with its size and sha256")
+    return {file: FileEntry(entry["size"], entry["sha256"]) for file, entry in content["files"].items()}
 
 
 def sealed(content: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """A copy of the checkpoints in another place, made by a thread of its own while the training goes on.
 
-The newest checkpoint is there with all of it; of older ones stays what can be deployed. A place is a directory or an
-object store (mirror_store.py), or a Hugging Face repository (mirror_hub.py).
+The newest two checkpoints are there with all of them; of older ones stays what can be deployed. A place is a directory or
+an object store (mirror_store.py), or a Hugging Face repository (mirror_hub.py).
 """
 
 import errno
@@ -10,15 +10,14 @@ import logging
 import math
 import random
 import re
-import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from cogumi.checkpoints.commit import STAGING_NAME, open_staging, set_aside, step_of
+from cogumi.checkpoints.commit import open_staging, remove_staging, set_aside, step_of
 from cogumi.checkpoints.identity import IDENTITY_NAME, Identity, identity_in
 from cogumi.checkpoints.manifest import MANIFEST_NAME, CheckpointDamaged, FileEntry, Manifest, read_manifest
 from cogumi.checkpoints.mirror_hub import HubRepository
@@ -43,6 +42,9 @@ TROUBLE_SECONDS = 60.0  # at the end: what has not worked by then is said, and n
 TRIES_AT_START = 4
 # Checkpoints whose adapters wait for a place that cannot be reached; each keeps its space on the disk until then.
 MOST_WAITING = 8
+# How many stay whole in the mirror: the newest one is what a fault damages, as on the disk.
+KEPT_WHOLE = 2
+REMIND_SECONDS = 600.0  # between two lines about a mirror that falls behind
 
 PERMANENT = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 # As S3's servers and Arrow's client spell it.
@@ -69,9 +71,15 @@ class Mirror:
         self.secrets = secrets_of(str(url))
         self.place: Store | HubRepository = HubRepository(str(url)) if str(url).startswith("hf://") else Store(str(url))
         self.changed = threading.Condition()
-        self.waiting: list[Path] = []  # oldest first; the first is under way
+        self.waiting: dict[Path, bool] = {}  # oldest first; whether all of it is to go, or the adapter alone
+        self.under_way: Path | None = None
         self.lost: dict[Path, str] = {}
         self.trouble = ""
+        # The step of the newest whole checkpoint in the place, since when, and how many were sent after it.
+        self.reached: int | None = None
+        self.since = time.time()
+        self.behind = 0
+        self.said = -math.inf
         self.pace: Pace | None = None  # while a thread is at work
         self.patiently("cannot be written", self.place.check)
 
@@ -82,13 +90,16 @@ class Mirror:
 
     def send(self, checkpoint: Path) -> None:
         """Have a committed checkpoint mirrored; returns at once. Of several that wait, only the newest goes with its
-        trainer state, and of the others what can be deployed."""
+        trainer state, and it goes first; of the others goes what can be deployed."""
         with self.changed:
             if checkpoint in self.waiting:
                 return
-            self.waiting.append(checkpoint)
+            self.waiting[checkpoint] = True
+            self.behind += 1
+            self.warn_if_stalled()
             while len(self.waiting) > MOST_WAITING:
-                oldest = self.waiting.pop(1)
+                oldest = next(each for each in self.waiting if each != self.under_way)
+                del self.waiting[oldest]
                 self.lost[oldest] = f"{MOST_WAITING} newer ones wait"
                 log.error("%s is not mirrored to %s: %s", oldest, self, self.lost[oldest])
             if self.pace is None:
@@ -101,6 +112,23 @@ class Mirror:
         """The checkpoints that are still to be read. One that is removed all the same is named as not mirrored."""
         with self.changed:
             return frozenset(self.waiting)
+
+    def stalled(self) -> str:
+        """From which older step a fresh machine would resume, and why; "" where the newest checkpoint is there or on its way."""
+        if self.behind == 0 or (self.behind == 1 and not (self.trouble or self.lost)):
+            return ""
+        where = "before the first checkpoint" if self.reached is None else f"at step {self.reached}"
+        since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.since))
+        why = self.trouble or next(reversed(self.lost.values()), "it is slower than the training saves")
+        return (
+            f"resumability has stalled {where} since {since}: the newest checkpoint is not whole in {self} ({why}); "
+            "without this disk the training would resume from there"
+        )
+
+    def warn_if_stalled(self) -> None:
+        if (said := self.stalled()) and time.monotonic() - self.said > REMIND_SECONDS:
+            self.said = time.monotonic()
+            log.warning("%s", said)
 
     def finish(self, patience: float, ended: Callable[[], bool] = lambda: False) -> list[Path]:
         """Wait until everything has arrived, at most `patience` seconds, or a minute of trouble, or until `ended`; then stop.
@@ -133,18 +161,39 @@ class Mirror:
                 self.changed.wait_for(lambda: self.waiting or pace.stopped.is_set())
                 if pace.stopped.is_set():
                     return
-                checkpoint, whole = self.waiting[0], len(self.waiting) == 1
+                # First what can be resumed from, then the adapters of those before it.
+                checkpoint, whole = next(
+                    (item for item in self.waiting.items() if not item[1]), next(reversed(self.waiting.items()))
+                )
+                self.under_way = checkpoint
             reason = self.mirror(checkpoint, whole, pace)
             with self.changed:
                 if pace.stopped.is_set():
                     return
-                if reason and whole and len(self.waiting) > 1:
-                    continue  # superseded while it was tried again: at least what can be deployed
-                self.waiting.remove(checkpoint)
+                if reason and whole and self.is_superseded(checkpoint):
+                    continue  # while it was tried again: at least what can be deployed, when a newer one is there
                 if reason:
                     self.lost[checkpoint] = reason
                     log.error("%s is not mirrored to %s: %s", checkpoint, self, reason)
+                    self.warn_if_stalled()
+                elif whole:
+                    self.arrived(checkpoint)
+                self.waiting.pop(checkpoint, None)
+                self.under_way = None
                 self.changed.notify_all()
+
+    def arrived(self, checkpoint: Path) -> None:
+        """A checkpoint is whole in the place: of those before it the adapter is enough."""
+        paths = list(self.waiting)
+        older = paths[: paths.index(checkpoint)]
+        self.waiting.update(dict.fromkeys(older, False))
+        self.reached, self.since, self.behind = step_of(checkpoint), time.time(), len(paths) - len(older) - 1
+        if self.said > -math.inf and not self.behind:
+            self.said = -math.inf
+            log.warning("%s is whole in %s: resumability has stalled no longer", checkpoint.name, self)
+
+    def is_superseded(self, checkpoint: Path) -> bool:
+        return next(reversed(self.waiting), checkpoint) != checkpoint
 
     def mirror(self, checkpoint: Path, whole: bool, pace: Pace) -> str:
         """Bring a checkpoint there: "" once it has arrived, or why it has not."""
@@ -163,12 +212,15 @@ class Mirror:
             what = checkpoint.name if whole else f"the adapter of {checkpoint.name}"
             log.info("%s is in %s and verified (%.2f GB, %.0f s)", what, self, size, time.monotonic() - began)
 
-        reason = self.until_it_works(f"mirroring {checkpoint.name} to {self}", bring, whole, pace)
+        def given_up() -> bool:
+            return pace.stopped.is_set() or (whole and self.is_superseded(checkpoint))
+
+        reason = self.until_it_works(f"mirroring {checkpoint.name} to {self}", bring, given_up)
         if whole and not reason:
-            self.until_it_works(f"removing older trainer state from {self}", lambda: self.tidy(checkpoint), True, pace)
+            self.until_it_works(f"removing older trainer state from {self}", lambda: self.tidy(checkpoint), given_up)
         return reason
 
-    def until_it_works(self, what: str, act: Callable[[], None], whole: bool, pace: Pace) -> str:
+    def until_it_works(self, what: str, act: Callable[[], None], given_up: Callable[[], bool]) -> str:
         """Try again after what passes; "" once it worked, or the reason where it does not pass or a newer one waits."""
         for attempt in itertools.count():
             try:
@@ -186,15 +238,15 @@ class Mirror:
             wait = waiting_time(attempt)
             log.warning("%s failed (%s); again in %.0f s", what, self.trouble, wait)
             with self.changed:
-                self.changed.wait_for(lambda: pace.stopped.is_set() or (whole and len(self.waiting) > 1), wait)
-                if pace.stopped.is_set() or (whole and len(self.waiting) > 1):
+                if self.changed.wait_for(given_up, wait):
                     return self.trouble
         raise AssertionError  # count() does not end
 
     def tidy(self, newest: Path) -> None:
-        """Of checkpoints older than one that has just been verified, leave what can be deployed."""
-        for name, files in self.place.tree().items():
-            step = step_of(Path(name))
+        """Of checkpoints older than one that has just been verified, leave one whole, and of the rest what can be deployed."""
+        found, whole = self.place.tree(), 1
+        for name in newest_first(found):
+            files, step = found[name], step_of(Path(name))
             if step > step_of(newest) and MANIFEST_NAME in files:
                 log.warning("%s holds %s of another run: give each run a place of its own", self, name)
             if step >= step_of(newest):
@@ -202,6 +254,9 @@ class Mirror:
             try:
                 if MANIFEST_NAME in files:
                     manifest = self.manifest_there(name, files)
+                    whole += 1
+                    if whole <= KEPT_WHOLE:
+                        continue
                     keep = deployable(manifest)
                     self.place.reduce(name, step, keep, manifest.files.keys() - keep.keys())
                 elif RECORD_NAME in files:
@@ -220,27 +275,42 @@ class Mirror:
 
         is_ours: whether one is of this training, from what it says of itself and its place in words (None: any is); it may raise.
         Newer ones that are not whole, or do not verify, are logged with their reason. Raises UsageError where the mirror
-        cannot be reached, or the disk does not take it: starting anew would be the wrong answer to that.
+        cannot be reached, the disk does not take it, or all that is there is damaged and nothing is here (newer_than is
+        -1): starting anew would be the wrong answer to that.
         """
         found = self.patiently("cannot be listed", self.place.tree)
-        for name in sorted(found, key=lambda name: step_of(Path(name)), reverse=True):
+        damaged: list[str] = []
+        for name in newest_first(found):
             if step_of(Path(name)) <= newer_than:
-                break
-            if MANIFEST_NAME not in found[name]:
-                what = "its trainer state is not there" if RECORD_NAME in found[name] else f"it has no {MANIFEST_NAME}"
-                log.warning("%s of %s is not resumed from: %s", name, self, what)
+                if MANIFEST_NAME in found[name]:
+                    self.reached = step_of(Path(name))
+                    break
+                continue
+            # An adapter, or an upload that did not end.
+            if MANIFEST_NAME not in found[name] and RECORD_NAME in found[name]:
+                log.warning("%s of %s is not resumed from: its trainer state is not there", name, self)
                 continue
             try:
+                if MANIFEST_NAME not in found[name]:
+                    raise CheckpointDamaged(f"it has no {MANIFEST_NAME}")
                 place = f"{name} in the mirror {self}"
                 if is_ours is not None and not is_ours(self.identity_of(name, found[name]), place):
                     log.warning("%s of %s is not resumed from: it is of another training", name, self)
                     continue
-                return self.fetch(name, found[name], output_dir)
+                fetched = self.fetch(name, found[name], output_dir)
+                self.reached = step_of(fetched)
+                return fetched
             except CheckpointDamaged as damage:
                 log.warning("%s of %s is not resumed from: %s", name, self, damage)
+                damaged.append(f"{name}: {damage}")
             finally:
-                if (output_dir / STAGING_NAME).exists():
-                    shutil.rmtree(output_dir / STAGING_NAME)
+                remove_staging(output_dir)
+        if damaged and newer_than < 0:
+            raise UsageError(
+                f"mirror {self}: none of its {len(damaged)} checkpoints can be resumed from ({damaged[0]}), and {output_dir} "
+                "holds none; put a good one there, or start over at step 0 on purpose: the same command with an empty mirror, "
+                f"cogumi.mirror={self}-2 (protect: mirror=)"
+            )
         return None
 
     def identity_of(self, name: str, files: Mapping[str, int]) -> Identity:
@@ -249,7 +319,7 @@ class Mirror:
             raise CheckpointDamaged(f"{IDENTITY_NAME} is missing")
         try:
             return identity_in(self.patiently("cannot be read", lambda: self.place.text(name, IDENTITY_NAME)))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointDamaged(f"{IDENTITY_NAME} is damaged") from error
 
     def fetch(self, name: str, files: dict[str, int], output_dir: Path) -> Path:
@@ -356,6 +426,10 @@ def manifest_of(checkpoint: Path) -> Manifest:
             "it was removed before it was read" if not checkpoint.exists() else f"it has no {MANIFEST_NAME}"
         )
     return manifest
+
+
+def newest_first(names: Iterable[str]) -> list[str]:
+    return sorted(names, key=lambda name: step_of(Path(name)), reverse=True)
 
 
 def deployable(manifest: Manifest) -> dict[str, FileEntry]:

@@ -27,6 +27,7 @@ from cogumi.checkpoints.manifest import (
     CheckpointDamaged,
     FileEntry,
     Manifest,
+    entries_in,
     read_manifest,
     sealed,
 )
@@ -58,11 +59,11 @@ def read_record(text: str) -> tuple[dict[str, FileEntry], list[str]]:
     try:
         content = json.loads(text)
         content.pop("checksum")
-        if content["format"] != FORMAT or sealed(content) != text:
+        if content["format"] != FORMAT or sealed(content) != text or not isinstance(content["unfinished"], list):
             raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(f"{RECORD_NAME} is damaged") from error
-    return {name: FileEntry(**entry) for name, entry in content["files"].items()}, content["unfinished"]
+    return entries_in(content, RECORD_NAME), [str(file) for file in content["unfinished"]]
 
 
 def manifest_in(text: str) -> Manifest:

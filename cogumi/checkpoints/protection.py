@@ -3,6 +3,8 @@
 import logging
 import math
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,14 @@ from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.resume import checkpoints_in, last_good_checkpoint
 from cogumi.checkpoints.retention import clean
 from cogumi.checkpoints.rollouts import load_rollouts, order_continued
-from cogumi.checkpoints.saving import Saver
+from cogumi.checkpoints.saving import Saver, first_line
+from cogumi.checkpoints.screen import outliving_the_screen
 from cogumi.checkpoints.signals import Preemption
-from cogumi.checkpoints.verify import inspect
+from cogumi.checkpoints.verify import OPTIMIZER, SCHEDULER, inspect
 from cogumi.checkpoints.watchdog import Pulse, Watchdog
 from cogumi.disk.callback import announce
-from cogumi.durable import NO_SPACE, locked
+from cogumi.disk.outlook import outlook
+from cogumi.durable import NO_SPACE, locked, why_unwritable
 from cogumi.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -45,16 +49,19 @@ def protect(
 ) -> Any:
     """Make a trainer's checkpoints whole or absent, keep the last good ones, and resume from them. Returns the trainer.
 
-    keep: how many of the newest checkpoints stay, at least 2; by default args.save_total_limit, or 2. The best one, the
-    one resumed from, and those that hold a file named KEEP stay too. resume: "auto" lets `trainer.train()` go on from the
-    newest checkpoint that verifies; "never" only where it is told to. on_full: what happens when the disk is full and
-    neither the reserve nor older checkpoints made enough room: "continue" trains on and tries again at the next save,
+    keep: how many of the newest checkpoints stay, at least 2; by default args.save_total_limit, where None is all of them.
+    The best one, the one resumed from, and those that hold a file named KEEP stay too. Where all are to stay and the disk
+    has no room for all, that is said when the training begins, and a full disk lets the oldest go, no more than it must.
+    resume: "auto" lets `trainer.train()` go on from the newest checkpoint that verifies; "never" only where it is told to.
+    on_full: what happens when the disk is full and neither the reserve nor older checkpoints made enough room: "continue"
+    trains on and tries again at the next save,
     "pause" waits for space, "stop" ends the training. fallback: a directory on another disk that is tried before that.
     mirror: where each checkpoint is copied to beside the training, and fetched from where this machine has none: a directory,
     an fsspec URL such as s3://bucket/run, or hf://user/repository. on_hung: what happens when there is no sign of life for
     `hung_after` times the median step (and for minutes): the stacks of all threads go to log_path (run.log in args.output_dir)
     and "continue" waits, "stop" ends the training as SIGTERM does, or the process where that does not help.
-    SIGTERM and SIGINT during `trainer.train()` finish the step and save it, and then end the process, or interrupt the cell.
+    SIGTERM, SIGHUP and SIGINT during `trainer.train()` finish the step and save it, and then end the process, or interrupt
+    the cell. Standard output or error that breaks (a closed terminal, the end of a pipe) is switched off.
 
     Raises UsageError for a trainer whose checkpoints it does not know (several processes, FSDP, DeepSpeed), and for a mirror
     that cannot be written to.
@@ -66,7 +73,7 @@ def protect(
     preemption = Preemption()
     saver = Saver(
         trainer,
-        keep or max(2, trainer.args.save_total_limit or DEFAULT_KEEP),
+        keep or kept_of(trainer.args.save_total_limit),
         on_full,
         None if fallback is None else usable(Path(fallback)),
         None if mirror is None else Mirror(mirror),
@@ -88,6 +95,16 @@ def unprotect(trainer: Any) -> Any:
     protection.undo()
     del trainer.cogumi_protection
     return trainer
+
+
+def kept_of(limit: int | None) -> int | None:
+    """How many checkpoints stay under a `save_total_limit`: all (None) where there is none, as in transformers."""
+    return max(2, limit) if limit is not None and limit > 0 else None
+
+
+def kept_by_runs(limit: int | None) -> int:
+    """The same for a run of `cogumi train`, which keeps two where its YAML says nothing."""
+    return kept_of(limit) or DEFAULT_KEEP
 
 
 def check_arguments(trainer: Any, keep: int | None, resume: str, on_full: str, mirror: str | Path | None) -> None:
@@ -131,6 +148,8 @@ class Protection:
         self.train = trainer.train
         self.load_best = trainer._load_best_model
         self.load = trainer._load_from_checkpoint
+        self.load_optimizer_of = trainer._load_optimizer_and_scheduler
+        self.load_rng_of = trainer._load_rng_state
         self.saver = saver
         self.watchdog = watchdog
         self.preemption = preemption
@@ -139,6 +158,8 @@ class Protection:
             "_save_checkpoint": self.saver.save,
             "_load_best_model": self.best_of_all,
             "_load_from_checkpoint": self.load_all_adapters,
+            "_load_optimizer_and_scheduler": self.load_optimizer,
+            "_load_rng_state": self.load_rng,
             "train": self.train_from,
         }
         # What the instance had of its own: others wrap trainers too.
@@ -149,8 +170,9 @@ class Protection:
             return "save_strategy is no: one is written where a signal ends the training, and no other"
         where = f", then {self.saver.fallback}" if self.saver.fallback else ""
         copied = f"; copied to {self.saver.mirror}" if self.saver.mirror else ""
+        staying = "all stay" if self.saver.keep is None else f"the newest {self.saver.keep} stay"
         return (
-            f"written aside, verified and renamed in {self.trainer.args.output_dir}; the newest {self.saver.keep} stay "
+            f"written aside, verified and renamed in {self.trainer.args.output_dir}; {staying} "
             f"(save_total_limit was {self.limit}); resume={self.resume}; on a full disk: the reserve, older checkpoints, "
             f"the adapter alone{where}, then {self.saver.on_full}{copied}"
         )
@@ -178,26 +200,46 @@ class Protection:
         """In place of `trainer.train`."""
         output_dir = Path(self.trainer.args.output_dir)
         output_dir.mkdir(parents=True, exist_ok=True)
+        if error := why_unwritable(output_dir):
+            raise UsageError(
+                f"{output_dir}: no checkpoint can be written there ({error.strerror}); set another output_dir"
+            )
         with locked(output_dir) as ours:
             if ours is False:
                 raise UsageError(
                     f"{output_dir}: another training is writing there; wait for it, or set another output_dir"
                 )
             point = self.resume_point(resume_from_checkpoint)
-            if point is not None and self.is_the_end(point):
-                self.name_of(point)
-                return self.take_up_the_end(point)
             for path in clean(output_dir):
                 log.info("removed %s, left by an interrupted removal", path.name)
             self.put_later_aside(point)
             self.saver.begin(point, self.name_of(point))
-            if point is not None:
-                load_rollouts(self.trainer, point)
-            with self.preemption.listening(), self.watchdog.watching(), order_continued(self.trainer, point):
+            if point is not None and self.is_the_end(point):
                 try:
-                    return self.train(None if point is None else str(point), *args, **kwargs)
+                    done = self.take_up_the_end(point)
                 finally:
                     self.saver.finish()
+                return self.pruned(done)
+            if point is not None:
+                with loading(point, "its rollouts"):
+                    load_rollouts(self.trainer, point)
+            with (
+                outliving_the_screen(),
+                self.preemption.listening(),
+                self.watchdog.watching(),
+                order_continued(self.trainer, point),
+            ):
+                try:
+                    done = self.train(None if point is None else str(point), *args, **kwargs)
+                finally:
+                    self.saver.finish()
+                return self.pruned(done)
+
+    def pruned(self, done: Any) -> Any:
+        """At a good end: a checkpoint too many was left by a killed process, or stayed until its adapter was mirrored."""
+        if self.saver.keep is not None:
+            self.saver.prune(Path(self.trainer.args.output_dir), self.saver.keep)
+        return done
 
     def resume_point(self, wanted: str | bool | None) -> Path | None:
         """Where the training goes on. Raises UsageError where it was told to and cannot."""
@@ -246,7 +288,9 @@ class Protection:
 
     def is_the_end(self, point: Path) -> bool:
         """Whether the training that wrote a checkpoint had no step left, and none was added since."""
-        args, state = self.trainer.args, TrainerState.load_from_json(str(point / "trainer_state.json"))
+        args = self.trainer.args
+        with loading(point, "trainer_state.json"):
+            state = TrainerState.load_from_json(str(point / "trainer_state.json"))
         if args.max_steps > 0:
             return state.global_step >= args.max_steps
         return state.global_step >= state.max_steps and args.num_train_epochs <= state.num_train_epochs
@@ -266,10 +310,21 @@ class Protection:
         PEFT saves "default" in the checkpoint itself and others, such as the frozen "ref" that TRL gives DPO and GRPO, in
         directories of their names; where transformers 5.17 finds such a directory, it loads nothing else.
         """
-        self.load(checkpoint, *args, **kwargs)
-        model = self.trainer.model
-        if isinstance(model, PeftModel) and {DEFAULT} < model.peft_config.keys():
-            model.load_adapter(checkpoint, DEFAULT, is_trainable=True)
+        with loading(checkpoint, "its weights"):
+            self.load(checkpoint, *args, **kwargs)
+            model = self.trainer.model
+            if isinstance(model, PeftModel) and {DEFAULT} < model.peft_config.keys():
+                model.load_adapter(checkpoint, DEFAULT, is_trainable=True)
+
+    def load_optimizer(self, checkpoint: str | None) -> None:
+        """In place of `trainer._load_optimizer_and_scheduler`."""
+        with loading(checkpoint, f"{OPTIMIZER} or {SCHEDULER}"):
+            self.load_optimizer_of(checkpoint)
+
+    def load_rng(self, checkpoint: str | None) -> None:
+        """In place of `trainer._load_rng_state`."""
+        with loading(checkpoint, "rng_state.pth"):
+            self.load_rng_of(checkpoint)
 
     def put_later_aside(self, point: Path | None) -> None:
         """Checkpoints after the one resumed from are of another run, or do not verify: their steps are yet to come."""
@@ -285,14 +340,47 @@ class Protection:
         self.load_best()
 
 
+@contextmanager
+def loading(checkpoint: str | Path | None, what: str) -> Iterator[None]:
+    """What a library says of a part of a checkpoint that it does not load, as a UsageError that names the part."""
+    try:
+        yield
+    except Exception as error:
+        said = f"{type(error).__name__}: {first_line(error)}"
+        raise UsageError(
+            f"{checkpoint}: {what} cannot be loaded ({said}); move that directory away to resume from the one before it, "
+            "or give the model and its adapter the shape that they had"
+        ) from error
+
+
 class Watch(TrainerCallback):
-    """Between steps: finishes commits, and ends the training that a signal has asked to end."""
+    """At the start: says whether the disk holds what is to stay. Between steps: finishes commits, obeys signals."""
 
     def __init__(self, saver: Saver, preemption: Preemption) -> None:
         self.saver = saver
         self.preemption = preemption
 
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.saver.keep is None:
+            say_whether_all_fit(self.saver.trainer)
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.saver.poll()
         if self.preemption.received is not None:
             control.should_save = control.should_training_stop = True
+
+
+def say_whether_all_fit(trainer: Any) -> None:
+    """Where every checkpoint stays: a warning if this training's do not fit on the disk."""
+    try:
+        found = outlook(trainer, keep=None)
+    except UsageError as error:  # an optimizer that tells its size only after a step
+        log.warning("%s", error)
+        return
+    if not found.fits:
+        log.warning(
+            "save_total_limit=None keeps every checkpoint, and the disk has no room for all and a reserve of one: "
+            "when it is full the oldest go"
+        )
+        for line in found.lines:
+            log.warning("disk: %s", line)

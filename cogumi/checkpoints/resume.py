@@ -33,13 +33,31 @@ def last_good_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
 
 
 def findings(output_dir: str | os.PathLike[str]) -> Iterator[Finding]:
-    """Look at each checkpoint of `output_dir`, newest first, when it is asked for: every look reads the whole checkpoint.
+    """Verify each checkpoint of `output_dir`, newest first, when it is asked for: that reads the whole checkpoint.
 
-    Only directories named checkpoint-STEP are looked at; links are somebody else's. Nothing in a directory that does not
-    exist. Raises UsageError when it cannot be listed.
+    Only directories named checkpoint-STEP count, and no links. One that is removed meanwhile, as by a training beside, is
+    left out. Nothing in a directory that does not exist. Raises UsageError when it cannot be listed.
     """
     for directory in checkpoints_in(Path(output_dir)):
-        yield inspect(directory)
+        finding = inspect_beside(directory)
+        if finding is not None:
+            yield finding
+
+
+def inspect_beside(directory: Path) -> Finding | None:
+    """Verify a checkpoint while others may remove it, or put another one in its place; None where it is gone."""
+    while (before := inode_of(directory)) is not None:
+        finding = inspect(directory)
+        if finding.state != "rejected" or inode_of(directory) == before:
+            return finding
+    return None
+
+
+def inode_of(path: Path) -> int | None:
+    try:
+        return os.stat(path).st_ino
+    except FileNotFoundError:
+        return None
 
 
 def checkpoints_in(output_dir: Path) -> list[Path]:

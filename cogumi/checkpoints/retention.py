@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest that verify, the best, the one resumed from, and those somebody wants kept.
+"""Which checkpoints stay: the newest that verify, the best, the one resumed from, and those that are pinned.
 
 Only what a commit of ours wrote is ever removed, after a newer one was read back, by a rename first and then file by file.
 """
@@ -6,11 +6,13 @@ Only what a commit of ours wrote is ever removed, after a newer one was read bac
 import logging
 import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from cogumi.checkpoints.commit import blocks_of
 from cogumi.checkpoints.manifest import MANIFEST_NAME
 from cogumi.checkpoints.resume import checkpoints_in
+from cogumi.checkpoints.verify import Finding, inspect
 from cogumi.disk import space_of
 
 log = logging.getLogger(__name__)
@@ -23,26 +25,38 @@ NOTICED_BYTES = 1 << 28
 
 
 def plan_pruning(
-    output_dir: Path, keep: int, best: Path | None = None, pinned: frozenset[Path] = frozenset()
+    output_dir: Path,
+    keep: int,
+    best: Path | None = None,
+    pinned: frozenset[Path] = frozenset(),
+    look: Callable[[Path], Finding] = inspect,
 ) -> tuple[list[Path], list[str]]:
-    """(what goes, oldest first; what stays, with the reason). The newest `keep` stay.
+    """(what goes, oldest first; what stays, with the reason). The newest `keep` that verify stay, and all newer ones.
 
-    Looks at names, not at contents: whoever removes has verified one that stays. Raises ValueError for keep below 1.
+    A damaged checkpoint does not count. Where fewer than `keep` verify, nothing goes. look: how one is verified; it is
+    called for the newest until `keep` are good. Raises ValueError for keep below 1.
     """
     if keep < 1:
         raise ValueError(f"keep={keep} would remove every checkpoint")
-    ours, said = [], []
-    for path in reversed(checkpoints_in(output_dir)):
-        if (path / MANIFEST_NAME).is_file():
-            ours.append(path)
+    kept, damaged, foreign, going, good = [], [], [], [], 0
+    for path in checkpoints_in(output_dir):  # the newest first
+        if not (path / MANIFEST_NAME).is_file():
+            foreign.append(f"{path.name}: not written by cogumi")
+            continue
+        counts = good < keep
+        finding = look(path) if counts else None
+        good += finding is not None and finding.state == "verified"
+        if finding is not None and finding.state != "verified":
+            damaged.append(f"{path.name}: is {finding.state} and does not count: {finding.reason}")
+        elif best is not None and path.name == best.name:
+            kept.append(f"{path.name}: the best")
+        elif path in pinned or (path / PIN_NAME).exists():
+            kept.append(f"{path.name}: pinned")
+        elif counts:
+            kept.append(f"{path.name}: one of the newest")
         else:
-            said.append(f"{path.name}: not written by cogumi")
-    kept = dict.fromkeys(ours[-keep:], "one of the newest")
-    kept |= {path: "pinned" for path in ours if path in pinned or (path / PIN_NAME).exists()}
-    if best is not None:
-        kept |= {path: "the best" for path in ours if path.name == best.name}
-    going = [path for path in ours if path not in kept]
-    return going, [*(f"{path.name}: {kept[path]}" for path in ours if path in kept), *said]
+            going.append(path)
+    return going[::-1], [*damaged, *kept[::-1], *foreign[::-1]]
 
 
 def remove(path: Path) -> int:

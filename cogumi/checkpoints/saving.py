@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,9 +12,10 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from cogumi.checkpoints.commit import STAGING_NAME, blocks_of, commit, open_staging, set_aside
+from cogumi.checkpoints.commit import STAGING_NAME, blocks_of, commit, open_staging, remove_staging, set_aside, step_of
 from cogumi.checkpoints.full import causes, disk_is_full
 from cogumi.checkpoints.identity import Identity, settings_of
+from cogumi.checkpoints.manifest import MANIFEST_NAME
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.retention import plan_pruning, remove
 from cogumi.checkpoints.rollouts import save_rollouts
@@ -35,15 +35,15 @@ MIRROR_SECONDS = 3600.0
 class Saver:
     """Saves one trainer's checkpoints. All of it runs in the training thread, but for the commit of what is staged.
 
-    keep: how many of the newest stay. on_full: "continue", "pause" or "stop". fallback: where a checkpoint goes that does
-    not fit. mirror: what copies them elsewhere. excused: in whose block the training may wait. asked_to_end: whether a
-    signal has come.
+    keep: how many of the newest stay, None for all. on_full: "continue", "pause" or "stop". fallback: where a checkpoint
+    goes that does not fit. mirror: what copies them elsewhere. excused: in whose block the training may wait. asked_to_end:
+    whether a signal has come.
     """
 
     def __init__(
         self,
         trainer: Any,
-        keep: int,
+        keep: int | None,
         on_full: str,
         fallback: Path | None = None,
         mirror: Mirror | None = None,
@@ -62,6 +62,7 @@ class Saver:
         self.refused: Path | None = None
         self.resumed_from: Path | None = None
         self.committed: list[Path] = []
+        self.looked_at: dict[Path, Finding] = {}
         self.pending: tuple[Path, Path, Future[Finding]] | None = None
         self.committer = ThreadPoolExecutor(1, thread_name_prefix="cogumi-checkpoint")
 
@@ -70,6 +71,29 @@ class Saver:
         self.resumed_from = resumed_from
         self.identity = Identity(run, settings_of(self.trainer))
         self.committed.clear()
+        self.looked_at.clear()
+        self.remove_leftovers()
+        if resumed_from is not None and (resumed_from / MANIFEST_NAME).is_file():  # which has just been verified
+            self.looked_at[resumed_from] = Finding(resumed_from, step_of(resumed_from), "verified", "", 0)
+            # The process that wrote it may have ended before it had arrived.
+            if self.mirror is not None and self.mirror.reached != step_of(resumed_from):
+                self.mirror.send(resumed_from)
+
+    def remove_leftovers(self) -> None:
+        """Remove the reserve, and a save that no thread is at work on. The caller holds the directory's lock."""
+        for directory in self.places():
+            try:
+                if self.pending is None:
+                    remove_staging(directory)
+                if os.path.lexists(directory / BALLAST_NAME):
+                    (directory / BALLAST_NAME).unlink()
+            except OSError as error:  # a fallback that is read-only or gone must not end the training
+                log.warning("%s: what a save left there cannot be removed (%s)", directory, first_line(error))
+
+    def places(self) -> list[Path]:
+        """Where this training's checkpoints are."""
+        spilled = self.spills_to(self.identity.run)
+        return [Path(self.trainer.args.output_dir), *([] if spilled is None else [spilled])]
 
     def spills_to(self, run: str | None) -> Path | None:
         """Where in the fallback a training's checkpoints go: others have the same names."""
@@ -90,9 +114,10 @@ class Saver:
             return
         if self.write(model, trial, final):
             return
-        for make_room in (self.drop_ballast, self.prune_to_one):
-            if make_room(output_dir) and self.write(model, trial, final):
-                return
+        for make_room in (self.drop_ballast, self.prune_for_room):
+            while make_room(output_dir):
+                if self.write(model, trial, final):
+                    return
         self.keep_adapter(output_dir)
         if self.spill(model, trial, final.name):
             return
@@ -113,8 +138,7 @@ class Saver:
         except BaseException as error:
             full = isinstance(error, Exception) and disk_is_full(error, final.parent)  # before its room is given back
             self.trainer.state.best_model_checkpoint = best  # Trainer may have noted the place that is now gone
-            if staging.exists():
-                shutil.rmtree(staging)
+            remove_staging(final.parent)
             if not full:
                 raise
             if final != self.refused:  # while training waits for space it is tried again and again
@@ -209,22 +233,41 @@ class Saver:
             self.refuse_unless_spilled(final, OSError(why))
             return
         self.committed.append(final)
+        self.looked_at[final] = finding
         log.info("%s is saved and verified (%s)", final, spoken(finding.bytes))
         if self.mirror is not None:
             self.mirror.send(final)
-        self.prune(final.parent, self.keep)
+        if self.keep is not None:
+            self.prune(final.parent, self.keep)
         self.take_ballast(final.parent, blocks_of(final))
 
-    def prune(self, output_dir: Path, keep: int) -> bool:
-        """Let older checkpoints go, one that stays having just been read back; whether any went."""
-        best = self.trainer.state.best_model_checkpoint
-        pinned = frozenset() if self.resumed_from is None else frozenset({self.resumed_from})
-        if self.mirror is not None and keep > 1:  # where space is short, what was not copied yet goes as well
+    def prune(self, output_dir: Path, keep: int, urgent: bool = False) -> bool:
+        """Let older checkpoints go, one that stays having just been read back; whether any went. urgent: space is short."""
+        best, pinned = self.staying()
+        if self.mirror is not None and not urgent:  # else what was not copied yet goes as well
             pinned |= self.mirror.busy()
-        going, _ = plan_pruning(output_dir, keep, Path(best) if best else None, pinned)
+        going, _ = plan_pruning(output_dir, keep, best, pinned, self.look)
         for path in going:
             log.info("%s makes room (%s)", path, spoken(remove(path)))
         return bool(going)
+
+    def look(self, path: Path) -> Finding:
+        """Verify a checkpoint that is to stay: all of it once, then its names and sizes, which takes no time of the training."""
+        known = self.looked_at.get(path)
+        if known is not None and known.state != "verified":
+            return known
+        finding = inspect(path, whole=known is None)
+        if finding.state != "verified":
+            log.warning("%s is damaged, and one more stays in its place: %s", path, finding.reason)
+        self.looked_at[path] = finding
+        return finding
+
+    def staying(self) -> tuple[Path | None, frozenset[Path]]:
+        """(the best checkpoint, those that are pinned): they stay however old they are."""
+        best = self.trainer.state.best_model_checkpoint
+        return Path(best) if best else None, frozenset() if self.resumed_from is None else frozenset(
+            {self.resumed_from}
+        )
 
     # ---------------------------------------------------------------------------------------------------------- a full disk
 
@@ -236,8 +279,9 @@ class Saver:
         try:
             with path.open("xb") as file:
                 os.posix_fallocate(file.fileno(), 0, size)
-        except OSError as error:  # without an inode left there is not even the file
-            path.unlink(missing_ok=True)
+        except OSError as error:
+            if path.exists():  # without an inode left, or on a read-only disk, there is not even the file
+                path.unlink()
             log.warning("no room for a reserve of one more checkpoint beside %s (%s)", output_dir, error.strerror)
 
     def drop_ballast(self, output_dir: Path) -> bool:
@@ -248,18 +292,21 @@ class Saver:
         log.warning("let go of the reserve in %s", output_dir)
         return True
 
-    def prune_to_one(self, output_dir: Path) -> bool:
-        """Keep the newest that verifies, the best, the pinned and the one resumed from."""
+    def prune_for_room(self, output_dir: Path) -> bool:
+        """Keep the newest that verifies, the best, the pinned and the one resumed from; all but the oldest where all stay."""
         newest = self.committed[-1] if self.committed else None
         if newest is None or newest.parent != output_dir or inspect(newest).state != "verified":
             return False
-        return self.prune(output_dir, 1)
+        keep = 1
+        while self.keep is None and plan_pruning(output_dir, keep + 1, *self.staying(), self.look)[0]:
+            keep += 1
+        return self.prune(output_dir, keep, urgent=True)
 
     def keep_adapter(self, output_dir: Path) -> None:
         """What can be deployed, where nothing else fits: the adapter alone, a small part of a checkpoint."""
         if getattr(self.trainer.model, "peft_config", None) is None:
             return
-        final, staging = output_dir / f"adapter-{self.trainer.state.global_step}", output_dir / STAGING_NAME
+        final = output_dir / f"adapter-{self.trainer.state.global_step}"
         if final.exists():
             return
         try:
@@ -274,8 +321,7 @@ class Saver:
             log.warning("not even the adapter alone fits on the disk")
         else:
             log.warning("saved the adapter alone to %s: it can be used and merged, not resumed from", final)
-        if staging.exists():
-            shutil.rmtree(staging)
+        remove_staging(output_dir)
 
     def follow_policy(self, final: Path, again: Callable[[], bool]) -> None:
         """The checkpoint is not to be had. again: tries once more, and says whether it worked."""
@@ -292,9 +338,7 @@ class Saver:
             if there:
                 log.warning("there is space again; training goes on")
                 return
-        staging = final.parent / STAGING_NAME
-        if staging.exists():
-            shutil.rmtree(staging)
+        remove_staging(final.parent)
         if self.on_full == "stop":
             self.trainer.control.should_training_stop = True
             log.error("training stops: %s does not fit on the disk of %s. Free space and resume", final.name, place)
@@ -314,9 +358,10 @@ class Saver:
 
     def finish(self) -> None:
         """At the end of training, however it ends."""
-        self.settle()
-        for directory in {path.parent for path in self.committed}:
-            (directory / BALLAST_NAME).unlink(missing_ok=True)
+        try:
+            self.settle()
+        finally:
+            self.remove_leftovers()
         if self.mirror is not None:
             ending = self.asked_to_end()  # by a signal that has been heard: the next one ends the process
             with self.excused():

@@ -1,6 +1,7 @@
-"""SIGTERM and SIGINT during a training: finish the step, save, then do what the signal asks for.
+"""SIGTERM, SIGHUP and SIGINT during a training: finish the step, save, then do what the signal asks for.
 
-A provider that takes a machine back sends SIGTERM and waits for some seconds; Ctrl-C in a notebook is SIGINT.
+A provider that takes a machine back sends SIGTERM and waits for some seconds; a terminal that is closed sends SIGHUP, more
+than once where a shell passes it on; Ctrl-C in a notebook is SIGINT.
 """
 
 import logging
@@ -16,7 +17,26 @@ from cogumi.errors import FINISHED_AND_SAVED
 
 log = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+
+@contextmanager
+def ending_in_good_order() -> Iterator[None]:
+    """While in the block, SIGTERM and SIGHUP raise SystemExit where they would kill: what is begun is put in order."""
+    here = threading.current_thread() is threading.main_thread()
+    deadly = [each for each in SIGNALS if here and signal.getsignal(each) is signal.SIG_DFL]
+    for each in deadly:
+        signal.signal(each, end)
+    try:
+        yield
+    finally:
+        for each in deadly:
+            signal.signal(each, signal.SIG_DFL)
+
+
+def end(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the second of a closed terminal is not to disturb what follows
+    raise SystemExit(128 + number)
 
 
 class Preemption:
@@ -31,13 +51,15 @@ class Preemption:
         """While in the block, signals end it in good order; afterwards what they ask for is done.
 
         Handlers belong to the main thread: in another one nothing is changed. Raises KeyboardInterrupt after
-        SIGINT and SystemExit(143) after SIGTERM, once the handlers that were there before have been called.
+        SIGINT, SystemExit(143) after SIGTERM and SystemExit(129) after SIGHUP, once the handlers that were there before
+        have been called. A SIGHUP that is ignored (nohup) stays so.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         self.received = None
-        self.before = {each: signal.signal(each, self.handle) for each in SIGNALS}
+        heard = [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
+        self.before = {each: signal.signal(each, self.handle) for each in heard}
         try:
             yield
         finally:
@@ -49,10 +71,12 @@ class Preemption:
     def handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received = number
+            again = "" if number == signal.SIGHUP else "; the same signal again ends it at once, without saving"
             log.warning(
-                "%s: what is under way is finished, and the training saved and ended; once more to end at once",
-                signal.Signals(number).name,
+                "%s: this step will be finished and saved, then the training ends%s", signal.Signals(number).name, again
             )
+        elif number == signal.SIGHUP:
+            return
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
         else:

@@ -226,7 +226,7 @@ def read_json(name: str, path: Path) -> Any:
     try:
         with reading(path):
             return json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{name} is damaged: it is not JSON any more") from error
 
 

@@ -24,8 +24,9 @@ class DiskMonitorCallback(TrainerCallback):
     path: by default args.output_dir. Looks at most once every `interval` seconds, after a step; a step without a look
     costs the reading of a clock. Logs a line when the level changes, and puts disk/free_gb (10^9 bytes) and
     disk/used_percent into what the trainer logs with a loss, for every reporter; trainer.state.log_history was written
-    before. warn, alarm, on_change and log_path are those of `DiskMonitor`. It never deletes, never stops a training, and
-    goes on where the disk does not answer.
+    before. Of several in one trainer each has a level of its own; those of other directories than the first one's are
+    logged as disk/DIRECTORY/free_gb and disk/DIRECTORY/used_percent. warn, alarm, on_change and log_path are those of
+    `DiskMonitor`. It never deletes and never stops a training, also where the disk does not answer.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class DiskMonitorCallback(TrainerCallback):
         self.interval = interval
         self.settings: dict[str, Any] = {"warn": warn, "alarm": alarm, "on_change": on_change, "log_path": log_path}
         self.monitor: DiskMonitor | None = None
+        self.prefix = ""
         self.next_look = math.inf
 
     def on_train_begin(
@@ -50,9 +52,10 @@ class DiskMonitorCallback(TrainerCallback):
     ) -> None:
         if not state.is_local_process_zero:
             return
-        go_before_reporters(self, sys._getframe(1).f_locals.get("self"))
         path = there(Path(args.output_dir or ".")) if self.path is None else self.path
         self.monitor = DiskMonitor(path, interval=self.interval, **self.settings)
+        others = go_before_reporters(self, sys._getframe(1).f_locals.get("self"))
+        self.prefix = self.prefix or free_prefix(self.monitor.path, others)
         announce(f"disk: watching {self.monitor}, at most every {self.interval:g} s, between steps")
         self.look(self.monitor)
 
@@ -76,8 +79,14 @@ class DiskMonitorCallback(TrainerCallback):
         # What evaluate() and train() return is logged too, and is not to be added to.
         if logs is None or "loss" not in logs or sample is None or sample.free is None or sample.used_share is None:
             return
-        logs["disk/free_gb"] = round(sample.free / 1e9, 3)
-        logs["disk/used_percent"] = round(sample.used_share * 100, 2)
+        logs[f"{self.prefix}/free_gb"] = round(sample.free / 1e9, 3)
+        logs[f"{self.prefix}/used_percent"] = round(sample.used_share * 100, 2)
+
+
+def free_prefix(path: Path, others: list[DiskMonitorCallback]) -> str:
+    """What the figures of a directory are logged under, so that they do not hide those of another one."""
+    taken = {other.prefix: other.monitor.path for other in others if other.monitor is not None}
+    return "disk" if taken.get("disk", path) == path else f"disk/{path.as_posix().strip('/')}"
 
 
 def there(output_dir: Path) -> Path:
@@ -97,15 +106,16 @@ def announce(line: str) -> None:
         print(line, file=sys.stderr)
 
 
-def go_before_reporters(callback: TrainerCallback, handler: Any) -> None:
+def go_before_reporters(callback: DiskMonitorCallback, handler: Any) -> list[DiskMonitorCallback]:
     """Have a callback called before those that report_to brought in, which otherwise read the logs before it adds to them.
 
-    handler: whoever calls on_train_begin. Trainer puts its own callbacks in front of the user's and hands no callback
-    the list, so it is taken from the calling frame. Moving an entry back does not disturb the loop over it: those that
-    it passes have been called.
+    Returns the other ones of its kind. handler: what calls on_train_begin. Trainer puts its own callbacks in front of the
+    user's and hands no callback the list, so it is taken from the calling frame. Moving an entry back does not disturb the
+    loop over it: those that it passes have been called.
     """
     if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
         handler.callbacks.remove(callback)
         handler.callbacks.insert(0, callback)
-    else:
-        log.info("disk: reporters that are called before this callback do not see its figures")
+        return [each for each in handler.callbacks if isinstance(each, DiskMonitorCallback) and each is not callback]
+    log.info("disk: reporters that are called before this callback do not see its figures")
+    return []

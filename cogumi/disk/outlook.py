@@ -82,13 +82,17 @@ class Outlook:
         sizes = {need.what: need for need in disk.needs}
         said = []
         if disk.training > free and CHECKPOINTS in sizes:
-            if self.keep is not None and self.keep > 2:
-                saved = spoken((self.keep - 2) * self.checkpoint)
-                said.append(f"2 checkpoints kept instead of {self.keep} (save_total_limit) are {saved} less")
+            kept = self.held - 1 if self.keep is None else self.keep
+            if kept > 2:
+                saved = spoken((kept - 2) * self.checkpoint)
+                instead = "all" if self.keep is None else kept
+                said.append(f"2 checkpoints kept instead of {instead} (save_total_limit) are {saved} less")
             if disk.training - self.reserve <= free:
                 said.append("it goes without the reserve, which is taken only where there is room")
-            said.append("a directory on another disk for what does not fit, if none is named yet (cogumi.fallback)")
-            said.append("saving less often does not help: the fullest moment stays the same")
+            said.append("a directory on another disk for what does not fit, if none is named yet "
+                        "(cogumi.fallback, or protect(fallback=...) in a script)")  # fmt: skip
+            less = "saves less often" if self.keep is None else ""
+            said.append(less or "saving less often does not help: the fullest moment stays the same")
         if disk.end > free and MERGED in sizes:
             said.append(f"cogumi.merge=false leaves {spoken(sizes[MERGED].end)} for `cogumi merge` to write elsewhere")
         if DOWNLOAD in sizes and sizes[DOWNLOAD].training:
@@ -99,7 +103,7 @@ class Outlook:
 def outlook(
     trainer: Any,
     *,
-    keep: int,
+    keep: int | None,
     adapter_into: Path | None = None,
     merged_into: Path | None = None,
     more: Iterable[Need] = (),
@@ -108,9 +112,9 @@ def outlook(
 ) -> Outlook:
     """What a protected trainer's run will want of its disks, from now on. Changes nothing.
 
-    keep: as `protect` keeps them. adapter_into, merged_into: where those will be written, if they will. more: what else
-    is to be counted; notes: what else is to be said. Raises what `checkpoint_bytes` raises, and OSError for a disk that
-    does not answer.
+    keep: as `protect` keeps them (None: all). adapter_into, merged_into: where those will be written, if they will. more:
+    what else is to be counted; notes: what else is to be said. Raises what `checkpoint_bytes` raises, and OSError for a
+    disk that does not answer.
     """
     args, output_dir = trainer.args, Path(trainer.args.output_dir)
     forecast = checkpoint_bytes(trainer)
@@ -120,7 +124,7 @@ def outlook(
     # The newest there is resumed from, and stays.
     resumed = bool(found.ours) and trainer.state.global_step == 0
     step = step_of(found.ours[0]) if resumed else trainer.state.global_step
-    staying = keep + found.pinned + resumed + (args.metric_for_best_model is not None)
+    beside = found.pinned + resumed + (args.metric_for_best_model is not None)
     needs = list(more)
     if adapter_into is not None:
         needs.append(Need(ADAPTER, adapter_into, 0, forecast.weights + forecast.files, ENTRIES))
@@ -130,7 +134,7 @@ def outlook(
         each=each,
         made_of=f"weights {spoken(forecast.weights)}, optimizer {spoken(forecast.optimizer)}",
         keep=keep,
-        staying=staying,
+        staying=None if keep is None else keep + beside,
         reserve=each if regular else 0,
         saves=saves_to_come(trainer, step) if regular else 1,
         found=found,

@@ -61,10 +61,12 @@ def outlook_of_run(directory: Path) -> Outlook:
     state = state_of(there)
     ours = tuple(path for path in there if (path / MANIFEST_NAME).is_file())
     limit, over = train.get("save_total_limit"), is_over(directory)
-    keep = max(2, limit or DEFAULT_KEEP) if ours else limit
     found = Found.of(place, ours or tuple(there))
     each = taken_by(there[0])
     best = state.get("best_model_checkpoint") is not None
+    keep = max(2, limit or DEFAULT_KEEP) if ours else limit
+    if not config and len(ours) - found.pinned - best > DEFAULT_KEEP:
+        keep = None  # a script's, which keeps more: what it was told stands nowhere
     every = steps_between_saves(there, train)
     left = saves_left(state, every, step_of(there[0]))
     seconds = seconds_per_step(directory, there)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cogumi.errors import MergeError, UsageError
 from cogumi.merge.bases import resolve_base
-from cogumi.merge.commit import allocate, check_target, commit, partial_directory, remove_stale
+from cogumi.merge.commit import allocate, check_target, commit, needed_bytes, partial_directory, remove_stale
 from cogumi.merge.hashing import FileDigest, hashing_ahead
 from cogumi.merge.logits import LogitCheck, check_logits
 from cogumi.merge.manifest import Facts, write_description, write_side_files
@@ -25,6 +25,7 @@ from cogumi.merge.progress import progress_bar, spoken
 from cogumi.merge.resolve import resolve_adapter
 from cogumi.merge.sidefiles import has_tokenizer
 from cogumi.merge.work import cores, write_and_verify
+from cogumi.working import said
 
 __all__ = ["LogitCheck", "MergeError", "MergeReport", "check_logits", "merge_adapter"]
 
@@ -84,6 +85,7 @@ class MergeReport:
         return pieces.piece(pieces.merged(self.out, self))
 
 
+@said("merge: the adapter goes into its base")
 def merge_adapter(
     adapter: AdapterPath | Sequence[tuple[AdapterPath, float]],
     out: AdapterPath,
@@ -108,11 +110,12 @@ def merge_adapter(
     full-precision original is found by name and proven; "dequant" merges into the quantized base's decoded weights.
     dtype: "keep", "bfloat16", "float16" or "float32". verify: "elements" re-reads every output tensor and compares it
     with W + delta in float64; "logits" then also runs base + adapter and the merged model, each in float32 in memory;
-    "none" does neither. workers: threads, by default one for each core. progress: show a bar when stderr is a terminal.
+    "none" does neither. workers: threads, by default one for each core. progress: show a bar in a terminal or a notebook.
 
     Raises UsageError, with nothing written, when the adapter or base is not one that merges exactly, they do not fit
-    together, `out` exists or cannot be written, or the disk is too full; MergeError when the verification fails;
-    OSError when the disk does. In every case, interruption included, `out` exists afterwards only if it is whole.
+    together, or `out` exists or cannot be written; DiskFull, which is one, when the disk is too full, or others fill it
+    meanwhile; MergeError when the verification fails; OSError when the disk does. In every case, interruption included,
+    `out` exists afterwards only if it is whole.
     """
     started = time.monotonic()
     check_choice("base_mode", base_mode, ("full", "dequant"))
@@ -128,8 +131,8 @@ def merge_adapter(
     with hashing_ahead(sources.values()):  # which needs nothing of what planning waits for: transformers, imported
         plan = build_plan(adapters, found, dtype)
     remove_stale(target)
-    with partial_directory(target) as partial:
-        allocate(plan, partial, target)
+    with partial_directory(target, needed_bytes(plan)) as partial:
+        allocate(plan, partial)
         with progress_bar(progress, "merging", plan.shard_bytes) as merged:
             outcome = write_and_verify(plan, partial, sources, workers or cores(), verify != "none", merged)
         write_side_files(plan, partial)

@@ -83,7 +83,10 @@ def inject(adapter: Adapter, base: Base, config: Any, model: Any) -> Any:
     try:
         with without_advice():
             return get_peft_model(model, config, low_cpu_mem_usage=True)
-    except ValueError as error:  # "no target module found", "this layer type is not supported"
+    except (
+        ValueError,
+        TypeError,
+    ) as error:  # "no target module found"; a setting that is none, in a damaged adapter_config.json
         raise UsageError(f"adapter {adapter.path} does not fit base {base.name}: {error}") from error
 
 

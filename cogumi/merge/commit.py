@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cogumi.durable import NO_SPACE, locked, sync_path
-from cogumi.errors import UsageError
+from cogumi.errors import DiskFull, UsageError
 from cogumi.merge.plan import MergePlan
 from cogumi.merge.progress import spoken
 
@@ -69,15 +69,18 @@ def being_written(target: Path, partial: Path) -> UsageError:
 
 
 @contextmanager
-def partial_directory(target: Path) -> Iterator[Path]:
+def partial_directory(target: Path, needed: int) -> Iterator[Path]:
     """A new, locked directory beside `target`, to be renamed to it; removed when the block fails.
 
-    KeyboardInterrupt too: a half-written model must not stay on a disk that is short of space.
+    KeyboardInterrupt too: a half-written model must not stay on a disk that is short of space. needed: bytes that the
+    output takes; a disk that is full at any moment is a DiskFull that says them.
     """
     partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
     try:
         partial.mkdir()
     except OSError as error:
+        if error.errno in NO_SPACE:
+            raise full(target, needed, 0, error) from error
         raise UsageError(f"cannot write {partial}: {error.strerror}; choose another out") from error
     with locked(partial) as ours:
         if ours is False:  # a merge that has begun at the same moment took it for a killed one's, and removes it
@@ -85,32 +88,36 @@ def partial_directory(target: Path) -> Iterator[Path]:
         try:
             yield partial
         except BaseException as error:
-            if isinstance(error, OSError) and error.errno in NO_SPACE and error.filename is None:
-                error.filename = os.fspath(partial)  # a failed write does not say where
+            taken = sum(path.stat().st_blocks * 512 for path in partial.rglob("*") if path.is_file())
+            refused = isinstance(error, OSError) and error.errno in NO_SPACE and full(target, needed, taken, error)
             if partial.exists():
                 shutil.rmtree(partial)
+            if refused:
+                raise refused from error
             raise
 
 
-def allocate(plan: MergePlan, partial: Path, target: Path) -> None:
+def allocate(plan: MergePlan, partial: Path) -> None:
     """Create every shard in its full size, with its blocks taken from the disk, before any work is done.
 
     What `df` says is not what can be written (quotas, reserved blocks, thin volumes): asking for the blocks is the only
-    way to know. Raises UsageError with the numbers when they cannot be had.
+    way to know. Raises OSError where they cannot be had.
     """
-    wanted = [(partial / shard.name, shard.bytes) for shard in plan.shards]
-    # The manifest and the index take some 600 bytes a tensor, and each small file up to a 4 KiB block more than its size.
-    small = 64 * 1024 + 600 * len(plan.tensors) + sum(path.stat().st_size + 4096 for path in plan.side_files.values())
     reserve = partial / ".reserve"
-    try:
-        for path, size in [(reserve, small), *wanted]:
-            with path.open("xb") as file:
-                take_blocks(file.fileno(), size)
-    except OSError as error:
-        if error.errno not in NO_SPACE:
-            raise
-        raise UsageError(refusal(target, partial, small + plan.shard_bytes, error)) from error
+    for path, size in [(reserve, small_bytes(plan)), *((partial / shard.name, shard.bytes) for shard in plan.shards)]:
+        with path.open("xb") as file:
+            take_blocks(file.fileno(), size)
     reserve.unlink()
+
+
+def needed_bytes(plan: MergePlan) -> int:
+    """What the output takes on the disk."""
+    return small_bytes(plan) + plan.shard_bytes
+
+
+def small_bytes(plan: MergePlan) -> int:
+    """The manifest and the index take some 600 bytes a tensor, and each small file up to a 4 KiB block more than its size."""
+    return 64 * 1024 + 600 * len(plan.tensors) + sum(path.stat().st_size + 4096 for path in plan.side_files.values())
 
 
 def take_blocks(descriptor: int, size: int) -> None:
@@ -126,17 +133,17 @@ def take_blocks(descriptor: int, size: int) -> None:
         os.truncate(descriptor, size)
 
 
-def refusal(target: Path, partial: Path, needed: int, error: OSError) -> str:
-    """Why `needed` bytes could not be had, in one line with the numbers. Blocks taken in vain count as free."""
-    taken = sum(path.stat().st_blocks * 512 for path in partial.iterdir())
-    status = os.statvfs(partial)
-    free = taken + status.f_bavail * status.f_frsize
+def full(target: Path, needed: int, taken: int, error: OSError) -> DiskFull:
+    """Why `needed` bytes could not be had, in one line with the numbers. taken: what is given back, and counts as free."""
     place = target.absolute().parent
+    status = os.statvfs(place)
+    free = taken + status.f_bavail * status.f_frsize
     if error.errno == errno.ENOSPC and free < needed:
         remedy = f"has {spoken(free)} free ({error.strerror}); free {spoken(needed - free)}"
     else:  # a quota, a limit on the size of one file, blocks reserved for root
         remedy = f"gave {spoken(taken)} ({error.strerror}) of {spoken(free)} free; raise that limit"
-    return f"out {target} needs {spoken(needed)} and {place} {remedy} or choose another disk; nothing was written"
+    text = f"out {target} needs {spoken(needed)} and {place} {remedy} or choose another disk; nothing was written"
+    return DiskFull(text, place, needed)
 
 
 def commit(partial: Path, target: Path) -> None:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from cogumi.working import in_a_kernel
+
 Advance = Callable[[int], None]
 
 
@@ -14,8 +16,14 @@ Advance = Callable[[int], None]
 def progress_bar(wanted: bool, name: str, total: int) -> Iterator[Advance]:
     """A bar over `total` bytes; yields a function that takes the bytes just done, from any thread.
 
-    Nothing is shown when stderr is not a terminal.
+    Nothing is shown where stderr is no terminal and this is no notebook.
     """
+    if wanted and in_a_kernel():
+        from tqdm.auto import tqdm
+
+        with tqdm(desc=name, total=total, unit="B", unit_scale=True) as bar:
+            yield bar.update
+        return
     if not (wanted and sys.stderr.isatty()):
         yield lambda count: None
         return

@@ -13,6 +13,7 @@ from cogumi.merge.plan import MergePlan, build_plan
 from cogumi.merge.progress import Advance, progress_bar, spoken
 from cogumi.merge.resolve import resolve_adapter
 from cogumi.merge.work import cores, threads, verify_shards
+from cogumi.working import said
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class CheckReport:
         return f"{self.directory}: {self.files} files ({spoken(self.bytes)}) are what the manifest says; {again}"
 
 
+@said("check: the merged directory is being read")
 def check_merged(directory: Path, workers: int | None = None, *, progress: bool = True) -> CheckReport:
     """Re-read a merged directory: every hash, and every element where base and adapter are still at hand.
 
@@ -87,7 +89,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise UsageError(f"{directory} holds no {MANIFEST_NAME}, so it is not a directory that cogumi merged")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MergeError(f"{path} is damaged: {error}") from error
     if not isinstance(values, dict) or values.get("format") != 2:
         raise UsageError(f"{path} has a format that this version does not know; merge again")

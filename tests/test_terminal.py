@@ -1,0 +1,363 @@
+"""A terminal that is lost, or a pipe that breaks, while cogumi trains: on a real pseudo-terminal, with real pipes."""
+
+import json
+import logging
+import os
+import pty
+import re
+import select
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from processes import until
+from transformers import TrainerCallback
+
+import cogumi
+from cogumi import cli_output
+from cogumi.checkpoints import last_good_checkpoint, protect
+from cogumi.checkpoints.screen import outliving_the_screen
+from cogumi.checkpoints.signals import ending_in_good_order
+from cogumi.cli_output import print_json
+from cogumi.process import is_running
+from cogumi.rundir import START, append_jsonl, read_json, write_json
+from cogumi.training.preview import Preview, Shares
+from cogumi.training.telemetry import recorded, set_status
+
+COGUMI = f"{sys.executable} -m cogumi"
+CTRL_C = b"\x03"
+
+
+class Terminal:
+    """A command on a terminal of its own, whose session it leads."""
+
+    def __init__(self, command: str, directory: Path) -> None:
+        self.pid, self.master = pty.fork()
+        if self.pid == 0:
+            os.chdir(directory)
+            os.environ |= {"OMP_NUM_THREADS": "1", "TERM": "xterm"}
+            os.execvp("bash", ["bash", "-c", command])
+        self.shown = b""
+        self.reader = Thread(target=self.read, daemon=True)
+        self.reader.start()
+
+    def read(self) -> None:
+        with suppress(OSError):  # EIO: the other end is closed
+            while chunk := os.read(self.master, 1 << 16):
+                self.shown += chunk
+
+    def ended(self) -> int | None:
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) + 1000 if pid else None  # 1000: `until` waits for what is true
+
+
+@contextmanager
+def terminal(command: str, directory: Path) -> Iterator[Terminal]:
+    found = Terminal(command, directory)
+    try:
+        yield found
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(found.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):  # it was waited for
+            os.waitpid(found.pid, 0)
+
+
+@pytest.fixture
+def home(sft: dict[str, Any], tmp_path: Path) -> Path:
+    sft["train"]["save_steps"] = 100_000
+    sft["cogumi"] |= {"run_dir": "run", "compile": "off"}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(sft))
+    return tmp_path
+
+
+def stepped(run_dir: Path) -> Callable[[], bool]:
+    beat = run_dir / "heartbeat.json"
+    return lambda: beat.exists() and json.loads(beat.read_text())["step"] > 0
+
+
+def test_ctrl_c_that_ends_tee_as_well_saves_and_says_so(home: Path) -> None:
+    words = (
+        f"trap : INT; {COGUMI} train tiny.yaml train.max_steps=100000 2>&1 | tee log; echo ${{PIPESTATUS[0]}} > code"
+    )
+    with terminal(words, home) as shown:
+        until(stepped(home / "run"))
+        os.write(shown.master, CTRL_C)
+        until((home / "code").exists)
+        code = until((home / "code").read_text)
+    status = json.loads((home / "run/status.json").read_text())
+    assert status["state"] == "stopped", status
+    assert "Ctrl-C" in status["reason"]
+    assert last_good_checkpoint(home / "run/checkpoints") is not None
+    assert code == "130\n"
+    log = (home / "run/run.log").read_text()
+    assert log.count("is switched off (Broken pipe)") <= 2
+    assert "stopped: asked to by Ctrl-C" in log
+
+
+def test_a_terminal_that_is_closed_saves_and_says_so(home: Path) -> None:
+    with terminal(f"exec {COGUMI} train tiny.yaml train.max_steps=100000", home) as shown:
+        until(stepped(home / "run"))
+        os.close(shown.master)
+        assert until(shown.ended) == 1000 + 128 + signal.SIGHUP
+    status = json.loads((home / "run/status.json").read_text())
+    assert status["state"] == "stopped", status
+    assert "SIGHUP" in status["reason"]
+    assert last_good_checkpoint(home / "run/checkpoints") is not None
+
+
+def test_under_nohup_a_closed_terminal_ends_nothing(home: Path) -> None:
+    # Its output stays on the terminal: that of nohup itself would go to a file.
+    with terminal(f"trap '' HUP; exec {COGUMI} train tiny.yaml train.max_steps=60", home) as shown:
+        until(stepped(home / "run"))
+        os.close(shown.master)
+        assert until(shown.ended) == 1000
+    status = json.loads((home / "run/status.json").read_text())
+    assert status["state"] == "finished", status
+    assert "(Input/output error), and the training continues" in (home / "run/run.log").read_text()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "terminal"])
+def test_a_screen_that_breaks_ends_no_training_of_protect(
+    kind: str,
+    make_trainer: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Break(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 1:
+                os.close(far)
+
+    trainer = protect(make_trainer(max_steps=4, save_strategy="steps", save_steps=4))
+    trainer.callback_handler.callbacks.insert(0, Break())
+    far, near = os.pipe() if kind == "pipe" else pty.openpty()
+    with open(near, "w", buffering=1) as out, open(os.dup(near), "w", buffering=1) as err:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        trainer.train()
+        assert "write" not in vars(out)
+        print("and what follows can be said")
+    monkeypatch.undo()
+    assert trainer.state.global_step == 4
+    assert last_good_checkpoint(tmp_path / "trainer") is not None
+    assert {each.message.split()[0] for each in caplog.records if "switched off" in each.message} == {
+        "sys.stdout",
+        "sys.stderr",
+    }
+
+
+def test_what_is_in_the_buffer_of_a_broken_stream_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    far, near = os.pipe()
+    with open(near, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        with outliving_the_screen(), outliving_the_screen():
+            print("kept in the buffer")
+            os.close(far)
+        assert not {"write", "flush"} & vars(out).keys()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_outside_the_training_is_written_into_the_status(number: int, tmp_path: Path) -> None:
+    def download() -> None:
+        with ending_in_good_order(), recorded(tmp_path):
+            set_status(tmp_path, "running", stage="download")
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(SystemExit) as ended:
+        download()
+    assert ended.value.code == 128 + number
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["state"] == "stopped"
+    assert signal.Signals(number).name in status["reason"]
+    assert "stage: download" in status["reason"]
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_ctrl_c_during_a_start_cancels_it(home: Path, none_left_behind: None) -> None:
+    words = f"trap : INT; {COGUMI} start tiny.yaml train.max_steps=100000; echo $? > code"
+    with terminal(words, home) as shown:
+        until((home / "run" / START).exists)
+        trainer = until(lambda: read_json(home / "run" / START))
+        os.write(shown.master, CTRL_C)
+        until((home / "code").exists)
+        code = until((home / "code").read_text)
+    assert code == "130\n"
+    assert not is_running(trainer)
+    assert not (home / "run").exists()
+    assert b"the start is cancelled" in shown.shown
+    assert b"run is removed" in shown.shown
+
+
+def environment(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return b""
+
+
+def test_an_interrupted_start_leaves_a_run_as_it_was(
+    sft: dict[str, Any],
+    tmp_path: Path,
+    none_left_behind: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run_dir = tmp_path / "run"
+    sft["cogumi"]["compile"] = "off"
+
+    monkeypatch.setenv("MARK", str(run_dir))
+
+    def interrupted(when: Callable[[], Any]) -> str:
+        """A start that is interrupted then, as a cell is; what it says."""
+        caplog.clear()
+        main = threading.main_thread().ident
+
+        def interrupt() -> None:
+            until(when)
+            signal.pthread_kill(main, signal.SIGINT)
+
+        Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            cogumi.start(sft, train__max_steps=100_000)
+        assert not [pid for pid in psutil.pids() if f"MARK={run_dir}".encode() in environment(pid)]
+        return caplog.text
+
+    def launched() -> bool:
+        below = psutil.process_iter(["cmdline", "ppid"])  # None of one that has ended meanwhile
+        return any(
+            each.info["ppid"] == os.getpid() and "cogumi.detached" in (each.info["cmdline"] or ()) for each in below
+        )
+
+    assert "nothing was written" in interrupted(launched)
+    assert not run_dir.exists()
+    stopped = cogumi.start(sft, train__max_steps=100_000).stop()
+    assert stopped.state == "stopped"
+    before = (run_dir / "status.json").read_bytes()
+    assert "is as it was before" in interrupted(lambda: (run_dir / "status.json").read_bytes() != before)
+    assert cogumi.attach(run_dir).status() == stopped
+
+
+# ------------------------------------------------------------------------------------------------ what others wrote
+
+EVIL = "\x1b[31mred\x1b]0;title\x07 [bold]loud[/bold] \x9b2J \rback\tafter"
+SHOWN = r"\x1b[31mred\x1b]0;title\x07 [bold]loud[/bold] \x9b2J"
+
+
+@pytest.fixture
+def evil(tmp_path: Path) -> Path:
+    """A directory with a finished run in which everything that others may write holds control characters and markup."""
+    run_dir = tmp_path / "runs" / "evil\x1b[31m"
+    run_dir.mkdir(parents=True)
+    write_json(run_dir / "status.json", {"state": "failed", "time": 1.0, "reason": f"ValueError: {EVIL}"})
+    write_json(run_dir / "flags.json", {"flags": [{"name": "n", "level": "red", "evidence": EVIL, "knob": EVIL}]})
+    append_jsonl(run_dir / "metrics.jsonl", {"step": 1, "time": 1.0, "loss": 1.0, f"rewards/{EVIL}/mean": 1.0})
+    row = {"step": 1, "prompt": EVIL, "completion": EVIL, "reward": 1.0}
+    append_jsonl(run_dir / "samples.jsonl", row)
+    (run_dir / "run.log").write_text(f"{EVIL}\n", encoding="utf-8")
+    (tmp_path / "traceback.txt").write_text(f"ValueError: {EVIL.replace(chr(13), '')}\n", encoding="utf-8")
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["status"],
+        ["status", "RUN"],
+        ["status", "RUN", "--watch"],
+        ["logs", "RUN"],
+        ["attach", "RUN"],
+        ["doctor", "--explain", "traceback.txt"],
+        ["start", f"{EVIL}.yaml"],
+    ],
+)
+def test_escapes_in_what_others_wrote_are_shown_and_not_obeyed(evil: Path, words: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cogumi", *(str(evil.relative_to(tmp_path)) if w == "RUN" else w for w in words)]
+    with terminal(f"stty columns 200; {shlex.join(command)}; touch done", tmp_path) as shown:
+        until((tmp_path / "done").exists)
+    drawn = re.sub(r"\x1b\[\??[0-9;]*[mhlKAG]", "", shown.shown.decode())  # of rich: colours, the cursor
+    assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", drawn), drawn
+    assert (r"\x9b2J" if "doctor" in words else r"\x1b[31m") in drawn, drawn  # which takes colours out
+    assert "[bold]" in drawn or words == ["status"], drawn
+
+
+def test_a_preview_on_a_terminal_obeys_nothing_in_the_data() -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    shares = Shares(EVIL, 1, 1, {EVIL: 1}, 0, 0, 1, 1)
+    found = Preview(shares, None, (EVIL,), (), ((("learned", EVIL), ("context", EVIL + "\\")),))
+    screen = Console(file=StringIO(), force_terminal=True, soft_wrap=True, highlight=False)
+    for line in found.lines(colour=True):
+        screen.print(line)
+    for drawn in (screen.file.getvalue(), str(found)):
+        assert "\x1b[31m" not in drawn.replace("\x1b[31m\\x1b", "")
+        assert not re.search("[\x07\x9b\r]|\x1b\\]", drawn)
+        assert drawn.count(SHOWN) == 5
+
+
+def test_escapes_in_a_line_of_log_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with recorded(tmp_path):
+        logging.getLogger("cogumi").info("completion: %s", EVIL)
+    assert SHOWN in (tmp_path / "run.log").read_text()
+
+
+def test_json_stays_json_and_holds_no_control_character(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"é": EVIL, "path": "caf\udce9"})
+    written = capsys.readouterr().out
+    assert json.loads(written) == {"é": EVIL, "path": "caf\udce9"}
+    assert "é" in written
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", written)
+
+
+# ------------------------------------------------------------------------------------------------ what takes its time
+
+
+@pytest.mark.parametrize(
+    "words", ["doctor", "preflight tiny.yaml", "preview tiny.yaml", "start tiny.yaml", "train tiny.yaml"]
+)
+def test_no_command_works_in_silence(words: str, home: Path, none_left_behind: None) -> None:
+    with terminal(f"exec {COGUMI} {words}", home) as shown:
+        until(lambda: re.search(rb"\w, \d+ s", shown.shown))
+        os.write(shown.master, CTRL_C)
+        until(shown.ended)
+
+
+def test_the_line_of_what_takes_its_time_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_output, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(cli_output, "DRAWN_SECONDS", 0.01)
+    master, slave = pty.openpty()
+
+    def read(pattern: bytes) -> bytes:
+        found = b""
+        while not re.search(pattern, found):
+            assert select.select([master], [], [], 60)[0], found
+            found += os.read(master, 1024)
+        return found
+
+    line = rb"counting \\x1b\[31m, \d+ s"
+    with open(slave, "w", buffering=1) as screen:
+        monkeypatch.setattr(sys, "stderr", screen)
+        with cli_output.waiting("counting \x1b[31m"):
+            read(line)
+            print("said", file=sys.stderr)
+            read(rb"\r +\rsaid\r\n")
+            read(line)
+            print("50%", end="", file=sys.stderr, flush=True)
+            read(rb"\r +\r50%$")
+            print("\r100%", file=sys.stderr)
+            read(rb"^\r100%\r\n")  # a bar is not drawn over
+            read(line)
+        read(rb"\r +\r$")
+        assert "write" not in vars(screen)

@@ -1,0 +1,125 @@
+"""The end of a run on a disk that is full: the adapter, the merged model, and what `cogumi.on_full` does about them."""
+
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from disk_mounts import mounting
+from typer.testing import CliRunner
+
+import cogumi
+from cogumi.checkpoints import mirror as mirror_module
+from cogumi.cli import app
+from cogumi.disk.usage import space_of
+from cogumi.errors import DiskFull, UsageError
+from cogumi.run_status import status_of
+from cogumi.run_summary import on_a_screen
+from cogumi.rundir import read_json
+from cogumi.training import results
+from cogumi.training import run as module
+
+Config = dict[str, Any]
+LEFT = 400_000  # for the files that say how the run went; the merged model is larger
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with mounting(tmp_path) as mount:
+        yield mount(options="size=16m", name="disk")
+
+
+@pytest.fixture
+def filling(disk: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], Path]:
+    """Has somebody fill the disk, but for so many bytes, when a function of a run has returned."""
+
+    def fill_after(name: str, left: int) -> Path:
+        original, filler = getattr(module, name), disk / "filler"
+
+        def filled(*given: Any) -> Any:
+            done = original(*given)
+            if name == "fit" or given[4]:  # after the training, and not before it
+                filler.write_bytes(bytes(max(0, space_of(disk).free - left)))
+            return done
+
+        monkeypatch.setattr(module, name, filled)
+        return filler
+
+    return fill_after
+
+
+def test_a_merge_that_does_not_fit_is_said_with_the_command_that_merges_later(
+    sft: Config, disk: Path, tmp_path: Path, filling: Callable[[str, int], Path]
+) -> None:
+    filling("write_samples", LEFT)
+    result = cogumi.train(sft, cogumi__run_dir=str(disk / "run"), cogumi__merge=True)
+    (failed,) = [check for check in result.verdict.checks if not check.passed]
+    assert failed.name == "merge"
+    assert "\n" not in failed.figure
+    for word in (f"{disk / 'run' / 'merged'} needs ", f"{disk / 'run'} has ", "free (No space left on device); free "):
+        assert word in failed.figure
+    assert result.merged is None
+    assert not list((disk / "run").glob("merged*"))
+    assert read_json(disk / "run" / "status.json")["state"] == "finished, checks failed"
+    command = shlex.split(failed.figure.partition("(later: cogumi ")[2].removesuffix(")"))
+    assert command[:2] == ["merge", str(result.adapter)]
+    later = CliRunner().invoke(app, [*command[:2], str(tmp_path / "merged")])
+    assert later.exit_code == 0, later.output
+    assert (tmp_path / "merged" / "cogumi-merge.json").is_file()
+    again = CliRunner().invoke(app, [*command[:2], str(disk / "merged")])
+    assert again.exit_code != 0
+    assert isinstance(again.exception, UsageError), "which the command line prints as one line, with exit status 2"
+
+
+def test_a_merge_waits_for_space_where_on_full_says_so(
+    sft: Config, disk: Path, filling: Callable[[str, int], Path], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    filler = filling("write_samples", LEFT)
+    states: list[Any] = []
+
+    def sleep(seconds: float) -> None:
+        states.append(read_json(disk / "run" / "status.json"))
+        if len(states) == 3:
+            filler.unlink()
+
+    monkeypatch.setattr(results.time, "sleep", sleep)
+    result = cogumi.train(sft, cogumi__run_dir=str(disk / "run"), cogumi__merge=True, cogumi__on_full="pause")
+    assert result.passed, str(result.verdict)
+    assert result.merged is not None
+    assert [(state["stage"], state["reason"].partition(": ")[0]) for state in states] == [
+        ("merge", "merge waits for space")
+    ] * 3
+    assert caplog.text.count("merge waits: ") == 1
+
+
+def test_a_mirror_that_takes_nothing_is_said_by_the_status(
+    sft: Config, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (disk / "filler").write_bytes(bytes(space_of(disk).free - 16_384))
+    monkeypatch.setattr(mirror_module, "TROUBLE_SECONDS", 0.5)
+    monkeypatch.setattr(mirror_module, "FIRST_WAIT", 0.02)
+    train = sft["train"] | {"save_strategy": "steps", "save_steps": 2}
+    result = cogumi.train({**sft, "train": train}, cogumi__mirror=str(disk / "mirror"))
+    assert result.passed, str(result.verdict)
+    stalled = "resumability has stalled before the first checkpoint since "
+    assert stalled in caplog.text
+    shown = on_a_screen(status_of(result.run_dir))
+    assert stalled in shown
+    assert "No space left on device" in shown.partition(stalled)[2].partition("\n")[0]
+
+
+def test_an_adapter_that_does_not_fit_is_one_line_and_the_same_words_go_on(
+    sft: Config, disk: Path, filling: Callable[[str, int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {**sft, "train": sft["train"] | {"save_strategy": "steps", "save_steps": 3}}
+    filler = filling("fit", 0)
+    with pytest.raises(DiskFull, match=r"adapter: it does not fit on the disk of .*free space there") as caught:
+        cogumi.train(config, cogumi__run_dir=str(disk / "run"))
+    assert "\n" not in str(caught.value)
+    assert not (disk / "run" / ".adapter").exists()
+    filler.unlink()
+    monkeypatch.undo()
+    result = cogumi.train(config, cogumi__run_dir=str(disk / "run"))
+    assert result.passed, str(result.verdict)
+    assert "nothing is left to train" in (disk / "run" / "run.log").read_text()
