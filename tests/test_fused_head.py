@@ -222,6 +222,35 @@ def test_frozen_path_equals_recomputation(case: Case) -> None:
     torch.testing.assert_close(frozen, recomputed, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kept_tiles_equal_recomputed_ones(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = gradients(fused, case, True, 1.0, 0.0)
+    monkeypatch.setattr(head_logps, "KEPT_BYTES", 0)
+    recomputed = gradients(fused, case, True, 1.0, 0.0)
+    for one, other in zip(kept, recomputed, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+def test_a_trainable_bf16_head_has_gradients_as_exact_as_dense_ones() -> None:
+    case = Case(tokens=60, vocabulary=1000)
+    hidden, weight, _, targets = tensors(case, torch.bfloat16, width=64)
+
+    def off_by(head: Any) -> list[float]:
+        leaves = [each.detach().clone().requires_grad_() for each in (hidden, weight)]
+        log_probs = head(case, leaves[0], leaves[1], None, targets)[0]
+        found = torch.autograd.grad((torch.linspace(-1, 2, case.tokens) * log_probs.float()).sum(), leaves)
+        assert {each.dtype for each in found} == {torch.bfloat16}
+        pairs = zip(found, wanted, strict=True)
+        return [((ours.double() - exact).norm() / exact.norm()).item() for ours, exact in pairs]
+
+    wide = [each.double().requires_grad_() for each in (hidden, weight)]
+    exact = dense(case, wide[0], wide[1], None, targets)[0]
+    wanted = torch.autograd.grad((torch.linspace(-1, 2, case.tokens).double() * exact).sum(), wide)
+    ours, theirs = off_by(fused), off_by(dense)
+    assert all(mine < 4e-3 for mine in ours), (ours, theirs)  # 2^-8: one rounding of a bf16 result
+    assert all(mine <= other for mine, other in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
 def test_upstream_gradient_passes_through(trainable: bool) -> None:
     once, tenfold = (gradients(fused, Case(bias=True), trainable, factor, 0.0) for factor in (1.0, 10.0))
@@ -275,12 +304,18 @@ def _real_proportions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_logps, "TOKEN_TILE", 32)
 
 
-def spend(trainable: bool, outputs: tuple[str, ...] = ALL, entropy: float = 0.0, grad: bool = True) -> Allocations:
+def spend(
+    trainable: bool,
+    outputs: tuple[str, ...] = ALL,
+    entropy: float = 0.0,
+    grad: bool = True,
+    softcap: float | None = 9.0,
+) -> Allocations:
     """What one forward and backward (or one forward under no_grad) allocates and multiplies."""
     hidden, weight, _, targets = tensors(COST, torch.float32, WIDTH)
     leaves = [hidden.requires_grad_(), weight.requires_grad_(trainable)]
     with Allocations(hidden, weight, targets) as spent, torch.set_grad_enabled(grad):
-        answer = FusedLogProbFunction.apply(hidden, weight, None, targets, 0.7, 64, 9.0, 1.0, outputs)
+        answer = FusedLogProbFunction.apply(hidden, weight, None, targets, 0.7, 64, softcap, 1.0, outputs)
         if grad:
             loss = answer[0].sum() + (entropy * answer[1].sum() if "entropy" in outputs else 0)
             torch.autograd.grad(loss, leaves if trainable else leaves[:1])
@@ -321,6 +356,8 @@ def test_the_spy_sees_the_dense_logits() -> None:
         (4, {"trainable": False, "entropy": 1.0}),
         (4, {"trainable": True}),
         (4, {"trainable": True, "entropy": 1.0}),
+        (3, {"trainable": True, "softcap": None}),
+        (4, {"trainable": True, "softcap": None, "entropy": 1.0}),
         (1, {"trainable": False, "grad": False}),
         (1, {"trainable": True, "grad": False}),
     ],
@@ -522,3 +559,20 @@ def test_grpo_trains_on_a_cpu(entropy_coef: float, tmp_path: Path) -> None:
     wanted = every.gather(-1, ids[:, 1:, None]).squeeze(-1)
     torch.testing.assert_close(log_probs, wanted[:, -5:], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropies, -(every.exp() * every).sum(-1)[:, -5:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_a_compiled_model_trains_through_the_head() -> None:
+    """`torch_compile=True` compiles the model's forward, in which TRL calls the head."""
+    fused_head.apply()
+    ids = torch.randint(1, 97, (3, 9), generator=torch.Generator().manual_seed(1))
+    found = []
+    for compiled in (False, True):
+        model = llama()
+        trl_utils.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+        # The backend does not matter: it was Dynamo, before any backend, that failed at the head.
+        forward = torch.compile(model, backend="eager") if compiled else model
+        output = forward(ids, labels=ids, fused_lm_head=True)
+        found.append([output.loss, *torch.autograd.grad(output.loss, list(model.parameters()))])
+    for plain, compiled_one in zip(*found, strict=True):
+        torch.testing.assert_close(plain, compiled_one, rtol=1e-6, atol=1e-6)

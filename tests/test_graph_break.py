@@ -392,6 +392,43 @@ def test_a_foreign_linear4bit_is_named_and_the_probes_decide(monkeypatch: pytest
     assert Linear4bit.forward is theirs
 
 
+@pytest.mark.parametrize("kind", ["breaks", "raises", "disabled"])
+def test_a_foreign_linear4bit_that_does_not_compile_is_blamed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def theirs(self: Any, x: Tensor) -> Tensor:
+        if kind == "raises":
+            raise ValueError("only on my machine")
+        torch._dynamo.graph_break()
+        return ORIGINAL_FORWARD(self, x)
+
+    monkeypatch.setattr(
+        Linear4bit, "forward", torch.compiler.disable(ORIGINAL_FORWARD) if kind == "disabled" else theirs
+    )
+    said = graph_break.apply("auto").reason
+    verdict = graph_break.verdict()
+    assert verdict is not None
+    assert verdict.strategy == "break_linear"
+    assert "Dynamo cannot" not in said
+    if kind == "disabled":
+        assert "Linear4bit.forward is torch.compiler.disable around that of bitsandbytes" in verdict.reason
+    else:
+        line = theirs.__code__.co_firstlineno
+        assert f"Linear4bit.forward is {__name__}.{theirs.__qualname__} ({__file__}:{line})" in verdict.reason
+    assert ("only on my machine" in verdict.reason) == (kind == "raises")
+    graph_break.undo()
+
+
+def test_a_foreign_class_in_the_place_of_linear4bit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Theirs(Linear4bit):
+        pass
+
+    monkeypatch.setattr(bitsandbytes.nn, "Linear4bit", Theirs)
+    assert graph_break.foreign_patches() == [f"bitsandbytes.nn.Linear4bit by {__name__}"]
+    graph_break.apply("break_linear")
+    assert vars(Theirs)["forward"] is not ORIGINAL_FORWARD
+    graph_break.undo()
+    assert "forward" not in vars(Theirs)
+
+
 def test_a_foreign_matmul_is_not_replaced(monkeypatch: pytest.MonkeyPatch, force: Callable[[str], None]) -> None:
     def theirs(*args: Any, **kwargs: Any) -> Any:
         return ORIGINAL_MATMUL(*args, **kwargs)

@@ -419,6 +419,56 @@ def test_the_second_step_on_one_rollout_is_off_policy(
         torch.testing.assert_close(actual[key], expected[key], atol=1e-12, rtol=1e-9)
 
 
+# ----------------------------------------------------------------------------------------------------- TRL's KL correction
+
+
+def expected_kl_gradient(trainer: Any, logits: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """The gradient of TRL's KL term at `logits` (N, V), in expectation over all V^N sequences of the policy itself."""
+    length, vocabulary = logits.shape
+    sequences = torch.cartesian_prod(*[torch.arange(vocabulary)] * length)
+    log_p, log_q = logits.log_softmax(-1), reference.log_softmax(-1)
+    drawn = sequences[:, :, None]
+    new = log_p.expand(len(sequences), -1, -1).gather(2, drawn).squeeze(2)
+    ref = log_q.expand(len(sequences), -1, -1).gather(2, drawn).squeeze(2)
+    asked = new.detach().requires_grad_()
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (asked, torch.zeros_like(asked), None)
+    ones = torch.ones_like(sequences)
+    inputs = dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"), ones)
+    inputs |= {"advantages": torch.zeros(len(sequences)), "ref_per_token_logps": ref.detach()}
+    trainer.compute_loss(trainer.model, inputs | {"old_per_token_logps": asked.detach()}).backward()
+    chance = new.detach().sum(-1, keepdim=True).exp()
+    (gradient,) = torch.autograd.grad((new * asked.grad * chance * len(sequences)).sum(), logits)
+    return gradient
+
+
+def test_what_trls_kl_correction_is_worth(tiny_model: Path, tmp_path: Path) -> None:
+    """Exactly the reverse KL with a token's ratio; with a sequence's, 1/N of the way there from the forward KL."""
+    generator = torch.Generator().manual_seed(0)
+    length, vocabulary, beta = 4, 3, 0.5
+    logits = torch.randn(length, vocabulary, generator=generator, dtype=torch.float64, requires_grad=True)
+    reference = logits.detach() + 0.5 * torch.randn(length, vocabulary, generator=generator, dtype=torch.float64)
+    log_p, log_q = logits.log_softmax(-1), reference.log_softmax(-1)
+    reverse, forward = (
+        torch.autograd.grad(beta * kl / length, logits, retain_graph=True)[0]
+        for kl in ((log_p.exp() * (log_p - log_q)).sum(), (log_q.exp() * (log_q - log_p)).sum())
+    )
+    assert (reverse - forward).abs().max() > 0.05 * reverse.abs().max()  # far enough apart to tell
+
+    def gradient(loss_type: str, corrected: bool) -> torch.Tensor:
+        trainer = grpo_trainer(
+            tiny_model, tmp_path, loss_type=loss_type, beta=beta, use_bias_correction_kl=corrected, lora=True
+        )
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = 1
+        return expected_kl_gradient(trainer, logits, reference)
+
+    exactly = {"atol": 1e-14, "rtol": 1e-10}
+    torch.testing.assert_close(gradient("gspo", False), forward, **exactly)
+    torch.testing.assert_close(gradient("gspo", True), forward + (reverse - forward) / length, **exactly)
+    torch.testing.assert_close(gradient("gspo-token", True), reverse, **exactly)
+    torch.testing.assert_close(gradient("grpo", True), reverse, **exactly)
+
+
 class Resumable:
     """Eight optimizer steps, a rollout of two prompts every two of them, and what the reward function was asked."""
 

@@ -153,7 +153,7 @@ def test_the_reference_run_trains_samples_and_clips(reference: Any, name: str) -
     """Without this the variants could agree on a run in which nothing happens."""
     run = reference(name)
     assert len(run.losses) == STEPS
-    assert len(run.completions) == STEPS // 2
+    assert len(run.completions) == 1 + STEPS // 2  # the reward is tried once before the first rollout
     clipped = run.column("clip_ratio/region_mean")
     assert clipped[::2] == [0.0] * (STEPS // 2)  # the first step on a rollout: R is 1
     assert sum(0 < share < 1 for share in clipped[1::2]) >= STEPS // 4  # the second: some documents, not all

@@ -1,14 +1,19 @@
 """Rewards by name, of the user's own, and for tasks with a known answer."""
 
+import asyncio
 import inspect
+import typing
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cogumi.errors import UsageError
 from cogumi.rewards.answers import answer_similarity, final_number
-from cogumi.rewards.fim import edit_similarity
+from cogumi.rewards.fim import Completion, edit_similarity
 from cogumi.rewards.named import own_reward, refuse_missing_columns, rewards_of
+from cogumi.rewards.shapes import as_annotated, what_is_wrong
 
 
 @pytest.mark.parametrize(
@@ -87,3 +92,84 @@ def test_a_reward_whose_column_is_missing_is_refused_before_the_first_rollout() 
     refuse_missing_columns([edit_similarity], ["prompt", "prefix", "suffix", "middle"])
     with pytest.raises(UsageError, match="final_number takes `answer`, and the prompts come with gold, prompt"):
         refuse_missing_columns([final_number], ["prompt", "gold"])
+
+
+# --------------------------------------------------------------------------------------------------- text or messages
+
+CHAT = {"prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "6 * 7?"}], "answer": "42"}
+TEXT = {"prompt": "6 * 7 = ", "answer": "42"}
+
+
+def of_text(completions: list[str], **_: Any) -> list[float]:
+    return [float("42" in each.strip()) for each in completions]
+
+
+def of_messages(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
+    return [float("42" in each[-1]["content"]) for each in completions]
+
+
+def of_typings_text(prompts: typing.List[str], completions: typing.Sequence[str], **_: Any) -> list[float]:  # noqa: UP006
+    assert all(each.endswith("6 * 7?") for each in prompts)
+    return of_text(list(completions))
+
+
+def of_quoted_text(completions: "list[str]", **_: Any) -> list[float]:
+    return of_text(completions)
+
+
+async def of_awaited_text(completions: list[str], **_: Any) -> list[float]:
+    return of_text(completions)
+
+
+def of_either(completions: Sequence[Completion], **_: Any) -> list[float]:
+    assert isinstance(completions[0], list)  # what TRL gives
+    return [1.0 for _ in completions]
+
+
+def text_unsaid(completions, **_):  # type: ignore[no-untyped-def]  # as most are written
+    return [float(each.strip() == "42") for each in completions]
+
+
+def messages_unsaid(completions, **_):  # type: ignore[no-untyped-def]
+    return [float(each[0]["content"] == "42") for each in completions]
+
+
+SAID = [{"role": "assistant", "content": " 42\n"}]
+
+
+@pytest.mark.parametrize("reward", [of_text, of_messages, of_typings_text, of_quoted_text, of_either])
+def test_a_reward_gets_chat_as_it_is_annotated(reward: Any) -> None:
+    assert as_annotated(reward)(prompts=[CHAT["prompt"]], completions=[SAID], answer=["42"]) == [1.0]
+    assert as_annotated(reward).__name__ == reward.__name__
+    assert what_is_wrong(reward, CHAT, 4) is None
+
+
+def test_a_reward_gets_text_as_it_is_annotated() -> None:
+    for reward in (of_text, of_messages):
+        assert as_annotated(reward)(prompts=["6 * 7 = "], completions=["42"]) == [1.0]
+        assert what_is_wrong(reward, TEXT, 4) is None
+    assert asyncio.run(as_annotated(of_awaited_text)(prompts=[[]], completions=[SAID])) == [1.0]
+    assert as_annotated(text_unsaid) is text_unsaid
+
+
+@pytest.mark.parametrize(
+    ("reward", "row", "words"),
+    [
+        (text_unsaid, CHAT, ("AttributeError", "prompts are messages", "takes strings", "`completions: list[str]`")),
+        (messages_unsaid, TEXT, ("TypeError", "prompts are text", "takes messages", "list[list[dict]]")),
+    ],
+)
+def test_a_reward_that_fails_on_the_shape_says_so_in_one_line(reward: Any, row: Any, words: tuple[str, ...]) -> None:
+    refused, said = what_is_wrong(reward, row, 4)  # type: ignore[misc]
+    assert refused
+    assert "\n" not in said
+    assert all(word in said for word in (f"reward {reward.__name__} raised", "test_rewards_named.py:", *words))
+
+
+def test_a_reward_that_fails_otherwise_is_said_and_not_refused() -> None:
+    def strict(completions: list[str], **_: Any) -> list[float]:
+        return [float(each.split("<answer>")[1]) for each in completions]
+
+    refused, said = what_is_wrong(strict, TEXT, 4)  # type: ignore[misc]
+    assert not refused
+    assert "reward strict raised IndexError" in said

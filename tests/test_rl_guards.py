@@ -1,5 +1,6 @@
 """Every guard, both ways, on real trainers: what TRL does without it, and that it speaks then and only then."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,12 @@ import torch
 from cogumi.errors import UsageError
 from cogumi.rl import guards
 from cogumi.rl.alarms import DuringTheRun, no_reward_was_scored
-from cogumi.rl.guards import before_the_first_rollout, check_groups, guard
+from cogumi.rl.behaviour import use_rollout_logps
+from cogumi.rl.findings import NAMES, OWN_OBJECTIVE, in_python
+from cogumi.rl.fp32_head import fp32_lm_head
+from cogumi.rl.guards import before_the_first_rollout, guard
+from cogumi.rl.planner import check_groups
+from cogumi.rl.watch import watch
 
 # A rollout of four optimizer steps: nothing to say about.
 GOOD = {"steps_per_generation": 4}
@@ -40,9 +46,77 @@ def test_every_refusal_is_in_one_message_and_warnings_are_returned(make_trainer:
     lines = str(refused.value).splitlines()
     assert len(lines) == 2
     assert "lora_dropout" in lines[0]
-    assert "train.epsilon 0.2 and train.epsilon_high 0.28" in lines[1]
+    assert "GRPOConfig.epsilon 0.2 and GRPOConfig.epsilon_high 0.28" in lines[1]
     (warning,) = guard(make_trainer(steps_per_generation=1), backend="trl")
     assert "exactly 1" in warning
+
+
+YAML_KEYS = re.compile(r"\b(train|lora)\.\w|cogumi\.(behaviour_logps|fp32_lm_head)")
+
+
+def test_a_script_is_told_in_python_and_a_run_in_yaml(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(lora={"lora_dropout": 0.05}, epsilon=0.2, generation_kwargs={"temperature": 0.5})
+    with pytest.raises(UsageError) as refused:
+        guard(trainer, backend="trl")
+    said = str(refused.value)
+    assert not YAML_KEYS.search(said), said
+    assert "set LoraConfig.lora_dropout=0 (GRPOConfig.disable_dropout=True does the same)" in said
+    assert "GRPOConfig.epsilon 0.2" in said
+    assert "set GRPOConfig.epsilon=3e-4 and GRPOConfig.epsilon_high=4e-4" in said
+    assert 'GRPOConfig.generation_kwargs["temperature"] 0.5' in said
+    trainer.cogumi_run = True
+    with pytest.raises(UsageError) as refused:
+        guard(trainer, backend="trl")
+    said = str(refused.value)
+    assert "GRPOConfig" not in said
+    assert "accept" not in said
+    assert "train.epsilon 0.2" in said
+
+
+def test_a_users_train_py_keeps_its_name() -> None:
+    said = in_python("reward f raised KeyError: 'x' (/home/me/train.py:3), (train.py:4); set train.epsilon: 3e-4")
+    assert said.endswith("(/home/me/train.py:3), (train.py:4); set GRPOConfig.epsilon=3e-4")
+
+
+def test_what_is_said_during_a_scripts_training_is_python(
+    make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer("gspo", max_steps=16, steps_per_generation=1)
+    trainer.reward_funcs = [same_for_all]
+    trainer.train()
+    said = [record.getMessage() for record in caplog.records if record.name == "cogumi"]
+    assert any("GRPOConfig.steps_per_generation=4" in line for line in said)
+    assert any("GRPOConfig.num_generations" in line for line in said)
+    assert not any(YAML_KEYS.search(line) for line in said)
+
+
+def test_what_is_refused_about_a_scripts_sampler_is_python(make_trainer: Callable[..., Any]) -> None:
+    with pytest.raises(
+        UsageError, match=r'use_rollout_logps\(trainer\) needs .*generation_kwargs\["num_beams"\]'
+    ) as beams:
+        use_rollout_logps(make_trainer(generation_kwargs={"num_beams": 2}))
+    with pytest.raises(UsageError, match=r"GRPOConfig\.cast_lm_head_to_fp32=True .*fp32_lm_head\(trainer\)") as head:
+        fp32_lm_head(make_trainer(cast_lm_head_to_fp32=True))
+    assert not any(YAML_KEYS.search(str(each.value)) for each in (beams, head))
+
+
+def test_every_refusal_names_how_to_accept_it_and_is_let_pass(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(**GOOD, epsilon=0.2, epsilon_high=0.2, lora={"lora_dropout": 0.05})
+    with pytest.raises(UsageError) as refused:
+        guard(trainer, backend="trl")
+    first, second = str(refused.value).splitlines()
+    assert first.endswith("cogumi.patch(accept=['dropout'])")
+    assert second.endswith("cogumi.patch(accept=['wide-clip'])")
+    with pytest.raises(UsageError, match=r"cogumi\.patch\(accept=\['dropout', 'wide-clip'\]\)"):  # and what was, stays
+        guard(trainer, backend="trl", accepted=frozenset({"dropout"}))
+    warnings = guard(trainer, backend="trl", accepted=frozenset({"dropout", "wide-clip"}))
+    assert [line.partition(":")[0] for line in warnings] == ["accepted (dropout)", "accepted (wide-clip)"]
+
+
+def test_every_finding_has_a_name_that_can_be_accepted() -> None:
+    source = Path(guards.__file__).read_text()
+    named = set(re.findall(r'Finding\(\s*"([\w-]+)"', source))
+    assert named == set(NAMES) - {OWN_OBJECTIVE}
 
 
 # ------------------------------------------------------------------------------------------------------------ dropout
@@ -184,6 +258,15 @@ def test_luspo_at_token_level_is_refused(make_trainer: Callable[..., Any]) -> No
     assert "train.loss_type: gspo-length" in refusal(make_trainer("luspo", **GOOD))
 
 
+def test_trls_kl_correction_is_said_where_it_does_not_reach(make_trainer: Callable[..., Any]) -> None:
+    (warning,) = messages(make_trainer(**GOOD, beta=0.04), False)
+    assert "train.beta 0.04" in warning
+    assert "set train.use_bias_correction_kl: false" in warning
+    assert messages(make_trainer(**GOOD, beta=0.04, use_bias_correction_kl=False)) == []
+    assert messages(make_trainer("gspo-token", **GOOD, beta=0.04)) == []
+    assert not [each for each in messages(make_trainer("grpo", **GOOD, beta=0.04)) if "use_bias_correction_kl" in each]
+
+
 @pytest.mark.parametrize(
     ("accumulation", "steps", "iterations"),
     [(1, 1, 1), (2, 2, 1), (4, 2, 1), (4, 2, 2), (2, 2, 2), (2, 3, 1), (1, 4, 1)],
@@ -219,14 +302,19 @@ def test_a_ratio_that_is_always_one_is_said(
         ({"save_strategy": "epoch"}, None),
     ],
 )
-def test_checkpoints_inside_a_rollout_are_refused(
+def test_checkpoints_inside_a_rollout_are_warned_about_in_a_script(
     config: dict[str, Any], nearest: str | None, make_trainer: Callable[..., Any]
 ) -> None:
-    found = messages(make_trainer(**{"save_strategy": "steps", "max_steps": 100, **GOOD, **config}), True)
+    """A script may never resume, so it is warned; a run saves the rollout beside the checkpoint."""
+    trainer = make_trainer(**{"save_strategy": "steps", "max_steps": 100, **GOOD, **config})
+    warned = messages(trainer, False)
+    assert messages(trainer, True) == []
+    trainer.cogumi_run = True
+    assert messages(trainer, True) == messages(trainer, False) == []
     if nearest is None:
-        assert found == []
+        assert warned == []
     else:
-        (message,) = found
+        (message,) = (each for each in warned if "train.max_steps" not in each)  # another case ends inside a rollout
         assert f"train.save_steps: {nearest}".rstrip("$") in message
         assert message.endswith(nearest.rstrip("$"))
 
@@ -235,9 +323,24 @@ def test_the_best_checkpoint_is_taken_where_the_run_evaluates(make_trainer: Call
     trainer = make_trainer(**GOOD, max_steps=100)
     args = trainer.args
     args.save_strategy, args.eval_strategy, args.eval_steps = "best", "steps", 6
-    assert refusal(trainer).endswith("train.eval_steps: 4 or 8")
+    assert messages(trainer)[0].endswith("train.eval_steps: 4 or 8")
     args.eval_steps = 8
     assert messages(trainer) == []
+
+
+def test_trls_own_save_steps_do_not_stop_a_script(
+    make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    import trl
+
+    default = trl.GRPOConfig.__dataclass_fields__["save_steps"].default
+    trainer = make_trainer(steps_per_generation=3, per_device_train_batch_size=4, save_strategy="steps", max_steps=2000)
+    assert trainer.args.save_steps == default == 500
+    watch(trainer).guard()
+    (said,) = [record.getMessage() for record in caplog.records if "inside a rollout" in record.getMessage()
+               and "save_steps" in record.getMessage()]  # fmt: skip
+    assert "cogumi.protect(trainer)" in said
+    assert "GRPOConfig.save_steps=498 or 501" in said
 
 
 def test_what_a_checkpoint_inside_a_rollout_does(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
@@ -323,6 +426,49 @@ def test_prompts_longer_than_the_context_are_refused(make_trainer: Callable[...,
     assert messages(trainer) == []
     trainer.args.vllm_max_model_length = longest
     assert f"train.vllm_max_model_length is {longest}; shorten them" in refusal(trainer)
+
+
+def chat_with(trainer: Any, reward: Callable[..., Any]) -> Any:
+    """A trainer that is built with one reward on conversations; the template writes what was said and nothing else."""
+    from datasets import Dataset
+
+    rows = [[{"role": "user", "content": text}] for text in trainer.train_dataset["prompt"]]
+    trainer.processing_class.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    return type(trainer)(
+        model=trainer.model, reward_funcs=reward, args=trainer.args, train_dataset=Dataset.from_dict({"prompt": rows}),
+        processing_class=trainer.processing_class,
+    )  # fmt: skip
+
+
+def test_a_reward_on_chat_data_gets_what_it_is_annotated_with(make_trainer: Callable[..., Any]) -> None:
+    seen: list[str] = []
+
+    def brief(completions: list[str], **_: Any) -> list[float]:
+        seen.extend(completions)
+        return [1 / (1 + len(text)) for text in completions]
+
+    trainer = chat_with(make_trainer(**GOOD, max_steps=1), brief)
+    trainer.train()
+    assert len(seen) == 4 + 16  # the trial's group, and a rollout
+    assert all(isinstance(each, str) for each in seen)
+    assert 0 < trainer.state.log_history[0]["reward"] <= 1
+
+
+def test_a_reward_that_takes_strings_of_chat_data_is_refused_before_the_first_rollout(
+    make_trainer: Callable[..., Any],
+) -> None:
+    def brief(completions, **_):  # type: ignore[no-untyped-def]
+        return [1 / (1 + len(text.strip())) for text in completions]
+
+    trainer = chat_with(make_trainer(**GOOD, max_steps=1), brief)
+    trainer._generate = lambda *_: pytest.fail("a rollout was made")
+    with pytest.raises(UsageError) as refused:
+        trainer.train()
+    said = str(refused.value)
+    assert "\n" not in said
+    assert all(
+        word in said for word in ("reward brief", "AttributeError", "`completions: list[str]`", "accept=['reward']")
+    )
 
 
 def test_a_scaled_rope_counts_with_its_scale(make_trainer: Callable[..., Any]) -> None:

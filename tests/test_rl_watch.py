@@ -1,16 +1,20 @@
 """The loss that ran is held against the formula, and what a step did is logged, on real trainers."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import cogumi
+from cogumi.errors import UsageError
 from cogumi.rl import PRESETS, preset
+from cogumi.rl.findings import accept, accepted
 from cogumi.rl.presets import OURS
-from cogumi.rl.proof import WrongLossError
+from cogumi.rl.proof import WrongLossError, clip_cut
+from cogumi.rl.seam import LossCall
 from cogumi.rl.watch import Watch, watch
 
 # TRL's own names mean TRL's own defaults in a script; the preset is then given value by value.
@@ -157,6 +161,39 @@ def test_the_record_says_when_the_clip_was_seen_to_act(make_trainer: Callable[..
     assert never["relative_difference"]["steps"] == 3
 
 
+def test_a_kl_term_does_not_hide_the_clip(make_trainer: Callable[..., Any]) -> None:
+    """The KL term has a gradient where the clip takes the policy's away, so none is exactly zero."""
+    without, _ = trained(make_trainer(max_steps=4, learning_rate=1e-2))
+    for corrected in (True, False):
+        torch.manual_seed(0)
+        record, _ = trained(make_trainer(max_steps=4, learning_rate=1e-2, beta=0.04, use_bias_correction_kl=corrected))
+        assert record["clip_seen_at_step"] == without["clip_seen_at_step"] == 2
+        assert record["asserted"]
+        assert record["relative_difference"]["steps"] == 2
+
+
+def test_a_token_without_weight_is_not_taken_for_a_clipped_one() -> None:
+    arguments = {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "epsilon_low": 3e-4,
+        "epsilon_high": 4e-4,
+    }
+    ones = torch.ones(2, 3, dtype=torch.float64)
+
+    def cut(drift: float, advantage: float) -> bool:
+        old = -ones
+        call = LossCall(new=old + drift, old=old, ref=None, mask=ones, advantages=torch.full((2,), advantage),
+                        entropy=None, function=None, arguments=arguments, weight=torch.zeros(2, 1))  # fmt: skip
+        return clip_cut(call)
+
+    assert not cut(0.0, 1.0)
+    assert cut(1e-3, 1.0)
+    assert not cut(1e-3, -1.0)
+    assert cut(-1e-3, -1.0)
+    assert not cut(-1e-3, 1.0)
+
+
 def test_evaluation_before_training_is_left_to_the_trainer(make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(eval_strategy="steps", eval_steps=2, eval_on_start=True, per_device_eval_batch_size=4)
     record, rows = trained(trainer)
@@ -194,6 +231,104 @@ def test_a_term_without_a_formula_is_said_and_not_called_proven(make_trainer: Ca
     record, _ = trained(make_trainer(entropy_coef=0.01))
     assert record["unproven"] == ["entropy_coef"]
     assert not record["asserted"]
+
+
+# ---------------------------------------------------------------------------------------------- an objective of one's own
+
+
+def with_auxiliary_loss() -> Any:
+    import trl
+
+    class Auxiliary(trl.GRPOTrainer):
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            weights = [p for p in model.parameters() if p.requires_grad]
+            return super()._compute_loss(model, inputs) + 1e-3 * sum(p.square().sum() for p in weights)
+
+    return Auxiliary
+
+
+@pytest.fixture
+def nothing_accepted() -> Iterator[None]:
+    yield
+    accept([])
+
+
+@pytest.mark.usefixtures("nothing_accepted")
+def test_an_auxiliary_loss_is_named_accepted_and_said(
+    make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(cls=with_auxiliary_loss())
+    with pytest.raises(WrongLossError) as stopped:
+        trainer.train()
+    assert "cogumi.patch(accept=['own-objective'])" in str(stopped.value)
+    with pytest.raises(WrongLossError):  # and stopped it stays when it is tried again
+        trainer.train()
+    cogumi.patch(accept=["own-objective"])
+    record, rows = trained(trainer)
+    assert len(rows) == 2
+    assert record["accepted"] == record["unproven"] == ["own-objective"]
+    assert not record["asserted"]
+    assert "relative_difference" not in record
+    assert record["function"].endswith("Auxiliary._compute_loss")
+    assert record["source"]["file"] == __file__
+    (said,) = [each.getMessage() for each in caplog.records if "own-objective" in each.getMessage()]
+    assert "compared with no formula" in said
+    assert "Auxiliary._compute_loss" in said
+    cogumi.patch()  # as every cell that needs it calls it: what was accepted stays so
+    assert accepted() == {"own-objective"}
+
+
+@pytest.mark.usefixtures("nothing_accepted")
+def test_an_objective_that_never_asks_for_log_probabilities_can_be_ones_own(make_trainer: Callable[..., Any]) -> None:
+    import trl
+
+    class Own(trl.GRPOTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return sum(p.square().sum() for p in model.parameters() if p.requires_grad)
+
+    trainer = make_trainer(cls=Own)
+    watch(trainer, accept=["own-objective"])
+    record, _ = trained(trainer)
+    assert record["function"].endswith("Own.compute_loss")
+    assert "arguments" not in record
+    with pytest.raises(WrongLossError, match="own-objective"):  # of that trainer alone
+        make_trainer(cls=Own).train()
+
+
+@pytest.mark.usefixtures("nothing_accepted")
+def test_a_run_accepts_nothing(make_trainer: Callable[..., Any]) -> None:
+    cogumi.patch(accept=["own-objective"])
+    trainer = make_trainer(cls=with_auxiliary_loss())
+    trainer.cogumi_run = True
+    with pytest.raises(WrongLossError) as stopped:
+        trainer.train()
+    assert "accept" not in str(stopped.value)
+
+
+def test_a_finding_that_does_not_exist_is_refused(make_trainer: Callable[..., Any]) -> None:
+    with pytest.raises(UsageError, match=r"'own-loss' is no finding; there are: .*own-objective"):
+        cogumi.patch(accept=["own-loss"])
+    with pytest.raises(UsageError, match="'dropuot' is no finding"):
+        watch(make_trainer(), accept="dropuot")
+
+
+def test_a_refused_training_is_refused_again(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(epsilon=0.2, epsilon_high=0.2)
+    for _ in range(2):  # as a cell that is run twice
+        with pytest.raises(UsageError, match="wide-clip"):
+            trainer.train()
+
+
+def test_an_objective_that_was_typed_has_a_place(make_trainer: Callable[..., Any]) -> None:
+    """Without a file there is no source to hash, and the record says where it was compiled."""
+    import trl
+
+    typed: dict[str, Any] = {"trl": trl, "__name__": "__main__"}
+    code = "class Typed(trl.GRPOTrainer):\n    def _compute_loss(self, *args):\n        return super()._compute_loss(*args)"
+    exec(compile(code, "<stdin>", "exec"), typed)
+    record, _ = trained(make_trainer(cls=typed["Typed"]))
+    assert record["asserted"]
+    assert record["source"] == {"file": "<stdin>", "line": 2, "sha256": None}
 
 
 def test_a_script_is_watched_because_of_the_name_alone(make_trainer: Callable[..., Any]) -> None:

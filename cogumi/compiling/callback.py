@@ -180,6 +180,8 @@ class Compiling(TrainerCallback):
         if error := self.make_ready():
             self.decide("off", f"nothing can be compiled here: {error}")
             return
+        if self.ending():  # asked for while the compiler was made ready, which may take a minute
+            return
         log.info("compile: trying one layer; training waits for it")
         with self.excused():
             trial = self.try_one()

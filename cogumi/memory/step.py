@@ -143,7 +143,8 @@ def of_sft(work: Work) -> dict[str, Any]:
 def of_dpo(work: Work) -> dict[str, Any]:
     """Chosen and rejected below each other (trl/trainer/dpo_trainer.py, DataCollatorForPreference)."""
     names = ("input_ids", "attention_mask", "completion_mask")
-    return {name: whole(2 * work.rows, work.length) for name in names}
+    reference = {f"ref_{side}_logps": torch.zeros(work.rows) for side in ("chosen", "rejected")}  # where precomputed
+    return {name: whole(2 * work.rows, work.length) for name in names} | reference
 
 
 def of_gspo(work: Work) -> dict[str, Any]:

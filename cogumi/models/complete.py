@@ -1,13 +1,13 @@
 """Greedy completions of raw prompts: for samples beside a run, and for comparing models."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 
-@torch.no_grad()
 def complete(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
@@ -16,20 +16,45 @@ def complete(
     stops: Sequence[str] = (),
 ) -> list[str]:
     """One greedy completion per prompt (text, or token ids), without the end token or stop sequence and what follows it."""
+    return [text for text, _ in complete_to_end(model, tokenizer, prompts, max_new_tokens, stops)]
+
+
+@torch.no_grad()
+def complete_to_end(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str | list[int]],
+    max_new_tokens: int = 64,
+    stops: Sequence[str] = (),
+) -> list[tuple[str, bool]]:
+    """The same, each with whether it came to its end: an end token or a stop sequence within max_new_tokens."""
     was_training = model.training
     model.eval()
     ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt for prompt in prompts]
     batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(model.device)
-    written = model.generate(
-        **batch,
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        pad_token_id=tokenizer.pad_token_id,
-        **({"stop_strings": list(stops), "tokenizer": tokenizer} if stops else {}),
-    )
+    with without_router_logits(model):
+        written = model.generate(
+            **batch,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+            **({"stop_strings": list(stops), "tokenizer": tokenizer} if stops else {}),
+        )
     model.train(was_training)
-    texts = tokenizer.batch_decode(written[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-    return [cut(text, stops) for text in texts]
+    new = written[:, batch["input_ids"].shape[1] :]
+    ends = torch.isin(new, torch.tensor(sorted(end_ids(model, tokenizer)), dtype=new.dtype, device=new.device)).any(-1)
+    texts = [(text, cut(text, stops)) for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
+    return [(kept, end or kept != text) for (text, kept), end in zip(texts, ends.tolist(), strict=True)]
+
+
+def end_ids(model: Any, tokenizer: Any) -> set[int]:
+    """The tokens that end a text, for tokenizer and model."""
+    of_model = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found = {
+        getattr(tokenizer, "eos_token_id", None),
+        *(of_model if isinstance(of_model, list | tuple) else [of_model]),
+    }
+    return {int(each) for each in found if each is not None}
 
 
 def cut(completion: Any, stops: Sequence[str]) -> Any:
@@ -38,3 +63,18 @@ def cut(completion: Any, stops: Sequence[str]) -> Any:
         return completion[: min((at for stop in stops if (at := completion.find(stop)) >= 0), default=len(completion))]
     *before, last = completion
     return [*before, {**last, "content": cut(last.get("content") or "", stops)}]
+
+
+@contextmanager
+def without_router_logits(model: Any) -> Iterator[None]:
+    """A mixture of experts that is trained with its router's loss computes it in `generate` as well, and fails there:
+    the mask is that of the whole sequence, the logits are those of one token (transformers 5.17)."""
+    config = model.config.get_text_config()
+    asked = getattr(config, "output_router_logits", False)
+    if asked:
+        config.output_router_logits = False
+    try:
+        yield
+    finally:
+        if asked:
+            config.output_router_logits = True

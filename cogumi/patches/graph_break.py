@@ -144,7 +144,7 @@ def decide(model: Any) -> Verdict:
     device = device_of(model)
     straight = probe_linear(device)
     if not straight.passed:
-        return Verdict("break_linear", "Dynamo cannot take a 4-bit layer into a graph", (straight,))
+        return Verdict("break_linear", why_no_layer(straight), (straight,))
     if model is not None and not expert_blocks(model):
         return Verdict("none", "4-bit layers compile as they are, and the model has no 4-bit experts", (straight,))
     experts = probe_zero_rows(device)
@@ -163,7 +163,16 @@ def decide(model: Any) -> Verdict:
     again = replace(again, name=f"{again.name}, branchless")
     if again.passed:
         return Verdict("branchless", why, (*found, again))
-    return Verdict("break_experts", f"{why}, and without the branch too", (*found, again))
+    beside = f" ({'; '.join(described)})" if (described := list(foreign_places().values())) else ""
+    return Verdict("break_experts", f"{why}, and without the branch too{beside}", (*found, again))
+
+
+def why_no_layer(straight: Probe) -> str:
+    """What keeps a 4-bit layer out of a graph: another package's patch of it where there is one, else Dynamo."""
+    if not (foreign := foreign_places()):
+        return "Dynamo cannot take a 4-bit layer into a graph"
+    named = ", ".join(f"{place} is {described}" for place, described in foreign.items())
+    return f"{named}; with that a 4-bit layer does not compile ({straight.error}); without that patch it may"
 
 
 def device_of(model: Any) -> torch.device:
@@ -247,7 +256,7 @@ def branchless(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def break_around(owner: type) -> None:
     """Have Dynamo leave `owner.forward` and everything below it alone."""
-    original: Any = vars(owner)["forward"]
+    original: Any = owner.forward  # type: ignore[attr-defined]
     takes_reason = "reason" in inspect.signature(torch.compiler.disable).parameters
     words = {"reason": f"cogumi: {owner.__name__} does not compile here"} if takes_reason else {}
     put(owner, "forward", torch.compiler.disable(original, recursive=True, **words))
@@ -294,25 +303,54 @@ def foreign_patches() -> list[str]:
         return []
     import bitsandbytes
 
-    layer: Any = bitsandbytes.nn.Linear4bit
-    ours = [each.ours for each in _replaced]
-    places = {
-        "bitsandbytes.matmul_4bit": bitsandbytes.matmul_4bit,
-        "Linear4bit.forward": vars(layer)["forward"],
-    }
-    found = []
-    for place, present in places.items():
-        written_in = written_by(present)
-        if not any(present is each for each in ours) and written_in.partition(".")[0] != "bitsandbytes":
-            found.append(f"{place} by {written_in}")
+    found = [f"{place} by {written_by(present)}" for place, present in foreign_functions().items()]
     if "__torch_function__" not in vars(bitsandbytes.nn.Params4bit):  # unsloth_zoo takes it away
         found.append("Params4bit.__torch_function__ is gone")
     return found
 
 
+def foreign_functions() -> dict[str, Any]:
+    """What stands at bitsandbytes' 4-bit matmul and layer, where neither bitsandbytes nor cogumi wrote it, by place."""
+    import bitsandbytes
+
+    layer: Any = bitsandbytes.nn.Linear4bit
+    places = {"bitsandbytes.matmul_4bit": bitsandbytes.matmul_4bit, "Linear4bit.forward": layer.forward}
+    if layer.__module__.partition(".")[0] != "bitsandbytes":  # a class of theirs in the place of the class
+        places["bitsandbytes.nn.Linear4bit"] = layer
+    ours = [each.ours for each in _replaced]
+    return {
+        place: present
+        for place, present in places.items()
+        if not any(present is each for each in ours) and written_by(present).partition(".")[0] != "bitsandbytes"
+    }
+
+
+def foreign_places() -> dict[str, str]:
+    """The same in words: whose function it is, and where that is written."""
+    return {place: f"{name_in_full(present)} ({place_of(present)})" for place, present in foreign_functions().items()}
+
+
 def written_by(function: Any) -> str:
     """The module in which a function was written: a wrapper calls itself by another one's name."""
-    return str(getattr(function, "__globals__", {}).get("__name__", getattr(function, "__module__", "?")))
+    module = str(getattr(function, "__globals__", {}).get("__name__", getattr(function, "__module__", "?")))
+    if not module.startswith("torch._dynamo"):
+        return module
+    by = "torch.compiler.disable" if getattr(function, "_torchdynamo_disable", False) else "torch.compile"
+    return f"{by} around that of {written_by(function.__wrapped__)}" if hasattr(function, "__wrapped__") else by
+
+
+def name_in_full(function: Any) -> str:
+    """`module.function` of what was written there, and what Dynamo was told of it."""
+    written_in = written_by(function)
+    return written_in if " around " in written_in else f"{written_in}.{function.__qualname__}"
+
+
+def place_of(function: Any) -> str:
+    """The file and line of a function, or the file of a class; of a wrapper, of what it wraps."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is not None:
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    return str(getattr(sys.modules.get(function.__module__), "__file__", "no file"))
 
 
 def foreign_matmul() -> str:
@@ -320,8 +358,7 @@ def foreign_matmul() -> str:
     import bitsandbytes
 
     present: Any = bitsandbytes.matmul_4bit
-    written_in = written_by(present)
-    return "" if written_in.partition(".")[0] == "bitsandbytes" else f"{written_in}.{present.__qualname__}"
+    return "" if written_by(present).partition(".")[0] == "bitsandbytes" else name_in_full(present)
 
 
 def name_of(each: Replaced) -> str:

@@ -9,8 +9,10 @@ running sums of exp(z - maximum), rescaled when the maximum moves (Milakov & Gim
 * Frozen head (LoRA): d log p(y)/dh = gain * (s_y W_y - E_p[s W]), with gain = scale / T and s the softcap's slope (1
   without one). The expectation is one more running sum, rescaled as flash attention rescales its output (Dao et al.
   2022, arXiv:2205.14135), and the backward scales its rows: two projections, where computing the logits again takes 3.
-* Trainable head, or a gradient through the entropy: every tile is computed again in the backward, and
-  dz_j = g_logp * (1[j = y] - p_j) - g_entropy * p_j * (log p_j + entropy).
+* Trainable head whose tiles of exp(z - maximum) fit into `KEPT_BYTES`: they are kept, in bf16 for a bf16 head, and
+  dz_j = g_logp * (1[j = y] - p_j) is never written: its factors scale rows of the hidden states. Three projections.
+* Trainable head beyond that, with a softcap or a trained bias, or a gradient through the entropy: every tile is
+  computed again in the backward, and dz_j = g_logp * (1[j = y] - p_j) - g_entropy * p_j * (log p_j + entropy).
 """
 
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 # it) and larger tiles only cost memory. An fp32 tile of this size is 8 MiB, and at most three of them live at once.
 TOKEN_TILE = 1024
 VOCAB_TILE = 2048
+# Of tiles kept for the backward of a trainable head; beyond it they are computed again.
+KEPT_BYTES = 256 * 2**20
 
 
 # ------------------------------------------------------------------------------------------------------------ one tile
@@ -125,22 +129,39 @@ def _locate(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
 
 
 def _scan(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, law: _Law, tiles: _Tiles, sums: _Sums
-) -> None:
-    """Fold every tile into `sums`. `hidden` has the accumulation dtype; `weight` and `bias` are cast tile by tile."""
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    law: _Law,
+    tiles: _Tiles,
+    sums: _Sums,
+    keep: torch.dtype | None,
+) -> list[Tensor]:
+    """Fold every tile into `sums`. `hidden` has the accumulation dtype; `weight` and `bias` are cast tile by tile.
+
+    With `keep`, returns exp(z - maximum) [n, v] in that dtype and the maximum [n] of its time, tile after tile.
+    """
+    kept: list[Tensor] = []
     # Vocabulary outside: a bf16 weight is then cast once, not once per token tile.
     for columns in tiles.columns:
         rows = weight[columns].to(hidden.dtype)
         some_bias = None if bias is None else bias[columns].to(hidden.dtype)
         for tokens in tiles.tokens:
             z = law.logits(hidden[tokens], rows, some_bias, out=tiles.buffer("logits", tokens, columns))
-            _fold(z, rows, targets[tokens], law, tiles, tokens, columns, sums.of(tokens))
+            e = _fold(z, rows, targets[tokens], law, tiles, tokens, columns, sums.of(tokens))
+            if keep is not None:
+                kept += [e.to(keep, copy=True), sums.maximum[tokens].clone()]
+    return kept
 
 
 def _fold(
     z: Tensor, rows: Tensor, targets: Tensor, law: _Law, tiles: _Tiles, tokens: slice, columns: slice, sums: _Sums
-) -> None:
-    """Fold one tile of logits `z` [n, v], which is overwritten, into the views `sums` of its n tokens."""
+) -> Tensor:
+    """Fold one tile of logits `z` [n, v], which is overwritten, into the views `sums` of its n tokens.
+
+    Returns exp(z - maximum) in a buffer of the tiles.
+    """
     inside, local = _locate(targets, columns)
     sums.target.copy_(torch.where(inside, z.gather(1, local.unsqueeze(1)).squeeze(1), sums.target))
     if sums.plain is not None:
@@ -173,6 +194,7 @@ def _fold(
             e.mul_(slope)
         sums.rows.mul_(rescale.unsqueeze(1)).addmm_(e, rows)
     sums.maximum.copy_(maximum)
+    return e
 
 
 def _logp_gradient(sums: _Sums, weight: Tensor, targets: Tensor, law: _Law, tiles: _Tiles) -> Tensor:
@@ -188,6 +210,44 @@ def _logp_gradient(sums: _Sums, weight: Tensor, targets: Tensor, law: _Law, tile
 
 
 # ------------------------------------------------------------------------------------------------------------ backward
+
+
+def _backward_of_kept(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    log_z: Tensor,
+    kept: tuple[Tensor, ...],
+    grad_logp: Tensor,
+    law: _Law,
+    tiles: _Tiles,
+    need_hidden: bool,
+) -> tuple[Tensor | None, Tensor]:
+    """Gradients of (hidden, weight) from the tiles that `_scan` kept; products in their dtype, sums in `hidden`'s."""
+    upstream = grad_logp.unsqueeze(1) * law.gain
+    grad_hidden = weight[targets].to(hidden.dtype).mul_(upstream) if need_hidden else None
+    at_target = hidden * upstream
+    grad_weight = torch.empty_like(weight)
+    pairs = zip(kept[::2], kept[1::2], strict=True)
+    for columns in tiles.columns:
+        rows = weight[columns].to(kept[0].dtype)
+        sum_weight = torch.zeros_like(rows, dtype=hidden.dtype)
+        for tokens in tiles.tokens:
+            e, maximum = next(pairs)
+            # p = e * exp(maximum - log Z): a factor per token, so no pass over the tile.
+            factor = upstream[tokens] * (maximum - log_z[tokens]).exp_().unsqueeze(1)
+            if grad_hidden is not None:
+                grad_hidden[tokens].addcmul_(_product(e, rows), factor, value=-1)
+            sum_weight.sub_(_product(e.t(), (hidden[tokens] * factor).to(e.dtype)))
+        inside, local = _locate(targets, columns)
+        sum_weight.index_add_(0, local[inside], at_target[inside])
+        grad_weight[columns] = sum_weight
+    return grad_hidden, grad_weight
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right`, into `out`, which autocast leaves alone."""
+    return torch.mm(left, right, out=left.new_empty(left.shape[0], right.shape[1]))
 
 
 def _recompute(
@@ -251,17 +311,17 @@ def _recompute(
 # ------------------------------------------------------------------------------------------------ autograd function
 
 
-class FusedLogProbFunction(torch.autograd.Function):
+class FusedLogProbFunction:
     """Per-token log-probabilities of `hidden @ weight.T + bias`, and more on request, without the [N, V] logits.
 
     The signature and the returns are those of `trl.kernels.ChunkedLogProbFunction` (TRL 1.15). Sums are kept in fp32
     (fp64 for fp64 inputs), whatever the inputs' dtype, also under autocast, which leaves products in place and into
-    `out` alone; gradients have the inputs' dtype.
+    `out` alone; gradients have the inputs' dtype. torch.compile leaves a call as it is: a graph ends before it.
     """
 
-    @classmethod
+    @staticmethod
+    @torch.compiler.disable
     def apply(
-        cls,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -282,12 +342,14 @@ class FusedLogProbFunction(torch.autograd.Function):
         know in `outputs`, or a temperature or softcap that is not positive.
         """
         if not torch.is_grad_enabled():
-            # needs_input_grad only repeats requires_grad: under no_grad the frozen path would sum rows for nobody.
+            # needs_input_grad only repeats requires_grad: under no_grad the frozen path would sum rows for no backward.
             hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-        return super().apply(
-            hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
-        )
+        law = _Law(temperature, final_logit_softcapping, logit_scale)
+        _check(weight, targets, temperature, final_logit_softcapping, outputs)
+        return _HeadFunction.apply(hidden, weight, bias, targets, law, chunk_size, outputs)
 
+
+class _HeadFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -295,22 +357,19 @@ class FusedLogProbFunction(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        temperature: float,
+        law: _Law,
         chunk_size: int,
-        final_logit_softcapping: float | None = None,
-        logit_scale: float = 1.0,
-        outputs: tuple[str, ...] = OPTIONAL_OUTPUTS,
+        outputs: tuple[str, ...],
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        _check(weight, targets, temperature, final_logit_softcapping, outputs)
         # An entropy that is only logged then arrives in the backward as None, not as zeros to multiply with.
         ctx.set_materialize_grads(False)
-        law = _Law(temperature, final_logit_softcapping, logit_scale)
         needs = ctx.needs_input_grad[:3]
         frozen = needs == (True, False, False)
         wide = hidden.to(_sum_dtype(hidden, weight))
         tiles = _Tiles(wide, len(weight), chunk_size)
         sums = _no_sums(wide, outputs, want_rows=frozen)
-        _scan(wide, weight, bias, targets, law, tiles, sums)
+        keep = _kept_dtype(hidden, weight, wide.dtype) if needs[1] and not needs[2] and law.softcap is None else None
+        kept = _scan(wide, weight, bias, targets, law, tiles, sums, keep)
 
         log_sum = sums.exp.log()
         # Not target - (maximum + log_sum): at a maximum of 1e4 the sum in the brackets has lost three digits.
@@ -321,7 +380,7 @@ class FusedLogProbFunction(torch.autograd.Function):
         is_top1 = None if sums.best is None else sums.best == targets
 
         gradient = _logp_gradient(sums, weight, targets, law, tiles) if frozen else None
-        ctx.save_for_backward(hidden, weight, bias, targets, sums.maximum + log_sum, entropy, gradient)
+        ctx.save_for_backward(hidden, weight, bias, targets, sums.maximum + log_sum, entropy, gradient, *kept)
         ctx.law = law
         ctx.chunk_size = chunk_size
         ctx.mark_non_differentiable(*(each for each in (log_sum_sq_probs, mean_logits, is_top1) if each is not None))
@@ -332,8 +391,8 @@ class FusedLogProbFunction(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, log_z, entropy, gradient = ctx.saved_tensors
-        unused = (None,) * 6
+        hidden, weight, bias, targets, log_z, entropy, gradient, *kept = ctx.saved_tensors
+        unused = (None,) * 4
         if grad_logp is None and grad_entropy is None:
             return (None, None, None, *unused)
         # An entropy bonus whose coefficient is 0 (TRL's adaptive one, at rest) sends zeros: not worth two projections.
@@ -345,8 +404,22 @@ class FusedLogProbFunction(torch.autograd.Function):
         wide = hidden.to(log_z.dtype)
         tiles = _Tiles(wide, len(weight), ctx.chunk_size)
         needs = ctx.needs_input_grad[:3]
+        if kept and grad_logp is not None and grad_entropy is None:
+            grad_hidden, grad_weight = _backward_of_kept(
+                wide, weight, targets, log_z, kept, grad_logp, ctx.law, tiles, needs[0]
+            )
+            return (None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None, *unused)
         grads = _recompute(wide, weight, bias, targets, log_z, entropy, grad_logp, grad_entropy, ctx.law, tiles, needs)
         return (None if grads[0] is None else grads[0].to(hidden.dtype), *grads[1:], *unused)
+
+
+def _kept_dtype(hidden: Tensor, weight: Tensor, sums: torch.dtype) -> torch.dtype | None:
+    """The dtype in which tiles are kept for the backward; None where they take more than `KEPT_BYTES`."""
+    both = hidden.dtype == weight.dtype == torch.bfloat16
+    # Without such instructions a CPU multiplies bf16 many times slower than fp32.
+    native = hidden.device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    dtype = torch.bfloat16 if both and native else sums
+    return dtype if len(hidden) * len(weight) * dtype.itemsize <= KEPT_BYTES else None
 
 
 def _sum_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:

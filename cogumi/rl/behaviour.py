@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from cogumi.errors import UsageError
+from cogumi.rl.findings import worded, worded_for
 from cogumi.rl.seam import backend_of
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ IMAGE_INPUTS = (
 )
 
 
+@worded
 def use_rollout_logps(trainer: Any) -> None:
     """From the next rollout on, this GRPO trainer's old log-probabilities are the sampler's own.
 
@@ -62,7 +64,7 @@ def use_rollout_logps(trainer: Any) -> None:
     """
     refuse_what_has_no_logps(trainer)
     if reshaped := reshaping_settings(trainer):
-        log.warning(reshaping_warning(reshaped, trainer.use_vllm))
+        log.warning(worded_for(trainer, reshaping_warning(reshaped, trainer.use_vllm)))
     if not trainer.use_vllm and trainer.rollout_func is None:
         record_sampled_logps(trainer)
     take_sampled_as_old(trainer)
@@ -203,10 +205,9 @@ def take_sampled_as_old(trainer: Any) -> None:
         batch: dict[str, Any] = score_completions(inputs)
         sampled = batch.get("sampling_per_token_logps")
         if sampled is None:
-            raise UsageError(
-                "cogumi.behaviour_logps: rollout, and the rollout came without log-probabilities; let the rollout_func "
-                'return them under "logprobs", one list per completion'
-            )
+            missing = "cogumi.behaviour_logps: rollout, and the rollout came without log-probabilities"
+            fix = 'let the rollout_func return them under "logprobs", one list per completion'
+            raise UsageError(worded_for(trainer, f"{missing}; {fix}"))
         unscored = ~torch.isfinite(sampled)
         counted = unscored & (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
         # Gathered, so that the processes agree on whether there is a forward pass: under FSDP it needs all of them.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cogumi.errors import UsageError
+from cogumi.rl.findings import worded, worded_for
 from cogumi.rl.seam import backend_of
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ VLLM_WARNING = (
 )
 
 
+@worded
 def fp32_lm_head(trainer: Any) -> None:
     """Multiply the head in fp32 wherever this GRPO trainer, TRL's or unsloth's, uses it: in its loss and in `generate`.
 
@@ -63,7 +65,7 @@ def fp32_lm_head(trainer: Any) -> None:
         # On the instance, as TRL does it; a method bound to its module, so that a deep copy is bound to the copy.
         vars(head)["forward"] = MethodType(project_in_fp32, head)
     if trainer.use_vllm and getattr(policy.config, "head_dtype", None) not in ("float32", torch.float32):
-        log.warning(VLLM_WARNING)
+        log.warning("%s", worded_for(trainer, VLLM_WARNING))
 
 
 def project_in_fp32(head: nn.Linear, hidden: Tensor) -> Tensor:

@@ -14,7 +14,9 @@ from torch import nn
 from transformers.trainer_utils import SaveStrategy
 
 from cogumi.errors import UsageError
-from cogumi.patches.gspo import defaults, loss_name
+from cogumi.patches.gspo import loss_name
+from cogumi.rewards.shapes import what_is_wrong
+from cogumi.rl.findings import Finding, how_to_accept, is_a_runs, worded_for
 from cogumi.rl.planner import nearest_multiples
 from cogumi.rl.presets import PRESETS
 from cogumi.rl.reference import CLIPPED
@@ -23,14 +25,7 @@ SUMMED_OVER_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")  # a sequence weighs a
 LARGEST_SEQUENCE_EPSILON = 0.05
 SMALLEST_TOKEN_EPSILON = 0.01
 TOKENIZED_AT_ONCE = 1024
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One rule that spoke. `message` is one line: the setting, its value, why, and what to set instead."""
-
-    refused: bool
-    message: str
+POSITIONS = "the model's max_position_embeddings"
 
 
 def guard(
@@ -38,12 +33,27 @@ def guard(
     *,
     backend: Literal["trl", "unsloth"],
     behaviour_logps: Literal["trainer", "rollout"] = "trainer",
+    accepted: frozenset[str] = frozenset(),
 ) -> list[str]:
-    """The warnings about a constructed `trl.GRPOTrainer`. Raises UsageError with every refusal, one line each."""
-    found = before_the_first_rollout(trainer, backend=backend, behaviour_logps=behaviour_logps)
-    if refusals := [finding.message for finding in found if finding.refused]:
+    """The warnings about a constructed `trl.GRPOTrainer`, accepted findings among them.
+
+    Raises UsageError with every refusal, one line each; to a script of the user's own a line says how to accept it.
+    """
+    refusals, warnings = [], []
+    for finding in before_the_first_rollout(trainer, backend=backend, behaviour_logps=behaviour_logps):
+        message = worded_for(trainer, finding.message)
+        if finding.name in accepted:
+            warnings.append(f"accepted ({finding.name}): {message}")
+        elif finding.refused:
+            on_purpose = (
+                "" if is_a_runs(trainer) else f"; to train so on purpose: {how_to_accept(finding.name, accepted)}"
+            )
+            refusals.append(f"{message}{on_purpose}")
+        else:
+            warnings.append(message)
+    if refusals:
         raise UsageError("\n".join(refusals))
-    return [finding.message for finding in found]
+    return warnings
 
 
 def before_the_first_rollout(
@@ -77,13 +87,20 @@ def before_the_first_rollout(
         corrected = args.use_vllm and args.vllm_importance_sampling_correction
         if behaviour_logps == "trainer" and not corrected:
             found.append(ratio_always_one(args.gradient_accumulation_steps, generate_every, args.num_iterations))
-    keeps_rollouts = hasattr(trainer, "cogumi_protection")  # cogumi.protect saves what TRL does not
+    if args.importance_sampling_level == "sequence" and backend == "trl" and args.use_bias_correction_kl:
+        found.append(kl_correction(args.beta, args.max_completion_length))
+    # cogumi.protect saves what TRL does not, and a run is protected before its first step.
+    keeps_rollouts = is_a_runs(trainer) or hasattr(trainer, "cogumi_protection")
     if not keeps_rollouts and (every := steps_between_checkpoints(trainer)):
         found.append(checkpoint_inside_a_rollout(*every, args.gradient_accumulation_steps, generate_every))
     if not keeps_rollouts and SaveStrategy(args.save_strategy) == SaveStrategy.STEPS and not args.save_only_model:
         found.append(last_checkpoint_inside_a_rollout(args.max_steps, args.gradient_accumulation_steps, generate_every))
     if isinstance(trainer.train_dataset, Dataset):
         found.append(less_than_a_rollout(len(trainer.train_dataset), args.generation_batch_size, args.num_generations))
+        if (
+            not is_a_runs(trainer) and len(trainer.train_dataset) and prompts_are_text(trainer)
+        ):  # a run tried them before
+            found += rewards_tried(trainer)
         context = context_length(trainer)
         if context is not None and prompts_are_text(trainer):
             found.append(too_long(prompt_lengths(trainer), args.max_completion_length or 0, *context))
@@ -148,11 +165,12 @@ def dropout(active: Sequence[ActiveDropout], clips_sequences: bool) -> Finding |
     )
     if clips_sequences:
         return Finding(
+            "dropout",
             True,
             f"{start}, so the ratio leaves a clip of 3e-4 by itself (measured at 0.05: 75 % of the sequences clipped "
             f"at step 1, for any adapter but one that is still zero); set {fix}",
         )
-    return Finding(False, f"{start}, which adds noise to every ratio; set {fix}")
+    return Finding("dropout", False, f"{start}, which adds noise to every ratio; set {fix}")
 
 
 def pad_is_eos(pad: int, eos: int, all_eos: Sequence[int], backend: Literal["trl", "unsloth"]) -> Finding | None:
@@ -165,11 +183,13 @@ def pad_is_eos(pad: int, eos: int, all_eos: Sequence[int], backend: Literal["trl
         return None
     if pad == eos:
         return Finding(
+            "pad-is-eos",
             True,
             f"the pad token is the EOS token (id {pad}): unsloth masks every token with the pad token's id, so the end of a "
             "completion is never learned; give the tokenizer a pad token of its own",
         )
     return Finding(
+        "pad-is-eos",
         False,
         f"the pad token (id {pad}) is one of the model's EOS tokens ({', '.join(map(str, all_eos))}): unsloth masks it where "
         "a completion ends with it; give the tokenizer a pad token of its own",
@@ -180,12 +200,14 @@ def token_aggregation(loss_type: str, level: str) -> Finding | None:
     """A ratio per sequence with a loss summed over tokens, or the reverse."""
     if level == "sequence" and loss_type in SUMMED_OVER_TOKENS:
         return Finding(
+            "token-aggregation",
             True,
             f"train.loss_type {loss_type} sums over tokens, so with train.importance_sampling_level sequence each sequence "
             "weighs as much as it is long; set train.loss_type: gspo (the paper's mean) or gspo-length (its sum, on purpose)",
         )
     if level == "token" and loss_type == "luspo":
         return Finding(
+            "token-aggregation",
             True,
             "train.loss_type luspo is a sequence-level loss, and train.importance_sampling_level is token; set "
             "train.loss_type: gspo-length, or train.importance_sampling_level: sequence",
@@ -199,6 +221,7 @@ def two_temperatures(scored: float, generation_kwargs: Mapping[str, Any] | None)
     if sampled == scored:
         return None
     return Finding(
+        "two-temperatures",
         True,
         f"train.generation_kwargs.temperature {sampled} is what completions are sampled at, and TRL scores at "
         f"train.temperature {scored}: two policies; set train.temperature alone",
@@ -210,12 +233,15 @@ def clip_numbers(values: Mapping[str, Any]) -> list[Finding]:
     found = []
     for key in ("epsilon", "epsilon_high"):
         if (value := values.get(key)) is not None and not value > 0:
-            found.append(Finding(True, f"train.{key} is {value}; the clip needs a positive number, such as 3e-4"))
+            wrong = f"train.{key} is {value}; the clip needs a positive number, such as 3e-4"
+            found.append(Finding("epsilon", True, wrong))
     if (beta := values.get("beta")) is not None and beta < 0:
-        found.append(Finding(True, f"train.beta is {beta}: a negative KL term drives the policy away; set 0 or more"))
+        wrong = f"train.beta is {beta}: a negative KL term drives the policy away; set 0 or more"
+        found.append(Finding("beta", True, wrong))
     if (delta := values.get("delta")) is not None and values.get("loss_type") in CLIPPED and delta <= 1:
         found.append(
             Finding(
+                "delta",
                 True,
                 f"train.delta {delta:g} caps every ratio at or below 1, so rewarded completions get no gradient; set more than "
                 "1 + train.epsilon_high, or leave it out",
@@ -229,12 +255,14 @@ def narrow_clip(loss_type: str, epsilon: float, epsilon_high: float | None) -> F
     high = epsilon if epsilon_high is None else epsilon_high
     if loss_type == "cispo" and high < 1:
         return Finding(
+            "narrow-clip",
             False,
             f"train.epsilon_high {high:g} is cispo's cap of the ratio itself, and below 1 it scales every gradient down; the "
             "papers use 4 to 8",
         )
     if loss_type in CLIPPED and min(epsilon, high) < SMALLEST_TOKEN_EPSILON:
         return Finding(
+            "narrow-clip",
             False,
             f"train.epsilon {epsilon:g} / train.epsilon_high {high:g} are a sequence loss's, and the ratio of train.loss_type "
             f"{loss_type} is per token: almost every token is clipped after one step; leave them out for the preset's",
@@ -250,10 +278,31 @@ def wide_clip(epsilon: float, epsilon_high: float | None) -> Finding | None:
         return None
     named = " and ".join(f"train.{name} {value:g}" for name, value in wide.items())
     return Finding(
+        "wide-clip",
         True,
         f"{named}: a token loss's clip. A sequence's ratio is a mean over its tokens and rarely leaves 1 +- 0.01, so nothing "
         "would be clipped; set train.epsilon: 3e-4 and train.epsilon_high: 4e-4 (GSPO's paper; summed over tokens, as in "
         "gspo-length: 3e-3 and 4e-3)",
+    )
+
+
+def kl_correction(beta: float, longest: int | None) -> Finding | None:
+    """TRL 1.15 multiplies each token's KL term by the ratio: unbiased for a token's ratio, and not for a sequence's.
+
+    With d = log p_ref - log p and k = e^d - d - 1 a token's gradient is 1 - e^d without the correction (in expectation
+    that of KL(ref || policy)) and 1 - e^d + k = -d with a token's ratio (KL(policy || ref)). A sequence's ratio is the
+    N-th root of the likelihood ratio: every token gets the mean of k in place of its own, of which 1/N is its own.
+    """
+    if not beta > 0:
+        return None
+    share = "1/N" if longest is None else f"1/{longest}"
+    return Finding(
+        "kl-correction",
+        False,
+        f"train.beta {beta:g} with train.use_bias_correction_kl, TRL's default: the KL term is multiplied by the sequence's "
+        f"ratio, the N-th root of a likelihood ratio. Of the correction 1/N is left for N tokens ({share} for the longest), so "
+        "the KL gradient stays that of KL(ref || policy); set train.use_bias_correction_kl: false, which says so, or "
+        "train.loss_type: gspo-token, whose KL gradient is corrected token by token",
     )
 
 
@@ -262,6 +311,7 @@ def ratio_always_one(accumulation: int, generate_every: int, num_iterations: int
     if accumulation % generate_every:
         return None
     return Finding(
+        "ratio-always-one",
         False,
         f"train.steps_per_generation {generate_every // num_iterations} x train.num_iterations {num_iterations} is not more "
         f"than train.gradient_accumulation_steps {accumulation}: no rollout is used for a second step, the ratio is exactly 1 "
@@ -289,12 +339,16 @@ def steps_between_checkpoints(trainer: Any) -> tuple[str, int] | None:
 
 
 def checkpoint_inside_a_rollout(key: str, steps: int, accumulation: int, generate_every: int) -> Finding | None:
-    """TRL 1.15 saves neither its position in a rollout nor the rollout, and a resumed run starts with a new one."""
+    """TRL 1.15 saves neither its position in a rollout nor the rollout, and a resumed run starts with a new one.
+
+    A script may never resume, and TRL's own default of 500 steps is no multiple of most rollouts: there it is a warning.
+    """
     if steps * accumulation % generate_every == 0:
         return None
     aligned = generate_every // math.gcd(generate_every, accumulation)
     return Finding(
-        True,
+        "checkpoint-inside-rollout",
+        False,
         f"train.{key} {steps}: a checkpoint would fall inside a rollout, which TRL does not save, so a resumed run would "
         f"train on other rollouts than this one; a rollout lasts {aligned} steps "
         "(train.steps_per_generation x train.num_iterations micro-batches, "
@@ -309,6 +363,7 @@ def last_checkpoint_inside_a_rollout(max_steps: int, accumulation: int, generate
         return None
     aligned = generate_every // math.gcd(generate_every, accumulation)
     return Finding(
+        "last-checkpoint-inside-rollout",
         False,
         f"train.max_steps {max_steps} ends inside a rollout of {aligned} steps: its last checkpoint is good to use, and a run "
         "continued from it would train on other rollouts; to continue, set train.max_steps: "
@@ -322,6 +377,7 @@ def less_than_a_rollout(prompts: int, completions_per_rollout: int, group: int) 
     if prompts >= needed:
         return None
     return Finding(
+        "less-than-a-rollout",
         True,
         f"{prompts} prompts, and one rollout takes {needed} (train.generation_batch_size {completions_per_rollout} / "
         f"train.num_generations {group}): TRL drops what does not fill a rollout, so not one step would be made; repeat the "
@@ -329,19 +385,31 @@ def less_than_a_rollout(prompts: int, completions_per_rollout: int, group: int) 
     )
 
 
+def rewards_tried(trainer: Any) -> list[Finding]:
+    """Every reward function called once on the first prompt: what it raises there, it raises after the first rollout."""
+    functions = [each for each in trainer.reward_funcs if not isinstance(each, nn.Module)]
+    row, group = trainer.train_dataset[0], trainer.num_generations
+    wrong = [what_is_wrong(each, row, group, trainer_state=trainer.state) for each in functions]
+    return [Finding("reward", *each) for each in wrong if each is not None]
+
+
 def context_length(trainer: Any) -> tuple[int, str] | None:
     """(tokens, setting) that prompt and completion must fit into; None where the model names no limit."""
     if trainer.use_vllm and trainer.args.vllm_max_model_length is not None:
         return trainer.args.vllm_max_model_length, "train.vllm_max_model_length"
-    config = trainer.model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is None:
-        return None
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("linear", "dynamic", "yarn"):  # the others' limit is that of the scaled model
-        original = rope.get("original_max_position_embeddings") or limit
-        limit = max(limit, int(original * rope.get("factor", 1.0)))
-    return limit, "the model's max_position_embeddings"
+    limit = positions_of(trainer.model.config)
+    return None if limit is None else (limit, POSITIONS)
+
+
+def positions_of(config: Any) -> int | None:
+    """The context a model was made for, in tokens, with what its RoPE scaling adds; None where its config has no word."""
+    text = config.get_text_config()
+    limit: int | None = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if limit is None or rope.get("rope_type") not in ("linear", "dynamic", "yarn"):  # the others' is the scaled model's
+        return limit
+    original = rope.get("original_max_position_embeddings") or limit
+    return max(limit, int(original * rope.get("factor", 1.0)))
 
 
 def prompts_are_text(trainer: Any) -> bool:
@@ -369,56 +437,8 @@ def too_long(lengths: Sequence[int], completion: int, limit: int, setting: str) 
     fits = f"set train.max_completion_length: {limit - longest}" if longest < limit else "shorten them"
     drop = f", or leave out prompts of more than {room} tokens" if room > 0 else ""
     return Finding(
+        "long-prompts",
         True,
         f"{over} of {len(lengths)} prompts are too long: the longest has {longest} tokens, with "
         f"train.max_completion_length {completion} that is {longest + completion}, and {setting} is {limit}; {fits}{drop}",
     )
-
-
-def check_groups(arguments: Mapping[str, Any], world_size: int = 1) -> None:
-    """Refuse, before GRPOConfig is built from `arguments`, groups that TRL would refuse and unsloth would change.
-
-    TRL 1.15 raises for both rules below; unsloth's generated config sets per_device_train_batch_size to num_generations
-    instead, and trains on another batch than was asked for. Raises UsageError with the nearest valid batch sizes.
-    """
-    values = defaults(GROUP_KEYS) | {key: value for key, value in arguments.items() if value is not None}
-    group, per_device = values["num_generations"], values["per_device_train_batch_size"]
-    refuse_small_group(group)
-    if per_device < 1:
-        raise UsageError(f"train.per_device_train_batch_size is {per_device}; set at least 1")
-    if (rollout := values["generation_batch_size"]) is not None:
-        unit = math.lcm(group, per_device * world_size)
-        if rollout % unit:
-            raise UsageError(
-                f"train.generation_batch_size {rollout} must hold whole groups of train.num_generations {group} and whole "
-                f"micro-batches of {per_device * world_size}; set {nearest_multiples(rollout, unit)}"
-            )
-        return
-    steps = values["steps_per_generation"] or values["gradient_accumulation_steps"]
-    rollout = per_device * world_size * steps
-    if rollout % group:
-        unit = group // math.gcd(group, world_size * steps)
-        devices = f" x {world_size} devices" if world_size > 1 else ""
-        raise UsageError(
-            f"train.per_device_train_batch_size {per_device}{devices} x {steps} micro-batches a rollout = {rollout} "
-            f"completions, which are no whole groups of train.num_generations {group}; set "
-            f"train.per_device_train_batch_size: {nearest_multiples(per_device, unit)}"
-        )
-
-
-def refuse_small_group(group: int) -> None:
-    """Raise UsageError for a group in which an advantage is always 0."""
-    if group < 2:
-        raise UsageError(
-            f"train.num_generations is {group}: an advantage is a reward minus its group's mean, always 0 in a group of "
-            "one; set at least 2"
-        )
-
-
-GROUP_KEYS = (
-    "num_generations",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "steps_per_generation",
-    "generation_batch_size",
-)

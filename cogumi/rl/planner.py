@@ -6,6 +6,7 @@ micro-batches make one rollout, which holds whole groups of `num_generations`.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from datasets import Dataset, concatenate_datasets
 
 from cogumi.errors import UsageError
+from cogumi.patches.gspo import defaults
 from cogumi.words import gib
 
 # Of the memory that is free, what a step may take: the allocator's rounding and fragments get the rest.
@@ -303,3 +305,52 @@ def whole_rollout(dataset: Dataset, prompts_per_rollout: int) -> tuple[Dataset, 
     times = math.ceil(prompts_per_rollout / prompts)
     line = f"{prompts} prompts repeated {times} times: one rollout takes {prompts_per_rollout} prompts"
     return concatenate_datasets([dataset] * times), line
+
+
+def check_groups(arguments: Mapping[str, Any], world_size: int = 1) -> None:
+    """Refuse, before GRPOConfig is built from `arguments`, groups that TRL would refuse and unsloth would change.
+
+    TRL 1.15 raises for both rules below; unsloth's generated config sets per_device_train_batch_size to num_generations
+    instead, and trains on another batch than was asked for. Raises UsageError with the nearest valid batch sizes.
+    """
+    values = defaults(GROUP_KEYS) | {key: value for key, value in arguments.items() if value is not None}
+    group, per_device = values["num_generations"], values["per_device_train_batch_size"]
+    refuse_small_group(group)
+    if per_device < 1:
+        raise UsageError(f"train.per_device_train_batch_size is {per_device}; set at least 1")
+    if (rollout := values["generation_batch_size"]) is not None:
+        unit = math.lcm(group, per_device * world_size)
+        if rollout % unit:
+            raise UsageError(
+                f"train.generation_batch_size {rollout} must hold whole groups of train.num_generations {group} and whole "
+                f"micro-batches of {per_device * world_size}; set {nearest_multiples(rollout, unit)}"
+            )
+        return
+    steps = values["steps_per_generation"] or values["gradient_accumulation_steps"]
+    rollout = per_device * world_size * steps
+    if rollout % group:
+        unit = group // math.gcd(group, world_size * steps)
+        devices = f" x {world_size} devices" if world_size > 1 else ""
+        raise UsageError(
+            f"train.per_device_train_batch_size {per_device}{devices} x {steps} micro-batches a rollout = {rollout} "
+            f"completions, which are no whole groups of train.num_generations {group}; set "
+            f"train.per_device_train_batch_size: {nearest_multiples(per_device, unit)}"
+        )
+
+
+def refuse_small_group(group: int) -> None:
+    """Raise UsageError for a group in which an advantage is always 0."""
+    if group < 2:
+        raise UsageError(
+            f"train.num_generations is {group}: an advantage is a reward minus its group's mean, always 0 in a group of "
+            "one; set at least 2"
+        )
+
+
+GROUP_KEYS = (
+    "num_generations",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+)

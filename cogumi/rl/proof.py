@@ -35,8 +35,12 @@ class LossProof:
     rollout, usually the second.
     """
 
-    def __init__(self, asked_for: dict[str, Any], token_ratio: bool, unproven: list[str]) -> None:
-        """`asked_for`: the settings the loss must have been called with; `unproven`: terms the formula leaves out."""
+    def __init__(self, asked_for: dict[str, Any], token_ratio: bool, unproven: list[str], own: Any = None) -> None:
+        """`asked_for`: the settings the loss must have been called with; `unproven`: terms the formula leaves out.
+
+        `own`: the function that computes an objective of the user's own, which is described and compared with nothing.
+        """
+        self.own = own
         self.asked_for, self.token_ratio, self.unproven = asked_for, token_ratio, unproven
         self.calls: list[LossCall] = []
         self.losses: list[Tensor] = []
@@ -72,13 +76,14 @@ class LossProof:
         was asked for.
         """
         self.step += 1
-        if not self.calls:
+        if not self.calls and self.own is None:
             raise WrongLossError(
                 "the trainer's compute_loss made a step without asking for the new log-probabilities: it is not the loss "
                 "that was asked for"
             )
         if self.step == 1:
-            self.record = describe(self.calls) | self.record
+            described = describe(self.calls) if self.calls else {}
+            self.record = described | ({} if self.own is None else named(self.own)) | self.record
         self._check_settings()
         if not self.unproven:
             for index in range(len(self.calls)):
@@ -118,37 +123,51 @@ class LossProof:
                 )
             self.worst[name] = max(self.worst[name], found)
         self.moved |= bool(((call.new - call.old_or_new()).abs() * (call.mask > 0) > BOUNDARY).any())
-        if self.record["clip_seen_at_step"] is None and clip_cut(call, slope):
+        if self.record["clip_seen_at_step"] is None and clip_cut(call, self.token_ratio):
             self.record["clip_seen_at_step"] = self.step
 
 
 def describe(calls: list[LossCall]) -> dict[str, Any]:
     """What computed the loss of a step, with what, and how far from 1 its ratios were."""
-    function = calls[0].function
     return {
-        "function": f"{function.__module__}.{function.__qualname__}",
-        "source": source_of(function),
+        **named(calls[0].function),
         "arguments": {name: plain(value) for name, value in calls[0].arguments.items()},
         "micro_batches": len(calls),
         **first_ratios(calls),
     }
 
 
-def clip_cut(call: LossCall, slope: Tensor) -> bool:
-    """Whether the formula's gradient (B, T) is zero somewhere though the token counts and its advantage is not zero."""
+def named(function: Any) -> dict[str, Any]:
+    return {"function": f"{function.__module__}.{function.__qualname__}", "source": source_of(function)}
+
+
+def clip_cut(call: LossCall, token_ratio: bool = False) -> bool:
+    """Whether the clip took the policy term's gradient from a token that counts.
+
+    Asked of the ratios, not of the gradient: a KL term has one of its own inside and outside the clip, and a token whose
+    weight is zero (vLLM's correction) has none on either side.
+    """
+    if call.arguments.get("loss_type") not in CLIPPED:
+        return False
+    ratio, low, high = clip_of(call, token_ratio)
     advantages = call.advantages[:, None] if call.advantages.dim() == 1 else call.advantages
-    return bool(((slope == 0) & (call.mask > 0) & (advantages != 0)).any())
+    cut = ((ratio > high + BOUNDARY) & (advantages > 0)) | ((ratio < low - BOUNDARY) & (advantages < 0))
+    return bool((cut & (call.mask > 0)).any())
 
 
 def at_the_clip(call: LossCall, token_ratio: bool = False) -> Tensor:
     """(B, T) tokens whose ratio is on a bound of the clip, up to rounding."""
+    ratio, low, high = clip_of(call, token_ratio)
+    return ((ratio - low).abs() < BOUNDARY) | ((ratio - high).abs() < BOUNDARY)
+
+
+def clip_of(call: LossCall, token_ratio: bool) -> tuple[Tensor, float, float]:
+    """(ratio (B, T) in float64, the clip's lower bound, its upper bound)."""
     if is_per_sequence(call, token_ratio):
         log_ratio = sequence_log_ratio(call)[:, None].expand_as(call.new)
     else:
         log_ratio = call.new - call.old_or_new()
-    ratio = log_ratio.double().exp()
-    low, high = 1 - call.arguments["epsilon_low"], 1 + call.arguments["epsilon_high"]
-    return ((ratio - low).abs() < BOUNDARY) | ((ratio - high).abs() < BOUNDARY)
+    return log_ratio.double().exp(), 1 - call.arguments["epsilon_low"], 1 + call.arguments["epsilon_high"]
 
 
 def first_ratios(calls: list[LossCall]) -> dict[str, float]:
@@ -184,7 +203,10 @@ def unproven_terms(trainer: Any) -> list[str]:
 
 def source_of(function: Any) -> dict[str, Any]:
     """Where the code that ran is, and its hash: a cache generated yesterday is not the library installed today."""
-    lines, first = inspect.getsourcelines(function)
+    try:
+        lines, first = inspect.getsourcelines(function)
+    except OSError:  # typed into an interpreter, or piped into it
+        return {"file": function.__code__.co_filename, "line": function.__code__.co_firstlineno, "sha256": None}
     digest = hashlib.sha256("".join(lines).encode()).hexdigest()
     return {"file": inspect.getsourcefile(function), "line": first, "sha256": digest}
 
