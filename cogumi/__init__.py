@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from cogumi.checkpoints import protect as protect
     from cogumi.disk.callback import DiskMonitorCallback as DiskMonitorCallback
     from cogumi.disk.monitor import DiskMonitor as DiskMonitor
+    from cogumi.entry import preflight as preflight
+    from cogumi.entry import preview as preview
+    from cogumi.entry import train as train
     from cogumi.errors import UsageError as UsageError
     from cogumi.merge import MergeReport as MergeReport
     from cogumi.merge import merge_adapter as merge_adapter
@@ -16,7 +19,6 @@ if TYPE_CHECKING:
     from cogumi.patches import PatchReport as PatchReport
     from cogumi.patches import patch as patch
     from cogumi.planning import PreflightReport as PreflightReport
-    from cogumi.planning import preflight as preflight
     from cogumi.run_status import Status as Status
     from cogumi.runs import Run as Run
     from cogumi.runs import attach as attach
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
     from cogumi.stack.doctor import DoctorReport as DoctorReport
     from cogumi.stack.doctor import doctor as doctor
     from cogumi.training import RunResult as RunResult
-    from cogumi.training import train as train
-    from cogumi.training.preview import preview as preview
 
 __version__ = "0.1.0"
 
@@ -46,16 +46,17 @@ _HOME = {
     "last_good_checkpoint": "cogumi.checkpoints",
     "patch": "cogumi.patches",
     "PreflightReport": "cogumi.planning",
-    "preflight": "cogumi.planning",
-    "preview": "cogumi.training.preview",
+    "preflight": "cogumi.entry",
+    "preview": "cogumi.entry",
     "protect": "cogumi.checkpoints",
     "Run": "cogumi.runs",
     "RunResult": "cogumi.training",
     "Status": "cogumi.run_status",
     "attach": "cogumi.runs",
     "start": "cogumi.runs",
-    "train": "cogumi.training",
+    "train": "cogumi.entry",
 }
+_WITH_TORCH = {"merge_adapter", "patch", "protect"}
 __all__ = [*_HOME, "__version__"]
 
 
@@ -63,6 +64,11 @@ def __getattr__(name: str) -> Any:
     # `import cogumi` loads neither torch nor transformers; unsloth has to be imported before them.
     if name not in _HOME:
         raise AttributeError(f"module 'cogumi' has no attribute {name!r}")
+    if name in _WITH_TORCH:
+        from cogumi.working import importing
+
+        with importing():
+            return getattr(importlib.import_module(_HOME[name]), name)
     return getattr(importlib.import_module(_HOME[name]), name)
 
 

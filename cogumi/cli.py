@@ -1,28 +1,31 @@
 """The command line: a command parses, calls one public function, prints. Exit status 0 good, 1 failed, 2 used wrongly."""
 
-import json
 import logging
 import re
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import TracebackType
 from typing import Annotated, Any
 
 import typer
 
-from cogumi import cli_preflight, cli_runs, smoke
+from cogumi import __version__, cli_preflight, cli_runs, smoke
 from cogumi.cli_disk import disk_app
 from cogumi.cli_doctor import doctor
+from cogumi.cli_output import print_json, say, waiting
 from cogumi.errors import UsageError
 from cogumi.handing_out import hand_out, says, there_are
+from cogumi.hidden import Shown
 
 WHAT_IS_LEFT = {
-    "train": "; started again with the same words the run goes on",
+    "train": "; the same command continues the run",
     "merge": "; nothing is left of the merge",
 }
-INTERRUPTED, TERMINATED = 130, 143  # 128 + SIGINT, which is what Typer exits with after Ctrl-C; 128 + SIGTERM
+ASKED_TO_END = (129, 130, 143)  # 128 + SIGHUP, SIGINT (what Typer exits with after Ctrl-C), SIGTERM
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("smoke")(smoke.main)
@@ -32,8 +35,18 @@ app.command()(cli_preflight.preflight)
 cli_runs.add_to(app)
 
 
+def show_version(asked: bool) -> None:
+    if asked:
+        print(f"cogumi {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def options() -> None:
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     """Fine-tune on one machine: train, merge, check."""
 
 
@@ -46,12 +59,14 @@ def train(
     from cogumi.config import parse_overrides
 
     words = parse_overrides(overrides or [])
+    from cogumi.checkpoints.screen import outliving_the_screen
+    from cogumi.entry import train as run
     from cogumi.run_status import status_of
     from cogumi.run_summary import in_words
-    from cogumi.training import train as run
 
-    result = run(config, **words)
-    print(in_words(status_of(result.run_dir)))
+    with waiting("working"), outliving_the_screen():
+        result = run(config, **words)
+        say(in_words(status_of(result.run_dir)))
     raise typer.Exit(0 if result.passed else 1)
 
 
@@ -65,33 +80,38 @@ def preview(
     """What a run would train on: examples as the model sees them, lengths, what is left out."""
     from rich.console import Console
 
-    from cogumi.config import parse_overrides
-    from cogumi.training.preview import preview as look
+    with waiting("reading and preparing the data"):
+        from cogumi.config import parse_overrides
+        from cogumi.entry import preview as look
 
-    found = look(config, examples, **parse_overrides(overrides or []))
+        found = look(config, examples, **parse_overrides(overrides or []))
     console = Console(soft_wrap=True, highlight=False)
     if as_json:
-        print(json.dumps(found.as_dict(), ensure_ascii=False, indent=2))
+        print_json(found.as_dict())
     elif console.is_terminal:
         for line in found.lines(colour=True):
-            console.print(line)
+            console.print(line)  # made visible piece by piece
     else:
-        print(found)
+        say(found)
 
 
 @app.command()
 def cp(
-    name: Annotated[str | None, typer.Argument(help="A config or recipe; without one they are listed.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="A config, recipe or template; without one they are listed.")
+    ] = None,
     destination: Annotated[Path | None, typer.Argument(help="A file or a directory; here by default.")] = None,
 ) -> None:
-    """Copy a config or a recipe, to be changed and run."""
+    """Copy a config or a recipe, to be changed and run, or the template of an issues log."""
     if name is None:
         known = there_are()
         width = max(map(len, known))
-        print("\n".join(f"{each:{width}}  {says(path)}" for each, path in known.items()))
+        say("\n".join(f"{each:{width}}  {says(path)}" for each, path in known.items()))
         return
     copy = hand_out(name, destination)
-    print(f"{copy}\n{'cogumi train' if copy.suffix == '.yaml' else 'python'} {copy}")
+    say(f"{copy}")
+    if runner := {".yaml": "cogumi train", ".py": "python"}.get(copy.suffix):
+        say(f"{runner} {copy}")
 
 
 @app.command()
@@ -124,7 +144,8 @@ def merge(
     if check is not None:
         if adapter is not None or add or export:
             raise UsageError(f"--check {check} merges nothing; leave out {adapter or 'the options of a merge'}")
-        from cogumi.merge.recheck import check_merged
+        with waiting("loading the libraries"):
+            from cogumi.merge.recheck import check_merged
 
         with failures_in_one_line():
             show(check_merged(check, workers), as_json)
@@ -135,7 +156,8 @@ def merge(
         )
     if export not in (None, "gguf"):
         raise UsageError(f"--export {export} is not known; gguf is")
-    from cogumi.merge import merge_adapter
+    with waiting("loading the libraries"):
+        from cogumi.merge import merge_adapter
 
     adapters = [(adapter, weight), *(weighted_path(word) for word in add or [])]
     with failures_in_one_line():
@@ -155,7 +177,7 @@ def failures_in_one_line() -> Iterator[None]:
     except UsageError as error:
         raise UsageError(as_typed(str(error))) from error
     except (MergeError, OSError) as error:
-        print(f"cogumi: {error}", file=sys.stderr)
+        say(f"cogumi: {error}", to_error=True)
         raise typer.Exit(1) from error
 
 
@@ -187,15 +209,18 @@ def export_to_gguf(merged: Path) -> None:
 
     written = export_gguf(merged)
     if written is None:
-        print("llama.cpp's converter is not installed, so there is no GGUF file yet; this makes it:")
-        print(install_hint(merged, gguf_path(merged)))
+        say("llama.cpp's converter is not installed, so there is no GGUF file yet; this makes it:")
+        say(install_hint(merged, gguf_path(merged)))
     else:
-        print(f"{written}: {written.stat().st_size / 1e9:.2f} GB")
+        say(f"{written}: {written.stat().st_size / 1e9:.2f} GB")
 
 
 def show(report: Any, as_json: bool) -> None:
     """A report in words, or its fields as one JSON object."""
-    print(json.dumps(asdict(report), default=str, indent=2) if as_json else report)
+    if as_json:
+        print_json(asdict(report))
+    else:
+        say(report)
 
 
 def main() -> None:
@@ -204,14 +229,25 @@ def main() -> None:
 
 def run_command(app: typer.Typer) -> None:
     """Run a Typer app; a mistake of the user is one line on standard error and exit status 2, Ctrl-C is 130."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Shown("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("cogumi").setLevel(logging.INFO)
     try:
         app()
     except UsageError as error:
-        print(f"cogumi: {error}", file=sys.stderr)
+        say(f"cogumi: {error}", to_error=True)
         sys.exit(2)
     except SystemExit as stop:
-        if stop.code in (INTERRUPTED, TERMINATED):
-            print(f"cogumi: interrupted{WHAT_IS_LEFT.get(' '.join(sys.argv[1:2]), '')}", file=sys.stderr)
+        if stop.code in ASKED_TO_END:
+            from cogumi.checkpoints.screen import outliving_the_screen
+
+            with outliving_the_screen():
+                say(f"cogumi: interrupted{WHAT_IS_LEFT.get(' '.join(sys.argv[1:2]), '')}", to_error=True)
         raise
+    finally:
+        sys.excepthook = say_traceback  # Typer has put its own there
+
+
+def say_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    say("".join(traceback.format_exception(kind, error, trace)), end="", to_error=True)

@@ -4,16 +4,17 @@ import json
 import os
 import secrets
 import shutil
-import sys
-from collections.abc import Collection, Iterable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cogumi.cli_disk_predict import predict
+from cogumi.cli_output import print_json, print_table, say, waiting
 from cogumi.errors import UsageError
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def show_filesystems(disks: list["Filesystem"]) -> None:
         rows.append((", ".join(disk.used_for), disk.mount, kind, spoken(space.total), share, free, inodes))
     print_table("filesystems", ["for", "mounted at", "type", ">size", ">used", ">free", ">inodes used"], rows)
     if any(disk.network for disk in disks):
-        print("The numbers of a network filesystem may be the whole cluster's: a quota shows only when it is used up.")
+        say("The numbers of a network filesystem may be the whole cluster's: a quota shows only when it is used up.")
 
 
 def show_uses(found: list["Use"], directory: Path) -> None:
@@ -90,7 +91,7 @@ def show_uses(found: list["Use"], directory: Path) -> None:
     print_table(f"who uses the space (here: {directory})", ["what", "where", ">on disk", ">entries"], rows)
     for use in found:
         if use.unreadable:
-            print(f"{use.path}: {use.unreadable} directories could not be read; {use.what} is larger than that.")
+            say(f"{use.path}: {use.unreadable} directories could not be read; {use.what} is larger than that.")
 
 
 def show_deleted(found: list["DeletedFile"]) -> None:
@@ -121,12 +122,19 @@ def show_leftovers(found: list["Leftover"], directory: Path) -> None:
 def verify(directory: Directory, as_json: AsJson = False) -> None:
     """Read every checkpoint, or the one named, and say which are good. Exit status 1 if one is rejected."""
     from cogumi.checkpoints.manifest import CHECKPOINT_NAME
-    from cogumi.checkpoints.resume import findings
-    from cogumi.checkpoints.verify import inspect
+    from cogumi.checkpoints.resume import findings, inspect_beside
 
     place = checkpoints_dir(directory)
     with disk_failures_in_one_line(), waiting(f"reading the checkpoints of {place}"):
-        found = [inspect(place)] if CHECKPOINT_NAME.fullmatch(place.resolve().name) else list(findings(place))
+        if CHECKPOINT_NAME.fullmatch(place.resolve().name):
+            one = inspect_beside(place)
+            if one is None:
+                raise UsageError(
+                    f"{place} was removed while it was read; verify {place.parent} for those that are there"
+                )
+            found = [unless_unfinished(one)]
+        else:
+            found = [unless_unfinished(finding) for finding in findings(place)]
     if not found:
         raise no_checkpoints(place)
     if as_json:
@@ -134,6 +142,18 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
     else:
         show_findings(found)
     raise typer.Exit(1 if any(finding.state == "rejected" for finding in found) else 0)
+
+
+def unless_unfinished(finding: "Finding") -> "Finding":
+    """A checkpoint that a trainer without `protect` writes in place is not called damaged while it changes."""
+    from cogumi.checkpoints.manifest import MANIFEST_NAME
+    from cogumi.disk import owners
+
+    age = time.time() - owners.last_change(finding.path)
+    if finding.state != "rejected" or (finding.path / MANIFEST_NAME).exists() or age > owners.SETTLED_SECONDS:
+        return finding
+    reason = f"it changed {max(0.0, age):.0f} s ago and may still be written: {finding.reason}"
+    return replace(finding, state="unverified", reason=reason)
 
 
 def show_findings(found: list["Finding"]) -> None:
@@ -157,19 +177,19 @@ def resume_point(directory: Directory, as_json: AsJson = False) -> None:
                 break
     for finding in looked_at:
         if finding.reason:
-            print(f"{finding.path.name} is {finding.state}: {finding.reason}", file=sys.stderr)
+            say(f"{finding.path.name} is {finding.state}: {finding.reason}", to_error=True)
     good = looked_at[-1].path if looked_at and looked_at[-1].state != "rejected" else None
     if good is None:
         why = f"none of {len(looked_at)} checkpoints is good" if looked_at else "there are no checkpoints"
-        print(f"cogumi: {place}: nothing to resume from: {why}", file=sys.stderr)
-        print(
+        say(f"cogumi: {place}: nothing to resume from: {why}", to_error=True)
+        say(
             "A run that has a mirror or a fallback looks there too when it goes on; this command does not.",
-            file=sys.stderr,
+            to_error=True,
         )
     if as_json:
         print_json({"resume_point": good, "looked_at": [asdict(finding) for finding in looked_at]})
     elif good is not None:
-        print(good)
+        say(good)
     raise typer.Exit(0 if good is not None else 1)
 
 
@@ -185,7 +205,7 @@ def prune(
 ) -> None:
     """Remove old checkpoints that cogumi wrote. The newest that verify, the best and pinned ones stay."""
     from cogumi.checkpoints.resume import checkpoints_in
-    from cogumi.checkpoints.retention import remove
+    from cogumi.checkpoints.retention import plan_pruning, remove
     from cogumi.disk import spoken
     from cogumi.durable import locked
 
@@ -198,47 +218,26 @@ def prune(
         if free is False:
             raise UsageError(f"{place}: a training is writing there, and removes old checkpoints itself; wait for it")
         with waiting(f"verifying what stays in {place}"):
-            going, staying = plan_verified(place, keep)
+            going, staying = plan_pruning(place, keep, best_of(place))
         back = [(path, None if dry_run else remove(path)) for path in going]
     if as_json:
         removed = [{"path": path, "bytes_back": count} for path, count in back]
         print_json({"dry_run": dry_run, "removed": removed, "kept": staying})
         return
     for line in staying:
-        print(f"stays     {line}")
+        say(f"stays     {line}")
     for path, count in back:
-        print(f"{'would go' if count is None else 'gone    '}  {path.name}{came_back(count)}")
+        say(f"{'would go' if count is None else 'gone    '}  {path.name}{came_back(count)}")
     if not back:
-        print("nothing to remove")
+        say("nothing to remove")
     elif not dry_run:
-        print(f"{spoken(sum(count or 0 for _, count in back))} came back")
+        say(f"{spoken(sum(count or 0 for _, count in back))} came back")
 
 
 def came_back(count: int | None) -> str:
     from cogumi.disk import spoken
 
     return "" if count is None else f": {spoken(max(0, count))} came back"
-
-
-def plan_verified(directory: Path, keep: int) -> tuple[list[Path], list[str]]:
-    """What goes and what stays, so that `keep` of the newest that stay verify: a damaged one is not counted."""
-    from cogumi.checkpoints.manifest import MANIFEST_NAME
-    from cogumi.checkpoints.resume import checkpoints_in
-    from cogumi.checkpoints.retention import plan_pruning
-    from cogumi.checkpoints.verify import inspect
-
-    good, damaged, newest = 0, {}, 0
-    for path in checkpoints_in(directory):  # the newest first
-        if good == keep:
-            break
-        if (path / MANIFEST_NAME).is_file():
-            newest += 1
-            finding = inspect(path)
-            good += finding.state == "verified"
-            if finding.state != "verified":
-                damaged[path.name] = f"{path.name}: is {finding.state} and does not count: {finding.reason}"
-    going, staying = plan_pruning(directory, max(newest, keep), best_of(directory))
-    return going, [*damaged.values(), *(line for line in staying if line.partition(":")[0] not in damaged)]
 
 
 def best_of(directory: Path) -> Path | None:
@@ -280,11 +279,11 @@ def clean(directory: Directory, dry_run: DryRun = False, as_json: AsJson = False
         print_json({"dry_run": dry_run, "removed": [asdict(row) for row in removed], "kept": left})
         return
     for row in removed:
-        print(f"{'would go' if dry_run else 'removed'}: {row.path} ({row.what}, {spoken(row.bytes)})")
+        say(f"{'would go' if dry_run else 'removed'}: {row.path} ({row.what}, {spoken(row.bytes)})")
     for row, reason in kept:
-        print(f"kept: {row.path} ({row.what}, {spoken(row.bytes)}): {reason}")
+        say(f"kept: {row.path} ({row.what}, {spoken(row.bytes)}): {reason}")
     if not removed and not kept:
-        print(f"{directory}: nothing to clean")
+        say(f"{directory}: nothing to clean")
 
 
 def remove_leftover(path: Path) -> None:
@@ -344,43 +343,5 @@ def disk_failures_in_one_line() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        print(f"cogumi: {error}", file=sys.stderr)
+        say(f"cogumi: {error}", to_error=True)
         raise typer.Exit(1) from error
-
-
-@contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """Say on a terminal what takes its time: a second for each GB."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status(what):
-            yield
-    else:
-        yield
-
-
-def print_json(value: Any) -> None:
-    print(json.dumps(value, default=str, indent=2))
-
-
-def print_table(
-    title: str, columns: Iterable[str], rows: Iterable[tuple[str, ...]], whole: Collection[str] = ()
-) -> None:
-    """A table as wide as the terminal, 80 columns elsewhere. A column named >name is aligned to the right, and the values
-    of those in `whole` are not broken."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
-    for name in columns:
-        right = name.startswith(">")
-        # Words are not broken, but for paths and reasons, which may be of any length.
-        table.add_column(
-            name.lstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=right or name in whole
-        )
-    for row in rows:
-        table.add_row(*row)
-    Console(markup=False, highlight=False, emoji=False).print(table)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cogumi.errors import UsageError
+from cogumi.words import visible
 
 if TYPE_CHECKING:
     from cogumi.disk.outlook import Outlook
@@ -19,9 +20,10 @@ def predict(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """What a run will want of its disks. Exit status 1 where it does not fit. Loads and downloads no weights."""
-    from cogumi.cli_disk import disk_failures_in_one_line, print_json
+    from cogumi.cli_disk import disk_failures_in_one_line
+    from cogumi.cli_output import print_json, waiting
 
-    with disk_failures_in_one_line():
+    with disk_failures_in_one_line(), waiting("forecasting the disks"):
         found = of_directory(target, overrides or []) if target.is_dir() else of_config(target, overrides or [])
     if as_json:
         print_json(as_dict(found))
@@ -66,7 +68,7 @@ def as_dict(found: "Outlook") -> dict[str, Any]:
 def show(found: "Outlook") -> None:
     from rich.console import Console
 
-    from cogumi.cli_disk import print_table
+    from cogumi.cli_output import print_table
     from cogumi.disk import spoken
 
     rows = []
@@ -76,4 +78,4 @@ def show(found: "Outlook") -> None:
     print_table("what is wanted of the disks", ["for", "mounted at", ">wanted", ">free", ""], rows)
     console = Console(markup=False, highlight=False, emoji=False)
     for line in found.about_saves:
-        console.print(line)
+        console.print(visible(line))

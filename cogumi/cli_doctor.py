@@ -1,12 +1,12 @@
 """`cogumi doctor`: what is wrong with this machine and this environment, and what a pasted error means."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from cogumi.cli_output import show, waiting
 from cogumi.errors import UsageError
 
 
@@ -22,12 +22,13 @@ def doctor(
         from cogumi.stack.signatures import explained
 
         found = explained(text_of(explain))
-        print(json.dumps(found.as_dict(), indent=2, ensure_ascii=False) if as_json else found)
+        show(found, as_json)
         raise typer.Exit(0 if found.diagnoses else 1)
     from cogumi.stack.doctor import doctor as examine
 
-    report = examine()
-    print(json.dumps(report.as_dict(), indent=2, ensure_ascii=False) if as_json else report)
+    with waiting("checking the machine, its packages and what they compute"):
+        report = examine()
+    show(report, as_json)
     raise typer.Exit(0 if report.passed else 1)
 
 

@@ -1,11 +1,11 @@
 """`cogumi preflight`: does a run fit the card, the disk and the budget? Exit status 1 where it does not."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from cogumi.cli_output import say, show, waiting
 from cogumi.errors import UsageError
 
 
@@ -33,20 +33,26 @@ def preflight(
         raise UsageError(f"--fix {fix}: no such directory as {fix.parent}; make it, or name another place")
     if fix is not None and fix.exists():
         raise UsageError(f"--fix {fix}: there is such a file already; name another, or remove it")
-    from cogumi.planning.apart import here
-    from cogumi.planning.fix import fixed, write_fixed
-    from cogumi.planning.flight import foresee
+    from cogumi.entry import refuse_mistakes
+    from cogumi.stack.gpus import use_one_gpu
 
-    if fix is None:
-        changes: dict[str, object] = {}
-        report = foresee(config, card, probe, words, here)
-    else:
-        report, changes = fixed(config, card, **words)
-    print(json.dumps(report.as_dict(), default=str, indent=2) if as_json else report)
+    refuse_mistakes(config, words, trains=probe)
+    use_one_gpu()
+    with waiting("forecasting memory, time and disk"):
+        from cogumi.planning.apart import here
+        from cogumi.planning.fix import fixed, write_fixed
+        from cogumi.planning.flight import foresee
+
+        if fix is None:
+            changes: dict[str, object] = {}
+            report = foresee(config, card, probe, words, here)
+        else:
+            report, changes = fixed(config, card, **words)
+    show(report, as_json)
     if fix is not None and report.fits:
         write_fixed(config, fix, changes, words)
         said = ", ".join(f"{key}: {value}" for key, value in changes.items()) or "nothing had to be changed"
-        typer.echo(f"{fix}: {said}", err=as_json)
+        say(f"{fix}: {said}", to_error=as_json)
     elif fix is not None:
-        typer.echo(f"{fix} is not written: no change of the config that is known here makes this fit", err=True)
+        say(f"{fix} is not written: no change of the config that is known here makes this fit", to_error=True)
     raise typer.Exit(0 if report.fits else 1)

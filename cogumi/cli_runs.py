@@ -1,7 +1,5 @@
 """`cogumi start / attach / status / logs / wait / stop`: runs in processes of their own, from a terminal."""
 
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cogumi.cli_disk import print_table
+from cogumi.cli_output import print_json, print_table, say, waiting
 from cogumi.errors import RunFailed, UsageError
 from cogumi.rundir import PAUSED
 
@@ -39,16 +37,14 @@ def start(
 
     words = parse_overrides(overrides or [])
     try:
-        with detaching(
-            lambda: "the start goes on; in some seconds it is in `cogumi status`, and `cogumi stop` ends it"
-        ):
+        with waiting("checking, loading, making the first step"):
             run = begin(config, **words)
     except RunFailed as error:
-        print(f"cogumi: {error}", file=sys.stderr)
+        say(f"cogumi: {error}", to_error=True)
         raise typer.Exit(1) from error
     if not run.status().ended:
         where = near_here(str(run.run_dir))
-        print(f"follow it: cogumi attach {where}    end it: cogumi stop {where}")
+        say(f"follow it: cogumi attach {where}    end it: cogumi stop {where}")
 
 
 def attach(run_dir: RunDir) -> None:
@@ -58,7 +54,7 @@ def attach(run_dir: RunDir) -> None:
     run = run_in(run_dir)
     with detaching(lambda: f"{left(run_dir)}; come back with `cogumi attach {run_dir}`"):
         for text in run.follow():
-            print(text, end="", flush=True)
+            say(text, end="")
     conclude(run.status())
 
 
@@ -86,11 +82,11 @@ def status(
         return
     found = [status_of(path) for path in paths]
     if as_json:
-        print(json.dumps([each.as_dict() for each in found], indent=2, ensure_ascii=False))
+        print_json([each.as_dict() for each in found])
     elif run_dirs and len(run_dirs) == 1 and is_run(run_dirs[0]):
-        print(on_a_screen(found[0]))
+        say(on_a_screen(found[0]))
     elif not found:
-        print(f"no runs below {Path('runs').absolute()}; name a run's directory")
+        say(f"no runs below {' or '.join(PLACES)} in {Path.cwd()}; name a run's directory")
     else:
         rows = [
             (
@@ -112,9 +108,9 @@ def status(
             print_table("runs", columns, rows, whole=("run",))
         for each in found:
             if not wide:
-                print("; ".join(filter(None, (in_words(each), cost(each)))))
+                say("; ".join(filter(None, (in_words(each), cost(each)))))
             elif each.reason:
-                print(in_words(each))
+                say(in_words(each))
 
 
 def follow_one(paths: list[Path], as_json: bool) -> None:
@@ -147,11 +143,11 @@ def logs(
 
     run = run_in(run_dir)
     if not follow:
-        print(run.logs(last))
+        say(run.logs(last))
         return
     with detaching(lambda: left(run_dir)):
         for text in run.follow(last):
-            print(text, end="", flush=True)
+            say(text, end="")
 
 
 def report(
@@ -163,9 +159,9 @@ def report(
     from cogumi.runs import attach as run_in
 
     run = run_in(run_dir)
-    print(
-        f"{near_here(str(run.report(out)))}: one file, opens without this machine or a network; {in_short(run.status())}"
-    )
+    with waiting("drawing the report"):
+        written = run.report(out)
+    say(f"{near_here(str(written))}: one file, opens without this machine or a network; {in_short(run.status())}")
 
 
 def wait(run_dir: RunDir) -> None:
@@ -188,7 +184,7 @@ def stop(
     from cogumi.runs import attach as run_in
 
     run = run_in(run_dir)
-    with detaching(lambda: "it was asked to stop, and will", 1):
+    with detaching(lambda: "it was asked to stop, and will", 1), waiting("the run saves and ends"):
         run.stop(kill_after)
 
 
@@ -197,7 +193,7 @@ def checkpoint(run_dir: RunDir) -> None:
     from cogumi.runs import attach as run_in
 
     run_in(run_dir).checkpoint()
-    print(f"{run_dir}: asked for a checkpoint; `cogumi status {run_dir}` says when it is there")
+    say(f"{run_dir}: asked for a checkpoint; `cogumi status {run_dir}` says when it is there")
 
 
 def pause(run_dir: RunDir) -> None:
@@ -205,7 +201,7 @@ def pause(run_dir: RunDir) -> None:
     from cogumi.runs import attach as run_in
 
     run_in(run_dir).pause()
-    print(f"{run_dir}: asked to save and wait; `cogumi resume {run_dir}` has it go on, `cogumi stop {run_dir}` ends it")
+    say(f"{run_dir}: asked to save and wait; `cogumi resume {run_dir}` unpauses it, `cogumi stop {run_dir}` ends it")
 
 
 def resume(run_dir: RunDir) -> None:
@@ -213,14 +209,14 @@ def resume(run_dir: RunDir) -> None:
     from cogumi.runs import attach as run_in
 
     run_in(run_dir).resume()
-    print(f"{run_dir}: goes on")
+    say(f"{run_dir}: no longer paused")
 
 
 def conclude(status: "Status") -> None:
     """Say how a run ended; exit status 1 if not well."""
     from cogumi.run_summary import in_words
 
-    print(in_words(status))
+    say(in_words(status))
     if not status.passed:
         raise typer.Exit(1)
 
@@ -237,5 +233,5 @@ def detaching(word: Callable[[], str], exit_status: int = 0) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print(f"\ncogumi: {word()}", file=sys.stderr)
+        say(f"\ncogumi: {word()}", to_error=True)
         raise typer.Exit(exit_status) from None

@@ -15,15 +15,26 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from cogumi.config_binding import bind_mapping, bind_quantization, bind_signature, reject_unknown
+from cogumi.config_binding import (
+    Hints,
+    bind_class,
+    bind_mapping,
+    hints_imported,
+    hints_in_source,
+    nearest,
+    refuse_bits,
+    reject_unknown,
+)
+from cogumi.config_signatures import reporters_in_source
 from cogumi.config_source import SECTIONS, Origins, parse_scalar, read_source, set_value
-from cogumi.data.fim import FimConfig
+from cogumi.data.fim_config import FimConfig
 from cogumi.errors import UsageError
 from cogumi.hidden import REDACTED, SECRETS, hide
 from cogumi.models.presets import with_preset
 from cogumi.thresholds import Thresholds
 
 ENVIRONMENT_PREFIX = "COGUMI_"
+TRL_CONFIGS = {"sft": "SFTConfig", "dpo": "DPOConfig", "gspo": "GRPOConfig"}
 # Keys of the `cogumi:` section that mean something to gspo only, and of `data.fim:` what counts whatever a row is.
 GSPO_ONLY = ("rewards", "docs_per_step", "prompts_per_step", "behaviour_logps", "fp32_lm_head")
 FIM_ALWAYS = "seed"
@@ -44,14 +55,21 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "it is at least 1": (
         lambda n: n >= 1,
         "train.per_device_train_batch_size train.per_device_eval_batch_size train.gradient_accumulation_steps "
-        "train.save_total_limit lora.r",
+        "train.save_total_limit train.max_completion_length lora.r",
     ),
     "it is at least 1, or -1 for train.num_train_epochs": (lambda n: n >= 1 or n == -1, "train.max_steps"),
     "it is at least 1 step, or a share of all steps below 1": (
         lambda n: n > 0,
         "train.save_steps train.logging_steps train.eval_steps",
     ),
-    "it is more than 0": (lambda n: n > 0, "train.num_train_epochs"),
+    "it is more than 0": (lambda n: 0 < n < inf, "train.num_train_epochs train.repetition_penalty"),
+    "it is more than 0, because GRPO samples; 1.0 samples from the model as it is": (
+        lambda n: 0 < n < inf,
+        "train.temperature",
+    ),
+    "it is more than 0 and at most 1": (lambda n: 0 < n <= 1, "train.top_p"),
+    "it is at least 0 and at most 1": (lambda n: 0 <= n <= 1, "train.min_p"),
+    "it is at least 1, or 0 for all tokens": (lambda n: n >= 0, "train.top_k"),
     "it is 0 or more": (lambda n: 0 <= n < inf, "train.learning_rate train.weight_decay train.warmup_steps"),
     "it is at least 0 and below 1": (lambda n: 0 <= n < 1, "train.adam_beta1 train.adam_beta2 lora.lora_dropout"),
 }
@@ -116,14 +134,16 @@ class DataSection(Section):
     """Train on this many rows, drawn with `fim.seed`; all by default."""
     fraction: float = Field(default=1.0, gt=0, le=1)
     """Train on this share of the rows, drawn with `fim.seed`."""
-    eval_rows: int = Field(default=0, ge=0)
-    """Rows held out of training: evaluated when `train.eval_strategy` asks for it, and the prompts of samples.jsonl."""
+    eval_rows: int | None = Field(default=None, ge=0)
+    """Rows held out of training: their loss is measured, and the first are the prompts of samples.jsonl. One row in fifty by
+    default, at most 64; 0: none."""
     deduplicate: bool = False
     """Train on the first of equal rows only. They are counted in any case."""
     bad_rows: Literal["drop", "fail"] = "drop"
     """Rows that make no example for what they hold (null, not UTF-8, ...): leave them out and say so, or refuse the run."""
     overlong: Literal["drop", "truncate"] = "drop"
-    """Examples longer than `train.max_length`, in every format but fim, which has `fim.overlong`."""
+    """Examples longer than `train.max_length`, in every format but fim, which has `fim.overlong`. gspo drops the prompts
+    that leave `train.max_completion_length` no room in the context."""
 
 
 def word(value: Any) -> Any:
@@ -154,11 +174,12 @@ class CogumiSection(Section):
     resume: Literal["auto", "never"] = "auto"
     """auto: a run directory that holds this run, unfinished, goes on from its last good checkpoint. never: it is refused."""
     on_full: Literal["continue", "pause", "stop"] = "continue"
-    """When a checkpoint does not fit on the disk: train on without it, wait for space, or end the run."""
+    """When a checkpoint does not fit on the disk: train on without it, wait for space, or end the run. At the end of a run the
+    adapter and the merged model wait for space, too, with pause."""
     on_hung: Literal["continue", "stop"] = "continue"
     """When no step ends for far longer than usual, and the stacks were written to run.log: wait on, or end the run."""
     sanity: int | None = Field(default=None, gt=0)
-    """Train this many steps of the run, answer "safe to scale: yes/no", and stop with a checkpoint to go on from."""
+    """Train this many steps of the run, answer "safe to scale: yes, no or not shown", and stop with a checkpoint to resume."""
     on_red: Literal["warn", "pause", "stop"] = "warn"
     """When a flag turns red: say so, wait with a checkpoint until PAUSED is removed, or end the run with a checkpoint."""
     flags: Thresholds = Thresholds()
@@ -173,8 +194,9 @@ class CogumiSection(Section):
     """The run ends, with a checkpoint, when it has taken so many hours, earlier parts included. More go on from there."""
     max_cost: float | None = Field(default=None, gt=0)
     """The same in dollars of `price_per_hour`."""
-    samples_every: int | None = Field(default=None, gt=0)
-    """Complete the prompts of samples.jsonl every so many steps as well; by default before the training and at its end."""
+    samples_every: int | None = Field(default=None, ge=0)
+    """Complete the prompts of samples.jsonl every so many steps, beside before the training and at its end; 0: only there.
+    By default at each tenth of a long run, as long as it takes at most 2 % of the time."""
     preflight: Annotated[Literal["auto", "on", "off"], BeforeValidator(word)] = "auto"
     """Forecast the memory first, and refuse a run that cannot fit. auto: where there is a GPU."""
     compile: Annotated[Literal["auto", "off", "layers"], BeforeValidator(word)] = "auto"
@@ -206,6 +228,20 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any], **overrides:
     `config` is a path or a mapping; `overrides` are dotted names with `__` for the dot (`train__max_steps=5`).
     Raises UsageError with one line that names the key, where it was set, and the nearest valid name.
     """
+    run, origins, label = read_config(config, overrides)
+    run = bind_sections(run, hints_imported, origins, label)
+    if run.cogumi.lora_preset is not None:
+        run.lora = with_preset(run.cogumi.lora_preset, run.lora)
+    return run
+
+
+def read_config(
+    config: str | os.PathLike[str] | Mapping[str, Any], overrides: Mapping[str, Any]
+) -> tuple[RunConfig, Origins, str]:
+    """The configuration as far as it is known without importing trl and peft, where its values come from, and its name.
+
+    Takes some hundredths of a second, and raises UsageError as `load_config` does.
+    """
     values, origins, label = read_source(config)
     for name, text in sorted(os.environ.items()):
         if name.startswith(ENVIRONMENT_PREFIX):
@@ -227,15 +263,6 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any], **overrides:
     refuse_two_sources(values["data"], origins, label)
     run = validate_sections(values, origins, label)
     refuse_ignored(run, origins, label)
-    run.train = bind_signature(run.train, "train", trl_config_class(run.cogumi.method), "trl", origins, label)
-    refuse_out_of_range("train", run.train, origins, label)
-    run.lora = bind_signature(run.lora, "lora", lora_config_class(), "peft", origins, label)
-    refuse_out_of_range("lora", run.lora, origins, label)
-    refuse_no_lora(run.lora, origins, label)
-    if run.cogumi.lora_preset is not None:
-        run.lora = with_preset(run.cogumi.lora_preset, run.lora)
-    if run.model.quantization_config is not None:
-        run.model.quantization_config = bind_quantization(run.model.quantization_config, origins, label)
     if "output_dir" in run.train:
         raise UsageError(
             f"{origins.get('train.output_dir', label)}: train.output_dir is the run's own; set cogumi.run_dir"
@@ -246,6 +273,29 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any], **overrides:
             raise UsageError(f"{place}: {key} holds an access token; put that into the environment (HF_TOKEN)")
     if run.cogumi.run_dir is None:
         run.cogumi.run_dir = Path("runs") / (Path(label).stem if isinstance(config, (str, os.PathLike)) else "run")
+    run = bind_sections(run, hints_in_source, origins, label)
+    refuse_unknown_names(run, origins, label)
+    return run, origins, label
+
+
+def bind_sections(
+    run: RunConfig, hints_of: Callable[[str, Iterable[str]], Hints | None], origins: Origins, label: str
+) -> RunConfig:
+    """The run with `train:`, `lora:` and the quantization bound, as far as `hints_of` knows the libraries' classes."""
+    run = run.model_copy(update={"model": run.model.model_copy()})
+    method, quantization = TRL_CONFIGS[run.cogumi.method], run.model.quantization_config
+    if (hints := hints_of(method, run.train)) is not None:
+        run.train = bind_class(run.train, "train", method, hints, origins, label)
+    refuse_out_of_range("train", run.train, origins, label)
+    if (hints := hints_of("LoraConfig", run.lora)) is not None:
+        run.lora = bind_class(run.lora, "lora", "LoraConfig", hints, origins, label)
+    refuse_out_of_range("lora", run.lora, origins, label)
+    refuse_no_lora(run.lora, origins, label)
+    if quantization is not None and (hints := hints_of("BitsAndBytesConfig", quantization)) is not None:
+        section = "model.quantization_config"
+        quantization = bind_class(quantization, section, "BitsAndBytesConfig", hints, origins, label)
+        refuse_bits(quantization, section, origins, label)
+        run.model.quantization_config = quantization
     return run
 
 
@@ -275,25 +325,14 @@ def redact(value: Any, key: str = "") -> Any:
     return hide(value) if isinstance(value, str) else value
 
 
-def trl_config_class(method: str) -> type:
-    # Imported here: trl brings torch and transformers, and a missing file should not wait for them.
-    import trl
-
-    return {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "gspo": trl.GRPOConfig}[method]
-
-
-def lora_config_class() -> type:
-    import peft
-
-    return peft.LoraConfig
-
-
 def refuse_ignored(run: RunConfig, origins: Origins, label: str) -> None:
     """Raise UsageError for keys that this method or format of data does not look at."""
     formats = {entry.format or run.data.format for entry in run.data.mix} or {run.data.format}
     ignored: dict[str, str] = {}
     if run.cogumi.method != "gspo":
         ignored |= {f"cogumi.{key}": "it is for cogumi.method: gspo" for key in GSPO_ONLY}
+    else:
+        ignored["data.overlong"] = "a prompt is not cut; one that leaves its completion no room is dropped"
     if formats == {"fim"}:
         ignored["cogumi.thinking"] = "data.format: fim has no chat template in it"
         ignored["data.overlong"] = "for data.format: fim it is data.fim.overlong"
@@ -305,6 +344,23 @@ def refuse_ignored(run: RunConfig, origins: Origins, label: str) -> None:
         section = reduce(getattr, way, run)
         if getattr(section, name) != type(section).model_fields[name].default:
             raise UsageError(f"{origins.get(key, label)}: {key} would be ignored: {why}; drop it")
+
+
+def refuse_unknown_names(run: RunConfig, origins: Origins, label: str) -> None:
+    """Raise UsageError for a loss of GSPO's family, or a place for metrics, that there is not."""
+    from cogumi.rl.presets import PRESETS
+
+    losses = {run.train.get("loss_type", "gspo")} if run.cogumi.method == "gspo" else set()
+    report_to = run.train.get("report_to") or []
+    reporters = {report_to} if isinstance(report_to, str) else set(report_to)
+    for key, named, known in (
+        ("train.loss_type", losses, list(PRESETS)),
+        ("train.report_to", reporters, [*(reporters_in_source() or reporters), "all", "none"]),
+    ):
+        for name in sorted(named - set(known)):
+            near = nearest(name, known)
+            hint = f"did you mean {near}?" if near else f"one of {', '.join(known)}"
+            raise UsageError(f"{origins.get(key, label)}: {key}: {name!r} is not known; {hint}")
 
 
 def refuse_out_of_range(section: str, values: dict[str, Any], origins: Origins, label: str) -> None:

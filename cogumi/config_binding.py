@@ -2,13 +2,16 @@
 
 import dataclasses
 import difflib
+import importlib
 import inspect
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from importlib.metadata import version
-from typing import Annotated, Any, Literal, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
+from cogumi.config_signatures import fields_in_source, parameters_in_source
 from cogumi.config_source import Origins
 from cogumi.errors import UsageError
 
@@ -35,33 +38,77 @@ def bind_mapping(value: Any, section: str, origins: Origins, label: str) -> dict
     return value
 
 
+def nearest(word: Any, known: Iterable[Any]) -> str | None:
+    """The known word that was meant, most likely."""
+    return next(iter(difflib.get_close_matches(str(word), map(str, known), n=1)), None)
+
+
 def reject_unknown(
     values: Iterable[str], known: Iterable[str], prefix: str, origins: Origins, label: str, where: str = ""
 ) -> None:
     known = list(known)
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"valid: {', '.join(known[:12])}"
+            near = nearest(key, known)
+            hint = f"did you mean {prefix}{near}?" if near else f"valid: {', '.join(known[:12])}"
             raise UsageError(f"{origins.get(f'{prefix}{key}', label)}: unknown key `{prefix}{key}`{where}; {hint}")
 
 
-def bind_signature(
-    values: dict[str, Any], section: str, signature: type, library: str, origins: Origins, label: str
-) -> dict[str, Any]:
-    """The section's values, coerced to the types of a library's config dataclass."""
+# The library and the class of each section, and how its keys are found: imported, or read from its source.
+OWNERS = {
+    "SFTConfig": "trl",
+    "DPOConfig": "trl",
+    "GRPOConfig": "trl",
+    "LoraConfig": "peft",
+    "BitsAndBytesConfig": "transformers",
+}
+WITHOUT_ANNOTATIONS = ("BitsAndBytesConfig",)
+MANY_CHOICES = 8  # more are not listed in a message where one is near
+Hints = Mapping[str, Any]
+
+
+def config_class(name: str) -> Any:
+    """A library's config class. Imported here: trl brings torch and transformers, and a missing file should not wait."""
+    return getattr(importlib.import_module(OWNERS[name]), name)
+
+
+def hints_imported(name: str, asked: Iterable[str] = ()) -> Hints:
+    """Type by key of a library's config class, as the class itself says."""
+    signature = config_class(name)
+    if name in WITHOUT_ANNOTATIONS:
+        parameters = inspect.signature(signature).parameters.values()
+        return hints_of_defaults({each.name: each.default for each in parameters if each.kind is not each.VAR_KEYWORD})
     hints = get_type_hints(signature)
-    fields = {f.name: hints[f.name] for f in dataclasses.fields(signature) if f.init}
-    return bind_values(values, section, fields, f"{signature.__name__}, {library} {version(library)}", origins, label)
+    return {field.name: hints[field.name] for field in dataclasses.fields(signature) if field.init}
 
 
-def bind_quantization(values: dict[str, Any], origins: Origins, label: str) -> dict[str, Any]:
-    """`model.quantization_config:`, coerced to what the arguments of BitsAndBytesConfig are."""
-    from transformers import BitsAndBytesConfig
+def hints_in_source(name: str, asked: Iterable[str] = ()) -> Hints | None:
+    """The same without importing the library; None where its source does not tell."""
+    if name in WITHOUT_ANNOTATIONS:
+        defaults = parameters_in_source(name)
+        return None if defaults is None else hints_of_defaults(defaults)
+    return fields_in_source(name, asked)
 
-    section = "model.quantization_config"
-    owner = f"BitsAndBytesConfig, transformers {version('transformers')}"
-    bound = bind_values(values, section, quantization_hints(BitsAndBytesConfig), owner, origins, label)
+
+def hints_of_defaults(defaults: Mapping[str, Any]) -> Hints:
+    """BitsAndBytesConfig has no annotations: a default says its type, and what is None by default says it here, or is not
+    checked."""
+    return {
+        name: QUANTIZATION_TYPES.get(name, Any if default in (None, Any) else type(default))
+        for name, default in defaults.items()
+    }
+
+
+def bind_class(
+    values: dict[str, Any], section: str, name: str, hints: Hints, origins: Origins, label: str
+) -> dict[str, Any]:
+    """The section's values, coerced to the types of a library's config class."""
+    owner = f"{name}, {OWNERS[name]} {version(OWNERS[name])}"
+    return bind_values(values, section, hints, owner, origins, label)
+
+
+def refuse_bits(bound: dict[str, Any], section: str, origins: Origins, label: str) -> None:
+    """Raise UsageError unless a quantization is to 4 bits or to 8, with nothing beside it that is for the other."""
     chosen = [key for key in ("load_in_4bit", "load_in_8bit") if bound.get(key)]
     if len(chosen) != 1:
         what = "are both true; drop one" if chosen else "are both false; set one, or drop the section"
@@ -70,17 +117,6 @@ def bind_quantization(values: dict[str, Any], origins: Origins, label: str) -> d
         if key.startswith(OF_OTHER_BITS[chosen[0]]):
             place = origins.get(f"{section}.{key}", label)
             raise UsageError(f"{place}: {section}.{key} would be ignored with {chosen[0]}: true; drop it")
-    return bound
-
-
-def quantization_hints(signature: type) -> dict[str, Any]:
-    """BitsAndBytesConfig has no annotations: a default says its type, and what is None by default says it here, or is not
-    checked."""
-    return {
-        each.name: QUANTIZATION_TYPES.get(each.name, Any if each.default is None else type(each.default))
-        for each in inspect.signature(signature).parameters.values()
-        if each.kind is not each.VAR_KEYWORD
-    }
 
 
 def bind_values(
@@ -94,6 +130,8 @@ def bind_values(
                 raise UsageError(f"{origins.get(f'{section}.{key}', label)}: {section}.{key} = {value}: not a number")
             if value is False and key in STRATEGIES:
                 value = "no"  # YAML 1.1 reads a bare `no` as False
+            elif isinstance(value, Enum):
+                value = value.value  # as a YAML holds it
             # Lax mode: YAML 1.1 reads `5e-7` as a string, which is a float to everybody else.
             bound[key] = TypeAdapter(hints[key], config=None).validate_python(value)
         except ValidationError as error:
@@ -103,7 +141,10 @@ def bind_values(
                 getattr(hints[key], "__name__", str(hints[key])) if isinstance(hints[key], type) else str(hints[key])
             )
             said = error.errors()[0]["msg"]
-            if get_origin(hints[key]) is not Annotated:  # what those allow is in the message
+            choices = get_args(hints[key]) if get_origin(hints[key]) is Literal else ()
+            if len(choices) > MANY_CHOICES and (near := nearest(value, choices)):
+                said = f"did you mean {near}?"
+            elif get_origin(hints[key]) not in (Annotated, Literal):  # what those allow is in the message
                 said += f" ({wanted})"
             place = origins.get(f"{section}.{key}", label)
             raise UsageError(f"{place}: {section}.{key} = {value!r}: {said}") from None

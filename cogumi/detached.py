@@ -112,6 +112,9 @@ def train_for(starter: Starter, telling: int, config: Any, overrides: Mapping[st
     """Check, say what there is to say, train. Returns the exit status: 0 good, 1 checks failed, 2 refused."""
     try:
         from cogumi.config import load_config
+        from cogumi.stack.gpus import use_one_gpu
+
+        use_one_gpu()
         from cogumi.training import train  # where there is unsloth, it comes before what load_config will import
 
         run = load_config(config, **overrides)
@@ -124,6 +127,7 @@ def train_for(starter: Starter, telling: int, config: Any, overrides: Mapping[st
         return 2
     fresh = is_empty(run_dir)
     os.write(telling, os.fsencode(run_dir))
+    starter.told(begins=str(run_dir))
     try:
         with alone_on_console(run_dir) as ours:
             if not ours:

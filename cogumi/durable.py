@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 
 # What a filesystem says when it takes no more of a file: full, over a quota, over a limit on the size of one.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -24,6 +25,15 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def why_unwritable(directory: Path) -> OSError | None:
+    """Why a directory takes no new file; None where it takes one, or is merely full."""
+    try:
+        with TemporaryFile(dir=directory):
+            return None
+    except OSError as error:
+        return None if error.errno in NO_SPACE else error
+
+
 def write_synced(path: Path, data: bytes) -> None:
     """Write a new file and wait until it is on the disk. Raises FileExistsError rather than replace one."""
     with path.open("xb") as file:
@@ -35,7 +45,7 @@ def write_synced(path: Path, data: bytes) -> None:
 @contextmanager
 def locked(directory: Path) -> Iterator[bool | None]:
     """Hold the lock of a directory while in the block: True, False where somebody else has it, None if none can be had."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,5 +1,7 @@
 """What the user can fix, and what a merge found wrong."""
 
+from pathlib import Path
+
 
 class UsageError(Exception):
     """Bad input from the user.
@@ -15,6 +17,14 @@ class UsageError(Exception):
 
 class RefusedAtSetup(UsageError):
     """A setting that a library refuses while the run is set up, before the first step; the run leaves no directory."""
+
+
+class DiskFull(UsageError):
+    """Something does not fit on a disk. needed: bytes that it takes there, 0 where that is not known; place: a directory."""
+
+    def __init__(self, text: str, place: Path, needed: int = 0) -> None:
+        super().__init__(text)
+        self.place, self.needed = place, needed
 
 
 class RunFailed(Exception):

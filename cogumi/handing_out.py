@@ -1,4 +1,4 @@
-"""`cogumi cp`: the configs and recipes that come with the package, as files of the user's own."""
+"""`cogumi cp`: the configs, recipes and templates that come with the package, as files of the user's own."""
 
 import difflib
 import shutil
@@ -7,24 +7,25 @@ from pathlib import Path
 from cogumi.errors import UsageError
 
 PACKAGE = Path(__file__).parent
-FOLDERS = {"configs": "*.yaml", "recipes": "*.py"}
+FOLDERS = {"configs": "*.yaml", "recipes": "*.py", "templates": "*.md"}
 
 
 def there_are() -> dict[str, Path]:
-    """Everything that can be handed out, by name: configs without their ending, recipes with it."""
+    """Everything that can be handed out, by name: configs without their ending, recipes and templates with it."""
     found = {}
     for folder, pattern in FOLDERS.items():
         for path in sorted((PACKAGE / folder).rglob(pattern)):
             relative = path.relative_to(PACKAGE / folder)
             if relative.name != "__init__.py":
-                found[str(relative.with_suffix("") if folder == "configs" else Path(folder) / relative)] = path
+                names = {"configs": relative.with_suffix(""), "recipes": Path(folder) / relative, "templates": relative}
+                found[str(names[folder])] = path
     return found
 
 
 def says(path: Path) -> str:
-    """What a file is, in its own words: a config's second comment line, a recipe's first line."""
+    """What a file is, in its own words: a config's second comment line, the first line of the others."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    return lines[1].removeprefix("# ") if path.suffix == ".yaml" else lines[0].strip('"')
+    return lines[1].removeprefix("# ") if path.suffix == ".yaml" else lines[0].strip('"# ')
 
 
 def hand_out(name: str, destination: Path | None = None) -> Path:
@@ -38,7 +39,7 @@ def hand_out(name: str, destination: Path | None = None) -> Path:
     if plain not in known:
         near = difflib.get_close_matches(plain, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-        raise UsageError(f"no config or recipe is called {name}; {hint}")
+        raise UsageError(f"no config, recipe or template is called {name}; {hint}")
     source = known[plain]
     copy = Path(destination or ".")
     copy = copy / source.name if copy.is_dir() else copy

@@ -5,6 +5,8 @@ import os
 import re
 from typing import Any
 
+from cogumi.words import visible
+
 REDACTED = "<redacted>"
 # Keys of a config whose value is a secret.
 SECRETS = ("hub_token", "push_to_hub_token", "api_key", "password", "secret")
@@ -28,8 +30,15 @@ def of_environment() -> list[str]:
     return sorted(found, key=len, reverse=True)
 
 
-class Hiding(logging.Formatter):
-    """Formats lines of log, tracebacks included, without secrets."""
+class Shown(logging.Formatter):
+    """Formats lines of log so that control characters in them are shown, not obeyed."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
+class Hiding(Shown):
+    """Formats lines of log, tracebacks included, also without secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
         return hide(super().format(record))

@@ -1,4 +1,4 @@
-"""A run's status in words: a line, a few sentences, one screen."""
+"""A run's status in words: a line, a few sentences, one screen; control characters in it are shown, not obeyed."""
 
 import os
 import time
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cogumi.run_status import BROKEN_OFF, Status, read_if_there, tail_lines
-from cogumi.words import duration
+from cogumi.words import duration, flag_sentence, visible
 
 BAR_WIDTH = 40
 LOG_LINES = 8
@@ -34,7 +34,7 @@ def in_short(status: Status) -> str:
         said.append(f"{duration(status.eta_seconds)} to go")
     if status.alive and not status.ended:
         said.append(f"process {status.pid}")
-    return ", ".join(said)
+    return visible(", ".join(said))
 
 
 def in_words(status: Status) -> str:
@@ -48,7 +48,7 @@ def in_words(status: Status) -> str:
     merged = Path(status.run_dir) / "merged"
     if status.ended and merged.is_dir():
         said += f"; the merged model is {near_here(str(merged))}"
-    return said
+    return visible(said)
 
 
 def how_to_go_on(status: Status) -> str:
@@ -69,14 +69,16 @@ def on_a_screen(status: Status) -> str:
     if status.last_sign is not None and not status.ended:
         lines.append(f"last sign of life {duration(time.time() - status.last_sign)} ago")
     lines += [row for row in (figures(status), machine(status.heartbeat)) if row]
-    lines += [f"{each['level']}: {each['name']}: {each['evidence']}. To turn: {each['knob']}" for each in flags(status)]
+    if status.heartbeat.get("stalled"):
+        lines.append(status.heartbeat["stalled"])
+    lines += [f"{each['level']}: {each['name']}: {flag_sentence(each)}" for each in flags(status)]
     if status.state in BROKEN_OFF:
         lines.append(how_to_go_on(status))
     elif status.checkpoint:
         lines.append(f"newest checkpoint: {status.checkpoint}")
     lines += [f"FAIL  {each['name']}: {each['figure']}" for each in checks(status) if not each["passed"]]
     log = tail_lines(Path(status.log), size=LOG_LINES * 1000)[-LOG_LINES:]
-    return "\n".join([*lines, *([f"--- {near_here(status.log)}", *log] if log else [])])
+    return visible("\n".join([*lines, *([f"--- {near_here(status.log)}", *log] if log else [])]))
 
 
 def state_of(status: Status) -> str:
@@ -123,6 +125,11 @@ def flags(status: Status) -> list[dict[str, Any]]:
     return [each for each in found if each.get("level") != "green"]
 
 
+def reds(status: Status) -> list[str]:
+    """The names of the flags that are red now."""
+    return [str(each["name"]) for each in flags(status) if each["level"] == "red"]
+
+
 def flagged(status: Status) -> str:
     """The flags in a few words: `12 green`, or `RED loss trend, 1 yellow, 10 green`; "" where nothing was judged yet."""
     levels: dict[str, list[str]] = {}
@@ -138,9 +145,14 @@ def checks(status: Status) -> list[dict[str, Any]]:
 
 
 def checked(status: Status) -> str:
-    """`9 of 9 checks passed`, or "" before there is a verdict."""
-    found = checks(status)
-    return f"{sum(each['passed'] for each in found)} of {len(found)} checks passed" if found else ""
+    """`9 of 9 checks passed`, or "" before there is a verdict. While a flag is red, nothing is said to have passed."""
+    return counted(found, reds(status)) if (found := checks(status)) else ""
+
+
+def counted(found: list[dict[str, Any]], red: list[str]) -> str:
+    """How many of the checks of a verdict passed, beside the names of the red flags."""
+    met = f"{sum(each['passed'] for each in found)} of {len(found)} checks"
+    return f"{met} are met, but {' and '.join(red)} {'is' if len(red) == 1 else 'are'} RED" if red else f"{met} passed"
 
 
 def number(value: Any) -> str:

@@ -55,7 +55,9 @@ def create_run_dir(path: Path) -> Path:
 
 
 def unwritable(path: Path, error: OSError) -> UsageError:
-    return UsageError(f"{path}: cannot write the run directory: {error.strerror}; set cogumi.run_dir elsewhere")
+    return UsageError(
+        f"{path}: cannot write the run directory: {error.strerror}; make it writable, or set cogumi.run_dir"
+    )
 
 
 def is_empty(path: Path) -> bool:

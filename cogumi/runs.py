@@ -6,16 +6,20 @@ what it imports loads torch: to look at a run takes milliseconds, and holds no m
 
 import json
 import logging
+import math
 import os
 import pickle
 import select
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -23,16 +27,22 @@ from typing import Any
 import psutil
 
 from cogumi.errors import RunFailed, UsageError
+from cogumi.hidden import Shown
+from cogumi.notebook.answering import sleep
 from cogumi.process import is_running, same_process
 from cogumi.run_status import BROKEN_OFF, Status, read_if_there, status_of, tail_lines
 from cogumi.run_summary import how_to_go_on, in_short, in_words, near_here
-from cogumi.rundir import CHECKPOINT, PAUSE, PAUSED, START, read_jsonl
+from cogumi.rundir import CHECKPOINT, PAUSE, PAUSED, START, read_jsonl, write_atomic
+from cogumi.stack.gpus import as_the_user_set_it
+from cogumi.words import visible
+from cogumi.working import said, working
 
 log = logging.getLogger("cogumi")
 # How long a start waits for the first step, once the configuration is found good: most of what a library refuses shows by
 # then, and a long download is not waited for.
 PATIENCE_SECONDS = 20.0
 POLL_SECONDS = 0.25
+TELLING = ("status.json", "heartbeat.json", START)  # how a run stands
 # How long a process may take from its last word to its end, and its supervisor to write how it ended.
 ENDING_SECONDS = 30.0
 SUPERVISOR_SECONDS = 2.0
@@ -82,7 +92,7 @@ class Run:
         """The last lines of the log, and then each piece of text as it is written, until the run has ended."""
         status = self.status()
         while not Path(status.log).exists() and not status.ended:
-            time.sleep(POLL_SECONDS)
+            sleep(POLL_SECONDS)
             status = self.status()
         with Path(status.log).open(encoding="utf-8", errors="replace", newline="") as file:
             recent = "".join(file.readlines()[-last:]) if last else file.seek(0, os.SEEK_END) and ""
@@ -95,26 +105,38 @@ class Run:
                 elif ended:
                     return
                 else:
-                    time.sleep(POLL_SECONDS)
+                    sleep(POLL_SECONDS)
 
     def wait(self, timeout: float | None = None) -> Status:
         """Wait until the run has ended, and show how far it is. An interrupt ends the waiting, never the run.
 
+        In a notebook the panel can be used meanwhile, also after a reload of the page.
         timeout: in seconds; raises TimeoutError where the run is still at work after them.
         """
         from tqdm.auto import tqdm
 
-        until = None if timeout is None else time.monotonic() + timeout
-        now = self.status()  # a notebook keeps the first line of a bar as its text
-        with tqdm(desc=self.run_dir.name, unit="step", total=now.steps, initial=now.step or 0, disable=None) as bar:
-            while not (status := self.status()).ended:
-                if until is not None and time.monotonic() > until:
-                    raise TimeoutError(f"{in_short(status)}; it goes on")
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        status = self.status()
+        with working(f"{self.run_dir.name}: the first step is being waited for"):
+            while status.steps is None and not status.ended:  # a bar without a total would stay one
+                status = self.waited(until)
+        hidden = True if status.steps is None else None  # of a run that ended before a step
+        with tqdm(
+            desc=visible(self.run_dir.name), unit="step", total=status.steps, initial=status.step or 0, disable=hidden
+        ) as bar:
+            while not status.ended:
+                status = self.waited(until)
                 bar.total = status.steps
                 bar.set_postfix_str(status.stage or status.state, refresh=False)
                 bar.update((status.step or 0) - bar.n)
-                time.sleep(POLL_SECONDS)
-            bar.update((status.step or 0) - bar.n)
+        return status
+
+    def waited(self, until: float) -> Status:
+        """How it stands a moment later. Raises TimeoutError where it is later than `until`."""
+        sleep(POLL_SECONDS)
+        status = self.status()
+        if not status.ended and time.monotonic() > until:
+            raise TimeoutError(f"{in_short(status)}; it is still at work")
         return status
 
     def stop(self, kill_after: float | None = None) -> Status:
@@ -174,25 +196,31 @@ class Run:
         return status
 
 
+@said("start: the run is being prepared in a process of its own")
 def start(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> Run:
     """Train one configuration in a process that outlives this one, the notebook, the terminal and the connection.
 
     config, overrides: as for `cogumi.train`; COGUMI_* of the environment hold as well. Returns when the first step is done,
     or some seconds after the configuration was found good. A run that is under way already is attached to, and one that
-    has finished is left as it is; both are said. An unfinished one goes on from its last good checkpoint.
+    has finished is left as it is; both are said. An unfinished one is resumed from its last good checkpoint. An interrupt
+    (Ctrl-C) before it returns cancels the start: its processes are ended, and the directory is as it was before.
     Raises UsageError for what `cogumi.train` refuses, and RunFailed where the run ends otherwise before its first step.
     """
-    if not isinstance(config, Mapping):
-        from cogumi.config_source import read_source
+    from cogumi.entry import refuse_mistakes
 
-        read_source(config)  # a name that is none is told at once; all the rest on the other side, some seconds later
+    refuse_mistakes(config, overrides, trains=True)  # at once; what libraries and data say, on the other side
     with heard(), TemporaryFile() as output:
         log.info("configuration and data are being checked, in the process that will train")
         ours, theirs = socket.socketpair()
-        with ours:
+        with ours, cancelled_by_interrupt() as begun:
             with theirs:
-                launch(theirs.fileno(), (dict(config) if isinstance(config, Mapping) else config, overrides), output)
-            word = listen(ours, None)
+                what = (dict(config) if isinstance(config, Mapping) else config, overrides)
+                launch(theirs.fileno(), what, output, begun)
+            word: dict[str, str] | None = {"begins": ""}
+            while word is None or "begins" in word:
+                word = listen(ours, 0, begun)
+                if word is None:
+                    sleep(POLL_SECONDS)
             if not word:
                 output.seek(0)
                 raise RunFailed(f"the process ended before it had a run: {last_line(output.read().decode())}")
@@ -213,30 +241,111 @@ def attach(run_dir: str | os.PathLike[str]) -> Run:
     return Run(path.absolute())
 
 
-def launch(descriptor: int, what: Any, output: Any) -> None:
+@dataclass
+class Begun:
+    """What a start has begun, so that it can be undone: a session of processes, and a directory."""
+
+    session: int | None = None
+    run_dir: Path | None = None
+    before: dict[str, bytes] = field(default_factory=dict)
+    """What the files of the directory that tell how a run stands held before."""
+
+    def begins(self, run_dir: Path) -> None:
+        """Called before the trainer writes there."""
+        self.before = {name: (run_dir / name).read_bytes() for name in TELLING if (run_dir / name).exists()}
+        self.run_dir = run_dir
+
+    def undo(self) -> str:
+        """End the processes, and leave the directory as it was. Returns what was done with it, in words."""
+        left = in_session(self.session)
+        started = {} if self.run_dir is None else read_if_there(self.run_dir / START)
+        is_its_own = any(each.pid == started.get("pid") for each in left)  # not of another start, at the same time
+        until = time.monotonic() + ENDING_SECONDS
+        while left and time.monotonic() < until:
+            for process in left:
+                kill_with_children(process)
+            psutil.wait_procs(left, POLL_SECONDS)
+            left = in_session(self.session)
+        if self.run_dir is None or not is_its_own:
+            return "nothing was written"
+        where = near_here(str(self.run_dir))
+        if "status.json" not in self.before:
+            shutil.rmtree(self.run_dir)
+            return f"{where} is removed"
+        for name, content in self.before.items():
+            write_atomic(self.run_dir / name, content.decode())
+        if START not in self.before:
+            (self.run_dir / START).unlink()
+        return f"{where} is as it was before"
+
+
+@contextmanager
+def cancelled_by_interrupt() -> Iterator[Begun]:
+    """While in the block, an interrupt undoes what was begun."""
+    begun = Begun()
+    try:
+        yield begun
+    except KeyboardInterrupt:
+        log.warning("the start is cancelled: its processes are ended, and %s", begun.undo())
+        raise
+
+
+def in_session(session: int | None) -> list[psutil.Process]:
+    """The living processes of a session."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):  # it has ended just now
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def launch(descriptor: int, what: Any, output: Any, begun: Begun) -> None:
     """Leave a trainer behind, in a session of its own. what: pickled, on its standard input, so that no file holds it."""
-    subprocess.run(
-        [sys.executable, "-m", "cogumi.detached", str(descriptor)],
-        input=pickle.dumps(what),
-        stdout=output,
-        stderr=output,
-        start_new_session=True,
-        pass_fds=(descriptor,),
-        # A progress bar that goes to a file is a line for each of its refreshes.
-        env={"TQDM_DISABLE": "1", **os.environ, "PYTHONUNBUFFERED": "1"},
-        check=False,  # one that cannot begin at all says so in its output, as one does that ends later
-    )
+    with interrupted_later():  # not before the number of the process is known
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "cogumi.detached", str(descriptor)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            pass_fds=(descriptor,),
+            # A progress bar that goes to a file is a line for each of its refreshes.
+            env={"TQDM_DISABLE": "1", **as_the_user_set_it(os.environ), "PYTHONUNBUFFERED": "1"},
+        )
+        begun.session = launcher.pid
+    with launcher:
+        launcher.communicate(pickle.dumps(what))  # one that cannot begin at all says so in its output
 
 
-def listen(ours: socket.socket, seconds: float | None) -> dict[str, str] | None:
+@contextmanager
+def interrupted_later() -> Iterator[None]:
+    """An interrupt that comes while in the block is raised at its end."""
+    if threading.current_thread() is not threading.main_thread():  # no other is interrupted
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            raise KeyboardInterrupt
+
+
+def listen(ours: socket.socket, seconds: float | None, begun: Begun | None = None) -> dict[str, str] | None:
     """What the trainer says within some seconds; {} where it has ended, None where it says nothing."""
     if not select.select([ours], [], [], seconds)[0]:
         return None
     said = ours.recv(65536)
     if not said:
         return {}
-    ours.sendall(b"1")  # heard
     word: dict[str, str] = json.loads(said)
+    if begun is not None and "begins" in word:
+        begun.begins(Path(word["begins"]))
+    with suppress(BrokenPipeError):  # it has been ended since it spoke
+        ours.sendall(b"1")  # heard
     return word
 
 
@@ -251,7 +360,8 @@ def await_first_step(run: Run, ours: socket.socket) -> None:
     """Wait until the run has made a step, has ended, or patience is over. Raises what it ended in."""
     began, until = time.time(), time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < until:
-        word = listen(ours, POLL_SECONDS)
+        sleep(POLL_SECONDS)
+        word = listen(ours, 0)
         if word == {}:  # its process is ending
             ends_within(run.status(), ENDING_SECONDS)
             break
@@ -294,10 +404,10 @@ def ends_within(status: Status, seconds: float | None) -> bool:
     while is_running(status.process):
         if until is not None and time.monotonic() >= until:
             return False
-        time.sleep(POLL_SECONDS)
+        sleep(POLL_SECONDS)
     until = time.monotonic() + SUPERVISOR_SECONDS
     while is_untold(status) and time.monotonic() < until:
-        time.sleep(POLL_SECONDS / 5)
+        sleep(POLL_SECONDS / 5)
     return True
 
 
@@ -325,6 +435,7 @@ def heard() -> Iterator[None]:
         yield
         return
     level, handler = log.level, logging.StreamHandler(sys.stdout)
+    handler.setFormatter(Shown())
     log.addHandler(handler)
     log.setLevel(level or logging.INFO)
     try:

@@ -3,7 +3,7 @@
 Doctor -> standard library -> parquet -> a small base -> preflight -> SFT on fill-in-the-middle -> merge -> GSPO on the
 merged model -> merge -> completions side by side. Every stage goes through the public functions and
 `configs/smoke/*.yaml`, and every row of the table it ends in is a check with its figure. Exit status 0 only if all of
-them passed.
+them passed. Flags that are not green stand below it.
 """
 
 import json
@@ -23,10 +23,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from cogumi.errors import UsageError
 from cogumi.rundir import create_run_dir, write_json
+from cogumi.stack.gpus import use_one_gpu
 
 log = logging.getLogger("cogumi")
 CONFIGS = Path(__file__).parents[1] / "configs" / "smoke"
@@ -52,6 +54,8 @@ class Report:
     run_dir: Path
     quick: bool
     rows: list[Row] = field(default_factory=list)
+    flags: list[str] = field(default_factory=list)
+    """Of the two trainings, those that are not green: they say what is likely, and the rows what was checked."""
     samples: list[dict[str, str]] = field(default_factory=list)
     similarity: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
@@ -79,6 +83,7 @@ def smoke(quick: bool = False, model: str | None = None, run_dir: Path | None = 
     `quick` shortens both trainings and leaves out the one check that needs the whole of them; `model` is a directory or
     hub id to use instead of the small base. Raises UsageError if a path or model cannot be used.
     """
+    use_one_gpu()  # before torch is imported
     from cogumi.patches import patch
 
     patch()  # before transformers is imported
@@ -242,11 +247,12 @@ def overrides_of(report: Report, method: str, model: str) -> dict[str, Any]:
 
 def run_config(report: Report, method: str, model: str) -> Any:
     """Train `configs/smoke/<method>.yaml` on `model`; its verdict's checks become rows."""
-    from cogumi.training import train
+    from cogumi.entry import train
 
     result = train(CONFIGS / f"{method}.yaml", **overrides_of(report, method, model))
     for check in result.verdict.checks:
         report.add(method, check.name, f"{check.figure} (required: {check.requirement})", check.passed)
+    report.flags += [f"{method}: {flag}" for flag in result.verdict.flags if flag.level != "green"]
     if result.merged is None:
         raise RuntimeError(f"{method} left no merged model to go on with")
     return result
@@ -255,7 +261,7 @@ def run_config(report: Report, method: str, model: str) -> Any:
 def check_sft(report: Report, model: str) -> Any:
     """The held-out loss must fall by a tenth."""
     result = run_config(report, "sft", model)
-    before, after = result.series("eval_loss")
+    before, *_, after = result.series("eval_loss")
     report.add(
         "sft",
         "held-out loss falls by >= 10 %",
@@ -314,18 +320,20 @@ def show(report: Report, console: Console) -> None:
     table = Table("stage", "checked", "figure", "", "seconds")
     for row in report.rows:
         mark = "[green]pass[/]" if row.passed else "[red]FAIL[/]"
-        table.add_row(row.stage, row.checked, row.figure, mark, f"{row.seconds:.1f}" if row.seconds else "")
+        table.add_row(row.stage, row.checked, escape(row.figure), mark, f"{row.seconds:.1f}" if row.seconds else "")
     console.print(table)
     if report.samples:
         texts = Table(*report.samples[0], title="held-out prompts, greedy completions", show_lines=True)
         for sample in report.samples:
-            texts.add_row(*(repr(text) for text in sample.values()))
+            texts.add_row(*(escape(repr(text)) for text in sample.values()))
         texts.add_row(f"mean edit similarity, {COMPARED} prompts", *(f"{x:.3f}" for x in report.similarity.values()))
         console.print(texts)
+    for flag in report.flags:
+        console.print(flag, markup=False)
     passed = sum(row.passed for row in report.rows)
-    console.print(
-        f"{passed} of {len(report.rows)} checks passed in {report.seconds:.0f} s; details in {report.run_dir}/smoke.json"
-    )
+    red = sum(": red: " in flag for flag in report.flags)
+    said = f"are met in {report.seconds:.0f} s, with RED flags: {red}" if red else f"passed in {report.seconds:.0f} s"
+    console.print(f"{passed} of {len(report.rows)} checks {said}; details in {report.run_dir}/smoke.json")
 
 
 def main(

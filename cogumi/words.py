@@ -1,4 +1,16 @@
-"""Figures as a person reads them in a line of log."""
+"""Figures, flags and text as a person reads them in a line of log."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# What a terminal obeys: the control characters but newline and tab. And what Python makes of bytes that are not UTF-8.
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """Text for a terminal that others wrote: control characters are shown, as in `\\x1b[31m`, and not obeyed."""
+    return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text.replace("\r\n", "\n"))
 
 
 def duration(seconds: float) -> str:
@@ -24,3 +36,10 @@ def gib(count: float) -> str:
     if count >= 2**30:
         return f"{count / 2**30:.1f} GiB"
     return f"{count / 2**20:.0f} MiB" if count >= 10 * 2**20 else f"{count / 2**20:.1f} MiB"
+
+
+def flag_sentence(flag: Mapping[str, Any]) -> str:
+    """A flag that is not green in one sentence: its likely cause, the figures, the key to change."""
+    cause, knob = (str(flag.get(key) or "") for key in ("cause", "knob"))
+    said = ": ".join(filter(None, (cause, str(flag["evidence"]))))
+    return f"{said}; change {knob}" if knob else said

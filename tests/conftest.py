@@ -29,6 +29,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_signal_ignored() -> None:
+    """Under nohup SIGHUP is ignored, which every process started here would inherit."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.fixture(scope="session")
 def sources() -> list[str]:
     """Source text of a few hundred functions of the standard library."""

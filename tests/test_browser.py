@@ -5,17 +5,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import psutil
 import pytest
 import yaml
 
 import cogumi
 from cogumi.checkpoints.verify import inspect
-from cogumi.notebook import panel_html
+from cogumi.notebook import completions, panel_html
 from cogumi.notebook.report import write_report
 from cogumi.process import is_running
 from cogumi.rundir import write_json
 from tests.lab import chromium, command, lab, open_notebook, page, write_notebook
+from tests.test_notebook_panel import until
 
 STEPS = 4000  # more than it is given time for
 
@@ -88,12 +90,9 @@ def test_the_panel_follows_a_run_survives_a_reload_and_stops_it_with_a_checkpoin
         resume.click()
         shown.get_by_role("button", name="Pause").wait_for()
 
-        command(shown, "docmanager:save")
-        shown.wait_for_function("() => !document.querySelector('.jp-mod-dirty')")
-        shown.reload()
-        shown.locator(
-            ".cogumi-panel svg"
-        ).first.wait_for()  # the same panel of the same kernel, without a cell run again
+        reload(shown)
+        # The same panel of the same kernel, without a cell run again.
+        shown.locator(".cogumi-panel svg").first.wait_for()
         wait_for_step(shown, step_shown(shown) + 5)
 
         shown.get_by_role("button", name="Stop").click()
@@ -106,6 +105,43 @@ def test_the_panel_follows_a_run_survives_a_reload_and_stops_it_with_a_checkpoin
         assert saved.name == ended.checkpoint
         assert all(shown.get_by_role("button", name=name).is_disabled() for name in ("Stop", "Checkpoint now", "Pause"))
         assert wrong == []
+
+
+@pytest.mark.timeout(400)
+def test_a_reload_while_a_cell_waits_brings_the_panel_back_with_its_buttons(config: Path, tmp_path: Path) -> None:
+    cells = [
+        "import cogumi\nrun = cogumi.start('long.yaml')\nrun.dashboard()",
+        "run.wait()",
+        "open('after', 'w').close()",
+    ]
+    write_notebook(tmp_path / "wait.ipynb", cells)
+    with lab(tmp_path) as address, page() as (shown, wrong):
+        open_notebook(shown, address, "wait.ipynb")
+        command(shown, "notebook:run-all-cells")
+        shown.locator(".cogumi-panel svg[role=img]").first.wait_for()
+        shown.locator(
+            ".jp-OutputArea progress, .jp-OutputArea .widget-hprogress"
+        ).last.wait_for()  # the bar of `wait()`
+        reload(shown)
+        shown.locator(".cogumi-panel svg").first.wait_for()
+        wait_for_step(shown, step_shown(shown) + 5)
+        run = cogumi.attach(tmp_path / "run")
+        assert run.status().alive
+        assert not (tmp_path / "after").exists()
+        shown.get_by_role("button", name="Checkpoint now").click()
+        shown.get_by_text("verified when it was saved").first.wait_for()
+        shown.get_by_role("button", name="Stop").click()
+        shown.get_by_text("the run has ended").wait_for()
+        assert run.status().state == "stopped"
+        until(lambda: (tmp_path / "after").exists())  # `wait()` has ended, and so has the cell after it
+        assert wrong == []
+
+
+def reload(shown: Any) -> None:
+    """Reload the page, its notebook saved."""
+    command(shown, "docmanager:save")
+    shown.wait_for_function("() => !document.querySelector('.jp-mod-dirty')")
+    shown.reload()
 
 
 @pytest.mark.timeout(300)
@@ -197,3 +233,49 @@ def test_on_a_phone_the_report_is_as_wide_as_the_page_and_the_key_to_turn_is_on_
             assert knob["x"] + knob["width"] <= width
             assert shown.get_by_role("columnheader", name="to turn").is_visible() == head
             assert wrong == []
+
+
+@pytest.mark.timeout(300)
+def test_saved_outputs_read_alike_where_the_notebook_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cogumi.notebook.pieces import preview
+    from cogumi.training.preview import Preview, Shares
+
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "nobody"))  # whose notebooks are trusted is kept there
+    shares = Shares("rows", 9, 8, {"too long": 1}, 0, 0, 90, 30)
+    pieces = (("context", "def f():"), ("learned", "return 1"), ("rejected", "return 2"))
+    found = Preview(shares, None, (), ((0, 4, 3), (5, 9, 5)), (pieces,), 12)
+    side = completions.SideBySide(
+        f"{completions.LEGEND}<table><tr><td><del>before</del><ins>after</ins></td></tr></table>"
+    )
+    outputs = [nbformat.v4.new_output("display_data", data={"text/html": each._repr_html_()}) for each in (found, side)]
+    write_notebook(tmp_path / "saved.ipynb", ["found, side"])
+    saved = nbformat.read(tmp_path / "saved.ipynb", as_version=4)
+    saved.cells[0].outputs = outputs
+    nbformat.write(saved, tmp_path / "saved.ipynb")
+    assert "<svg" in preview(found)
+    with lab(tmp_path) as address, page() as (shown, wrong):
+        open_notebook(shown, address, "saved.ipynb")
+        shown.locator(".cogumi-piece ins").first.wait_for()
+        assert (
+            shown.evaluate("document.querySelectorAll('.jp-OutputArea-output style, .jp-OutputArea-output svg').length")
+            == 0
+        )
+        drawn = shown.locator(".cogumi-piece img")
+        assert drawn.evaluate("image => image.naturalWidth > 0 && image.alt.includes('Lengths of the examples')")
+        assert "max_length" not in shown.locator(".cogumi-piece figure").inner_text()  # no words of a picture astray
+
+        def looks(selector: str, *names: str) -> list[str]:
+            return shown.locator(selector).first.evaluate(
+                "(element, names) => names.map(name => getComputedStyle(element)[name])", names
+            )
+
+        assert looks(".cogumi-piece del", "textDecorationLine", "borderBottomStyle") == ["none", "dashed"]
+        assert looks(".cogumi-piece ins", "textDecorationLine", "borderBottomStyle") == ["none", "solid"]
+        assert looks(".cogumi-piece pre .learned", "borderBottomStyle") == ["solid"]
+        assert looks(".cogumi-piece pre .rejected", "borderBottomStyle") == ["double"]
+        assert looks(".cogumi-piece tbody th", "textAlign") == ["left"]
+        assert looks(".cogumi-piece td.n", "textAlign") == ["right"]
+        assert looks(".cogumi-piece .legend", "display") == ["flex"]
+        assert wrong == []

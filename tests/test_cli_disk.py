@@ -22,6 +22,7 @@ import yaml
 from disk_mounts import fill, mounting
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from cogumi.checkpoints import verify
 from cogumi.checkpoints.manifest import write_manifest
 from cogumi.disk import owners
 
@@ -206,6 +207,84 @@ def test_verify_of_one_checkpoint(checkpoints: Path, run: Run) -> None:
     status, said, error = run("verify", checkpoints / "checkpoint-4", "--json")
     assert (status, error, [row["state"] for row in json.loads(said)]) == (0, "", ["verified"])
     assert run("verify", checkpoints / "checkpoint-5")[0] == 1
+
+
+SAVE_AND_PRUNE = """
+import shutil, sys
+from pathlib import Path
+from cogumi.checkpoints.commit import commit, open_staging
+from cogumi.checkpoints.retention import plan_pruning, remove
+
+place, step = Path(sys.argv[1]), 5
+print("begun", flush=True)
+for _ in iter(sys.stdin.readline, ""):
+    for step in range(step + 1, step + 6):
+        staged = open_staging(place) / f"checkpoint-{step}"
+        shutil.copytree(place / f"checkpoint-{step - 1}", staged)
+        (staged / "cogumi-manifest.json").unlink()
+        state = staged / "trainer_state.json"
+        state.write_text(state.read_text().replace(f'"global_step": {step - 1}', f'"global_step": {step}'))
+        commit(staged, place / staged.name)
+        for path in plan_pruning(place, 2)[0]:
+            remove(path)
+    print("saved", flush=True)
+"""
+
+
+def test_verify_beside_a_process_that_saves_and_prunes(checkpoints: Path, run: Run) -> None:
+    """A real one: no checkpoint that is gone, or not there yet, is called damaged."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SAVE_AND_PRUNE, str(checkpoints)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        for _ in range(8):
+            process.stdin.write("more\n")
+            process.stdin.flush()
+            for _ in range(4):
+                status, said, error = run("verify", checkpoints, "--json")
+                assert (status, error) == (0, ""), said
+                assert {row["state"] for row in json.loads(said)} == {"verified"}
+            assert process.stdout.readline() == "saved\n"
+        process.stdin.close()
+        assert process.wait() == 0
+
+
+def test_a_checkpoint_that_goes_while_it_is_read_is_left_out(
+    checkpoints: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = verify.sha256_file
+
+    def gone_first(path: Path) -> str:
+        if path.parent.name == "checkpoint-4" and path.exists():
+            path.parent.rename(checkpoints / ".cogumi-trash-checkpoint-4-ab12")
+        return original(path)
+
+    monkeypatch.setattr(verify, "sha256_file", gone_first)
+    status, said, error = run("verify", checkpoints, "--json")
+    assert (status, error) == (0, "")
+    assert [Path(row["path"]).name[-1] for row in json.loads(said)] == ["5", "3", "2", "1"]
+    (checkpoints / ".cogumi-trash-checkpoint-4-ab12").rename(checkpoints / "checkpoint-4")
+    status, said, error = run("verify", checkpoints / "checkpoint-4")
+    assert (status, said, error.count("\n")) == (2, "", 1)
+    assert "checkpoint-4 was removed while it was read" in error
+
+
+def test_what_plain_trainer_is_writing_is_not_called_damaged(
+    checkpoints: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("cogumi-manifest.json", "trainer_state.json"):  # which it writes last
+        (checkpoints / "checkpoint-5" / name).unlink()
+    status, said, error = run("verify", checkpoints)
+    assert (status, error) == (0, "")
+    assert re.search(r"checkpoint-5 unverified \S+ kB it changed \d+ s ago and may still be written", whole(said))
+    assert run("resume-point", checkpoints)[1] == f"{checkpoints / 'checkpoint-4'}\n"
+    monkeypatch.setattr(owners, "SETTLED_SECONDS", -1.0)
+    assert run("verify", checkpoints)[0] == 1
 
 
 def test_resume_point_prints_a_path_alone(checkpoints: Path, run: Run) -> None:

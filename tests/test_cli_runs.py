@@ -146,7 +146,7 @@ def test_several_runs_are_a_table_and_a_wrong_name_is_status_2(tmp_path: Path) -
     assert re.search(r"eval_loss +\S+ +5\.3 \(step 0\) ", watched), watched
     assert re.search(r" loss +\S+ +now 4\.31 ", watched), watched
     assert "$1.50 so far" in screen
-    assert "red: loss: it is NaN. To turn: train.bf16" in screen
+    assert "it is NaN; change train.bf16" in screen
 
 
 def test_a_directory_of_runs_is_looked_at_whole_and_where_one_run_is_wanted_they_are_named(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cogumi.config import dump_config, load_config, parse_overrides
+from cogumi.config import dump_config, load_config, parse_overrides, read_config
 from cogumi.errors import UsageError
 
 GOOD = """\
@@ -134,6 +134,29 @@ def test_a_config_of_the_package_goes_by_its_name(tmp_path: Path, monkeypatch: p
 def test_a_number_that_means_nothing_is_refused(config: Path, key: str, value: float, rule: str) -> None:
     with pytest.raises(UsageError, match=rf"override {key}: {key} = {value:g}: {rule}"):
         load_config(config, **{key.replace(".", "__"): value})
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong", "right"),
+    [
+        ("temperature", [0, -1.0, float("inf"), float("nan")], [0.1, 1.0, 2]),
+        ("top_p", [0, 1.5, -0.1], [0.9, 1.0]),
+        ("top_k", [-1], [0, 50]),
+        ("min_p", [-0.1, 1.1], [0.0, 0.05, 1.0]),
+        ("repetition_penalty", [0, -1.0], [1.0, 1.1]),
+        ("max_completion_length", [0, -8], [1]),
+    ],
+)
+def test_sampling_that_fails_at_the_first_rollout_is_refused(
+    config: Path, key: str, wrong: list[float], right: list[float]
+) -> None:
+    config.write_text(GOOD.replace("method: sft", "method: gspo"))
+    for value in wrong:
+        with pytest.raises(UsageError, match=rf"override train\.{key}: train\.{key} = .*: it is ") as refused:
+            read_config(config, {f"train__{key}": value})
+        assert "\n" not in str(refused.value)
+    for value in right:
+        assert read_config(config, {f"train__{key}": value})[0].train[key] == value
 
 
 def test_numbers_that_mean_something_are_taken(config: Path) -> None:

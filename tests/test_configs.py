@@ -10,7 +10,7 @@ import cogumi
 from cogumi.cli import main
 from cogumi.config import load_config
 from cogumi.errors import UsageError
-from cogumi.handing_out import FOLDERS, PACKAGE, hand_out, there_are
+from cogumi.handing_out import PACKAGE, hand_out, there_are
 
 CONFIGS = PACKAGE / "configs"
 ALL = sorted(CONFIGS.rglob("*.yaml"))
@@ -121,7 +121,7 @@ def test_the_wheel_has_them() -> None:
     pyproject = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     packaged = pyproject["tool"]["setuptools"]["package-data"]["cogumi"]
     found = {path for pattern in packaged for path in PACKAGE.glob(pattern)}
-    assert found >= {*ALL, *(PACKAGE / "recipes").glob(FOLDERS["recipes"]), PACKAGE / "data" / "tulu.jinja"}
+    assert found >= {*ALL, *there_are().values(), PACKAGE / "data" / "tulu.jinja"}
 
 
 def test_a_config_goes_where_it_is_wanted_and_replaces_nothing(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_config_goes_where_it_is_wanted_and_replaces_nothing(tmp_path: Path) -
     assert hand_out("configs/qwen3-4b-sft.yaml", tmp_path / "mine.yaml").name == "mine.yaml"  # the README's spelling
     for name, place, said in (
         ("smoke/sft", tmp_path, "sft.yaml exists; name another file"),
-        ("smoke/stf", tmp_path, "no config or recipe is called smoke/stf; did you mean smoke/sft?"),
+        ("smoke/stf", tmp_path, "no config, recipe or template is called smoke/stf; did you mean smoke/sft?"),
         ("smoke/sft", tmp_path / "no" / "where.yaml", "there is no directory"),
     ):
         with pytest.raises(UsageError) as caught:
@@ -142,6 +142,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     for words, said in (
         (["cp"], "llama-3.1-8b-dpo"),
         (["cp", "recipes/sft.py"], "python sft.py"),
+        (["cp", "ISSUES_LOG.md"], "ISSUES_LOG.md"),
         (["cp", "smoke/dpo"], ""),
     ):
         monkeypatch.setattr("sys.argv", ["cogumi", *words])

@@ -135,6 +135,21 @@ def test_of_a_completion_of_several_turns_the_tools_are_not_learned() -> None:
 # ------------------------------------------------------------------------------------------------------- prompts for RL
 
 
+def test_a_prompt_over_the_budget_is_dropped_and_one_that_is_no_text_too() -> None:
+    rows = {"prompt": ["short", "long " * 50, 5, "also short"], "completion": ["a", "b", "c", "d"]}
+    rows["prompt"] = pl.Series(rows["prompt"], dtype=pl.Object)
+    chunk = chunk_of(rows, "qwen3", options("gspo", "prompt_completion", max_length=20))
+    assert [row["prompt"] for row in chunk.table.to_pylist()] == ["short", "also short"]
+    assert {reason: (each.count, each.row) for reason, each in chunk.dropped.items()} == {
+        "with a field that is no text": (1, 2),
+        "longer than 20 tokens": (1, 1),
+    }
+    talks = [[{"role": "user", "content": text}] for text in ("hi", "long " * 50)]
+    chunk = chunk_of({"messages": talks}, "qwen3", options("gspo", "chat", max_length=20))
+    assert len(chunk.table) == 1
+    assert chunk.dropped["longer than 20 tokens"].row == 1
+
+
 def test_prompts_of_conversations_end_with_the_last_question() -> None:
     ask, say = {"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\n5."}
     again, then = {"role": "user", "content": "And 4?"}, {"role": "assistant", "content": "9."}

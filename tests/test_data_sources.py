@@ -6,6 +6,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from cogumi.data import sources
 from cogumi.data.fim import FimConfig, tokenize_for_sft
 from cogumi.data.sources import batches, column_names, find_files, read_rows
 from cogumi.errors import UsageError
@@ -177,7 +178,28 @@ def test_a_damaged_line_is_named_by_its_number(tmp_path):
     path.write_text('{"a": 1}\n' + '{"a": ' * 100_000)
     assert "line 2" in error(path, ["a"])
     path.write_text('{"a": "x"}\n{"a": {"b": 1}, "c": "y"}\n')
-    assert "column 'a' holds dict (among the lines from 1), not text; name a text column of: c" in error(path, ["a"])
+    assert "column 'a' holds dict (line 2), not text; name a text column of: c" in error(path, ["a"])
+
+
+def test_a_column_of_several_kinds_is_refused_with_both_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MOST_ROWS", 2)  # the two lines are in different batches
+    path = tmp_path / "rows.jsonl"
+    for first, other, alike, said in (
+        (1, "7", "throughout", "column 'a' holds a number in line 1 and text in line 5"),
+        ({"x": [1]}, {"x": ["7"]}, "throughout", "column 'a.x[]' holds a number in line 1 and text in line 5"),
+        ("hi", [{"role": "user"}], "text or messages", "column 'a' holds text in line 1 and a list in line 5"),
+        ("hi", 7, "text or messages", None),
+        (1, 2.5, "throughout", None),
+    ):
+        path.write_text(
+            "\n".join(json.dumps({"a": each}) for each in (first, None, first)) + "\n\n" + json.dumps({"a": other})
+        )
+        if said is None:
+            assert len(list(batches([path], ["a"], alike={"a": alike}))) == 2
+            continue
+        with pytest.raises(UsageError) as caught:
+            list(batches([path], ["a"], alike={"a": alike}))
+        assert str(caught.value).startswith(f"{path}: {said}; ")
 
 
 def test_text_that_is_no_unicode_becomes_bytes(tmp_path):

@@ -32,7 +32,7 @@ HUB = "asks the hub for a model's config"
 NOT_RUN = {
     "make smoke": f"{SMOKE}tests/test_smoke.py",
     "make test": "this is one of its tests",
-    "make lab": "a JupyterLab that stays; tests/test_browser.py opens one",
+    "make lab": "a JupyterLab that stays; tests/test_box.py starts it",
     "make lint": "this is part of what runs this test",
     "make test-all": "this is one of its tests",
     ".venv/bin/python -m pytest tests/test_config.py": "this is how a test is run",
@@ -54,9 +54,6 @@ NOT_RUN = {
     ".venv/bin/cogumi wait runs/NAME; runpodctl pod stop $RUNPOD_POD_ID": BOX,
     ".venv/bin/cogumi wait runs/NAME; vastai stop instance $CONTAINER_ID": BOX,
     'cogumi preflight configs/llama-3.1-8b-sft.yaml --card "h100 sxm"': HUB,
-    '.venv/bin/pip install --no-deps "https://github.com/Dao-AILab/flash-attention/releases/download/v2.8.1/'
-    'flash_attn-2.8.1+cu13torch2.10cxx11abiTRUE-cp312-cp312-linux_x86_64.whl"': "downloads a wheel for a GPU",
-    '.venv/bin/python -c "import flash_attn_2_cuda"': "needs that wheel and a GPU",
 }
 
 # What a page takes for granted: typed before it, or made.

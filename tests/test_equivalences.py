@@ -76,7 +76,7 @@ def config(method: str, model: Path, data: dict[str, Path], run_dir: Path, **tra
         settings.pop("max_length")
     return {
         "model": {"name": str(model)},
-        "data": {"source": str(data[method]), **formats[method]},
+        "data": {"source": str(data[method]), "eval_rows": 0, **formats[method]},
         "train": settings,
         "cogumi": {
             "method": method,

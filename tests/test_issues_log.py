@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cogumi.handing_out import there_are
+
 REPOSITORY = Path(__file__).parents[1]
 FIELDS = ["date", "issue", "symptoms", "root cause", "solution", "files", "lesson", "status"]
 HEADING = re.compile(r"## (\d+)\. (\S.*)")
@@ -16,12 +18,12 @@ QUOTED = re.compile(r"`([^`]+)`")
 LONGEST = 260  # characters of a line: a field is a sentence or two
 
 
-def log() -> tuple[list[str], list[tuple[str, dict[str, str]]], list[str]]:
+def log(path: Path) -> tuple[list[str], list[tuple[str, dict[str, str]]], list[str]]:
     """The lines above the first entry; each entry's title and fields; the lines that are neither."""
     above: list[str] = []
     entries: list[tuple[str, dict[str, str]]] = []
     other: list[str] = []
-    for line in (REPOSITORY / "ISSUES_LOG.md").read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         if heading := HEADING.fullmatch(line):
             entries.append((f"{heading[1]}. {heading[2]}", {}))
         elif not entries:
@@ -33,7 +35,7 @@ def log() -> tuple[list[str], list[tuple[str, dict[str, str]]], list[str]]:
     return above, entries, other
 
 
-ABOVE, ENTRIES, OTHER = log()
+ABOVE, ENTRIES, OTHER = log(REPOSITORY / "ISSUES_LOG.md")
 each_entry = pytest.mark.parametrize(("title", "fields"), ENTRIES, ids=[title for title, _ in ENTRIES])
 
 
@@ -70,6 +72,14 @@ def test_dates_do_not_decrease() -> None:
 def test_an_entry_has_the_eight_fields_in_their_order(title: str, fields: dict[str, str]) -> None:
     assert list(fields) == FIELDS
     assert [name for name, value in fields.items() if len(value) > LONGEST and name != "status"] == []
+
+
+def test_the_template_for_a_log_of_ones_own_has_the_same_fields() -> None:
+    above, ((title, fields),), other = log(there_are()["ISSUES_LOG.md"])
+    assert above[0].startswith("# Issues log")
+    assert title.startswith("1. ")
+    assert list(fields) == FIELDS
+    assert other == []
 
 
 @each_entry

@@ -325,13 +325,14 @@ def test_what_a_script_sets_is_shown(form: Form) -> None:
     form.set("train.max_steps", 77)
     form.set("train.gradient_checkpointing", True)
     form.set("cogumi.run_dir", Path("runs/x"))
+    assert form.config is not None
+    assert form.config.train["max_steps"] == 77
     form.set("train.lr_scheduler_type", "sawtooth")
     assert entries["train.max_steps"].value == "77"
     assert entries["train.gradient_checkpointing"].value is True
     assert entries["cogumi.run_dir"].value == "runs/x"
     assert entries["train.lr_scheduler_type"].value == "sawtooth"
-    assert form.config is not None
-    assert form.config.train["max_steps"] == 77
+    assert "train.lr_scheduler_type = 'sawtooth'" in form.problem
     with pytest.raises(UsageError, match="names no key"):
         form.set("max_steps", 3)
 

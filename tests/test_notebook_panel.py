@@ -110,6 +110,47 @@ def test_a_panel_draws_until_the_run_has_ended_and_its_buttons_ask(
     assert "there is no training to ask" in shown.said.value
 
 
+def test_what_a_button_asked_for_is_shown_as_done_once_the_run_has_done_it(tmp_path: Path) -> None:
+    home = run_in(tmp_path / "run")
+    shown = Panel(cogumi.attach(home))
+
+    def said() -> str:
+        shown.draw(shown.looker.look())
+        return str(shown.said.value)
+
+    def saved(step: int) -> None:
+        place = home / "checkpoints" / f"checkpoint-{step}"
+        place.mkdir(parents=True)
+        (place / "a").write_text("x")
+        write_manifest(place, step)
+
+    assert "done" not in said()
+    saved(30)
+    shown.save.click()
+    assert "asked for a checkpoint" in said()  # the one that was there is no answer
+    (home / "CHECKPOINT").unlink()
+    saved(41)
+    assert "done: checkpoint-41 is saved" in said()
+    assert "done: checkpoint-41 is saved" in said()
+    shown.pause.click()
+    assert "asked to save and wait" in said()
+    (home / "PAUSE").rename(home / "PAUSED")
+    saved(42)
+    run_in(home, "paused")
+    assert "done: training waits, checkpoint-42 is saved" in said()
+    shown.pause.click()
+    assert "asked to resume" in str(shown.said.value)
+    run_in(home, "running")
+    assert "done: training has resumed" in said()
+    shown.save.click()
+    (home / "CHECKPOINT").unlink()  # after the last step
+    run_in(home, "running", stage="merge")
+    assert "too late: training is over" in said()
+    assert "checkpoint-42" in said()
+    run_in(home, "finished")
+    assert "the run has ended" in said()
+
+
 def test_a_flag_that_comes_after_its_row_is_marked_and_a_refused_stop_can_be_tried_again(tmp_path: Path) -> None:
     home = run_in(tmp_path / "run")
     (home / "flags.json").rename(tmp_path / "flags.json")

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from base64 import b64decode
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -234,7 +235,7 @@ def test_red_flags_and_failed_checks_are_said_first(run: Path) -> None:
     write_json(run / "flags.json", found)
     write_json(run / "verdict.json", {**read_json(run / "verdict.json"), "passed": True})
     page = page_of(run)
-    assert "passed, but RED: loss trend" in page.sections[""]
+    assert "finished, RED: loss trend" in page.sections[""]
     said = page.sections["Flags"]
     for words in ("RED", "loss 9 (< 3)", "rate too high", "train.learning_rate", "Was red before", "RED from step 3"):
         assert words in said
@@ -245,7 +246,7 @@ def test_red_flags_and_failed_checks_are_said_first(run: Path) -> None:
     page = page_of(run)
     assert "FAIL (finished)" in page.sections[""]
     assert page.sections["Verdict"].index("bad") < page.sections["Verdict"].index("good")
-    assert "1 of 2 checks passed" in page.sections["Verdict"]
+    assert "1 of 2 checks are met, but loss trend is RED" in page.sections["Verdict"]
 
 
 @pytest.mark.parametrize("state", ["starting", "running", "died", "refused", "failed", "bare"])
@@ -371,7 +372,7 @@ def test_text_reads_on_every_background_and_every_edge_on_the_page() -> None:
     assert len(pages) >= 3
     backgrounds = re.findall(r"background: (#[0-9A-F]{8})\b", style())
     assert len(backgrounds) >= 3
-    edges = re.findall(r"(?:border-color|decoration)[^#;]*(#[0-9A-F]{6})\b", style())
+    edges = re.findall(r"(?:border-color|border-bottom)[^#;]*(#[0-9A-F]{6})\b", style())
     assert len(edges) >= 7
     for page, ink in pages:
         assert contrast(page, ink) >= 4.5
@@ -395,18 +396,17 @@ def test_a_preview_tells_tokens_apart_by_words_and_underlines_too() -> None:
     page = Page(html)
     assert not page.unbalanced
     assert "Say\n\thi  <b>learnedhi " + HOSTILE in page.text  # whitespace kept, markup escaped
-    assert [attributes["class"] for tag, attributes in page.tags if tag == "mark"][-3:] == [
-        "learned",
-        "learned",
-        "rejected",
-    ]
-    assert html.count('<small class="tag">rejected</small>') == 2  # in the legend, and where it stands
-    looks = dict(re.findall(r"mark\.(\w+)[^{]*\{[^}]*underline (\w+)", style()))
-    assert looks == {"learned": "solid", "rejected": "wavy"}
-    for fact in ("10,000", "90.0%", "dropped: longer than 24 tokens", "10.0%", "< 0.1%", "40.0%", "max_length 24"):
+    kinds = [attributes["class"] for _, attributes in page.tags if attributes.get("class") in ("learned", "rejected")]
+    assert kinds[-3:] == ["learned", "learned", "rejected"]
+    assert html.count(">rejected</small>") == 2  # in the legend, and where it stands
+    looks = dict(re.findall(r"mark\.(\w+)[^{]*\{[^}]*border-bottom: \d+px (\w+)", style()))
+    assert looks == {"learned": "solid", "rejected": "double"}
+    for fact in ("10,000", "90.0%", "dropped: longer than 24 tokens", "10.0%", "< 0.1%", "40.0%"):
         assert fact in page.text, fact
+    (drawn,) = re.findall(r"data:image/svg\+xml;base64,([^\"]+)", html)
+    assert "max_length 24" in b64decode(drawn).decode()
     assert figures.lengths(found).svg()
-    assert "wavy" not in Page(preview_of([("context", "x")])._repr_html_()).text
+    assert "rejected" not in Page(preview_of([("context", "x")])._repr_html_()).text
 
 
 def test_a_preview_of_prompts_has_no_histogram() -> None:
@@ -422,8 +422,11 @@ def test_a_preflight_says_its_states_in_words() -> None:
         Line("memory", "too much", "red", "set train.x: 1"),
     )
     memory = {"peak": 50 * 2**30, "free": 40 * 2**30, "breakdown": {"weights": 50 * 2**30}}
-    page = Page(PreflightReport("a T4", lines, {"memory": memory})._repr_html_())
+    html = PreflightReport("a T4", lines, {"memory": memory})._repr_html_()
+    page = Page(html)
     assert not page.unbalanced
+    (drawn,) = re.findall(r"data:image/svg\+xml;base64,([^\"]+)", html)
+    assert "10.0 GiB too much" in b64decode(drawn).decode()
     for fact in (
         "RED: it does not fit",
         "Planned for: a T4",
@@ -431,7 +434,6 @@ def test_a_preflight_says_its_states_in_words() -> None:
         "?",
         "note",
         "set train.x: 1",
-        "10.0 GiB too much",
         HOSTILE,
     ):
         assert fact in page.text, fact
@@ -454,7 +456,7 @@ def test_completions_of_several_runs_side_by_side(finished: Path, run: Path, tmp
     assert "before base" in page.text
     assert "base, after step 4" in page.text
     assert "after rl, after step 4" in page.text
-    assert "<ins>changed" in html
+    assert re.search(r"<(ins|u)[^>]*>changed", html)
     assert "what would be right (middle)" in page.text
     assert str(completions.side_by_side([finished, run])).count("<h4>Prompt</h4>") == 4
 

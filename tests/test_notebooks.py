@@ -51,6 +51,15 @@ def test_it_is_short_and_has_one_cell_of_parameters(source: Path) -> None:
     assert [cell.metadata.get("tags", []) for cell in cells] == [["parameters"], *([] for _ in cells[1:])]
 
 
+def test_all_name_the_kernel_cogumi_and_say_so_alike_where_it_is_another() -> None:
+    found = [nbformat.read(source.with_suffix(".ipynb"), as_version=4).metadata.kernelspec.name for source in SOURCES]
+    assert found == ["cogumi"] * len(SOURCES)
+    firsts = [re.findall(r"^try: import cogumi\n.*\n", code_of(source)[0].source, re.MULTILINE) for source in SOURCES]
+    assert all(len(each) == 1 for each in firsts)
+    assert len({each[0] for each in firsts}) == 1
+    assert "sh requirements/install.sh" in firsts[0][0]
+
+
 def names_bound(tree: ast.AST) -> set[str]:
     bound = set()
     for node in ast.walk(tree):
@@ -135,12 +144,12 @@ def test_what_it_calls_is_there_and_takes_what_it_is_given(source: Path) -> None
 SAID = {
     "00": ["finished, step 8/8", "<svg", "report.html", "def add(a, b):"],
     "01": ["notebook kernel", "memory", "H100 SXM", "form.write("],
-    "02": ["2,148", 'class="learned"', "<svg"],
-    "03": ["finished, step 8/8", "pass  merged logits", "<svg"],
+    "02": ["2,148", 'class="learned"', "data:image/svg+xml"],
+    "03": ["step 8/8", "safe to scale: not shown", "pass  merged logits", "<svg"],
     "04": ["rejected", "finished, step 8/8", "<svg"],
     "05": ["gradient", "finished, step 8/8", "<svg"],
     "06": ["paused", "checkpoint-", "whole: ", "finished, step"],
-    "07": ["finished, step 8/8", "<svg", "gguf"],
+    "07": ["finished, step 8/8", "data:image/svg+xml", "gguf"],
     "08": ["free of", "wants", "checkpoint-"],
     "09": ["NOT IN THE LOSS", "finished", "<svg"],
 }
@@ -163,6 +172,7 @@ def test_it_runs(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         cwd=str(tmp_path),
         progress_bar=False,
         execution_timeout=600,
+        kernel_name=generate.HERE_KERNEL,
     )
     said = text_of(nbformat.read(tmp_path / "out.ipynb", as_version=4))
     for word in SAID[source.stem[:2]]:
@@ -173,7 +183,8 @@ def test_papermills_parameters_are_taken(tmp_path: Path) -> None:
     source = HOME / "02_data.py"
     nbformat.write(generate.notebook_of(source), tmp_path / "in.ipynb")
     parameters = {"RUNS": "elsewhere"}
-    papermill.execute_notebook(tmp_path / "in.ipynb", None, parameters, cwd=str(tmp_path), progress_bar=False)
+    where = {"cwd": str(tmp_path), "kernel_name": generate.HERE_KERNEL}
+    papermill.execute_notebook(tmp_path / "in.ipynb", None, parameters, progress_bar=False, **where)
     assert (tmp_path / "elsewhere" / "mine.jsonl").is_file()
 
 

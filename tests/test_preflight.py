@@ -241,6 +241,46 @@ def test_the_stack_line_is_the_doctors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said.fix.startswith("python -m pip install")
 
 
+def test_time_and_money_are_those_of_the_steps_that_a_sanity_check_makes(wide: Path, tmp_path: Path) -> None:
+    def planned(**ours: Any) -> PreflightReport:
+        priced = {"price_per_hour": 3600.0, **ours}  # a dollar a second
+        return preflight(
+            config_of(wide, tmp_path, cogumi=priced, train={"max_steps": 1000, "logging_steps": 1}), "H100 SXM"
+        )
+
+    whole, checked = planned(), planned(sanity=100)
+    seconds = [report.figures["time"]["seconds"] for report in (whole, checked)]
+    assert seconds[1] == pytest.approx(seconds[0] / 10)
+    assert line(whole, "time").figure.startswith("1,000 steps, about ")
+    said = line(checked, "time")
+    assert said.figure.startswith("100 steps of 1,000, after which cogumi.sanity ends the run, about ")
+    assert f"${seconds[1]:,.2f} at $3600 an hour" in said.figure
+    assert planned(sanity=2000).figures["time"] == whole.figures["time"]  # never more than there are
+    red = line(planned(sanity=100, max_cost=seconds[1] / 2), "time")
+    assert red.state == "red"
+    assert red.changes.keys() == {"cogumi.sanity"}
+    assert red.changes["cogumi.sanity"] == pytest.approx(50, abs=1)
+
+
+def test_the_time_of_dpo_has_the_pass_for_its_reference_in_it(wide: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"question {n}", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"source": str(tmp_path / "pairs.jsonl"), "format": "preference", "fim": None}
+
+    def time_of(**train: Any) -> dict[str, Any]:
+        config = config_of(wide, tmp_path, data=data, train=train, cogumi={"method": "dpo"})
+        del config["data"]["fim"]
+        report = preflight(config, "H100 SXM")
+        assert line(report, "memory").state == "green"
+        assert ("for the reference before the first step" in line(report, "time").figure) is bool(train)
+        return report.figures["time"]
+
+    inside, before = time_of(), time_of(precompute_ref_log_probs=True)
+    assert inside["reference"] == 0.0 < before["reference"] < before["seconds"]
+    # 10 steps of 8 pairs have the reference in them once more often than 40 pairs do.
+    assert inside["seconds"] - before["seconds"] == pytest.approx(before["reference"])
+
+
 def test_the_sample_is_what_the_run_prepares(tmp_path: Path) -> None:
     """Its share of usable rows and its lengths, beside those of all rows as the run itself prepares them."""
     from cogumi.training.examples import prepare_examples

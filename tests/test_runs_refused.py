@@ -65,7 +65,7 @@ def test_a_refusal_that_nobody_waited_for_is_found_in_the_directory(sft: Config,
     ours, theirs = socket.socketpair()
     ours.close()
     with (tmp_path / "output").open("wb") as output, theirs:
-        runs.launch(theirs.fileno(), (sft, {"lora__target_modules": ["nowhere"]}), output)
+        runs.launch(theirs.fileno(), (sft, {"lora__target_modules": ["nowhere"]}), output, runs.Begun())
     until(lambda: (run_dir / START).exists() and "exit" in read_json(run_dir / START))
     refused = cogumi.attach(run_dir).status()
     assert (refused.state, refused.alive, refused.passed) == ("refused", False, False)

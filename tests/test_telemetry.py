@@ -4,9 +4,11 @@ import json
 import logging
 import os
 import pickle
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,17 +19,19 @@ from datasets import Dataset
 from safetensors.torch import load_file
 
 import cogumi
+from cogumi import accounts
 from cogumi.compiling import callback
 from cogumi.compiling.measure import Counts, Trial
 from cogumi.errors import UsageError
 from cogumi.hidden import REDACTED, Unwritten, hide
 from cogumi.models.complete import complete
 from cogumi.rundir import read_json, read_jsonl
-from cogumi.training import heartbeat, pace, telemetry, trackers
+from cogumi.training import dpo, heartbeat, pace, telemetry
+from cogumi.training.flags import Written
 from cogumi.training.heartbeat import Heartbeat
 from cogumi.training.meter import Meter
 from cogumi.training.pace import Pace
-from cogumi.training.samples import as_before, write_samples
+from cogumi.training.samples import as_before, write_samples, written_in
 from cogumi.training.throughput import documents_of
 from cogumi.words import count, duration
 
@@ -199,20 +203,54 @@ def test_the_trial_of_a_compiler_is_a_stage_of_its_own_and_no_part_of_a_step(
     assert found["step_seconds"] <= found["seconds"]["train"]
 
 
-def test_completions_that_all_hold_nothing_are_said(
-    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_the_reference_of_dpo_is_a_stage_with_an_estimate(
+    sft: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pairs = [{"prompt": f"def f{n}(x):", "chosen": f" return x + {n}", "rejected": " pass"} for n in range(20)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    data = {"source": str(tmp_path / "pairs.jsonl"), "format": "preference", "eval_rows": 4}
+    train = {**sft["train"], "max_steps": 2, "precompute_ref_log_probs": True}
+    beats: list[dict[str, Any]] = []
+    told = dpo.ReferencePass.batch
+
+    @contextmanager
+    def watched(self: dpo.ReferencePass) -> Iterator[None]:
+        with told(self):
+            yield
+        beats.append({**self.heart.now(), "status": read_json(self.heart.run_dir / "status.json")["stage"]})
+
+    monkeypatch.setattr(dpo.ReferencePass, "batch", watched)
+    config = {**sft, "data": data, "train": train, "cogumi": {**sft["cogumi"], "method": "dpo", "price_per_hour": 1.0}}
+    result = cogumi.train(config)
+    assert [(each["step"], each["steps"]) for each in beats] == [(n, 5) for n in (1, 2, 3, 4, 5)]  # 16 / 4 and 4 / 8
+    assert {(each["stage"], each["status"]) for each in beats} == {("reference", "reference")}
+    assert beats[0]["eta_seconds"] > 0 == beats[-1]["eta_seconds"]
+    assert beats[0]["cost_at_end"] is None  # those are seconds of the stage
+    seconds = read_json(result.run_dir / "metrics.json")["seconds"]
+    assert seconds["reference"] > 0
+    assert {"load", "train"} <= seconds.keys()
+    assert "reference: 5 batches before the first step" in (result.run_dir / "run.log").read_text()
+    assert read_json(result.run_dir / "heartbeat.json")["step"] == 2
+    # TRL finds them in its cache.
+    beats.clear()
+    again = cogumi.train(config, cogumi__run_dir=str(tmp_path / "again"))
+    assert beats == []
+    assert "reference" not in read_json(again.run_dir / "metrics.json")["seconds"]
+
+
+def test_completions_that_hold_nothing_are_counted(tiny_model: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
     prompts = Dataset.from_dict({"prompt": ["a", "b"], "prompt_ids": [[5], [6]]})
     write_samples(tmp_path, model, tokenizer, prompts, 1)
     assert any(row["completion"] for row in read_jsonl(tmp_path / "samples.jsonl"))
-    assert caplog.text == ""
     assert tokenizer.eos_token_id == 0
     torch.nn.init.zeros_(model.lm_head.weight)  # of logits that are all equal the first is taken
     write_samples(tmp_path, model, tokenizer, prompts, 2)
-    assert "after step 2 each of 2 held-out prompts is completed by nothing" in caplog.text
+    first, second = written_in(tmp_path)
+    assert (first.step, first.empty, first.ended) == (1, 0, 0)
+    assert second == Written(2, 2, empty=2, ended=2)
 
 
 def test_samples_of_steps_made_again_are_replaced(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,14 +500,14 @@ def test_packed_rows_have_documents(sft: Config) -> None:
 def test_a_reporter_that_is_not_installed_is_refused_before_anything_is_loaded(
     sft: Config, reporter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trackers, "is_installed", lambda name: name == "tensorboard")
+    monkeypatch.setattr(accounts, "is_installed", lambda name: name == "tensorboard")
     with pytest.raises(UsageError, match=f"train.report_to: {reporter} is not installed; run: pip install {reporter}"):
         cogumi.train(sft, train__report_to=["tensorboard", reporter])
     assert not Path(sft["cogumi"]["run_dir"]).exists()
 
 
 def test_without_tensorboard_a_run_says_how_to_get_it(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "is_installed", lambda name: False)
+    monkeypatch.setattr(accounts, "is_installed", lambda name: False)
     result = cogumi.train(sft, train__max_steps=1)
     assert not (result.run_dir / "tensorboard").exists()
     assert "TensorBoard is not installed (pip install tensorboard)" in (result.run_dir / "run.log").read_text()
@@ -542,3 +580,42 @@ def test_an_unwritten_secret_is_itself_until_it_is_pickled() -> None:
     secret = Unwritten(TOKEN)
     assert secret == copy.deepcopy([secret])[0] == copy.copy(secret) == TOKEN
     assert pickle.loads(pickle.dumps(secret)) == REDACTED
+
+
+def test_without_a_word_of_it_a_run_has_samples_and_a_held_out_curve_and_says_what_they_cost(sft: Config) -> None:
+    del sft["data"]["eval_rows"]
+    sft["train"] |= {"max_steps": 101, "per_device_train_batch_size": 8, "logging_steps": 10}
+    sft["cogumi"]["compile"] = "off"
+    result = cogumi.train(sft)
+    held_out = read_json(result.run_dir / "data.json")["held_out"]
+    assert held_out["rows"] == 8  # one in fifty of 400
+    evaluated = [row["step"] for row in result.metrics if "eval_loss" in row]
+    every = evaluated[1]
+    assert evaluated == [0, *range(every, 101, every), 101]
+    assert every >= 11
+    sampled = {row["step"] for row in read_jsonl(result.run_dir / "samples.jsonl")}
+    assert {0, 101} <= sampled <= {0, 50, 100, 101}
+    log = (result.run_dir / "run.log").read_text()
+    assert re.search(
+        rf"held-out loss: \d+ rows before the first step, every {every} steps and at the end, about [\d.]+ %", log
+    )
+    assert re.search(
+        r"samples: 4 held-out prompts before the first step, every 50 steps and at the end, at most 2%", log
+    )
+    assert re.search(r"held-out loss [\d.]+ s and samples [\d.]+ s: [\d.]+ % of the time", log)
+
+
+def test_what_is_measured_on_the_way_changes_nothing_of_the_training(sft: Config, tmp_path: Path) -> None:
+    sft["lora"]["lora_dropout"] = 0.2
+    sft["train"] |= {"max_steps": 60, "per_device_train_batch_size": 8}
+    sft["cogumi"]["compile"] = "off"
+    with_it = cogumi.train(sft, cogumi__run_dir=str(tmp_path / "with"))
+    without = cogumi.train(sft, train__eval_strategy="no", cogumi__samples_every=0)
+    assert [row["step"] for row in with_it.metrics if "eval_loss" in row] != [0, 60]
+    assert with_it.series("loss") == without.series("loss")
+    assert len(with_it.series("loss")) == 60
+    assert [row["step"] for row in without.metrics if "eval_loss" in row] == [0, 60]
+    ours, theirs = (
+        load_file(each.adapter / "adapter_model.safetensors") for each in (with_it, without) if each.adapter
+    )
+    assert all(ours[name].equal(theirs[name]) for name in theirs)

@@ -90,6 +90,37 @@ def test_examples_longer_than_the_model_was_made_for_are_told(sft: Config, tmp_p
     assert "max_position_embeddings" not in (asked.run_dir / "run.log").read_text()
 
 
+def test_a_prompt_that_leaves_its_completion_no_room_is_dropped_and_counted(gspo: Config, tmp_path: Path) -> None:
+    rows = [{"prompt": f"def f{n}(x):\n    return ", "completion": "x"} for n in range(8)]
+    rows[2]["prompt"] = "# one line\n" * 300  # the model was made for 512 tokens
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"source": str(tmp_path / "prompts.jsonl"), "format": "prompt_completion"}
+    config = {**gspo, "data": data, "cogumi": {**gspo["cogumi"], "rewards": ["answer_similarity"], "merge": False}}
+    result = cogumi.train(config, train__max_steps=1)
+    account = json.loads((result.run_dir / "data.json").read_text())["train"]
+    assert (account["rows"], account["examples"]) == (8, 7)
+    assert account["dropped"] == {"longer than 504 tokens": 1}
+    assert "longer than 504 tokens, the first is row 2" in (result.run_dir / "run.log").read_text()
+    for words, key in (
+        ({"data__overlong": "truncate"}, "data.overlong"),
+        ({"train__max_completion_length": 512}, "train.max_completion_length 512"),
+    ):
+        with pytest.raises(UsageError, match=key):
+            cogumi.train(config, cogumi__run_dir=str(tmp_path / "other"), **words)
+    assert not (tmp_path / "other").exists()
+
+
+def test_answers_of_several_kinds_are_one_line_before_anything_is_written(gspo: Config, tmp_path: Path) -> None:
+    source = tmp_path / "answers.jsonl"
+    source.write_text("".join(json.dumps({"prompt": "2 + 2", "answer": each}) + "\n" for each in (4, 4, "four")))
+    data = {"source": str(source), "format": "prompt_completion", "columns": {"answer": "answer"}}
+    config = {**gspo, "data": data, "cogumi": {**gspo["cogumi"], "rewards": ["answer_similarity"]}}
+    for command in (cogumi.train, cogumi.preview, cogumi.preflight):
+        with pytest.raises(UsageError, match="column 'answer' holds a number in line 1 and text in line 3; write"):
+            command(config)
+    assert not (tmp_path / "gspo").exists()
+
+
 def test_what_a_model_was_made_for_counts_the_scaling_of_its_positions() -> None:
     from transformers import BloomConfig, Gemma3TextConfig, Qwen2Config
 
@@ -260,7 +291,7 @@ def test_a_finished_run_directory_is_not_written_over(sft: Config) -> None:
         ({"lora__init_lora_weights": "ortogonal"}, "lora.init_lora_weights = 'ortogonal'"),
         ({"train__learning_rate": -1.0}, "train.learning_rate = -1: it is 0 or more"),
         ({"train__adam_epsilon": -1.0}, "refused before the first step: Invalid epsilon value: -1.0"),
-        ({"train__report_to": "wandbb"}, "wandbb is not supported"),
+        ({"train__report_to": "wandbb"}, "'wandbb' is not known; did you mean wandb?"),
         ({"train__per_device_train_batch_size": 0}, "train.per_device_train_batch_size = 0: it is at least 1"),
         ({"train__resume_from_checkpoint": "x"}, "train.resume_from_checkpoint would be ignored"),
         ({"train__gradient_accumulation_steps": 0}, "train.gradient_accumulation_steps = 0: it is at least 1"),
@@ -283,18 +314,18 @@ def test_a_mistake_writes_nothing(sft: Config, overrides: dict[str, Any], says: 
         ({"cogumi__rewards": []}, "cogumi.rewards is empty"),
         ({"train__epsilon": -1.0}, "train.epsilon is -1.0"),
         ({"train__reward_weights": [1.0]}, "Number of reward weights (1) must match"),
-        ({"train__loss_type": "grop"}, "train.loss_type is 'grop'; one of gspo"),
-        ({"train__max_completion_length": 0}, "`max_new_tokens` must be greater than 0"),
+        ({"train__loss_type": "grop"}, "train.loss_type: 'grop' is not known; did you mean grpo?"),
+        ({"train__max_completion_length": 0}, "train.max_completion_length = 0: it is at least 1"),
         (
             {"train__per_device_train_batch_size": 3},
             "no whole groups of train.num_generations 4; set train.per_device_train_batch_size: 2 or 4",
         ),
-        ({"train__importance_sampling_level": "token"}, "contradicts loss_type='gspo'"),
+        ({"train__importance_sampling_level": "token"}, "contradicts train.loss_type: gspo"),
         ({"lora__lora_dropout": 0.05}, "lora.lora_dropout is 0.05"),
         ({"train__epsilon": 0.2}, "train.epsilon 0.2 and train.epsilon_high 0.2: a token loss's clip"),
-        ({"train__save_strategy": "steps", "train__save_steps": 3}, "set train.save_steps: 2 or 4"),
+        ({"train__temperature": 0}, "train.temperature = 0: it is more than 0"),
         ({"train__num_generations": 1}, "train.num_generations is 1"),
-        ({"train__max_completion_length": 500}, "prompts are too long"),
+        ({"train__max_completion_length": 500}, "of gspo: lower train.max_completion_length"),
         ({"train__cast_lm_head_to_fp32": True}, "set cogumi.fp32_lm_head: true instead"),
         ({"cogumi__docs_per_step": 16}, "train.steps_per_generation and cogumi.docs_per_step"),
         (
@@ -314,6 +345,26 @@ def test_a_gspo_mistake_writes_nothing(gspo: Config, overrides: dict[str, Any], 
         cogumi.train(gspo, **overrides)
     assert says in str(caught.value)
     assert not Path(gspo["cogumi"]["run_dir"]).exists()
+
+
+def test_a_reward_of_another_shape_is_refused_before_the_model_is_loaded(
+    gspo: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cogumi.training import run
+
+    monkeypatch.setattr(run, "build_trainer", lambda *_: pytest.fail("a model was loaded"))
+    file = tmp_path / "mine.py"
+    file.write_text("def short(completions, **_):\n    return [1 / len(c[-1]['content']) for c in completions]\n")
+    with pytest.raises(UsageError) as caught:
+        cogumi.train(gspo, cogumi__rewards=[f"{file}:short"])
+    said = str(caught.value)
+    assert "\n" not in said
+    assert all(
+        word in said for word in ("cogumi.rewards: reward short raised TypeError", "mine.py:2", "list[list[dict]]")
+    )
+    assert not Path(gspo["cogumi"]["run_dir"]).exists()
+    with pytest.raises(UsageError, match="final_number takes `answer`"):  # and a column that is missing
+        cogumi.train(gspo, cogumi__rewards=["final_number"])
 
 
 def test_an_empty_parquet_is_one_line(sft: Config, tmp_path: Path) -> None:

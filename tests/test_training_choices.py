@@ -1,5 +1,6 @@
 """What the machine decides where the config says nothing: asked of machines that are not here, and of this one."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ import cogumi
 from cogumi.config import RunConfig, load_config
 from cogumi.rl.planner import ModelShape
 from cogumi.rundir import read_json
+from cogumi.stack.probes import HUB_FLASH_ATTN, flash_attention
 from cogumi.training.choices import Load, Machine, choose, with_choices
 
 GIB = 2**30
-H100 = Machine("H100", (9, 0), 79 * GIB, frozenset({"flash_attention_2", "flash_attention_3", "bitsandbytes"}))
-A100_40 = Machine("A100", (8, 0), 39 * GIB, frozenset({"flash_attention_2", "bitsandbytes"}))
-T4 = Machine("T4", (7, 5), 15 * GIB, frozenset({"flash_attention_2"}))
+H100 = Machine("H100", (9, 0), 79 * GIB, frozenset({"bitsandbytes"}), "flash_attention_3", "to 0.003")
+A100_40 = Machine("A100", (8, 0), 39 * GIB, frozenset({"bitsandbytes"}), HUB_FLASH_ATTN, "computes what torch does")
+T4 = Machine("T4", (7, 5), 15 * GIB)
 CPU = Machine("CPU", None, 8 * GIB)
 LLAMA_8B = ModelShape(4096, 14336, 32, 128256)
 
@@ -54,9 +56,8 @@ def test_an_h100_with_an_8b_model() -> None:
 @pytest.mark.parametrize(
     ("machine", "more", "expected", "because"),
     [
-        (A100_40, {}, "flash_attention_2", "installed, and for A100 (compute capability 8.0)"),
-        (Machine("A100", (8, 0), 39 * GIB, frozenset({"flash_attention_3"})), {}, "sdpa", "no flash attention is installed"),
-        (Machine("A100", (8, 0), 39 * GIB), {}, "sdpa", "no flash attention is installed"),
+        (A100_40, {}, HUB_FLASH_ATTN, "computes what torch does"),
+        (Machine("A100", (8, 0), 39 * GIB, why_flash="flash_attention_2: undefined symbol"), {}, "sdpa", "undefined symbol"),
         (T4, {}, "sdpa", "flash attention needs bfloat16 and compute capability 8.0"),
         (A100_40, {"element": 4}, "sdpa", "flash attention needs bfloat16"),
         (A100_40, {"attention": frozenset({"sdpa"})}, "sdpa", "this model's class has no flash attention"),
@@ -65,7 +66,7 @@ def test_an_h100_with_an_8b_model() -> None:
          "this model takes only kernels-community/vllm-flash-attn3"),
     ],
 )  # fmt: skip
-def test_attention_is_what_is_installed_for_the_card_and_the_class(
+def test_attention_is_what_works_on_the_card_and_the_class_has(
     machine: Machine, more: dict[str, Any], expected: str, because: str
 ) -> None:
     (choice,) = (each for each in choose(run_of(), machine, load(**more)) if each.key == "model.attn_implementation")
@@ -140,3 +141,60 @@ def test_the_attention_asked_for_is_the_one_that_is_loaded(tiny_model: Path, att
     model = load_model(str(tiny_model), attention=attention)
     assert model.config._attn_implementation == attention
     assert model.dtype == torch.float32 or torch.cuda.is_available()
+
+
+# torch's attention under the name of flash-attn: what a build that works would compute. Its heads come after the tokens.
+COMPUTES = """
+import torch
+
+__version__ = "2.8.3"
+
+def flash_attn_func(q, k, v, causal):
+    heads_first = (each.transpose(1, 2) for each in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=True)
+    return out.transpose(1, 2)
+"""
+NO_BACKWARD = COMPUTES.replace("return out", "return (out.detach() + 0 * out)")
+LOADS_NOT = "raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c10')"
+HUB = "from types import SimpleNamespace\nfrom flash_of_the_hub import flash_attn_func\n" + (
+    "def get_kernel(name, revision):\n    assert len(revision) == 40\n"
+    "    return SimpleNamespace(flash_attn_func=flash_attn_func)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("flash_attn", "of_the_hub", "chosen", "because"),
+    [
+        (COMPUTES, None, "flash_attention_2", "flash-attn 2.8.3 computes what torch does"),
+        (
+            LOADS_NOT,
+            COMPUTES,
+            HUB_FLASH_ATTN,
+            "flash_attention_2: flash-attn 2.8.3: ImportError: ",
+        ),
+        (NO_BACKWARD, None, None, "backward"),
+    ],
+    ids=["works", "does not load", "wrong gradient"],
+)
+def test_flash_attention_is_tried_and_its_metadata_is_not_asked(
+    flash_attn: str,
+    of_the_hub: str | None,
+    chosen: str | None,
+    because: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each package says in its metadata that it is installed; what counts is a forward and a backward pass of it."""
+    (tmp_path / "flash_attn.py").write_text(flash_attn)
+    metadata = tmp_path / "flash_attn-2.8.3.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n")
+    (metadata / "top_level.txt").write_text("flash_attn\n")
+    if of_the_hub is not None:
+        (tmp_path / "kernels.py").write_text(HUB)
+        (tmp_path / "flash_of_the_hub.py").write_text(of_the_hub)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    found, why = flash_attention(hopper=False, device="cpu")
+    assert found == chosen
+    assert because in why

@@ -63,18 +63,20 @@ def test_a_sanity_check_answers_and_its_steps_are_not_lost(
     whole = cogumi.train(config, cogumi__run_dir=str(tmp_path / "whole"))
     checked = cogumi.train(config, cogumi__sanity=steps)
     home = checked.run_dir
-    assert checked.passed, str(checked.verdict)
-    assert checked.verdict.safe_to_scale is True
+    assert not checked.passed  # a few steps of a tiny model show nothing
+    assert checked.verdict.safe_to_scale == "not shown", str(checked.verdict)
     assert (home / "checkpoints" / f"checkpoint-{steps}").is_dir()
     assert checked.adapter == home / "adapter"
     assert checked.merged is None
     status, verdict = read_json(home / "status.json"), read_json(home / "verdict.json")
     assert status["state"] == "sanity checked"
-    assert "safe to scale: yes" in status["reason"]
-    assert verdict["safe_to_scale"] is True
+    assert "safe to scale: not shown" in status["reason"]
+    assert verdict["safe_to_scale"] == "not shown"
     assert not (home / "DONE").exists()
     with pytest.raises(UsageError, match=r"its first steps were checked.*leave cogumi.sanity out"):
         cogumi.train(config, cogumi__sanity=steps)
+    if method == "sft":  # what was not shown may be checked for longer
+        assert cogumi.train(config, cogumi__sanity=steps + 2).verdict.safe_to_scale == "not shown"
     result = cogumi.train(config)
     assert result.verdict.safe_to_scale is None
     assert logged(home) == logged(whole.run_dir)
@@ -85,7 +87,7 @@ def test_a_sanity_check_answers_and_its_steps_are_not_lost(
 def test_a_check_of_a_broken_run_says_no_and_why(sft: Config) -> None:
     result = cogumi.train(sft, cogumi__sanity=12, lora__lora_alpha=0)
     assert not result.passed
-    assert result.verdict.safe_to_scale is False
+    assert result.verdict.safe_to_scale == "no"
     said = read_json(result.run_dir / "verdict.json")
     (check,) = (check for check in said["checks"] if check["name"] == "safe to scale")
     assert "adapter moves" in check["figure"]
@@ -102,9 +104,8 @@ def test_a_check_that_would_see_nothing_is_refused(sft: Config) -> None:
 
 def test_a_check_as_long_as_the_run_is_the_run(sft: Config) -> None:
     result = cogumi.train(sft, cogumi__sanity=14)
-    assert result.passed
-    assert result.verdict.safe_to_scale is True
-    assert read_json(result.run_dir / "status.json")["state"] == "finished"
+    assert result.verdict.safe_to_scale == "not shown"
+    assert read_json(result.run_dir / "status.json")["state"] == "finished, checks failed"
     assert result.adapter == result.run_dir / "adapter"
 
 

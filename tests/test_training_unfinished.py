@@ -110,6 +110,24 @@ def test_a_failed_run_goes_on(
     assert "goes on where it stopped" in said
 
 
+def test_a_checkpoint_inside_a_rollout_is_taken_and_resumed_from(
+    gspo: Config, stop_after: Callable[[int], None], tmp_path: Path
+) -> None:
+    gspo["train"]["save_steps"] = 3  # a rollout lasts four
+    whole = cogumi.train(gspo, cogumi__run_dir=str(tmp_path / "whole"))
+    assert "rollout" not in " ".join(
+        line for line in (whole.run_dir / "run.log").read_text().splitlines() if "WARNING" in line
+    )
+    stop_after(5)
+    with pytest.raises(RuntimeError, match="fell off"):
+        cogumi.train(gspo)
+    stop_after(0)
+    result = cogumi.train(gspo)
+    assert "checkpoint-3" in (result.run_dir / "run.log").read_text()
+    assert result.passed, str(result.verdict)
+    assert the_same(result.run_dir, whole.run_dir)
+
+
 def test_a_run_that_failed_after_its_training_trains_no_step(
     sft: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -308,3 +326,32 @@ def test_gspo_that_goes_on_inside_a_rollout_raises_no_false_alarm(
     assert "before anything was learned" not in said
     assert result.series("policy/staleness") == whole.series("policy/staleness")
     assert the_same(result.run_dir, whole.run_dir)
+
+
+def test_where_a_disk_becomes_read_only_the_cause_is_what_is_said_last(
+    sft: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_step_end = Telemetry.on_step_end
+
+    def failing(self: Telemetry, args: Any, state: Any, control: Any, **more: Any) -> None:
+        on_step_end(self, args, state, control, **more)
+        if state.global_step == 3:
+            subprocess.run(["mount", "--bind", str(disk), str(disk)], check=True)
+            subprocess.run(["mount", "-o", "remount,bind,ro", str(disk)], check=True)
+            raise RuntimeError("the card fell off the bus")
+
+    with mounting(tmp_path) as mount:
+        disk = mount(name="disk", options="size=64m")
+        sft["cogumi"]["run_dir"] = str(disk / "run")
+        try:
+            with monkeypatch.context() as patched:
+                patched.setattr(Telemetry, "on_step_end", failing)
+                with pytest.raises(RuntimeError, match="fell off the bus"):
+                    cogumi.train(sft)
+            with pytest.raises(UsageError, match=r"disk/run: cannot write .*Read-only file system; make it writable"):
+                cogumi.train(sft)
+            monkeypatch.setenv("XDG_CACHE_HOME", str(disk))
+            with pytest.raises(UsageError, match=r"prepared data cannot be written.*Read-only.*XDG_CACHE_HOME"):
+                cogumi.preview(sft)
+        finally:
+            subprocess.run(["umount", str(disk)], check=True)

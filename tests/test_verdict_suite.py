@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.verdict_runs import BROKEN, HELD_OUT, WHOLE, Case, judged
+from benchmarks.verdict_runs import BROKEN, HELD_OUT, OWN, WHOLE, Case, judged
 
 QUICK = {
     "sft, a third of the rows masked",
@@ -14,6 +14,8 @@ QUICK = {
     "sft, learning rate x 100",
     "gspo, dead reward",
     "sft",
+    "own chat, large rate",
+    "own pairs, large rate",
 }
 
 
@@ -27,22 +29,33 @@ def test_a_broken_run_is_stopped_for_its_own_cause(case: Case, tmp_path: Path) -
     found = judged(case, tmp_path, "stop")
     assert found.reds, f"{case.name}: nothing was red, yellow was {found.yellow}"
     step, flag = found.reds[0]
-    assert (flag.name, case.cause in flag.cause) == (case.flag, True), str(flag)
+    assert case.explained_by(flag), str(flag)
     assert flag.knob
     assert step <= found.steps <= 100
+    assert found.safe.startswith("no: "), found.safe
 
 
 @pytest.mark.parametrize("case", cases((*WHOLE, *(case for case in HELD_OUT if not case.broken))))
 def test_a_whole_run_is_not_stopped(case: Case, tmp_path: Path) -> None:
     found = judged(case, tmp_path, "warn")
-    # How fast it goes is up to whoever else uses this machine; that rule is held to clocks of its own in test_flags.py.
-    reds = [flag for _, flag in found.reds if flag.name != "tokens per second"]
-    assert not reds, "; ".join(map(str, reds))
+    assert not found.alarms, "; ".join(map(str, found.alarms))
     assert found.steps == 100
+    if case.name == "sft":
+        assert found.safe.startswith("yes: the loss fell"), found.safe
+
+
+@pytest.mark.parametrize("case", cases(OWN))
+def test_a_whole_run_on_ones_own_data_raises_no_flag(case: Case, tmp_path: Path) -> None:
+    found = judged(case, tmp_path, "warn")
+    assert found.right, "; ".join([*map(str, found.alarms), *found.was_yellow.values()])
+    assert found.steps == 100
+    if case.method != "gspo":
+        assert found.safe.startswith("yes: the loss fell"), found.safe
 
 
 def test_the_suite_is_as_large_as_it_has_to_be() -> None:
     assert len(BROKEN) >= 12
     assert len(WHOLE) >= 8
-    names = [case.name for case in (*BROKEN, *WHOLE, *HELD_OUT)]
+    assert len(OWN) >= 10
+    names = [case.name for case in (*BROKEN, *WHOLE, *HELD_OUT, *OWN)]
     assert len(set(names)) == len(names)

@@ -124,7 +124,9 @@ class Part:
         """The record of this part. Raises UsageError where no row was usable."""
         self.flush()
         if self.file is None:
-            raise UsageError(f"{told(name, self.total, 0, self.dropped)}; give other rows, or allow longer examples")
+            longer = any(reason.startswith("longer than") for reason in self.dropped)
+            allow = ", or allow longer examples (of gspo: lower train.max_completion_length)" if longer else ""
+            raise UsageError(f"{told(name, self.total, 0, self.dropped)}; give other rows{allow}")
         self.file.close()
         sync_path(self.path)
         return {

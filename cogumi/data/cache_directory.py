@@ -10,7 +10,8 @@ from pathlib import Path
 
 import platformdirs
 
-from cogumi.durable import locked
+from cogumi.durable import locked, why_unwritable
+from cogumi.errors import UsageError
 
 log = logging.getLogger("cogumi")
 
@@ -39,7 +40,7 @@ def is_whole(directory: Path) -> bool:
 @contextmanager
 def alone(home: Path, key: str) -> Iterator[Path | None]:
     """An empty directory to write into while nobody else does, or None where somebody else has finished meanwhile."""
-    home.mkdir(parents=True, exist_ok=True)
+    begin(home)
     sweep(home)
     unfinished, told = home / f"{key}.unfinished", False
     while True:
@@ -62,6 +63,19 @@ def alone(home: Path, key: str) -> Iterator[Path | None]:
             log.info("another process prepares the same data: waiting for it")
             told = True
         time.sleep(WAIT_SECONDS)
+
+
+def begin(home: Path) -> None:
+    """Make the directory. Raises UsageError where it takes no files."""
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        error = why_unwritable(home)
+    except OSError as refused:
+        error = refused
+    if error:
+        raise UsageError(
+            f"{home}: prepared data cannot be written there ({error.strerror}); set XDG_CACHE_HOME to another directory"
+        )
 
 
 def sweep(home: Path) -> None:

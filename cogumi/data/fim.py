@@ -22,14 +22,14 @@ What is decided here:
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cogumi.data.examples import Chunk
+from cogumi.data.fim_config import FimConfig
 from cogumi.data.fim_cut import PIECES, Dropping, cut_rows
 from cogumi.data.fim_layout import (
     INSTRUCTION,
@@ -50,32 +50,6 @@ __all__ = ["INSTRUCTION", "PLAIN", "PSM", "SPM", "FimConfig", "FimData", "prompt
 
 CHUNK_BYTES = 8 * 2**20
 """Text tokenized at a time: bounds what is held in the tokenizer's own objects (some 50 times the text)."""
-
-
-class FimConfig(BaseModel):
-    """How rows become fill-in-the-middle examples."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    fim_rate: float = Field(default=1.0, ge=0, le=1)
-    """Share of rows turned into FIM examples; the others stay left-to-right text, all of it learned."""
-    spm_rate: float = Field(default=0.5, ge=0, le=1)
-    """Share of FIM examples in suffix-prefix-middle order. Only families trained on both orders use it."""
-    middle_chars: tuple[int, int] = (8, 128)
-    """Shortest and longest middle in characters; the length is drawn uniformly, then the position."""
-    max_length: int = Field(default=512, ge=1)
-    """Budget in tokens for a whole example, control and end tokens included."""
-    seed: int = Field(default=0, ge=0)
-    """With the row's index it decides order, length and position of the cut."""
-    overlong: Literal["drop", "trim"] = "drop"
-    """Examples over the budget: drop them, or trim the prefix's start and the suffix's end (plain rows are dropped)."""
-
-    @model_validator(mode="after")
-    def _check_middle(self) -> "FimConfig":
-        low, high = self.middle_chars
-        if not 1 <= low <= high:
-            raise ValueError(f"middle_chars: [{low}, {high}] must be 1 <= shortest <= longest")
-        return self
 
 
 @dataclass(frozen=True)
@@ -217,7 +191,7 @@ def _whole(
     first_row: int,
 ) -> FimData:
     """What `make` makes of all rows. Raises UsageError where that is nothing."""
-    from datasets import Dataset  # here, because whoever reads a config imports this module for FimConfig alone
+    from datasets import Dataset
 
     controls = read_controls(tokenizer)
     chunk = make(rows, first_row, tokenizer=tokenizer, controls=controls, config=config, columns={"source": column})

@@ -13,7 +13,7 @@ from cogumi.data.rows import excerpt_of
 from cogumi.errors import UsageError
 
 if TYPE_CHECKING:
-    from cogumi.data.fim import FimConfig
+    from cogumi.data.fim_config import FimConfig
 
 PIECES = ("prefix", "middle", "suffix")
 

@@ -34,7 +34,9 @@ from cogumi.data.fim import FimConfig, fim_prompts_chunk, fim_sft_chunk
 from cogumi.data.fim_layout import order_note, read_controls
 from cogumi.data.parsing import parsed, without_special_texts
 from cogumi.data.preference import preference_chunk
+from cogumi.data.rendered import encode_rendered
 from cogumi.data.rows import BadRow, drop
+from cogumi.data.sources import Alike
 from cogumi.data.supervised import Budget, learn_completions, learn_spans, masked_chunk
 from cogumi.data.templates import ChatTemplate, Spans, read_template
 from cogumi.data.thinking import as_the_template_takes_it, split_thought
@@ -67,6 +69,7 @@ class FormatOptions:
     learn: Literal["turns", "completion", "all"] = "turns"
     """sft: every turn of the assistant (of a completion: its turns), the last turn or the completion, or everything."""
     max_length: int | None = None
+    """In tokens; gspo: of a prompt, where its completion is to have room as well."""
     overlong: Literal["drop", "truncate"] = "drop"
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
     thinking: bool | None = None
@@ -114,6 +117,22 @@ def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:
     others = [each for each in options.columns if each not in FIELDS[format]]
     wanted_fields = [*shape, *optional, *(("tools",) if format != "fim" else ()), *others]
     return {each: found[each] for each in dict.fromkeys(wanted_fields) if each in found}
+
+
+def alike_in(options: FormatOptions, columns: Mapping[str, str]) -> dict[str, Alike]:
+    """Which of these columns ({field: column}) have to hold values of one kind, and how alike they have to be.
+
+    What the rewards are given becomes an arrow column. Prompts are texts or messages, and so are completions.
+    """
+    kinds: dict[str, Alike] = {}
+    if options.format == "fim":
+        return kinds  # text, and nothing else is let in
+    for name, column in columns.items():
+        if name in ("prompt", "completion", "chosen", "rejected"):
+            kinds[column] = "text or messages"
+        elif name not in FIELDS[options.format]:
+            kinds[column] = "throughout"
+    return kinds
 
 
 def _shapes(options: FormatOptions, names: Sequence[str]) -> list[tuple[str, ...]]:
@@ -180,10 +199,9 @@ def tokenize_for(
     }
     if options.method == "dpo":
         return partial(preference_chunk, **common, budget=options.budget)
-    common.pop("tokenizer")
     if options.method == "gspo":
-        return partial(prompts_chunk, **common)
-    return partial(supervised_chunk, **common, tokenizer=tokenizer, options=options)
+        return partial(prompts_chunk, **common, budget=options.budget)
+    return partial(supervised_chunk, **common, options=options)
 
 
 def note_of(options: FormatOptions, tokenizer: Any) -> str:
@@ -291,33 +309,44 @@ def completion_of(row: dict[str, Any]) -> Conversation | tuple[str, str]:
 
 
 def prompts_chunk(
-    rows: pl.DataFrame, first_row: int, *, columns: Mapping[str, str], template: ChatTemplate | None, special: list[str]
+    rows: pl.DataFrame,
+    first_row: int,
+    *,
+    columns: Mapping[str, str],
+    tokenizer: Any,
+    template: ChatTemplate | None,
+    special: list[str],
+    budget: Budget,
 ) -> Chunk:
     """`prompt`, and for the rewards `answer` (the gold answer, null where a row has none) and the other columns.
 
-    A prompt carries roles and contents only: GRPOTrainer renders it with its own tools.
+    A prompt carries roles and contents only: GRPOTrainer renders it with its own tools. One over the budget is dropped.
     """
     dropped: dict[str, Dropped] = {}
     chat = "prompt" not in columns
-    text = not chat and not is_list(rows.schema[columns["prompt"]])
     made, at = parsed(rows, first_row, columns, question_of if chat else prompt_of, dropped)
     made, at = without_special_texts(made, at, special, dropped)
-    kept: list[int] = []
-    prompts: list[Any] = []
-    answers: list[str | None] = []
+    text = not any(isinstance(each["prompt"], list) for each in made)
+    usable: list[tuple[Any, str, str | None, int]] = []
     for each, row in zip(made, at, strict=True):
-        prompt = each["prompt"]
+        prompt = shown = each["prompt"]
         try:
             if not text:
                 assert template is not None
                 prompt = bare([as_the_template_takes_it(message, template.thinking) for message in prompt])
-                template.prompt(prompt)
+                shown = template.prompt(prompt)
         except BadRow as error:
             drop(dropped, error.reason, row, error.excerpt or each["prompt"])
             continue
-        prompts.append(prompt)
-        answers.append(each["answer"])
-        kept.append(row - first_row)
+        usable.append((prompt, shown, each["answer"], row))
+    if budget.max_length is not None:
+        _, lengths = encode_rendered(tokenizer, [shown for _, shown, _, _ in usable], special_tokens=text)
+        for (prompt, _, _, row), length in zip(usable, lengths, strict=True):
+            if length > budget.max_length:
+                drop(dropped, budget.too_long, row, prompt)
+        usable = [each for each, length in zip(usable, lengths, strict=True) if length <= budget.max_length]
+    prompts, answers = [each[0] for each in usable], [each[2] for each in usable]
+    kept = [each[3] - first_row for each in usable]
     others = [name for name in columns if name not in (*FIELDS["chat"], *FIELDS["prompt_completion"])]
     table = pa.table({"prompt": pa.array(prompts, pa.string() if text else PROMPT_MESSAGES)})
     if "answer" not in others and (chat or "completion" in columns):

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from cogumi.data.locate import STDLIB, Located, locate
-from cogumi.data.selection import Selection
+from cogumi.data.selection import Selection, held_out_of
 from cogumi.data.sources import batches
 from cogumi.errors import UsageError
 
@@ -66,9 +66,10 @@ def load_rows(data: "DataSection") -> tuple[pl.DataFrame, pl.DataFrame]:
         if frame.height
     ]
     rows = pl.concat(frames, how="vertical_relaxed") if frames else pl.DataFrame()
-    if len(rows) <= data.eval_rows:
-        has = f"{data.source} has {len(rows)} rows and data.eval_rows holds out {data.eval_rows}"
+    apart = held_out_of(len(rows), data.eval_rows)
+    if len(rows) <= apart:
+        has = f"{data.source} has {len(rows)} rows and data.eval_rows holds out {apart}"
         raise UsageError(f"data.source: {has}; none is left to train on")
     order = np.random.default_rng(data.fim.seed).permutation(len(rows))
-    held_out, rest = order[: data.eval_rows], order[data.eval_rows :][: data.max_rows]
+    held_out, rest = order[:apart], order[apart:][: data.max_rows]
     return rows[rest], rows[held_out]

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from cogumi.data.cache_key import cache_key, code_and_libraries
 from cogumi.data.examples import Dropped, Tokenize
 from cogumi.data.lengths import Lengths
 from cogumi.data.selection import COPY, HELD_OUT, LIKE_HELD_OUT, TRAIN, Counts, Selection, States, choose, row_hashes
-from cogumi.data.sources import batches
+from cogumi.data.sources import Alike, batches
 from cogumi.disk import spoken
 from cogumi.durable import NO_SPACE, sync_path, write_synced
 from cogumi.errors import UsageError
@@ -59,6 +59,14 @@ class Source:
     weight: float = 1.0
     text_only: bool = False
     """Whether columns that are no text are refused; see `sources.batches`."""
+    alike: Mapping[str, Alike] = field(default_factory=dict)
+    """Columns whose values have to be of one kind, likewise."""
+
+    def batches(self, files: Sequence[Path] | None = None) -> Iterator[pl.DataFrame]:
+        """The rows of its files, or of these, by field."""
+        columns = list(dict.fromkeys(self.columns.values()))
+        for rows in batches(files or self.files, columns, text_only=self.text_only, alike=self.alike):
+            yield rows.select(pl.col(column).alias(name) for name, column in self.columns.items())
 
 
 @dataclass(frozen=True)
@@ -259,11 +267,13 @@ def _tokenize(
                 part.add(sources[number].tokenize, kept, first_row + chosen, kept.height / rows.height)
                 if part is held_out and len(sample_rows) < SAMPLE_ROWS:
                     sample_rows.extend(_plain(kept.head(SAMPLE_ROWS - len(sample_rows))))
+    held_out.flush()
+    wanted = selection.eval_rows or held_out.file is not None  # a default that makes no example refuses no run
     duplicates = sum(each.duplicates for each in counts)
     name = sources[0].name if len(sources) == 1 else f"{len(sources)} sources"
     return {
         "train": train.close(name, duplicates, _unused_note(counts)),
-        "held_out": held_out.close(HELD_OUT_NAME, 0, "") if selection.eval_rows else None,
+        "held_out": held_out.close(HELD_OUT_NAME, 0, "") if wanted else None,
         "sample_rows": sample_rows,
     }
 
@@ -275,9 +285,8 @@ def _numbered(sources: Sequence[Source], doing: str, total: int | None) -> Itera
     row = 0
     with tqdm(desc=doing, unit=" rows", total=total, delay=5, mininterval=1) as bar:
         for number, source in enumerate(sources):
-            columns = list(dict.fromkeys(source.columns.values()))
-            for frame in batches(source.files, columns, text_only=source.text_only):
-                yield number, row, frame.select(pl.col(column).alias(name) for name, column in source.columns.items())
+            for frame in source.batches():
+                yield number, row, frame
                 row += frame.height
                 bar.update(frame.height)
 

@@ -29,13 +29,16 @@ NOTHING = 2**64 - 1
 """The hash of rows whose columns are all null. They are no copies of each other, and the last to be chosen."""
 BLOCK = 2**20
 """Hashes looked at, or sorted, at a time."""
+ONE_IN, MOST_HELD_OUT = 50, 64
+"""Rows that are held out where the configuration does not say."""
 
 
 @dataclass(frozen=True)
 class Selection:
     """How many rows, and which."""
 
-    eval_rows: int = 0
+    eval_rows: int | None = 0
+    """None: as many as `held_out_of` says."""
     max_rows: int | None = None
     fraction: float = 1.0
     """Of the rows of each source that may be trained on."""
@@ -53,6 +56,11 @@ class Counts:
     like_held_out: int
     duplicates: int
     """Rows equal to an earlier one (of any source), beyond those equal to a held-out row. Dropped or not."""
+
+
+def held_out_of(rows: int, asked: int | None) -> int:
+    """How many rows are held out: as many as were asked for, or one in ONE_IN, at most MOST_HELD_OUT."""
+    return min(MOST_HELD_OUT, rows // ONE_IN) if asked is None else asked
 
 
 def row_hashes(rows: pl.DataFrame, seed: int) -> Hashes:
@@ -113,8 +121,8 @@ def choose(
     shares = [Fraction(str(weight)) for weight in weights]
     shares = [share / sum(shares) for share in shares]
     parts = [slice(start, stop) for start, stop in pairwise(bounds)]
-    if selection.eval_rows:
-        wanted = divided(selection.eval_rows, shares)
+    if held_out := held_out_of(len(hashes), selection.eval_rows):
+        wanted = divided(held_out, shares)
         taken = np.empty(0, np.uint64)
         for part, count in zip(parts, wanted, strict=True):
             mine = np.setdiff1d(smallest_distinct(hashes[part], count + len(taken)), taken)[:count]

@@ -8,10 +8,10 @@ import difflib
 import glob
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import polars as pl
 import pyarrow as pa
@@ -28,6 +28,16 @@ BUFFER_BYTES = 2**20
 
 PARQUET, JSON_LINES, CSV = "parquet", "JSON lines", "CSV"
 SUFFIXES = {PARQUET: (".parquet",), JSON_LINES: (".jsonl", ".ndjson", ".json"), CSV: (".csv", ".tsv")}
+KINDS = {
+    str: "text",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+}  # of JSON
+Alike = Literal["throughout", "text or messages"]
+"""How alike the values of a column have to be: in all that they hold, or not text here and a list of messages there."""
 COMPRESSED = (".gz", ".zst")
 """Of JSON lines and CSV; a parquet file is compressed inside."""
 
@@ -95,19 +105,22 @@ def column_names(files: Sequence[Path]) -> list[str]:
     return list(names)
 
 
-def batches(files: Sequence[Path], columns: Sequence[str], *, text_only: bool = False) -> Iterator[pl.DataFrame]:
+def batches(
+    files: Sequence[Path], columns: Sequence[str], *, text_only: bool = False, alike: Mapping[str, Alike] | None = None
+) -> Iterator[pl.DataFrame]:
     """The named `columns` of all files as frames of some `BATCH_BYTES`, in file order; other columns are never decoded.
 
     Nulls stay nulls and binary columns stay binary: who uses the rows drops them and says how many. What CSV holds is
     text. Of JSON lines a column that is neither text nor numbers is one of Python objects, just as they were written: a
     frame's types would give every message the keys of all others. Text that is not UTF-8 makes its batch's column binary.
 
-    `text_only` refuses columns that are neither text nor binary. Raises UsageError, naming the file and the fix.
+    `text_only` refuses columns that are neither text nor binary; `alike` those whose values are of several kinds, which
+    only JSON lines can hold. Raises UsageError, naming the file, for JSON lines the line, and the fix.
     """
     for file in files:
         match kind_of(file):
             case "JSON lines":
-                yield from _json_batches(file, columns, text_only)
+                yield from _json_batches(file, columns, text_only, alike or {})
             case "CSV":
                 yield from _csv_batches(file, columns)
             case _:
@@ -177,29 +190,36 @@ def _rows_at_a_time(metadata: pq.FileMetaData, columns: Sequence[str]) -> int:
 # ----------------------------------------------------------------------------------------------------------- JSON lines
 
 
-def _json_batches(file: Path, columns: Sequence[str], text_only: bool) -> Iterator[pl.DataFrame]:
+def _json_batches(
+    file: Path, columns: Sequence[str], text_only: bool, alike: Mapping[str, Alike]
+) -> Iterator[pl.DataFrame]:
     seen: dict[str, None] = {}
+    kinds: dict[str, tuple[str, int]] = {}
     rows = 0
-    for first_line, records in _record_blocks(file):
+    for lines, records in _record_blocks(file):
         for record in records:
             seen.update(dict.fromkeys(record))
         data = {name: [record.get(name) for record in records] for name in columns}
         rows += len(records)
         if text_only:
             for name, values in data.items():
-                _refuse_other_than_text(file, name, values, records, first_line)
+                _refuse_other_than_text(file, name, values, records, lines)
+        for name in columns:
+            if name in alike:
+                _refuse_several_kinds(file, name, data[name], lines, alike[name], kinds)
         yield pl.DataFrame([_series(name, values) for name, values in data.items()])
     for column in columns if rows else ():
         if column not in seen:
             raise _missing(file, column, list(seen))
 
 
-def _record_blocks(file: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """(number of its first line from 1, the objects of about BATCH_BYTES of lines). Blank lines are no rows."""
+def _record_blocks(file: Path) -> Iterator[tuple[list[int], list[dict[str, Any]]]]:
+    """(the numbers of their lines from 1, the objects of about BATCH_BYTES of lines). Blank lines are no rows."""
     if file.stat().st_size == 0:
         raise UsageError(f"{file}: it is empty; check what wrote it, or give another file")
     records: list[dict[str, Any]] = []
-    first, size = 1, 0
+    numbers: list[int] = []
+    size = 0
     try:
         with io.BufferedReader(pa.input_stream(str(file), compression="detect"), BUFFER_BYTES) as lines:
             for number, line in enumerate(lines, 1):
@@ -208,14 +228,15 @@ def _record_blocks(file: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
                 # Bytes that are not UTF-8 become lone surrogates, which `_series` turns back into those bytes.
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8", "surrogateescape")
                 records.append(_record(file, number, text))
+                numbers.append(number)
                 size += len(line)
                 if size >= BATCH_BYTES or len(records) == MOST_ROWS:
-                    yield first, records
-                    records, first, size = [], number + 1, 0
+                    yield numbers, records
+                    records, numbers, size = [], [], 0
     except (pa.ArrowException, OSError) as error:
         raise _damaged(file, JSON_LINES, error) from error
     if records:
-        yield first, records
+        yield numbers, records
 
 
 def _record(file: Path, number: int, text: str) -> dict[str, Any]:
@@ -232,15 +253,48 @@ def _record(file: Path, number: int, text: str) -> dict[str, Any]:
 
 
 def _refuse_other_than_text(
-    file: Path, name: str, values: list[Any], records: list[dict[str, Any]], first_line: int
+    file: Path, name: str, values: list[Any], records: list[dict[str, Any]], lines: list[int]
 ) -> None:
-    other = next((value for value in values if value is not None and not isinstance(value, str)), None)
+    others = ((v, line) for v, line in zip(values, lines, strict=True) if v is not None and not isinstance(v, str))
+    other, line = next(others, (None, 0))
     if other is not None:
         texts = dict.fromkeys(key for record in records for key, value in record.items() if isinstance(value, str))
         raise UsageError(
-            f"{file}: column {name!r} holds {type(other).__name__} (among the lines from {first_line:,}), not text; "
+            f"{file}: column {name!r} holds {type(other).__name__} (line {line:,}), not text; "
             f"name a text column of: {', '.join(key for key in texts if key != name) or 'none there'}"
         )
+
+
+def _refuse_several_kinds(
+    file: Path, name: str, values: list[Any], lines: list[int], alike: Alike, kinds: dict[str, tuple[str, int]]
+) -> None:
+    """Raise UsageError for a value of another kind than an earlier one; `kinds` holds the first kind of each place."""
+    for value, line in zip(values, lines, strict=True):
+        found = _kinds(value, name) if alike == "throughout" else [(name, _kind(value))]
+        for place, kind in found:
+            if kind is None or (alike == "text or messages" and kind not in ("text", "a list")):
+                continue
+            before, at = kinds.setdefault(place, (kind, line))
+            if kind != before:
+                raise UsageError(
+                    f"{file}: column {place!r} holds {before} in line {at:,} and {kind} in line {line:,}; "
+                    "write its values alike"
+                )
+
+
+def _kinds(value: Any, place: str) -> Iterator[tuple[str, str | None]]:
+    """What a value is, and everything in it, by place: answer, answer.x, answer[]."""
+    yield place, _kind(value)
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _kinds(each, f"{place}.{key}")
+    elif isinstance(value, list):
+        for each in value:
+            yield from _kinds(each, f"{place}[]")
+
+
+def _kind(value: Any) -> str | None:
+    return None if value is None else KINDS[type(value)]
 
 
 def _series(name: str, values: list[Any]) -> pl.Series:

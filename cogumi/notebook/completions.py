@@ -14,7 +14,7 @@ from cogumi.rundir import read_jsonl
 
 SAMPLES = "samples.jsonl"
 # Of a sample's columns those that are no answer.
-NO_ANSWERS = ("step", "prompt", "completion", "prefix", "suffix", "rejected")
+NO_ANSWERS = ("step", "prompt", "completion", "ended", "prefix", "suffix", "rejected")
 MOST_CHARACTERS = 6000  # of one completion; what is longer is cut, and says so
 MOST_WORDS = 1500  # longer completions are not compared: finding the differences takes the square of it
 SHORT = 600  # characters of a prompt that are shown unfolded

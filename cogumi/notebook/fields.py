@@ -14,15 +14,8 @@ import yaml
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from cogumi.config import (
-    NOT_OF_THE_RUN,
-    CogumiSection,
-    DataSection,
-    ModelSection,
-    lora_config_class,
-    trl_config_class,
-)
-from cogumi.config_binding import STRATEGIES, quantization_hints
+from cogumi.config import NOT_OF_THE_RUN, TRL_CONFIGS, CogumiSection, DataSection, ModelSection
+from cogumi.config_binding import STRATEGIES, config_class, hints_imported
 from cogumi.config_text import flow
 from cogumi.errors import UsageError
 
@@ -71,8 +64,8 @@ def fields_of(method: str) -> dict[str, list[Field]]:
     return {
         "model": list(of_section(ModelSection)),
         "data": list(of_section(DataSection)),
-        "lora": list(of_dataclass(lora_config_class(), NOT_OF_THE_RUN)),
-        "train": list(of_dataclass(trl_config_class(method), ("output_dir",))),
+        "lora": list(of_dataclass(config_class("LoraConfig"), NOT_OF_THE_RUN)),
+        "train": list(of_dataclass(config_class(TRL_CONFIGS[method]), ("output_dir",))),
         "cogumi": list(of_section(CogumiSection)),
     }
 
@@ -89,12 +82,11 @@ def of_section(section: type[BaseModel], prefix: str = "") -> Iterator[Field]:
 
 
 def of_quantization(prefix: str) -> Iterator[Field]:
-    from transformers import BitsAndBytesConfig
-
-    hints, parameters = quantization_hints(BitsAndBytesConfig), inspect.signature(BitsAndBytesConfig).parameters
-    for name, hint in hints.items():
+    signature = config_class("BitsAndBytesConfig")
+    parameters = inspect.signature(signature).parameters
+    for name, hint in hints_imported("BitsAndBytesConfig").items():
         # Its documentation is one text: `name (type): words` until the next name.
-        said = re.search(rf"^ +{name} \(.*?\):\n(.*?)(?=^ +\w+ \(|\Z)", BitsAndBytesConfig.__doc__ or "", re.M | re.S)
+        said = re.search(rf"^ +{name} \(.*?\):\n(.*?)(?=^ +\w+ \(|\Z)", signature.__doc__ or "", re.M | re.S)
         yield field(f"{prefix}{name}", hint, parameters[name].default, said[1] if said else "")
 
 

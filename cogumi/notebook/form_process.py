@@ -136,6 +136,9 @@ def answer_questions(questions: IO[bytes], answers: IO[bytes]) -> None:
 
 
 def answer_preflight(questions: IO[bytes], answers: IO[bytes]) -> None:
+    from cogumi.stack.gpus import use_one_gpu
+
+    use_one_gpu()
     from cogumi.planning.apart import here
     from cogumi.planning.flight import foresee
 

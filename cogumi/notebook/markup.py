@@ -1,5 +1,7 @@
 """HTML in small: text that cannot become markup, tables with headers, words with an edge of colour."""
 
+import re
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -8,6 +10,7 @@ from importlib.resources import files
 
 from cogumi.hidden import hide
 
+ON_ANY_GROUND = "#767676"  # of a contrast above 4 with white and with JupyterLab's dark theme
 WORDS = {"green": "ok", "yellow": "yellow", "red": "RED", "unknown": "?"}
 
 
@@ -87,5 +90,32 @@ def style() -> str:
 
 
 def piece(content: str) -> str:
-    """What a notebook shows of an object."""
-    return f'<style>{style()}</style><div class="cogumi-piece">{content}</div>'
+    """What a notebook shows of an object: without a style sheet, SVG and `mark`, which a page that does not trust the
+    notebook takes out or has in colours of its own."""
+    from bs4 import BeautifulSoup
+
+    drawn = re.sub(r"<svg.*?</svg>", lambda found: as_image(found[0]), content, flags=re.DOTALL)
+    page = BeautifulSoup(f'<div class="cogumi-piece">{drawn}</div>', "html.parser")
+    for selector, declarations in rules():
+        for element in page.select(selector):
+            element["style"] = f"{element.get('style', '')}{declarations}"
+    for element in page.select("mark"):
+        element.name = "span"
+    return str(page)
+
+
+@cache
+def rules() -> list[tuple[str, str]]:
+    """(selector, declarations) of the style sheet, in its order: a later one is the one that holds."""
+    plain = re.sub(r"/\*.*?\*/", "", style(), flags=re.DOTALL).replace(" !important", "")
+    found = re.findall(r"([^{}]+)\{([^{}]*)\}", plain)
+    return [(selector.strip(), f"{declarations.strip().rstrip(';')};") for selector, declarations in found]
+
+
+def as_image(svg: str) -> str:
+    """An SVG element as an image; its text, which cannot have the colour of the page, in one that reads on light and dark."""
+    style, words = (re.search(rf'<svg[^>]* {name}="([^"]*)"', svg) for name in ("style", "aria-label"))
+    whole = svg.replace("<svg ", f'<svg color="{ON_ANY_GROUND}" ', 1).encode()
+    data = b64encode(whole).decode()
+    said = f' alt="{words[1]}"' if words else ""
+    return f'<img{said} style="{style[1] if style else ""}" src="data:image/svg+xml;base64,{data}"/>'

@@ -4,22 +4,26 @@ A thread of its own draws it anew, so that it goes on beside a cell that compute
 by waiting a hundred times as long as it worked. Buttons do what `run.stop()`, `run.checkpoint()` and `run.pause()` do.
 """
 
-import sys
 import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from cogumi.checkpoints.resume import checkpoints_in
 from cogumi.errors import UsageError
 from cogumi.notebook import panel_html as html
 from cogumi.notebook.look import Look, Looker
 from cogumi.run_summary import on_a_screen
+from cogumi.rundir import CHECKPOINT, PAUSE
 from cogumi.runs import Run, ask_to_end
+from cogumi.working import in_a_kernel
 
 REFRESH_SECONDS = 2.0
 WAIT_PER_WORK = 120.0  # seconds of waiting for each second of computing: 0.8 % of a core
 WIDGET = "application/vnd.jupyter.widget-view+json"
+
+STOP, RESUME = "STOP", "RESUME"  # what buttons ask for beside CHECKPOINT and PAUSE, which are files as well
 
 shown: dict[Path, "Panel"] = {}
 """The panels of this kernel that are drawn anew, by run directory: a second one of the same run is the same one."""
@@ -39,13 +43,6 @@ def show(run: Run) -> None:
         panel.thread.start()
     bundle: dict[str, Any] = panel.box._repr_mimebundle_()
     display({WIDGET: bundle[WIDGET], "text/plain": text}, raw=True)
-
-
-def in_a_kernel() -> bool:
-    """Whether this is a notebook, and not a terminal: then IPython has a kernel."""
-    python = sys.modules.get("IPython")
-    shell = python.get_ipython() if python is not None else None
-    return getattr(shell, "kernel", None) is not None
 
 
 class Panel:
@@ -75,6 +72,7 @@ class Panel:
         self.box = VBox([self.head, self.buttons, self.flags, self.plots, self.samples, self.rest])
         self.box.add_class("cogumi-panel")
         self.asked_to_stop = False
+        self.asked, self.newest = "", ""  # what a button asked for, until it is done; the newest checkpoint then
         self.state = ""
         self.marked: list[dict[str, Any]] = []  # in the plots as they stand
         self.now = threading.Event()  # a button was pressed: do not wait
@@ -113,10 +111,27 @@ class Panel:
         self.stop.disabled = ended or self.asked_to_stop
         self.save.disabled = ended or paused
         self.pause.disabled = ended
-        if look.status.state != self.state:  # what was asked for has come, or something else
-            self.state, self.said.value = look.status.state, ""
-        if ended:
-            self.said.value = html.said(f"the run has ended, and this is how it ended: {look.status}")
+        if word := self.done(look):
+            self.asked, self.said.value = "", html.said(word)
+        elif look.status.state != self.state:  # it came without a button
+            self.said.value = ""
+        self.state = look.status.state
+
+    def done(self, look: Look) -> str:
+        """What the run has done of what was asked; "" while there is nothing to tell."""
+        status, newest = look.status, newest_in(self.run.run_dir)
+        if status.ended:
+            return f"the run has ended, and this is how it ended: {status}"
+        if self.asked == PAUSE and status.state == "paused":
+            return f"done: training waits, {newest} is saved"
+        if self.asked == RESUME and status.state != "paused":
+            return "done: training has resumed"
+        if self.asked in (CHECKPOINT, PAUSE) and not (self.run.run_dir / self.asked).exists():  # it was taken
+            if self.asked == CHECKPOINT and newest != self.newest:
+                return f"done: {newest} is saved"
+            if status.stage in ("samples", "merge"):
+                return f"it came too late: training is over, the newest is {newest or 'no checkpoint'}"
+        return ""
 
     def end(self, reason: str) -> None:
         self.head.value = html.STYLE + html.gone(reason)
@@ -125,24 +140,33 @@ class Panel:
 
     def on_stop(self, _: Any) -> None:
         self.stop.disabled = True  # a second signal would end it without saving
-        self.asked_to_stop = self.do(lambda: ask_to_end(self.run.status()), "asked to finish its step, save and end")
+        self.asked_to_stop = self.do(
+            STOP, lambda: ask_to_end(self.run.status()), "asked to finish its step, save and end"
+        )
 
     def on_save(self, _: Any) -> None:
-        self.do(self.run.checkpoint, "asked for a checkpoint after this step")
+        self.do(CHECKPOINT, self.run.checkpoint, "asked for a checkpoint after this step")
 
     def on_pause(self, _: Any) -> None:
         if self.pause.description == "Resume":
-            self.do(self.run.resume, "goes on")
+            self.do(RESUME, self.run.resume, "asked to resume")
         else:
-            self.do(self.run.pause, "asked to save and wait after this step")
+            self.do(PAUSE, self.run.pause, "asked to save and wait after this step")
 
-    def do(self, ask: Any, word: str) -> bool:
+    def do(self, what: str, ask: Any, word: str) -> bool:
         """What a button asks for; a refusal is said beside it. Whether it was asked."""
+        newest = newest_in(self.run.run_dir)  # before it is asked
         asked = True
         try:
             ask()
         except UsageError as error:
             asked, word = False, str(error)
+        self.asked, self.newest = what if asked else "", newest
         self.said.value = html.said(word)
         self.now.set()
         return asked
+
+
+def newest_in(run_dir: Path) -> str:
+    """The name of the newest checkpoint, "" of none."""
+    return next((path.name for path in checkpoints_in(run_dir / "checkpoints")), "")

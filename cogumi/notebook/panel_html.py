@@ -11,7 +11,8 @@ from cogumi.notebook.markup import blank
 from cogumi.notebook.palette import BLUE, LEVELS
 from cogumi.notebook.svg import svg_of
 from cogumi.run_status import tail_lines
-from cogumi.run_summary import checked, checks, figures, in_short, machine, near_here, number
+from cogumi.run_summary import checked, checks, figures, in_short, machine, near_here, number, reds
+from cogumi.words import flag_sentence
 
 MOST_CHARACTERS = 400  # of a prompt or completion: what is read at a glance
 SAMPLE_LINES = 7  # of it that stand there unscrolled: whole ones, so that none is cut at its foot
@@ -60,9 +61,7 @@ def flags(look: Look) -> str:
     """What is not green with its evidence and what to turn; what was red before, numbered as in the plots; the verdict."""
     said = []
     for flag in look.troubles:
-        why = f" Likely: {flag['cause']}." if flag.get("cause") else ""
-        turn = f" To turn: {flag['knob']}" if flag.get("knob") else ""
-        words = escape(f"{flag['evidence']}.{why}{turn}")
+        words = escape(flag_sentence(flag))
         said.append(edged(flag["level"], f"<b>{flag['level'].upper()} {escape(flag['name'])}</b>: {words}"))
     if look.flags:
         green = sum(flag["level"] == "green" for flag in look.flags)
@@ -76,7 +75,7 @@ def flags(look: Look) -> str:
         missed = [each for each in verdict if not each["passed"]]
         lines = [f"FAIL {each['name']}: {each['figure']} (required: {each['requirement']})" for each in missed]
         words = "<br>".join(map(escape, [checked(look.status), *lines]))
-        said.append(edged("red" if missed else "green", f"<b>verdict</b>: {words}"))
+        said.append(edged("red" if missed or reds(look.status) else "green", f"<b>verdict</b>: {words}"))
     return within(*said)
 
 

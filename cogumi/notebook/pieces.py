@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LEGEND = {
     "context": "context, as it stands: read, not learned",
     "learned": '<mark class="learned"><small class="tag">learned</small>green, underlined</mark>: learned',
-    "rejected": '<mark class="rejected"><small class="tag">rejected</small>orange, wavy</mark>: the answer preferred less',
+    "rejected": '<mark class="rejected"><small class="tag">rejected</small>orange, double line</mark>: the answer preferred less',
 }
 MOST_ROWS = 40  # of a table of tensors
 

@@ -24,8 +24,7 @@ from cogumi.notebook.figures import MERGE_MANIFEST
 from cogumi.notebook.look import broke
 from cogumi.notebook.markup import facts, figure, folded, level, style, table, text, verbatim
 from cogumi.run_status import BROKEN_OFF, Status, read_if_there, status_of, tail_lines
-from cogumi.run_summary import flags as flagged
-from cogumi.run_summary import state_of
+from cogumi.run_summary import counted, reds, state_of
 from cogumi.rundir import PREFLIGHT, ROLLOUTS, write_atomic
 from cogumi.words import duration, gib
 
@@ -112,11 +111,11 @@ def anchor(title: str) -> str:
 
 
 def in_a_word(status: Status) -> tuple[str, str]:
-    """(level, word): `passed` only where a run came to its end and every check passed."""
+    """(level, word): `passed` only where a run came to its end, every check passed and no flag is red."""
     if status.passed:
-        red = [str(each["name"]) for each in flagged(status) if each["level"] == "red"]
-        word = "passed" if status.state == "finished" else f"{status.state}, passed"
-        return ("yellow", f"{word}, but RED: {', '.join(red)}") if red else ("green", word)
+        if red := reds(status):
+            return "red", f"{status.state}, RED: {', '.join(red)}"
+        return "green", "passed" if status.state == "finished" else f"{status.state}, passed"
     if not status.ended:
         return "unknown", state_of(status)
     if read_if_there(Path(status.run_dir) / "verdict.json").get("passed") is False:
@@ -134,11 +133,12 @@ def verdict(run: Path, status: Status) -> str:
     found = read_if_there(run / "verdict.json")
     if not found:
         return f"<p>There is no verdict: {text(state_of(status))}. Checks are made when a training has ended by itself.</p>"
-    passed = sum(bool(each["passed"]) for each in found["checks"])
-    said = f"{passed} of {len(found['checks'])} checks passed."
+    said = f"{text(counted(found['checks'], reds(status)))}."
     if "safe_to_scale" in found:
-        said += f" Safe to scale: {'yes' if found['safe_to_scale'] else 'no'}."
-    word = level("green", "passed") if found["passed"] else level("red", "FAIL")
+        said += f" Safe to scale: {text(found['safe_to_scale'])}."
+    word = level("red", "FAIL")
+    if found["passed"]:
+        word = level("red", "RED") if reds(status) else level("green", "passed")
     return f"<p>{word} {said}</p>" + pieces.checks(found["checks"])
 
 

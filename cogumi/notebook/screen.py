@@ -16,6 +16,7 @@ from cogumi.notebook.look import Look, Looker, broke
 from cogumi.notebook.svg import short
 from cogumi.run_summary import figures, in_short, machine, number
 from cogumi.runs import Run
+from cogumi.words import flag_sentence, visible
 
 REFRESH_SECONDS = 2.0
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -46,18 +47,18 @@ def screen(look: Look) -> RenderableType:
         bar = Table.grid()  # a bar alone does not end its line
         bar.add_row(ProgressBar(total=status.steps, completed=min(status.step, status.steps), width=COLUMNS * 2))
         parts.append(bar)
-    parts += [Text(each) for each in (figures(status), machine(status.heartbeat)) if each]
+    parts += [plain(each) for each in (figures(status), machine(status.heartbeat)) if each]
     if status.reason:
-        parts.append(Text(" ".join(status.reason.split())))
+        parts.append(plain(" ".join(status.reason.split())))
     parts += [*flags(look), curves(look)]
     for each in look.checkpoints:
-        parts.append(Text(f"{each.path.name}: {each.state}, {spoken(each.bytes)}"))
+        parts.append(plain(f"{each.path.name}: {each.state}, {spoken(each.bytes)}"))
     if said := broke(look.was_red, [each.path for each in look.checkpoints]):
-        parts.append(Text(said))
-    parts += [Text(f"disk: {each}") for each in look.disk]
+        parts.append(plain(said))
+    parts += [plain(f"disk: {each}") for each in look.disk]
     if look.samples:
         parts.append(samples(look))
-    return Panel(Group(*parts), title=Text(in_short(status)), title_align="left")
+    return Panel(Group(*parts), title=plain(in_short(status)), title_align="left")
 
 
 def curves(look: Look) -> Table:
@@ -71,10 +72,15 @@ def curves(look: Look) -> Table:
                 between = f"{short(float(curve.low.min()))} to {short(float(curve.high.max()))}"
                 value, step = short(float(curve.mean[-1])), int(curve.bins[LAST][-1])
                 at_last = f"now {value}" if step == reached else f"{value} (step {step})"
-                table.add_row(name, sparkline(curve), at_last, between)
+                table.add_row(plain(name), sparkline(curve), at_last, between)
             if curve.broken:
-                table.add_row(name, f"NOT FINITE at step {curve.broken[0]}", f"{len(curve.broken)} times")
+                table.add_row(plain(name), f"NOT FINITE at step {curve.broken[0]}", f"{len(curve.broken)} times")
     return table
+
+
+def plain(text: str, style: str = "") -> Text:
+    """Text that others wrote, as it is: neither rich's markup in it nor a terminal's control characters are obeyed."""
+    return Text(visible(text), style)
 
 
 def sparkline(curve: Curve) -> str:
@@ -87,14 +93,12 @@ def sparkline(curve: Curve) -> str:
 
 def flags(look: Look) -> list[Text]:
     said = [
-        Text(
-            f"{flag['level'].upper()} {flag['name']}: {flag['evidence']}. To turn: {flag['knob']}", MARKS[flag["level"]]
-        )
+        plain(f"{flag['level'].upper()} {flag['name']}: {flag_sentence(flag)}", MARKS[flag["level"]])
         for flag in look.troubles
     ]
     if look.flags:
         said.append(
-            Text(f"{len(look.flags) - len(look.troubles)} of {len(look.flags)} flags are green", MARKS["green"])
+            plain(f"{len(look.flags) - len(look.troubles)} of {len(look.flags)} flags are green", MARKS["green"])
         )
     return said
 
@@ -105,6 +109,6 @@ def samples(look: Look) -> Table:
     for name in ("prompt (its end)", "completion", *(["reward"] if rewarded else [])):
         table.add_column(name)
     for each in look.samples:
-        row = [Text(str(each["prompt"])[-MOST_CHARACTERS:]), Text(str(each["completion"])[:MOST_CHARACTERS])]
+        row = [plain(str(each["prompt"])[-MOST_CHARACTERS:]), plain(str(each["completion"])[:MOST_CHARACTERS])]
         table.add_row(*row, *([number(each["reward"])] if rewarded else []))
     return table

@@ -15,14 +15,14 @@ MADE_HERE = "cogumi:"  # models that are made on this machine
 
 def outlook_of(run: RunConfig) -> Outlook:
     """Of a run that is to start. Raises UsageError for settings that PEFT, TRL or transformers refuse."""
-    from cogumi.checkpoints.protection import DEFAULT_KEEP
+    from cogumi.checkpoints.protection import kept_by_runs
     from cogumi.disk.outlook import outlook
 
     trainer, notes = planned(run)
     download, unknown = download_of(run)
     return outlook(
         trainer,
-        keep=max(2, trainer.args.save_total_limit or DEFAULT_KEEP),
+        keep=kept_by_runs(trainer.args.save_total_limit),
         adapter_into=None if is_whole(run) else run.run_dir / "adapter",
         merged_into=run.run_dir / "merged" if run.cogumi.merge or is_whole(run) else None,
         more=download,

@@ -23,20 +23,17 @@ from cogumi.training.budget import refuse_impossible
 from cogumi.training.building import tokenizer_of
 from cogumi.training.choices import MOMENTS, Choice, Load, choose, decided, load_of
 from cogumi.training.flops import work_of
+from cogumi.working import said
 
 # What PEFT, TRL and transformers raise for a setting they refuse, or a model that cannot be built of shapes alone.
 REFUSALS = (ValueError, ImportError, RuntimeError)
 
 
+@said("preflight: data, memory, time and disk of the run are being worked out")
 def preflight(
     config: str | os.PathLike[str] | Mapping[str, Any], card: str | None = None, probe: bool = False, **overrides: Any
 ) -> PreflightReport:
-    """Whether `cogumi.train` with the same words would fit, and what to change where it would not.
-
-    card: plan for this card ("H100 SXM", "A100 80GB"; `cogumi.stack.cards`) instead of this machine. probe: make ten steps
-    here to know the time, which downloads and loads the model. Of a model on the hub its config and tokenizer are fetched
-    and no weights; of a data set there, the files. Raises UsageError for a mistake in the configuration.
-    """
+    """`cogumi.preflight`, where torch may be imported (`cogumi.entry`)."""
     from cogumi.planning.apart import apart
 
     return foresee(config, card, probe, overrides, apart)
@@ -60,7 +57,11 @@ def foresee(
     of_base = AutoConfig.from_pretrained(base, revision=run.model.revision)
     if run.model.quantization_config is not None:
         refuse_quantized_already(base, of_base)
-    found = sampled.assumed(run) if sampled.has_no_tokenizer(base) else sampled.sample(run, tokenizer_of(run, base))
+    found = (
+        sampled.assumed(run)
+        if sampled.has_no_tokenizer(base)
+        else sampled.sample(run, tokenizer_of(run, base), of_base)
+    )
     tried = pace.probed(run, config, overrides) if probe else None
     first = [] if card is not None else [stack.line()]
     lines, figures = ahead(Asked(run, base, of_base, found, target, tried))

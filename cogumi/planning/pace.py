@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from cogumi.config import RunConfig
+from cogumi.data.selection import held_out_of
 from cogumi.memory.step import Work
 from cogumi.planning.lines import Line
 from cogumi.planning.sampled import Sample
 from cogumi.planning.target import Target
+from cogumi.training.dpo import ReferencePass
 from cogumi.training.flops import Work as Arithmetic
 from cogumi.words import duration
 
@@ -30,15 +32,19 @@ PROBED = 10
 
 @dataclass(frozen=True)
 class Pace:
-    """steps: optimizer steps. tokens: of the whole training, without padding. seconds: None where nothing says how fast.
+    """steps: optimizer steps. tokens: of all of them, without padding. seconds: None where nothing says how fast.
 
-    measured: steps that were made to know, 0 where it is an estimate.
+    measured: steps that were made to know, 0 where it is an estimate. whole: the steps of the whole training, where
+    `cogumi.sanity` ends it earlier; None where it does not. reference: of the seconds, those before the first step that
+    dpo's reference takes (`train.precompute_ref_log_probs`).
     """
 
     steps: int
     tokens: int
     seconds: float | None
     measured: int = 0
+    whole: int | None = None
+    reference: float = 0.0
 
     def cost(self, per_hour: float | None) -> float | None:
         return None if per_hour is None or self.seconds is None else self.seconds / 3600 * per_hour
@@ -46,10 +52,11 @@ class Pace:
 
 @dataclass(frozen=True)
 class Probe:
-    """Steps that were made, and the seconds they took in all."""
+    """Steps that were made, and the seconds they took in all; and those of dpo's reference before them."""
 
     steps: int
     seconds: float
+    reference: float = 0.0
 
 
 def steps_of(run: RunConfig, work: Work, found: Sample) -> int:
@@ -61,6 +68,15 @@ def steps_of(run: RunConfig, work: Work, found: Sample) -> int:
     if run.cogumi.method == "gspo":
         rows *= int(run.train.get("num_generations") or 8)
     return max(1, math.ceil(epochs * rows / (work.rows * work.micro_batches)))
+
+
+def until_the_end(run: RunConfig, work: Work, found: Sample) -> tuple[int, int | None]:
+    """(steps that will be made, steps of the whole training where `cogumi.sanity` makes fewer)."""
+    sanity, known = run.cogumi.sanity, found.looked_at or said_steps(run)
+    if not known:
+        return sanity or 0, None
+    whole = steps_of(run, work, found)
+    return (sanity, whole) if sanity is not None and sanity < whole else (whole, None)
 
 
 def said_steps(run: RunConfig) -> int:
@@ -80,12 +96,12 @@ def tokens_of_a_step(run: RunConfig, work: Work, found: Sample) -> float:
 
 def estimated(run: RunConfig, work: Work, found: Sample, arithmetic: Arithmetic, target: Target, weights: int) -> Pace:
     """weights: bytes of the base as it is loaded."""
-    steps, tokens = steps_of(run, work, found), tokens_of_a_step(run, work, found)
-    if not found.looked_at and not said_steps(run):
+    (steps, whole), tokens = until_the_end(run, work, found), tokens_of_a_step(run, work, found)
+    if not steps:
         return Pace(0, 0, None)
     card = target.card
     if card is None or card.peak is None:
-        return Pace(steps, round(steps * tokens), None)
+        return Pace(steps, round(steps * tokens), None, whole=whole)
     context = found.mean + work.completion
     recomputed = run.train.get("gradient_checkpointing") is not False
     passes = arithmetic.hardware(context, recomputed)
@@ -95,13 +111,18 @@ def estimated(run: RunConfig, work: Work, found: Sample, arithmetic: Arithmetic,
     if work.rollout:
         documents = work.rows * work.micro_batches
         seconds += documents / work.rollout * work.completion * weights / card.bandwidth
-    return Pace(steps, round(steps * tokens), steps * seconds)
+    reference = 0.0
+    if run.cogumi.method == "dpo" and run.train.get("precompute_ref_log_probs"):
+        pairs = found.trained + held_out_of(found.rows, run.data.eval_rows)
+        reference = 2 * pairs * found.mean * arithmetic.forward(context) / (REACHED * card.peak)
+    return Pace(steps, round(steps * tokens), steps * seconds + reference, whole=whole, reference=reference)
 
 
 def continued(run: RunConfig, work: Work, found: Sample, probe: Probe) -> Pace:
-    steps = steps_of(run, work, found)
+    steps, whole = until_the_end(run, work, found)
     tokens = round(steps * tokens_of_a_step(run, work, found))
-    return Pace(steps, tokens, steps * probe.seconds / probe.steps, probe.steps)
+    seconds = steps * probe.seconds / probe.steps + probe.reference
+    return Pace(steps, tokens, seconds, probe.steps, whole, probe.reference)
 
 
 def probed(run: RunConfig, config: Any, overrides: dict[str, Any]) -> Probe:
@@ -123,13 +144,13 @@ def probed(run: RunConfig, config: Any, overrides: dict[str, Any]) -> Probe:
             "cogumi__max_cost": None,
             "cogumi__max_hours": None,
             "cogumi__run_dir": str(place),
-            "cogumi__samples_every": None,
+            "cogumi__samples_every": 0,
             "cogumi__sanity": None,
         }
         with quiet():
             train(config, **{**overrides, **ten})
         figures = json.loads((place / "metrics.json").read_text(encoding="utf-8"))
-    return Probe(figures["steps"], figures["step_seconds"])
+    return Probe(figures["steps"], figures["step_seconds"], figures["seconds"].get(ReferencePass.STAGE, 0.0))
 
 
 @contextmanager
@@ -149,7 +170,8 @@ def lines_of(pace: Pace, run: RunConfig, target: Target) -> list[Line]:
         return [
             Line("time", "how many steps are in the data is not known", "unknown", "set train.max_steps to plan with")
         ]
-    said = f"{pace.steps:,} steps, about {pace.tokens:,} tokens"
+    ends = "" if pace.whole is None else f" of {pace.whole:,}, after which cogumi.sanity ends the run"
+    said = f"{pace.steps:,} steps{ends}, about {pace.tokens:,} tokens"
     if pace.seconds is None:
         limits = {"cogumi.max_hours": run.cogumi.max_hours, "cogumi.max_cost": run.cogumi.max_cost}
         unjudged = "".join(f", nor what {name} allows" for name, limit in limits.items() if limit is not None)
@@ -159,7 +181,8 @@ def lines_of(pace: Pace, run: RunConfig, target: Target) -> list[Line]:
     how = f"by {pace.measured} step{'s' * (pace.measured != 1)} made here" if pace.measured else assumed
     cost = pace.cost(run.cogumi.price_per_hour)
     price = "" if cost is None else f", {dollars(cost)} at ${run.cogumi.price_per_hour:g} an hour"
-    said += f": {duration(pace.seconds)} of training{price} ({how})"
+    first = f", {duration(pace.reference)} of them for the reference before the first step" if pace.reference else ""
+    said += f": {duration(pace.seconds)} of training{first}{price} ({how})"
     return [over_budget(pace, run, said) or Line("time", said)]
 
 
@@ -177,7 +200,9 @@ def over_budget(pace: Pace, run: RunConfig, said: str) -> Line | None:
         shares.append(money / cost)
     if not shares or min(shares) >= 1:
         return None
-    steps = max(1, int(min(shares) * pace.steps))
+    left = min(shares) * pace.seconds - pace.reference
+    steps = max(1, int(left / (pace.seconds - pace.reference) * pace.steps))
     limit = "cogumi.max_hours" if hours is not None and shares[0] == min(shares) else "cogumi.max_cost"
+    key = "train.max_steps" if pace.whole is None else "cogumi.sanity"
     return Line("time", f"{said}; {limit} ends it at about step {steps:,}", "red",
-                f"set train.max_steps: {steps}, or raise {limit}", {"train.max_steps": steps})  # fmt: skip
+                f"set {key}: {steps}, or raise {limit}", {key: steps})  # fmt: skip

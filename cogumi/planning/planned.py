@@ -52,14 +52,19 @@ def planned_trainer(
     args = copy.copy(trl_arguments(without_the_machine(run)))
     with tempfile.TemporaryDirectory(prefix="cogumi-preflight-") as scratch, quietly():
         args.output_dir, args.eval_strategy = scratch, type(args.eval_strategy)("no")
+        precomputed = method == "dpo" and args.precompute_ref_log_probs
+        if precomputed:  # a model of shapes has none; what is different is set on the trainer below
+            args.precompute_ref_log_probs = False
         given = {"model": model, "args": args, "train_dataset": ROWS[method](), "processing_class": no_tokenizer()}
         if run.cogumi.tuning == "lora":
             given["peft_config"] = lora_config(run.lora)
-        elif method == "dpo" and not run.train.get("precompute_ref_log_probs"):
+        elif method == "dpo":
             given["ref_model"] = copy.deepcopy(model)
         if method == "gspo":
             given["reward_funcs"] = no_reward
         trainer = trainer_class(method)(**given)
+    if precomputed:
+        trainer.precompute_ref_logps, trainer.ref_model = True, None
     keep_float32(trainer.model)
     return trainer
 

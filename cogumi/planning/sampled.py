@@ -14,11 +14,11 @@ from cogumi.config import RunConfig
 from cogumi.data.lengths import Lengths, lengths_of
 from cogumi.data.packing import pack, rows_per_step, with_labels
 from cogumi.data.prepare import entries_of
-from cogumi.data.prepared import Data
-from cogumi.data.sources import batches
+from cogumi.data.prepared import Data, Source
+from cogumi.data.selection import held_out_of
 from cogumi.errors import UsageError
 from cogumi.planning.lines import Line
-from cogumi.training.examples import date_of, longest_example, options_of, source_of
+from cogumi.training.examples import date_of, longest_example, options_of, room_for_prompts, source_of
 from cogumi.training.gspo import prompt_ids
 from cogumi.training.sft import MAX_LENGTH
 
@@ -85,18 +85,18 @@ def assumed(run: RunConfig) -> Sample:
     return Sample(0, 0, 0, {}, Lengths.of([(length, 1)]), 0, 0, None)
 
 
-def sample(run: RunConfig, tokenizer: Any) -> Sample:
+def sample(run: RunConfig, tokenizer: Any, of_base: Any = None) -> Sample:
     """Make examples of the first rows of each source. Raises UsageError as the run would, for what cannot be read."""
     today = date_of(run, tokenizer)
     looked_at = examples = truncated = rows = 0
     dropped: Counter[str] = Counter()
     lengths: list[int] = []
     tables = []
-    entries = entries_of(run.data)
+    entries, room = entries_of(run.data), room_for_prompts(run, of_base)
     for entry in entries:
-        options = options_of(run, entry, today)
+        options = options_of(run, entry, today, room)
         source = source_of(entry, options, tokenizer)
-        first = first_rows(source.files, source.columns, ROWS // len(entries), source.text_only)
+        first = first_rows(source, ROWS // len(entries))
         chunk = source.tokenize(first, 0)
         looked_at += first.height
         examples += chunk.table.num_rows
@@ -111,7 +111,7 @@ def sample(run: RunConfig, tokenizer: Any) -> Sample:
     if not examples:
         reasons = ", ".join(f"{count:,} are {reason}" for reason, count in dropped.items())
         raise UsageError(f"data: of the first {looked_at:,} rows none makes an example: {reasons or 'there are none'}")
-    chosen = max(0, round((rows - run.data.eval_rows) * run.data.fraction))
+    chosen = max(0, round((rows - held_out_of(rows, run.data.eval_rows)) * run.data.fraction))
     chosen = min(chosen, run.data.max_rows or chosen)
     trained, counted = round(chosen * examples / looked_at), Lengths.of((length, 1) for length in lengths)
     return Sample(looked_at, examples, truncated, dropped, counted, rows, trained, packed_rows(run, Dataset(tables[0])))
@@ -132,15 +132,12 @@ def of_prompts(prompts: list[Any], tokenizer: Any) -> list[int]:
     return [len(prompt_ids(prompt, tokenizer)) for prompt in prompts]
 
 
-def first_rows(files: Any, columns: Any, count: int, text_only: bool) -> pl.DataFrame:
+def first_rows(source: Source, count: int) -> pl.DataFrame:
     """The first rows of up to eight of the files, by field."""
-    chosen = files[:: max(1, len(files) // 8)][:8]
+    chosen = source.files[:: max(1, len(source.files) // 8)][:8]
     each = -(-count // len(chosen))
-    frames = []
-    for file in chosen:
-        frame = next(batches([file], list(dict.fromkeys(columns.values())), text_only=text_only), None)
-        if frame is not None and frame.height:
-            frames.append(frame.head(each).select(pl.col(column).alias(name) for name, column in columns.items()))
+    found = (next(source.batches([file]), None) for file in chosen)
+    frames = [frame.head(each) for frame in found if frame is not None and frame.height]
     if not frames:
         raise UsageError(f"data.source: {chosen[0]} has no rows; check what wrote it, or give another file")
     return pl.concat(frames, how="vertical_relaxed")

@@ -35,7 +35,7 @@ args = trl.DPOConfig(
     output_dir=f"{out}/checkpoints",
     bf16=on_gpu,
     report_to="none",
-    **{"logging_steps": 1, "logging_first_step": True, **settings},
+    **{"logging_steps": 1, "logging_first_step": True, "save_total_limit": 2, **settings},
 )
 set_seed(args.seed)
 trainer = trl.DPOTrainer(

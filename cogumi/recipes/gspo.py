@@ -37,7 +37,7 @@ args = trl.GRPOConfig(
     output_dir=f"{out}/checkpoints",
     bf16=on_gpu,
     report_to="none",
-    **{"loss_type": "gspo", "logging_steps": 1, "logging_first_step": True, **settings},
+    **{"loss_type": "gspo", "logging_steps": 1, "logging_first_step": True, "save_total_limit": 2, **settings},
 )
 set_seed(args.seed)
 trainer = trl.GRPOTrainer(

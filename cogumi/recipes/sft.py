@@ -38,7 +38,7 @@ args = trl.SFTConfig(
     assistant_only_loss=True,  # every turn of the assistant, and nothing else
     bf16=on_gpu,  # TRL's default is on: slow on a CPU
     report_to="none",
-    **{"logging_steps": 1, "logging_first_step": True, **settings},
+    **{"logging_steps": 1, "logging_first_step": True, "save_total_limit": 2, **settings},
 )
 set_seed(args.seed)  # the adapter's A is drawn when the trainer puts it on
 trainer = trl.SFTTrainer(

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from cogumi.config import RunConfig, trl_config_class
+from cogumi.config import TRL_CONFIGS, RunConfig
+from cogumi.config_binding import config_class
 from cogumi.errors import UsageError
 from cogumi.hidden import SECRETS, Unwritten
 from cogumi.training import dpo, gspo, sft, trackers
@@ -21,7 +22,6 @@ def trl_arguments(run: RunConfig) -> Any:
     for key, reason in NOT_PASSED_ON.items():
         if run.train.get(key) is not None:
             raise UsageError(f"train.{key} would be ignored: {reason}")
-    trackers.refuse_missing(run.train.get("report_to"))
     # TRL turns bf16 autocast on wherever fp16 is off; without a GPU that is slow and blurs a GSPO ratio of 1 +- 3e-4.
     on_gpu = torch.cuda.is_available()
     bf16 = on_gpu and torch.cuda.is_bf16_supported()
@@ -32,13 +32,16 @@ def trl_arguments(run: RunConfig) -> Any:
         "bf16": bf16,
         "dataloader_pin_memory": on_gpu,
     }
+    batch = run.train.get("per_device_train_batch_size")
+    if batch is not None and run.cogumi.method != "gspo":
+        defaults["per_device_eval_batch_size"] = batch  # the held-out loss is to fit where a step does
     given = {**defaults, **METHODS[run.cogumi.method].arguments(run)}
     secrets = {key: Unwritten(value) for key, value in given.items() if value and key.endswith(SECRETS)}
     try:
-        return trl_config_class(run.cogumi.method)(**{**given, **secrets})
+        return config_class(TRL_CONFIGS[run.cogumi.method])(**{**given, **secrets})
     except ValueError as error:
         raise UsageError(f"train: {one_line(error)}") from None
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     return " ".join(f"{error}".split()) or type(error).__name__

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cogumi.data.packing import padding_of
+from cogumi.models.complete import end_ids
 from cogumi.training.belonging import shared_by_answers, shared_words
 from cogumi.training.flags import Answers, Batches, Pairs, Words
 
@@ -41,7 +42,7 @@ def look_at_batches(trainer: Any) -> Batches | None:
     ids, labels = batch["input_ids"].cpu(), labels_of(batch)
     if labels is None:
         return None
-    tokenizer, ends = trainer.processing_class, end_ids(trainer)
+    tokenizer, ends = trainer.processing_class, end_ids(trainer.model, trainer.processing_class)
     pad = getattr(tokenizer, "pad_token_id", None)
     packed = "attention_mask" not in batch
     if not packed:
@@ -77,15 +78,6 @@ def labels_of(batch: Mapping[str, Any]) -> Tensor | None:
     if "completion_mask" not in batch:
         return None
     return torch.where(batch["completion_mask"].cpu().bool(), batch["input_ids"].cpu(), IGNORED)
-
-
-def end_ids(trainer: Any) -> set[int]:
-    """The tokens that end a text, for tokenizer and model."""
-    generation = getattr(trainer.model, "generation_config", None)
-    found = {getattr(trainer.processing_class, "eos_token_id", None)}
-    of_model = getattr(generation, "eos_token_id", None)
-    found |= set(of_model) if isinstance(of_model, (list, tuple)) else {of_model}
-    return {int(each) for each in found if each is not None}
 
 
 def cut_rows(ids: Tensor, inside: Tensor, longest: int, ends: set[int]) -> int:

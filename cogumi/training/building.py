@@ -19,6 +19,7 @@ from cogumi.rundir import read_json
 from cogumi.training import full, gspo
 from cogumi.training.arguments import METHODS, trl_arguments
 from cogumi.training.examples import Examples
+from cogumi.training.heartbeat import Heartbeat
 
 log = logging.getLogger("cogumi")
 BASE = "base.json"  # in the run directory: the commit of a model of the hub
@@ -58,8 +59,13 @@ def tokenizer_of(run: RunConfig, base: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def build_trainer(run: RunConfig, base: str, tokenizer: PreTrainedTokenizerBase, examples: Examples) -> Any:
-    """The trainer of a run whose choices are made (`cogumi.training.choices`); a batch that is left open is planned here."""
+def build_trainer(
+    run: RunConfig, base: str, tokenizer: PreTrainedTokenizerBase, examples: Examples, heart: Heartbeat
+) -> Any:
+    """The trainer of a run whose choices are made (`cogumi.training.choices`); a batch that is left open is planned here.
+
+    heart: is told how far dpo's reference is.
+    """
     wanted, whole = run.model, run.cogumi.tuning == "full"
     dtype = full.dtype_of_weights(run) if whole else wanted.dtype
     model: Any = load_model(base, wanted.revision, dtype, wanted.quantization_config, wanted.attn_implementation)
@@ -79,6 +85,7 @@ def build_trainer(run: RunConfig, base: str, tokenizer: PreTrainedTokenizerBase,
         eval_dataset=examples.held_out.dataset if examples.held_out else None,
         processing_class=tokenizer,
         peft_config=lora,
+        **({"heart": heart} if run.cogumi.method == "dpo" else {}),
     )
     keep_float32(trainer.model)
     if run.model.adapter is not None:

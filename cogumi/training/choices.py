@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from cogumi.config import RunConfig
 from cogumi.disk.forecast import meta_model
@@ -22,6 +21,7 @@ from cogumi.models.adapters import lora_config
 from cogumi.models.load import loaded_in
 from cogumi.rl.planner import USABLE, ModelShape, free_memory_bytes, step_bytes
 from cogumi.rundir import read_json, write_json
+from cogumi.stack.probes import flash_attention
 from cogumi.training.full import dtype_of_weights
 from cogumi.training.gspo import is_planned, lora_parameters
 from cogumi.words import gib
@@ -34,17 +34,20 @@ MARGIN = 0.7
 BATCH = 8  # transformers' per_device_train_batch_size
 COMPLETION, LENGTH = 256, 1024  # TRL's max_completion_length, max_length
 ADAPTER_BYTES, MOMENTS, MOMENTS_8BIT = 8, 8, 2  # per trained weight: an adapter's own float32 and gradient; two moments
+NO_FLASH = "flash attention needs bfloat16 and compute capability 8.0"
 FOUR_BIT = 0.55  # bytes of a weight under nf4 with its scales
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides. capability: (8, 0) for an A100, None without a GPU. packages: of those looked for, the ones that work."""
+    """What decides. capability: (8, 0) for an A100, None without a GPU. flash: the flash attention that computes right here."""
 
     name: str
     capability: tuple[int, int] | None
     free_bytes: int
     packages: frozenset[str] = frozenset()
+    flash: str | None = None
+    why_flash: str = "no flash attention was tried"
 
     @property
     def bf16(self) -> bool:
@@ -52,16 +55,13 @@ class Machine:
 
     @classmethod
     def here(cls) -> "Machine":
-        """This machine. Initialises CUDA where there is one."""
-        found = {
-            "flash_attention_2": is_flash_attn_2_available(),
-            "flash_attention_3": is_flash_attn_3_available(),
-            "bitsandbytes": importlib.util.find_spec("bitsandbytes") is not None,
-        }
-        packages = frozenset(name for name, there in found.items() if there)
+        """This machine. With a GPU it initialises CUDA, and runs flash attention in a process of its own."""
+        packages = frozenset({"bitsandbytes"} if importlib.util.find_spec("bitsandbytes") is not None else ())
         if not torch.cuda.is_available():
             return cls("CPU", None, free_memory_bytes(), packages)
-        return cls(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), free_memory_bytes(), packages)
+        capability = torch.cuda.get_device_capability()
+        flash = flash_attention(hopper=capability == (9, 0)) if capability >= (8, 0) else (None, NO_FLASH)
+        return cls(torch.cuda.get_device_name(), capability, free_memory_bytes(), packages, *flash)
 
 
 @dataclass(frozen=True)
@@ -127,26 +127,21 @@ def candidates(run: RunConfig, machine: Machine, load: Load) -> Iterator[Choice]
 
 def attention(machine: Machine, load: Load) -> Choice:
     key = "model.attn_implementation"
-    flash = next((name for name in ("flash_attention_3", "flash_attention_2") if name in machine.packages), None)
-    if flash == "flash_attention_3" and machine.capability != (9, 0):
-        flash = "flash_attention_2" if "flash_attention_2" in machine.packages else None
+    there = "sdpa" if "sdpa" in load.attention else "eager"
     if load.own_kernels:
         return Choice(
-            key,
-            "eager" if "sdpa" not in load.attention else "sdpa",
-            f"of flash attention this model takes only {', '.join(load.own_kernels)}, which you may set",
+            key, there, f"of flash attention this model takes only {', '.join(load.own_kernels)}, which you may set"
         )
-    if flash is None or "flash" not in load.attention or not machine.bf16 or load.element != 2:
+    if machine.flash is None or "flash" not in load.attention or not machine.bf16 or load.element != 2:
         why = (
-            "no flash attention is installed"
-            if flash is None
-            else "this model's class has no flash attention"
+            "this model's class has no flash attention"
             if "flash" not in load.attention
-            else "flash attention needs bfloat16 and compute capability 8.0"
+            else NO_FLASH
+            if not machine.bf16 or load.element != 2
+            else machine.why_flash
         )
-        there = "sdpa" if "sdpa" in load.attention else "eager"
-        return Choice(key, there, why if there == "sdpa" else f"{why}, and its class has no sdpa")
-    return Choice(key, flash, f"installed, and for {machine.name} (compute capability {dotted(machine)})")
+        return Choice(key, there, why if there == "sdpa" else f"{why}; its class has no sdpa")
+    return Choice(key, machine.flash, machine.why_flash)
 
 
 def recomputation(machine: Machine, load: Load) -> Choice:
@@ -186,11 +181,6 @@ def precision(run: RunConfig) -> Choice:
     return Choice(
         "train.tf32", True, "what is in float32 is multiplied in TF32, which is finer than the bfloat16 around it"
     )
-
-
-def dotted(machine: Machine) -> str:
-    assert machine.capability is not None
-    return ".".join(map(str, machine.capability))
 
 
 # ------------------------------------------------------------------------------------------------------- on this machine

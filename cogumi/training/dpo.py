@@ -1,12 +1,21 @@
 """Direct preference optimization (arXiv:2305.18290): TRL's DPOTrainer on tokenized pairs."""
 
 import copy
+import logging
 import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from cogumi.config import RunConfig
 from cogumi.errors import UsageError
+from cogumi.training.heartbeat import Heartbeat, Progress
+from cogumi.training.telemetry import set_status
 from cogumi.training.verdict import Check
+from cogumi.words import duration
+
+log = logging.getLogger("cogumi")
 
 COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
 # TRL 1.15, dpo_trainer.py, _compute_loss: what these losses are where policy and reference are one, at beta.
@@ -29,8 +38,53 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     return dict(run.train)
 
 
-def build_trainer(run: RunConfig, *, train_dataset: Any, **common: Any) -> Any:
+class ReferencePass:
+    """TRL's pass for the reference's log-probabilities (`train.precompute_ref_log_probs`) as a stage of the run.
+
+    It is made while the trainer is built, and can take as long as many steps. Where TRL has them from its cache there is
+    no stage. The heartbeat counts batches as steps meanwhile.
+    """
+
+    STAGE = "reference"
+
+    def __init__(self, heart: Heartbeat, batches: int) -> None:
+        self.heart, self.batches, self.done = heart, batches, 0
+        self.before, self.began, self.over = heart.meter.stage, 0.0, False
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        if not self.done:
+            self.began = time.monotonic()
+            self.enter(self.STAGE)
+            log.info("log-probabilities of the reference: %d batches before the first step", self.batches)
+        yield
+        self.done += 1
+        seconds = (time.monotonic() - self.began) / self.done * (self.batches - self.done)
+        self.heart.progress = Progress(self.done, self.batches, time.time(), seconds, of_a_stage=True)
+
+    def end(self) -> None:
+        self.over = True
+        if self.done:
+            log.info("log-probabilities of the reference: done in %s", duration(time.monotonic() - self.began))
+            self.heart.progress = Progress()
+            self.enter(self.before)
+
+    def enter(self, stage: str) -> None:
+        self.heart.meter.enter(stage)
+        set_status(self.heart.run_dir, "running", stage=stage)
+
+
+def batches_of_the_reference(args: Any, train: Any, held_out: Any) -> int:
+    """How many batches TRL takes through the reference (trl 1.15, dpo_trainer.py)."""
+    sizes = ((train, args.per_device_train_batch_size), (held_out, args.per_device_eval_batch_size))
+    return sum(-(-len(pairs) // (args.precompute_ref_batch_size or size)) for pairs, size in sizes if pairs is not None)
+
+
+def build_trainer(run: RunConfig, *, train_dataset: Any, heart: Heartbeat, **common: Any) -> Any:
     import trl  # looked up here: unsloth may have put its own trainer on the module
+
+    batches = batches_of_the_reference(common["args"], train_dataset, common["eval_dataset"])
+    reference_pass = ReferencePass(heart, batches)
 
     class OnTokenizedPairs(trl.DPOTrainer):  # type: ignore[misc, name-defined]
         """Takes pairs that are tokenized already, and cached, where TRL would tokenize rows of text one at a time."""
@@ -38,10 +92,17 @@ def build_trainer(run: RunConfig, *, train_dataset: Any, **common: Any) -> Any:
         def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
             return dataset
 
+        def compute_ref_log_probs(self, *args: Any, **kwargs: Any) -> Any:
+            if reference_pass.over:  # an evaluation computes those of its own rows
+                return super().compute_ref_log_probs(*args, **kwargs)
+            with reference_pass.batch():
+                return super().compute_ref_log_probs(*args, **kwargs)
+
     reference = None
     if run.cogumi.tuning == "full" and not run.train.get("precompute_ref_log_probs"):
         reference = copy.deepcopy(common["model"])  # TRL would load it again, in whatever dtype that gives
     trainer = OnTokenizedPairs(train_dataset=train_dataset, ref_model=reference, **common)
+    reference_pass.end()
     refuse_other_tokens(trainer, train_dataset)
     return trainer
 

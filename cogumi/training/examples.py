@@ -13,15 +13,16 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from cogumi.config import RunConfig
 from cogumi.data.cache_key import tokenizer_identity
-from cogumi.data.formats import FormatOptions, columns_for, holds_messages, learned, note_of, tokenize_for
+from cogumi.data.formats import FormatOptions, alike_in, columns_for, holds_messages, learned, note_of, tokenize_for
 from cogumi.data.prepare import Entry, entries_of, selection_of
 from cogumi.data.prepared import Data, Prepared, Source, prepare
 from cogumi.data.sources import batches, column_names
 from cogumi.data.templates import prints_the_date, read_template
 from cogumi.errors import UsageError
 from cogumi.hidden import hide
+from cogumi.rl.guards import POSITIONS, positions_of
 from cogumi.rundir import read_json, write_json
-from cogumi.training.gspo import prompt_ids
+from cogumi.training.gspo import prompt_ids, setting
 from cogumi.training.sft import MAX_LENGTH
 
 log = logging.getLogger("cogumi")
@@ -80,11 +81,17 @@ def buckets(data: Data, most: int) -> list[tuple[int, int, int]]:
     return data.lengths.buckets(width) if data.lengths.examples else []
 
 
-def prepare_examples(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Examples:
-    """The examples of a run, prepared now or found in the cache. Raises UsageError as the formats and sources do."""
+def prepare_examples(
+    run: RunConfig, tokenizer: PreTrainedTokenizerBase, of_base: PretrainedConfig | None = None
+) -> Examples:
+    """The examples of a run, prepared now or found in the cache. Raises UsageError as the formats and sources do.
+
+    of_base: the model's config, by which gspo's prompts are held to the context; None holds them to nothing.
+    """
     today = date_of(run, tokenizer)
     entries = entries_of(run.data)
-    options = [options_of(run, entry, today) for entry in entries]
+    room = room_for_prompts(run, of_base)
+    options = [options_of(run, entry, today, room) for entry in entries]
     sources = [source_of(entry, each, tokenizer) for entry, each in zip(entries, options, strict=True)]
     parts = {"tokenizer": tokenizer_identity(tokenizer)}
     prepared = prepare(sources, selection_of(run.data), parts, bad_rows=run.data.bad_rows)
@@ -107,20 +114,41 @@ def date_of(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
     return known or date.today().isoformat()
 
 
-def options_of(run: RunConfig, entry: Entry, today: str | None) -> FormatOptions:
+def options_of(run: RunConfig, entry: Entry, today: str | None, room: int | None = None) -> FormatOptions:
+    """room: tokens that a prompt of gspo may have (`room_for_prompts`)."""
+    fim = run.data.fim
+    if room is not None:
+        fim = fim.model_copy(update={"max_length": min(fim.max_length, room)})
     return FormatOptions(
         method=run.cogumi.method,
         format=entry.format,
         columns=entry.columns,
         column=entry.column,
         learn=learned(entry.format, run.train),
-        max_length=None if run.cogumi.method == "gspo" else longest_example(run),
+        max_length=room if run.cogumi.method == "gspo" else longest_example(run),
         overlong=run.data.overlong,
         truncation_mode=run.train.get("truncation_mode") or "keep_start",
         thinking=run.cogumi.thinking,
         today=today,
-        fim=run.data.fim,
+        fim=fim,
     )
+
+
+def room_for_prompts(run: RunConfig, of_base: PretrainedConfig | None) -> int | None:
+    """Tokens of the context that a completion leaves to gspo's prompts; None for other methods, or without a limit."""
+    if run.cogumi.method != "gspo" or of_base is None:
+        return None
+    context, key = positions_of(of_base), POSITIONS
+    if run.train.get("use_vllm") and run.train.get("vllm_max_model_length") is not None:
+        context, key = run.train["vllm_max_model_length"], "train.vllm_max_model_length"
+    if context is None:
+        return None
+    completion = setting(run, "max_completion_length") or 0
+    if completion >= context:
+        raise UsageError(
+            f"train.max_completion_length {completion} leaves no room for a prompt: {key} is {context}; lower it"
+        )
+    return int(context - completion)
 
 
 def longest_example(run: RunConfig) -> int | None:
@@ -143,15 +171,6 @@ def beyond_the_model(run: RunConfig, examples: Examples, of_base: PretrainedConf
     )
 
 
-def positions_of(of_base: PretrainedConfig) -> int | None:
-    """The context a model was made for, in tokens, with what its RoPE scaling adds; None where its config has no word."""
-    text = of_base.get_text_config()
-    positions: int | None = getattr(text, "max_position_embeddings", None)
-    rope = getattr(text, "rope_parameters", None) or {}
-    scaled = (rope.get("factor") or 1) * (rope.get("original_max_position_embeddings") or 0)
-    return None if positions is None else max(positions, int(scaled))
-
-
 def source_of(entry: Entry, options: FormatOptions, tokenizer: PreTrainedTokenizerBase) -> Source:
     files = entry.located.files
     try:
@@ -169,6 +188,7 @@ def source_of(entry: Entry, options: FormatOptions, tokenizer: PreTrainedTokeniz
         options=options.as_json(),
         weight=entry.weight,
         text_only=options.format == "fim",
+        alike=alike_in(options, columns),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PreTrainedTokenizerBase
 
-from cogumi.checkpoints import protect
+from cogumi.checkpoints.protection import kept_by_runs, protect
 from cogumi.compiling.callback import Compiling
 from cogumi.config import RunConfig
 from cogumi.disk.callback import DiskMonitorCallback
@@ -24,6 +24,8 @@ from cogumi.training.arguments import one_line
 from cogumi.training.budget import Budget
 from cogumi.training.examples import Examples
 from cogumi.training.heartbeat import Heartbeat
+from cogumi.training.held_out import HeldOut, evaluate_without_trace
+from cogumi.training.meter import Meter
 from cogumi.training.rollouts import Rollouts
 from cogumi.training.samples import Samples
 from cogumi.training.sentinel import Ended, Sentinel
@@ -53,11 +55,13 @@ def fit(
     telemetry = Telemetry(heart, options.method)
     telemetry.attach(trainer)
     trackers.write_into(run_dir, trainer)
+    trackers.begin_wandb(trainer)
     budget = Budget(options, heart.meter, heart.progress)
     trainer.add_callback(budget)
     trainer.add_callback(DiskMonitorCallback(log_path=run_dir / "disk.jsonl"))
     protect(
         trainer,
+        keep=kept_by_runs(trainer.args.save_total_limit),
         on_full=options.on_full,
         fallback=options.fallback,
         mirror=options.mirror,
@@ -66,6 +70,8 @@ def fit(
     )
     protection = trainer.cogumi_protection
     excused = protection.watchdog.excused
+    if protection.saver.mirror is not None:
+        heart.stalled = protection.saver.mirror.stalled
 
     def interrupted() -> bool:
         return protection.preemption.received is not None
@@ -77,9 +83,17 @@ def fit(
             yield
         set_status(run_dir, "running", stage="train")
 
-    if options.samples_every is not None and examples.prompts is not None:
-        samples = Samples(run_dir, tokenizer, examples.prompts, options.samples_every, telemetry.aside, options.stop)
+    samples_every = 0 if options.method == "gspo" and options.samples_every is None else options.samples_every
+    if samples_every != 0 and examples.prompts is not None:
+        samples = Samples(
+            run_dir, tokenizer, examples.prompts, samples_every, telemetry.aside, heart.meter.seconds, options.stop
+        )
         trainer.add_callback(samples)
+    measure_loss = examples.held_out is not None and options.method != "gspo"
+    if measure_loss:
+        evaluate_without_trace(trainer)
+    if measure_loss and run.train.get("eval_strategy") is None:
+        trainer.add_callback(HeldOut(trainer))
     if options.method == "gspo":
         trainer.add_callback(Rollouts(trainer, run_dir, telemetry.unless_full))
     waiting = Waiting(trainer, run_dir, partial(telemetry.once, "paused"), excused, interrupted)
@@ -102,16 +116,17 @@ def fit(
         compiling.begin()
     except UsageError as error:
         raise RefusedAtSetup(str(error)) from error
-    measure_loss = examples.held_out is not None and options.method == "sft"
     if measure_loss and not was_evaluated(run_dir, 0):
         trainer.evaluate()
     with closing(telemetry), logging_redirect_tqdm(on_screen()):  # lines above the bar, not in it
         try:
             say_what_the_disks_get(run, trainer)
             trainer.train()
-        except (ValueError, ImportError) as error:
+        except (ValueError, ImportError, UsageError) as error:
             if trainer.state.global_step > 0:
                 raise
+            if isinstance(error, UsageError):  # what there is to resume from: another training's, or all of it damaged
+                raise RefusedAtSetup(str(error)) from error
             # Libraries look at some settings only when they are first used: a learning rate, a loss's name.
             raise RefusedAtSetup(f"train: refused before the first step: {one_line(error)}") from error
     state = trainer.state
@@ -119,6 +134,7 @@ def fit(
     # One that ended early goes on later, and is to have logged then what it would have without stopping.
     if measure_loss and ended is None and not was_evaluated(run_dir, state.global_step):
         trainer.evaluate()
+    say_what_watching_took(heart.meter)
     trackers.close(trainer)
     metrics = read_jsonl(run_dir / "metrics.jsonl")
     if not any("loss" in row for row in metrics):  # its end was fetched from a mirror
@@ -137,6 +153,18 @@ def adapter_moved(run: RunConfig, trainer: Any) -> Check:
     start = run.model.adapter
     measured = "max |B|" if start is None else f"largest change from {start}"
     return judge_adapter(largest_change(trainer.model, start), measured)
+
+
+def say_what_watching_took(meter: Meter) -> None:
+    """What evaluation and samples have cost, of the time since training began."""
+    spent = meter.seconds()
+    watching = {
+        name: spent[stage] for stage, name in (("eval", "held-out loss"), ("samples", "samples")) if stage in spent
+    }
+    if watching:
+        said = " and ".join(f"{name} {seconds:.1f} s" for name, seconds in watching.items())
+        share = sum(watching.values()) / (sum(watching.values()) + spent.get("train", 0.0))
+        log.info("%s: %.1f %% of the time of the training", said, 100 * share)
 
 
 def say_what_the_disks_get(run: RunConfig, trainer: Any) -> None:

@@ -1,17 +1,18 @@
 """What a flag is, what it is read from, and the rules in their order: rows -> flags, without a trainer and without state.
 
 A row is what the trainer logged at a step, with what the sentinel saw beside it under `seen/...`. Every rule gives a
-flag with its evidence and threshold, whatever its level; a flag that is not green names one likely cause and the key of
-the configuration to turn.
+flag with its evidence and threshold, whatever its level; a flag that is not green says in one sentence its likely cause,
+the figures, and the key of the configuration to change.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from cogumi.rl.alarms import number
 from cogumi.thresholds import Thresholds
+from cogumi.words import flag_sentence
 
 Level = Literal["green", "yellow", "red"]
 Row = Mapping[str, Any]
@@ -31,9 +32,7 @@ class Flag:
     def __str__(self) -> str:
         if self.level == "green":
             return f"green: {self.name}: {self.evidence} ({self.threshold})"
-        return (
-            f"{self.level}: {self.name}: {self.evidence} ({self.threshold}). Likely: {self.cause}. To turn: {self.knob}"
-        )
+        return f"{self.level}: {self.name}: {flag_sentence(asdict(self))}"
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,16 @@ class Setting:
     """train.loss_type; several are joined by a comma."""
     vocabulary: int = 0
     fp16: bool = False
+    optimizer: str = ""
+    hidden_size: int = 0
+    """Width of the base model, 0 where it is not known."""
+    lora_rank: int = 0
+    """Rank of the trained adapter, 0 where there is none; `lora_scale`: what its product is multiplied by."""
+    lora_scale: float = 0.0
+    rollout: int = 0
+    """gspo: completions that are sampled at a time."""
+    other_versions: tuple[str, ...] = ()
+    """`package there -> here` of what has changed since the checkpoint that the run resumed from."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +127,22 @@ class Batches:
 
 
 @dataclass(frozen=True)
+class Written:
+    """Completions of held-out prompts after a step: how many in all, how many are empty, blank, loop, reached the end."""
+
+    step: int
+    count: int
+    empty: int = 0
+    blank: int = 0
+    loops: int = 0
+    ended: int = 0
+
+    @property
+    def unusable(self) -> int:
+        return self.empty + self.blank + self.loops
+
+
+@dataclass(frozen=True)
 class Run:
     """All that the rules read: `first` rows of the run and its `latest` ones once it has settled, both bounded and in order.
     Where few steps are logged the two overlap."""
@@ -127,6 +152,8 @@ class Run:
     latest: Sequence[Row]
     batches: Batches | None = None
     thresholds: Thresholds = field(default_factory=Thresholds)
+    written: Sequence[Written] = ()
+    """Of held-out prompts, in the order of steps; that of step 0 is of the base."""
 
     @property
     def rows(self) -> list[Row]:
@@ -154,7 +181,16 @@ Rule = Callable[[Run], Flag | None]
 # A red flag explains others: those are told as its consequences, so that one cause is named for one fault. In this order.
 FOLLOWS: dict[str, tuple[str, ...]] = {
     "finite numbers": ("*",),
-    "learned tokens": ("adapter moves", "gradient norm", "loss trend", "loss noise", "token frequencies", "end tokens"),
+    "learned tokens": (
+        "adapter moves",
+        "gradient norm",
+        "loss trend",
+        "loss noise",
+        "token frequencies",
+        "end tokens",
+        "held-out completions",
+        "samples end",
+    ),
     "padding": (
         "end tokens",
         "prompt and completion",
@@ -162,10 +198,14 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
         "loss trend",
         "loss noise",
         "token frequencies",
+        "held-out completions",
+        "samples end",
     ),
     "learning-rate schedule": ("adapter moves", "gradient norm", "loss trend", "preferences", "reward trend"),
     "adapter moves": ("gradient norm", "loss trend", "loss noise", "token frequencies", "preferences", "reward trend"),
     "loss trend": ("gradient norm", "loss noise", "token frequencies", "prompt and completion", "preferences"),
+    "held-out completions": ("samples end",),
+    "samples end": ("end tokens",),
     "prompt and completion": ("gradient norm", "loss noise", "token frequencies"),
     "token frequencies": ("loss noise",),
     "preferences": ("gradient norm",),

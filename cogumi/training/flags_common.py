@@ -1,16 +1,28 @@
-"""Rules for every method: finite numbers, steps, the learning rate, gradients, the adapter, the loader, speed, memory."""
+"""Rules for every method: finite numbers, steps, rates, gradients, the adapter, completions, versions, speed, memory."""
 
 import math
 import statistics
 from typing import Any
 
 from cogumi.training.flags import Flag, Level, Rule, Run
-from cogumi.training.trend import noise
+from cogumi.training.trend import fall, noise
 
 SETTLED_STEPS = 10  # before these a gradient norm is of a model that has not begun to move, or of a warm-up
 NO_RATE = 0.1  # Adam moves each weight by about the rate in a step, and weights are some hundredths
 SPEED_ROWS = 10  # that a stretch of the run's own speed is the median of
 WAIT_ROWS = 20
+UNTRAINED = 0.05  # share of log(vocabulary) within which a first loss is of weights that were never trained
+LEARNED = (
+    0.5  # share of its start that a loss fell by, from which small gradients are those of examples that are learned
+)
+LOST = 2.0**-9  # half the spacing of bfloat16 numbers beside a number: a smaller change is rounded away
+LORA_INIT = (
+    3.0**-0.5
+)  # standard deviation of PEFT's lora_A times the square root of its columns (kaiming_uniform, a = sqrt 5)
+# (lowest usual rate, highest usual rate, rate times width) by method, for Adam. Above the last two a run is known to diverge:
+# it is 25 times what TRL's guide "LoRA Without Regret" trains an 8B model at (2e-4 in SFT, 2e-5 at most in RL, width 4096),
+# and the rate that lora_A bears is in inverse proportion to the width (Hayou et al. 2024, arXiv:2402.12354).
+USUAL_RATES = {"sft": (1e-5, 2e-3, 20.0), "dpo": (1e-6, 1e-3, 20.0), "gspo": (1e-6, 1e-4, 2.0)}
 
 
 def finite_numbers(run: Run) -> Flag:
@@ -24,15 +36,15 @@ def finite_numbers(run: Run) -> Flag:
         # The trainer puts the average of the steps before in the place of a loss that is NaN (logging_nan_inf_filter).
         what = " and ".join({"loss": "the loss", "grad_norm": "the gradient norm"}[key] for key in bad)
         evidence = f"step {row['step']}: {what or 'a weight'} is not finite" + (f"; so is {broken}" if broken else "")
-        cause, knob = "one step's numbers overflowed, or its batch holds values that are none", "train.learning_rate"
+        cause, knob = "one step's numbers overflowed", "train.learning_rate"
         if run.setting.fp16:
             knob = "train.bf16: true, instead of train.fp16"
         if isinstance(broken, str) and broken.startswith("frozen "):
-            cause, knob = "the base model's weights are broken: they were never trained here", "model.name"
+            cause, knob = "the base model's weights are broken", "model.name"
         elif climbed(run, int(row["step"])):
-            cause, knob = "the learning rate is too high: the loss climbed before it broke", "train.learning_rate"
+            cause, knob = "the learning rate is too high, as the loss climbed before it broke", "train.learning_rate"
         elif run.setting.learning_rate >= NO_RATE:
-            cause, knob = f"the learning rate is too high: {run.setting.learning_rate:g}", "train.learning_rate"
+            cause, knob = f"the learning rate is too high, at {run.setting.learning_rate:g}", "train.learning_rate"
         return Flag("finite numbers", "red", evidence, threshold, cause, knob)
     return Flag("finite numbers", "green", f"steps {first_step(run)} to {run.step}", threshold)
 
@@ -93,10 +105,55 @@ def learning_rate(run: Run) -> Flag | None:
             "red",
             f"the rate is 0 since step {since(steps, rates)}, with {left} steps to go",
             threshold,
-            "the schedule ends before the run does, or the rate was set to 0",
-            "train.lr_scheduler_type and train.learning_rate",
+            "the schedule ends before the run does",
+            "train.lr_scheduler_type",
         )
     return Flag(name, "green", f"{rates[-1]:.3g} at step {steps[-1]}, at most {max(rates):.3g}", threshold)
+
+
+def lora_rate(run: Run) -> Flag | None:
+    """From the configuration alone: a rate that can move nothing in this many steps, and one that is known to diverge.
+
+    Adam moves an element by about the rate in a step, and a schedule halves that on average. Then B A changes an element of
+    a weight by lora_scale * sqrt(rank) * LORA_INIT * rate * steps / 2, as a share of what it usually is (in^-1/2). Below
+    LOST the merged model in bfloat16 is the base. Such a rate is most often one for all weights: LoRA's is about ten times
+    as high (trl#2872: 5e-7 at rank 8).
+    """
+    setting = run.setting
+    if not setting.lora_rank or "adam" not in setting.optimizer or setting.learning_rate <= 0 or setting.max_steps < 1:
+        return None
+    least, most, by_width = USUAL_RATES[setting.method]
+    rate, steps = setting.learning_rate, setting.max_steps
+    change = setting.lora_scale * setting.lora_rank**0.5 * LORA_INIT * rate * steps / 2
+    level: Level = "green"
+    evidence, cause, knob = (
+        f"{rate:g} at rank {setting.lora_rank} for {steps} steps",
+        "",
+        "train.learning_rate, ten times as high",
+    )
+    if rate < least and 0 < change < LOST:
+        level, cause = "yellow", "the LoRA learning rate is too low to move the weights"
+        evidence += f" changes them by {change:.1e} of themselves, and bfloat16 rounds {LOST:.1e} away"
+    elif rate > most and rate * setting.hidden_size > by_width:
+        level, cause = "yellow", "the LoRA learning rate is known to diverge"
+        highest = by_width / setting.hidden_size
+        evidence = f"{rate:g} in a model {setting.hidden_size} wide, where {highest:.1g} is too high already"
+        knob = "train.learning_rate, to a tenth"
+    return Flag("LoRA learning rate", level, evidence, f"{least:g} to {most:g} is usual", cause, knob)
+
+
+def same_versions(run: Run) -> Flag | None:
+    """Whether the packages are those that the checkpoint was saved with, of a run that resumed."""
+    if not run.setting.other_versions:
+        return None
+    return Flag(
+        "versions",
+        "yellow",
+        ", ".join(run.setting.other_versions),
+        "as when the checkpoint was saved",
+        "the run resumed with other versions, so its curves may jump",
+        "the environment, back to those versions",
+    )
 
 
 def since(steps: list[int], rates: list[float]) -> int:
@@ -118,13 +175,13 @@ def gradient_norm(run: Run) -> Flag | None:
     evidence, threshold = f"median {median:.3g} of steps {steps[-20:][0]} to {steps[-1]}", f"{low:g} to {high:g}"
     if median == 0:
         cause = "no gradient reaches a trainable weight"
-        return Flag("gradient norm", "red", evidence, "> 0", cause, "lora.target_modules, lora.lora_alpha")
+        return Flag("gradient norm", "red", evidence, "> 0", cause, "lora.target_modules")
     if median > high:
         level: Level = "red" if median > far * high else "yellow"
         return Flag("gradient norm", level, evidence, threshold, "updates are too large", "train.learning_rate, lower")
-    if median < low:
+    if median < low and not (median > 0 and not rl and fall(run.series("loss")[1] or [0.0]).is_by(LEARNED)):
         level = "red" if median < low / 100 else "yellow"
-        cause = "little is left to learn from these examples, or the loss is divided by too much"
+        cause = "little is left to learn from these examples"
         return Flag("gradient norm", level, evidence, threshold, cause, "train.learning_rate, higher")
     return Flag("gradient norm", "green", evidence, threshold)
 
@@ -147,10 +204,56 @@ def adapter_moves(run: Run) -> Flag | None:
             f"{evidence}, with gradients up to {max(norms):.2e}",
             "> 0",
             cause,
-            "train.optim, lora",
+            "train.optim",
         )
-    cause = "no gradient reaches the adapter: it is frozen, or its output is multiplied by 0"
-    return Flag("adapter moves", "red", evidence, "> 0", cause, "lora.lora_alpha, lora.target_modules")
+    cause = "no gradient reaches the adapter, as if its output were multiplied by 0"
+    return Flag("adapter moves", "red", evidence, "> 0", cause, "lora.lora_alpha")
+
+
+def held_out_completions(run: Run) -> Flag | None:
+    """Whether the model still writes something for held-out prompts: most completions empty, blank, or a loop, are none.
+
+    Red where the base wrote text for them, once half of the steps are done; yellow before that, and where the base did not
+    or was never trained.
+    """
+    now = run.written[-1] if run.written else None
+    if now is None or not now.step:
+        return None
+    kinds = {"empty": now.empty, "blank": now.blank, "repeating themselves": now.loops}
+    evidence = f"{now.count} completions after step {now.step}"
+    threshold = "at least half are text"
+    if 2 * now.unusable <= now.count:
+        return Flag("held-out completions", "green", f"{now.count - now.unusable} of {evidence} are text", threshold)
+    worst = max(kinds, key=lambda kind: kinds[kind])
+    evidence = f"{now.unusable} of {evidence} are " + " or ".join(kind for kind, many in kinds.items() if many)
+    before = next((each for each in run.written if not each.step), None)
+    weak = before is not None and 2 * before.unusable > before.count
+    if weak and before is not None:
+        cause, knob = (
+            f"the base is too weak, as {before.unusable} of its {before.count} are no text either",
+            "model.name",
+        )
+    elif worst == "repeating themselves":
+        cause, knob = "the training has taught the model to repeat itself", "train.learning_rate, lower"
+    elif run.batches is not None and run.batches.ends:
+        often = max(1, round(run.batches.learned / run.batches.ends))
+        cause = (
+            f"the model ends at once, as one learned token in {often} is the end token and it has learned little else"
+        )
+        knob = "train.max_steps, higher"
+    else:
+        cause, knob = "the training has taught the model to write nothing", "train.learning_rate, lower"
+    early = 2 * now.step < run.setting.max_steps
+    level: Level = "yellow" if weak or early or is_untrained(run) else "red"
+    return Flag("held-out completions", level, evidence, threshold, cause, knob)
+
+
+def is_untrained(run: Run) -> bool:
+    """Whether the first losses of an SFT run are those of guessing among all tokens."""
+    losses, vocabulary = run.series("loss")[1][:3], run.setting.vocabulary
+    if run.setting.method != "sft" or not losses or vocabulary < 2:
+        return False
+    return abs(statistics.median(losses) / math.log(vocabulary) - 1) < UNTRAINED
 
 
 def waiting_for_data(run: Run) -> Flag | None:
@@ -166,7 +269,7 @@ def waiting_for_data(run: Run) -> Flag | None:
         level,
         f"{part:.0%} of the time of steps {rows[0]['step']} to {rows[-1]['step']}",
         f"<= {limits.data_wait_yellow:.0%}, red > {limits.data_wait_red:.0%}",
-        "the loader is slower than the model: rows are read or tokenized while it waits",
+        "the loader is slower than the model",
         "train.dataloader_num_workers",
     )
 
@@ -192,8 +295,8 @@ def tokens_per_second(run: Run) -> Flag | None:
         level,
         f"{now:,.0f} in steps {speeds[-2 * SPEED_ROWS][0]} to {speeds[-1][0]}, at best {best:,.0f}",
         f"slower by at most {limits.slowdown_yellow:g}, red by {limits.slowdown_red:g}",
-        "something else uses the machine, the card throttles, or memory is exhausted and allocated again and again",
-        "train.per_device_train_batch_size, lower; other processes",
+        "the machine has become slower",
+        "the machine's other processes",
     )
 
 
@@ -210,7 +313,7 @@ def memory(run: Run) -> Flag | None:
         f"{most:.0%} at step {steps[used.index(most)]}",
         f"<= {limits.memory_yellow:.0%}, red > {limits.memory_red:.0%}",
         "a longer batch than those so far will not fit",
-        "train.per_device_train_batch_size, with train.gradient_accumulation_steps to keep the step's size",
+        "train.per_device_train_batch_size, lower",
     )
 
 
@@ -218,8 +321,11 @@ COMMON: tuple[Rule, ...] = (
     finite_numbers,
     steps_complete,
     learning_rate,
+    lora_rate,
+    same_versions,
     gradient_norm,
     adapter_moves,
+    held_out_completions,
     waiting_for_data,
     tokens_per_second,
     memory,

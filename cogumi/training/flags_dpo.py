@@ -37,14 +37,14 @@ def preferences(run: Run) -> Flag | None:
     )
     level: Level = "green" if z > COIN else "yellow"
     cause, knob = (
-        "the rate is too low to tell them apart yet, or nothing tells them apart",
+        "the answers are not told apart yet",
         "train.learning_rate, higher",
     )
     if z <= COIN:
         # Other losses than the sigmoid start elsewhere.
         above = students_t([each - math.log(2) for each in losses]) if run.setting.loss == "sigmoid" else 0.0
         if above > ABOVE and loss > math.log(2) * (1 + run.thresholds.loss_rise):
-            level, cause = "red", "the learning rate is too high: margins swing either way"
+            level, cause = "red", "the learning rate is too high, so margins swing either way"
             knob = "train.learning_rate, to a tenth"
         elif (answers is not None and are_mixed_up(answers)) or (above > ABOVE and not tell_apart(answers)):
             level, cause = "red", "chosen and rejected are mixed up, or differ by nothing that can be learned"
@@ -77,8 +77,8 @@ def chosen_likelihood(run: Run) -> Flag | None:
         "yellow" if falls else "green",
         f"log-probability {start:.4g} at first, changed by {change:.3g} to step {steps[-1]} (z = {found.z:.1f})",
         "not down by a fifth",
-        "both answers become unlikely: margins are won by pushing the rejected one down",
-        "train.beta, higher; train.loss_type [sigmoid, sft]",
+        "both answers become unlikely, and only the margin grows",
+        "train.beta, higher",
     )
 
 

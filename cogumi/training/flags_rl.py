@@ -11,6 +11,7 @@ FIRST_ROLLOUTS = 4
 # Deviation of all rewards of a rollout, over its prompts too, at which they are equal. TRL 1.15 asks for exactly 0, which
 # float32 misses for a reward such as 0.7; its rounding divided by its own deviation is then what is learned.
 EQUAL = 1e-5
+NOTHING_EARNED = 64  # completions in a row that earn nothing, from which the reward is called dead
 STEPS = 16  # that figures of every step are averaged over
 
 
@@ -22,7 +23,7 @@ def rollouts(run: Run) -> list[Row]:
 def reward_varies(run: Run) -> Flag | None:
     """The share of groups whose rewards are all the same: their advantages are 0."""
     rows = rollouts(run)[-ROLLOUTS:]
-    if len(rows) < FIRST_ROLLOUTS:
+    if not rows:
         return None
     limit = run.thresholds.zero_variance
     where = f"of steps {rows[0]['step']} to {rows[-1]['step']}"
@@ -34,20 +35,26 @@ def reward_varies(run: Run) -> Flag | None:
             "red",
             f"not one completion {where} was scored",
             threshold,
-            "the reward functions return None or NaN for every completion",
+            "every reward function returns None or NaN",
             "cogumi.rewards",
         )
     part = statistics.fmean(run.series("frac_reward_zero_std", rows)[1] or [0.0])
     varies = any(deviation > EQUAL * max(1.0, abs(max(rewards))) for deviation in run.series("reward_std", rows)[1])
     part = part if varies or "reward_std" not in rows[-1] else 1.0
+    # Rewards that are equal over all prompts need no average. Completions that all earn nothing may be rare luck: of 64, one
+    # in twenty would have earned something even where success is as rare as 5 %.
+    nothing = not any(rewards) and len(rows) * run.setting.rollout < NOTHING_EARNED
+    constant = not varies and "reward_std" in rows[-1] and not nothing
+    if len(rows) < FIRST_ROLLOUTS and not constant:
+        return None
     level: Level = "red" if part > limit else "yellow" if part > 0.75 * limit else "green"
     evidence = f"{part:.0%} of the groups {where} have one reward for all, {rewards[-1]:.3g} on average"
     if varies:
-        cause, knob = "prompts are solved always or never", "data.source, train.num_generations"
+        cause, knob = "prompts are solved always or never", "data.source"
     elif not any(rewards):
-        cause, knob = "no completion earns anything: the reward is dead for these prompts", "cogumi.rewards"
+        cause, knob = "no completion earns anything, so the reward is dead for these prompts", "cogumi.rewards"
     else:
-        cause, knob = "the reward is constant: it does not depend on the completion", "cogumi.rewards"
+        cause, knob = "the reward is constant and does not depend on the completion", "cogumi.rewards"
     return Flag("reward varies", level, evidence, threshold, cause, knob)
 
 
@@ -63,7 +70,7 @@ def reward_trend(run: Run) -> Flag | None:
         "red" if falls else "green",
         f"{start:.3g} at first, {end:.3g} by step {steps[-1]} (z = {found.z:.1f})",
         f"not down by more than {limits.reward_fall:.0%}",
-        "updates are too large for this reward, and the policy is losing what it knew",
+        "updates are too large, so the policy loses what it knew",
         "train.learning_rate, lower",
     )
 
@@ -78,9 +85,9 @@ def completions_end(run: Run) -> Flag | None:
     level: Level = "red" if part > limits.truncated_red else "yellow" if part > limits.truncated_yellow else "green"
     begin = statistics.fmean(run.series("completions/clipped_ratio")[1][:FIRST_ROLLOUTS])
     cause = "completions are cut before they end" if part < 1 else "no completion ends before it is cut"
-    knob = "train.max_completion_length, higher; cogumi.stop where the end is a text"
+    knob = "train.max_completion_length, higher"
     if begin < (limits.truncated_yellow + limits.truncated_red) / 2:
-        cause, knob = "the policy learns to write on and on: length is rewarded, or it collapses", "cogumi.rewards"
+        cause, knob = "the policy learns to write without an end", "cogumi.rewards"
         lately = run.series("completions/clipped_ratio", rollouts(run)[-2 * ROLLOUTS :])[1]
         if level == "red" and (len(lately) < 2 * ROLLOUTS or min(lately) <= limits.truncated_red):
             level = "yellow"  # it began otherwise: what changed it is the better answer, and shows soon
@@ -111,8 +118,8 @@ def entropy(run: Run) -> Flag | None:
         level,
         f"{start:.3g} nats a token at first, {now:.3g} by step {steps[-1]}",
         f">= {limits.entropy_low:g}, and {limits.entropy_kept:.0%} of its start",
-        "the policy collapses: it writes the same whatever it samples",
-        "train.learning_rate, lower; or train.beta above 0",
+        "the policy collapses to one answer",
+        "train.learning_rate, lower",
     )
 
 
@@ -132,7 +139,7 @@ def clip_fraction(run: Run) -> Flag | None:
         level,
         f"{part:.1%} of the ratios of steps {steps[0]} to {steps[-1]} are outside",
         f"<= {limits.clipped_yellow:.1%}, red > {limits.clipped_red:.1%}",
-        "the sampler and the trainer compute different probabilities, or the clip is far too narrow",
+        "the sampler and the trainer compute different probabilities",
         "train.epsilon, train.epsilon_high",
     )
 
@@ -149,7 +156,7 @@ def kl_to_the_sampler(run: Run) -> Flag | None:
         level,
         f"{worst:.3g} nats a token in steps {steps[0]} to {steps[-1]}",
         f"<= {limits.kl_yellow:g}, red > {limits.kl_red:g}",
-        "the learning rate is too high: one update makes another policy",
+        "the learning rate is too high for one update",
         "train.learning_rate, lower",
     )
 
@@ -165,7 +172,7 @@ def kl_to_the_reference(run: Run) -> Flag | None:
         f"{now:.3g} in steps {steps[0]} to {steps[-1]}",
         f"<= {limit / 10:g}, red > {limit:g}",
         "the policy has left the reference that train.beta ties it to",
-        "train.beta, higher; train.learning_rate, lower",
+        "train.beta, higher",
     )
 
 

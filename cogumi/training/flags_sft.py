@@ -1,17 +1,17 @@
 """Rules for supervised fine-tuning: what is learned of the batches, and what the loss does."""
 
-import math
 import statistics
 
 from cogumi.training.flags import Batches, Flag, Level, Rule, Run, Words, share
-from cogumi.training.trend import noise, smooth, trend
+from cogumi.training.flags_common import is_untrained
+from cogumi.training.trend import fall, noise, smooth, trend
 
 ENOUGH_ROWS = 8
 TREND_STEPS = 50  # before these a loss that does not fall may still be warming up
-UNTRAINED = 0.05  # share of log(vocabulary) within which a first loss is of weights that were never trained
 WORSE = 1.3  # times the entropy of the frequencies above which a first loss is of a model that expects something else
 RESTS = 10  # rows of which the second half must not fall, for a loss to be at rest
 FALLS = 2.0  # standard deviations of a trend from which a loss is not at rest: less than a change of its own needs
+SHORT_ANSWERS = 32  # learned tokens to an end token up to which a sample of twice as many is to reach its end
 TELLS = 2.0  # Student's t from which a difference between own and other prompts is more than noise
 BELONGS = (
     3.0  # likewise of the words they share: from here completions belong to their prompts, whatever the model says
@@ -37,8 +37,8 @@ def learned_tokens(run: Run) -> Flag | None:
         "red" if worst > red else "yellow" if worst > 0 else "green",
         ", ".join(evidence),
         f"none, red > {red:.0%}",
-        "every token of these examples is masked: the completion is empty, cut away, or not found by the mask",
-        "data.columns and train.completion_only_loss; train.max_length where they are cut",
+        "every token of these examples is masked, so nothing is learned of them",
+        "data.columns",
     )
 
 
@@ -55,7 +55,7 @@ def padding(run: Run) -> Flag | None:
             f"{seen.pads_learned} padded places of {seen.examples} examples are learned",
             threshold,
             "the collator labels padding, so the model learns to write it",
-            "the trainer's data_collator (labels of padding are -100)",
+            "the trainer's data_collator",
         )
     if seen.pad_is_end and not seen.ends and seen.learned:
         return Flag(
@@ -64,7 +64,7 @@ def padding(run: Run) -> Flag | None:
             f"the padding token is the end token, and none of {seen.learned} learned tokens ends a text",
             threshold,
             "end tokens are masked as if they were padding, so the model never learns to stop",
-            "the tokenizer's pad_token (one that is not the end token)",
+            "the tokenizer's pad_token",
         )
     level: Level = "yellow" if seen.pads_in_text and not seen.pad_is_end else "green"
     return Flag(
@@ -88,9 +88,25 @@ def end_tokens(run: Run) -> Flag | None:
     if cut > red / 6:
         cause, level = "examples are longer than the budget", "red" if cut > red else "yellow"
         return Flag("end tokens", "red" if level == "red" else "yellow", evidence, threshold, cause, "train.max_length")
-    cause = "the examples hold no end token, so the model learns no end"
+    cause = "the examples hold no end token, so the model does not learn to stop"
     level = "green" if seen.ends else "yellow"
     return Flag("end tokens", "yellow" if level == "yellow" else "green", evidence, threshold, cause, "data.format")
+
+
+def samples_end(run: Run) -> Flag | None:
+    """Whether samples reach the end token once half of the steps are done. A sample is of 64 tokens at most."""
+    now, seen = run.written[-1] if run.written else None, run.batches
+    if now is None or not now.step or 2 * now.step < run.setting.max_steps or seen is None or not seen.learned:
+        return None
+    often = seen.learned / seen.ends if seen.ends else 0.0
+    evidence = f"{now.ended} of {now.count} samples reach the end token after step {now.step}"
+    if now.ended or often > SHORT_ANSWERS:
+        return Flag("samples end", "green", evidence, "at least one")
+    if seen.ends:
+        cause = f"the model has not learned to stop, though one learned token in {often:.0f} is the end token"
+        return Flag("samples end", "yellow", evidence, "at least one", cause, "train.max_steps, higher")
+    cause = "no learned token is the end token, so the model does not learn to stop"
+    return Flag("samples end", "red", evidence, "at least one", cause, "data.format")
 
 
 def prompt_and_completion(run: Run) -> Flag | None:
@@ -102,28 +118,25 @@ def prompt_and_completion(run: Run) -> Flag | None:
     """
     if run.batches is None or run.batches.pairs is None:
         return None
-    pairs, least, words = run.batches.pairs, run.thresholds.pair_gain, run.batches.words
-    if pairs.t < TELLS and run.batches.pairs_now is not None:
-        pairs = run.batches.pairs_now
+    first, least, words = run.batches.pairs, run.thresholds.pair_gain, run.batches.words
+    asked = run.batches.pairs_now
+    pairs = first if asked is None or first.t >= TELLS else asked
     gain = share(pairs.other - pairs.own, pairs.other)
     evidence = (
-        f"{pairs.examples} completions cost {pairs.own:.3f} nats a token after their own prompt and {pairs.other:.3f} after "
-        f"another's (t = {pairs.t:.1f}), asked after {pairs.step} steps"
+        f"completions cost {pairs.own:.3f} nats a token after their own prompt and {pairs.other:.3f} after another's "
+        f"(t = {pairs.t:.1f}, step {pairs.step})"
     )
     if words is not None:
-        evidence += f"; {words.examples} share words with their own prompts with t = {words.t:.1f}"
+        evidence += f", and share words with their own with t = {words.t:.1f}"
     threshold = f"cheaper by >= {least:.0%}, or t >= {TELLS:g}; red where model or words (t < {TELLS:g}) could tell"
     level: Level = "green"
-    cause, knob = "", "data.source, data.columns (the order of the rows in each column)"
-    if gain < least and pairs.t < TELLS:
+    cause, knob = "", "data.columns"
+    if gain < least and pairs.t < TELLS and not (words is not None and words.t >= BELONGS):
         knows = pairs.own < run.thresholds.knows_text * run.batches.entropy
-        if words is not None and words.t >= BELONGS:
-            level, cause = "yellow", "the model cannot use these prompts yet, though the completions belong to them"
-            knob = "train.max_steps, higher; or a larger model.name"
-        elif knows or (words is not None and could_share(words) and words.t < TELLS):
-            level, cause = "red", "completions do not belong to their prompts: labels or rows were shuffled"
-        else:
-            level, cause = "yellow", "the completions do not belong to their prompts, or the model cannot use them yet"
+        if knows or (words is not None and could_share(words) and words.t < TELLS):
+            level, cause = "red", "completions do not belong to their prompts, as if the rows were shuffled"
+        elif asked is not None:  # a base that cannot tell them yet says nothing of the data
+            level, cause = "yellow", "the trained model does not use the prompts"
     return Flag("prompt and completion", level, evidence, threshold, cause, knob)
 
 
@@ -157,7 +170,7 @@ def loss_trend(run: Run) -> Flag | None:
         evidence = f"up by {rising.change(latest[0]):.3f} from step {latest[0][0]} to {steps[-1]} (z = {rising.z:.1f})"
         return Flag("loss trend", "red", evidence, threshold, too_high, "train.learning_rate, to a third")
     if steps[-1] >= max(100, run.setting.warmup_steps + TREND_STEPS) and end > start * (1 - limits.loss_fall):
-        cause = "the learning rate is too low, or the model knows these examples already"
+        cause = "the loss hardly falls"
         return Flag("loss trend", "yellow", evidence, threshold, cause, "train.learning_rate, higher")
     return Flag("loss trend", "green", evidence, threshold)
 
@@ -190,19 +203,18 @@ def token_frequencies(run: Run) -> Flag | None:
         return None
     half, start = second_half(run), statistics.median(losses[:3])
     end, falling = statistics.median(half[1]), trend(*half)
-    untrained = math.log(run.setting.vocabulary) if run.setting.vocabulary > 1 else math.inf
     level: Level = "green"
-    cause, knob = "little but the tokens' frequencies is learned so far", "train.learning_rate, train.max_steps"
+    cause, knob = "little but the tokens' frequencies is learned so far", "train.max_steps, higher"
     rests = rests_at_frequencies(run)
     if rests:
         level = "yellow"
     if rests and not still_tells(batches):
-        if start > WORSE * batches.entropy and abs(start / untrained - 1) >= UNTRAINED:
+        if start > WORSE * batches.entropy and not is_untrained(run):
             level = "red"
-            cause = "the labels are in another order than the text, so that only their frequencies can be learned"
-            knob = "the trainer's data_collator, data.columns"
+            cause = "the labels are in another order than the text, so only their frequencies can be learned"
+            knob = "the trainer's data_collator"
         elif start < end * (1 - run.thresholds.loss_fall) or forgot(batches):
-            level, cause = "red", "the learning rate is too high: what the base knew is gone"
+            level, cause = "red", "the learning rate is too high, and what the base knew is gone"
             knob = "train.learning_rate, to a tenth"
     return Flag(
         "token frequencies",
@@ -237,12 +249,14 @@ def loss_noise(run: Run) -> Flag | None:
     part, limits = share(noise(losses) * logged**0.5, level_of_loss), run.thresholds
     few = run.setting.examples_per_step < limits.few_examples
     level: Level = "red" if part > limits.noise_red and few else "yellow" if part > limits.noise_yellow else "green"
+    if fall(run.series("loss")[1]).is_by(limits.loss_fall):
+        level = "green"  # as a loss becomes small, its scatter is more and more of it
     return Flag(
         "loss noise",
         level,
         f"{part:.0%} of the loss from step to step, with {run.setting.examples_per_step} examples a step",
         f"<= {limits.noise_yellow:.0%}, red > {limits.noise_red:.0%} with fewer than {limits.few_examples} examples",
-        "the batch is too small: its gradient is mostly chance",
+        "the batch is too small, so its gradient is mostly chance",
         "train.gradient_accumulation_steps, higher",
     )
 
@@ -251,6 +265,7 @@ SFT: tuple[Rule, ...] = (
     learned_tokens,
     padding,
     end_tokens,
+    samples_end,
     prompt_and_completion,
     loss_trend,
     token_frequencies,

@@ -1,6 +1,5 @@
 """Training every weight of the model instead of an adapter (`cogumi.tuning: full`), where it fits."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from cogumi.config import RunConfig
 from cogumi.errors import UsageError
 from cogumi.rl.planner import USABLE, free_memory_bytes
+from cogumi.training.results import remove_if_there, written_aside
 from cogumi.training.verdict import Check
 from cogumi.words import gib
 
@@ -101,11 +101,10 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, dt
     The model itself is turned into that dtype: what is completed and compared afterwards is what was saved.
     """
     unfinished, whole = run_dir / ".merged", run_dir / "merged"
-    for stale in (unfinished, whole):
-        if stale.exists():
-            shutil.rmtree(stale)
-    model.to(dtype).save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
+    remove_if_there(whole)
+    with written_aside(unfinished):
+        model.to(dtype).save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
     unfinished.rename(whole)
     return whole
 

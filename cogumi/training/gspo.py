@@ -5,7 +5,7 @@ from typing import Any
 
 from datasets import Dataset
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainerState
 
 from cogumi.config import RunConfig
 from cogumi.data.templates import read_template
@@ -13,17 +13,20 @@ from cogumi.errors import UsageError
 from cogumi.models.adapters import lora_config
 from cogumi.patches.gspo import defaults, spelled_out
 from cogumi.rewards.named import refuse_missing_columns, rewards_of
+from cogumi.rewards.shapes import what_is_wrong
 from cogumi.rewards.thinking import on_visible
 from cogumi.rl.behaviour import use_rollout_logps
 from cogumi.rl.fp32_head import fp32_lm_head
-from cogumi.rl.guards import check_groups, clip_numbers, refuse_small_group
+from cogumi.rl.guards import clip_numbers
 from cogumi.rl.planner import (
     BatchPlan,
     ModelShape,
+    check_groups,
     documents_of,
     free_memory_bytes,
     nearest_multiples,
     plan_batch,
+    refuse_small_group,
     refuse_uneven,
     whole_rollout,
 )
@@ -44,10 +47,11 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     rewards_of(run.cogumi.rewards)
     train = {"loss_type": "gspo", **run.train}
     name = train["loss_type"]
-    if name not in PRESETS:
-        raise UsageError(f"train.loss_type is {name!r}; one of {', '.join(PRESETS)}")
     for finding in clip_numbers(PRESETS[name].values | train | {"loss_type": PRESETS[name].values["loss_type"]}):
         raise UsageError(finding.message)
+    wanted = PRESETS[name].values["importance_sampling_level"]
+    if name in OURS and (level := train.get("importance_sampling_level", wanted)) != wanted:
+        raise UsageError(f"train.importance_sampling_level: {level} contradicts train.loss_type: {name}; drop one")
     if train.get("cast_lm_head_to_fp32"):
         raise UsageError("train.cast_lm_head_to_fp32: TRL's switch fails on tied embeddings with PEFT; "
                          "set cogumi.fp32_lm_head: true instead")  # fmt: skip
@@ -171,7 +175,8 @@ def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) 
         rewards = [graded_without(reward, stops) for reward in rewards]
     if run.cogumi.thinking is not None:
         rewards = apply_thinking(run.cogumi.thinking, rewards, args, common["processing_class"])
-    trainer = trl.GRPOTrainer(reward_funcs=rewards, args=args, train_dataset=dataset, **common)
+    trainer: Any = trl.GRPOTrainer(reward_funcs=rewards, args=args, train_dataset=dataset, **common)
+    trainer.cogumi_run = True  # its messages name settings as the YAML does
     if stops:
         stop_at(trainer, stops)
     if run.cogumi.fp32_lm_head:
@@ -180,6 +185,18 @@ def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) 
         use_rollout_logps(trainer)
     watch(trainer, record=run.run_dir / RECORD).guard()
     return trainer
+
+
+def try_rewards(run: RunConfig, prompts: Dataset) -> None:
+    """Call each reward once, before a model is fetched or loaded. Raises UsageError where it cannot score this data."""
+    rewards = rewards_of(run.cogumi.rewards)
+    refuse_missing_columns(rewards, prompts.column_names)
+    for reward in rewards if len(prompts) else ():
+        wrong = what_is_wrong(reward, prompts[0], setting(run, "num_generations"), trainer_state=TrainerState())
+        if wrong is not None and wrong[0]:
+            raise UsageError(f"cogumi.rewards: {wrong[1]}")
+        if wrong is not None:
+            log.warning("cogumi.rewards: %s", wrong[1])
 
 
 def apply_thinking(flag: bool, rewards: list[Any], args: Any, tokenizer: PreTrainedTokenizerBase) -> list[Any]:

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +31,8 @@ class Progress:
     """To the end of the training, as of `step_time`; samples, merge and checks come after it."""
     tokens_per_second: float | None = None
     mfu: float | None = None
+    of_a_stage: bool = False
+    """Whether these are steps and seconds of one stage before the training (`dpo.ReferencePass`)."""
 
 
 class Heartbeat:
@@ -43,6 +46,7 @@ class Heartbeat:
         self.run_dir, self.meter = run_dir, meter
         self.progress = Progress()
         self.throughput: Throughput | None = None
+        self.stalled: Callable[[], str] = str  # what a mirror says that falls behind, "" where it does not
         self.failure: BaseException | None = None
         self.over = threading.Event()
         self.use = MachineUse(run_dir)
@@ -98,10 +102,11 @@ class Heartbeat:
             "elapsed_seconds": meter.elapsed(),
             "eta_seconds": left,
             "cost_so_far": meter.cost(),
-            "cost_at_end": None if left is None else meter.cost(left),
+            "cost_at_end": None if left is None or progress.of_a_stage else meter.cost(left),
             "tokens_per_second": progress.tokens_per_second,
             "mfu": progress.mfu,
             "seconds": meter.seconds(),
             "counts": meter.counts,
+            "stalled": self.stalled() or None,
             **self.use.now(),
         }

@@ -9,10 +9,14 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
+from transformers import AutoConfig
+
 from cogumi.config import load_config
 from cogumi.models.load import resolve_model
 from cogumi.training.building import pinned, tokenizer_of
 from cogumi.training.examples import account, buckets, prepare_examples
+from cogumi.words import visible
+from cogumi.working import said
 
 # How a piece of an example is shown: as context, learned, preferred less; and between what marks where there is no colour.
 STYLES = {"context": "dim", "learned": "bold green", "rejected": "red"}
@@ -61,11 +65,14 @@ class Preview:
         """The preview in words and bars; with rich's markup, or marks where colours would not be seen."""
         from rich.markup import escape
 
-        yield from map(escape if colour else str, self.reports)
+        def shown(text: str) -> str:
+            return escape(visible(text)) if colour else visible(text)
+
+        yield from map(shown, self.reports)
         yield ""
         for shares in (self.train, self.held_out):
             if shares is not None:
-                yield escape(str(shares)) if colour else str(shares)
+                yield shown(str(shares))
         most = max((count for *_, count in self.lengths), default=0)
         for first, last, count in self.lengths:
             bar = "█" * round(BAR_WIDTH * count / most)
@@ -73,9 +80,9 @@ class Preview:
         for number, pieces in enumerate(self.examples, 1):
             yield f"\n--- example {number} " + "-" * 60
             if colour:
-                yield "".join(f"[{STYLES[kind]}]{escape(text)}[/]" for kind, text in pieces)
+                yield "".join(f"[{STYLES[kind]}]{shown(text)}[/]" for kind, text in pieces)
             else:
-                yield "".join(f"{MARKS[kind][0]}{text}{MARKS[kind][1]}" for kind, text in pieces)
+                yield "".join(f"{MARKS[kind][0]}{shown(text)}{MARKS[kind][1]}" for kind, text in pieces)
 
     def __str__(self) -> str:
         return "\n".join(self.lines(colour=False))
@@ -86,15 +93,13 @@ class Preview:
         return pieces.piece(pieces.preview(self))
 
 
+@said("preview: the examples are being prepared")
 def preview(config: str | os.PathLike[str] | Mapping[str, Any], examples: int = 3, **overrides: Any) -> Preview:
-    """What `cogumi.train` would train on with the same words. Raises UsageError as it does, for the data and its tokenizer.
-
-    examples: how many are shown, the first ones.
-    """
+    """`cogumi.preview`, where torch may be imported (`cogumi.entry`)."""
     run = pinned(load_config(config, **overrides))
     base = resolve_model(run.model.name, run.model.revision)
     tokenizer = tokenizer_of(run, base)
-    found = prepare_examples(run, tokenizer)
+    found = prepare_examples(run, tokenizer, AutoConfig.from_pretrained(base, revision=run.model.revision))
     data = found.train
     rows = data.dataset.select(range(min(examples, len(data.dataset))))
     return Preview(

@@ -1,35 +1,85 @@
 """What a run leaves behind: the adapter, the merged model, and checks of both."""
 
 import logging
+import shlex
 import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from cogumi.checkpoints.full import disk_is_full
+from cogumi.checkpoints.saving import REMIND_SECONDS, RETRY_SECONDS
 from cogumi.config import RunConfig
-from cogumi.errors import UsageError
+from cogumi.disk import space_of
+from cogumi.errors import DiskFull, UsageError
 from cogumi.merge import LogitCheck, MergeError, MergeReport, check_logits, merge_adapter
 from cogumi.merge.logits_disk import check_directory
 from cogumi.models.adapters import TRAINED, unlike_saved
 from cogumi.models.provenance import quantization_of, record_base
 from cogumi.training.arguments import one_line
+from cogumi.training.telemetry import set_status
 from cogumi.training.verdict import Check
 
 log = logging.getLogger("cogumi")
+Result = TypeVar("Result")
 
 
 def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, revision: str | None) -> Path:
     """Adapter, tokenizer and a record of the base, written aside and renamed: `adapter/` is whole or not there."""
     unfinished, adapter = run_dir / ".adapter", run_dir / "adapter"
-    remove_if_there(unfinished)
-    model.save_pretrained(unfinished, selected_adapters=[TRAINED])  # and not the frozen reference of a warm start
-    tokenizer.save_pretrained(unfinished)
-    record_base(unfinished, model, revision)
+    with written_aside(unfinished):
+        model.save_pretrained(unfinished, selected_adapters=[TRAINED])  # and not the frozen reference of a warm start
+        tokenizer.save_pretrained(unfinished)
+        record_base(unfinished, model, revision)
     remove_if_there(adapter)  # the same one: the run had come as far as this, and ended before its end
     unfinished.rename(adapter)
     return adapter
+
+
+@contextmanager
+def written_aside(unfinished: Path) -> Iterator[None]:
+    """In the block a directory is written from nothing; nothing of it stays where that fails, as on a full disk."""
+    remove_if_there(unfinished)
+    try:
+        yield
+    except BaseException as error:
+        what = unfinished.name.lstrip(".")
+        full = isinstance(error, Exception) and disk_is_full(error, unfinished.parent)
+        remove_if_there(unfinished)
+        if full:
+            raise DiskFull(
+                f"{what}: it does not fit on the disk of {unfinished.parent} ({one_line(error)}); free space there, and the "
+                "same command continues from the last checkpoint",
+                unfinished.parent,
+            ) from error
+        raise
+
+
+def when_there_is_room(run: RunConfig, stage: str, act: Callable[..., Result], *given: Any) -> Result:
+    """Do what writes a result. On a full disk it waits for space where `cogumi.on_full` is "pause"; otherwise DiskFull."""
+    while True:
+        try:
+            return act(*given)
+        except DiskFull as full:
+            if run.cogumi.on_full != "pause":
+                raise
+            log.error("%s waits: %s", stage, full)
+            set_status(run.run_dir, "running", stage=stage, reason=f"{stage} waits for space: {full}")
+            wait_for(full)
+        set_status(run.run_dir, "running", stage=stage)
+
+
+def wait_for(full: DiskFull) -> None:
+    """Until a disk has the space by its own numbers; where these say so already, as with a quota, for a while."""
+    until = time.monotonic() + REMIND_SECONDS
+    time.sleep(RETRY_SECONDS)
+    while full.needed and space_of(full.place).free < full.needed and time.monotonic() < until:
+        time.sleep(RETRY_SECONDS)
 
 
 def remove_if_there(directory: Path) -> None:
@@ -42,9 +92,9 @@ def merged_or_why_not(
 ) -> tuple[Path | None, list[Check]]:
     """The merged model and its checks; a merge that is refused is a failed check, because the adapter was paid for."""
     try:
-        return merge_and_check(run, run_dir, adapter, base, live, tokens)
+        return when_there_is_room(run, "merge", merge_and_check, run, run_dir, adapter, base, live, tokens)
     except (UsageError, MergeError) as error:
-        later = f"{one_line(error)} (later: cogumi merge {adapter} OUT)"
+        later = f"{one_line(error)} (later: cogumi merge {shlex.quote(str(adapter))} OUT)"
         return None, [Check("merge", later, "the adapter goes into its base", False)]
 
 

@@ -15,7 +15,10 @@ from safetensors import SafetensorError
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import AutoConfig
 
+from cogumi.accounts import refuse_unreachable
 from cogumi.checkpoints.mirror import Mirror
+from cogumi.checkpoints.screen import outliving_the_screen
+from cogumi.checkpoints.signals import ending_in_good_order
 from cogumi.config import RunConfig, dump_config, load_config
 from cogumi.errors import RefusedAtSetup, UsageError
 from cogumi.merge.resolve import refuse_unsupported
@@ -25,26 +28,31 @@ from cogumi.models.download import Download, fetch, plan_download
 from cogumi.models.load import resolve_model
 from cogumi.patches import patch
 from cogumi.rundir import create_run_dir, read_jsonl, write_atomic, write_json
-from cogumi.training import full
+from cogumi.stack.gpus import VARIABLE, refuse_several_gpus, use_one_gpu
+from cogumi.training import full, gspo
 from cogumi.training.arguments import one_line, trl_arguments
 from cogumi.training.budget import refuse_impossible, refuse_spent
 from cogumi.training.building import BASE, build_trainer, pinned, tokenizer_of
-from cogumi.training.choices import before_cuda, with_choices
+from cogumi.training.choices import Choice, before_cuda, with_choices
+from cogumi.training.diagnosis import Scale
 from cogumi.training.examples import beyond_the_model, first_tokens, prepare_examples
 from cogumi.training.fitting import Fitted, fit
 from cogumi.training.meter import Meter
-from cogumi.training.results import merged_or_why_not, save_adapter
+from cogumi.training.results import merged_or_why_not, save_adapter, when_there_is_room
 from cogumi.training.samples import FILE as SAMPLES
 from cogumi.training.samples import write_samples
 from cogumi.training.summary import measured
 from cogumi.training.telemetry import on_screen, recorded, set_status
 from cogumi.training.unfinished import HOW_TO_GO_ON, SANITY_CHECKED, alone_in, goes_on
 from cogumi.training.verdict import Check, Verdict
+from cogumi.training.waiting import forget_requests
+from cogumi.working import said
 
 log = logging.getLogger("cogumi")
 # What transformers, peft and TRL raise for a setting they refuse, a package that is not installed, or broken weights.
 BUILD_REFUSALS = (ValueError, ImportError, OSError, RuntimeError, ArithmeticError, SafetensorError)
 LOGIT_ROWS = 8  # examples on which the merged model's logits are compared
+SAFE_TO_SCALE = "safe to scale"  # the check that answers a sanity check
 SANITY_ROWS = 10  # that a sanity check is to see at least
 
 
@@ -72,18 +80,16 @@ class RunResult:
         return [row[key] for row in self.metrics if row.get(key) is not None]
 
 
+@said("train: this cell trains")
 def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> RunResult:
-    """Run one configuration in this process and return what it left behind.
-
-    `config` is a YAML path or a mapping; `overrides` are dotted names with `__` for the dot (`train__max_steps=5`).
-    A run directory that holds this run, unfinished, goes on from its last good checkpoint. Raises UsageError, before
-    anything is written, for a mistake in the configuration, the data or the run directory.
-    """
+    """`cogumi.train`, where torch may be imported (`cogumi.entry`)."""
     from cogumi.planning import before  # which reads data and settings as this package does
 
     run = load_config(config, **overrides)
     meter = Meter(run.cogumi.price_per_hour)
-    allocator = before_cuda(run)
+    one_gpu = use_one_gpu()
+    refuse_several_gpus(torch.cuda.device_count())
+    before_start = [*([Choice(VARIABLE, one_gpu.value, one_gpu.reason)] if one_gpu else []), *before_cuda(run)]
     patches = patch(graph_break="off")  # 4-bit layers are seen to when the model is there, if they are to be compiled
     args = trl_arguments(run)
     refuse_early(run, args)
@@ -102,20 +108,30 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         warm_start.refuse_other_base(run.model.adapter, of_base, run.model.revision)
     download = plan_download(base, run.model.revision)
     tokenizer = tokenizer_of(run, base)
-    examples = prepare_examples(run, tokenizer)
+    examples = prepare_examples(run, tokenizer, of_base)
+    if run.cogumi.method == "gspo":
+        gspo.try_rewards(run, examples.train.dataset)
 
     run_dir = run.run_dir if again else create_run_dir(run.run_dir)
-    with alone_in(run_dir), reported(run_dir), recorded(run_dir, again), measured(run_dir, meter) as heart:
+    with (
+        outliving_the_screen(),
+        ending_in_good_order(),
+        alone_in(run_dir),
+        reported(run_dir),
+        recorded(run_dir, again),
+        measured(run_dir, meter) as heart,
+    ):
 
         def enter(stage: str, **more: Any) -> None:
             meter.enter(stage)
             set_status(run_dir, "running", stage=stage, **more)
 
+        forget_requests(run_dir)  # which were made of an earlier part of the run
         write_atomic(run_dir / "config.yaml", written)
         examples.record(run_dir)
         if again:
             log.info("%s goes on where it stopped (cogumi.resume: never refuses that)", run_dir)
-        for line in (*str(patches).splitlines(), *(f"chosen: {each}" for each in allocator), *examples.reports()):
+        for line in (*str(patches).splitlines(), *(f"chosen: {each}" for each in before_start), *examples.reports()):
             log.info(line)
         if run.cogumi.lora_preset is not None:
             log.info(presets.describe(run.cogumi.lora_preset, run.lora))
@@ -130,7 +146,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
             fetch_into(run_dir, download)
         enter("load")
         try:
-            trainer = build_trainer(chosen, base, tokenizer, examples)
+            trainer = build_trainer(chosen, base, tokenizer, examples, heart)
         except UsageError as error:
             raise RefusedAtSetup(str(error)) from error
         except BUILD_REFUSALS as error:
@@ -142,14 +158,16 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         fitted = fit(run, trainer, tokenizer, examples, heart)
         checks, adapter, merged = fitted.checks, None, None
         if run.cogumi.tuning == "lora":
-            adapter = save_adapter(trainer.model, tokenizer, run_dir, asked)
+            adapter = when_there_is_room(run, "save", save_adapter, trainer.model, tokenizer, run_dir, asked)
         elif fitted.ended is None:
-            merged = full.save_model(trainer.model, tokenizer, run_dir, of_base.dtype or torch.float32)
+            dtype = of_base.dtype or torch.float32
+            merged = when_there_is_room(run, "save", full.save_model, trainer.model, tokenizer, run_dir, dtype)
             checks.append(full.judge_saved(trainer.model, merged))
-        if examples.prompts is not None and fitted.ended is None:
+        if examples.prompts is not None and (fitted.ended is None or fitted.ended.state == SANITY_CHECKED):
             enter("samples")
             step = trainer.state.global_step
             write_samples(run_dir, trainer.model, tokenizer, examples.prompts, step, run.cogumi.stop)
+            fitted.sentinel.conclude()
         if adapter is not None and run.cogumi.merge and fitted.ended is None:
             enter("merge")
             tokens = first_tokens(examples.train.dataset, tokenizer, LOGIT_ROWS)
@@ -171,6 +189,7 @@ def refuse_early(run: RunConfig, args: Any) -> None:
         full.refuse_with_adapter_settings(run)
     elif run.cogumi.merge:
         refuse_unmergeable(run)
+    refuse_unreachable(run.train)
 
 
 def refuse_a_blind_check(run: RunConfig, args: Any) -> None:
@@ -242,10 +261,9 @@ def conclude(run_dir: Path, fitted: Fitted) -> Verdict:
             log.warning("was red at step %d: %s", step, flag)
     if fitted.ended is not None:
         reason = fitted.ended.reason
-        if verdict.safe_to_scale is not None:
-            reason += f"; safe to scale: {'yes' if verdict.safe_to_scale else 'no'}"
-        if verdict.safe_to_scale is False:
-            reason += "; change what failed, and start that in another cogumi.run_dir"
+        reason += "".join(f"; {check.name}: {check.figure}" for check in verdict.checks if check.name == SAFE_TO_SCALE)
+        if verdict.safe_to_scale is Scale.NO:
+            reason += "; change what failed, and start again in another cogumi.run_dir"
         else:
             reason += f"; {HOW_TO_GO_ON[fitted.ended.state]}"
         log.info("%s: %s", fitted.ended.state, reason)
@@ -258,11 +276,16 @@ def conclude(run_dir: Path, fitted: Fitted) -> Verdict:
 
 
 def judged(fitted: Fitted) -> Verdict:
-    sentinel, ended, checks, safe = fitted.sentinel, fitted.ended, list(fitted.checks), None
+    sentinel, ended, checks = fitted.sentinel, fitted.ended, list(fitted.checks)
+    safe: Scale | None = None
     if ended is not None and ended.state != SANITY_CHECKED:
         checks.append(Check(ended.state, ended.reason, "the training to its end", False))
     if sentinel.sanity is not None:
-        safe, answer = sentinel.answer()
-        checks.append(Check("safe to scale", answer, "no red flag in the steps checked", safe))
-        safe = safe and all(check.passed for check in checks)
+        safe, why = sentinel.answer()
+        missed = [check.name for check in checks if not check.passed]
+        if safe and missed:
+            safe, why = Scale.NO, f"{' and '.join(missed)} failed"
+        measured = "the reward rose" if sentinel.method == "gspo" else "the loss fell"
+        required = f"{measured} beyond its noise, and no flag of what is learned is red or yellow"
+        checks.append(Check(SAFE_TO_SCALE, f"{safe}: {why}", required, bool(safe)))
     return Verdict(tuple(checks), tuple(sentinel.flags), tuple(sentinel.was_red.values()), safe)

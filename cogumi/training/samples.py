@@ -4,6 +4,7 @@ Greedy completions. The training is as it would be without them: the random stat
 """
 
 import logging
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,41 +17,65 @@ from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from cogumi.models.complete import complete
+from cogumi.models.complete import complete_to_end
 from cogumi.rundir import append_jsonl, line_of, read_jsonl, write_atomic
+from cogumi.training.flags import Written
 
 log = logging.getLogger("cogumi")
 
 SAMPLES = 4
+# Where the config does not say: so often on the way, and not more often than every so many steps.
+TIMES, FEWEST = 10, 50
+SHARE = 0.02  # of the training's time, at most, for those
 FILE = "samples.jsonl"
+LONGEST_PIECE = 120  # characters of what is repeated
+LOOP_CHARACTERS = 20
 
 
 class Samples(TrainerCallback):
-    """Writes samples after every `every` steps of a training. `aside` is entered while it does."""
+    """Writes samples after every `every` steps of a training. `aside` is entered while it does.
+
+    every: None for each tenth of the steps, not more often than every FEWEST, as long as it takes no more than SHARE of the
+    time. spent: the seconds by stage so far.
+    """
 
     def __init__(
         self,
         run_dir: Path,
         tokenizer: PreTrainedTokenizerBase,
         prompts: Dataset,
-        every: int,
+        every: int | None,
         aside: Callable[[str], AbstractContextManager[None]],
+        spent: Callable[[], dict[str, float]],
         stops: Sequence[str] = (),
     ) -> None:
         self.run_dir, self.tokenizer, self.prompts, self.every, self.aside = run_dir, tokenizer, prompts, every, aside
-        self.stops = stops
+        self.spent, self.stops = spent, stops
+        self.limited = every is None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         keep_until(self.run_dir, state.global_step)
+        if self.every is None:
+            self.every = max(FEWEST, math.ceil(state.max_steps / TIMES))
+        on_the_way = f"every {self.every} steps " if self.every < state.max_steps else ""
+        limit = f", at most {SHARE:.0%} of the time" if on_the_way and self.limited else ""
+        log.info("samples: %d held-out prompts before the first step, %sand at the end%s (cogumi.samples_every)",
+                 min(SAMPLES, len(self.prompts)), on_the_way, limit)  # fmt: skip
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        if state.global_step % self.every == 0:
+        assert self.every is not None
+        if state.global_step % self.every == 0 and state.global_step < state.max_steps and self.is_cheap():
             with self.aside("samples"):
                 write_samples(self.run_dir, model, self.tokenizer, self.prompts, state.global_step, self.stops)
+
+    def is_cheap(self) -> bool:
+        """Whether samples have taken no more than their share of the time so far."""
+        spent = self.spent()
+        return not self.limited or spent.get("samples", 0.0) <= SHARE * spent.get("train", 0.0)
 
 
 def write_samples(
@@ -70,16 +95,37 @@ def write_samples(
     keep_until(run_dir, step - 1)
     examples = prompts.select(range(min(SAMPLES, len(prompts))))
     with as_before(model):
-        written = complete(model, tokenizer, list(examples["prompt_ids"]), stops=stops)
-    for example, completion in zip(examples.remove_columns("prompt_ids"), written, strict=True):
-        append_jsonl(run_dir / FILE, {"step": step, **example, "completion": completion})
-    if step and not any(written):
-        log.warning(
-            "samples: after step %d each of %d held-out prompts is completed by nothing: the likeliest first token is "
-            "the end; train longer, or look at what ends the examples (cogumi.preview)",
+        written = complete_to_end(model, tokenizer, list(examples["prompt_ids"]), stops=stops)
+    for example, (completion, ended) in zip(examples.remove_columns("prompt_ids"), written, strict=True):
+        append_jsonl(run_dir / FILE, {"step": step, **example, "completion": completion, "ended": ended})
+
+
+def written_in(run_dir: Path) -> list[Written]:
+    """What samples.jsonl holds, by step."""
+    steps: dict[int, list[dict[str, Any]]] = {}
+    for row in read_jsonl(run_dir / FILE):
+        steps.setdefault(int(row["step"]), []).append(row)
+    return [
+        Written(
             step,
-            len(written),
+            len(rows),
+            empty=sum(not row["completion"] for row in rows),
+            blank=sum(row["completion"].isspace() for row in rows),
+            loops=sum(repeats_itself(row["completion"]) for row in rows),
+            ended=sum(row.get("ended", True) for row in rows),
         )
+        for step, rows in sorted(steps.items())
+    ]
+
+
+def repeats_itself(completion: str) -> bool:
+    """Whether the end of a text is one piece over and over: three times at least, and half of the text."""
+    text = completion.strip()
+    for period in range(1, min(LONGEST_PIECE, len(text) // 3) + 1):
+        same = next((i for i in range(len(text) - period) if text[-1 - i] != text[-1 - i - period]), len(text) - period)
+        if same + period >= max(3 * period, LOOP_CHARACTERS, len(text) / 2):
+            return True
+    return False
 
 
 def keep_until(run_dir: Path, step: int, file: str = FILE) -> None:

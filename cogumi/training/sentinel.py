@@ -22,14 +22,16 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from cogumi.checkpoints.manifest import read_manifest, versions
 from cogumi.rl.watch import Watch
 from cogumi.rundir import read_json, write_json
 from cogumi.thresholds import Thresholds
 from cogumi.training.batches import answers_of, ask_for_pairs, look_at_batches, words_of
-from cogumi.training.diagnosis import judge, safe_to_scale
+from cogumi.training.diagnosis import Scale, judge, safe_to_scale
 from cogumi.training.flags import Batches, Flag, Run, Setting, reds
 from cogumi.training.flags_common import SETTLED_STEPS, is_not_finite
 from cogumi.training.flags_sft import TELLS, rests_at_frequencies
+from cogumi.training.samples import written_in
 from cogumi.training.unfinished import SANITY_CHECKED, STOPPED
 
 log = logging.getLogger("cogumi")
@@ -80,6 +82,7 @@ class Sentinel(TrainerCallback):
         self.was_red: dict[str, tuple[int, Flag]] = {}
         self.acted_on: set[str] = set()
         self.earlier: list[dict[str, Any]] = []
+        self.earlier_versions: tuple[str, ...] = ()
         self.ended: Ended | None = None
         self.judged_at = 0
         self.written_at = 0.0
@@ -105,7 +108,9 @@ class Sentinel(TrainerCallback):
     def begin(self) -> list[Flag]:
         """Look at what is about to be trained on, and say what is wrong with it. Call it before `trainer.train()`."""
         path = self.directory / FLAGS  # of the part before, which the first look writes over
-        self.earlier = read_json(path)["was_red"] if path.exists() else []
+        before = read_json(path) if path.exists() else {"was_red": []}
+        self.earlier = before["was_red"]
+        self.earlier_versions = tuple(before.get("other_versions", ()))
         if self.method != "gspo":
             with self.excused():
                 self.batches = look_at_batches(self.trainer)
@@ -121,13 +126,18 @@ class Sentinel(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.setting = replace(
-            self.setting, max_steps=state.max_steps, warmup_steps=args.get_warmup_steps(state.max_steps)
+            self.setting,
+            max_steps=state.max_steps,
+            warmup_steps=args.get_warmup_steps(state.max_steps),
+            other_versions=other_versions(args.output_dir, state.global_step),
         )
         self.first, self.moved, self.ended = [], False, None
         self.latest.clear()
         for row in state.log_history:  # of the part before, where the run goes on
             if "loss" in row:
                 self.remember(dict(row))
+        if state.global_step and self.earlier_versions:  # of an earlier resume, which the later checkpoints do not tell
+            self.setting = replace(self.setting, other_versions=self.earlier_versions)
         self.take_up_reds(state.global_step)
         self.start_of = [sample(each) for each in trained(self.trainer.model)]
         self.forget_steps()
@@ -239,7 +249,10 @@ class Sentinel(TrainerCallback):
             self.write(step)
 
     def run(self) -> Run:
-        return Run(self.setting, self.first, list(self.latest), self.batches, self.thresholds)
+        written = (
+            written_in(self.directory) if self.start_of is not None else []
+        )  # not before the rows beside them are known
+        return Run(self.setting, self.first, list(self.latest), self.batches, self.thresholds, written)
 
     def is_red(self, name: str) -> bool:
         return name in self.was_red
@@ -247,18 +260,24 @@ class Sentinel(TrainerCallback):
     def write(self, step: int) -> None:
         was_red = [{"step": at, **asdict(flag)} for at, flag in self.was_red.values()]
         value = {"step": step, "time": time.time(), "flags": [asdict(flag) for flag in self.flags], "was_red": was_red}
+        if other := self.setting.other_versions or self.earlier_versions:
+            value["other_versions"] = other
         write_json(self.directory / FLAGS, value)
         self.written_at = time.monotonic()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.look(state.global_step)
-        self.write(state.global_step)
+        self.conclude()
 
-    def answer(self) -> tuple[bool, str]:
-        """Safe to scale: yes or no, and why."""
-        return safe_to_scale(flag for _, flag in self.was_red.values())
+    def conclude(self) -> None:
+        """Judge what there is at the end: of the steps, and then of the samples that are written after them."""
+        self.look(self.trainer.state.global_step)
+        self.write(self.trainer.state.global_step)
+
+    def answer(self) -> tuple[Scale, str]:
+        """Safe to scale: yes, no or not shown, and why."""
+        return safe_to_scale(self.run(), self.flags, (flag for _, flag in self.was_red.values()))
 
     # ------------------------------------------------------------------------------------------------------- what is done
 
@@ -285,7 +304,8 @@ def troubles(flags: list[Flag]) -> set[tuple[str, str]]:
 
 
 def setting_of(trainer: Any, method: str) -> Setting:
-    args = trainer.args
+    args, model = trainer.args, trainer.model
+    adapter = (getattr(model, "peft_config", None) or {}).get(getattr(model, "active_adapter", None))
     loss = getattr(args, "loss_type", "")
     return Setting(
         method=method,
@@ -294,10 +314,28 @@ def setting_of(trainer: Any, method: str) -> Setting:
         examples_per_step=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
         max_grad_norm=args.max_grad_norm or 0.0,
         beta=getattr(args, "beta", 0.0) or 0.0,
-        vocabulary=trainer.model.get_input_embeddings().num_embeddings,
+        vocabulary=model.get_input_embeddings().num_embeddings,
         loss=",".join(loss) if isinstance(loss, list) else str(loss),
         fp16=args.fp16,
+        optimizer=str(getattr(args.optim, "value", args.optim)),
+        hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0) or 0,
+        lora_rank=getattr(adapter, "r", 0) or 0,
+        lora_scale=lora_scale(adapter),
+        rollout=getattr(args, "generation_batch_size", 0) or 0,
     )
+
+
+def lora_scale(adapter: Any) -> float:
+    """What the product of an adapter's matrices is multiplied by; 0 without a LoRA."""
+    rank = getattr(adapter, "r", 0) or 0
+    return adapter.lora_alpha / (rank**0.5 if adapter.use_rslora else rank) if rank else 0.0
+
+
+def other_versions(output_dir: str | None, step: int) -> tuple[str, ...]:
+    """What differs between the packages that the checkpoint of a step was saved with and those here; () of no checkpoint."""
+    manifest = read_manifest(Path(output_dir or ".") / f"checkpoint-{step}")
+    there, here = (manifest.versions if manifest else {}), versions()
+    return tuple(f"{name} {there[name]} -> {here.get(name)}" for name in there if there[name] != here.get(name))
 
 
 def trained(model: Any) -> list[Tensor]:

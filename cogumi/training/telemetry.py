@@ -18,8 +18,9 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from cogumi.durable import NO_SPACE
 from cogumi.errors import FINISHED_AND_SAVED, RefusedAtSetup
-from cogumi.hidden import Hiding, hide
+from cogumi.hidden import Hiding, Shown, hide
 from cogumi.process import this_process
+from cogumi.run_status import read_if_there
 from cogumi.rundir import append_jsonl, write_json
 from cogumi.training.heartbeat import Heartbeat
 from cogumi.training.pace import Pace
@@ -187,15 +188,31 @@ class Telemetry(TrainerCallback):
             self.bar.close()
 
 
+class RunLog(logging.FileHandler):
+    """run.log. Where it takes no line (a full disk, one that became read-only) that is said once, in one line."""
+
+    said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.said:
+            self.said = True
+            print(f"cogumi: {self.baseFilename} cannot be written: {error.strerror}", file=sys.stderr)
+
+
 @contextmanager
 def recorded(run_dir: Path, goes_on: bool = False) -> Iterator[None]:
     """Log lines go to run.log, and to the screen if nobody else shows them; status.json says how the run ended.
 
     goes_on: there was something of this run in the directory before, which is kept whatever happens.
     """
-    to_file = logging.FileHandler(run_dir / "run.log", encoding="utf-8")
+    to_file = RunLog(run_dir / "run.log", encoding="utf-8")
     to_file.setFormatter(Hiding("%(asctime)s %(levelname)s %(message)s"))
-    handlers: list[logging.Handler] = [to_file] if log.hasHandlers() else [to_file, logging.StreamHandler(sys.stdout)]
+    on_stdout = logging.StreamHandler(sys.stdout)
+    on_stdout.setFormatter(Shown())
+    handlers: list[logging.Handler] = [to_file] if log.hasHandlers() else [to_file, on_stdout]
     level = log.level
     log.setLevel(level or logging.INFO)
     for handler in handlers:
@@ -206,12 +223,13 @@ def recorded(run_dir: Path, goes_on: bool = False) -> Iterator[None]:
         if isinstance(error, RefusedAtSetup) and not goes_on:
             shutil.rmtree(run_dir)  # nothing in it is worth keeping, and the corrected run may want its name
             raise
-        state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        terminated = isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
-        if terminated or FINISHED_AND_SAVED in error.args:
-            state = "stopped"
-        ended = f"asked to by {'SIGTERM' if terminated else 'Ctrl-C'}: {FINISHED_AND_SAVED}"
-        reason = ended if state == "stopped" else f"{type(error).__name__}: {error}"
+        if by := asked_by(error):
+            stage = read_if_there(run_dir / "status.json").get("stage")
+            what = FINISHED_AND_SAVED if stage == "train" else f"before or after the training (stage: {stage})"
+            state, reason = "stopped", f"asked to by {by}: {what}"
+        else:
+            state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            reason = f"{type(error).__name__}: {error}"
         log.log(logging.WARNING if state == "stopped" else logging.ERROR, "%s: %s", state, reason)
         try:
             set_status(run_dir, state, reason=hide(reason))
@@ -223,6 +241,14 @@ def recorded(run_dir: Path, goes_on: bool = False) -> Iterator[None]:
             log.removeHandler(handler)
         log.setLevel(level)
         to_file.close()
+
+
+def asked_by(error: BaseException) -> str:
+    """What asked the run to end, where it was asked and has put everything in order; else ""."""
+    if FINISHED_AND_SAVED in error.args:
+        return "Ctrl-C"
+    asked = {128 + signal.SIGTERM: "SIGTERM", 128 + signal.SIGHUP: "SIGHUP (the terminal was closed)"}
+    return asked.get(error.code, "") if isinstance(error, SystemExit) else ""  # type: ignore[arg-type]
 
 
 def steps_per_rollout(trainer: Any) -> int:
@@ -244,4 +270,9 @@ def on_screen() -> list[logging.Logger]:
 
 
 def set_status(run_dir: Path, state: str, **more: Any) -> None:
-    write_json(run_dir / "status.json", {"state": state, "time": time.time(), **this_process(), **more})
+    try:
+        write_json(run_dir / "status.json", {"state": state, "time": time.time(), **this_process(), **more})
+    except OSError as error:  # how a run ends is not left unsaid
+        if error.errno not in NO_SPACE or state not in ("running", "paused"):
+            raise
+        log.error("status.json stays as it was: %s", error)

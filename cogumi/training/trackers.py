@@ -1,41 +1,21 @@
 """Where a run's metrics are shown besides its own files: `train.report_to`, with TensorBoard where nothing is said."""
 
-import importlib.util
 import logging
 import os
 from pathlib import Path
 from typing import Any
 
-from transformers.integrations import TensorBoardCallback
-from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+from transformers.integrations import TensorBoardCallback, WandbCallback
 
-from cogumi.errors import UsageError
+from cogumi import accounts
+from cogumi.accounts import TENSORBOARD, WITHOUT_WANDB, one_line
+from cogumi.errors import RefusedAtSetup
 
 log = logging.getLogger("cogumi")
-TENSORBOARD = "tensorboard"
-# What has to be importable for a reporter, and what brings it, where transformers would say so only when the model is loaded.
-PACKAGES = {TENSORBOARD: "tensorboard", "wandb": "wandb", "trackio": "trackio"}
 
 
 def default_reporter() -> str:
-    return TENSORBOARD if is_installed(TENSORBOARD) else "none"
-
-
-def is_installed(reporter: str) -> bool:
-    return importlib.util.find_spec(PACKAGES[reporter]) is not None
-
-
-def refuse_missing(report_to: str | list[str] | None) -> None:
-    """Raise UsageError for a reporter that transformers does not know, or whose package is not installed."""
-    if report_to in (None, "none", "all", ["none"], ["all"]):
-        return
-    try:
-        get_reporting_integration_callbacks(report_to)
-    except ValueError as error:
-        raise UsageError(f"train.report_to: {error}") from None
-    for name in [report_to] if isinstance(report_to, str) else report_to or []:
-        if name in PACKAGES and not is_installed(name):
-            raise UsageError(f"train.report_to: {name} is not installed; run: pip install {PACKAGES[name]}")
+    return TENSORBOARD if accounts.is_installed(TENSORBOARD) else "none"
 
 
 def write_into(run_dir: Path, trainer: Any) -> None:
@@ -49,8 +29,23 @@ def write_into(run_dir: Path, trainer: Any) -> None:
         if board.logging_dir is None:
             board.logging_dir = str(run_dir / TENSORBOARD)
         log.info("tensorboard --logdir %s shows the metrics", os.path.relpath(board.logging_dir))
-    if not is_installed(TENSORBOARD) and not trainer.args.report_to:
+    if not accounts.is_installed(TENSORBOARD) and not trainer.args.report_to:
         log.info("metrics are in metrics.jsonl alone: TensorBoard is not installed (pip install tensorboard)")
+
+
+def begin_wandb(trainer: Any) -> None:
+    """Have W&B make its run now: transformers would at the first log, and its failure would end the training with a traceback.
+
+    Raises RefusedAtSetup, in W&B's words.
+    """
+    for each in trainer.callback_handler.callbacks:
+        if isinstance(each, WandbCallback):
+            import wandb
+
+            try:
+                each.setup(trainer.args, trainer.state, trainer.model)
+            except wandb.errors.Error as error:
+                raise RefusedAtSetup(f"train.report_to: wandb: {one_line(error)}; {WITHOUT_WANDB}") from error
 
 
 def close(trainer: Any) -> None:

@@ -52,6 +52,50 @@ def noise(y: Sequence[float]) -> float:
     return float(np.median(np.abs(np.diff(np.asarray(y, dtype=np.float64))))) / (0.6744897501960817 * math.sqrt(2))
 
 
+BEYOND_NOISE = 4.0  # standard deviations from which a fall is more than noise
+ORDERED = 2.5  # z of a trend below which the order of the values is chance
+
+
+@dataclass(frozen=True)
+class Fall:
+    """From the first values to the last ones. `z`: the fall in standard deviations of what the noise alone would do."""
+
+    start: float
+    end: float
+    z: float
+    error: float
+    """One standard deviation of `start - end`."""
+
+    @property
+    def share(self) -> float:
+        """Of the start."""
+        return (self.start - self.end) / abs(self.start) if self.start else 0.0
+
+    def is_by(self, least: float) -> bool:
+        """Whether it is beyond noise, and at least this share of the start."""
+        return self.z > BEYOND_NOISE and self.share >= least
+
+
+def fall(y: Sequence[float]) -> Fall:
+    """The median of the first three values against that of the last fifth, held against the scatter of neighbours.
+
+    z is of these, or of the first and last tenth or quarter where they show more: a slow fall is in all values. The median
+    of n normal values has the standard deviation 1.2533 sigma / sqrt(n), and the mean absolute difference of neighbours is
+    2 sigma / sqrt(pi): of few values it says more than the median one, and a steep fall only adds to it. A fall that the
+    order of the values does not show (`trend`) has z = 0. y: at least one value.
+    """
+    sigma = float(np.abs(np.diff(y)).mean()) * math.sqrt(math.pi) / 2 if len(y) > 1 else 0.0
+    compared = [
+        (statistics.median(y[:first]) - statistics.median(y[-last:]), sigma * 1.2533 * math.sqrt(1 / first + 1 / last))
+        for first, last in ((3, max(3, len(y) // 5)), (len(y) // 10, len(y) // 10), (len(y) // 4, len(y) // 4))
+        if first >= 3
+    ]
+    order = trend(range(len(y)), y).z
+    found = [away / error for away, error in compared if error and away * order < 0 and abs(order) > ORDERED]
+    start, end = statistics.median(y[:3]), statistics.median(y[-max(3, len(y) // 5) :])
+    return Fall(start, end, max(found, key=abs, default=0.0), compared[0][1])
+
+
 def smooth(y: Sequence[float]) -> list[float]:
     """The median of each value and its two neighbours: one spike is gone, a step stays where it is."""
     return [statistics.median(y[i : i + 3]) for i in range(max(1, len(y) - 2))] if len(y) else []

@@ -9,16 +9,16 @@ import yaml
 
 from cogumi.checkpoints.identity import differences
 from cogumi.config import RunConfig, dump_config
-from cogumi.durable import locked
+from cogumi.durable import locked, why_unwritable
 from cogumi.errors import UsageError
-from cogumi.rundir import is_empty, line_of, read_json, read_jsonl, refuse_occupied, write_atomic
+from cogumi.rundir import is_empty, line_of, read_json, read_jsonl, refuse_occupied, unwritable, write_atomic
 from cogumi.thresholds import Thresholds
 
 SANITY_CHECKED, STOPPED, BUDGET_SPENT = "sanity checked", "stopped by a red flag", "budget spent"
 HOW_TO_GO_ON = {
-    SANITY_CHECKED: "without cogumi.sanity the same words go on from here",
-    STOPPED: "change what is red and start that in another cogumi.run_dir; the same words go on from here all the same",
-    BUDGET_SPENT: "with a larger budget the same words go on from here",
+    SANITY_CHECKED: "the same command without cogumi.sanity continues from here",
+    STOPPED: "change what is red and start again in another cogumi.run_dir; the same command would continue this run",
+    BUDGET_SPENT: "the same command with a larger budget continues from here",
 }
 # Where a run stopped that can go on. "running" is one that was killed: a living one holds the directory's lock.
 UNFINISHED = (
@@ -63,7 +63,14 @@ def goes_on(run: RunConfig) -> bool:
         return False
     with alone_in(run.run_dir):
         refuse_unless_unfinished(run)
+        refuse_unwritable(run.run_dir)
     return True
+
+
+def refuse_unwritable(run_dir: Path) -> None:
+    """Raise UsageError where the directory takes no more files, and not because its disk is full."""
+    if error := why_unwritable(run_dir):
+        raise unwritable(run_dir, error)
 
 
 def refuse_unless_unfinished(run: RunConfig) -> None:
@@ -109,11 +116,14 @@ def what_differs(run: RunConfig) -> str:
 
 def refuse_a_second_check(run: RunConfig) -> None:
     """Raise UsageError where the first steps that are to be checked were: its answer is there already."""
-    status = read_json(run.run_dir / "status.json")
-    if run.cogumi.sanity is not None and status["state"] == SANITY_CHECKED:
+    status, sanity = read_json(run.run_dir / "status.json"), run.cogumi.sanity
+    if sanity is None or status["state"] != SANITY_CHECKED:
+        return
+    checked = read_json(run.run_dir / "flags.json")["step"]
+    if sanity <= checked:
         raise UsageError(
-            f"{run.run_dir}: its first steps were checked, {status['reason']}; leave cogumi.sanity out and the run goes on "
-            "from there, or set cogumi.run_dir to a new directory"
+            f"{run.run_dir}: its first steps were checked, {status['reason']}; leave cogumi.sanity out and the run resumes "
+            f"there, set it above {checked} to check more steps, or set cogumi.run_dir to a new directory"
         )
 
 

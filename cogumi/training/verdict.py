@@ -8,6 +8,7 @@ from typing import Any
 from cogumi.rl.alarms import no_reward_was_scored
 from cogumi.rl.watch import RECORD
 from cogumi.rundir import read_json
+from cogumi.training.diagnosis import Scale
 from cogumi.training.flags import Flag
 
 
@@ -27,12 +28,12 @@ class Check:
 @dataclass(frozen=True)
 class Verdict:
     """The checks decide whether a run passed. `flags` are its last ones, red first, and `was_red` those that were red at
-    any time, with the step; `safe_to_scale` is the answer of a sanity check."""
+    any time, with the step; `safe_to_scale` is the answer of a sanity check, true for yes alone."""
 
     checks: tuple[Check, ...]
     flags: tuple[Flag, ...] = ()
     was_red: tuple[tuple[int, Flag], ...] = ()
-    safe_to_scale: bool | None = None
+    safe_to_scale: Scale | None = None
 
     @property
     def passed(self) -> bool:

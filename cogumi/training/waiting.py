@@ -41,19 +41,10 @@ class Waiting(TrainerCallback):
         """Have the training wait before its next step."""
         self.reason = reason
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.forget()  # what was asked of an earlier part of the run
-
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.forget()  # what came too late
-
-    def forget(self) -> None:
-        for name in (CHECKPOINT, PAUSE, PAUSED):
-            (self.directory / name).unlink(missing_ok=True)
+        forget_requests(self.directory)  # what came too late
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         now = time.monotonic()
@@ -103,3 +94,8 @@ class Waiting(TrainerCallback):
         else:
             log.warning("training goes on")
         set_status(self.directory, "running", stage="train")
+
+
+def forget_requests(directory: Path) -> None:
+    for name in (CHECKPOINT, PAUSE, PAUSED):
+        (directory / name).unlink(missing_ok=True)

@@ -1,0 +1,75 @@
+"""A line in a notebook while a function works: what it does, and for how long. A terminal has lines of its own."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+TICK_SECONDS = 1.0
+at_work = threading.Lock()  # a function that calls another one has said enough
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show `what` and the seconds so far in the cell's output, at once and until the block ends."""
+    if not in_a_kernel() or not at_work.acquire(blocking=False):
+        yield
+        return
+    from IPython.display import display
+
+    began, over = time.monotonic(), threading.Event()
+    line = display({"text/plain": f"{what} ..."}, raw=True, display_id=True)
+
+    def tick() -> None:
+        while not over.wait(TICK_SECONDS):
+            line.update({"text/plain": f"{what} ... {time.monotonic() - began:.0f} s"}, raw=True)
+
+    ticking = threading.Thread(target=tick, name="cogumi working", daemon=True)
+    ticking.start()
+    try:
+        yield
+    finally:
+        over.set()
+        ticking.join()
+        line.update({"text/plain": f"{what}: {time.monotonic() - began:.0f} s"}, raw=True)
+        at_work.release()
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """The line for a block that imports torch and transformers, unless they are there already."""
+    if "torch" in sys.modules:
+        yield
+        return
+    with working("torch and transformers are being imported"):
+        yield
+
+
+def said(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """For a function: the line is shown for as long as it works."""
+
+    def of(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def saying(*args: P.args, **kwargs: P.kwargs) -> R:
+            with working(what):
+                return function(*args, **kwargs)
+
+        return saying
+
+    return of
+
+
+def in_a_kernel() -> bool:
+    """Whether this is a notebook, and not a terminal: then IPython has a kernel."""
+    return kernel_of_this() is not None
+
+
+def kernel_of_this() -> Any | None:
+    """The kernel that this process is, if it is one."""
+    python = sys.modules.get("IPython")
+    return getattr(python.get_ipython(), "kernel", None) if python is not None else None

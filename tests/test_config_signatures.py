@@ -1,0 +1,169 @@
+"""What is read from the libraries' sources is what the libraries say: a move upstream fails here."""
+
+import dataclasses
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+from cogumi.config import load_config, read_config
+from cogumi.config_binding import OWNERS, config_class, hints_imported, hints_in_source
+from cogumi.config_signatures import HOMES, MORE_NAMES, NAMED_IN_HELP, fields_in_source, reporters_in_source
+from cogumi.errors import UsageError
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+@pytest.mark.parametrize("name", OWNERS)
+def test_the_source_has_exactly_the_keys_of_the_signature(name: str) -> None:
+    read, real = hints_in_source(name), hints_imported(name)
+    assert read is not None
+    assert read.keys() == real.keys()
+    for key, hint in read.items():  # the same type, or one that says less, or an enumeration by its values
+        said = str(hint)
+        assert hint == real[key] or "Any" in said or "Literal" in said, key
+
+
+@pytest.mark.parametrize("name", ["SFTConfig", "DPOConfig", "GRPOConfig", "LoraConfig"])
+def test_what_the_source_says_takes_every_default(name: str) -> None:
+    read = hints_in_source(name)
+    assert read is not None
+    for field in dataclasses.fields(config_class(name)):
+        if not field.init or field.default is dataclasses.MISSING:
+            continue
+        value = field.default.value if isinstance(field.default, Enum) else field.default
+        try:
+            TypeAdapter(read[field.name]).validate_python(value)
+        except ValidationError:
+            assert value is None  # which stands for a key that is not given
+    assert len(read) > 40
+
+
+@pytest.mark.parametrize(
+    ("key", "known"),
+    [
+        (key, hint)
+        for key, hint in (hints_in_source("SFTConfig") or {}).items()
+        if get_origin(hint) is Literal and key not in NAMED_IN_HELP
+    ],
+)
+def test_a_value_that_the_source_does_not_list_is_refused_by_the_class_as_well(
+    key: str, known: Any, tmp_path: Path
+) -> None:
+    values = {"output_dir": str(tmp_path), "report_to": "none", "bf16": False}
+    with pytest.raises(ValueError, match="cosin"):
+        config_class("SFTConfig")(**values, **{key: "cosin"})
+    assert all(isinstance(each, str) for each in get_args(known))
+
+
+@pytest.mark.parametrize("name", ["SFTConfig", "DPOConfig", "GRPOConfig"])
+def test_values_that_a_help_names_are_found(name: str) -> None:
+    read, real = hints_in_source(name), hints_imported(name)
+    assert read is not None
+    for key in NAMED_IN_HELP:
+        if key in read and (name, key) not in MORE_NAMES:
+            assert "Literal" in str(read[key]), key
+            assert real[key] in (str, list[str])  # where TRL says it with a type, that is what counts
+    assert {key for key in NAMED_IN_HELP if key in read} >= {"train_sampling_strategy", "loss_type"}
+
+
+def test_every_config_of_the_package_is_read_as_it_is_bound() -> None:
+    for path in sorted(CONFIGS.rglob("*.yaml")):
+        read, bound = read_config(path, {})[0], load_config(path)
+        assert read.train == bound.train
+        assert read.lora == {key: bound.lora[key] for key in read.lora}
+        assert read.model == bound.model
+
+
+def test_reporters_are_those_of_transformers() -> None:
+    assert reporters_in_source() == list(INTEGRATION_TO_CALLBACK)
+
+
+def test_a_class_in_another_place_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(HOMES, "SFTConfig", "trl.somewhere.else")
+    assert hints_in_source("SFTConfig") is None
+    assert read_config("smoke/sft", {"train__max_stepss": 5})[0].train["max_stepss"] == 5
+    with pytest.raises(UsageError, match=r"did you mean train\.max_steps\?"):
+        load_config("smoke/sft", train__max_stepss=5)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("Optional[dict[str, Any]]", dict[str, Any] | None),
+        ("Union[int, float]", int | float),
+        ("SchedulerType", Literal["linear", "none"]),
+        ("SchedulerType | str", Literal["linear", "none"]),
+        ("SchedulerType | str | None", Literal["linear", "none"] | None),
+        ("Somewhere | None", Any | None),
+        ("Somewhere[int]", Any),
+        ("'Somewhere' | None", Any),
+        ("torch.dtype", Any),
+    ],
+)
+def test_annotations_of_all_kinds_are_read(
+    written: str, meant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"library_{tmp_path.name}"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("raise ImportError('it is not to be imported')\n")
+    (tmp_path / name / "kinds.py").write_text("class SchedulerType(str, Enum):\n    A = 'linear'\n    B = 'none'\n")
+    (tmp_path / name / "config.py").write_text(
+        "from .kinds import SchedulerType\n@dataclass\nclass Config:\n"
+        f"    shared: ClassVar[int] = 3\n    key: {written} = None\n    own: int = field(init=False)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(HOMES, "Config", f"{name}.config")
+    assert fields_in_source("Config") == {"key": meant}
+
+
+def test_keys_that_unsloth_adds_to_trls_classes_are_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "unsloth" / "models" / "rl.py"
+    place.parent.mkdir(parents=True)
+    (tmp_path / "unsloth" / "__init__.py").write_text("raise ImportError('it is not to be imported')\n")
+    place.write_text("extra = 'unsloth_num_chunks : Optional[int] = field(default = -1)'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "unsloth_num_chunks" in read_config("smoke/gspo", {"train__unsloth_num_chunks": 4})[0].train
+    with pytest.raises(UsageError, match=r"unknown key `train\.unsloth_num_chunk_s`"):
+        read_config("smoke/gspo", {"train__unsloth_num_chunk_s": 4})
+    with pytest.raises(UsageError, match=r"unknown key `lora\.unsloth_num_chunks`"):
+        read_config("smoke/gspo", {"lora__unsloth_num_chunks": 4})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fix"),
+    [
+        ("train.lr_scheduler_type", "cosin", "did you mean cosine?"),
+        ("train.optim", "adamw_torhc", "did you mean adamw_torch?"),
+        ("train.hub_strategy", "every_safe", "'every_save'"),
+        ("train.save_strategy", "stpes", "'steps'"),
+        ("train.report_to", "wandbb", "did you mean wandb?"),
+        ("train.report_to", ["tensorboard", "mlfow"], "did you mean mlflow?"),
+        ("train.loss_type", "gsop", "did you mean gspo?"),
+        ("train.scale_rewards", "grup", "'group'"),
+        ("train.importance_sampling_level", "sequnce", "'sequence'"),
+        ("train.vllm_mode", "colocat", "'colocate'"),
+        ("train.learning_rate", "fast", "valid number"),
+        ("lora.task_typ", "CAUSAL_LM", "did you mean lora.task_type?"),
+        ("lora.bias", "al", "'all'"),
+        ("model.quantization_config", {"load_in_4bitt": True}, "load_in_4bit?"),
+        ("model.quantization_config", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf5"}, "'nf4' or 'fp4'"),
+    ],
+)
+def test_a_misspelt_key_or_value_is_known_without_the_libraries(key: str, value: Any, fix: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        read_config("smoke/gspo", {key.replace(".", "__"): value})
+    assert fix in str(refused.value)
+    assert key in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_members_of_enumerations_are_their_values(tmp_path: Path) -> None:
+    from transformers.training_args import OptimizerNames
+
+    values = yaml.safe_load((CONFIGS / "smoke" / "sft.yaml").read_text())
+    assert load_config(values, train__optim=OptimizerNames.ADAFACTOR).train["optim"] == "adafactor"

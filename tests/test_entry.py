@@ -1,0 +1,323 @@
+"""What is refused, and chosen, before anything is paid: without torch where that is possible, always in one line."""
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import yaml
+from hub_server import HubServer, hub_server
+
+import cogumi
+from cogumi import accounts, entry
+from cogumi.errors import RefusedAtSetup, UsageError
+from cogumi.stack import gpus
+from cogumi.stack.gpus import choose_gpu, refuse_ranks, refuse_several_gpus
+
+Config = dict[str, Any]
+# Printed by `nvidia-smi --query-gpu=index,uuid,memory.free,name --format=csv,noheader,nounits`.
+TWO = """\
+0, GPU-1f2e3d4c-0000-4111-8222-333344445555, 1210, NVIDIA H100 80GB HBM3
+1, GPU-a9b8c7d6-0000-4111-8222-333344445555, 80994, NVIDIA H100 80GB HBM3
+"""
+FIRST, SECOND = "GPU-1f2e3d4c-0000-4111-8222-333344445555", "GPU-a9b8c7d6-0000-4111-8222-333344445555"
+
+WITHOUT_TORCH = """
+import sys, contextlib, io, cogumi
+from cogumi import cli
+def refused(call, *given, **words):
+    try: call(*given, **words)
+    except cogumi.UsageError as error: print(error)
+for call in (cogumi.train, cogumi.start, cogumi.preview, cogumi.preflight):
+    refused(call, "smoke/sft", train__max_stepss=5)
+for command in ("train", "start", "preview", "preflight"):
+    sys.argv = ["cogumi", command, "smoke/sft", "train.optim=adamw_torhc"]
+    error = io.StringIO()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(error): cli.main()
+    print(error.getvalue().strip())
+print(sorted({"torch", "transformers", "trl", "peft", "datasets", "polars"} & set(sys.modules)))
+"""
+
+
+def test_a_misspelt_key_or_value_is_refused_without_importing_torch(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    *lines, imported = done.stdout.splitlines()
+    assert [line for line in lines if "did you mean train.max_steps?" in line] == lines[:4], done.stdout + done.stderr
+    assert [line for line in lines if "did you mean adamw_torch?" in line] == lines[4:], done.stdout + done.stderr
+    assert len(lines) == 8
+    assert imported == "[]"
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------------------- launchers
+
+
+@pytest.mark.parametrize("launcher", ["torch.distributed.run", "accelerate.commands.launch"])
+def test_every_rank_of_a_launcher_is_refused(launcher: str, sft: Config, tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(sft))
+    count = (
+        ["--standalone", "--nproc-per-node", "2"]
+        if "torch" in launcher
+        else ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", launcher, *count, "-m", "cogumi", "train", "tiny.yaml", "train.max_steps=5"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("cogumi: ")]
+    assert said, done.stderr  # of each rank, unless the launcher ended the second when the first had
+    for line in said:
+        assert "WORLD_SIZE" in line
+        assert line.endswith("run: cogumi train tiny.yaml train.max_steps=5")
+    assert "exitcode  : 2" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "fine"),
+    [
+        ({}, True),
+        ({"WORLD_SIZE": "1", "LOCAL_RANK": "-1"}, True),
+        ({"WORLD_SIZE": "1"}, True),
+        ({"WORLD_SIZE": "8", "RANK": "3", "LOCAL_RANK": "3"}, False),
+        ({"WORLD_SIZE": "2"}, False),
+        ({"LOCAL_RANK": "0"}, False),
+    ],
+)
+def test_one_process_is_a_run_and_a_rank_is_not(environment: dict[str, str], fine: bool) -> None:
+    if fine:
+        refuse_ranks(environment, "cogumi train x")
+        return
+    with pytest.raises(UsageError, match="run: cogumi train x"):
+        refuse_ranks(environment, "cogumi train x")
+
+
+def test_train_and_start_of_a_script_are_refused_in_a_rank(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["mine.py", "fast"])
+    for call in (cogumi.train, cogumi.start):
+        with pytest.raises(UsageError, match=r"run: python mine\.py fast"):
+            call(sft)
+    assert entry.command_of(["/usr/bin/cogumi", "train", "a b.yaml"]) == "cogumi train 'a b.yaml'"
+
+
+# ------------------------------------------------------------------------------------------------------------------ GPUs
+
+
+@pytest.mark.parametrize(
+    ("listed", "visible", "value"),
+    [
+        (TWO, None, SECOND),
+        (TWO, "0,1", "1"),
+        (TWO, "1, 0", "1"),
+        (TWO, f"{FIRST},GPU-a9b8", "GPU-a9b8"),
+        (TWO, "0", None),  # the user has chosen
+        (TWO, "", None),  # none at all
+        (TWO, "MIG-5f0c,MIG-77aa", None),  # parts of one, which nvidia-smi does not list here
+        (TWO.splitlines()[0], None, None),
+        ("", None, None),
+        ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", None, None),
+        (TWO.replace("80994", "[N/A]"), None, FIRST),
+        (TWO.replace("1210", "80994"), None, FIRST),
+    ],
+)
+def test_the_gpu_with_the_most_free_memory_is_chosen(listed: str, visible: str | None, value: str | None) -> None:
+    chosen = choose_gpu(listed, visible)
+    assert (chosen.value if chosen else None) == value
+    if value == SECOND:
+        assert chosen is not None
+        assert "GPU 1 (NVIDIA H100 80GB HBM3)" in chosen.reason
+        assert "79.1 GiB, of 2" in chosen.reason
+
+
+@pytest.fixture
+def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The driver's tool is a stand-in, here where there is no GPU."""
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(f"#!/bin/sh\ncat <<'END'\n{TWO}END\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that what a test sets is taken away after it
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    gpus.use_one_gpu.cache_clear()
+    yield
+    gpus.use_one_gpu.cache_clear()
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_process_in_which_cuda_has_started_keeps_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "cuda_has_started", lambda: True)
+    assert gpus.use_one_gpu() is None
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    monkeypatch.setattr(gpus, "cuda_has_started", lambda: False)
+    gpus.use_one_gpu.cache_clear()
+    assert gpus.use_one_gpu() == choose_gpu(TWO, None)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == SECOND
+    assert "CUDA_VISIBLE_DEVICES" not in gpus.as_the_user_set_it(
+        os.environ
+    )  # a start of this kernel chooses for itself
+    gpus.use_one_gpu.cache_clear()
+    assert gpus.as_the_user_set_it(os.environ)["CUDA_VISIBLE_DEVICES"] == SECOND
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    gpus.use_one_gpu()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+    assert gpus.as_the_user_set_it(os.environ)["CUDA_VISIBLE_DEVICES"] == "1,0"
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_run_on_a_machine_with_two_gpus_sees_one_and_says_which(sft: Config, tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(sft))
+    done = subprocess.run(
+        [sys.executable, "-m", "cogumi", "train", "tiny.yaml", "train.max_steps=1", "cogumi.compile=off"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert "steps: 1 (required: 1)" in done.stderr
+    said = (Path(sft["cogumi"]["run_dir"]) / "run.log").read_text()
+    assert f"chosen: CUDA_VISIBLE_DEVICES: {SECOND} " in said.replace(" = ", ": ")
+    assert "GPU 1 (NVIDIA H100 80GB HBM3) has the most free memory" in said
+
+
+def test_several_gpus_that_torch_sees_already_are_refused() -> None:
+    refuse_several_gpus(0)
+    refuse_several_gpus(1)
+    with pytest.raises(UsageError, match=r"torch sees 4 GPUs.*CUDA_VISIBLE_DEVICES"):
+        refuse_several_gpus(4)
+
+
+# -------------------------------------------------------------------------------------------------------------- accounts
+
+# A stand-in with the calls that are made of wandb 0.31, and its words; the package itself was tried by hand.
+WANDB = """
+import os
+class errors:
+    class Error(Exception): pass
+class AuthenticationError(errors.Error): pass
+run = None
+def init(**_):
+    raise errors.Error("returned error 403: permission denied")
+class setup:
+    class settings: mode = os.environ.get("WANDB_MODE", "online")
+def login(verify=True, prompt=True):
+    key = os.environ.get("WANDB_API_KEY")
+    if key and len(key) < 40:
+        raise AuthenticationError(f"WANDB_API_KEY invalid: API key must have 40+ characters, has {len(key)}.")
+    return bool(key)
+"""
+
+
+@pytest.fixture
+def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    place = tmp_path / "site" / "wandb" / "sdk" / "lib"
+    place.mkdir(parents=True)
+    (place / "config_util.py").write_text("class ConfigError(Exception): pass\n")
+    (tmp_path / "site" / "wandb" / "__init__.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    forget_wandb()
+    yield
+    forget_wandb()  # TRL asks whether there is one each time it saves
+
+
+def forget_wandb() -> None:
+    for name in [each for each in sys.modules if each.partition(".")[0] == "wandb"]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("wandb")
+@pytest.mark.parametrize(("key", "says"), [(None, "there is no API key"), ("short", "API key must have 40")])
+def test_wandb_without_a_good_key_is_refused_before_there_is_a_run(
+    sft: Config, key: str | None, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if key is not None:
+        monkeypatch.setenv("WANDB_API_KEY", key)
+    with pytest.raises(UsageError, match=rf"train.report_to: wandb: .*{says}.*WANDB_MODE=offline") as refused:
+        cogumi.train(sft, train__report_to=["tensorboard", "wandb"])
+    assert "\n" not in str(refused.value)
+    assert not Path(sft["cogumi"]["run_dir"]).exists()
+
+
+@pytest.mark.usefixtures("wandb")
+@pytest.mark.parametrize("variables", [{"WANDB_MODE": "offline"}, {"WANDB_API_KEY": "k" * 40}])
+def test_wandb_with_a_key_or_without_a_network_is_fine(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    accounts.refuse_unreachable({"report_to": "wandb"})
+
+
+@pytest.mark.usefixtures("wandb")
+def test_a_wandb_run_that_cannot_be_made_is_refused_before_the_first_step(
+    sft: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    with pytest.raises(RefusedAtSetup, match=r"train\.report_to: wandb: returned error 403.*WANDB_MODE=offline"):
+        cogumi.train(sft, train__report_to="wandb")
+    assert not Path(sft["cogumi"]["run_dir"]).exists()
+
+
+def test_the_directory_that_wandb_leaves_is_not_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trackio").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not accounts.is_installed("trackio")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    with hub_server(tmp_path / "hub") as server:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+        monkeypatch.setenv("HF_TOKEN", server.token)
+        yield server
+
+
+UPLOAD = {"push_to_hub": True, "hub_model_id": "someone/model"}
+
+
+def test_an_upload_with_a_token_that_the_hub_takes_is_fine(hub: HubServer) -> None:
+    accounts.refuse_unreachable(UPLOAD)
+    assert ("GET", "/api/whoami-v2") in hub.requests
+    accounts.refuse_unreachable({"push_to_hub": False, "hub_model_id": "someone/model"})
+    hub.faults = lambda method, path, headers: 429  # which says nothing of the token
+    accounts.refuse_unreachable(UPLOAD)
+
+
+def test_an_upload_without_network_or_token_is_refused_before_there_is_a_run(
+    hub: HubServer, sft: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sft["train"] |= UPLOAD
+
+    def refused(**words: Any) -> str:
+        with pytest.raises(UsageError, match=r"train\.push_to_hub") as caught:
+            cogumi.train(sft, **words)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "train.hub_model_id" in refused(train__hub_model_id=None)
+    assert "refuses the token" in refused(train__hub_token="hf_another")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set" in refused()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    hub.stop()
+    assert "cannot be reached" in refused()
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    assert "there is no token" in refused()
+    assert not Path(sft["cogumi"]["run_dir"]).exists()

@@ -1,0 +1,318 @@
+"""A verdict that a person can trust: tables of losses and their answer, completions that are none, rates, one sentence."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cogumi
+from cogumi.notebook import panel_html
+from cogumi.notebook.look import Looker
+from cogumi.run_status import status_of
+from cogumi.run_summary import in_words
+from cogumi.rundir import append_jsonl, read_json, write_json
+from cogumi.training.diagnosis import judge, safe_to_scale
+from cogumi.training.flags import Batches, Flag, Pairs, Run, Setting, Words, Written, reds
+from cogumi.training.samples import repeats_itself, written_in
+
+SFT = Setting("sft", 2e-4, max_steps=200, examples_per_step=16, vocabulary=1024)
+DPO = replace(SFT, method="dpo", loss="sigmoid")
+GSPO = replace(SFT, method="gspo", rollout=16)
+BATCHES = Batches(
+    examples=64, masked=0, learned=640, pads_learned=0, pads_in_text=0, ends=64, pad_is_end=False, entropy=5.0
+)
+
+
+def run_of(losses: list[float], setting: Setting = SFT, every: int = 1, **more: Any) -> Run:
+    rows = [
+        {"step": every * (i + 1), "loss": loss, "grad_norm": 0.5, "learning_rate": 1e-4}
+        | {key: value[i] if isinstance(value, list) else value for key, value in more.items()}
+        for i, loss in enumerate(losses)
+    ]
+    return Run(setting, rows[:10], rows[10:][-100:], BATCHES if setting.method == "sft" else None)
+
+
+def answer(run: Run) -> tuple[str, str]:
+    safe, why = safe_to_scale(run, judge(run))
+    assert bool(safe) is (safe == "yes")
+    return str(safe), why
+
+
+def noisy(start: float, end: float, steps: int, scatter: float, seed: int = 0) -> list[float]:
+    draw = random.Random(seed)
+    return [start + (end - start) * i / (steps - 1) + draw.gauss(0, scatter) for i in range(steps)]
+
+
+def flag_of(run: Run, name: str) -> Flag:
+    (flag,) = (each for each in judge(run) if each.name == name)
+    return flag
+
+
+# ------------------------------------------------------------------------------------------------------- safe to scale
+
+
+@pytest.mark.parametrize(
+    ("losses", "every", "expected", "figures"),
+    [
+        ([2.45, 2.48, 2.51], 10, "not shown", ("2.450", "2.510", "too few")),
+        ([2.45, 2.48, 2.51, 2.53, 2.55, 2.58, 2.61, 2.64, 2.66, 2.69], 10, "no", ("rose", "2.480", "2.660")),
+        ([2.5] * 10, 10, "no", ("stayed", "2.500")),
+        ([2.5] * 10, 1, "not shown", ("2.500",)),  # ten steps are too few to call it flat
+        (noisy(2.5, 2.5, 100, 0.05), 1, "no", ("stayed",)),
+        (noisy(2.5, 2.5, 20, 1.0), 5, "not shown", ("noise",)),
+        (noisy(2.5, 2.2, 10, 0.6), 1, "not shown", ("noise",)),
+        (noisy(2.5, 2.38, 100, 0.02), 1, "not shown", ("fell by 4%", "10% is usual")),
+        (noisy(2.5, 1.9, 100, 0.05), 1, "yes", ("fell by", "2.4", "1.9")),
+        (noisy(2.5, 1.9, 100, 0.2), 1, "yes", ("fell by",)),  # a slow fall in noise is in all values
+        ([3.0, 2.8, 2.65, *noisy(2.6, 2.55, 97, 0.03)], 1, "not shown", ("fell by 9%",)),  # at once, and then no more
+        ([6.1, 5.2, 4.1, 3.0, 2.1, 1.4, 1.0, 0.7, 0.5, 0.37], 10, "yes", ("from 5.200", "0.500")),
+        (
+            [*noisy(3.0, 2.0, 40, 0.03), *noisy(2.0, 2.6, 40, 0.03)],
+            1,
+            "no",
+            ("train.learning_rate",),
+        ),  # it turned round
+        ([], 1, "not shown", ("no loss",)),
+    ],
+)
+def test_a_table_of_losses_has_one_answer(
+    losses: list[float], every: int, expected: str, figures: tuple[str, ...]
+) -> None:
+    for setting in (SFT, replace(DPO, loss="ipo")):
+        found, why = answer(run_of(losses, setting, every))
+        assert found == expected, why
+        assert all(figure in why for figure in figures), why
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_alone_is_never_a_yes(seed: int) -> None:
+    for steps in (8, 10, 20, 50, 100):
+        for scatter in (0.01, 0.3, 1.0):
+            assert answer(run_of(noisy(2.5, 2.5, steps, scatter, seed)))[0] != "yes"
+
+
+def test_the_answer_of_a_policy_is_of_its_reward() -> None:
+    usual: dict[str, Any] = {"reward_std": 0.2, "frac_reward_zero_std": 0.1, "completions/clipped_ratio": 0.1}
+    rises = run_of([0.01] * 60, GSPO, reward=noisy(0.2, 0.5, 60, 0.03), **usual)
+    assert answer(rises)[0] == "yes"
+    assert answer(run_of([0.01] * 60, GSPO, reward=noisy(0.3, 0.3, 60, 0.03), **usual))[0] == "not shown"
+    assert answer(run_of([0.01] * 60, GSPO, reward=noisy(0.5, 0.4, 60, 0.01), **usual))[0] == "no"
+    assert answer(run_of([0.01] * 5, GSPO, reward=0.3, **usual))[0] == "not shown"
+
+
+def test_a_flag_of_what_is_learned_withholds_a_yes_and_one_of_the_machine_does_not() -> None:
+    falls = noisy(2.5, 1.9, 100, 0.02)
+    found, why = answer(run_of(falls, grad_norm=20.0))
+    assert (found, "gradient norm is yellow" in why) == ("not shown", True)
+    assert answer(run_of(falls, **{"seen/memory": 0.95}))[0] == "yes"
+    assert answer(run_of(falls, grad_norm=200.0))[0] == "no"
+
+
+def test_equal_rewards_of_one_rollout_are_forgiven_when_the_next_ones_differ() -> None:
+    usual: dict[str, Any] = {"reward_std": 0.2, "frac_reward_zero_std": 0.1, "completions/clipped_ratio": 0.1}
+    run = run_of([0.01] * 60, GSPO, reward=noisy(0.2, 0.5, 60, 0.03), **usual)
+    early = Flag("reward varies", "red", "", "", "constant", "cogumi.rewards")
+    assert safe_to_scale(run, judge(run), [early])[0] == "yes"
+    assert safe_to_scale(run, judge(run), [replace(early, name="entropy")])[0] == "no"
+
+
+# ------------------------------------------------------------------------------------------------- completions that are none
+
+
+@pytest.mark.parametrize(
+    ("text", "loops"),
+    [
+        ("the the the the the the", True),
+        ("def f(x):\n    return x\n" * 4, True),
+        ("Once upon a time there was a king. " + "He ran and ran. " * 6 + "He ra", True),
+        ("1, 1, 1, 1, 1, 1, 1, 1, 1", True),
+        ("def f(self):\n        self.a = 1\n        self.b = 2\n        return self", False),
+        ("ha ha ha", False),  # short
+        ("# ----------------------------\nThe title of a chapter, and a sentence that tells of it.", False),
+        ("", False),
+    ],
+)
+def test_a_loop_is_the_same_piece_again_and_again(text: str, loops: bool) -> None:
+    assert repeats_itself(text) is loops
+
+
+def written(tmp_path: Path, *looks: tuple[int, list[str]]) -> list[Written]:
+    for step, completions in looks:
+        for completion in completions:
+            append_jsonl(tmp_path / "samples.jsonl", {"step": step, "completion": completion, "ended": True})
+    return written_in(tmp_path)
+
+
+TEXT, LOOP = "return self.optional", "self.self.self.self.self.self.self."
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "level", "evidence", "cause"),
+    [
+        ([TEXT] * 4, [TEXT] * 4, "green", "4 of 4", ""),
+        ([TEXT] * 4, ["", "", TEXT, TEXT], "green", "2 of 4", ""),
+        ([TEXT] * 4, [""] * 4, "red", "4 of 4 completions after step 200 are empty", "one learned token in 10 is the end token"),
+        ([TEXT] * 4, [" \n", "", " ", TEXT], "red", "empty or blank", "ends at once"),
+        ([TEXT] * 4, [LOOP] * 3 + [TEXT], "red", "repeating themselves", "repeat itself"),
+        ([LOOP] * 4, [LOOP] * 4, "yellow", "repeating themselves", "the base is too weak"),
+        ([""] * 4, [LOOP] * 4, "yellow", "repeating themselves", "4 of its 4 are no text"),
+    ],
+)  # fmt: skip
+def test_held_out_completions_that_are_none_are_a_flag_with_its_cause(
+    before: list[str], after: list[str], level: str, evidence: str, cause: str, tmp_path: Path
+) -> None:
+    run = run_of(noisy(2.5, 1.9, 100, 0.02), every=2)
+    found = flag_of(replace(run, written=written(tmp_path, (0, before), (200, after))), "held-out completions")
+    assert found.level == level
+    assert evidence in found.evidence
+    assert cause in found.cause
+    assert bool(found.knob) is (level != "green")
+
+
+def test_completions_of_the_first_half_have_time_to_come_and_those_of_the_base_are_no_flag(tmp_path: Path) -> None:
+    run = run_of(noisy(2.5, 1.9, 20, 0.02))
+    base = written(tmp_path, (0, [TEXT] * 4))
+    assert "held-out completions" not in [flag.name for flag in judge(replace(run, written=base))]
+    early = written(tmp_path, (20, [""] * 4))
+    assert flag_of(replace(run, written=early), "held-out completions").level == "yellow"
+    assert answer(replace(run, written=early))[0] == "not shown"
+
+
+def test_samples_that_never_reach_the_end_token_are_a_flag() -> None:
+    run = run_of(noisy(2.5, 1.9, 100, 0.02), every=2)
+    never, once = Written(200, 4, ended=0), Written(200, 4, ended=1)
+    assert flag_of(replace(run, written=[once]), "samples end").level == "green"
+    short = flag_of(replace(run, written=[never]), "samples end")
+    assert (short.level, "one learned token in 10 is the end token" in short.cause) == ("yellow", True)
+    long = replace(BATCHES, learned=64 * 300)  # answers of 300 tokens are longer than a sample
+    assert flag_of(replace(run, written=[never], batches=long), "samples end").level == "green"
+    none = replace(run, written=[never], batches=replace(BATCHES, ends=0))
+    (red,) = reds(judge(none))
+    assert (red.name, "no learned token is the end token" in red.cause) == ("samples end", True)
+
+
+# ---------------------------------------------------------------------------------------------------- rates, rewards, versions
+
+
+@pytest.mark.parametrize(
+    ("method", "rate", "steps", "hidden", "level", "cause"),
+    [
+        ("gspo", 5e-7, 500, 4096, "yellow", "too low to move"),  # trl#2872
+        ("sft", 1e-6, 500, 4096, "yellow", "too low to move"),
+        ("sft", 5e-6, 100_000, 4096, "green", ""),  # slow, and long enough
+        ("sft", 2e-2, 500, 4096, "yellow", "known to diverge"),
+        ("gspo", 2e-3, 500, 4096, "yellow", "known to diverge"),
+        ("sft", 4e-3, 60, 192, "green", ""),  # the small base
+        ("gspo", 3e-3, 72, 192, "green", ""),
+        *(("sft", rate, 100, hidden, "green", "") for rate in (1e-5, 1e-4, 2e-4, 1e-3) for hidden in (96, 4096, 8192)),
+        *(("dpo", rate, 100, 4096, "green", "") for rate in (1e-6, 1e-5, 1e-4, 1e-3)),
+        *(("gspo", rate, 100, hidden, "green", "") for rate in (1e-6, 1e-5, 1e-4) for hidden in (96, 4096, 8192)),
+    ],
+)
+def test_lora_rates_that_cannot_move_or_are_known_to_diverge(
+    method: str, rate: float, steps: int, hidden: int, level: str, cause: str
+) -> None:
+    setting = replace(SFT, method=method, learning_rate=rate, max_steps=steps, hidden_size=hidden)
+    adapted = replace(setting, lora_rank=8, lora_scale=2.0, optimizer="adamw_torch_fused")
+    found = flag_of(Run(adapted, [], []), "LoRA learning rate")
+    assert (found.level, cause in found.cause) == (level, True)
+    for other in (setting, replace(adapted, optimizer="sgd")):  # all weights, or another optimizer: other rates
+        assert "LoRA learning rate" not in [flag.name for flag in judge(Run(other, [], []))]
+
+
+def rollouts(count: int, reward: float, deviation: float = 0.0) -> Run:
+    more = {"reward": reward, "reward_std": deviation, "frac_reward_zero_std": float(not deviation)}
+    return run_of([0.0] * count, GSPO, **more)
+
+
+def test_a_constant_reward_is_red_after_the_first_rollout() -> None:
+    (red,) = reds(judge(rollouts(1, 0.7)))
+    assert (red.name, "constant" in red.cause) == ("reward varies", True)
+    assert "reward varies" not in [flag.name for flag in judge(rollouts(1, 0.7, 0.2))]
+    assert "reward varies" not in [flag.name for flag in judge(rollouts(3, 0.0))]  # 48 completions: a rare success
+    (dead,) = reds(judge(rollouts(4, 0.0)))
+    assert "dead" in dead.cause
+
+
+# ------------------------------------------------------------------------------------------------- no alarm on a healthy run
+
+
+def test_a_loss_that_falls_from_6_to_below_1_raises_neither_noise_nor_prompts() -> None:
+    draw = random.Random(0)
+    losses = [0.37 + 5.73 * 0.93**i + draw.gauss(0, 0.12) for i in range(100)]
+    weak = Pairs(32, 6.1, 6.1, 0.3)
+    words = Words(256, 9.0, 12.0, 0.5)  # completions share words with their own prompts
+    batches = replace(BATCHES, pairs=weak, pairs_now=replace(weak, own=0.4, other=0.401, t=1.1, step=80), words=words)
+    run = replace(run_of(losses, replace(SFT, examples_per_step=4)), batches=batches)
+    assert [str(flag) for flag in judge(run) if flag.level != "green"] == []
+    assert answer(run)[0] == "yes"
+    flat = [0.37 + draw.gauss(0, 0.12) for _ in range(100)]  # the same scatter where nothing is learned
+    assert flag_of(run_of(flat, replace(SFT, examples_per_step=4)), "loss noise").level == "red"
+
+
+def test_a_flag_says_one_thing_in_one_sentence() -> None:
+    flag = Flag(
+        "loss trend", "red", "2.5 at step 1, 6.1 by step 18", "< 3", "the rate is too high", "train.learning_rate"
+    )
+    said = str(flag)
+    assert said == "red: loss trend: the rate is too high: 2.5 at step 1, 6.1 by step 18; change train.learning_rate"
+    run = run_of([0.0] * 60, replace(GSPO, learning_rate=5e-7, lora_rank=8, lora_scale=2.0, optimizer="adamw_torch"))
+    for each in (*judge(run), *judge(rollouts(8, 0.7)), *judge(run_of([2.5] * 120)), *judge(run_of([2.5, 9.0] * 40))):
+        if each.level != "green":
+            assert ". " not in str(each)
+            assert ": " not in each.cause
+            assert each.cause.count(";") == 0
+
+
+# -------------------------------------------------------------------------------------------------------------- the headline
+
+
+@pytest.mark.parametrize("level", ["red", "yellow"])
+def test_the_headline_withholds_its_word_while_a_flag_is_red(level: str, tmp_path: Path) -> None:
+    from cogumi.notebook.report import in_a_word, verdict
+
+    checks = [{"name": "steps", "figure": "9", "requirement": "9", "passed": True}]
+    flag = {"name": "completions end", "level": level, "evidence": "all are cut", "cause": "too short", "knob": "x"}
+    write_json(tmp_path / "status.json", {"state": "finished", "time": 1.0})
+    write_json(tmp_path / "verdict.json", {"passed": True, "checks": checks, "flags": [flag], "was_red": []})
+    write_json(tmp_path / "flags.json", {"flags": [flag], "was_red": []})
+    status, look = status_of(tmp_path), Looker(tmp_path).look()
+    said = [in_words(status), panel_html.flags(look), str(in_a_word(status)), verdict(tmp_path, status)]
+    for each in said:
+        assert ("passed" in each) is (level == "yellow"), each
+        assert ("RED" in each) is (level == "red"), each
+
+
+# ---------------------------------------------------------------------------------------------------------------- a real run
+
+
+def test_a_run_that_learns_to_write_nothing_says_so(sft: dict[str, Any]) -> None:
+    """Middles of one or two characters: every second learned token is the end token, and the model learns that first."""
+    sft["data"]["fim"]["middle_chars"] = [1, 2]
+    result = cogumi.train(sft, train__max_steps=12)
+    (flag,) = (each for each in result.verdict.flags if each.name == "held-out completions")
+    now = written_in(result.run_dir)[-1]
+    assert (now.step, now.empty) == (12, 4)
+    assert flag.level == "yellow"  # and not red, as its base was never trained
+    assert "one learned token in 2 is the end token" in flag.cause
+    assert "held-out completions" in [each["name"] for each in read_json(result.run_dir / "flags.json")["flags"]]
+    log = (result.run_dir / "run.log").read_text()
+    assert "yellow: held-out completions: the model ends at once" in log
+
+
+def test_a_run_resumed_with_other_versions_says_which(sft: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from cogumi.checkpoints import manifest
+
+    here = manifest.versions()
+    with monkeypatch.context() as patched:
+        patched.setattr(manifest, "versions", lambda: here | {"trl": "1.14.0", "unsloth": "2026.1.1"})
+        cogumi.train(sft, cogumi__sanity=4)
+    result = cogumi.train(sft)
+    (flag,) = (each for each in result.verdict.flags if each.name == "versions")
+    assert flag.level == "yellow"
+    assert flag.evidence == f"trl 1.14.0 -> {here['trl']}, unsloth 2026.1.1 -> None"
+    same = cogumi.train(sft, cogumi__run_dir=f"{sft['cogumi']['run_dir']}-2", cogumi__sanity=4)
+    again = cogumi.train(sft, cogumi__run_dir=str(same.run_dir))
+    assert "versions" not in [each.name for each in again.verdict.flags]
