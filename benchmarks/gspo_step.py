@@ -6,6 +6,8 @@ the same weights and train on the same rollout, which is sampled once and played
 step and would hide everything else. A step is what lies between two starts of a step in `trainer.train()`: fetching the
 batch, forward, backward, AdamW, logging. On a machine without a GPU TRL's own LM-head kernel does not run, and both
 sides have cogumi's.
+
+Without a GPU, the same step of stock TRL is timed with cogumi's head and with dense logits, every weight trained in bf16.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
-from benchmarks.fused_head import Allocations
+from benchmarks.fused_head import Allocations, thread_count
 from benchmarks.gpu_device import out_of_time, release
 from benchmarks.gpu_steps import QWEN3_0_6B, Batch, Shape, build
 from benchmarks.harness import Budget, Row, ratio, row, summary, synchronize
@@ -60,10 +62,12 @@ def make_trainer(
     dtype: torch.dtype,
     folder: str,
     steps: int = STEPS,
+    full: bool = False,
 ) -> Any:
-    """A GRPOTrainer on random weights with LoRA r16, always from the same seed; `steps` optimizer steps per `.train()`.
+    """A GRPOTrainer on random weights, always from the same seed; `steps` optimizer steps per `.train()`.
 
-    It puts the first rollout it samples into `rollout`, if that is empty, and trains on what is there ever after.
+    It trains LoRA r16, or every weight if `full`. It puts the first rollout it samples into `rollout`, if that is empty,
+    and trains on what is there ever after.
     """
     import trl
     from datasets import Dataset
@@ -76,6 +80,8 @@ def make_trainer(
             return dict(rollout[0])
 
     model = build(shape, device, dtype)
+    if full:
+        model = model.unload().requires_grad_(True)
     model.gradient_checkpointing_disable()  # it would make the step longer, and every share of it smaller
     args = trl.GRPOConfig(
         output_dir=folder,
@@ -301,6 +307,48 @@ def step_rows(shape: Shape, batch: Batch, device: str, dtype: torch.dtype, repea
         yield row("gspo_step", case, "metrics, share of a step", middle, "%", spread=spread, target="<= 1")
 
 
+class DenseHead:
+    """Log-probabilities and entropy from whole logits, by TRL's own functions, in the place of TRL's kernel."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, *_: Any
+    ) -> tuple[Tensor, Tensor, None, None, None]:
+        from trl.trainer.utils import selective_log_softmax_and_entropy
+
+        logits = torch.nn.functional.linear(hidden, weight, bias)
+        found = selective_log_softmax_and_entropy(logits, targets, entropy_requires_grad=False, temperature=temperature)
+        return found[0].float(), found[1].float(), None, None, None
+
+
+def trainable_head_rows(shape: Shape, batch: Batch, repeats: int) -> Iterator[Row]:
+    """A step that trains every weight in bf16, with cogumi's head and with dense logits; one thread, as in a crowd."""
+    import trl.trainer.utils as trl_utils
+
+    from cogumi.patches import fused_head
+
+    fused_head.apply()
+    rollout: list[dict[str, Any]] = []
+    times: dict[str, list[float]] = {"cogumi": [], "dense": []}
+    heads = {"cogumi": trl_utils._ChunkedLogProbFunction, "dense": DenseHead}
+    with tempfile.TemporaryDirectory() as folder, thread_count(1):
+        make = partial(make_trainer, BY_HAND, rollout, shape, batch, "cpu", torch.bfloat16, full=True)
+        trainers = {name: make(str(Path(folder) / name)) for name in heads}
+        for turn in range(repeats + 1):
+            for name in list(heads)[:: 1 if turn % 2 else -1]:
+                clock = Clock()
+                trainers[name].add_callback(clock)
+                with mock.patch.object(trl_utils, "_ChunkedLogProbFunction", heads[name]):
+                    trainers[name].train()
+                trainers[name].remove_callback(clock)
+                if turn:  # the first is the warm-up
+                    times[name].append(clock.seconds / STEPS)
+    case = f"{shape.name}, every weight trained in bf16, {batch.sequences} x {batch.prompt}+{batch.completion} tokens"
+    middle, low, high = ratio(times, "cogumi", "dense")
+    metric = "step, cogumi's head / dense logits, 1 thread"
+    yield row("gspo_step", case, metric, middle, "ratio", spread=(low, high), target="<= 1.0")
+
+
 def run(quick: bool = False, device: str | None = None, budget: Budget | None = None) -> Iterator[Row]:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.startswith("cuda")
@@ -311,3 +359,5 @@ def run(quick: bool = False, device: str | None = None, budget: Budget | None = 
     dtype = torch.bfloat16 if on_gpu else torch.float32
     yield from step_rows(shape, batch, device, dtype, repeats=6 if quick else 30)
     release()
+    if not on_gpu:
+        yield from trainable_head_rows(shape, batch, repeats=3 if quick else 11)

@@ -1,7 +1,8 @@
 """Does the verdict tell broken runs from whole ones, and by their cause: the suite of benchmarks/verdict_runs.py.
 
 `python -m benchmarks verdict` trains every case for at most a hundred steps on a CPU. A broken run is right where the
-first flag that turns red is the one that explains it; a whole one where none does. The last rows are what watching costs.
+first flag that turns red is the one that explains it; a whole one where none does; a whole one on one's own data where none
+turns yellow either. A flat or broken run is never "safe to scale". The last rows are what watching costs.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.harness import Row, row
-from benchmarks.verdict_runs import BROKEN, HELD_OUT, WHOLE, Case, Outcome, cost, judged
+from benchmarks.verdict_runs import BROKEN, HELD_OUT, OWN, WHOLE, Case, Outcome, cost, judged
 
-QUICK = ("sft, NaN in the base", "sft, adapter frozen", "gspo, dead reward")
+QUICK = ("sft, NaN in the base", "sft, adapter frozen", "gspo, dead reward", "sft", "own chat, large rate")
 STEP_SECONDS = 0.1  # of the step that the cost is a share of
 
 
@@ -23,16 +24,24 @@ def run(quick: bool = False) -> Iterator[Row]:
 
     disable_progress_bar()
     logging.getLogger("cogumi").addHandler(logging.NullHandler())
-    right = {True: 0, False: 0}
-    cases = [*BROKEN, *WHOLE, *HELD_OUT] if not quick else [case for case in BROKEN if case.name in QUICK] + [WHOLE[0]]
+    kinds = {
+        "broken runs flagged with their cause": [case for case in (*BROKEN, *HELD_OUT) if case.broken],
+        "whole runs without a red flag": [case for case in (*WHOLE, *HELD_OUT) if not case.broken],
+        "whole runs on one's own data without a yellow or red flag": [*OWN],
+    }
+    if quick:
+        kinds = {what: [case for case in cases if case.name in QUICK] for what, cases in kinds.items()}
+    unsafe = 0
     with tempfile.TemporaryDirectory() as folder:
-        for i, case in enumerate(cases):
-            found = judged(case, Path(folder) / str(i), "stop" if case.broken else "warn")
-            right[case.broken] += found.right
-            yield case_row(case, found)
-        for broken, what in ((True, "broken runs flagged with their cause"), (False, "whole runs without a red flag")):
-            of = sum(case.broken is broken for case in cases)
-            yield row("verdict", "all", what, right[broken], f"of {of}", target=f">= {of}")
+        for what, cases in kinds.items():
+            right = 0
+            for case in cases:
+                found = judged(case, Path(folder) / case.name, "stop" if case.broken else "warn")
+                right += found.right
+                unsafe += case.broken and found.safe.startswith("yes")
+                yield case_row(case, found)
+            yield row("verdict", "all", what, right, f"of {len(cases)}", target=f">= {len(cases)}")
+        yield row("verdict", "all", "broken runs that are safe to scale", unsafe, "", target="<= 0")
         per_step = cost(Path(folder) / "cost")
     yield row(
         "verdict",
@@ -50,7 +59,7 @@ def case_row(case: Case, found: Outcome) -> Row:
     said = "; ".join(f"step {step}: {flag.name} ({flag.cause})" for step, flag in found.reds) or "no red flag"
     kind = "broken" if case.broken else "whole"
     at = found.reds[0][0] if found.reds else None
-    note = f"{said}; yellow: {', '.join(found.yellow) or 'none'}; {found.seconds:.0f} s"
+    note = f"{said}; yellow: {', '.join(found.yellow) or 'none'}; safe to scale: {found.safe}; {found.seconds:.0f} s"
     return row(
         "verdict", f"{kind}: {case.name}", "red at step", "never" if at is None else at, ok=found.right, note=note
     )

@@ -42,10 +42,15 @@ class Case:
     build: Callable[[Path], Any]
     flag: str = ""
     cause: str = ""
+    own: bool = False
+    """Whether it is a whole run on one's own data, which is to raise no flag of any colour."""
 
     @property
     def broken(self) -> bool:
         return bool(self.flag)
+
+    def explained_by(self, flag: Any) -> bool:
+        return bool(flag.name == self.flag and self.cause in flag.cause)
 
 
 @dataclass
@@ -58,19 +63,34 @@ class Outcome:
     steps: int
     seconds: float
     losses: list[float] = field(repr=False)
+    safe: str = ""
+    """The answer to "safe to scale?", and why."""
+    was_yellow: dict[str, str] = field(default_factory=dict, repr=False)
+    """Each flag that was yellow at any time, as it was first."""
+
+    @property
+    def alarms(self) -> list[Any]:
+        return told(flag for _, flag in self.reds)
 
     @property
     def right(self) -> bool:
-        """A broken run has its flag, first of all, with its cause; a whole one has none that is red."""
+        """A broken run has its flag, first of all, with its cause; a whole one has none that is red; on one's own data a
+        whole one has none that is yellow either."""
         if not self.case.broken:
-            return not self.reds
-        return bool(self.reds) and self.reds[0][1].name == self.case.flag and self.case.cause in self.reds[0][1].cause
+            return not self.alarms and not (self.case.own and self.was_yellow)
+        return bool(self.reds) and self.case.explained_by(self.reds[0][1])
+
+
+def told(flags: Iterable[Any]) -> list[Any]:
+    """The flags that tell of the run. How fast it is depends on what else uses this machine."""
+    return [flag for flag in flags if flag.name != "tokens per second"]
 
 
 def judged(case: Case, out: Path, on_red: Any = "stop") -> Outcome:
     """Run a case under the sentinel; with "stop" it ends at the first red flag."""
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+    from cogumi.training.diagnosis import OF_THE_MACHINE, safe_to_scale
     from cogumi.training.sentinel import Sentinel
 
     began, trainer = time.monotonic(), case.build(out)
@@ -79,6 +99,16 @@ def judged(case: Case, out: Path, on_red: Any = "stop") -> Outcome:
     trainer._save_checkpoint = lambda *_: None  # the suite is about flags
     out.mkdir(parents=True, exist_ok=True)
     sentinel = Sentinel(trainer, out, case.method, on_red=on_red)
+    was_yellow: dict[str, str] = {}
+    look = sentinel.look
+
+    def remembering(step: int) -> None:
+        look(step)
+        for flag in sentinel.flags:
+            if flag.level == "yellow" and flag.name not in OF_THE_MACHINE:
+                was_yellow.setdefault(flag.name, f"step {step}: {flag}")
+
+    sentinel.look = remembering  # type: ignore[method-assign]
     trainer.add_callback(sentinel)
     sentinel.begin()
     trainer.train()
@@ -90,6 +120,10 @@ def judged(case: Case, out: Path, on_red: Any = "stop") -> Outcome:
         trainer.state.global_step,
         time.monotonic() - began,
         [row["loss"] for row in history if "loss" in row],
+        ": ".join(
+            safe_to_scale(sentinel.run(), told(sentinel.flags), told(flag for _, flag in sentinel.was_red.values()))
+        ),
+        was_yellow,
     )
 
 
@@ -636,6 +670,89 @@ HELD_OUT = (
         out, brevity, learning_rate=1e-2, seed=3), "entropy", "collapses"),
     Case("held out: dpo, chat with pairs mixed up", "dpo", lambda out: dpo(
         out, answers(mixed=True)), "preferences", "mixed up"),
+)  # fmt: skip
+
+
+def questions(rows: int = 600) -> list[tuple[str, str]]:
+    """Somebody's own chat data: questions about shops, and one sentence that answers each."""
+    draw = random.Random(SEED)
+    names = ["north", "south", "old", "new", "green", "river", "market", "station"]
+    goods = ["tea", "bread", "books", "lamps", "shoes", "paper", "glass", "wool", "maps", "clocks"]
+    hours = ["eight", "nine", "ten", "eleven"]
+    made = []
+    for _ in range(rows):
+        name, good, hour = draw.choice(names), draw.choice(goods), draw.choice(hours)
+        made.append((f"When can I buy {good} in the {name} shop?", f"The {name} shop sells {good} from {hour} on."))
+    return made
+
+
+def own_chats() -> Any:
+    from datasets import Dataset
+
+    words, made = tokenizer(), []
+    for question, answer in questions():
+        asked, told = (words(text)["input_ids"] for text in (f"# {question}\n", answer))
+        told = [*told, words.eos_token_id]
+        made.append({"input_ids": asked + told, "completion_mask": [0] * len(asked) + [1] * len(told)})
+    return Dataset.from_list(made)
+
+
+def own_code(rows: int = 600) -> list[str]:
+    """Somebody's own source files: small functions of a kind."""
+    draw = random.Random(SEED)
+    nouns, verbs = (
+        ["width", "price", "count", "total", "weight", "depth"],
+        ["scale", "check", "update", "format", "load"],
+    )
+    found = []
+    for i in range(rows):
+        noun, verb, other = draw.choice(nouns), draw.choice(verbs), draw.choice(nouns)
+        found.append(f"def {verb}_{noun}_{i}({noun}, {other}_limit):\n    result = {noun} * {i % 7}\n"
+                     f"    if result > {other}_limit:\n        return {other}_limit\n    return result\n")  # fmt: skip
+    return found
+
+
+def own_middles() -> Any:
+    from cogumi.data.fim import FimConfig, tokenize_for_sft
+
+    fim = FimConfig(max_length=96, middle_chars=(4, 24), overlong="trim")
+    return tokenize_for_sft(pl.DataFrame({"source": own_code()}), tokenizer(), fim, name="own").dataset
+
+
+def own_pairs() -> Any:
+    """The answer, and one that is rude."""
+    from datasets import Dataset
+
+    rude = ["No idea, ask somebody else.", "Look it up yourself.", "I do not care about that."]
+    return Dataset.from_list([
+        {"prompt": f"# {question}\n", "chosen": answer, "rejected": rude[i % len(rude)]}
+        for i, (question, answer) in enumerate(questions())
+    ])  # fmt: skip
+
+
+def own_prompts() -> Any:
+    from cogumi.data.fim import FimConfig, prompts_for_rl
+
+    fim = FimConfig(max_length=96, middle_chars=(4, 16), overlong="trim")
+    return prompts_for_rl(pl.DataFrame({"source": own_code(16)}), tokenizer(), fim, name="own").dataset
+
+
+def own_gspo(out: Path, **values: Any) -> Any:
+    return gspo(out, dataset=own_prompts(), max_completion_length=32, **values)
+
+
+OWN = (
+    Case("own chat, small rate", "sft", lambda out: sft(out, own_chats(), learning_rate=SFT_RATE / 4), own=True),
+    Case("own chat, large rate", "sft", lambda out: sft(out, own_chats(), learning_rate=SFT_RATE * 2), own=True),
+    Case("own chat, batch of 4", "sft", lambda out: sft(out, own_chats(), per_device_train_batch_size=4), own=True),
+    Case("own chat, packed", "sft", lambda out: sft(
+        out, own_chats(), packing=True, max_length=128, per_device_train_batch_size=4), own=True),
+    Case("own code, small rate", "sft", lambda out: sft(out, own_middles(), learning_rate=SFT_RATE / 4), own=True),
+    Case("own code, large rate", "sft", lambda out: sft(out, own_middles(), learning_rate=SFT_RATE * 2), own=True),
+    Case("own pairs, small rate", "dpo", lambda out: dpo(out, own_pairs(), learning_rate=DPO_RATE / 6), own=True),
+    Case("own pairs, large rate", "dpo", lambda out: dpo(out, own_pairs(), learning_rate=DPO_RATE * 2), own=True),
+    Case("own rewards, small rate", "gspo", lambda out: own_gspo(out, learning_rate=RL_RATE / 6), own=True),
+    Case("own rewards, large rate", "gspo", lambda out: own_gspo(out, learning_rate=RL_RATE), own=True),
 )  # fmt: skip
 
 
