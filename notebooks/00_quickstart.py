@@ -4,7 +4,8 @@
 # For a real model change the two names: the same cells train it. Each cell needs only the first one and what is in `RUNS`.
 
 # %% tags=["parameters"]
-import cogumi
+try: import cogumi
+except ModuleNotFoundError: raise SystemExit("Choose the kernel cogumi (Kernel, Change Kernel). If it is not listed, run in the clone: sh requirements/install.sh")
 from cogumi.notebook import completions, figures
 
 SFT, GSPO = "smoke/sft", "smoke/gspo"  # on a GPU: "qwen3-4b-sft", "qwen3-4b-gspo" (`cogumi cp` lists them)
@@ -12,7 +13,7 @@ RUNS = "runs/quickstart"
 
 # %% [markdown]
 # **Fine-tune.** The run is a process of its own: it outlives this notebook. Run the cell again and it says that the run is there. The panel follows it.
-# The first time on a machine the small base is made before, which takes a minute or two. A flag that is not green says what was seen and what to turn.
+# The first time on a machine the small base is made before, which takes a minute or two. A flag that is not green says what was seen and which key to change.
 
 # %%
 sft = cogumi.start(SFT, cogumi__run_dir=f"{RUNS}/sft")

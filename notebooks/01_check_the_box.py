@@ -3,7 +3,8 @@
 # Is this machine fit to train (`doctor`), and would the run fit it (`preflight`): memory, disk, hours, dollars. Nothing is trained here. Half a minute.
 
 # %% tags=["parameters"]
-import cogumi
+try: import cogumi
+except ModuleNotFoundError: raise SystemExit("Choose the kernel cogumi (Kernel, Change Kernel). If it is not listed, run in the clone: sh requirements/install.sh")
 
 CONFIG = "smoke/llama-3.1-8b-sft"  # the real one: "llama-3.1-8b-sft"
 CARD = "H100 SXM"

@@ -3,7 +3,8 @@
 # Which tokens are learned, how long examples are, what is left out and why; then your own file. Nothing is trained. Half a minute.
 
 # %% tags=["parameters"]
-import cogumi
+try: import cogumi
+except ModuleNotFoundError: raise SystemExit("Choose the kernel cogumi (Kernel, Change Kernel). If it is not listed, run in the clone: sh requirements/install.sh")
 
 CHAT, FIM = "smoke/llama-3.1-8b-sft", "smoke/sft"  # the real ones: "llama-3.1-8b-sft", "qwen2.5-coder-7b-gspo-fim"
 RUNS = "runs/data"

@@ -3,7 +3,8 @@
 # Pairs of a better and a worse answer, starting from the fine-tuned model. Two minutes on two CPU cores, the SFT stage included.
 
 # %% tags=["parameters"]
-import cogumi
+try: import cogumi
+except ModuleNotFoundError: raise SystemExit("Choose the kernel cogumi (Kernel, Change Kernel). If it is not listed, run in the clone: sh requirements/install.sh")
 from cogumi.notebook import completions, figures
 
 SFT, DPO = "smoke/llama-3.1-8b-sft", "smoke/llama-3.1-8b-dpo"  # the real ones: "llama-3.1-8b-sft", "llama-3.1-8b-dpo"

@@ -5,7 +5,8 @@
 # %% tags=["parameters"]
 import time
 
-import cogumi
+try: import cogumi
+except ModuleNotFoundError: raise SystemExit("Choose the kernel cogumi (Kernel, Change Kernel). If it is not listed, run in the clone: sh requirements/install.sh")
 
 CONFIG, STEPS = "smoke/sft", 160  # the real one: "qwen3-4b-sft"
 RUN = "runs/watched"
@@ -15,7 +16,7 @@ run = cogumi.start(CONFIG, cogumi__run_dir=RUN, train__max_steps=STEPS, cogumi__
 run.dashboard()
 
 # %% [markdown]
-# **Now restart the kernel** (or close everything), run the first cell, and go on here: it has trained all the while. `cogumi status --watch` shows the same in a terminal.
+# **Now restart the kernel** (or close everything), run the first cell, and continue here: the run has trained meanwhile. `cogumi status --watch` shows the same in a terminal.
 
 # %%
 run = cogumi.attach(RUN)
@@ -41,7 +42,7 @@ print(cogumi.attach(RUN).stop().checkpoint)
 print("whole:", cogumi.last_good_checkpoint(f"{RUN}/checkpoints"))
 
 # %% [markdown]
-# **Started again with the same words it goes on**, bit for bit as if it had not stopped.
+# **The same call continues the run**, bit for bit as if it had not stopped.
 
 # %%
 again = cogumi.start(CONFIG, cogumi__run_dir=RUN, train__max_steps=STEPS, cogumi__price_per_hour=2.5)

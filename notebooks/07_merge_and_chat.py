@@ -5,7 +5,8 @@
 # %% tags=["parameters"]
 from pathlib import Path
 
-import cogumi
+try: import cogumi
+except ModuleNotFoundError: raise SystemExit("Choose the kernel cogumi (Kernel, Change Kernel). If it is not listed, run in the clone: sh requirements/install.sh")
 
 CONFIG = "smoke/llama-3.1-8b-sft"  # the real one: "llama-3.1-8b-sft"
 RUN, OUT = "runs/to-merge", "runs/merged-again"

@@ -5,7 +5,8 @@
 # %% tags=["parameters"]
 from pathlib import Path
 
-import cogumi
+try: import cogumi
+except ModuleNotFoundError: raise SystemExit("Choose the kernel cogumi (Kernel, Change Kernel). If it is not listed, run in the clone: sh requirements/install.sh")
 from cogumi import disk
 
 CONFIG = "smoke/sft"  # the real one: "qwen3-4b-sft"

@@ -8,7 +8,8 @@
 import json
 from pathlib import Path
 
-import cogumi
+try: import cogumi
+except ModuleNotFoundError: raise SystemExit("Choose the kernel cogumi (Kernel, Change Kernel). If it is not listed, run in the clone: sh requirements/install.sh")
 from cogumi.notebook import figures
 
 CONFIG, BASE = "smoke/gspo", "cogumi:small-base"  # the real ones: "qwen2.5-coder-7b-gspo-fim", "Qwen/Qwen2.5-Coder-7B"
@@ -101,7 +102,7 @@ args = trl.GRPOConfig(f"{RUNS}/tools", loss_type="gspo", max_steps=TOOL_STEPS, n
     per_device_train_batch_size=16, max_completion_length=176, max_tool_calling_iterations=2, learning_rate=3e-4,
     lr_scheduler_type="constant", gradient_checkpointing=False, bf16=False, logging_steps=1, report_to="none")
 trainer = trl.GRPOTrainer(CALLER, args=args, train_dataset=Dataset.from_list(ROWS), environment_factory=Boxes)
-cogumi.protect(trainer, resume="never").train()  # "auto", the default, would go on from the newest checkpoint
+cogumi.protect(trainer, resume="never").train()  # "auto", the default, would continue from the newest checkpoint
 
 last, decode = trainer._buffered_inputs[-1], trainer.processing_class.decode
 tool, row = last["tool_mask"] == 0, (last["tool_mask"] == 0).any(1).int().argmax()

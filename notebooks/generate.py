@@ -16,6 +16,7 @@ from nbclient import NotebookClient
 
 HERE = Path(__file__).parent
 CELL_SECONDS = 600
+HERE_KERNEL = "python3"  # of this environment, also where none called cogumi is registered
 
 
 def sources(names: list[str]) -> list[Path]:
@@ -27,7 +28,7 @@ def notebook_of(source: Path) -> nbformat.NotebookNode:
     """The cells of a source, without outputs. Cells are numbered, so that the same source is the same file."""
     notebook = jupytext.read(source)
     notebook.metadata = nbformat.from_dict(
-        {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+        {"kernelspec": {"name": "cogumi", "display_name": "cogumi", "language": "python"}}
     )
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number:02}"
@@ -37,7 +38,9 @@ def notebook_of(source: Path) -> nbformat.NotebookNode:
 def executed(source: Path) -> nbformat.NotebookNode:
     notebook = notebook_of(source)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:  # a run may still be at work after a failure
-        client = NotebookClient(notebook, timeout=CELL_SECONDS, resources={"metadata": {"path": directory}})
+        client = NotebookClient(
+            notebook, timeout=CELL_SECONDS, kernel_name=HERE_KERNEL, resources={"metadata": {"path": directory}}
+        )
         client.store_widget_state = False  # a panel is of its kernel; its text stays
         client.execute()
         for cell in notebook.cells:
