@@ -25,7 +25,16 @@ ROOT = Path(__file__).parents[1]
 NOT_CLONED = shutil.ignore_patterns(
     ".venv*", ".git", ".python", "runs", "__pycache__", ".*_cache", "*.egg-info", "build"
 )
-FOREIGN = ("PYTHONPATH", "VIRTUAL_ENV", "XDG_DATA_HOME", "JUPYTER_PATH", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR")
+FOREIGN = (
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+    "XDG_DATA_HOME",
+    "JUPYTER_PATH",
+    "JUPYTER_DATA_DIR",
+    "JUPYTER_CONFIG_DIR",
+    "MAKEFLAGS",
+    "MAKELEVEL",
+)
 # Run by another Jupyter's Python: the first cell of the notebook, under the kernel that it names and under that Python's own.
 FIRST_CELL = """
 import json, sys

@@ -15,7 +15,7 @@ from tests.test_notebook_panel import run_in
 
 PATIENCE = 60.0
 SETUP = """
-import contextvars, time
+import contextvars, signal, time
 from ipywidgets import Button
 import cogumi
 said, setting = [], contextvars.ContextVar("setting", default=0)
@@ -90,11 +90,11 @@ class Page:
 
 
 @pytest.fixture
-def waiting(tmp_path: Path) -> Iterator[tuple[Page, str]]:
+def waiting(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Page, str]]:
     """A page, and its cell that waits for a run of this process."""
     run_in(tmp_path / "run")
     page = Page(tmp_path)
-    page.reply(page.client.execute(SETUP))
+    page.reply(page.client.execute(SETUP + getattr(request, "param", "")))
     sent = page.client.execute("setting.set(1)\nprint('waits')\nrun.wait()\nsetting.set(setting.get() + 1)")
     while page.client.get_iopub_msg(timeout=PATIENCE)["content"].get("text") != "waits\n":
         pass
@@ -135,6 +135,17 @@ def test_an_interrupt_ends_the_waiting_and_the_cells_after_it_are_not_run(waitin
     page.manager.interrupt_kernel()  # between two cells it does nothing
     assert page.value("said") == "[]"
     assert page.value("run.status().alive") == "True"
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("waiting", ["button.on_click(lambda _: signal.raise_signal(signal.SIGINT))"], indirect=True)
+def test_an_interrupt_within_an_answer_leaves_a_kernel_that_answers(waiting: tuple[Page, str]) -> None:
+    page, cell = waiting
+    comms = page.reply(page.send("comm_info_request"))["comms"]
+    for each in comms:
+        page.send("comm_msg", comm_id=each, data={"method": "custom", "content": {"event": "click"}})
+    assert page.reply(cell)["ename"] == "KeyboardInterrupt"
+    assert page.value("said") == "['clicked']"
 
 
 def test_elsewhere_it_only_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,10 @@ def sleep(seconds: float) -> None:
         return
     try:
         take_messages(here, until)
+    except KeyboardInterrupt:
+        # The socket was not read until it was empty: its event loop would be told of no further message.
+        here.io_loop.add_callback(stream_of(here).flush)
+        raise
     finally:
         answering.release()
 
