@@ -597,7 +597,7 @@ def test_the_cost_of_the_held_out_loss_says_where_compilation_is(
         held_out = HeldOut(SimpleNamespace(eval_dataset=range(8)))
         held_out.on_train_begin(args, TrainerState(max_steps=10), TrainerControl())
         say_what_watching_took(meter, args.torch_compile)  # type: ignore[arg-type]
-    before, after = caplog.messages
+    before, after = (record.getMessage() for record in caplog.records if record.name == "cogumi")
     assert ("of the computing, without the compilation before the first (train.torch_compile)" in before) is compiled
     assert after.endswith("75.0 % of the time of the training") is not compiled
     assert ("compilation that they waited for included" in after) is compiled
