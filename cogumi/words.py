@@ -4,8 +4,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# What a terminal obeys: the control characters but newline and tab. And what Python makes of bytes that are not UTF-8.
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+# What a terminal obeys: the control characters but newline and tab, and those that reverse the direction of the text after
+# them. And what Python makes of bytes that are not UTF-8.
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def visible(text: str) -> str:

@@ -131,7 +131,7 @@ def test_bad_rows_fail_names_them_and_long_rows_are_not_bad(tmp_path):
         with pytest.raises(UsageError) as caught:
             prepare([one], Selection(), {}, bad_rows="fail", cache_dir=tmp_path / "cache")
         assert str(caught.value) == (
-            "rows.parquet: 2 bad rows, 1 of them bad; the first is row 5: 'bad one'; repair them, or drop them with "
+            "rows.parquet: 2 bad rows, 1 of them bad; the first is row 5: bad one; repair them, or drop them with "
             "data.bad_rows: drop"
         )
 

@@ -98,7 +98,7 @@ def test_not_parquet_and_damaged_parquet(tmp_path, shard):
 def test_damaged_json_lines(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"source": "a"}\n{"source": \n')
-    assert "not a JSON lines file" in error(path, ["source"])
+    assert "rows.jsonl:2: not JSON, or cut short" in error(path, ["source"])
     path.write_text("")
     assert "empty" in error(path, ["source"])
 
@@ -170,24 +170,34 @@ def test_json_lines_keep_what_each_line_has(tmp_path):
 def test_a_damaged_line_is_named_by_its_number(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('\ufeff{"a": "x"}\n\n{"a": "y"}\n{"a": \n{"a": "z"}\n')
-    assert "(line 4: Expecting value" in error(path, ["a"])
+    assert "rows.jsonl:4: not JSON, or cut short (Expecting value)" in error(path, ["a"])
     path.write_text('{"a": "x"}\n[1]\n')
-    assert "line 2 is list, not an object" in error(path, ["a"])
+    assert "rows.jsonl:2: a row is one object, and this is a list" in error(path, ["a"])
     path.write_text("[" * 100_000)
     assert "one array, not one object a line; convert it: jq -c '.[]' rows.jsonl" in error(path, ["a"])
     path.write_text('{"a": 1}\n' + '{"a": ' * 100_000)
-    assert "line 2" in error(path, ["a"])
+    assert "rows.jsonl:2: not JSON" in error(path, ["a"])
     path.write_text('{"a": "x"}\n{"a": {"b": 1}, "c": "y"}\n')
-    assert "column 'a' holds dict (line 2), not text; name a text column of: c" in error(path, ["a"])
+    assert "rows.jsonl:2: column 'a' holds an object, not text; name a text column of: c" in error(path, ["a"])
 
 
 def test_a_column_of_several_kinds_is_refused_with_both_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "MOST_ROWS", 2)  # the two lines are in different batches
     path = tmp_path / "rows.jsonl"
     for first, other, alike, said in (
-        (1, "7", "throughout", "column 'a' holds a number in line 1 and text in line 5"),
-        ({"x": [1]}, {"x": ["7"]}, "throughout", "column 'a.x[]' holds a number in line 1 and text in line 5"),
-        ("hi", [{"role": "user"}], "text or messages", "column 'a' holds text in line 1 and a list in line 5"),
+        (1, "7", "throughout", "rows.jsonl:5: column 'a' holds text, but a number at rows.jsonl:1"),
+        (
+            {"x": [1]},
+            {"x": ["7"]},
+            "throughout",
+            "rows.jsonl:5: column 'a.x[]' holds text, but a number at rows.jsonl:1",
+        ),
+        (
+            "hi",
+            [{"role": "user"}],
+            "text or messages",
+            "rows.jsonl:5: column 'a' holds a list, but text at rows.jsonl:1",
+        ),
         ("hi", 7, "text or messages", None),
         (1, 2.5, "throughout", None),
     ):
@@ -199,7 +209,7 @@ def test_a_column_of_several_kinds_is_refused_with_both_lines(tmp_path, monkeypa
             continue
         with pytest.raises(UsageError) as caught:
             list(batches([path], ["a"], alike={"a": alike}))
-        assert str(caught.value).startswith(f"{path}: {said}; ")
+        assert str(caught.value).startswith(f"{path.parent}/{said}; ")
 
 
 def test_text_that_is_no_unicode_becomes_bytes(tmp_path):

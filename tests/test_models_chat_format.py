@@ -91,5 +91,9 @@ def test_a_run_that_goes_on_from_an_adapter_has_its_tokenizer(tiny_model: Path, 
     sft.save_pretrained(tmp_path / "adapter")
     on = load_config(base, cogumi__method="gspo", model__adapter=str(tmp_path / "adapter"))
     assert tokenizer_of(on, str(tiny_model)).chat_template == sft.chat_template
-    with pytest.raises(UsageError, match="has no chat template"):
+    with pytest.raises(UsageError, match=r"has no chat template; set train.chat_template_path"):
         tokenizer_of(load_config(base), str(tiny_model))
+    with pytest.raises(UsageError, match=r"cogumi.method: gspo sets none, so start from a model that has one"):
+        tokenizer_of(load_config(base, cogumi__method="gspo"), str(tiny_model))
+    with pytest.raises(UsageError, match="chat_template_path"):  # which is why
+        load_config(base, cogumi__method="gspo", train__chat_template_path="cogumi:tulu")

@@ -1,6 +1,7 @@
 """What a run would train on, shown before it does: the same ids and masks that the trainer gets, and an honest count."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import cogumi
 from cogumi.cli import main
 from cogumi.config import load_config
+from cogumi.data.rows import in_words
 from cogumi.data.sample_tasks import chat_path
 from cogumi.training.preview import Preview
 
@@ -62,6 +64,45 @@ def test_every_row_is_accounted_for(chat: Config) -> None:
 def test_a_bad_row_can_be_refused(chat: Config) -> None:
     with pytest.raises(cogumi.UsageError, match=r"2 bad rows, 1 of them .*; the first is row 41"):
         cogumi.preview(chat, data__bad_rows="fail")
+
+
+MESSAGES = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+BROKEN = {
+    "chat": ({"messages": MESSAGES}, {"messages": [*MESSAGES[:1], {"role": "assistant"}]}, '"content": "2 + 2?"'),
+    "prompt_completion": (
+        {"prompt": "2+2=", "completion": " 4"},
+        {"prompt": "2+3=", "completion": None},
+        "2+3= | null",
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", BROKEN)
+def test_a_bad_row_is_shown_as_text(shape: str, chat: Config, tmp_path: Path) -> None:
+    good, bad, said = BROKEN[shape]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in (good, bad)))
+    chat["data"] = {"source": str(path), "format": shape, "eval_rows": 0}
+    (line,) = cogumi.preview(chat, examples=0).reports
+    assert line.partition(": ")[2].startswith("1 ")
+    assert said in line
+    assert not re.search(r"None|\{'|\('|: '", line)
+
+
+def test_what_the_rewards_get_is_shown_as_json(tmp_path: Path) -> None:
+    assert in_words(["a", None, {"é": True}]) == '["a", null, {"é": true}]'
+    assert in_words(MESSAGES) == "user: 2 + 2? assistant: 4"
+    assert in_words(("2+3=", "", None)) == "2+3= | (empty) | null"
+
+
+def test_a_broken_file_is_named_once(chat: Config, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": \n')
+    chat["data"] = {"source": str(path), "format": "prompt_completion", "eval_rows": 0}
+    with pytest.raises(cogumi.UsageError) as caught:
+        cogumi.preview(chat)
+    assert str(caught.value).startswith(f"{path}:2: not JSON, or cut short (Expecting value); ")
+    assert str(caught.value).count("rows.jsonl") == 1
 
 
 def test_pairs_and_prompts_are_shown_too(chat: Config, tmp_path: Path) -> None:

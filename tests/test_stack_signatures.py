@@ -245,6 +245,9 @@ Access to model google/gemma-3-4b-pt is restricted and you are not in the author
     # trl 1.15.0
     ("trl-argument", "TypeError: SFTConfig.__init__() got an unexpected keyword argument 'max_seq_length'"),
     ("trl-argument", "TypeError: GRPOConfig.__init__() got an unexpected keyword argument 'vllm_device'"),
+    # torch 2.13.0: torch.bmm, torch.mm
+    ("dtypes-mixed", "RuntimeError: expected scalar type Half but found Float"),
+    ("dtypes-mixed", "RuntimeError: expected m1 and m2 to have the same dtype, but got: c10::Half != float"),
     # https://github.com/unslothai/unsloth/issues/1914
     ("wandb-no-key", "wandb: ERROR api_key not configured (no-tty). call wandb.login(key=[your_api_key])"),
     # https://github.com/huggingface/transformers/issues/30445
@@ -272,6 +275,32 @@ def test_other_words_for_a_failure_are_known_too(name: str, text: str) -> None:
 def test_there_is_a_message_for_every_pattern(name: str, pattern: str) -> None:
     compiled = re.compile(pattern.replace(" ", module.GAP))
     assert any(compiled.search(text) for known, text in [*OTHER_WORDS, (name, message(name))] if known == name)
+
+
+def paragraphs(name: str) -> list[str]:
+    return re.split(r"\n{2,}", message(name).strip())
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [(part, "pip-conflict") for part in paragraphs("pip-conflict") if not part.startswith("To fix")]
+    + [(line, "pip-broke-others") for line in message("pip-broke-others").splitlines() if "conflicts" in line]
+    + [(line, "pip-broke-others") for line in message("pip-broke-others").splitlines() if "incompatible" in line]
+    + [(paragraphs("gated-not-logged-in")[0], "gated-not-logged-in")]
+    + [(paragraphs("gated-no-access")[0], "gated-no-access")]
+    + [("\n\n".join(paragraphs("gated-no-access")).rsplit("\n", 1)[0], "gated-no-access")],
+)
+def test_a_part_of_a_message_is_enough(text: str, name: str) -> None:
+    assert names(text) == [name]
+
+
+@pytest.mark.parametrize(
+    "package", ["trl", "transformers", "peft", "accelerate", "datasets", "bitsandbytes", "unsloth"]
+)
+def test_a_missing_package_of_the_stack_is_known(package: str) -> None:
+    code = f"import sys; sys.path.clear(); import {package}"
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, timeout=60)
+    assert names(done.stderr) == ["stack-package-missing"]
 
 
 # --- patterns that cannot be slow -------------------------------------------------------------------------------------

@@ -582,6 +582,27 @@ def test_an_unwritten_secret_is_itself_until_it_is_pickled() -> None:
     assert pickle.loads(pickle.dumps(secret)) == REDACTED
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_cost_of_the_held_out_loss_says_where_compilation_is(
+    compiled: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from cogumi.training.fitting import say_what_watching_took
+    from cogumi.training.held_out import HeldOut
+
+    args = TrainingArguments(str(tmp_path), torch_compile=compiled, use_cpu=True, report_to=[])
+    meter = SimpleNamespace(seconds=lambda: {"eval": 30.0, "train": 10.0})
+    with caplog.at_level(logging.INFO, "cogumi"):
+        held_out = HeldOut(SimpleNamespace(eval_dataset=range(8)))
+        held_out.on_train_begin(args, TrainerState(max_steps=10), TrainerControl())
+        say_what_watching_took(meter, args.torch_compile)  # type: ignore[arg-type]
+    before, after = (record.getMessage() for record in caplog.records if record.name == "cogumi")
+    assert ("of the computing, without the compilation before the first (train.torch_compile)" in before) is compiled
+    assert after.endswith("75.0 % of the time of the training") is not compiled
+    assert ("compilation that they waited for included" in after) is compiled
+
+
 def test_without_a_word_of_it_a_run_has_samples_and_a_held_out_curve_and_says_what_they_cost(sft: Config) -> None:
     del sft["data"]["eval_rows"]
     sft["train"] |= {"max_steps": 101, "per_device_train_batch_size": 8, "logging_steps": 10}

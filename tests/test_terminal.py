@@ -8,6 +8,7 @@ import re
 import select
 import shlex
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -250,8 +251,9 @@ def test_an_interrupted_start_leaves_a_run_as_it_was(
 
 # ------------------------------------------------------------------------------------------------ what others wrote
 
-EVIL = "\x1b[31mred\x1b]0;title\x07 [bold]loud[/bold] \x9b2J \rback\tafter"
-SHOWN = r"\x1b[31mred\x1b]0;title\x07 [bold]loud[/bold] \x9b2J"
+EVIL = "\x1b[31mred\x1b]0;title\x07 [bold]loud[/bold] \x9b2J \u202edesrever\u2066 \rback\tafter"
+SHOWN = r"\x1b[31mred\x1b]0;title\x07 [bold]loud[/bold] \x9b2J \u202edesrever\u2066"
+BIDI = "\u202a-\u202e\u2066-\u2069"
 
 
 @pytest.fixture
@@ -286,7 +288,7 @@ def test_escapes_in_what_others_wrote_are_shown_and_not_obeyed(evil: Path, words
     with terminal(f"stty columns 200; {shlex.join(command)}; touch done", tmp_path) as shown:
         until((tmp_path / "done").exists)
     drawn = re.sub(r"\x1b\[\??[0-9;]*[mhlKAG]", "", shown.shown.decode())  # of rich: colours, the cursor
-    assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", drawn), drawn
+    assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f" + BIDI + "]", drawn), drawn
     assert (r"\x9b2J" if "doctor" in words else r"\x1b[31m") in drawn, drawn  # which takes colours out
     assert "[bold]" in drawn or words == ["status"], drawn
 
@@ -313,12 +315,33 @@ def test_escapes_in_a_line_of_log_are_shown(tmp_path: Path, capsys: pytest.Captu
     assert SHOWN in (tmp_path / "run.log").read_text()
 
 
+def test_an_uncaught_exception_is_shown_with_its_escapes_visible(tmp_path: Path) -> None:
+    code = f"""
+import typer
+from cogumi.cli import run_command
+app = typer.Typer(pretty_exceptions_enable=False)
+@app.command()
+def fail() -> None:
+    try:
+        raise KeyError({EVIL!r})
+    except KeyError as error:
+        error.add_note({EVIL!r})
+        raise RuntimeError({EVIL!r}) from error
+run_command(app)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, cwd=tmp_path)
+    said = done.stderr.decode()
+    assert done.returncode == 1
+    assert f"RuntimeError: {SHOWN}" in said
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f" + BIDI + "]", said), said
+
+
 def test_json_stays_json_and_holds_no_control_character(capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"é": EVIL, "path": "caf\udce9"})
     written = capsys.readouterr().out
     assert json.loads(written) == {"é": EVIL, "path": "caf\udce9"}
     assert "é" in written
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", written)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f" + BIDI + "]", written)
 
 
 # ------------------------------------------------------------------------------------------------ what takes its time

@@ -254,7 +254,7 @@ def supervised_chunk(
                 prompt = "" if options.learn == "all" else template.prompt(asked, each.tools)
                 text = template.whole(each.messages, each.tools)
         except BadRow as error:
-            drop(dropped, error.reason, row, error.excerpt or each)
+            drop(dropped, error.reason, row, error.excerpt or (each if isinstance(each, tuple) else each.messages))
             continue
         texts.append(text)
         kept.append(row)

@@ -44,7 +44,7 @@ def preference_chunk(
             texts.append(rendered(pair, template, tokenizer.eos_token))
             at_text.append(row)
         except BadRow as error:
-            drop(dropped, error.reason, row, error.excerpt or pair)
+            drop(dropped, error.reason, row, error.excerpt or tuple(pair.values()))
     ids: dict[str, list[NDArray[np.int32]]] = {"prompt_ids": [], "chosen_ids": [], "rejected_ids": []}
     truncated = 0
     plain = bool(pairs) and isinstance(pairs[0]["prompt"], str)

@@ -26,6 +26,7 @@ from cogumi.data.cache_directory import RECORD, alone, is_whole, prepared_home, 
 from cogumi.data.cache_key import cache_key, code_and_libraries
 from cogumi.data.examples import Dropped, Tokenize
 from cogumi.data.lengths import Lengths
+from cogumi.data.rows import excerpt_of
 from cogumi.data.selection import COPY, HELD_OUT, LIKE_HELD_OUT, TRAIN, Counts, Selection, States, choose, row_hashes
 from cogumi.data.sources import Alike, batches
 from cogumi.disk import spoken
@@ -93,7 +94,7 @@ class Data:
     def examples_dropped(self) -> list[str]:
         """A line for each reason, with the first row that was dropped for it."""
         return [
-            f"{self.name}: {dropped.count:,} {reason}, the first is row {dropped.row:,}: {dropped.excerpt!r}"
+            f"{self.name}: {dropped.count:,} {reason}, the first is row {dropped.row:,}: {dropped.excerpt}"
             for reason, dropped in self.dropped.items()
         ]
 
@@ -180,7 +181,7 @@ def refuse_bad_rows(parts: Sequence[Data]) -> None:
         count = sum(dropped.count for _, _, dropped in bad)
         raise UsageError(
             f"{data.name}: {count:,} bad rows, {first.count:,} of them {reason}; the first is row {first.row:,}: "
-            f"{first.excerpt!r}; repair them, or drop them with data.bad_rows: drop"
+            f"{first.excerpt}; repair them, or drop them with data.bad_rows: drop"
         )
 
 
@@ -259,7 +260,7 @@ def _tokenize(
         for state, reason in EQUAL.items():
             equal = np.flatnonzero(here == state)
             if len(equal):
-                train.drop(reason, first_row + equal, " ".join(map(str, rows.row(int(equal[0])))))
+                train.drop(reason, first_row + equal, excerpt_of(rows.row(int(equal[0]))))
         for state, part in ((TRAIN, train), (HELD_OUT, held_out)):
             chosen = np.flatnonzero(here == state)
             if len(chosen):

@@ -1,10 +1,12 @@
 """Rows that make no example: why, how many, and the first of them."""
 
+import json
 from typing import Any
 
 from cogumi.data.examples import Dropped
 
 EXCERPT = 80
+SPOKEN = {"role", "content"}
 
 
 class BadRow(Exception):
@@ -25,9 +27,21 @@ def drop(dropped: dict[str, Dropped], reason: str, row: int, value: Any) -> None
 
 def excerpt_of(value: Any) -> str:
     """The start of a value on one line, in at most 80 characters."""
-    text = value if isinstance(value, str) else repr(value)
-    text = " ".join(text[: 4 * EXCERPT].split())
+    text = " ".join(in_words(value)[: 4 * EXCERPT].split())
     return text if len(text) <= EXCERPT else text[: EXCERPT - 1] + "…"
+
+
+def in_words(value: Any) -> str:
+    """A value of a row for people: text as it stands, the fields of a row apart, messages by their roles, the rest as JSON."""
+    if isinstance(value, str):
+        return value or "(empty)"
+    if isinstance(value, bytes):
+        return value.decode(errors="backslashreplace")
+    if isinstance(value, tuple):
+        return " | ".join(map(in_words, value))
+    if isinstance(value, list) and value and all(isinstance(each, dict) and set(each) == SPOKEN for each in value):
+        return " ".join(f"{each['role']}: {in_words(each['content'])}" for each in value)
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def decoded(value: Any) -> Any:

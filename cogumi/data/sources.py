@@ -245,10 +245,13 @@ def _record(file: Path, number: int, text: str) -> dict[str, Any]:
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _damaged(file, JSON_LINES, ValueError(f"line {number:,}: {_first_line(error)}")) from error
+        why = error.msg if isinstance(error, json.JSONDecodeError) else _first_line(error)
+        raise UsageError(
+            f"{file}:{number}: not JSON, or cut short ({why}); write or download the file again"
+        ) from error
     if not isinstance(record, dict):
-        told = f"line {number:,} is {type(record).__name__}, not an object"
-        raise _damaged(file, JSON_LINES, ValueError(told))
+        kind = _kind(record) or "null"
+        raise UsageError(f"{file}:{number}: a row is one object, and this is {kind}; write the file again")
     return record
 
 
@@ -260,7 +263,7 @@ def _refuse_other_than_text(
     if other is not None:
         texts = dict.fromkeys(key for record in records for key, value in record.items() if isinstance(value, str))
         raise UsageError(
-            f"{file}: column {name!r} holds {type(other).__name__} (line {line:,}), not text; "
+            f"{file}:{line}: column {name!r} holds {_kind(other)}, not text; "
             f"name a text column of: {', '.join(key for key in texts if key != name) or 'none there'}"
         )
 
@@ -277,7 +280,7 @@ def _refuse_several_kinds(
             before, at = kinds.setdefault(place, (kind, line))
             if kind != before:
                 raise UsageError(
-                    f"{file}: column {place!r} holds {before} in line {at:,} and {kind} in line {line:,}; "
+                    f"{file}:{line}: column {place!r} holds {kind}, but {before} at {file.name}:{at}; "
                     "write its values alike"
                 )
 

@@ -106,9 +106,9 @@ def read_template(tokenizer: Any, thinking: bool | None = None, today: str | Non
     """
     if tokenizer.chat_template is None:
         raise UsageError(
-            "data.format: this model's tokenizer has no chat template; set train.chat_template_path in the SFT run that comes "
-            "before, start from a model that has one, "
-            "or use data.format: prompt_completion with text"
+            "data.format: this model's tokenizer has no chat template; for cogumi.method: sft set train.chat_template_path, "
+            "for the others start from a model that has one, such as the merged model of that SFT run; "
+            "text in place of messages needs none"
         )
     text = tokenizer.get_chat_template()
     known = read_thinking(text, thinking)

@@ -52,9 +52,15 @@ def tokenizer_of(run: RunConfig, base: str) -> PreTrainedTokenizerBase:
     if (token := run.train.get("eos_token")) is not None:
         use_end_token(tokenizer, token)
     if run.data.format != "fim" and tokenizer.chat_template is None and run.data.format == "chat":
+        template = "train.chat_template_path (cogumi:tulu, a .jinja file or another model)"
         raise UsageError(
-            f"data.format: chat: the tokenizer of {run.model.name} has no chat template; set train.chat_template_path "
-            "(cogumi:tulu, a .jinja file or another model) in the SFT run, or start from a model that has one"
+            f"data.format: chat: the tokenizer of {run.model.name} has no chat template; "
+            + (
+                f"set {template}, or start from a model that has one"
+                if run.cogumi.method == "sft"
+                else f"cogumi.method: {run.cogumi.method} sets none, so start from a model that has one, such as the merged "
+                f"model of an SFT run with {template}"
+            )
         )
     return tokenizer
 

@@ -173,8 +173,9 @@ def beyond_the_model(run: RunConfig, examples: Examples, of_base: PretrainedConf
 
 def source_of(entry: Entry, options: FormatOptions, tokenizer: PreTrainedTokenizerBase) -> Source:
     files = entry.located.files
+    names = column_names(files)  # whose errors name the file
     try:
-        columns = columns_for(options, column_names(files))
+        columns = columns_for(options, names)
     except UsageError as error:
         raise UsageError(f"{entry.located.name}: {error}") from None
     wanted = list(dict.fromkeys(columns.values()))

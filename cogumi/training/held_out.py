@@ -32,8 +32,9 @@ class HeldOut(TrainerCallback):
         self.every = max(math.ceil(state.max_steps / TIMES), math.ceil(rows / step / SHARE))
         times = (state.max_steps - 1) // self.every
         log.info(
-            "held-out loss: %d rows before the first step, %sand at the end, about %.1f %% of the computing (data.eval_rows)",
+            "held-out loss: %d rows before the first step, %sand at the end, about %.1f %% of the computing%s (data.eval_rows)",
             rows, f"every {self.every} steps " if times else "", 100 * (times + 2) * rows / step / state.max_steps,
+            ", without the compilation before the first (train.torch_compile)" if args.torch_compile else "",
         )  # fmt: skip
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

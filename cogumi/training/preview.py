@@ -12,6 +12,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from cogumi.config import load_config
+from cogumi.data.rows import in_words
 from cogumi.models.load import resolve_model
 from cogumi.training.building import pinned, tokenizer_of
 from cogumi.training.examples import account, buckets, prepare_examples
@@ -135,7 +136,7 @@ def pieces_of(row: dict[str, Any], tokenizer: Any) -> Iterator[tuple[str, str]]:
         yield "context", prompt
         for name, value in row.items():
             if name != "prompt":
-                yield "context", f"\n{name}: {value}"
+                yield "context", f"\n{name}: {in_words(value)}"
 
 
 def share(count: int, rows: int) -> str:
