@@ -1,8 +1,9 @@
-"""Does the verdict tell broken runs from whole ones, and by their cause: the suite of benchmarks/verdict_runs.py.
+"""Does the verdict tell broken runs from whole ones, and by their cause: the suite of benchmarks/verdict_cases.py.
 
 `python -m benchmarks verdict` trains every case for at most a hundred steps on a CPU. A broken run is right where the
-first flag that turns red is the one that explains it; a whole one where none does; a whole one on one's own data where none
-turns yellow either. A flat or broken run is never "safe to scale". The last rows are what watching costs.
+first flag that turns red is the one that explains it, or names its cause and key where several may be first; a whole one
+where none does; a whole one on one's own data where none turns yellow either. A flat or broken run is never "safe to
+scale". The last rows are what watching costs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.harness import Row, row
-from benchmarks.verdict_runs import BROKEN, HELD_OUT, OWN, WHOLE, Case, Outcome, cost, judged
+from benchmarks.verdict_cases import BROKEN, HELD_OUT, OWN, WHOLE
+from benchmarks.verdict_runs import Case, Outcome, cost, judged
 
 QUICK = ("sft, NaN in the base", "sft, adapter frozen", "gspo, dead reward", "sft", "own chat, large rate")
 STEP_SECONDS = 0.1  # of the step that the cost is a share of

@@ -40,7 +40,10 @@ def in_short(status: Status) -> str:
 def in_words(status: Status) -> str:
     """The line, with what was checked, why it ended and what it would go on from."""
     judged = [checked(status), f"flags: {flagged(status)}"] if status.ended and flagged(status) else []
-    said = "; ".join([in_short(status), *filter(None, judged)])
+    told = [
+        each for each in missed(checks(status)) if each["figure"] not in (status.reason or "")
+    ]  # which is said below
+    said = "; ".join([in_short(status), *filter(None, judged), *map(failure, told)])
     if status.reason:
         said += f"; {' '.join(status.reason.split())}"
     if status.state in BROKEN_OFF:
@@ -76,7 +79,7 @@ def on_a_screen(status: Status) -> str:
         lines.append(how_to_go_on(status))
     elif status.checkpoint:
         lines.append(f"newest checkpoint: {status.checkpoint}")
-    lines += [f"FAIL  {each['name']}: {each['figure']}" for each in checks(status) if not each["passed"]]
+    lines += [f"FAIL  {failed(each)}" for each in missed(checks(status))]
     log = tail_lines(Path(status.log), size=LOG_LINES * 1000)[-LOG_LINES:]
     return visible("\n".join([*lines, *([f"--- {near_here(status.log)}", *log] if log else [])]))
 
@@ -142,6 +145,21 @@ def flagged(status: Status) -> str:
 def checks(status: Status) -> list[dict[str, Any]]:
     """What was checked of an ended run."""
     return list(read_if_there(Path(status.run_dir) / "verdict.json").get("checks", [])) if status.ended else []
+
+
+def missed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [each for each in found if not each["passed"]]
+
+
+def failure(check: dict[str, Any]) -> str:
+    """A check that was missed in one clause: its name and its fix; its figure, of a run whose verdict names no fix."""
+    return f"FAIL {check['name']}: {check.get('fix') or check['figure']}"
+
+
+def failed(check: dict[str, Any]) -> str:
+    """A check that was missed: its name, the figure, the fix."""
+    fix = check.get("fix")
+    return f"{check['name']}: {check['figure']}" + (f"; {fix}" if fix else "")
 
 
 def checked(status: Status) -> str:

@@ -1,6 +1,7 @@
 """A verdict that a person can trust: tables of losses and their answer, completions that are none, rates, one sentence."""
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import cogumi
 from cogumi.notebook import panel_html
 from cogumi.notebook.look import Looker
 from cogumi.run_status import status_of
-from cogumi.run_summary import in_words
+from cogumi.run_summary import in_words, on_a_screen
 from cogumi.rundir import append_jsonl, read_json, write_json
 from cogumi.training.diagnosis import judge, safe_to_scale
 from cogumi.training.flags import Batches, Flag, Pairs, Run, Setting, Words, Written, reds
 from cogumi.training.samples import repeats_itself, written_in
+from cogumi.training.verdict import Check, Verdict
 
 SFT = Setting("sft", 2e-4, max_steps=200, examples_per_step=16, vocabulary=1024)
 DPO = replace(SFT, method="dpo", loss="sigmoid")
@@ -222,6 +224,47 @@ def test_lora_rates_that_cannot_move_or_are_known_to_diverge(
         assert "LoRA learning rate" not in [flag.name for flag in judge(Run(other, [], []))]
 
 
+@pytest.mark.parametrize(
+    ("rate", "steps", "losses", "every", "level"),
+    [
+        (2e-5, 24, noisy(5.7, 5.7, 24, 0.1), 1, "yellow"),  # TRL's default rate, which the merge then rounds away
+        (2e-5, 24, noisy(5.7, 5.7, 4, 0.1), 5, "yellow"),  # the last row is of step 20, and step 25 is not to come
+        (2e-5, 26, noisy(5.7, 5.7, 24, 0.1), 1, "green"),  # not at its end yet
+        (2e-5, 24, noisy(5.7, 4.0, 24, 0.1), 1, "green"),  # the loss fell, whatever the estimate says
+        (2e-5, 24, noisy(5.7, 4.0, 4, 0.01), 6, "green"),  # likewise in few rows
+        (2e-5, 24, [5.7, 5.7], 12, "green"),  # two rows show nothing
+        (2e-4, 24, noisy(5.7, 5.7, 24, 0.1), 1, "green"),  # weights moved, so a flat loss has another cause
+    ],
+)
+def test_a_usual_rate_that_moved_neither_weights_nor_loss_is_told_after_the_last_step(
+    rate: float, steps: int, losses: list[float], every: int, level: str
+) -> None:
+    setting = replace(SFT, learning_rate=rate, max_steps=steps, hidden_size=256)
+    setting = replace(setting, lora_rank=16, lora_scale=2.0, optimizer="adamw_torch_fused")
+    found = flag_of(run_of(losses, setting, every), "LoRA learning rate")
+    assert found.level == level, str(found)
+    if level == "yellow":
+        assert found.cause == "the LoRA learning rate is too low to have moved the loss"
+        assert "changes weights by 1.1e-03 of themselves, and bfloat16 rounds 2.0e-03 away; the loss went" in str(found)
+
+
+def test_a_policy_whose_reward_stays_is_told_by_its_reward() -> None:
+    setting = replace(GSPO, learning_rate=2e-6, max_steps=60, lora_rank=16, lora_scale=2.0, optimizer="adamw_torch")
+    usual: dict[str, Any] = {"reward_std": 0.2, "frac_reward_zero_std": 0.1, "completions/clipped_ratio": 0.1}
+    stays = run_of([0.01] * 60, setting, reward=noisy(0.3, 0.3, 60, 0.01), **usual)
+    assert "too low to have moved the reward" in flag_of(stays, "LoRA learning rate").cause
+    rises = run_of([0.01] * 60, setting, reward=noisy(0.2, 0.5, 60, 0.03), **usual)
+    assert flag_of(rises, "LoRA learning rate").level == "green"
+
+
+def test_a_policy_that_its_first_steps_destroy_is_told_by_the_rate() -> None:
+    """The figures of GSPO at a hundred times its rate: the entropy is gone in step 5, from what steps 2 and 4 did."""
+    kl = [0.0, 4.1, 0.0, 3.1, 0.0, 0.0]
+    entropy = [4.5, 5.9, 3.0, 1.9, 0.0, 0.2]
+    (red,) = reds(judge(run_of([0.01] * 6, GSPO, **{"policy/kl_new_old": kl, "entropy": entropy})))
+    assert (red.name, red.cause) == ("KL to the sampler", "the learning rate is too high for one update")
+
+
 def rollouts(count: int, reward: float, deviation: float = 0.0) -> Run:
     more = {"reward": reward, "reward_std": deviation, "frac_reward_zero_std": float(not deviation)}
     return run_of([0.0] * count, GSPO, **more)
@@ -285,7 +328,42 @@ def test_the_headline_withholds_its_word_while_a_flag_is_red(level: str, tmp_pat
         assert ("RED" in each) is (level == "red"), each
 
 
+def test_the_headline_names_the_check_that_failed_and_its_fix(tmp_path: Path) -> None:
+    from cogumi.notebook.report import in_a_word, verdict
+
+    met = Check("steps", "24", "24", True, "a fix of what is met is not told")
+    lost = Check("merged logits", "rms 4.4e-03", "<= 3.7e-03", False, "raise train.learning_rate")
+    judged = Verdict((met, lost))
+    write_json(tmp_path / "status.json", {"state": "finished, checks failed", "time": 1.0})
+    write_json(tmp_path / "verdict.json", judged.as_dict())
+    write_json(tmp_path / "flags.json", {"flags": [], "was_red": []})
+    status, look = status_of(tmp_path), Looker(tmp_path).look()
+    assert "; FAIL merged logits: raise train.learning_rate" in in_words(status)
+    for said in (in_words(status), str(judged), panel_html.flags(look), on_a_screen(status), verdict(tmp_path, status)):
+        assert "raise train.learning_rate" in said
+        assert "is not told" not in said
+    assert in_a_word(status)[1] == "FAIL (finished, checks failed): merged logits"
+    found = read_json(tmp_path / "verdict.json")
+    for each in found["checks"]:
+        del each["fix"]
+    write_json(tmp_path / "verdict.json", found)  # as versions before have written it
+    assert "; FAIL merged logits: rms 4.4e-03" in in_words(status)
+
+
 # ---------------------------------------------------------------------------------------------------------------- a real run
+
+
+def test_an_update_that_rounding_loses_is_told_beside_the_rounding(sft: dict[str, Any]) -> None:
+    result = cogumi.train(sft, train__learning_rate=1e-7, train__max_steps=4, cogumi__merge=True)
+    failed = [check for check in result.verdict.checks if not check.passed]
+    assert [check.name for check in failed] == ["merged differs from the base"]
+    fix = failed[0].fix
+    assert re.match(
+        r"the update is at most .*e-\d+ of a tensor, and bfloat16 rounds up to 3.9e-03 of it away; ", fix
+    ), fix
+    assert "raise train.learning_rate, or merge again: cogumi merge " in fix
+    assert fix.endswith(" OUT --dtype float32")
+    assert f"FAIL {failed[0].name}: {fix}" in in_words(status_of(result.run_dir))
 
 
 def test_a_run_that_learns_to_write_nothing_says_so(sft: dict[str, Any]) -> None:

@@ -1,10 +1,13 @@
 """The verdict on real runs: each broken in one way, or whole. All of them in the slow lane; a few of each kind here."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.verdict_runs import BROKEN, HELD_OUT, OWN, WHOLE, Case, judged
+from benchmarks.verdict_cases import BROKEN, HELD_OUT, OWN, WHOLE
+from benchmarks.verdict_runs import Case, judged
+from cogumi.training.flags import Flag
 
 QUICK = {
     "sft, a third of the rows masked",
@@ -51,6 +54,17 @@ def test_a_whole_run_on_ones_own_data_raises_no_flag(case: Case, tmp_path: Path)
     assert found.steps == 100
     if case.method != "gspo":
         assert found.safe.startswith("yes: the loss fell"), found.safe
+
+
+def test_a_case_without_a_flags_name_is_held_to_its_cause_and_key() -> None:
+    case = Case("too fast", "sft", lambda out: None, cause="rate is too high", knob="train.learning_rate")
+    right = Flag("loss trend", "red", "", "", "the learning rate is too high", "train.learning_rate, to a tenth")
+    assert case.broken
+    assert case.explained_by(right)
+    assert case.explained_by(replace(right, name="token frequencies"))
+    assert not case.explained_by(replace(right, knob="the trainer's data_collator"))
+    assert not case.explained_by(replace(right, cause="the labels are in another order"))
+    assert not replace(case, flag="token frequencies").explained_by(right)
 
 
 def test_the_suite_is_as_large_as_it_has_to_be() -> None:

@@ -11,7 +11,7 @@ from cogumi.notebook.markup import blank
 from cogumi.notebook.palette import BLUE, LEVELS
 from cogumi.notebook.svg import svg_of
 from cogumi.run_status import tail_lines
-from cogumi.run_summary import checked, checks, figures, in_short, machine, near_here, number, reds
+from cogumi.run_summary import checked, checks, failed, figures, in_short, machine, missed, near_here, number, reds
 from cogumi.words import flag_sentence
 
 MOST_CHARACTERS = 400  # of a prompt or completion: what is read at a glance
@@ -72,10 +72,10 @@ def flags(look: Look) -> str:
     ]
     verdict = checks(look.status)
     if verdict:
-        missed = [each for each in verdict if not each["passed"]]
-        lines = [f"FAIL {each['name']}: {each['figure']} (required: {each['requirement']})" for each in missed]
+        bad = missed(verdict)
+        lines = [f"FAIL {failed(each)} (required: {each['requirement']})" for each in bad]
         words = "<br>".join(map(escape, [checked(look.status), *lines]))
-        said.append(edged("red" if missed or reds(look.status) else "green", f"<b>verdict</b>: {words}"))
+        said.append(edged("red" if bad or reds(look.status) else "green", f"<b>verdict</b>: {words}"))
     return within(*said)
 
 

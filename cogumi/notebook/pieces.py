@@ -94,7 +94,7 @@ def checks(found: Iterable[Mapping[str, Any]]) -> str:
         [
             level("green", "pass") if check["passed"] else level("red", "FAIL"),
             text(check["name"]),
-            text(check["figure"]),
+            text("; ".join(filter(None, (check["figure"], check.get("fix"))))),
             text(check["requirement"]),
         ]
         for check in in_order

@@ -24,7 +24,7 @@ from cogumi.notebook.figures import MERGE_MANIFEST
 from cogumi.notebook.look import broke
 from cogumi.notebook.markup import facts, figure, folded, level, style, table, text, verbatim
 from cogumi.run_status import BROKEN_OFF, Status, read_if_there, status_of, tail_lines
-from cogumi.run_summary import counted, reds, state_of
+from cogumi.run_summary import checks, counted, failure, missed, reds, state_of
 from cogumi.rundir import PREFLIGHT, ROLLOUTS, write_atomic
 from cogumi.words import duration, gib
 
@@ -119,7 +119,7 @@ def in_a_word(status: Status) -> tuple[str, str]:
     if not status.ended:
         return "unknown", state_of(status)
     if read_if_there(Path(status.run_dir) / "verdict.json").get("passed") is False:
-        return "red", f"FAIL ({status.state})"
+        return "red", f"FAIL ({status.state}): {', '.join(each['name'] for each in missed(checks(status)))}"
     return ("red" if status.state in ("failed", "died", "refused") else "yellow"), status.state
 
 
@@ -133,7 +133,7 @@ def verdict(run: Path, status: Status) -> str:
     found = read_if_there(run / "verdict.json")
     if not found:
         return f"<p>There is no verdict: {text(state_of(status))}. Checks are made when a training has ended by itself.</p>"
-    said = f"{text(counted(found['checks'], reds(status)))}."
+    said = text(". ".join([counted(found["checks"], reds(status)), *map(failure, missed(found["checks"]))])) + "."
     if "safe_to_scale" in found:
         said += f" Safe to scale: {text(found['safe_to_scale'])}."
     word = level("red", "FAIL")

@@ -8,10 +8,9 @@ from cogumi.training.flags_common import COMMON
 from cogumi.training.flags_dpo import DPO
 from cogumi.training.flags_rl import RL, rollouts
 from cogumi.training.flags_sft import ENOUGH_ROWS, SFT, TREND_STEPS
-from cogumi.training.trend import BEYOND_NOISE, fall, trend
+from cogumi.training.trend import BEYOND_NOISE, USUAL_FALL, fall, trend
 
 RULES: dict[str, tuple[Rule, ...]] = {"sft": (*COMMON, *SFT), "dpo": (*COMMON, *DPO), "gspo": (*COMMON, *RL)}
-USUAL_FALL = 0.1  # of the loss, as a share of its start: axolotl's training-stability page for the first 100 steps
 # Flags of the machine: yellow ones cost time, and say nothing of what is learned.
 OF_THE_MACHINE = {"waiting for data", "tokens per second", "memory"}
 

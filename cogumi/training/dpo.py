@@ -127,7 +127,7 @@ def judge_dpo(metrics: list[dict[str, Any]], args: Any) -> list[Check]:
     """What DPO adds: before the first update the policy is its own reference, and the loss is what it then must be."""
     first = next((row for row in metrics if "rewards/chosen" in row), None)
     if first is None:
-        return [Check("reference", "no pair was compared", "the policy as it starts", False)]
+        return [Check("reference", "no pair was compared", "the policy as it starts", False, "raise train.max_steps")]
     apart = max(abs(first["rewards/chosen"]), abs(first["rewards/rejected"]))
     margins = [row["rewards/margins"] for row in metrics if "rewards/margins" in row]
     finite = sum(math.isfinite(margin) for margin in margins)
@@ -137,9 +137,12 @@ def judge_dpo(metrics: list[dict[str, Any]], args: Any) -> list[Check]:
             f"the policy's rewards are {apart:.1e} before the first update",
             f"<= {NO_DISTANCE:g}: it starts as its own reference",
             apart <= NO_DISTANCE,
+            "leave out the trainer's ref_model",
         ),
         loss_at_the_start(first["loss"], args),
-        Check("margins", f"{finite} of {len(margins)} finite", "all", finite == len(margins)),
+        Check(
+            "margins", f"{finite} of {len(margins)} finite", "all", finite == len(margins), "lower train.learning_rate"
+        ),
     ]
 
 
@@ -150,5 +153,9 @@ def loss_at_the_start(loss: float, args: Any) -> Check:
         return Check("first loss", f"{names}: {loss:.4f}, not compared: it depends on the data", required, True)
     expected = AT_THE_START[names](args.beta)
     return Check(
-        "first loss", f"{names}: {loss:.5f}, {expected:.5f} by the formula", required, abs(loss - expected) < 1e-2
+        "first loss",
+        f"{names}: {loss:.5f}, {expected:.5f} by the formula",
+        required,
+        abs(loss - expected) < 1e-2,
+        "set train.loss_type and train.beta to those of the loss that you meant",
     )

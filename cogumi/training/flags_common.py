@@ -5,7 +5,7 @@ import statistics
 from typing import Any
 
 from cogumi.training.flags import Flag, Level, Rule, Run
-from cogumi.training.trend import fall, noise
+from cogumi.training.trend import BEYOND_NOISE, USUAL_FALL, fall, noise
 
 SETTLED_STEPS = 10  # before these a gradient norm is of a model that has not begun to move, or of a warm-up
 NO_RATE = 0.1  # Adam moves each weight by about the rate in a step, and weights are some hundredths
@@ -112,12 +112,12 @@ def learning_rate(run: Run) -> Flag | None:
 
 
 def lora_rate(run: Run) -> Flag | None:
-    """From the configuration alone: a rate that can move nothing in this many steps, and one that is known to diverge.
+    """A rate that can move nothing in this many steps, and one that is known to diverge: from the configuration alone.
 
     Adam moves an element by about the rate in a step, and a schedule halves that on average. Then B A changes an element of
     a weight by lora_scale * sqrt(rank) * LORA_INIT * rate * steps / 2, as a share of what it usually is (in^-1/2). Below
     LOST the merged model in bfloat16 is the base. Such a rate is most often one for all weights: LoRA's is about ten times
-    as high (trl#2872: 5e-7 at rank 8).
+    as high (trl#2872: 5e-7 at rank 8). A usual rate for so few steps is flagged after the last one, unless the loss moved.
     """
     setting = run.setting
     if not setting.lora_rank or "adam" not in setting.optimizer or setting.learning_rate <= 0 or setting.max_steps < 1:
@@ -131,15 +131,31 @@ def lora_rate(run: Run) -> Flag | None:
         "",
         "train.learning_rate, ten times as high",
     )
-    if rate < least and 0 < change < LOST:
-        level, cause = "yellow", "the LoRA learning rate is too low to move the weights"
-        evidence += f" changes them by {change:.1e} of themselves, and bfloat16 rounds {LOST:.1e} away"
+    stayed = stayed_where_it_was(run) if 0 < change < LOST else ""
+    if 0 < change < LOST and (rate < least or stayed):
+        what = stayed.partition(" ")[0]
+        level = "yellow"
+        cause = f"the LoRA learning rate is too low to {f'have moved the {what}' if stayed else 'move the weights'}"
+        evidence += f" changes weights by {change:.1e} of themselves, and bfloat16 rounds {LOST:.1e} away"
+        evidence += f"; the {stayed}" if stayed else ""
     elif rate > most and rate * setting.hidden_size > by_width:
         level, cause = "yellow", "the LoRA learning rate is known to diverge"
         highest = by_width / setting.hidden_size
         evidence = f"{rate:g} in a model {setting.hidden_size} wide, where {highest:.1g} is too high already"
         knob = "train.learning_rate, to a tenth"
     return Flag("LoRA learning rate", level, evidence, f"{least:g} to {most:g} is usual", cause, knob)
+
+
+def stayed_where_it_was(run: Run) -> str:
+    """After the last step: the loss (gspo: the reward) from start to end, where it moved by no more than its noise; else ""."""
+    what = "reward" if run.setting.method == "gspo" else "loss"
+    steps, values = run.series(what)
+    if len(values) < 3 or 2 * steps[-1] - steps[-2] <= run.setting.max_steps:  # one more row is to come
+        return ""
+    found = fall(values)
+    if abs(found.z) > BEYOND_NOISE or abs(found.share) >= USUAL_FALL:
+        return ""
+    return f"{what} went from {found.start:.3f} to {found.end:.3f}"
 
 
 def same_versions(run: Run) -> Flag | None:

@@ -145,8 +145,11 @@ def clip_fraction(run: Run) -> Flag | None:
 
 
 def kl_to_the_sampler(run: Run) -> Flag | None:
-    """How far updates carry the policy from the one that wrote the completions (ratio - log ratio - 1)."""
-    steps, values = run.series(f"{PREFIX}kl_new_old", run.latest[-STEPS:])
+    """How far updates carry the policy from the one that wrote the completions (ratio - log ratio - 1).
+
+    The first steps count as well: a rate that is far too high destroys the policy in them, and its entropy next.
+    """
+    steps, values = run.series(f"{PREFIX}kl_new_old", run.rows[-STEPS:])
     if len(values) < 5:
         return None
     worst, limits = statistics.fmean(values), run.thresholds

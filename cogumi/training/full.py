@@ -92,7 +92,7 @@ def judge_moved(model: torch.nn.Module, start: dict[str, torch.Tensor]) -> Check
     moved = [name for name in start if not torch.equal(start[name], now[name])]
     largest = max((float((now[name] - start[name]).abs().max()) for name in start), default=0.0)
     figure = f"{len(moved)} of {len(start)} tensors moved, by {largest:.2e} at most"
-    return Check("weights", figure, "most of them", len(moved) > len(start) / 2)
+    return Check("weights", figure, "most of them", len(moved) > len(start) / 2, "raise train.learning_rate")
 
 
 def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, dtype: torch.dtype) -> Path:
@@ -115,4 +115,5 @@ def judge_saved(model: Any, saved: Path) -> Check:
     stored = AutoModelForCausalLM.from_pretrained(saved, dtype="auto").state_dict()
     other = [name for name in live if name not in stored or not torch.equal(live[name].cpu(), stored[name])]
     figure = f"{len(other)} of {len(live)} tensors differ from the live model's"
-    return Check("saved model", figure + (f", the first is {other[0]}" if other else ""), "0, bit for bit", not other)
+    figure += f", the first is {other[0]}" if other else ""
+    return Check("saved model", figure, "0, bit for bit", not other, "load the last checkpoint instead of merged/")

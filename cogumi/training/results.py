@@ -21,6 +21,7 @@ from cogumi.merge import LogitCheck, MergeError, MergeReport, check_logits, merg
 from cogumi.merge.logits_disk import check_directory
 from cogumi.models.adapters import TRAINED, unlike_saved
 from cogumi.models.provenance import quantization_of, record_base
+from cogumi.rundir import read_json
 from cogumi.training.arguments import one_line
 from cogumi.training.telemetry import set_status
 from cogumi.training.verdict import Check
@@ -95,7 +96,8 @@ def merged_or_why_not(
         return when_there_is_room(run, "merge", merge_and_check, run, run_dir, adapter, base, live, tokens)
     except (UsageError, MergeError) as error:
         later = f"{one_line(error)} (later: cogumi merge {shlex.quote(str(adapter))} OUT)"
-        return None, [Check("merge", later, "the adapter goes into its base", False)]
+        fix = "change what it names, and merge by that command"
+        return None, [Check("merge", later, "the adapter goes into its base", False, fix)]
 
 
 def merge_and_check(
@@ -113,12 +115,16 @@ def merge_and_check(
         f"the worst at {report.largest_error:.2f} of what rounding allows",
         "<= 1",
         report.largest_error <= 1,
+        merge_again(adapter),
     )
     if quantization_of(live.config) is not None:
         revision = run.model.revision if report.base == base else None
         return report.out, [weights, *compare_unquantized(live, adapter, report, revision, tokens)]
     merged = AutoModelForCausalLM.from_pretrained(report.out, dtype="auto", device_map={"": live.device})
-    return report.out, [weights, *judge_logits(check_logits(live, merged, tokens), "the live adapter's")]
+    return report.out, [
+        weights,
+        *judge_logits(check_logits(live, merged, tokens), "the live adapter's", report, adapter),
+    ]
 
 
 def compare_unquantized(
@@ -134,11 +140,16 @@ def compare_unquantized(
         f"{len(other)} tensors differ from the live adapter's" + (f", the first is {other[0]}" if other else ""),
         "0, bit for bit",
         not other,
+        "merge the adapter of the last checkpoint",
     )
     try:
         logits = check_directory(adapter, report.out, report.base, revision, tokens)
     except UsageError as error:  # too little memory, say; the merge is there all the same
-        return [saved, Check("merged logits", one_line(error), "compared with the adapter on the base", False)]
+        required = "compared with the adapter on the base"
+        return [
+            saved,
+            Check("merged logits", one_line(error), required, False, merge_again(adapter, "--verify logits")),
+        ]
     trained_on = quantization_of(live.config)
     assert trained_on is not None
     return [
@@ -147,22 +158,47 @@ def compare_unquantized(
             logits,
             f"those of the adapter on the full-precision base (it was trained on {trained_on.type or trained_on.method}"
             + (f", q/delta {report.q_over_delta:.2f})" if report.q_over_delta is not None else ")"),
+            report,
+            adapter,
         ),
     ]
 
 
-def judge_logits(logits: LogitCheck, beside: str) -> list[Check]:
+def merge_again(adapter: Path, options: str = "") -> str:
+    return f"merge again: cogumi merge {shlex.quote(str(adapter))} OUT {options}".rstrip()
+
+
+def lost_in_rounding(report: MergeReport) -> str:
+    """The merge's largest update beside the rounding of its dtype, where the update is the smaller of the two; else "".
+
+    Rounding moves an element by half the spacing of the dtype: up to eps / 2 of the element. An update below that is lost in
+    most elements, and what is lost has the update's own direction, so the logits may miss more than random rounding explains.
+    """
+    stored = read_json(report.out / "config.json")
+    dtype = str(stored.get("dtype") or stored.get("torch_dtype") or "float32").removeprefix("torch.")
+    rounding = torch.finfo(getattr(torch, dtype)).eps / 2
+    if report.max_delta_ratio >= rounding:
+        return ""
+    return f"the update is at most {report.max_delta_ratio:.1e} of a tensor, and {dtype} rounds up to {rounding:.1e} of it away"
+
+
+def judge_logits(logits: LogitCheck, beside: str, report: MergeReport, adapter: Path) -> list[Check]:
+    lost = lost_in_rounding(report)
+    again = merge_again(adapter, "--dtype float32" if lost else "--verify logits")
+    fix = f"{lost}; raise train.learning_rate, or {again}" if lost else again
     return [
         Check(
             "merged differs from the base",
             f"logits rms {logits.base_distance:.2e} apart",
             f"> {logits.bound:.2e}, what rounding explains",
             logits.base_distance > logits.bound,
+            fix,
         ),
         Check(
             "merged logits",
             f"rms {logits.measured:.2e}, KL {logits.kl:.1e} from {beside}",
             f"<= {logits.bound:.2e}, {logits.kl_bound:.1e}",
             logits.passed,
+            fix,
         ),
     ]

@@ -279,7 +279,7 @@ def judged(fitted: Fitted) -> Verdict:
     sentinel, ended, checks = fitted.sentinel, fitted.ended, list(fitted.checks)
     safe: Scale | None = None
     if ended is not None and ended.state != SANITY_CHECKED:
-        checks.append(Check(ended.state, ended.reason, "the training to its end", False))
+        checks.append(Check(ended.state, ended.reason, "the training to its end", False, HOW_TO_GO_ON[ended.state]))
     if sentinel.sanity is not None:
         safe, why = sentinel.answer()
         missed = [check.name for check in checks if not check.passed]

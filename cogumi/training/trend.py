@@ -53,6 +53,7 @@ def noise(y: Sequence[float]) -> float:
 
 
 BEYOND_NOISE = 4.0  # standard deviations from which a fall is more than noise
+USUAL_FALL = 0.1  # of the loss, as a share of its start: axolotl's training-stability page for the first 100 steps
 ORDERED = 2.5  # z of a trend below which the order of the values is chance
 
 

@@ -14,15 +14,21 @@ from cogumi.training.flags import Flag
 
 @dataclass(frozen=True)
 class Check:
-    """One requirement and the figure that met or missed it."""
+    """One requirement and the figure that met or missed it. `fix`: what to do where it was missed, "" where it was met."""
 
     name: str
     figure: str
     requirement: str
     passed: bool
+    fix: str = ""
+
+    def __post_init__(self) -> None:
+        if self.passed:  # so that callers may give it whatever the figure is
+            object.__setattr__(self, "fix", "")
 
     def __str__(self) -> str:
-        return f"{'pass' if self.passed else 'FAIL'}  {self.name}: {self.figure} (required: {self.requirement})"
+        said = f"{'pass' if self.passed else 'FAIL'}  {self.name}: {self.figure} (required: {self.requirement})"
+        return f"{said}; {self.fix}" if self.fix else said
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class Verdict:
 
 def judge_training(metrics: list[dict[str, Any]], steps: int, max_steps: int, early: bool = False) -> list[Check]:
     """Checks every run must pass: it trained to the end, on finite numbers. early: it was to end before, and does."""
-    done = Check("steps", f"{steps}", f"{max_steps}", steps == max_steps)
+    done = Check("steps", f"{steps}", f"{max_steps}", steps == max_steps, "read in run.log what ended it")
     if early:
         done = Check("steps", f"{steps} of {max_steps}", "as far as it was to go", True)
     losses = [row[key] for row in metrics for key in ("loss", "eval_loss") if key in row]
@@ -69,13 +75,15 @@ def judge_training(metrics: list[dict[str, Any]], steps: int, max_steps: int, ea
             f"{len(finite)} of {len(losses + norms)} logged values finite",
             "all, and a training loss among them",
             len(finite) == len(losses + norms) > 0 and trained,
+            "lower train.learning_rate" if trained else "set train.logging_steps to train.max_steps or less",
         ),
     ]
 
 
 def judge_adapter(largest_change: float, measured: str = "max |B|") -> Check:
     """An adapter that was trained is no longer what it began as: zero, or what an earlier run left."""
-    return Check("adapter", f"{measured} {largest_change:.2e}", "> 0", largest_change > 0)
+    fix = "raise train.learning_rate, or change lora.target_modules"
+    return Check("adapter", f"{measured} {largest_change:.2e}", "> 0", largest_change > 0, fix)
 
 
 def judge_gspo(metrics: list[dict[str, Any]], run_dir: Path) -> list[Check]:
@@ -93,10 +101,20 @@ def judge_gspo(metrics: list[dict[str, Any]], run_dir: Path) -> list[Check]:
     )
     return [
         Check(
-            "rewards", no_reward_was_scored(metrics) or f"{len(rewards)} batches scored", "at least one", bool(rewards)
+            "rewards",
+            no_reward_was_scored(metrics) or f"{len(rewards)} batches scored",
+            "at least one",
+            bool(rewards),
+            "change cogumi.rewards, so that one scores these completions",
         ),
         which_loss_ran(run_dir),
-        Check("ratio and clip fraction", span, "all finite", len(numbers) == len(ratios + clipped) > 0),
+        Check(
+            "ratio and clip fraction",
+            span,
+            "all finite",
+            len(numbers) == len(ratios + clipped) > 0,
+            "lower train.learning_rate",
+        ),
     ]
 
 
@@ -104,7 +122,7 @@ def which_loss_ran(run_dir: Path) -> Check:
     """The first steps' loss as `cogumi.rl.proof` recorded it."""
     path, required = run_dir / RECORD, "the formula's value and gradient"
     if not path.exists():
-        return Check("loss that ran", "no step was made", required, False)
+        return Check("loss that ran", "no step was made", required, False, "raise train.max_steps")
     record = read_json(path)
     what = f"{record['loss']} by {'.'.join(record['function'].split('.')[-2:])} ({record['backend']})"
     if record["unproven"]:
@@ -112,7 +130,8 @@ def which_loss_ran(run_dir: Path) -> Check:
     apart = record["relative_difference"]
     figure = f"{what}, {max(apart['loss'], apart['gradient']):.1e} apart over {apart['steps']} steps"
     if not record["asserted"]:
-        return Check("loss that ran", f"{figure}, none with a gradient to compare", required, False)
+        fix = "change cogumi.rewards, so that the rewards of a group differ"
+        return Check("loss that ran", f"{figure}, none with a gradient to compare", required, False, fix)
     seen = record["clip_seen_at_step"]
     return Check(
         "loss that ran", f"{figure}, " + (f"clip seen at step {seen}" if seen else "no clip seen"), required, True
