@@ -23,6 +23,7 @@ from cogumi.training.budget import refuse_impossible
 from cogumi.training.building import tokenizer_of
 from cogumi.training.choices import MOMENTS, Choice, Load, choose, decided, load_of
 from cogumi.training.flops import work_of
+from cogumi.training.sanity import refuse_blind_check
 from cogumi.working import said
 
 # What PEFT, TRL and transformers raise for a setting they refuse, or a model that cannot be built of shapes alone.
@@ -49,6 +50,7 @@ def foresee(
     """`preflight`, with `look_ahead` in this process or apart."""
     run, target = load_config(config, **overrides), target_of(card)
     refuse_impossible(run.cogumi)
+    refuse_blind_check(run)
     if probe and card is not None:
         raise UsageError("card and probe: ten steps made here say nothing of another card; use one of the two")
     if run.model.adapter is not None:
