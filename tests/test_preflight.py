@@ -33,6 +33,7 @@ from cogumi.planning.target import dtype_of, target_of
 from cogumi.planning.vram import autocast_of, fewer_at_once, period_of, planned_work, vllm_of
 from cogumi.stack import lanes
 from cogumi.stack.cards import CARDS, card_called, card_of
+from cogumi.words import pip
 
 SMOKE = Path(__file__).parents[1] / "configs" / "smoke"
 
@@ -238,7 +239,7 @@ def test_the_stack_line_is_the_doctors(monkeypatch: pytest.MonkeyPatch) -> None:
     said = stack.line()
     assert said.state == "yellow"
     assert "trl 0.1 (pinned " in said.figure
-    assert said.fix.startswith("python -m pip install")
+    assert said.fix.startswith(pip("install"))
 
 
 def test_time_and_money_are_those_of_the_steps_that_a_sanity_check_makes(wide: Path, tmp_path: Path) -> None:

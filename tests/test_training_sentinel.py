@@ -104,7 +104,11 @@ def test_a_check_of_a_broken_run_says_no_and_why(sft: Config) -> None:
 @pytest.mark.parametrize(
     ("sanity", "train", "said"),
     [
-        (12, {"logging_steps": 10}, r"would log 2 rows, and 8 are needed to judge; set train\.logging_steps to 1 or less"),
+        (
+            12,
+            {"logging_steps": 10},
+            r"would log 2 rows, and 8 are needed to judge; set train\.logging_steps to 1 or less",
+        ),
         (7, {}, r"would log 7 rows, and 8 are needed to judge; set cogumi\.sanity to 8 or more$"),
         (5, {"logging_steps": 2}, r"set cogumi\.sanity to 8 or more, train\.logging_steps to 1$"),
         (12, {"max_steps": 6}, r"would log 6 rows.*; set train\.max_steps to 8 or more$"),

@@ -13,7 +13,7 @@ from cogumi.training.flags_sft import ENOUGH_ROWS
 
 
 def refuse_blind_check(run: RunConfig) -> None:
-    """Raise UsageError for a sanity check that can log too few rows for `diagnosis.safe_to_scale` to answer anything but not shown."""
+    """Raise UsageError for a sanity check that can log too few rows for another answer than not shown."""
     sanity = run.cogumi.sanity
     if sanity is None:
         return
@@ -70,7 +70,9 @@ def rows_to_judge(settings: dict[str, Any], steps: int) -> int | None:
         if settings["max_steps"] <= 0:
             return None
         every = math.ceil(settings["max_steps"] * every)
-    logged = [step for step in range(1, steps + 1) if step % every == 0 or (step == 1 and settings["logging_first_step"])]
+    logged = [
+        step for step in range(1, steps + 1) if step % every == 0 or (step == 1 and settings["logging_first_step"])
+    ]
     if "steps_per_generation" not in settings:
         return len(logged)
     batches = settings["gradient_accumulation_steps"]  # of one optimizer step
