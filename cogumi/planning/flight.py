@@ -11,6 +11,7 @@ from cogumi.config import RunConfig, load_config
 from cogumi.errors import UsageError
 from cogumi.memory.step import Work
 from cogumi.models import warm_start
+from cogumi.models.adapters import refuse_unmatched
 from cogumi.models.load import refuse_quantized_already, resolve_model
 from cogumi.patches import patch
 from cogumi.planning import disk, pace, sampled, stack, vram
@@ -57,6 +58,8 @@ def foresee(
         run.lora = warm_start.lora_of(run.model.adapter, run.lora)
     base = resolve_model(run.model.name, run.model.revision)
     of_base = AutoConfig.from_pretrained(base, revision=run.model.revision)
+    if run.cogumi.tuning == "lora":
+        refuse_unmatched(run.lora, of_base)
     if run.model.quantization_config is not None:
         refuse_quantized_already(base, of_base)
     found = (

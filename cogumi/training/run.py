@@ -23,7 +23,7 @@ from cogumi.config import RunConfig, dump_config, load_config
 from cogumi.errors import RefusedAtSetup, UsageError
 from cogumi.merge.resolve import refuse_unsupported
 from cogumi.models import presets, warm_start
-from cogumi.models.adapters import lora_config
+from cogumi.models.adapters import lora_config, refuse_unmatched
 from cogumi.models.download import Download, fetch, plan_download
 from cogumi.models.load import resolve_model
 from cogumi.patches import patch
@@ -102,6 +102,8 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     run = pinned(run)  # from here on a model of the hub is one commit, whatever happens to its branch
     base = resolve_model(run.model.name, run.model.revision)
     of_base = AutoConfig.from_pretrained(base, revision=run.model.revision)
+    if run.cogumi.tuning == "lora":
+        refuse_unmatched(run.lora, of_base)
     if run.cogumi.tuning == "full":
         full.refuse_what_does_not_fit(run, base, str(args.optim.value))
     if run.model.adapter is not None:
