@@ -114,8 +114,10 @@ class Watch(TrainerCallback):
         """The user's function that the loss comes out of, the outer one of two; None where there is none."""
         inner = getattr(self.trainer, "_compute_loss", None) if backend == "trl" else None  # unsloth never calls it
         for each in (self.trainer.compute_loss, self.compute_loss, inner):  # the first may be set over the watch's own
+            if each is None:
+                continue
             function = inspect.unwrap(getattr(each, "__func__", each))
-            if function is not None and not is_the_librarys(function) and not function.__module__.startswith("cogumi."):
+            if not is_the_librarys(function) and not function.__module__.startswith("cogumi."):
                 return function
         return None
 
