@@ -7,6 +7,7 @@ from typing import Any
 
 from cogumi.errors import UsageError
 from cogumi.hidden import hide
+from cogumi.words import pip
 
 TENSORBOARD, WANDB = "tensorboard", "wandb"
 # What has to be importable for a reporter, and what brings it, where transformers would say so only when the model is loaded.
@@ -19,7 +20,7 @@ def refuse_unreachable(train: Mapping[str, Any]) -> None:
     report_to = train.get("report_to") or []
     for name in [report_to] if isinstance(report_to, str) else report_to:
         if name in PACKAGES and not is_installed(name):
-            raise UsageError(f"train.report_to: {name} is not installed; run: pip install {PACKAGES[name]}")
+            raise UsageError(f"train.report_to: {name} is not installed; run: {pip('install ' + PACKAGES[name])}")
         if name == WANDB:
             refuse_wandb_without_key()
     if train.get("push_to_hub"):

@@ -26,7 +26,7 @@ from cogumi.config_binding import (
     reject_unknown,
 )
 from cogumi.config_signatures import reporters_in_source
-from cogumi.config_source import SECTIONS, Origins, parse_scalar, read_source, set_value
+from cogumi.config_source import SECTIONS, Origins, no_section, parse_scalar, read_source, set_value
 from cogumi.data.fim_config import FimConfig
 from cogumi.errors import UsageError
 from cogumi.hidden import REDACTED, SECRETS, hide
@@ -52,26 +52,26 @@ NOT_OF_THE_RUN = {
 PREPARED_INITS = ("eva", "corda")
 # What libraries ask of numbers and their types do not say: the rule in words, whether a number holds it, and the keys.
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "it is at least 1": (
+    "must be at least 1": (
         lambda n: n >= 1,
         "train.per_device_train_batch_size train.per_device_eval_batch_size train.gradient_accumulation_steps "
         "train.save_total_limit train.max_completion_length lora.r",
     ),
-    "it is at least 1, or -1 for train.num_train_epochs": (lambda n: n >= 1 or n == -1, "train.max_steps"),
-    "it is at least 1 step, or a share of all steps below 1": (
+    "must be at least 1, or -1 for train.num_train_epochs": (lambda n: n >= 1 or n == -1, "train.max_steps"),
+    "must be at least 1 step, or a share of all steps below 1": (
         lambda n: n > 0,
         "train.save_steps train.logging_steps train.eval_steps",
     ),
-    "it is more than 0": (lambda n: 0 < n < inf, "train.num_train_epochs train.repetition_penalty"),
-    "it is more than 0, because GRPO samples; 1.0 samples from the model as it is": (
+    "must be more than 0": (lambda n: 0 < n < inf, "train.num_train_epochs train.repetition_penalty"),
+    "must be more than 0, because GRPO samples; 1.0 samples from the model as it is": (
         lambda n: 0 < n < inf,
         "train.temperature",
     ),
-    "it is more than 0 and at most 1": (lambda n: 0 < n <= 1, "train.top_p"),
-    "it is at least 0 and at most 1": (lambda n: 0 <= n <= 1, "train.min_p"),
-    "it is at least 1, or 0 for all tokens": (lambda n: n >= 0, "train.top_k"),
-    "it is 0 or more": (lambda n: 0 <= n < inf, "train.learning_rate train.weight_decay train.warmup_steps"),
-    "it is at least 0 and below 1": (lambda n: 0 <= n < 1, "train.adam_beta1 train.adam_beta2 lora.lora_dropout"),
+    "must be more than 0 and at most 1": (lambda n: 0 < n <= 1, "train.top_p"),
+    "must be at least 0 and at most 1": (lambda n: 0 <= n <= 1, "train.min_p"),
+    "must be at least 1, or 0 for all tokens": (lambda n: n >= 0, "train.top_k"),
+    "must be 0 or more": (lambda n: 0 <= n < inf, "train.learning_rate train.weight_decay train.warmup_steps"),
+    "must be at least 0 and below 1": (lambda n: 0 <= n < 1, "train.adam_beta1 train.adam_beta2 lora.lora_dropout"),
 }
 
 
@@ -253,10 +253,11 @@ def read_config(
 
     reject_unknown(values, SECTIONS, "", origins, label)
     for required in ("model", "data", "cogumi"):
-        if not isinstance(values.get(required), dict):
+        if values.get(required) is None:
             raise UsageError(
                 f"{origins.get(required, label)}: section `{required}:` is missing; it is a mapping of keys"
             )
+        bind_mapping(values[required], required, origins, label)
     for optional in ("lora", "train"):
         values[optional] = bind_mapping(values.get(optional), optional, origins, label)
 
@@ -415,4 +416,6 @@ def validate_sections(values: dict[str, Any], origins: Origins, label: str) -> R
             reject_unknown([path[-1]], section.model_fields, ".".join(path[:-1]) + ".", origins, label)
         if problem["type"] == "missing":
             raise UsageError(f"{place}: `{dotted}` is missing") from None
+        if problem["type"] in ("model_type", "dict_type"):
+            raise UsageError(f"{place}: {no_section(dotted, problem['input'])}") from None
         raise UsageError(f"{place}: {dotted} = {problem['input']!r}: {problem['msg']}") from None

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from cogumi.config_signatures import fields_in_source, parameters_in_source
-from cogumi.config_source import Origins
+from cogumi.config_source import Origins, no_section
 from cogumi.errors import UsageError
 
 STRATEGIES = ("save_strategy", "eval_strategy", "logging_strategy")
@@ -34,7 +34,7 @@ def bind_mapping(value: Any, section: str, origins: Origins, label: str) -> dict
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise UsageError(f"{origins.get(section, label)}: `{section}:` must be a mapping of keys, not {value!r}")
+        raise UsageError(f"{origins.get(section, label)}: {no_section(section, value)}")
     return value
 
 

@@ -90,8 +90,14 @@ def copy_mapping(mapping: Mapping[str, Any]) -> dict[str, Any]:
     return {k: copy_mapping(v) if isinstance(v, Mapping) else v for k, v in mapping.items()}
 
 
+def no_section(key: str, value: Any) -> str:
+    return f"{key}: must be a section (keys and values), is {value!r}"
+
+
 def set_value(values: dict[str, Any], origins: Origins, key: str, value: Any, origin: str) -> None:
     section, *rest = key.split(".")
+    if section in SECTIONS and not rest and not isinstance(value, Mapping):
+        raise UsageError(f"{origin}: {no_section(section, value)}")
     if section not in SECTIONS or not rest or not all(rest):
         example = (origin.split()[0] == "environment" and "COGUMI_TRAIN__MAX_STEPS") or "train.max_steps"
         near = difflib.get_close_matches(section, SECTIONS, n=1) or ["train"]
@@ -103,7 +109,7 @@ def set_value(values: dict[str, Any], origins: Origins, key: str, value: Any, or
         if inner is None:
             inner = here[part] = {}
         if not isinstance(inner, dict):
-            raise UsageError(f"{origin}: `{part}` is set to {inner!r}, not to a mapping")
+            raise UsageError(f"{origin}: {no_section(part, inner)}")
         here = inner
     here[rest[-1]] = value
     origins[key] = origin

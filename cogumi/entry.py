@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cogumi.config import read_config
+from cogumi.data.files import refuse_missing
+from cogumi.errors import UsageError
 from cogumi.stack.gpus import refuse_ranks, use_one_gpu
 from cogumi.working import importing
 
@@ -67,7 +69,13 @@ def refuse_mistakes(config: Config, overrides: Mapping[str, Any], trains: bool =
     """Raise UsageError for what is known to be wrong without torch, trl and peft, whose import takes seconds."""
     if trains:
         refuse_ranks(os.environ, command_of(sys.argv))
-    read_config(config, overrides)
+    run, origins, label = read_config(config, overrides)
+    for key, source in (("source", run.data.source), *(("mix", each.source) for each in run.data.mix)):
+        try:
+            if source is not None:
+                refuse_missing(source)
+        except UsageError as error:
+            raise UsageError(f"{origins.get(f'data.{key}', label)}: data.{key}: {error}") from None
 
 
 def command_of(arguments: list[str]) -> str:

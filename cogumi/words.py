@@ -1,7 +1,11 @@
 """Figures, flags and text as a person reads them in a line of log."""
 
+import os
 import re
+import shlex
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 # What a terminal obeys: the control characters but newline and tab, and those that reverse the direction of the text after
@@ -12,6 +16,24 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u
 def visible(text: str) -> str:
     """Text for a terminal that others wrote: control characters are shown, as in `\\x1b[31m`, and not obeyed."""
     return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text.replace("\r\n", "\n"))
+
+
+def python_here() -> str:
+    """This environment's Python as a shell takes it: below the current directory, below home, or as a whole path."""
+    python = Path(sys.executable or "python")
+    try:
+        here = os.getcwd()
+    except OSError:  # it was removed
+        here = ""
+    for above, short in ((here, ""), (os.path.expanduser("~"), "~/")):
+        if len(above) > 1 and python.is_relative_to(above):
+            return short + shlex.quote(str(python.relative_to(above)))
+    return shlex.quote(str(python))
+
+
+def pip(words: str) -> str:
+    """A command of pip for this environment, whatever `pip` and `python` are in the shell that it is typed into."""
+    return f"{python_here()} -m pip {words}"
 
 
 def duration(seconds: float) -> str:

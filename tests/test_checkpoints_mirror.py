@@ -7,6 +7,7 @@ talks to it over HTTP, without Xet.
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from cogumi.checkpoints.mirror_pace import GivenUp, Pace
 from cogumi.checkpoints.mirror_store import RECORD_NAME
 from cogumi.checkpoints.verify import inspect
 from cogumi.errors import UsageError
+from cogumi.words import pip
 
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}
 STATE = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
@@ -490,7 +492,7 @@ sys.stdin.readline()
 
 
 def test_wrong_addresses_are_said_at_once(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"gs://bucket/run: .*pip install 'gcsfs==2026"):
+    with pytest.raises(UsageError, match=r"gs://bucket/run: .*" + re.escape(pip("install gcsfs==2026"))):
         Mirror("gs://bucket/run")
     with pytest.raises(UsageError, match=r"s4://bucket.*nothing is known"):
         Mirror("s4://bucket")

@@ -56,6 +56,26 @@ def test_a_bare_off_is_a_word(config: Path) -> None:
     assert "cogumi.compile = 'on'" in refusal(config, cogumi__compile=True)
 
 
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("train=5", "override train: train: must be a section (keys and values), is 5"),
+        ("data=x.parquet", "override data: data: must be a section (keys and values), is 'x.parquet'"),
+        ("data.fim=5", "override data.fim: data.fim: must be a section (keys and values), is 5"),
+        ("train.max_steps.more=1", "max_steps: must be a section (keys and values), is 3"),
+    ],
+)
+def test_a_section_that_is_given_a_value_is_one_line(config: Path, word: str, says: str) -> None:
+    assert says in refusal(config, **parse_overrides([word]))
+
+
+@pytest.mark.parametrize("section", ["model", "data", "cogumi", "lora", "train"])
+def test_a_section_of_a_file_that_is_a_value_is_not_called_missing(section: str, config: Path) -> None:
+    values = yaml.safe_load(config.read_text()) | {section: 5}
+    config.write_text(yaml.safe_dump(values))
+    assert f"{section}: must be a section (keys and values), is 5" in refusal(config)
+
+
 def test_every_shipped_config_loads() -> None:
     configs = sorted((Path(__file__).parents[1] / "configs").rglob("*.yaml"))
     assert len(configs) >= 2
@@ -86,7 +106,7 @@ def test_every_shipped_config_loads() -> None:
         ("max_steps: 3", "[1, 2]: 3", "run.yaml:7: not valid YAML"),
         ("max_steps: 3", "output_dir: x", "run.yaml:7: train.output_dir is the run's own; set cogumi.run_dir"),
         ("cogumi:\n  method: sft\n", "", "run.yaml: section `cogumi:` is missing"),
-        ("train:\n  learning_rate: 5e-7\n  max_steps: 3", "train: fast", "run.yaml:5: `train:` must be a mapping"),
+        ("train:\n  learning_rate: 5e-7\n  max_steps: 3", "train: fast", "run.yaml:5: train: must be a section (keys"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_with_file_line_and_key(config: Path, old: str, new: str, says: str) -> None:
@@ -115,20 +135,24 @@ def test_a_config_of_the_package_goes_by_its_name(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("key", "value", "rule"),
     [
-        ("train.per_device_train_batch_size", 0, "it is at least 1"),
-        ("train.gradient_accumulation_steps", 0, "it is at least 1"),
-        ("train.max_steps", 0, "it is at least 1, or -1 for train.num_train_epochs"),
-        ("train.max_steps", -5, "it is at least 1, or -1"),
-        ("train.save_steps", 0, "it is at least 1 step, or a share"),  # Trainer: no checkpoint at all
-        ("train.logging_steps", -5, "it is at least 1 step, or a share"),  # Trainer: nothing logged but the first step
-        ("train.save_total_limit", -1, "it is at least 1"),
-        ("train.num_train_epochs", 0, "it is more than 0"),
-        ("train.learning_rate", -1.0, "it is 0 or more"),
-        ("train.learning_rate", float("nan"), "it is 0 or more"),
-        ("train.warmup_steps", -5, "it is 0 or more"),
-        ("train.adam_beta1", 5.0, "it is at least 0 and below 1"),
-        ("lora.r", 0, "it is at least 1"),
-        ("lora.lora_dropout", 1.5, "it is at least 0 and below 1"),
+        ("train.per_device_train_batch_size", 0, "must be at least 1"),
+        ("train.gradient_accumulation_steps", 0, "must be at least 1"),
+        ("train.max_steps", 0, "must be at least 1, or -1 for train.num_train_epochs"),
+        ("train.max_steps", -5, "must be at least 1, or -1"),
+        ("train.save_steps", 0, "must be at least 1 step, or a share"),  # Trainer: no checkpoint at all
+        (
+            "train.logging_steps",
+            -5,
+            "must be at least 1 step, or a share",
+        ),  # Trainer: nothing logged but the first step
+        ("train.save_total_limit", -1, "must be at least 1"),
+        ("train.num_train_epochs", 0, "must be more than 0"),
+        ("train.learning_rate", -1.0, "must be 0 or more"),
+        ("train.learning_rate", float("nan"), "must be 0 or more"),
+        ("train.warmup_steps", -5, "must be 0 or more"),
+        ("train.adam_beta1", 5.0, "must be at least 0 and below 1"),
+        ("lora.r", 0, "must be at least 1"),
+        ("lora.lora_dropout", 1.5, "must be at least 0 and below 1"),
     ],
 )
 def test_a_number_that_means_nothing_is_refused(config: Path, key: str, value: float, rule: str) -> None:
@@ -152,7 +176,7 @@ def test_sampling_that_fails_at_the_first_rollout_is_refused(
 ) -> None:
     config.write_text(GOOD.replace("method: sft", "method: gspo"))
     for value in wrong:
-        with pytest.raises(UsageError, match=rf"override train\.{key}: train\.{key} = .*: it is ") as refused:
+        with pytest.raises(UsageError, match=rf"override train\.{key}: train\.{key} = .*: must be ") as refused:
             read_config(config, {f"train__{key}": value})
         assert "\n" not in str(refused.value)
     for value in right:

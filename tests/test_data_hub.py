@@ -13,7 +13,8 @@ from typing import Any
 import polars as pl
 import pytest
 
-from cogumi.data.hub import choose_split, is_hub_id
+from cogumi.data.files import is_hub_id
+from cogumi.data.hub import choose_split
 from cogumi.data.locate import locate
 from cogumi.errors import UsageError
 from tests.hub_server import HubServer, hub_server

@@ -7,8 +7,9 @@ import polars as pl
 import pytest
 
 from cogumi.data import sources
+from cogumi.data.files import find_files
 from cogumi.data.fim import FimConfig, tokenize_for_sft
-from cogumi.data.sources import batches, column_names, find_files, read_rows
+from cogumi.data.sources import batches, column_names, read_rows
 from cogumi.errors import UsageError
 
 

@@ -35,6 +35,10 @@ def refused(call, *given, **words):
     except cogumi.UsageError as error: print(error)
 for call in (cogumi.train, cogumi.start, cogumi.preview, cogumi.preflight):
     refused(call, "smoke/sft", train__max_stepss=5)
+for call in (cogumi.train, cogumi.start, cogumi.preview, cogumi.preflight):
+    refused(call, "smoke/sft", data__source="gone/rows.parquet")
+    refused(call, "smoke/sft", data__source=None)
+    refused(call, "smoke/sft", data__source=None, data__mix=[{"source": "cogumi:stdlib"}, {"source": "rows/*.jsonl"}])
 for command in ("train", "start", "preview", "preflight"):
     sys.argv = ["cogumi", command, "smoke/sft", "train.optim=adamw_torhc"]
     error = io.StringIO()
@@ -44,14 +48,20 @@ print(sorted({"torch", "transformers", "trl", "peft", "datasets", "polars"} & se
 """
 
 
-def test_a_misspelt_key_or_value_is_refused_without_importing_torch(tmp_path: Path) -> None:
+def test_a_misspelt_key_or_value_or_a_missing_source_is_refused_without_importing_torch(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
     *lines, imported = done.stdout.splitlines()
     assert [line for line in lines if "did you mean train.max_steps?" in line] == lines[:4], done.stdout + done.stderr
-    assert [line for line in lines if "did you mean adamw_torch?" in line] == lines[4:], done.stdout + done.stderr
-    assert len(lines) == 8
+    said = (
+        "data.source: gone/rows.parquet: no such file",
+        "`data.source` is missing",
+        "data.mix: rows/*.jsonl: no file matches",
+    )
+    assert [wanted in line for wanted, line in zip(said * 4, lines[4:16], strict=True)] == [True] * 12, done.stdout
+    assert [line for line in lines if "did you mean adamw_torch?" in line] == lines[16:], done.stdout + done.stderr
+    assert len(lines) == 20
     assert imported == "[]"
     assert not list(tmp_path.iterdir())
 

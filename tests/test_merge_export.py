@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cogumi.errors import UsageError
 from cogumi.merge.export import export_gguf, find_converter, gguf_command, gguf_path, install_hint
+from cogumi.words import pip, python_here
 
 INSTALLED = find_converter()
 
@@ -63,9 +64,12 @@ def test_without_a_converter_nothing_is_written_and_the_command_is_known(merged:
     assert sorted(path.name for path in merged.parent.iterdir()) == ["bin", "merged"]
     hint = install_hint(merged, gguf_path(merged))
     assert "\n" not in hint
-    last = shlex.split(hint.split(" && ")[-1])
+    _, install, last_words = hint.split(" && ")
+    assert install == pip("install -r llama.cpp/requirements/requirements-convert_hf_to_gguf.txt")
+    assert last_words.startswith(f"{python_here()} ")
+    last = shlex.split(last_words)[1:]
     out = f"{merged.parent}/merged-bf16.gguf"
-    assert last == ["python", "llama.cpp/convert_hf_to_gguf.py", str(merged), "--outfile", out, "--outtype", "bf16"]
+    assert last == ["llama.cpp/convert_hf_to_gguf.py", str(merged), "--outfile", out, "--outtype", "bf16"]
 
 
 def test_the_file_appears_under_its_name_when_it_is_whole(merged: Path, recorder: Path) -> None:

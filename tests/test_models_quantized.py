@@ -1,5 +1,6 @@
 """`model.quantization_config`: what a config may say, what it becomes, and the models that are refused."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from cogumi.errors import UsageError
 from cogumi.merge.quantized import nf4_round_trip
 from cogumi.models import load
 from cogumi.models.load import load_model, quantization_settings, reads_rows
+from cogumi.words import pip
 
 GOOD = """\
 model:
@@ -226,7 +228,7 @@ def test_without_bitsandbytes_a_run_is_one_line_and_leaves_nothing(
         load.importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else find_spec(name, *rest)
     )
     run = qlora(tiny_model, code_parquet, tmp_path / "run")
-    with pytest.raises(UsageError, match="bitsandbytes is not installed; run: pip install bitsandbytes"):
+    with pytest.raises(UsageError, match=re.escape(pip("install bitsandbytes"))):
         cogumi.train(run)
     assert not (tmp_path / "run").exists()
 

@@ -249,7 +249,7 @@ def test_a_file_that_is_no_config_is_refused_with_its_line(tmp_path: Path) -> No
         Form(path)
     with pytest.raises(UsageError, match="no such config file"):
         Form(tmp_path / "y.yaml")
-    with pytest.raises(UsageError, match="`train:` must be a mapping"):
+    with pytest.raises(UsageError, match="train: must be a section"):
         Form({"model": {"name": "a"}, "train": 3})
 
 

@@ -33,6 +33,7 @@ from cogumi.planning.target import dtype_of, target_of
 from cogumi.planning.vram import autocast_of, fewer_at_once, period_of, planned_work, vllm_of
 from cogumi.stack import lanes
 from cogumi.stack.cards import CARDS, card_called, card_of
+from cogumi.words import pip
 
 SMOKE = Path(__file__).parents[1] / "configs" / "smoke"
 
@@ -238,7 +239,7 @@ def test_the_stack_line_is_the_doctors(monkeypatch: pytest.MonkeyPatch) -> None:
     said = stack.line()
     assert said.state == "yellow"
     assert "trl 0.1 (pinned " in said.figure
-    assert said.fix.startswith("python -m pip install")
+    assert said.fix.startswith(pip("install"))
 
 
 def test_time_and_money_are_those_of_the_steps_that_a_sanity_check_makes(wide: Path, tmp_path: Path) -> None:
@@ -260,6 +261,19 @@ def test_time_and_money_are_those_of_the_steps_that_a_sanity_check_makes(wide: P
     assert red.state == "red"
     assert red.changes.keys() == {"cogumi.sanity"}
     assert red.changes["cogumi.sanity"] == pytest.approx(50, abs=1)
+    few = line(planned(sanity=100, max_cost=seconds[1] / 25), "time")
+    assert (few.state, few.fix, few.changes) == ("red", "raise cogumi.max_cost", {})  # four steps are no check
+
+
+@pytest.mark.parametrize("card", [None, "H100 SXM"])
+def test_a_cost_that_is_not_known_is_said_with_the_key_that_sets_its_price(
+    wide: Path, tmp_path: Path, card: str | None
+) -> None:
+    said = "cost: not known (set cogumi.price_per_hour)"
+    config = config_of(wide, tmp_path, train={"max_steps": 20})
+    assert said in line(preflight(config, card), "time").figure
+    priced = config | {"cogumi": config["cogumi"] | {"price_per_hour": 2.0}}
+    assert said not in line(preflight(priced, card), "time").figure
 
 
 def test_the_time_of_dpo_has_the_pass_for_its_reference_in_it(wide: Path, tmp_path: Path) -> None:

@@ -155,3 +155,20 @@ def test_the_command(chat: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert json.loads(out)["train"]["rows"] == 43
         if code:
             assert "gone.jsonl: no such file" in err
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"max_rows": 10}, "10 of 43 rows kept (data.max_rows)"),
+        ({"fraction": 0.5}, "22 of 43 rows kept (data.fraction)"),
+        ({"fraction": 0.5, "max_rows": 10}, "10 of 43 rows kept (data.fraction, data.max_rows)"),
+        ({"max_rows": 1000}, None),
+    ],
+)
+def test_rows_that_are_left_alone_are_said_with_the_key_that_does_it(
+    chat: Config, limits: Config, said: str | None
+) -> None:
+    shown = cogumi.preview(chat | {"data": chat["data"] | {"eval_rows": 0} | limits})
+    assert [line for line in shown.reports if " kept (" in line] == ([said] if said else [])
+    assert said is None or said in str(shown)

@@ -81,7 +81,9 @@ def test_a_loss_with_another_divisor_is_stopped_before_the_weights_move(
 ) -> None:
     trainer = make_trainer(cls=scaled(*factors))
     before = {name: p.clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-    with pytest.raises(WrongLossError, match=f"the {wrong} of step 1 is not"):
+    with pytest.raises(
+        WrongLossError, match=rf"the {wrong} of step 1 is not.*Scaled\._compute_loss \({__file__}:\d+\) ran with"
+    ):
         trainer.train()
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters() if p.requires_grad)
 
@@ -102,8 +104,38 @@ def test_a_loss_on_other_log_probabilities_is_stopped(make_trainer: Callable[...
             super().compute_loss(model, inputs)
             return sum(p.square().sum() for p in model.parameters() if p.requires_grad)
 
-    with pytest.raises(WrongLossError):
+    with pytest.raises(WrongLossError) as stopped:
         make_trainer(cls=Bypassed).train()
+    assert f"Bypassed.compute_loss ({__file__}:{Bypassed.compute_loss.__code__.co_firstlineno}) ran with" in str(
+        stopped.value
+    )
+    assert "GRPOTrainer._compute_loss" not in str(stopped.value)  # TRL's ran as well, and is not what is wrong
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_loss_that_is_set_on_the_trainer_is_named_where_it_is_written(
+    asks: bool, make_trainer: Callable[..., Any]
+) -> None:
+    trainer = make_trainer()
+    original = trainer.compute_loss
+
+    def mine(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return 3 * original(model, inputs) if asks else sum(p.sum() for p in model.parameters() if p.requires_grad)
+
+    trainer.compute_loss = mine
+    with pytest.raises(
+        WrongLossError, match=rf"<locals>\.mine \({__file__}:{mine.__code__.co_firstlineno}\) "
+    ) as stopped:
+        trainer.train()
+    assert ("without asking for the new log-probabilities" in str(stopped.value)) is not asks
+
+
+def test_where_the_loss_is_trls_own_it_is_named(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer()
+    trainer.importance_sampling_level = "token"
+    with pytest.raises(WrongLossError) as stopped:
+        trainer.train()
+    assert __file__ not in str(stopped.value)
 
 
 def test_another_clip_is_stopped_at_the_first_step_where_it_shows(make_trainer: Callable[..., Any]) -> None:

@@ -34,7 +34,7 @@ def test_mistakes_are_told_and_leave_nothing(sft: Config, tmp_path: Path) -> Non
     mistakes: dict[str, dict[str, Any]] = {
         "did you mean train.learning_rate": {"train__learnin_rate": 1},
         "gone.parquet": {"data__source": "gone.parquet"},
-        "nowhere": {"lora__target_modules": ["nowhere"]},  # which only peft knows, once there is a model
+        "Invalid epsilon": {"train__adam_epsilon": -1.0},  # which only torch knows, once there is a model
     }
     with ThreadPoolExecutor() as pool:
         asked = {
@@ -65,12 +65,12 @@ def test_a_refusal_that_nobody_waited_for_is_found_in_the_directory(sft: Config,
     ours, theirs = socket.socketpair()
     ours.close()
     with (tmp_path / "output").open("wb") as output, theirs:
-        runs.launch(theirs.fileno(), (sft, {"lora__target_modules": ["nowhere"]}), output, runs.Begun())
+        runs.launch(theirs.fileno(), (sft, {"train__adam_epsilon": -1.0}), output, runs.Begun())
     until(lambda: (run_dir / START).exists() and "exit" in read_json(run_dir / START))
     refused = cogumi.attach(run_dir).status()
     assert (refused.state, refused.alive, refused.passed) == ("refused", False, False)
     assert refused.reason is not None
-    assert "nowhere" in refused.reason
+    assert "Invalid epsilon" in refused.reason
     assert cogumi.train(sft).passed  # it is not in the way
     assert status_of(run_dir).state == "finished"
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -368,7 +369,8 @@ def test_an_installation_that_was_cut_short(environment: Environment) -> None:
     assert status == 1
     finding = of(report, "installed", "fatal")
     assert finding["figure"] == "torch: _C.so missing; libtorch_cpu.so (4 B of 10 B) not whole"
-    assert finding["fix"] == "python -m pip install --force-reinstall --no-deps torch==2.13.0"
+    python = shlex.quote(str(environment.python))
+    assert finding["fix"] == f"{python} -m pip install --force-reinstall --no-deps torch==2.13.0"
     assert "~orch" in of(report, "installed", "note")["figure"]
     assert names(report)[-1] == "not looked at"
 

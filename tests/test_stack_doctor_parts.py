@@ -18,6 +18,7 @@ from cogumi.stack.apart import run_apart
 from cogumi.stack.doctor import DoctorReport, lines
 from cogumi.stack.finding import Finding
 from cogumi.stack.steps import part
+from cogumi.words import pip
 
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 
@@ -293,7 +294,7 @@ def test_libraries_of_two_cuda_majors() -> None:
     names = ["nvidia-nccl-cu12", "nvidia-cublas", "nvidia-nccl-cu13", "nvidia-cudnn-cu13", "nvidia-ml-py"]
     (found,) = installed.mixed([distribution(name, "1") for name in names], "13.0")
     assert (found.state, found.figure) == ("warning", "1 for CUDA 12, 2 for CUDA 13")
-    assert found.fix == "python -m pip uninstall -y nvidia-nccl-cu12"
+    assert found.fix == pip("uninstall -y nvidia-nccl-cu12")
     assert list(installed.mixed([distribution(name, "1") for name in names[1:]], "13.0")) == []
 
 

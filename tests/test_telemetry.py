@@ -5,6 +5,9 @@ import logging
 import os
 import pickle
 import re
+import shlex
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +36,7 @@ from cogumi.training.meter import Meter
 from cogumi.training.pace import Pace
 from cogumi.training.samples import as_before, write_samples, written_in
 from cogumi.training.throughput import documents_of
-from cogumi.words import count, duration
+from cogumi.words import count, duration, pip, python_here
 
 Config = dict[str, Any]
 TOKEN = "hf_" + "Qk7" * 12
@@ -496,12 +499,33 @@ def test_packed_rows_have_documents(sft: Config) -> None:
 # -------------------------------------------------------------------------------------------------------------- trackers
 
 
+def test_a_command_of_pip_is_for_this_python_and_short_where_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(words: str) -> str:
+        return subprocess.run(["bash", "-c", words], capture_output=True, text=True, check=True).stdout.strip()
+
+    assert run(f"{python_here()} -c 'import sys; print(sys.executable)'") == sys.executable
+    python = tmp_path / "my home" / "work" / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("HOME", str(tmp_path / "my home"))
+    (tmp_path / "elsewhere").mkdir()
+    for place, said in (("my home/work", ".venv/bin/python"), ("elsewhere", "~/work/.venv/bin/python")):
+        monkeypatch.chdir(tmp_path / place)
+        assert pip("install x") == f"{said} -m pip install x"
+        assert run(f"{python_here()} -c 'print(1)'") == "1"
+    monkeypatch.setenv("HOME", str(tmp_path / "another"))
+    assert shlex.split(pip("install x")) == [str(python), "-m", "pip", "install", "x"]
+
+
 @pytest.mark.parametrize("reporter", ["wandb", "trackio"])
 def test_a_reporter_that_is_not_installed_is_refused_before_anything_is_loaded(
     sft: Config, reporter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accounts, "is_installed", lambda name: name == "tensorboard")
-    with pytest.raises(UsageError, match=f"train.report_to: {reporter} is not installed; run: pip install {reporter}"):
+    with pytest.raises(UsageError, match=re.escape(f"is not installed; run: {pip(f'install {reporter}')}")):
         cogumi.train(sft, train__report_to=["tensorboard", reporter])
     assert not Path(sft["cogumi"]["run_dir"]).exists()
 
@@ -510,7 +534,7 @@ def test_without_tensorboard_a_run_says_how_to_get_it(sft: Config, monkeypatch: 
     monkeypatch.setattr(accounts, "is_installed", lambda name: False)
     result = cogumi.train(sft, train__max_steps=1)
     assert not (result.run_dir / "tensorboard").exists()
-    assert "TensorBoard is not installed (pip install tensorboard)" in (result.run_dir / "run.log").read_text()
+    assert f"TensorBoard is not installed ({pip('install tensorboard')})" in (result.run_dir / "run.log").read_text()
 
 
 def test_none_is_none(sft: Config) -> None:

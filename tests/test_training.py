@@ -5,13 +5,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import peft
 import polars as pl
 import pytest
 import torch
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import cogumi
 from cogumi.errors import UsageError
+from cogumi.models.adapters import lora_config, refuse_unmatched
 from cogumi.rundir import read_json, read_jsonl
 
 Config = dict[str, Any]
@@ -283,18 +286,21 @@ def test_a_finished_run_directory_is_not_written_over(sft: Config) -> None:
         ({"data__eval_rows": 100000}, "none is left to train on"),
         ({"train__max_length": 32}, "train.max_length 32 would cut examples"),
         ({"data__fim__max_length": 5}, "longer than 5 tokens"),
-        ({"lora__target_modules": ["nothing"]}, "Target modules {'nothing'} not found"),
+        (
+            {"lora__target_modules": ["nothing"]},
+            "lora.target_modules: nothing: no module of LlamaForCausalLM matches; its linear modules are q_proj",
+        ),
         ({"lora__init_lora_weights": "pissa"}, "cogumi.merge=false trains it without merging"),
         ({"lora__layer_replication": [[0, 2]]}, "cogumi.merge=false trains it without merging"),
         ({"train__learning_rate": True}, "train.learning_rate = True: not a number"),
-        ({"lora__r": 0}, "lora.r = 0: it is at least 1"),
+        ({"lora__r": 0}, "lora.r = 0: must be at least 1"),
         ({"lora__init_lora_weights": "ortogonal"}, "lora.init_lora_weights = 'ortogonal'"),
-        ({"train__learning_rate": -1.0}, "train.learning_rate = -1: it is 0 or more"),
+        ({"train__learning_rate": -1.0}, "train.learning_rate = -1: must be 0 or more"),
         ({"train__adam_epsilon": -1.0}, "refused before the first step: Invalid epsilon value: -1.0"),
         ({"train__report_to": "wandbb"}, "'wandbb' is not known; did you mean wandb?"),
-        ({"train__per_device_train_batch_size": 0}, "train.per_device_train_batch_size = 0: it is at least 1"),
+        ({"train__per_device_train_batch_size": 0}, "train.per_device_train_batch_size = 0: must be at least 1"),
         ({"train__resume_from_checkpoint": "x"}, "train.resume_from_checkpoint would be ignored"),
-        ({"train__gradient_accumulation_steps": 0}, "train.gradient_accumulation_steps = 0: it is at least 1"),
+        ({"train__gradient_accumulation_steps": 0}, "train.gradient_accumulation_steps = 0: must be at least 1"),
         ({"train__completion_only_loss": False}, "the middle is learned"),
         ({"cogumi__fp32_lm_head": True}, "cogumi.fp32_lm_head would be ignored: it is for cogumi.method: gspo"),
     ],
@@ -308,6 +314,35 @@ def test_a_mistake_writes_nothing(sft: Config, overrides: dict[str, Any], says: 
 
 
 @pytest.mark.parametrize(
+    ("wanted", "says"),
+    [
+        (["q_prj", "nowhere"], "did you mean q_proj? its linear modules are q_proj, k_proj, v_proj, o_proj, gate_proj"),
+        ("nowhere", "matches; its linear modules are q_proj"),
+        (r".*\.attention\.q_proj", "matches; "),
+    ],
+)
+def test_target_modules_that_match_nothing_are_refused_before_the_data_is_prepared(
+    sft: Config, wanted: Any, says: str
+) -> None:
+    config = sft | {"data": sft["data"] | {"column": "nothing"}}  # which would be refused in its turn
+    lora = sft["lora"] | {"target_modules": wanted}
+    for call in (cogumi.train, cogumi.preflight):
+        with pytest.raises(UsageError, match=r"^lora\.target_modules: .*no module of LlamaForCausalLM") as caught:
+            call(config | {"lora": lora})
+        assert says in str(caught.value)
+        assert "lm_head" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wanted", [["v_proj"], "all-linear", r".*\.self_attn\.q_proj", ["lm_head"], ["q_proj", "nowhere"]]
+)
+def test_target_modules_that_peft_finds_are_not_refused(tiny_model: Path, wanted: Any) -> None:
+    refuse_unmatched({"r": 4, "target_modules": wanted}, AutoConfig.from_pretrained(tiny_model))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    assert peft.get_peft_model(model, lora_config({"r": 4, "target_modules": wanted})) is not None
+
+
+@pytest.mark.parametrize(
     ("overrides", "says"),
     [
         ({"cogumi__rewards": ["edit_similarty"]}, "edit_similarity"),
@@ -315,7 +350,7 @@ def test_a_mistake_writes_nothing(sft: Config, overrides: dict[str, Any], says: 
         ({"train__epsilon": -1.0}, "train.epsilon is -1.0"),
         ({"train__reward_weights": [1.0]}, "Number of reward weights (1) must match"),
         ({"train__loss_type": "grop"}, "train.loss_type: 'grop' is not known; did you mean grpo?"),
-        ({"train__max_completion_length": 0}, "train.max_completion_length = 0: it is at least 1"),
+        ({"train__max_completion_length": 0}, "train.max_completion_length = 0: must be at least 1"),
         (
             {"train__per_device_train_batch_size": 3},
             "no whole groups of train.num_generations 4; set train.per_device_train_batch_size: 2 or 4",
@@ -323,7 +358,7 @@ def test_a_mistake_writes_nothing(sft: Config, overrides: dict[str, Any], says: 
         ({"train__importance_sampling_level": "token"}, "contradicts train.loss_type: gspo"),
         ({"lora__lora_dropout": 0.05}, "lora.lora_dropout is 0.05"),
         ({"train__epsilon": 0.2}, "train.epsilon 0.2 and train.epsilon_high 0.2: a token loss's clip"),
-        ({"train__temperature": 0}, "train.temperature = 0: it is more than 0"),
+        ({"train__temperature": 0}, "train.temperature = 0: must be more than 0"),
         ({"train__num_generations": 1}, "train.num_generations is 1"),
         ({"train__max_completion_length": 500}, "of gspo: lower train.max_completion_length"),
         ({"train__cast_lm_head_to_fp32": True}, "set cogumi.fp32_lm_head: true instead"),

@@ -10,9 +10,11 @@ import pytest
 from safetensors.torch import load_file
 
 import cogumi
+from cogumi.config import load_config
 from cogumi.errors import UsageError
 from cogumi.rundir import read_json, read_jsonl
 from cogumi.training import sentinel as module
+from cogumi.training.sanity import logging_settings, refuse_blind_check, rows_to_judge
 
 Config = dict[str, Any]
 
@@ -55,11 +57,14 @@ def same(one: Path, other: Path) -> bool:
     return ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize(("method", "steps"), [("sft", 10), ("gspo", 3)])
+@pytest.mark.parametrize(("method", "steps"), [("sft", 10), ("gspo", 15)])
 def test_a_sanity_check_answers_and_its_steps_are_not_lost(
     method: str, steps: int, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     config = request.getfixturevalue(method)
+    if method == "gspo":  # two steps to a rollout: the check ends in the middle of its eighth
+        config["train"] |= {"max_steps": 18, "generation_batch_size": 16}
+        config["cogumi"]["flags"] = {"truncated_yellow": 1, "truncated_red": 1}  # an untrained model ends nothing
     whole = cogumi.train(config, cogumi__run_dir=str(tmp_path / "whole"))
     checked = cogumi.train(config, cogumi__sanity=steps)
     home = checked.run_dir
@@ -96,10 +101,50 @@ def test_a_check_of_a_broken_run_says_no_and_why(sft: Config) -> None:
     assert "safe to scale: no" in read_json(result.run_dir / "status.json")["reason"]
 
 
-def test_a_check_that_would_see_nothing_is_refused(sft: Config) -> None:
-    with pytest.raises(UsageError, match=r"set train\.logging_steps to 1 or less"):
-        cogumi.train(sft, cogumi__sanity=12, train__logging_steps=10)
+@pytest.mark.parametrize(
+    ("sanity", "train", "said"),
+    [
+        (
+            12,
+            {"logging_steps": 10},
+            r"would log 2 rows, and 8 are needed to judge; set train\.logging_steps to 1 or less",
+        ),
+        (7, {}, r"would log 7 rows, and 8 are needed to judge; set cogumi\.sanity to 8 or more$"),
+        (5, {"logging_steps": 2}, r"set cogumi\.sanity to 8 or more, train\.logging_steps to 1$"),
+        (12, {"max_steps": 6}, r"would log 6 rows.*; set train\.max_steps to 8 or more$"),
+        (12, {"logging_strategy": "no"}, r"would log 0 rows.*; set train\.logging_strategy to steps"),
+        (12, {"logging_steps": 0.5, "max_steps": 12}, r"would log 3 rows.*; set train\.logging_steps to 1 or less"),
+    ],
+)
+def test_a_check_that_would_see_nothing_is_refused(
+    sft: Config, sanity: int, train: Config, said: str, tmp_path: Path
+) -> None:
+    """By the training and by its preflight, in the same words."""
+    config = sft | {"train": sft["train"] | train, "cogumi": sft["cogumi"] | {"sanity": sanity}}
+    words = []
+    for call in (cogumi.train, cogumi.preflight):
+        with pytest.raises(UsageError, match=said) as refused:
+            call(config)
+        words.append(str(refused.value))
+    assert words[0] == words[1]
     assert not Path(sft["cogumi"]["run_dir"]).exists()
+
+
+@pytest.mark.parametrize(("rollout", "needed"), [(1, 8), (2, 15), (4, 29)])
+def test_a_check_of_rollouts_needs_as_many_steps_as_sample_enough(gspo: Config, rollout: int, needed: int) -> None:
+    given = {"train__generation_batch_size": 8 * rollout, "train__max_steps": 50}
+    refuse_blind_check(load_config(gspo, cogumi__sanity=needed, **given))
+    with pytest.raises(UsageError, match=rf"would log 7 rollouts.*set cogumi\.sanity to {needed} or more$"):
+        refuse_blind_check(load_config(gspo, cogumi__sanity=needed - 1, **given))
+
+
+@pytest.mark.parametrize(("steps", "train"), [(8, {}), (14, {"logging_steps": 2}), (9, {"logging_first_step": False})])
+def test_the_rows_that_are_foreseen_are_those_that_are_logged(sft: Config, steps: int, train: Config) -> None:
+    run = load_config(sft | {"train": sft["train"] | train}, cogumi__sanity=steps)
+    result = cogumi.train(sft | {"train": sft["train"] | train}, cogumi__sanity=steps)
+    assert rows_to_judge(logging_settings(run), steps) == len(result.series("loss"))
+    assert result.verdict.safe_to_scale is not None
+    assert "too few to tell" not in str(result.verdict)
 
 
 def test_a_check_as_long_as_the_run_is_the_run(sft: Config) -> None:

@@ -34,6 +34,7 @@ from cogumi.checkpoints.manifest import (
 from cogumi.checkpoints.mirror_pace import Pace
 from cogumi.durable import sync_path
 from cogumi.errors import UsageError
+from cogumi.words import pip
 
 # Beside a checkpoint's files wherever there is no manifest: which of them are whole, and which are on their way in or out.
 RECORD_NAME = "cogumi-mirror.json"
@@ -273,7 +274,7 @@ def open_any(url: str, name: str) -> tuple[Any, str]:
         package = known["class"].partition(".")[0] if known else protocol
         raise UsageError(
             f"mirror {name}: {protocol}:// needs the package {package} ({error}); "
-            f"pip install '{package}=={fsspec.__version__}', the version of the installed fsspec"
+            f"{pip(f'install {package}=={fsspec.__version__}')}, the version of the installed fsspec"
         ) from error
     except ValueError as error:
         raise UsageError(

@@ -19,7 +19,7 @@ from typing import Any
 
 import platformdirs
 
-from cogumi.data.sources import SUFFIXES, kind_of
+from cogumi.data.files import SUFFIXES, kind_of
 from cogumi.disk import spoken
 from cogumi.disk.usage import hub_cache, nearest_existing, space_of
 from cogumi.errors import UsageError
@@ -27,7 +27,6 @@ from cogumi.rundir import write_json
 
 log = logging.getLogger("cogumi")
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -40,11 +39,6 @@ class OnHub:
     files: tuple[Path, ...]
     identity: Any
     """Name, commit and files as the repository names them: the commit says what they hold."""
-
-
-def is_hub_id(source: str) -> bool:
-    """Whether this spells `org/name`; a name that ends like a data file is a file that is not there."""
-    return HUB_ID.fullmatch(source) is not None and kind_of(Path(source)) is None
 
 
 def find_on_hub(name: str, revision: str | None, split: str | None, subset: str | None) -> OnHub:

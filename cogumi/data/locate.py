@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from cogumi.data.cache_key import files_identity
-from cogumi.data.hub import find_on_hub, is_hub_id, split_of
+from cogumi.data.files import find_files, is_hub_id
+from cogumi.data.hub import find_on_hub, split_of
 from cogumi.data.sample import sample_path
 from cogumi.data.sample_tasks import CHAT, PAIRS, chat_path, pairs_path
-from cogumi.data.sources import find_files
 from cogumi.errors import UsageError
 
 STDLIB = "cogumi:stdlib"

@@ -5,7 +5,6 @@ polars' own batches held 130 MB of a 260 MB file, and more of a larger one, wher
 """
 
 import difflib
-import glob
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
+from cogumi.data.files import CSV, JSON_LINES, PARQUET, find_files, kind_of
 from cogumi.errors import UsageError
 
 BATCH_BYTES = 8 * 2**20
@@ -26,8 +26,6 @@ MOST_ROWS = 16_384
 """Rows of a batch at most: a parquet footer counts a repeated text once, so its size may say too little."""
 BUFFER_BYTES = 2**20
 
-PARQUET, JSON_LINES, CSV = "parquet", "JSON lines", "CSV"
-SUFFIXES = {PARQUET: (".parquet",), JSON_LINES: (".jsonl", ".ndjson", ".json"), CSV: (".csv", ".tsv")}
 KINDS = {
     str: "text",
     bool: "true or false",
@@ -38,8 +36,6 @@ KINDS = {
 }  # of JSON
 Alike = Literal["throughout", "text or messages"]
 """How alike the values of a column have to be: in all that they hold, or not text here and a list of messages there."""
-COMPRESSED = (".gz", ".zst")
-"""Of JSON lines and CSV; a parquet file is compressed inside."""
 
 
 def read_rows(path: str | Path, columns: Sequence[str], *, text_only: bool = True) -> pl.DataFrame:
@@ -52,37 +48,6 @@ def read_rows(path: str | Path, columns: Sequence[str], *, text_only: bool = Tru
     if not frames:
         raise UsageError(f"{path}: it has no rows; check what wrote it, or give another file")
     return pl.concat(frames, how="vertical_relaxed")
-
-
-def find_files(path: str | Path) -> list[Path]:
-    """The files `path` stands for, at least one: a file, a glob, or a directory's files of the first kind that it has.
-
-    The kinds are parquet, then JSON lines, then CSV; files come in name order, however deep.
-    """
-    given = Path(path)
-    if given.is_file():
-        return [given]
-    if given.is_dir():
-        # A .json beside the data is more likely to describe it.
-        below = sorted(file for file in given.rglob("*") if file.suffix != ".json" and file.is_file())
-        for kind in SUFFIXES:
-            if files := [file for file in below if kind_of(file) == kind]:
-                return files
-        raise UsageError(f"{path}: this directory holds no .parquet or .jsonl file, nor a .csv; give a file of its own")
-    if glob.has_magic(str(path)):
-        files = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
-        if files:
-            return files
-        raise UsageError(f"{path}: no file matches this pattern; check it with ls")
-    near = difflib.get_close_matches(given.name, [file.name for file in given.parent.glob("*")], n=1)
-    hint = f"; did you mean {near[0]}?" if near else f" (looked from {Path.cwd()})"
-    raise UsageError(f"{path}: no such file{hint}")
-
-
-def kind_of(file: Path) -> str | None:
-    """PARQUET, JSON_LINES or CSV, by the suffix; None for any other."""
-    suffix = Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix
-    return next((kind for kind, suffixes in SUFFIXES.items() if suffix in suffixes), None)
 
 
 def column_names(files: Sequence[Path]) -> list[str]:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from cogumi.errors import UsageError
+from cogumi.words import pip, python_here
 
 SCRIPT = "convert_hf_to_gguf.py"
 # What the converter calls a type that keeps a merged model as it is, or nearly (q8_0). Smaller ones are llama-quantize's.
@@ -51,8 +52,8 @@ def install_hint(merged: Path, out: Path, outtype: str = "bf16") -> str:
     """What to type where the converter is not installed: three shell commands in one line."""
     return (
         "git clone --depth 1 https://github.com/ggml-org/llama.cpp && "
-        "pip install -r llama.cpp/requirements/requirements-convert_hf_to_gguf.txt && "
-        f"{shlex.join(gguf_command(merged, out, outtype))}"
+        f"{pip('install -r llama.cpp/requirements/requirements-convert_hf_to_gguf.txt')} && "
+        f"{python_here()} {shlex.join(gguf_command(merged, out, outtype)[1:])}"
     )
 
 

@@ -1,12 +1,18 @@
 """The LoRA that a run trains, and what it did."""
 
+import copy
+import difflib
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
+from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
+from cogumi.errors import UsageError
 from cogumi.models.provenance import quantization_of
 
 # Rank 16 on every linear layer with alpha = 2r; dropout 0, because GSPO's ratio must be 1 before the first update.
@@ -18,6 +24,34 @@ TRAINED = "default"  # PEFT's name for the adapter that is trained
 def lora_config(lora: dict[str, Any], revision: str | None = None) -> LoraConfig:
     """The LoraConfig of a run: `lora:` over the defaults. `revision` is the base's, recorded for the merge."""
     return LoraConfig(**{**DEFAULTS, "task_type": "CAUSAL_LM", "revision": revision, **lora})
+
+
+def refuse_unmatched(lora: dict[str, Any], of_base: Any) -> None:
+    """Raise UsageError where `lora.target_modules` match no module of the base, before anything is loaded or prepared.
+
+    of_base: its config. A base that cannot be built of it alone is left for PEFT to refuse.
+    """
+    wanted = lora.get("target_modules")
+    if wanted is None or wanted == "all-linear" or lora.get("target_parameters"):
+        return
+    try:
+        config = lora_config(lora)
+        with torch.device("meta"):  # of the class that a run loads; building it writes into the config
+            base = AutoModelForCausalLM.from_config(copy.deepcopy(of_base))
+    except (ValueError, ImportError, RuntimeError):
+        return
+    if any(check_target_module_exists(config, name) for name, _ in base.named_modules()):
+        return
+    head = base.get_output_embeddings()
+    linear = {name.rpartition(".")[2]: None for name, each in base.named_modules()
+              if isinstance(each, torch.nn.Linear | Conv1D) and each is not head}  # fmt: skip
+    words = [wanted] if isinstance(wanted, str) else sorted(wanted)
+    near = dict.fromkeys(found for word in words for found in difflib.get_close_matches(word, linear, n=1))
+    meant = f"did you mean {', '.join(near)}? " if near else ""
+    raise UsageError(
+        f"lora.target_modules: {', '.join(words)}: no module of {type(base).__name__} matches; "
+        f"{meant}its linear modules are {', '.join(linear)} (all-linear takes them all)"
+    )
 
 
 def largest_change(model: torch.nn.Module, start: Path | None = None) -> float:

@@ -22,6 +22,7 @@ from cogumi.errors import UsageError
 from cogumi.models.provenance import quantization_of
 from cogumi.models.random_base import KINDS, PREFIX, random_base_path
 from cogumi.models.small_base import small_base_path
+from cogumi.words import pip
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,8 @@ def load_model(
     if quantization is not None:
         refuse_quantized_already(name, AutoConfig.from_pretrained(name, revision=revision))
         if importlib.util.find_spec("bitsandbytes") is None:
-            raise UsageError("model.quantization_config: bitsandbytes is not installed; run: pip install bitsandbytes")
+            install = pip("install bitsandbytes")
+            raise UsageError(f"model.quantization_config: bitsandbytes is not installed; run: {install}")
         # Only then: None would take away what the config of a quantized checkpoint says.
         loading["quantization_config"] = quantization_settings(quantization, dtype)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, revision=revision, **loading)

@@ -25,6 +25,7 @@ import torch
 
 from cogumi.errors import UsageError
 from cogumi.patches.status import PatchStatus
+from cogumi.words import pip
 
 NAME = "unsloth"
 WRITTEN_FOR = "unsloth 2026.10.7 and 2026.10.9"
@@ -93,7 +94,7 @@ def import_unsloth() -> Any:
         said = " ".join(str(error).split())
         raise UsageError(
             f"unsloth {found} is installed and does not import here ({type(error).__name__}: {said}); "
-            "repair it, or `pip uninstall unsloth` to train with stock TRL, and restart the kernel"
+            f"repair it, or `{pip('uninstall unsloth')}` to train with stock TRL, and restart the kernel"
         ) from error
 
 

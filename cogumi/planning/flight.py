@@ -11,6 +11,7 @@ from cogumi.config import RunConfig, load_config
 from cogumi.errors import UsageError
 from cogumi.memory.step import Work
 from cogumi.models import warm_start
+from cogumi.models.adapters import refuse_unmatched
 from cogumi.models.load import refuse_quantized_already, resolve_model
 from cogumi.patches import patch
 from cogumi.planning import disk, pace, sampled, stack, vram
@@ -23,6 +24,7 @@ from cogumi.training.budget import refuse_impossible
 from cogumi.training.building import tokenizer_of
 from cogumi.training.choices import MOMENTS, Choice, Load, choose, decided, load_of
 from cogumi.training.flops import work_of
+from cogumi.training.sanity import refuse_blind_check
 from cogumi.working import said
 
 # What PEFT, TRL and transformers raise for a setting they refuse, or a model that cannot be built of shapes alone.
@@ -49,12 +51,15 @@ def foresee(
     """`preflight`, with `look_ahead` in this process or apart."""
     run, target = load_config(config, **overrides), target_of(card)
     refuse_impossible(run.cogumi)
+    refuse_blind_check(run)
     if probe and card is not None:
         raise UsageError("card and probe: ten steps made here say nothing of another card; use one of the two")
     if run.model.adapter is not None:
         run.lora = warm_start.lora_of(run.model.adapter, run.lora)
     base = resolve_model(run.model.name, run.model.revision)
     of_base = AutoConfig.from_pretrained(base, revision=run.model.revision)
+    if run.cogumi.tuning == "lora":
+        refuse_unmatched(run.lora, of_base)
     if run.model.quantization_config is not None:
         refuse_quantized_already(base, of_base)
     found = (

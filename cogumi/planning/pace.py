@@ -23,6 +23,7 @@ from cogumi.planning.lines import Line
 from cogumi.planning.sampled import Sample
 from cogumi.planning.target import Target
 from cogumi.training.dpo import ReferencePass
+from cogumi.training.flags_sft import ENOUGH_ROWS
 from cogumi.training.flops import Work as Arithmetic
 from cogumi.words import duration
 
@@ -166,23 +167,23 @@ def quiet() -> Iterator[None]:
 
 
 def lines_of(pace: Pace, run: RunConfig, target: Target) -> list[Line]:
+    unpriced = "; cost: not known (set cogumi.price_per_hour)" * (run.cogumi.price_per_hour is None)
     if not pace.steps:
-        return [
-            Line("time", "how many steps are in the data is not known", "unknown", "set train.max_steps to plan with")
-        ]
+        said = f"how many steps are in the data is not known{unpriced}"
+        return [Line("time", said, "unknown", "set train.max_steps to plan with")]
     ends = "" if pace.whole is None else f" of {pace.whole:,}, after which cogumi.sanity ends the run"
     said = f"{pace.steps:,} steps{ends}, about {pace.tokens:,} tokens"
     if pace.seconds is None:
         limits = {"cogumi.max_hours": run.cogumi.max_hours, "cogumi.max_cost": run.cogumi.max_cost}
         unjudged = "".join(f", nor what {name} allows" for name, limit in limits.items() if limit is not None)
-        said += f"; how fast is not known for {target.machine.name}{unjudged}"
+        said += f"; how fast is not known for {target.machine.name}{unjudged}{unpriced}"
         return [Line("time", said, "unknown", "" if target.named else "--probe makes ten steps and says")]
     assumed = f"if it reaches {REACHED:.0%} of the card's peak, not measured"
     how = f"by {pace.measured} step{'s' * (pace.measured != 1)} made here" if pace.measured else assumed
     cost = pace.cost(run.cogumi.price_per_hour)
     price = "" if cost is None else f", {dollars(cost)} at ${run.cogumi.price_per_hour:g} an hour"
     first = f", {duration(pace.reference)} of them for the reference before the first step" if pace.reference else ""
-    said += f": {duration(pace.seconds)} of training{first}{price} ({how})"
+    said += f": {duration(pace.seconds)} of training{first}{price} ({how}){unpriced}"
     return [over_budget(pace, run, said) or Line("time", said)]
 
 
@@ -203,6 +204,8 @@ def over_budget(pace: Pace, run: RunConfig, said: str) -> Line | None:
     left = min(shares) * pace.seconds - pace.reference
     steps = max(1, int(left / (pace.seconds - pace.reference) * pace.steps))
     limit = "cogumi.max_hours" if hours is not None and shares[0] == min(shares) else "cogumi.max_cost"
+    if pace.whole is not None and steps < ENOUGH_ROWS:  # a check of so few steps is refused
+        return Line("time", f"{said}; {limit} ends it at about step {steps:,}", "red", f"raise {limit}")
     key = "train.max_steps" if pace.whole is None else "cogumi.sanity"
     return Line("time", f"{said}; {limit} ends it at about step {steps:,}", "red",
                 f"set {key}: {steps}, or raise {limit}", {key: steps})  # fmt: skip

@@ -35,12 +35,15 @@ class LossProof:
     rollout, usually the second.
     """
 
-    def __init__(self, asked_for: dict[str, Any], token_ratio: bool, unproven: list[str], own: Any = None) -> None:
+    def __init__(
+        self, asked_for: dict[str, Any], token_ratio: bool, unproven: list[str], own: Any = None, written: Any = None
+    ) -> None:
         """`asked_for`: the settings the loss must have been called with; `unproven`: terms the formula leaves out.
 
         `own`: the function that computes an objective of the user's own, which is described and compared with nothing.
+        `written`: the user's function that the loss comes out of, which a message names; None where it is the library's.
         """
-        self.own = own
+        self.own, self.written = own, written
         self.asked_for, self.token_ratio, self.unproven = asked_for, token_ratio, unproven
         self.calls: list[LossCall] = []
         self.losses: list[Tensor] = []
@@ -78,8 +81,8 @@ class LossProof:
         self.step += 1
         if not self.calls and self.own is None:
             raise WrongLossError(
-                "the trainer's compute_loss made a step without asking for the new log-probabilities: it is not the loss "
-                "that was asked for"
+                f"{place_of(self.written) or 'compute_loss of the trainer'} made a step without asking for the new "
+                "log-probabilities: it is not the loss that was asked for"
             )
         if self.step == 1:
             described = describe(self.calls) if self.calls else {}
@@ -97,7 +100,8 @@ class LossProof:
             found = self.calls[0].arguments.get(name)
             same = math.isclose(found, wanted) if isinstance(wanted, float) and found is not None else found == wanted
             if not same:
-                raise WrongLossError(f"the loss ran with {name}={found!r}, and {wanted!r} was asked for")
+                place = f" (in {place_of(self.written)})" if self.written is not None else ""
+                raise WrongLossError(f"the loss ran with {name}={found!r}{place}, and {wanted!r} was asked for")
 
     def _compare(self, index: int, scale: float) -> None:
         call, loss, gradient = self.calls[index], self.losses[index], self.gradients.get(index)
@@ -119,7 +123,8 @@ class LossProof:
             if not found <= TOLERANCE:  # NaN is not
                 raise WrongLossError(
                     f"the {name} of step {self.step} is not that of the loss that was asked for: {found:.2g} apart "
-                    f"(relative; at most {TOLERANCE:g}). {self.record['function']} ran with {self.record['arguments']}"
+                    f"(relative; at most {TOLERANCE:g}). "
+                    f"{place_of(self.written) or self.record['function']} ran with {self.record['arguments']}"
                 )
             self.worst[name] = max(self.worst[name], found)
         self.moved |= bool(((call.new - call.old_or_new()).abs() * (call.mask > 0) > BOUNDARY).any())
@@ -139,6 +144,15 @@ def describe(calls: list[LossCall]) -> dict[str, Any]:
 
 def named(function: Any) -> dict[str, Any]:
     return {"function": f"{function.__module__}.{function.__qualname__}", "source": source_of(function)}
+
+
+def place_of(function: Any) -> str:
+    """A function with its file and line, as in `Mine.compute_loss (train.py:12)`; "" of None."""
+    if function is None:
+        return ""
+    function = inspect.unwrap(function)
+    name, code = getattr(function, "__qualname__", repr(function)), getattr(function, "__code__", None)
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def clip_cut(call: LossCall, token_ratio: bool = False) -> bool:

@@ -5,6 +5,7 @@
 shape in which rewards get completions, where they are annotated with one.
 """
 
+import inspect
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -99,13 +100,26 @@ class Watch(TrainerCallback):
         accepted = self.accepted
         for warning in guard(self.trainer, backend=backend, behaviour_logps=behaviour_logps, accepted=accepted):
             log.warning("%s", warning)
-        self.proof = LossProof(asked_for(self.trainer.args), self.token_ratio, unproven_terms(self.trainer))
+        self.proof = LossProof(
+            asked_for(self.trainer.args), self.token_ratio, unproven_terms(self.trainer), written=self.written(backend)
+        )
         if OWN_OBJECTIVE in accepted:
             own = self.objective(backend)
             self.proof = LossProof({}, self.token_ratio, [OWN_OBJECTIVE], own)
             log.warning("accepted (%s): %s.%s computes the loss, and is compared with no formula",
                         OWN_OBJECTIVE, own.__module__, own.__qualname__)  # fmt: skip
         self.guarded = True
+
+    def written(self, backend: Backend) -> Any:
+        """The user's function that the loss comes out of, the outer one of two; None where there is none."""
+        inner = getattr(self.trainer, "_compute_loss", None) if backend == "trl" else None  # unsloth never calls it
+        for each in (self.trainer.compute_loss, self.compute_loss, inner):  # the first may be set over the watch's own
+            if each is None:
+                continue
+            function = inspect.unwrap(getattr(each, "__func__", each))
+            if not is_the_librarys(function) and not function.__module__.startswith("cogumi."):
+                return function
+        return None
 
     def objective(self, backend: Backend) -> Any:
         """The function that makes this trainer's loss the user's own; the library's where there is none on the trainer."""

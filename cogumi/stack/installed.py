@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cogumi.disk.usage import spoken
 from cogumi.stack.finding import Finding
+from cogumi.words import pip
 
 INSTALL = "sh requirements/install.sh"
 MOST = 6  # names in one line
@@ -74,11 +75,7 @@ def mixed(found: list[Distribution], torch_cuda: str | None) -> Iterator[Finding
     strangers = sorted(name for major, names in by_major.items() if major != own for name in names)
     figure = ", ".join(f"{len(names)} for CUDA {major}" for major, names in sorted(by_major.items()))
     cause = "libraries of two CUDA majors are installed, and some share a file name: symbols go missing"
-    fix = (
-        f"python -m pip uninstall -y {' '.join(strangers)}"
-        if own in by_major
-        else f"make the environment anew: {INSTALL}"
-    )
+    fix = pip(f"uninstall -y {' '.join(strangers)}") if own in by_major else f"make the environment anew: {INSTALL}"
     yield Finding("NVIDIA libraries", "warning", figure, cause, fix)
 
 
@@ -116,7 +113,7 @@ def reinstall(each: Distribution) -> str:
     pinned = f"{each.name}=={each.version}" if each.version else each.name
     if each.version is None or not each.recorded:
         return f"remove {each.place}, then {INSTALL}"
-    return f"python -m pip install --force-reinstall --no-deps {pinned}"
+    return pip(f"install --force-reinstall --no-deps {pinned}")
 
 
 def doubled(found: list[Distribution]) -> Iterator[Finding]:
@@ -127,7 +124,7 @@ def doubled(found: list[Distribution]) -> Iterator[Finding]:
     for (name, _), versions in seen.items():
         if len(set(versions)) > 1:
             cause = "two versions lie over each other; which files are whose is not known"
-            fix = f"python -m pip uninstall -y {name} (until it is gone), then {INSTALL}"
+            fix = f"{pip(f'uninstall -y {name}')} (until it is gone), then {INSTALL}"
             yield Finding("installed", "warning", f"{name}: {' and '.join(sorted(set(versions)))}", cause, fix)
 
 
@@ -159,7 +156,7 @@ def against_lane(found: list[Distribution]) -> Iterator[Finding]:
         return
     said = [f"{shortened(differing)}"] * bool(differing) + [f"not installed: {shortened(missing)}"] * bool(missing)
     cause = f"not what the lane pins: {'; '.join(said)}"
-    fix = f"python -m pip install --require-hashes --no-deps --only-binary :all: -r {lane.file}"
+    fix = pip(f"install --require-hashes --no-deps --only-binary :all: -r {lane.file}")
     yield Finding("lane", "warning", figure, cause, fix)
 
 
@@ -190,7 +187,7 @@ def cuda_majors(found: list[Distribution], torch_cuda: str | None) -> Iterator[F
         if asked and own not in asked:
             strangers = True
             cause = f"it needs {', '.join(asked.values())}, and torch is built for CUDA {torch_cuda}"
-            fix = f"python -m pip uninstall -y {each.name}, or its wheel for CUDA {own} from PyTorch's index"
+            fix = f"{pip(f'uninstall -y {each.name}')}, or its wheel for CUDA {own} from PyTorch's index"
             yield Finding("CUDA majors", "warning", f"{each.name} {each.version}", cause, fix)
     if not strangers:
         yield Finding("CUDA majors", "ok", f"every package with CUDA code has it for CUDA {own}, like torch ({looked})")

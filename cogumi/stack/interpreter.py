@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cogumi.stack.finding import Finding
+from cogumi.words import pip
 
 SUPPORTED = ((3, 11), (3, 12))  # pyproject.toml
 GLIBC = (2, 28)  # of the wheels that every lane takes: manylinux_2_28
@@ -108,7 +109,7 @@ def kernels() -> Iterator[Finding]:
     if ours:
         yield Finding("notebook kernel", "ok", f"{', '.join(ours)}: this environment")
     elif not others and not unreadable:
-        yield Finding("notebook kernel", "note", "none is installed here; python -m pip install ipykernel makes one")
+        yield Finding("notebook kernel", "note", f"none is installed here; {pip('install ipykernel')} makes one")
 
 
 def kernelspecs() -> tuple[list[Kernel], list[tuple[Path, str]]]:

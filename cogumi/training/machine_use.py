@@ -11,6 +11,8 @@ from typing import Any
 import psutil
 import torch
 
+from cogumi.words import pip
+
 log = logging.getLogger("cogumi")
 
 
@@ -59,7 +61,8 @@ class MachineUse:
 
 def nvml_answers() -> bool:
     if importlib.util.find_spec("pynvml") is None:
-        log.info("no GPU utilization in heartbeat.json: nvidia-ml-py is not installed (pip install nvidia-ml-py)")
+        install = pip("install nvidia-ml-py")
+        log.info("no GPU utilization in heartbeat.json: nvidia-ml-py is not installed (%s)", install)
         return False
     import pynvml
 

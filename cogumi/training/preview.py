@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from cogumi.config import load_config
+from cogumi.config import RunConfig, load_config
 from cogumi.data.rows import in_words
 from cogumi.models.load import resolve_model
 from cogumi.training.building import pinned, tokenizer_of
@@ -108,12 +108,20 @@ def preview(config: str | os.PathLike[str] | Mapping[str, Any], examples: int = 
         held_out=None if found.held_out is None else shares_of(found.held_out),
         reports=(
             *found.sources,
+            *left_alone(run, data.note),
             *(line for each in (data, found.held_out) if each for line in each.examples_dropped()),
         ),
         lengths=tuple(buckets(data, BARS)),
         examples=tuple(tuple(pieces_of(row, tokenizer)) for row in rows),
         max_length=found.max_length,
     )
+
+
+def left_alone(run: RunConfig, note: str) -> list[str]:
+    """How many of the rows are trained on, and the keys that decide it. note: of the prepared data."""
+    keys = {"data.fraction": run.data.fraction < 1, "data.max_rows": run.data.max_rows is not None}
+    why = ", ".join(key for key, is_set in keys.items() if is_set) or "data.mix: weight"
+    return [f"{note.removesuffix(' chosen')} kept ({why})"] if note else []
 
 
 def shares_of(data: Any) -> Shares:

@@ -23,7 +23,7 @@ from cogumi.config import RunConfig, dump_config, load_config
 from cogumi.errors import RefusedAtSetup, UsageError
 from cogumi.merge.resolve import refuse_unsupported
 from cogumi.models import presets, warm_start
-from cogumi.models.adapters import lora_config
+from cogumi.models.adapters import lora_config, refuse_unmatched
 from cogumi.models.download import Download, fetch, plan_download
 from cogumi.models.load import resolve_model
 from cogumi.patches import patch
@@ -41,6 +41,7 @@ from cogumi.training.meter import Meter
 from cogumi.training.results import merged_or_why_not, save_adapter, when_there_is_room
 from cogumi.training.samples import FILE as SAMPLES
 from cogumi.training.samples import write_samples
+from cogumi.training.sanity import refuse_blind_check
 from cogumi.training.summary import measured
 from cogumi.training.telemetry import on_screen, recorded, set_status
 from cogumi.training.unfinished import HOW_TO_GO_ON, SANITY_CHECKED, alone_in, goes_on
@@ -53,7 +54,6 @@ log = logging.getLogger("cogumi")
 BUILD_REFUSALS = (ValueError, ImportError, OSError, RuntimeError, ArithmeticError, SafetensorError)
 LOGIT_ROWS = 8  # examples on which the merged model's logits are compared
 SAFE_TO_SCALE = "safe to scale"  # the check that answers a sanity check
-SANITY_ROWS = 10  # that a sanity check is to see at least
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     before_start = [*([Choice(VARIABLE, one_gpu.value, one_gpu.reason)] if one_gpu else []), *before_cuda(run)]
     patches = patch(graph_break="off")  # 4-bit layers are seen to when the model is there, if they are to be compiled
     args = trl_arguments(run)
-    refuse_early(run, args)
+    refuse_early(run)
     if run.model.adapter is not None:
         run.lora = warm_start.lora_of(run.model.adapter, run.lora)
     again = goes_on(run)
@@ -102,6 +102,8 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     run = pinned(run)  # from here on a model of the hub is one commit, whatever happens to its branch
     base = resolve_model(run.model.name, run.model.revision)
     of_base = AutoConfig.from_pretrained(base, revision=run.model.revision)
+    if run.cogumi.tuning == "lora":
+        refuse_unmatched(run.lora, of_base)
     if run.cogumi.tuning == "full":
         full.refuse_what_does_not_fit(run, base, str(args.optim.value))
     if run.model.adapter is not None:
@@ -179,10 +181,10 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     return RunResult(run_dir, base, adapter, merged, verdict, read_jsonl(run_dir / "metrics.jsonl"))
 
 
-def refuse_early(run: RunConfig, args: Any) -> None:
+def refuse_early(run: RunConfig) -> None:
     """Refuse what can be seen to go wrong before there is anything to lose."""
     refuse_impossible(run.cogumi)
-    refuse_a_blind_check(run, args)
+    refuse_blind_check(run)
     if run.cogumi.mirror is not None:
         Mirror(run.cogumi.mirror)  # refuses a place that cannot be written to
     if run.cogumi.tuning == "full":
@@ -190,16 +192,6 @@ def refuse_early(run: RunConfig, args: Any) -> None:
     elif run.cogumi.merge:
         refuse_unmergeable(run)
     refuse_unreachable(run.train)
-
-
-def refuse_a_blind_check(run: RunConfig, args: Any) -> None:
-    """Refuse a sanity check that would see too few logged rows to judge."""
-    sanity = run.cogumi.sanity
-    if sanity is not None and args.logging_steps > max(1, sanity // SANITY_ROWS):
-        raise UsageError(
-            f"cogumi.sanity {sanity} would judge {sanity // int(args.logging_steps)} logged rows; "
-            f"set train.logging_steps to {max(1, sanity // SANITY_ROWS)} or less"
-        )
 
 
 def refuse_unmergeable(run: RunConfig) -> None:

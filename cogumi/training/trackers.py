@@ -10,6 +10,7 @@ from transformers.integrations import TensorBoardCallback, WandbCallback
 from cogumi import accounts
 from cogumi.accounts import TENSORBOARD, WITHOUT_WANDB, one_line
 from cogumi.errors import RefusedAtSetup
+from cogumi.words import pip
 
 log = logging.getLogger("cogumi")
 
@@ -30,7 +31,8 @@ def write_into(run_dir: Path, trainer: Any) -> None:
             board.logging_dir = str(run_dir / TENSORBOARD)
         log.info("tensorboard --logdir %s shows the metrics", os.path.relpath(board.logging_dir))
     if not accounts.is_installed(TENSORBOARD) and not trainer.args.report_to:
-        log.info("metrics are in metrics.jsonl alone: TensorBoard is not installed (pip install tensorboard)")
+        install = pip("install tensorboard")
+        log.info("metrics are in metrics.jsonl alone: TensorBoard is not installed (%s)", install)
 
 
 def begin_wandb(trainer: Any) -> None:
