@@ -23,7 +23,10 @@ TRAINED = "default"  # PEFT's name for the adapter that is trained
 
 def lora_config(lora: dict[str, Any], revision: str | None = None) -> LoraConfig:
     """The LoraConfig of a run: `lora:` over the defaults. `revision` is the base's, recorded for the merge."""
-    return LoraConfig(**{**DEFAULTS, "task_type": "CAUSAL_LM", "revision": revision, **lora})
+    try:
+        return LoraConfig(**{**DEFAULTS, "task_type": "CAUSAL_LM", "revision": revision, **lora})
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"lora: {' '.join(str(error).split())}") from error
 
 
 def refuse_unmatched(lora: dict[str, Any], of_base: Any) -> None:
@@ -34,8 +37,8 @@ def refuse_unmatched(lora: dict[str, Any], of_base: Any) -> None:
     wanted = lora.get("target_modules")
     if wanted is None or wanted == "all-linear" or lora.get("target_parameters"):
         return
+    config = lora_config(lora)
     try:
-        config = lora_config(lora)
         with torch.device("meta"):  # of the class that a run loads; building it writes into the config
             base = AutoModelForCausalLM.from_config(copy.deepcopy(of_base))
     except (ValueError, ImportError, RuntimeError):
