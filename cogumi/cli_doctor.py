@@ -38,7 +38,7 @@ def text_of(place: str) -> str:
         content = sys.stdin.buffer.read() if place == "-" else Path(place).read_bytes()
     except OSError as error:
         raise UsageError(
-            error.strerror, key=f"--explain {place}", fix="name a file with the traceback, or - to paste it"
+            f"{error.strerror}", key=f"--explain {place}", fix="name a file with the traceback, or - to paste it"
         ) from None
     text = content.decode("utf-8", errors="replace")
     if 20 * (text.count("\ufffd") + text.count("\0")) > len(text):

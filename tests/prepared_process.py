@@ -5,6 +5,7 @@ imports. A test for what happens while modules are imported, or of which are, st
 """
 
 import atexit
+import gc
 import json
 import os
 import select
@@ -13,8 +14,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 IMPORTED = ("torch", "datasets", "transformers", "trl", "peft", "cogumi.cli", "cogumi.training", "cogumi.training.run")
 # Read by a library when it is imported: another value needs another prepared process.
@@ -38,14 +41,18 @@ sys.exit(status if status >= 0 else 128 - status)
 """
 
 
-def run(
-    words: Sequence[object], cwd: Path, environment: Mapping[str, str], seconds: float = 300
-) -> subprocess.CompletedProcess[str]:
+def run(words: Sequence[object], cwd: Path, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     """Run `cogumi WORDS` and return what it printed and its exit status."""
-    command = [*client(environment), *map(str, words)]
     return subprocess.run(
-        command, cwd=cwd, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False
-    )  # fmt: skip
+        [*client(environment), *map(str, words)],
+        cwd=cwd,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 def client(environment: Mapping[str, str]) -> list[str]:
@@ -73,6 +80,8 @@ def serve(address: str) -> None:
     """Fork for each that connects, until standard input ends, and tell it the process's number and then its status."""
     for name in IMPORTED:
         __import__(name)
+    gc.collect()
+    gc.freeze()
     doors = socket.socket(socket.AF_UNIX)
     doors.bind(address)
     doors.listen()
@@ -101,7 +110,6 @@ def serve(address: str) -> None:
                 for other in (connection, doors, *asked.values()):
                     other.close()
                 become(json.loads(said), files)
-                return
             for each in files:
                 os.close(each)
             connection.sendall(pid.to_bytes(8, "big"))
@@ -117,8 +125,8 @@ def tell_those_that_ended(asked: dict[int, socket.socket]) -> None:
             connection.sendall(os.waitstatus_to_exitcode(status).to_bytes(8, "big", signed=True))
 
 
-def become(asked: dict[str, object], files: list[int]) -> None:
-    """Be the process that was asked for. Its end is that of this interpreter."""
+def become(asked: dict[str, object], files: list[int]) -> NoReturn:
+    """Be the process that was asked for, to its end."""
     for number, each in enumerate(files):
         os.dup2(each, number)
         os.close(each)
@@ -129,9 +137,28 @@ def become(asked: dict[str, object], files: list[int]) -> None:
     os.environ.update(asked["environment"])  # type: ignore[call-overload]
     sys.argv = ["cogumi", *asked["words"]]  # type: ignore[misc]
     sys.path[0] = ""
+    status = run_main()
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # taking this interpreter down, with all that it has imported, would take two seconds
+
+
+def run_main() -> int:
     from cogumi.__main__ import main
 
-    main()
+    try:
+        main()
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return ended.code or 0
+        print(ended.code, file=sys.stderr)
+        return 1
+    except BaseException:  # noqa: BLE001  # as the interpreter would at its end
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

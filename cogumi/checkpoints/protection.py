@@ -352,7 +352,7 @@ def loading(checkpoint: str | Path | None, what: str) -> Iterator[None]:
         said = f"{type(error).__name__}: {first_line(error)}"
         raise UsageError(
             f"{what} cannot be loaded ({said})",
-            place=checkpoint,
+            place=str(checkpoint),
             fix=(
                 "move that directory away to resume from the one before it, or give the model and "
                 "its adapter the shape that they had"

@@ -109,7 +109,7 @@ def choose_split(name: str, splits: Mapping[str, Sequence[str]], split: str | No
     if other:
         kinds = ", ".join(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
         raise UsageError(
-            f"{other[0]} is of a kind that is not read ({kinds} are)", key=name, fix="convert it and give the file"
+            f"{other[0]} is of a kind that is not read ({kinds} are)", place=name, fix="convert it and give the file"
         )
     return list(splits[split])
 
@@ -128,7 +128,7 @@ def download(name: str, commit: str, paths: Sequence[str]) -> tuple[Path, ...]:
         if wanted > free:
             raise UsageError(
                 f"{spoken(wanted)} are to be downloaded and {spoken(free)} are free in {place}",
-                key=name,
+                place=name,
                 fix="free some, or set HF_HUB_CACHE to another disk",
             )
         log.info("downloading %s: %d of its files, %s, into %s", name, len(missing), spoken(wanted), place)
@@ -171,7 +171,7 @@ def in_one_line(name: str, revision: str | None) -> Iterator[None]:
             case other:
                 hint = " (data.subset names one)" if isinstance(other, ValueError) else ""
                 reason = f"{_one_line(other)}{hint}"
-        raise UsageError(reason, key=name) from error
+        raise UsageError(reason, place=name) from error
 
 
 def _one_line(error: Exception) -> str:

@@ -181,7 +181,7 @@ def refuse_bad_rows(parts: Sequence[Data]) -> None:
         count = sum(dropped.count for _, _, dropped in bad)
         raise UsageError(
             f"{count:,} bad rows, {first.count:,} of them {reason}; the first is row {first.row:,}: {first.excerpt}",
-            key=data.name,
+            place=data.name,
             fix="repair them, or drop them with data.bad_rows: drop",
         )
 
@@ -234,7 +234,7 @@ def _select(sources: Sequence[Source], selection: Selection, out: Path) -> tuple
             rows_of[number] += rows.height
     for source, height in zip(sources, rows_of, strict=True):
         if not height:
-            raise UsageError("it has no rows", key=source.name, fix="check what wrote it, or give another file")
+            raise UsageError("it has no rows", place=source.name, fix="check what wrote it, or give another file")
     bounds = [0, *np.cumsum(rows_of).tolist()]
     hashes = np.memmap(out / "hashes", np.uint64, "r")
     states = np.memmap(out / "states", np.uint8, "w+", shape=(bounds[-1],))

@@ -177,7 +177,7 @@ def source_of(entry: Entry, options: FormatOptions, tokenizer: PreTrainedTokeniz
     try:
         columns = columns_for(options, names)
     except UsageError as error:
-        raise UsageError(error, key=entry.located.name) from None
+        raise UsageError(f"{error}", place=entry.located.name) from None
     wanted = list(dict.fromkeys(columns.values()))
     schema: Mapping[str, Any] = next((rows.schema for rows in batches(files, wanted) if rows.height), {})
     return Source(
