@@ -3,7 +3,7 @@ SHELL := /bin/sh
 PYTHON_IN := .venv/bin/python
 LANES := requirements-stable-precompiled.txt $(wildcard requirements/*.txt) requirements/install.sh pyproject.toml
 
-.PHONY: smoke lab test test-all test-unsloth test-torch27 lint browser notebooks bench faults lock lock-check elf check-urls clean
+.PHONY: smoke lab test test-slow test-all test-unsloth test-torch27 lint browser notebooks bench faults lock lock-check elf check-urls clean
 
 smoke: .venv/lane
 	$(PYTHON_IN) -m cogumi.smoke
@@ -11,11 +11,16 @@ smoke: .venv/lane
 lab: .venv/lane
 	sh notebooks/lab.sh
 
-# A process for each core, each with one thread: on tiny models more threads only wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(PYTHON_IN) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# A process for each core, each with one thread: on tiny models more threads only wait for each other. One that has nothing
+# left to do takes tests from another.
+PYTEST := OMP_NUM_THREADS=1 $(PYTHON_IN) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
+# Two tiers, both of which a change must pass: this one on every change, and what takes long.
 test: lint
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not sweep"
+
+test-slow: .venv/test
+	$(PYTEST) -m "slow and not sweep"
 
 test-all: lint
 	$(PYTEST)

@@ -20,7 +20,9 @@ def refuse_unreachable(train: Mapping[str, Any]) -> None:
     report_to = train.get("report_to") or []
     for name in [report_to] if isinstance(report_to, str) else report_to:
         if name in PACKAGES and not is_installed(name):
-            raise UsageError(f"train.report_to: {name} is not installed; run: {pip('install ' + PACKAGES[name])}")
+            raise UsageError(
+                f"{name} is not installed", key="train.report_to", fix=f"run: {pip('install ' + PACKAGES[name])}"
+            )
         if name == WANDB:
             refuse_wandb_without_key()
     if train.get("push_to_hub"):
@@ -48,7 +50,7 @@ def refuse_wandb_without_key() -> None:
         reason = "there is no API key"
     except wandb.errors.Error as error:
         reason = one_line(error)
-    raise UsageError(f"train.report_to: wandb: {reason}; {WITHOUT_WANDB}")
+    raise UsageError(f"wandb: {reason}", key="train.report_to", fix=WITHOUT_WANDB)
 
 
 def refuse_no_upload(repository: str | None, token: str | None) -> None:
@@ -60,26 +62,30 @@ def refuse_no_upload(repository: str | None, token: str | None) -> None:
     what, hub = "train.push_to_hub", constants.ENDPOINT
     if repository is None:
         raise UsageError(
-            f"{what}: train.hub_model_id is missing, and TRL would call the repository `checkpoints`; set it"
+            "train.hub_model_id is missing, and TRL would call the repository `checkpoints`", key=what, fix="set it"
         )
     if constants.is_offline_mode():
-        raise UsageError(f"{what}: HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it, or drop {what}")
+        raise UsageError("HF_HUB_OFFLINE is set, so nothing can be uploaded", key=what, fix=f"unset it, or drop {what}")
     token = token or get_token()
     if token is None:
-        raise UsageError(f"{what}: there is no token to write to {hub} with; run `hf auth login`, or set HF_TOKEN")
+        raise UsageError(
+            f"there is no token to write to {hub} with", key=what, fix="run `hf auth login`, or set HF_TOKEN"
+        )
     try:
         role = HfApi(token=token).whoami().get("auth", {}).get("accessToken", {}).get("role")
     except HfHubHTTPError as error:
         status = error.response.status_code
         if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             raise UsageError(
-                f"{what}: {hub} refuses the token; make one that may write at {hub}/settings/tokens"
+                f"{hub} refuses the token", key=what, fix=f"make one that may write at {hub}/settings/tokens"
             ) from error
         return  # busy; the upload is some minutes or hours away
     except httpx.TransportError as error:
-        raise UsageError(f"{what}: {hub} cannot be reached ({one_line(error)}); connect, or drop {what}") from error
+        raise UsageError(
+            f"{hub} cannot be reached ({one_line(error)})", key=what, fix=f"connect, or drop {what}"
+        ) from error
     if role == "read":
-        raise UsageError(f"{what}: the token may only read; make one that may write at {hub}/settings/tokens")
+        raise UsageError("the token may only read", key=what, fix=f"make one that may write at {hub}/settings/tokens")
 
 
 def one_line(error: Exception) -> str:

@@ -143,7 +143,7 @@ def merge(
     """Merge an adapter into its full-precision base and check every element written; or check a merged directory."""
     if check is not None:
         if adapter is not None or add or export:
-            raise UsageError(f"--check {check} merges nothing; leave out {adapter or 'the options of a merge'}")
+            raise UsageError(f"--check {check} merges nothing", fix=f"leave out {adapter or 'the options of a merge'}")
         with waiting("loading the libraries"):
             from cogumi.merge.recheck import check_merged
 
@@ -152,10 +152,10 @@ def merge(
         return
     if adapter is None or out is None:
         raise UsageError(
-            "merge needs an ADAPTER directory and an OUT directory, or --check DIR; see cogumi merge --help"
+            "merge needs an ADAPTER directory and an OUT directory, or --check DIR", fix="see cogumi merge --help"
         )
     if export not in (None, "gguf"):
-        raise UsageError(f"--export {export} is not known; gguf is")
+        raise UsageError(f"--export {export} is not known", fix="gguf is")
     with waiting("loading the libraries"):
         from cogumi.merge import merge_adapter
 
@@ -197,11 +197,11 @@ def weighted_path(word: str) -> tuple[Path, float]:
     """DIRECTORY=WEIGHT in two. Raises UsageError for anything else."""
     path, _, number = word.rpartition("=")
     if not path:
-        raise UsageError(f"--add {word} is not a directory and a weight; write DIRECTORY=WEIGHT")
+        raise UsageError(f"--add {word} is not a directory and a weight", fix="write DIRECTORY=WEIGHT")
     try:
         return Path(path), float(number)
     except ValueError:
-        raise UsageError(f"--add {word}: {number!r} is not a number; write DIRECTORY=WEIGHT") from None
+        raise UsageError(f"{number!r} is not a number", key=f"--add {word}", fix="write DIRECTORY=WEIGHT") from None
 
 
 def export_to_gguf(merged: Path) -> None:

@@ -130,7 +130,7 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
             one = inspect_beside(place)
             if one is None:
                 raise UsageError(
-                    f"{place} was removed while it was read; verify {place.parent} for those that are there"
+                    f"{place} was removed while it was read", fix=f"verify {place.parent} for those that are there"
                 )
             found = [unless_unfinished(one)]
         else:
@@ -210,13 +210,17 @@ def prune(
     from cogumi.durable import locked
 
     if keep < 2:
-        raise UsageError(f"--keep {keep}: at least 2, since the newest checkpoint is the one that a fault damages")
+        raise UsageError(
+            "at least 2, since the newest checkpoint is the one that a fault damages", key=f"--keep {keep}"
+        )
     place = checkpoints_dir(directory)
     if not checkpoints_in(place):
         raise no_checkpoints(place)
     with disk_failures_in_one_line(), locked(place) as free:
         if free is False:
-            raise UsageError(f"{place}: a training is writing there, and removes old checkpoints itself; wait for it")
+            raise UsageError(
+                "a training is writing there, and removes old checkpoints itself", place=place, fix="wait for it"
+            )
         with waiting(f"verifying what stays in {place}"):
             going, staying = plan_pruning(place, keep, best_of(place))
         back = [(path, None if dry_run else remove(path)) for path in going]
@@ -319,9 +323,9 @@ def whole_inside(staging: Path) -> str:
 def check_directory(path: Path) -> None:
     """Raises UsageError unless `path` is a directory."""
     if not path.exists():
-        raise UsageError(f"{path} does not exist; give a directory of checkpoints or of a run")
+        raise UsageError(f"{path} does not exist", fix="give a directory of checkpoints or of a run")
     if not path.is_dir():
-        raise UsageError(f"{path} is a file; give a directory of checkpoints or of a run")
+        raise UsageError(f"{path} is a file", fix="give a directory of checkpoints or of a run")
 
 
 def checkpoints_dir(path: Path) -> Path:
@@ -334,7 +338,7 @@ def checkpoints_dir(path: Path) -> Path:
 
 
 def no_checkpoints(path: Path) -> UsageError:
-    return UsageError(f"{path} holds no checkpoints (directories named checkpoint-STEP); name the one that does")
+    return UsageError(f"{path} holds no checkpoints (directories named checkpoint-STEP)", fix="name the one that does")
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def of_directory(directory: Path, words: list[str]) -> "Outlook":
     if not is_run(directory):
         raise UsageError(f"{directory} is not a run's directory: it holds no config.yaml and no checkpoint-STEP")
     if words:
-        raise UsageError(f"{words[0]}: a run's directory has its config; overrides go with a YAML")
+        raise UsageError("a run's directory has its config", place=words[0], fix="overrides go with a YAML")
     if checkpoints_in(checkpoints_of(directory)):
         return outlook_of_run(directory)
     return of_config(directory / "config.yaml", [f"cogumi.run_dir={json.dumps(str(directory))}"])

@@ -38,12 +38,14 @@ def text_of(place: str) -> str:
         content = sys.stdin.buffer.read() if place == "-" else Path(place).read_bytes()
     except OSError as error:
         raise UsageError(
-            f"--explain {place}: {error.strerror}; name a file with the traceback, or - to paste it"
+            f"{error.strerror}", key=f"--explain {place}", fix="name a file with the traceback, or - to paste it"
         ) from None
     text = content.decode("utf-8", errors="replace")
     if 20 * (text.count("\ufffd") + text.count("\0")) > len(text):
-        raise UsageError(f"--explain {place}: that is no text; it takes the whole traceback or log")
+        raise UsageError("that is no text", key=f"--explain {place}", fix="it takes the whole traceback or log")
     if not text.strip():
         where = "standard input" if place == "-" else place
-        raise UsageError(f"--explain {place}: there is nothing in {where}; it takes the whole traceback or log")
+        raise UsageError(
+            f"there is nothing in {where}", key=f"--explain {place}", fix="it takes the whole traceback or log"
+        )
     return text

@@ -25,14 +25,16 @@ def preflight(
     words = parse_overrides(overrides or [])
     if fix is not None and probe:
         raise UsageError(
-            "--fix and --probe: a config is changed several times, and each would train; use one of the two"
+            "--fix and --probe: a config is changed several times, and each would train", fix="use one of the two"
         )
     if card is not None and probe:
-        raise UsageError("--card and --probe: ten steps made here say nothing of another card; use one of the two")
+        raise UsageError(
+            "--card and --probe: ten steps made here say nothing of another card", fix="use one of the two"
+        )
     if fix is not None and not fix.parent.is_dir():
-        raise UsageError(f"--fix {fix}: no such directory as {fix.parent}; make it, or name another place")
+        raise UsageError(f"no such directory as {fix.parent}", key=f"--fix {fix}", fix="make it, or name another place")
     if fix is not None and fix.exists():
-        raise UsageError(f"--fix {fix}: there is such a file already; name another, or remove it")
+        raise UsageError("there is such a file already", key=f"--fix {fix}", fix="name another, or remove it")
     from cogumi.entry import refuse_mistakes
     from cogumi.stack.gpus import use_one_gpu
 

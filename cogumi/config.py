@@ -255,7 +255,10 @@ def read_config(
     for required in ("model", "data", "cogumi"):
         if values.get(required) is None:
             raise UsageError(
-                f"{origins.get(required, label)}: section `{required}:` is missing; it is a mapping of keys"
+                f"section `{required}:` is missing",
+                key=required,
+                place=origins.get(required, label),
+                fix="it is a mapping of keys",
             )
         bind_mapping(values[required], required, origins, label)
     for optional in ("lora", "train"):
@@ -266,12 +269,17 @@ def read_config(
     refuse_ignored(run, origins, label)
     if "output_dir" in run.train:
         raise UsageError(
-            f"{origins.get('train.output_dir', label)}: train.output_dir is the run's own; set cogumi.run_dir"
+            "train.output_dir is the run's own",
+            key="train.output_dir",
+            place=origins.get("train.output_dir", label),
+            fix="set cogumi.run_dir",
         )
     for key, value in (("model.name", run.model.name), ("data.source", run.data.source)):
         if value is not None and hide(value) != value:  # an adapter's record of its base could not leave it out
             place = origins.get(key, label)
-            raise UsageError(f"{place}: {key} holds an access token; put that into the environment (HF_TOKEN)")
+            raise UsageError(
+                f"{key} holds an access token", key=key, place=place, fix="put that into the environment (HF_TOKEN)"
+            )
     if run.cogumi.run_dir is None:
         run.cogumi.run_dir = Path("runs") / (Path(label).stem if isinstance(config, (str, os.PathLike)) else "run")
     run = bind_sections(run, hints_in_source, origins, label)
@@ -306,7 +314,7 @@ def parse_overrides(words: Iterable[str]) -> dict[str, Any]:
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key:
-            raise UsageError(f"`{word}` is not an override; write key=value, such as train.max_steps=5")
+            raise UsageError(f"`{word}` is not an override", fix="write key=value, such as train.max_steps=5")
         overrides[key.replace(".", "__")] = parse_scalar(text)
     return overrides
 
@@ -344,7 +352,7 @@ def refuse_ignored(run: RunConfig, origins: Origins, label: str) -> None:
         *way, name = key.split(".")
         section = reduce(getattr, way, run)
         if getattr(section, name) != type(section).model_fields[name].default:
-            raise UsageError(f"{origins.get(key, label)}: {key} would be ignored: {why}; drop it")
+            raise UsageError(f"{key} would be ignored: {why}", key=key, place=origins.get(key, label), fix="drop it")
 
 
 def refuse_unknown_names(run: RunConfig, origins: Origins, label: str) -> None:
@@ -361,7 +369,7 @@ def refuse_unknown_names(run: RunConfig, origins: Origins, label: str) -> None:
         for name in sorted(named - set(known)):
             near = nearest(name, known)
             hint = f"did you mean {near}?" if near else f"one of {', '.join(known)}"
-            raise UsageError(f"{origins.get(key, label)}: {key}: {name!r} is not known; {hint}")
+            raise UsageError(f"{name!r} is not known", place=origins.get(key, label), key=key, fix=hint)
 
 
 def refuse_out_of_range(section: str, values: dict[str, Any], origins: Origins, label: str) -> None:
@@ -371,7 +379,7 @@ def refuse_out_of_range(section: str, values: dict[str, Any], origins: Origins, 
             name = key.removeprefix(f"{section}.")
             value = values.get(name) if name != key else None
             if isinstance(value, int | float) and not holds(value):
-                raise UsageError(f"{origins.get(key, label)}: {key} = {value:g}: {rule}")
+                raise UsageError(f"{key} = {value:g}: {rule}", key=key, place=origins.get(key, label))
 
 
 def refuse_no_lora(lora: dict[str, Any], origins: Origins, label: str) -> None:
@@ -379,25 +387,39 @@ def refuse_no_lora(lora: dict[str, Any], origins: Origins, label: str) -> None:
     for key, reason in NOT_OF_THE_RUN.items():
         if key in lora:
             raise UsageError(
-                f"{origins.get(f'lora.{key}', label)}: lora.{key} is not the run's to set: {reason}; drop it"
+                f"lora.{key} is not the run's to set: {reason}",
+                key=f"lora.{key}",
+                place=origins.get(f"lora.{key}", label),
+                fix="drop it",
             )
     init = str(lora.get("init_lora_weights", "")).lower()
     if init in PREPARED_INITS:
         place = origins.get("lora.init_lora_weights", label)
         raise UsageError(
-            f"{place}: lora.init_lora_weights: {init} needs a pass over the data before training, which a run does not "
-            "make; drop it"
+            f"{init} needs a pass over the data before training, which a run does not make",
+            place=place,
+            key="lora.init_lora_weights",
+            fix="drop it",
         )
 
 
 def refuse_two_sources(data: Mapping[str, Any], origins: Origins, label: str) -> None:
     """Raise UsageError unless there is one `source`, or a `mix` that says for itself where its rows are."""
     if data.get("source") is None and not data.get("mix"):
-        raise UsageError(f"{origins.get('data', label)}: `data.source` is missing (or data.mix, a list of sources)")
+        raise UsageError(
+            "`data.source` is missing (or data.mix, a list of sources)",
+            key="data.source",
+            place=origins.get("data", label),
+        )
     for key in ("source", "revision", "split", "subset") if data.get("mix") else ():
         if data.get(key) is not None:
             place = origins.get(f"data.{key}", label)
-            raise UsageError(f"{place}: data.{key} beside data.mix would be ignored; give it in an entry of the mix")
+            raise UsageError(
+                f"data.{key} beside data.mix would be ignored",
+                key=f"data.{key}",
+                place=place,
+                fix="give it in an entry of the mix",
+            )
 
 
 def validate_sections(values: dict[str, Any], origins: Origins, label: str) -> RunConfig:
@@ -415,7 +437,7 @@ def validate_sections(values: dict[str, Any], origins: Origins, label: str) -> R
                 section = get_args(section)[0] if part.isdigit() else section.model_fields[part].annotation
             reject_unknown([path[-1]], section.model_fields, ".".join(path[:-1]) + ".", origins, label)
         if problem["type"] == "missing":
-            raise UsageError(f"{place}: `{dotted}` is missing") from None
+            raise UsageError(f"`{dotted}` is missing", key=dotted, place=place) from None
         if problem["type"] in ("model_type", "dict_type"):
-            raise UsageError(f"{place}: {no_section(dotted, problem['input'])}") from None
-        raise UsageError(f"{place}: {dotted} = {problem['input']!r}: {problem['msg']}") from None
+            raise UsageError(no_section(dotted, problem["input"]), key=dotted, place=place) from None
+        raise UsageError(f"{dotted} = {problem['input']!r}: {problem['msg']}", key=dotted, place=place) from None

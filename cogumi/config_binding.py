@@ -34,7 +34,7 @@ def bind_mapping(value: Any, section: str, origins: Origins, label: str) -> dict
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise UsageError(f"{origins.get(section, label)}: {no_section(section, value)}")
+        raise UsageError(no_section(section, value), key=section, place=origins.get(section, label))
     return value
 
 
@@ -51,7 +51,12 @@ def reject_unknown(
         if key not in known:
             near = nearest(key, known)
             hint = f"did you mean {prefix}{near}?" if near else f"valid: {', '.join(known[:12])}"
-            raise UsageError(f"{origins.get(f'{prefix}{key}', label)}: unknown key `{prefix}{key}`{where}; {hint}")
+            raise UsageError(
+                f"unknown key `{prefix}{key}`{where}",
+                key=f"{prefix}{key}",
+                place=origins.get(f"{prefix}{key}", label),
+                fix=hint,
+            )
 
 
 # The library and the class of each section, and how its keys are found: imported, or read from its source.
@@ -112,11 +117,18 @@ def refuse_bits(bound: dict[str, Any], section: str, origins: Origins, label: st
     chosen = [key for key in ("load_in_4bit", "load_in_8bit") if bound.get(key)]
     if len(chosen) != 1:
         what = "are both true; drop one" if chosen else "are both false; set one, or drop the section"
-        raise UsageError(f"{origins.get(section, label)}: {section}: load_in_4bit and load_in_8bit {what}")
+        raise UsageError(
+            f"{section}: load_in_4bit and load_in_8bit {what}", key=section, place=origins.get(section, label)
+        )
     for key in bound:
         if key.startswith(OF_OTHER_BITS[chosen[0]]):
             place = origins.get(f"{section}.{key}", label)
-            raise UsageError(f"{place}: {section}.{key} would be ignored with {chosen[0]}: true; drop it")
+            raise UsageError(
+                f"{section}.{key} would be ignored with {chosen[0]}: true",
+                key=f"{section}.{key}",
+                place=place,
+                fix="drop it",
+            )
 
 
 def bind_values(
@@ -127,7 +139,11 @@ def bind_values(
     for key, value in values.items():
         try:
             if isinstance(value, bool) and hints[key] in (int, float):  # pydantic would read `yes` as 1
-                raise UsageError(f"{origins.get(f'{section}.{key}', label)}: {section}.{key} = {value}: not a number")
+                raise UsageError(
+                    f"{section}.{key} = {value}: not a number",
+                    key=f"{section}.{key}",
+                    place=origins.get(f"{section}.{key}", label),
+                )
             if value is False and key in STRATEGIES:
                 value = "no"  # YAML 1.1 reads a bare `no` as False
             elif isinstance(value, Enum):
@@ -147,5 +163,5 @@ def bind_values(
             elif get_origin(hints[key]) not in (Annotated, Literal):  # what those allow is in the message
                 said += f" ({wanted})"
             place = origins.get(f"{section}.{key}", label)
-            raise UsageError(f"{place}: {section}.{key} = {value!r}: {said}") from None
+            raise UsageError(f"{section}.{key} = {value!r}: {said}", key=f"{section}.{key}", place=place) from None
     return bound

@@ -22,21 +22,23 @@ def read_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dic
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UsageError(f"{path}: no such config file{suggest_yaml(path)}") from None
+        raise UsageError(f"no such config file{suggest_yaml(path)}", place=path) from None
     except IsADirectoryError:
-        raise UsageError(f"{path} is a directory; name a YAML file in it{suggest_yaml(path / 'x.yaml')}") from None
+        raise UsageError(
+            f"{path} is a directory", fix=f"name a YAML file in it{suggest_yaml(path / 'x.yaml')}"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read as UTF-8 text: {error}") from None
+        raise UsageError(f"cannot be read as UTF-8 text: {error}", place=path) from None
     try:
         node, values = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         problem = " ".join((error.problem or error.context or "").split())
-        raise UsageError(f"{path}:{line}: not valid YAML: {problem}") from None
+        raise UsageError(f"not valid YAML: {problem}", place=f"{path}:{line}") from None
     except yaml.YAMLError as error:
-        raise UsageError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise UsageError(f"not valid YAML: {' '.join(str(error).split())}", place=path) from None
     if not isinstance(node, yaml.MappingNode):
-        raise UsageError(f"{path}:1: a config is a mapping with the sections {', '.join(SECTIONS)}")
+        raise UsageError(f"a config is a mapping with the sections {', '.join(SECTIONS)}", place=f"{path}:1")
     origins: Origins = {}
     record_lines(node, "", str(path), origins)
     return values, origins, str(path)
@@ -60,7 +62,7 @@ def record_lines(node: yaml.MappingNode, prefix: str, path: str, origins: Origin
         dotted = f"{prefix}{key.value}"
         place = f"{path}:{key.start_mark.line + 1}"
         if dotted in origins:
-            raise UsageError(f"{place}: `{dotted}` is set twice (first at {origins[dotted]})")
+            raise UsageError(f"`{dotted}` is set twice (first at {origins[dotted]})", key=dotted, place=place)
         origins[dotted] = place
         if isinstance(value, yaml.MappingNode):
             record_lines(value, f"{dotted}.", path, origins)
@@ -97,7 +99,7 @@ def no_section(key: str, value: Any) -> str:
 def set_value(values: dict[str, Any], origins: Origins, key: str, value: Any, origin: str) -> None:
     section, *rest = key.split(".")
     if section in SECTIONS and not rest and not isinstance(value, Mapping):
-        raise UsageError(f"{origin}: {no_section(section, value)}")
+        raise UsageError(no_section(section, value), key=section, place=origin)
     if section not in SECTIONS or not rest or not all(rest):
         example = (origin.split()[0] == "environment" and "COGUMI_TRAIN__MAX_STEPS") or "train.max_steps"
         near = difflib.get_close_matches(section, SECTIONS, n=1) or ["train"]
@@ -109,7 +111,7 @@ def set_value(values: dict[str, Any], origins: Origins, key: str, value: Any, or
         if inner is None:
             inner = here[part] = {}
         if not isinstance(inner, dict):
-            raise UsageError(f"{origin}: {no_section(part, inner)}")
+            raise UsageError(no_section(part, inner), key=part, place=origin)
         here = inner
     here[rest[-1]] = value
     origins[key] = origin

@@ -164,8 +164,8 @@ def nothing_to_start(run: "RunConfig", starter: Starter) -> bool:
         return False
     if other:
         raise UsageError(
-            f"{run.run_dir} holds a run ({status.state}) of another configuration ({other}); "
-            "set cogumi.run_dir to a new directory"
+            f"{run.run_dir} holds a run ({status.state}) of another configuration ({other})",
+            fix="set cogumi.run_dir to a new directory",
         )
     starter.told(already=f"{run.run_dir}: {status.state} already; there is nothing to start", run_dir=run_dir)
     return True
@@ -206,7 +206,9 @@ def taken(lock: int, run_dir: Path) -> bool:
             if is_running(started):
                 return False
         if time.monotonic() > until:
-            raise UsageError(f"{run_dir / CONSOLE} is held by what a killed run left; end it (`fuser {CONSOLE}`)")
+            raise UsageError(
+                f"{run_dir / CONSOLE} is held by what a killed run left", fix=f"end it (`fuser {CONSOLE}`)"
+            )
         time.sleep(0.2)
 
 

@@ -75,7 +75,8 @@ def refuse_mistakes(config: Config, overrides: Mapping[str, Any], trains: bool =
             if source is not None:
                 refuse_missing(source)
         except UsageError as error:
-            raise UsageError(f"{origins.get(f'data.{key}', label)}: data.{key}: {error}") from None
+            place = origins.get(f"data.{key}", label)
+            raise UsageError(f"{error.place}: {error.message}", place=place, key=f"data.{key}", fix=error.fix) from None
 
 
 def command_of(arguments: list[str]) -> str:

@@ -1,14 +1,27 @@
 """What the user can fix, and what a merge found wrong."""
 
 from pathlib import Path
+from typing import Self
 
 
 class UsageError(Exception):
     """Bad input from the user.
 
-    Its text is one line that names the thing, the place and the fix. The command line prints that line without a
-    traceback and exits with status 2; a notebook shows it alone as well.
+    Its text is one line, `place: key: message; fix`. The command line prints that line without a traceback and exits
+    with status 2; a notebook shows it alone as well. message: what is wrong. place: the file, with a line where one is
+    known, or the directory. key: the configuration key or the option. fix: what the user does next.
     """
+
+    def __init__(self, message: str, *, place: Path | str = "", key: str = "", fix: str = "") -> None:
+        named = message.startswith(key) or f"`{key}" in message  # as "train.max_steps = 0: ..." does
+        subject = ": ".join(str(part) for part in (place, "" if named else key, message) if part)
+        super().__init__(f"{subject}; {fix}" if fix else subject)
+        self.message, self.place, self.key, self.fix = message, str(place), key, fix
+
+    @classmethod
+    def like(cls, error: "UsageError") -> Self:
+        """An error of this class that says the same."""
+        return cls(error.message, place=error.place, key=error.key, fix=error.fix)
 
     def _render_traceback_(self) -> list[str]:
         """What IPython prints in place of a traceback."""
@@ -24,7 +37,7 @@ class DiskFull(UsageError):
 
     def __init__(self, text: str, place: Path, needed: int = 0) -> None:
         super().__init__(text)
-        self.place, self.needed = place, needed
+        self.place, self.needed = str(place), needed
 
 
 class RunFailed(Exception):

@@ -39,16 +39,16 @@ def hand_out(name: str, destination: Path | None = None) -> Path:
     if plain not in known:
         near = difflib.get_close_matches(plain, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-        raise UsageError(f"no config, recipe or template is called {name}; {hint}")
+        raise UsageError(f"no config, recipe or template is called {name}", fix=hint)
     source = known[plain]
     copy = Path(destination or ".")
     copy = copy / source.name if copy.is_dir() else copy
     if not copy.parent.is_dir():
-        raise UsageError(f"{copy}: there is no directory {copy.parent}; make it, or name another place")
+        raise UsageError(f"there is no directory {copy.parent}", place=copy, fix="make it, or name another place")
     if copy.exists():
-        raise UsageError(f"{copy} exists; name another file: cogumi cp {name} FILE")
+        raise UsageError(f"{copy} exists", fix=f"name another file: cogumi cp {name} FILE")
     try:
         shutil.copyfile(source, copy)
     except OSError as error:
-        raise UsageError(f"{copy}: cannot be written: {error.strerror}; name a place that can") from None
+        raise UsageError(f"cannot be written: {error.strerror}", place=copy, fix="name a place that can") from None
     return copy

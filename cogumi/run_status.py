@@ -93,7 +93,7 @@ def status_of(run_dir: Path) -> Status:
     said, started = read_if_there(run_dir / "status.json"), read_if_there(run_dir / START)
     if not said and not started:
         if not is_run(run_dir):
-            raise UsageError(f"{run_dir}: no run there{near(run_dir)}")
+            raise UsageError(f"no run there{near(run_dir)}", place=run_dir)
         said = {"state": "starting"}  # a directory that is just being begun
     beat = read_if_there(run_dir / "heartbeat.json")
     last_sign = max((each["time"] for each in (said, started, beat) if "time" in each), default=None)
@@ -214,7 +214,7 @@ def runs_in(path: Path) -> list[Path]:
     """The run in a directory, or those below it. Raises UsageError, with what is near, where there is none."""
     found = [path] if is_run(path) else runs_below(path)
     if not found:
-        raise UsageError(f"{path}: no run there{near(path)}")
+        raise UsageError(f"no run there{near(path)}", place=path)
     return found
 
 

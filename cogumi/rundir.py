@@ -48,7 +48,9 @@ def create_run_dir(path: Path) -> Path:
         os.close(os.open(path / "status.json", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
         write_atomic(path / "status.json", json.dumps({"state": "starting", "time": time.time(), **this_process()}))
     except FileExistsError:
-        raise UsageError(f"{path}: another run is being started there; set cogumi.run_dir to a new directory") from None
+        raise UsageError(
+            "another run is being started there", place=path, fix="set cogumi.run_dir to a new directory"
+        ) from None
     except OSError as error:
         raise unwritable(path, error) from None
     return path
@@ -56,7 +58,7 @@ def create_run_dir(path: Path) -> Path:
 
 def unwritable(path: Path, error: OSError) -> UsageError:
     return UsageError(
-        f"{path}: cannot write the run directory: {error.strerror}; make it writable, or set cogumi.run_dir"
+        f"cannot write the run directory: {error.strerror}", place=path, fix="make it writable, or set cogumi.run_dir"
     )
 
 
@@ -66,7 +68,7 @@ def is_empty(path: Path) -> bool:
     Raises UsageError where there is a file.
     """
     if os.path.lexists(path) and not path.is_dir():
-        raise UsageError(f"{path} is a file, not a directory; set cogumi.run_dir to a new directory")
+        raise UsageError(f"{path} is a file, not a directory", fix="set cogumi.run_dir to a new directory")
     return not path.is_dir() or all(each.name in (CONSOLE, START) for each in path.iterdir())
 
 
@@ -76,7 +78,9 @@ def refuse_occupied(path: Path) -> None:
         status = path / "status.json"
         state = read_json(status).get("state", "unknown") if status.exists() and status.stat().st_size else None
         what = f"a run ({state})" if state else "files"
-        raise UsageError(f"{path} already holds {what}; set cogumi.run_dir to a new directory, or delete this one")
+        raise UsageError(
+            f"{path} already holds {what}", fix="set cogumi.run_dir to a new directory, or delete this one"
+        )
 
 
 def write_atomic(path: Path, text: str) -> None:

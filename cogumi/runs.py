@@ -177,14 +177,14 @@ class Run:
         """Have a paused run go on, and take back a pause that it has not come to. Raises UsageError where there is neither."""
         status, asked = self.asked(), [self.run_dir / name for name in (PAUSE, PAUSED)]
         if not any(path.exists() for path in asked):
-            raise UsageError(f"{in_short(status)}; it is not paused")
+            raise UsageError(in_short(status), fix="it is not paused")
         for path in asked:
             path.unlink(missing_ok=True)
 
     def ask(self, name: str) -> None:
         status = self.asked()
         if (self.run_dir / PAUSED).exists():
-            raise UsageError(f"{in_short(status)}; it waits already, with a checkpoint: `cogumi resume` has it go on")
+            raise UsageError(in_short(status), fix="it waits already, with a checkpoint: `cogumi resume` has it go on")
         (self.run_dir / name).touch()
 
     def asked(self) -> Status:
@@ -192,7 +192,7 @@ class Run:
         status = self.status()
         if status.ended:
             but = f"; {how_to_go_on(status)}" if status.state in BROKEN_OFF else ""
-            raise UsageError(f"{in_short(status)}; there is no training to ask{but}")
+            raise UsageError(in_short(status), fix=f"there is no training to ask{but}")
         return status
 
 
@@ -391,10 +391,10 @@ def process_of(status: Status) -> psutil.Process:
     if is_running(record):
         return psutil.Process(record["pid"])
     if status.host and status.alive is None:
-        raise UsageError(f"{status.run_dir}: its process {status.pid} is on {status.host}; stop it there")
+        raise UsageError(f"its process {status.pid} is on {status.host}", place=status.run_dir, fix="stop it there")
     raise UsageError(
-        f"{status.run_dir} is held by a process, but not by number {status.pid}, which its status names; "
-        "end that one where it was started"
+        f"{status.run_dir} is held by a process, but not by number {status.pid}, which its status names",
+        fix="end that one where it was started",
     )
 
 

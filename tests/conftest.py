@@ -11,22 +11,15 @@ import pytest
 import torch
 
 REPOSITORY = Path(__file__).parents[1]
-# Files run whole, in one of a few processes: those that take minutes begin, so that none is left over at the end. The first
-# makes the small base where there is none yet; those beside it do without.
-LONG = (
-    "test_smoke", "test_notebooks", "test_equivalences", "test_verdict_suite", "test_training_unfinished", "test_compiling_run",
-    "test_rl_watch", "test_cli_disk", "test_cli", "test_preflight", "test_faults", "test_configs", "test_training", "test_docs",
-    "test_browser",
-)  # fmt: skip
-
 # Tiny models are slower on several threads, and sums over a number of them that differs from run to run are not equal bit
 # for bit. What is to hold for several threads is tested in processes of their own.
 torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {name: number for number, name in enumerate(LONG)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    for item in items:
+        if any(not mark.args for mark in item.iter_markers("slow")):
+            raise pytest.UsageError(f"{item.nodeid}: pytest.mark.slow says why: what takes long?")
 
 
 @pytest.fixture(scope="session", autouse=True)

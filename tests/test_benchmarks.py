@@ -16,6 +16,8 @@ from benchmarks.harness import Budget, row
 from cogumi.patches import fused_head
 from cogumi.stack import probes
 
+pytestmark = pytest.mark.slow("of the benchmarks, not of the package")
+
 TINY = {
     "qwen3": gpu_steps.Shape("tiny-qwen3", "qwen3", 32, 64, 2, 4, 2, 8, 97, True, 1e6),
     "llama": gpu_steps.Shape("tiny-llama", "llama", 32, 64, 2, 4, 2, 8, 97, False, 5e5),
@@ -234,7 +236,7 @@ def test_a_peer_that_breaks_does_not_cost_our_own_numbers(monkeypatch):
 
 @pytest.mark.parametrize(
     "case",
-    [each if each == "sft, 4-bit" else pytest.param(each, marks=pytest.mark.slow) for each in gpu_forecast.CASES],
+    [each if each == "sft, 4-bit" else pytest.param(each, marks=pytest.mark.sweep) for each in gpu_forecast.CASES],
 )
 def test_a_forecast_is_made_in_a_run_of_its_own(case: str, tmp_path: Path) -> None:
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,

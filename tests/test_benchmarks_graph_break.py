@@ -8,6 +8,8 @@ from benchmarks import graph_break
 from benchmarks.graph_break_models import gpt_oss, hidden_rows, quantized
 from benchmarks.graph_break_processes import Model, processes
 
+pytestmark = pytest.mark.slow("of the benchmarks, not of the package")
+
 
 class Asked:
     """A mode that notes its turn and takes as long as it is told."""

@@ -10,6 +10,8 @@ import torch
 
 from benchmarks import gpu_steps, gspo_learning, gspo_step, harness
 
+pytestmark = pytest.mark.slow("of the benchmarks, not of the package")
+
 TINY = gpu_steps.Shape("tiny", "llama", 32, 64, 2, 4, 2, 8, 97, True, 5e5)
 BATCH = gpu_steps.Batch(sequences=4, prompt=5, completion=7)
 

@@ -20,6 +20,8 @@ from benchmarks.merge_processes import Finished, run_and_watch
 from cogumi.merge import merge_adapter
 from cogumi.merge.manifest import MANIFEST_NAME
 
+pytestmark = pytest.mark.slow("of the benchmarks, not of the package")
+
 ON_LINUX = sys.platform == "linux"
 COLUMNS = {"benchmark", "case", "metric", "value", "unit", "spread", "target", "ok", "note"}
 
@@ -240,7 +242,7 @@ def test_the_small_disk_is_small_and_can_be_filled(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- the command
 
 
-@pytest.mark.slow  # seven processes that import torch, transformers and PEFT
+@pytest.mark.sweep  # seven processes that import torch, transformers and PEFT
 def test_a_quick_run_has_every_part_and_no_failure() -> None:
     rows = list(merge.run(quick=True))
     assert all(set(each) == COLUMNS and each["benchmark"] == "merge" for each in rows)

@@ -107,6 +107,7 @@ def test_the_panel_follows_a_run_survives_a_reload_and_stops_it_with_a_checkpoin
         assert wrong == []
 
 
+@pytest.mark.slow("a JupyterLab of its own; one page is in the fast tier")
 @pytest.mark.timeout(400)
 def test_a_reload_while_a_cell_waits_brings_the_panel_back_with_its_buttons(config: Path, tmp_path: Path) -> None:
     cells = [
@@ -144,6 +145,7 @@ def reload(shown: Any) -> None:
     shown.reload()
 
 
+@pytest.mark.slow("a JupyterLab of its own; one page is in the fast tier")
 @pytest.mark.timeout(300)
 def test_another_kernel_attaches_to_what_the_first_one_started(config: Path, tmp_path: Path) -> None:
     run = cogumi.start(config, cogumi__run_dir=str(tmp_path / "run"))
@@ -169,6 +171,7 @@ def test_another_kernel_attaches_to_what_the_first_one_started(config: Path, tmp
     run.stop()
 
 
+@pytest.mark.slow("a JupyterLab of its own; one page is in the fast tier")
 @pytest.mark.timeout(300)
 def test_a_config_is_changed_in_the_form_and_written(config: Path, tmp_path: Path) -> None:
     write_notebook(tmp_path / "form.ipynb", ["import cogumi\ncogumi.configure('long.yaml', save_as='mine.yaml')"])
@@ -235,6 +238,7 @@ def test_on_a_phone_the_report_is_as_wide_as_the_page_and_the_key_to_turn_is_on_
             assert wrong == []
 
 
+@pytest.mark.slow("a JupyterLab of its own; one page is in the fast tier")
 @pytest.mark.timeout(300)
 def test_saved_outputs_read_alike_where_the_notebook_is_not_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -116,6 +116,7 @@ def test_twenty_steps_are_those_of_eager_execution() -> None:
     assert counts().recompiles == 0
 
 
+@pytest.mark.slow("minutes of Dynamo on a slow machine")
 @pytest.mark.usefixtures("from_nothing")
 def test_experts_without_rows_too() -> None:
     written = trained(gpt_oss(layers=1, experts=3), 2)
@@ -163,6 +164,7 @@ def test_generation_runs_as_written() -> None:
     assert torch.equal(generate(), text)
 
 
+@pytest.mark.slow("minutes of Dynamo on a slow machine")
 def test_nearly_all_operations_are_compiled() -> None:
     model = tiny_llama(layers=6)
     every: list[int] = []
@@ -365,6 +367,7 @@ def test_trying_a_layer_leaves_it_and_its_gradients_alone() -> None:
     assert layer._compiled_call_impl is None
 
 
+@pytest.mark.slow("minutes of Dynamo on a slow machine")
 def test_a_box_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = graphs_and_breaks()
     assert try_compiler(torch.device("cpu")).error == ""

@@ -104,6 +104,7 @@ def test_accelerate_compiles_by_its_variable(monkeypatch: pytest.MonkeyPatch) ->
     assert TorchDynamoPlugin().backend is DynamoBackend.AOT_EAGER
 
 
+@pytest.mark.slow("eight processes that import torch")
 def test_what_is_said_to_switch_compiling_off_does_and_nothing_else() -> None:
     """In processes of their own, side by side, as importing torch reads the environment."""
     clean = {name: value for name, value in os.environ.items() if name not in KNOWN}

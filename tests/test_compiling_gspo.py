@@ -71,7 +71,7 @@ def trained(mode: str, tiny_model: Path, sources: list[str], folder: Path) -> tu
     return norms, json.loads((folder / "compile.json").read_text())
 
 
-@pytest.mark.slow  # minutes of the C++ compiler
+@pytest.mark.sweep  # minutes of the C++ compiler
 def test_a_gpt_oss_with_4_bit_experts_trains_compiled(tiny_model: Path, sources: list[str], tmp_path: Path) -> None:
     expected, _ = trained("off", tiny_model, sources, tmp_path / "eager")
     norms, report = trained("layers", tiny_model, sources, tmp_path / "compiled")

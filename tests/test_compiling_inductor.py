@@ -12,6 +12,8 @@ from cogumi.compiling import callback
 from cogumi.compiling.layers import compile_layers, parts_of, uncompile_layers
 from cogumi.patches import graph_break
 
+pytestmark = pytest.mark.slow("compiles with a C++ compiler")
+
 
 @pytest.fixture(autouse=True)
 def kept_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -41,7 +43,7 @@ def test_what_is_decided_follows_from_the_numbers_reported(monkeypatch: pytest.M
     assert all((part._compiled_call_impl is not None) == on for part in parts_of(run.trainer.model))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_losses_and_gradients_are_eagers_to_five_digits() -> None:
     written = trained(tiny_llama(layers=1), 3)
     model = tiny_llama(layers=1)

@@ -30,6 +30,7 @@ AFTER = {
 }
 # One of each method, and what they go on from; `sft` and `gspo` are what the smoke run runs.
 QUICK = {"llama-3.1-8b-sft", "llama-3.1-8b-dpo", "gspo-chat"}
+TRAINS = pytest.mark.slow("a training of each method, to its merge")
 
 
 def test_all_of_them_are_seen() -> None:
@@ -95,7 +96,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [each.stem if each.stem in QUICK else pytest.param(each.stem, marks=pytest.mark.slow) for each in TWINS]
+    "name", [pytest.param(each.stem, marks=TRAINS if each.stem in QUICK else pytest.mark.sweep) for each in TWINS]
 )
 def test_a_twin_runs(trained: Any, name: str) -> None:
     result = trained(name)

@@ -90,7 +90,7 @@ SHORT = {
     "COLUMNS": "160",
 }
 SECONDS = 300  # for one command, on a machine that others use as well
-# Nearly every command imports torch, and all of them take five minutes of a core. These pages are what people paste first.
+# These pages are what people paste first.
 QUICK = {"README.md", "docs/quickstart.md", "docs/contributing.md"}
 LINKED = ("cogumi", "configs", "recipes", "notebooks", "docs", "benchmarks", "requirements", "tests")
 
@@ -256,7 +256,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory, sources: list[str]) -> Itera
 
 
 def pages_to_type() -> list[object]:
-    slow = pytest.mark.slow
+    slow = pytest.mark.slow("nearly every command imports torch")
     some = [page for page in PAGES if {"sh", "python"} & {tag for tag, _ in fences(page)}]
     return [pytest.param(page, marks=[] if page in QUICK else slow) for page in some]
 

@@ -111,6 +111,7 @@ GSPO = {
 }
 
 
+@pytest.mark.slow("pairs of trainings of 24 steps and more")
 @pytest.mark.parametrize("method", ["sft", "dpo", "gspo"])
 def test_a_yaml_is_the_script_written_by_hand(
     method: str, chat_model: Path, data: dict[str, Path], tmp_path: Path
@@ -138,6 +139,7 @@ def test_a_yaml_is_the_script_written_by_hand(
     assert (tmp_path / "script" / "merged" / "config.json").exists()
 
 
+@pytest.mark.slow("pairs of trainings of 24 steps and more")
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_accumulated_batches_are_one_batch(
     method: str, chat_model: Path, data: dict[str, Path], tmp_path: Path
@@ -154,6 +156,7 @@ def test_accumulated_batches_are_one_batch(
         assert apart(found[size][1], found[8][1]) < 1e-5
 
 
+@pytest.mark.slow("pairs of trainings of 24 steps and more")
 def test_a_dpo_run_that_stopped_is_one_that_did_not(chat_model: Path, data: dict[str, Path], tmp_path: Path) -> None:
     """Bit for bit, from the checkpoint of a sanity check."""
     saving = {"save_strategy": "steps", "save_steps": 10}

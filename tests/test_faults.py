@@ -17,6 +17,8 @@ from benchmarks.faults_disk import mounted, remount, take_inodes
 from benchmarks.faults_processes import read_journal, trainings, words_of
 from benchmarks.faults_training import SAVES, is_good
 
+pytestmark = pytest.mark.slow("of the benchmarks, not of the package")
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks a process that has torch loaded")
 
 
@@ -201,7 +203,7 @@ def test_the_monitor_s_share_of_a_step(tmp_path: Path) -> None:
     assert 0 < row["value"] < 100, row  # whether it is small enough is the benchmark's to say, on a quiet machine
 
 
-@pytest.mark.slow  # two processes that import torch
+@pytest.mark.sweep  # two processes that import torch
 def test_a_save_is_timed() -> None:
     rows = {each["metric"]: each for each in faults_costs.save_rows(quick=True)}
     assert len(rows) == 7

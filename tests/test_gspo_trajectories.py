@@ -37,7 +37,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 QUICK = [("gspo", "1 x 8"), ("gspo", "one at a time"), ("gspo", "multiple of 32"), ("gspo-length", "1 x 8")]
 SWEEP = [(name, variant) for name in ("gspo", "gspo-length") for variant in VARIANTS if (name, variant) not in QUICK]
-CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SWEEP)]
+CASES = [
+    QUICK[0],
+    *(pytest.param(*case, marks=pytest.mark.slow("a training beside the reference")) for case in QUICK[1:]),
+    *(pytest.param(*case, marks=pytest.mark.sweep) for case in SWEEP),
+]
 
 
 @dataclass

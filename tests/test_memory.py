@@ -175,7 +175,8 @@ def all_of(model: Any) -> Iterator[torch.Tensor]:
             yield state.offset
 
 
-@pytest.mark.parametrize(("method", "accumulated"), [pytest.param("sft", 4, marks=pytest.mark.slow), ("gspo", 1)])
+@pytest.mark.slow("forecasts of deep models beside what they then take")
+@pytest.mark.parametrize(("method", "accumulated"), [pytest.param("sft", 4, marks=pytest.mark.sweep), ("gspo", 1)])
 def test_a_deep_model_is_told_by_two_short_ones(method: str, accumulated: int) -> None:
     """Extrapolated from models of one and two layers, and held to whole runs of ten."""
     run, config = config_of(method), llama(10)

@@ -156,7 +156,7 @@ def edited(source: Path, out: Path, edit: Callable[[str, torch.Tensor], torch.Te
 
 
 @pytest.mark.parametrize(
-    "kind", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in KINDS]
+    "kind", [each if each in QUICK else pytest.param(each, marks=pytest.mark.sweep) for each in KINDS]
 )
 def test_right_merges_pass_and_a_scaling_off_by_a_twentieth_does_not(
     kind: str, bases: Callable[[str], Path], tmp_path: Path

@@ -281,7 +281,7 @@ def test_killed_at_random_moments(
     survive_kills(*inputs("lora"), tmp_path, 8, caplog)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_killed_at_many_random_moments(
     inputs: Callable[[str], tuple[Path, Path]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -519,7 +519,7 @@ def test_without_locks_a_partial_is_said_and_left(
     assert partial.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_filesystem_that_can_do_little(plain: tuple[Path, Path], tmp_path: Path) -> None:
     """As some network filesystems: no locks, no allocation, no copies by the kernel; system calls that really fail."""
     base, adapter = plain

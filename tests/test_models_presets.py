@@ -103,7 +103,7 @@ def test_an_unknown_preset_is_one_line(sft: Config) -> None:
     ("method", "overrides", "scale"),
     [
         pytest.param(
-            method, overrides, scale, id=f"{method}-{kind}", marks=[pytest.mark.slow] if kind != "both" else []
+            method, overrides, scale, id=f"{method}-{kind}", marks=[pytest.mark.sweep] if kind != "both" else []
         )
         for method in ("sft", "gspo")
         for kind, overrides, scale in [

@@ -300,7 +300,7 @@ def test_every_key_that_can_be_added_is_what_a_run_takes() -> None:
         assert same(yaml.safe_load(form.yaml), form.values)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_check_that_broke_off_is_made_again(form: Form) -> None:
     assert form_process._answering is not None
     form_process._answering.process.kill()

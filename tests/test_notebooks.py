@@ -21,6 +21,7 @@ HOME = Path(__file__).parents[1] / "notebooks"
 SOURCES = sorted(HOME.glob("[0-9]*.py"))
 MOST_CODE_LINES = 60
 
+RUNS_LONG = pytest.mark.slow("a kernel, and the runs that the notebook starts")
 of_each = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 
 
@@ -159,7 +160,11 @@ FEWER = {"06": {"STEPS": 100}, "09": {"REWARD_STEPS": 8}}  # those that say them
 
 
 @pytest.mark.timeout(900)
-@of_each
+@pytest.mark.parametrize(
+    "source",
+    [path if path.stem.startswith("00") else pytest.param(path, marks=RUNS_LONG) for path in SOURCES],
+    ids=lambda path: path.stem,
+)
 def test_it_runs(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if source.stem[:2] not in FEWER:
         monkeypatch.setenv("COGUMI_TRAIN__MAX_STEPS", "8")
@@ -179,6 +184,7 @@ def test_it_runs(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert word in said, (word, said[-3000:])
 
 
+@pytest.mark.slow("a kernel of its own; the quickstart is run by the fast tier")
 def test_papermills_parameters_are_taken(tmp_path: Path) -> None:
     source = HOME / "02_data.py"
     nbformat.write(generate.notebook_of(source), tmp_path / "in.ipynb")
@@ -190,7 +196,7 @@ def test_papermills_parameters_are_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    [path if path.stem == "02_data" else pytest.param(path, marks=pytest.mark.slow) for path in SOURCES],
+    [pytest.param(path, marks=RUNS_LONG if path.stem == "02_data" else pytest.mark.sweep) for path in SOURCES],
     ids=lambda path: path.stem,
 )
 def test_it_is_a_script_as_it_is(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ OTHERS = ["gspo", "qwen3-4b-sft", "llama-3.1-8b-sft", "qwen2.5-coder-7b-gspo-fim
         "sft",
         "llama-3.1-8b-dpo",
         "gpt-oss-20b-gspo-fim",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS),
+        *(pytest.param(each, marks=pytest.mark.sweep) for each in OTHERS),
     ],
 )
 def test_the_small_configs_fit_this_machine(name: str, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_config_json_alone_is_planned_for(wide: Path, tmp_path: Path) -> None:
     assert "train.optim: adamw_torch_fused" in memory.figure
     assert time.figure.startswith("10 steps, about 40,960 tokens: ")
     report = preflight(config_of(base, tmp_path, train={"max_steps": -1}), "H200")
-    assert line(report, "time").figure .startswith("how many steps are in the data is not known; cost: not known")
+    assert line(report, "time").figure.startswith("how many steps are in the data is not known; cost: not known")
 
 
 def test_rows_that_make_no_example_are_named(wide: Path, tmp_path: Path) -> None:

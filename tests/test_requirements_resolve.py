@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "requirements"))
 import package_file  # noqa: E402
 
 UV = shutil.which("uv") or shutil.which(str(Path(sys.executable).with_name("uv")))
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(UV is None, reason="no uv here: sh requirements/install.sh test")]
+pytestmark = [pytest.mark.sweep, pytest.mark.skipif(UV is None, reason="no uv here: sh requirements/install.sh test")]
 UNREACHABLE = re.compile(
     r"Failed to fetch|error sending request|client error|dns error|Could not connect", re.IGNORECASE
 )

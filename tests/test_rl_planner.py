@@ -190,7 +190,7 @@ def deep_trainer(tiny_model: Path, output_dir: Path, checkpointing: bool) -> Any
     )
 
 
-@pytest.mark.parametrize("documents", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("documents", [2, pytest.param(8, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_the_estimate_bounds_a_real_step(

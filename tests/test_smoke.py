@@ -15,6 +15,7 @@ def smoke(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow("two trainings of 100 steps and, at first, the small base")
 @pytest.mark.timeout(900)
 def test_the_whole_smoke_run_passes(tmp_path: Path) -> None:
     done = smoke("--run-dir", "run", cwd=tmp_path)
@@ -37,7 +38,7 @@ def test_the_whole_smoke_run_passes(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "gspo" / "DONE").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(300)
 def test_quick_with_a_model_of_ones_own(tiny_model: Path, tmp_path: Path) -> None:
     """A random model learns too little in 15 steps to pass every check: the run must say which, and exit 1."""

@@ -105,7 +105,7 @@ def test_every_part_is_looked_at_in_order_and_nothing_is_left(environment: Envir
     assert left_running(environment) == []
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_good_environment_is_found_good_in_time(environment: Environment) -> None:
     began = os.times()
     report, status = examine(environment)
@@ -240,7 +240,7 @@ UNFIT = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="pandas 2.0.3 has no wheel for it")
 @pytest.mark.parametrize(("wheels", "what", "figure", "cause"), UNFIT, ids=[each[1] for each in UNFIT])
 def test_a_release_that_does_not_fit(

@@ -71,6 +71,7 @@ def test_gspo_trains_an_adapter_on_four_bits(gspo: Config) -> None:
     assert "gspo by GRPOTrainer" in check(result, "loss that ran").figure
 
 
+@pytest.mark.slow("bitsandbytes on a CPU takes seconds a step")
 def test_eight_bits_train_too(sft: Config) -> None:
     sft["model"]["quantization_config"] = {"load_in_8bit": True}
     result = cogumi.train(sft)
@@ -80,6 +81,7 @@ def test_eight_bits_train_too(sft: Config) -> None:
     assert record.quantization == Quantization("bitsandbytes", 8)
 
 
+@pytest.mark.slow("bitsandbytes on a CPU takes seconds a step")
 def test_nothing_but_the_linear_layers_changes_its_dtype(sft: Config, trainers: list[Any]) -> None:
     """PEFT's prepare_model_for_kbit_training would make float32 of all the rest, and TRL bfloat16 of the adapter."""
     cogumi.train(sft, model__dtype="bfloat16", lora__modules_to_save=["lm_head"], cogumi__merge=False)
@@ -91,6 +93,7 @@ def test_nothing_but_the_linear_layers_changes_its_dtype(sft: Config, trainers: 
     assert {module.compute_dtype for module in four_bit_layers(model).values()} == {BF16}
 
 
+@pytest.mark.slow("bitsandbytes on a CPU takes seconds a step")
 def test_checkpointing_is_not_reentrant(sft: Config, trainers: list[Any]) -> None:
     cogumi.train(sft, train__max_steps=1, train__gradient_checkpointing=True, cogumi__merge=False)
     layers = trainers[0].model.get_base_model().model.layers
@@ -98,6 +101,7 @@ def test_checkpointing_is_not_reentrant(sft: Config, trainers: list[Any]) -> Non
     assert not any(layer._gradient_checkpointing_func.keywords["use_reentrant"] for layer in layers)
 
 
+@pytest.mark.slow("bitsandbytes on a CPU takes seconds a step")
 @pytest.mark.parametrize(("method", "optim"), [("sft", "adamw_8bit"), ("gspo", "adamw_torch")])
 def test_a_failed_run_goes_on_as_if_it_had_not(
     method: str, optim: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -127,6 +131,7 @@ def test_a_failed_run_goes_on_as_if_it_had_not(
 # ------------------------------------------------------------------------------------------------------------- disks
 
 
+@pytest.mark.slow("bitsandbytes on a CPU takes seconds a step")
 @pytest.mark.parametrize(("method", "on_disk"), [("sft", False), ("gspo", False), ("sft", True)])
 def test_a_checkpoint_is_forecast_before_the_run(
     method: str, on_disk: bool, request: pytest.FixtureRequest, tiny_model: Path, tmp_path: Path

@@ -45,6 +45,7 @@ def test_a_merge_passes_and_says_what_it_was_compared_with(sft: Config) -> None:
     assert "quantization_config" not in read_json(result.merged / "config.json")
 
 
+@pytest.mark.slow("4-bit trainings on a CPU; one merge is in the fast tier")
 def test_an_adapter_on_a_base_that_is_quantized_on_disk_is_merged_into_the_original(
     sft: Config, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -75,6 +76,7 @@ def test_a_merge_that_lost_the_update_of_one_layer_fails(
     assert failed.fix.startswith("merge again: cogumi merge ")
 
 
+@pytest.mark.slow("4-bit trainings on a CPU; one merge is in the fast tier")
 def test_a_merge_of_another_adapter_than_the_live_one_fails(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     save = training_run.save_adapter
     name = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
@@ -92,6 +94,7 @@ def test_a_merge_of_another_adapter_than_the_live_one_fails(sft: Config, monkeyp
     assert failed[0].figure == f"1 tensors differ from the live adapter's, the first is {name}"
 
 
+@pytest.mark.slow("4-bit trainings on a CPU; one merge is in the fast tier")
 def test_a_merge_too_large_to_compare_is_there_and_not_called_good(
     sft: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +115,7 @@ MIXTURES: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow("4-bit trainings on a CPU; one merge is in the fast tier")
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_a_mixture_of_experts_trains_its_attention_in_four_bits_and_its_experts_as_they_are(
     kind: str, sft: Config, tiny_model: Path, tmp_path: Path, trainers: list[Any]

@@ -445,7 +445,9 @@ IMPORTS = {
 }
 
 
-@pytest.mark.parametrize("how", IMPORTS)
+@pytest.mark.parametrize(
+    "how", [how if how == "directly" else pytest.param(how, marks=pytest.mark.slow("imports torch")) for how in IMPORTS]
+)
 def test_the_offending_import_is_named(how: str, tmp_path: Path) -> None:
     source, said = IMPORTS[how]
     check = "from cogumi.patches import unsloth_rl\n" + TRY.format("unsloth_rl.refuse_early_imports()")

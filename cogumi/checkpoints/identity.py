@@ -83,14 +83,14 @@ def run_of(directory: Path) -> str | None:
     if own.exists():
         name = own.read_text(encoding="utf-8", errors="replace").strip()
         if name and not NAME.fullmatch(name):
-            raise UsageError(f"{own} is damaged: {name[:20]!r} is no name of a training; remove that file")
+            raise UsageError(f"{own} is damaged: {name[:20]!r} is no name of a training", fix="remove that file")
         return name or None
     if not of_checkpoint.exists():
         return None
     try:
         return identity_in(of_checkpoint.read_text(encoding="utf-8")).run
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{of_checkpoint} is damaged ({error}); remove that file to resume from it") from error
+        raise UsageError(f"{of_checkpoint} is damaged ({error})", fix="remove that file to resume from it") from error
 
 
 def name_run(output_dir: Path, run: str) -> None:
@@ -113,5 +113,6 @@ def refuse_anothers(found: Identity, here: Mapping[str, Any], place: str) -> Non
     other = differences(found.settings, here)
     if other:
         raise UsageError(
-            f"{place} is of another training ({other}); give this one its own mirror, or set these back to go on with that one"
+            f"{place} is of another training ({other})",
+            fix="give this one its own mirror, or set these back to go on with that one",
         )

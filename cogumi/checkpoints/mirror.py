@@ -66,7 +66,7 @@ class Mirror:
 
     def __init__(self, url: str | Path, rate: float | None = None) -> None:
         if rate is not None and rate <= 0:
-            raise UsageError(f"mirror: a rate of {rate} bytes a second sends nothing; leave it out for no limit")
+            raise UsageError(f"mirror: a rate of {rate} bytes a second sends nothing", fix="leave it out for no limit")
         self.rate = rate
         self.secrets = secrets_of(str(url))
         self.place: Store | HubRepository = HubRepository(str(url)) if str(url).startswith("hf://") else Store(str(url))
@@ -307,9 +307,12 @@ class Mirror:
                 remove_staging(output_dir)
         if damaged and newer_than < 0:
             raise UsageError(
-                f"mirror {self}: none of its {len(damaged)} checkpoints can be resumed from ({damaged[0]}), and {output_dir} "
-                "holds none; put a good one there, or start over at step 0 on purpose: the same command with an empty mirror, "
-                f"cogumi.mirror={self}-2 (protect: mirror=)"
+                f"mirror {self}: none of its {len(damaged)} checkpoints can be resumed from "
+                f"({damaged[0]}), and {output_dir} holds none",
+                fix=(
+                    "put a good one there, or start over at step 0 on purpose: the same command "
+                    f"with an empty mirror, cogumi.mirror={self}-2 (protect: mirror=)"
+                ),
             )
         return None
 
@@ -352,7 +355,8 @@ class Mirror:
         except OSError as error:
             if error.errno in NO_SPACE:
                 raise UsageError(
-                    f"{name} of the mirror does not fit on the disk of {target.parent} ({error.strerror}); free space there"
+                    f"{name} of the mirror does not fit on the disk of {target.parent} ({error.strerror})",
+                    fix="free space there",
                 ) from error
             raise
 
@@ -381,7 +385,8 @@ class Mirror:
                 no_space = isinstance(error, OSError) and error.errno in NO_SPACE
                 if attempt == TRIES_AT_START or no_space or not passes(error):
                     raise UsageError(
-                        f"mirror {self} {failed} ({self.why(error)}); correct its address or its access, or leave it out"
+                        f"mirror {self} {failed} ({self.why(error)})",
+                        fix="correct its address or its access, or leave it out",
                     ) from error
                 time.sleep(waiting_time(attempt - 1))
         raise AssertionError  # count() does not end

@@ -273,12 +273,13 @@ def open_any(url: str, name: str) -> tuple[Any, str]:
     except ImportError as error:
         package = known["class"].partition(".")[0] if known else protocol
         raise UsageError(
-            f"mirror {name}: {protocol}:// needs the package {package} ({error}); "
-            f"{pip(f'install {package}=={fsspec.__version__}')}, the version of the installed fsspec"
+            f"mirror {name}: {protocol}:// needs the package {package} ({error})",
+            fix=(f"{pip(f'install {package}=={fsspec.__version__}')}, the version of the installed fsspec"),
         ) from error
     except ValueError as error:
         raise UsageError(
-            f"mirror {name}: nothing is known that reads {protocol}://; name a directory, s3://BUCKET/PATH or hf://USER/REPO"
+            f"mirror {name}: nothing is known that reads {protocol}://",
+            fix="name a directory, s3://BUCKET/PATH or hf://USER/REPO",
         ) from error
     return filesystem, os.path.abspath(path) if isinstance(filesystem, LocalFileSystem) else path
 
@@ -294,7 +295,9 @@ def open_s3(url: str, name: str) -> tuple[Any, str]:
     login, _, bucket = parts.netloc.rpartition("@")
     if unknown or not bucket:
         what = f"unknown option {unknown[0]}" if unknown else "no bucket"
-        raise UsageError(f"mirror {name}: {what}; write s3://BUCKET/PATH, with {', '.join(S3_OPTIONS)} as ?OPTION=...")
+        raise UsageError(
+            f"mirror {name}: {what}", fix=f"write s3://BUCKET/PATH, with {', '.join(S3_OPTIONS)} as ?OPTION=..."
+        )
     if login:
         key, _, secret = login.partition(":")
         options |= {"access_key": unquote(key), "secret_key": unquote(secret)}
@@ -307,7 +310,7 @@ def open_s3(url: str, name: str) -> tuple[Any, str]:
             options["region"] = resolve_s3_region(bucket)
         except OSError as error:
             raise UsageError(
-                f"mirror {name}: the bucket is not found ({error}); set its name, or AWS_REGION"
+                f"mirror {name}: the bucket is not found ({error})", fix="set its name, or AWS_REGION"
             ) from error
     filesystem = S3FileSystem(
         **options,

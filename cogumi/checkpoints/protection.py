@@ -68,7 +68,7 @@ def protect(
     """
     check_arguments(trainer, keep, resume, on_full, mirror)
     if isinstance(getattr(trainer, "cogumi_protection", None), Protection):
-        raise UsageError("this trainer is protected already; cogumi.checkpoints.unprotect(trainer) undoes it")
+        raise UsageError("this trainer is protected already", fix="cogumi.checkpoints.unprotect(trainer) undoes it")
     watchdog = Watchdog(log_path or Path(trainer.args.output_dir) / "run.log", hung_after, on_hung)
     preemption = Preemption()
     saver = Saver(
@@ -115,9 +115,11 @@ def check_arguments(trainer: Any, keep: int | None, resume: str, on_full: str, m
     if keep is not None and keep < 2:
         raise UsageError(f"keep={keep}: at least 2, since the newest checkpoint is the one that a fault damages")
     if mirror == "" or (mirror is not None and Path(mirror).absolute() == Path(trainer.args.output_dir).absolute()):
-        raise UsageError(f"mirror={str(mirror)!r} is where the checkpoints are; name another place, or leave it out")
+        raise UsageError(
+            f"mirror={str(mirror)!r} is where the checkpoints are", fix="name another place, or leave it out"
+        )
     if resume not in ("auto", "never"):
-        raise UsageError(f"resume={resume!r} is not one of auto, never; pass a path to trainer.train()")
+        raise UsageError(f"resume={resume!r} is not one of auto, never", fix="pass a path to trainer.train()")
     if on_full not in POLICIES:
         raise UsageError(f"on_full={on_full!r} is not one of {', '.join(POLICIES)}")
     several = trainer.args.world_size > 1 and f"{trainer.args.world_size} processes"
@@ -134,7 +136,8 @@ def usable(fallback: Path) -> Path:
             return fallback
     except OSError as error:
         raise UsageError(
-            f"fallback={str(fallback)!r}: nothing can be written there ({error.strerror}); name a directory on another disk"
+            f"fallback={str(fallback)!r}: nothing can be written there ({error.strerror})",
+            fix="name a directory on another disk",
         ) from None
 
 
@@ -187,7 +190,7 @@ class Protection:
     def undo(self) -> None:
         for name, function in self.ours.items():
             if vars(self.trainer).get(name) != function:
-                raise UsageError(f"trainer.{name} was changed after protect(); undo that first")
+                raise UsageError(f"trainer.{name} was changed after protect()", fix="undo that first")
         for name in self.ours:
             delattr(self.trainer, name)
         for name, function in self.before.items():
@@ -202,12 +205,12 @@ class Protection:
         output_dir.mkdir(parents=True, exist_ok=True)
         if error := why_unwritable(output_dir):
             raise UsageError(
-                f"{output_dir}: no checkpoint can be written there ({error.strerror}); set another output_dir"
+                f"no checkpoint can be written there ({error.strerror})", place=output_dir, fix="set another output_dir"
             )
         with locked(output_dir) as ours:
             if ours is False:
                 raise UsageError(
-                    f"{output_dir}: another training is writing there; wait for it, or set another output_dir"
+                    "another training is writing there", place=output_dir, fix="wait for it, or set another output_dir"
                 )
             point = self.resume_point(resume_from_checkpoint)
             for path in clean(output_dir):
@@ -348,8 +351,12 @@ def loading(checkpoint: str | Path | None, what: str) -> Iterator[None]:
     except Exception as error:
         said = f"{type(error).__name__}: {first_line(error)}"
         raise UsageError(
-            f"{checkpoint}: {what} cannot be loaded ({said}); move that directory away to resume from the one before it, "
-            "or give the model and its adapter the shape that they had"
+            f"{what} cannot be loaded ({said})",
+            place=str(checkpoint),
+            fix=(
+                "move that directory away to resume from the one before it, or give the model and "
+                "its adapter the shape that they had"
+            ),
         ) from error
 
 

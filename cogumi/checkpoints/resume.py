@@ -68,7 +68,7 @@ def checkpoints_in(output_dir: Path) -> list[Path]:
         return []
     except OSError as error:
         raise UsageError(
-            f"{output_dir} cannot be listed ({error.strerror}); name the directory of the checkpoints"
+            f"{output_dir} cannot be listed ({error.strerror})", fix="name the directory of the checkpoints"
         ) from error
     steps = {
         path: int(name[1])

@@ -83,7 +83,7 @@ def inspect(directory: Path, whole: bool = True) -> Finding:
     """
     name = CHECKPOINT_NAME.fullmatch(directory.name)
     if name is None:
-        raise UsageError(f"{directory} is not named checkpoint-STEP; name the directory of one checkpoint")
+        raise UsageError(f"{directory} is not named checkpoint-STEP", fix="name the directory of one checkpoint")
     step, weight = int(name[1]), 0
     try:
         files = list_files(directory)

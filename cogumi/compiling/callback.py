@@ -102,7 +102,7 @@ class Compiling(TrainerCallback):
     def compile_from_the_start(self, reason: str) -> None:
         if error := self.make_ready():
             if self.mode == "layers":
-                raise UsageError(f"nothing can be compiled here: {error}; use cogumi.compile=off")
+                raise UsageError(f"nothing can be compiled here: {error}", fix="use cogumi.compile=off")
             self.decide("off", f"nothing can be compiled here: {error}")
             return
         count_as_written(self.model, self.count_all_and_then_outside)

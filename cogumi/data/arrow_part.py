@@ -116,8 +116,9 @@ class Part:
         free = space_of(self.path.parent).free
         if needed > free:
             raise UsageError(
-                f"{self.path.parents[1]}: prepared data will take about {spoken(needed)} and {spoken(free)} are free; "
-                "free some, set XDG_CACHE_HOME to another disk, or use fewer rows (data.max_rows)"
+                f"prepared data will take about {spoken(needed)} and {spoken(free)} are free",
+                place=self.path.parents[1],
+                fix=("free some, set XDG_CACHE_HOME to another disk, or use fewer rows (data.max_rows)"),
             )
 
     def close(self, name: str, duplicates: int, note: str) -> dict[str, Any]:
@@ -126,7 +127,7 @@ class Part:
         if self.file is None:
             longer = any(reason.startswith("longer than") for reason in self.dropped)
             allow = ", or allow longer examples (of gspo: lower train.max_completion_length)" if longer else ""
-            raise UsageError(f"{told(name, self.total, 0, self.dropped)}; give other rows{allow}")
+            raise UsageError(told(name, self.total, 0, self.dropped), fix=f"give other rows{allow}")
         self.file.close()
         sync_path(self.path)
         return {
@@ -150,7 +151,7 @@ def one_schema(before: pa.Schema, now: pa.Schema) -> pa.Schema:
             fields.append(pa.unify_schemas(pair, promote_options="permissive").field(name))
         except pa.ArrowException as error:
             kinds = " and ".join(str(schema.field(name).type) for schema in pair)
-            raise UsageError(f"column {name!r} holds {kinds} in different rows; write them alike") from error
+            raise UsageError(f"column {name!r} holds {kinds} in different rows", fix="write them alike") from error
     return pa.schema(fields)
 
 

@@ -74,7 +74,9 @@ def begin(home: Path) -> None:
         error = refused
     if error:
         raise UsageError(
-            f"{home}: prepared data cannot be written there ({error.strerror}); set XDG_CACHE_HOME to another directory"
+            f"prepared data cannot be written there ({error.strerror})",
+            place=home,
+            fix="set XDG_CACHE_HOME to another directory",
         )
 
 

@@ -130,8 +130,8 @@ def encodings(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False
     """
     if not tokenizer.is_fast:
         raise UsageError(
-            f"{type(tokenizer).__name__} is not a fast tokenizer and cannot say which characters a token stands for; "
-            "use a model that has a tokenizer.json"
+            f"{type(tokenizer).__name__} is not a fast tokenizer and cannot say which characters a token stands for",
+            fix="use a model that has a tokenizer.json",
         )
     backend = tokenizer.backend_tokenizer
     backend.no_padding()

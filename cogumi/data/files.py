@@ -34,15 +34,17 @@ def find_files(path: str | Path) -> list[Path]:
         for kind in SUFFIXES:
             if files := [file for file in below if kind_of(file) == kind]:
                 return files
-        raise UsageError(f"{path}: this directory holds no .parquet or .jsonl file, nor a .csv; give a file of its own")
+        raise UsageError(
+            "this directory holds no .parquet or .jsonl file, nor a .csv", place=path, fix="give a file of its own"
+        )
     if glob.has_magic(str(path)):
         files = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
         if files:
             return files
-        raise UsageError(f"{path}: no file matches this pattern; check it with ls")
+        raise UsageError("no file matches this pattern", place=path, fix="check it with ls")
     near = difflib.get_close_matches(given.name, [file.name for file in given.parent.glob("*")], n=1)
     hint = f"; did you mean {near[0]}?" if near else f" (looked from {Path.cwd()})"
-    raise UsageError(f"{path}: no such file{hint}")
+    raise UsageError(f"no such file{hint}", place=path)
 
 
 def kind_of(file: Path) -> str | None:

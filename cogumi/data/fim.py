@@ -198,7 +198,7 @@ def _whole(
     dropped = {reason: rows_of_it.count for reason, rows_of_it in chunk.dropped.items()}
     if not len(chunk.table):
         said = _report(name, rows.height, 0, dropped)
-        raise UsageError(f"{said}; give other rows, or change max_length or middle_chars")
+        raise UsageError(said, fix="give other rows, or change max_length or middle_chars")
     note = order_note(controls, config.spm_rate)
     return FimData(Dataset(chunk.table), dropped, rows.height, name, note)
 

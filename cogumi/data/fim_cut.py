@@ -68,10 +68,10 @@ def _draws(height: int, first_row: int, seed: int) -> pl.DataFrame:
 def _with_text(frame: pl.DataFrame, rows: pl.DataFrame, name: str, column: str, dropping: Dropping) -> pl.DataFrame:
     """The frame with a column of text; rows that have none are dropped."""
     if column not in rows.columns:
-        raise UsageError(f"no column {column!r} in the rows; they have: {', '.join(rows.columns)}")
+        raise UsageError(f"no column {column!r} in the rows", fix=f"they have: {', '.join(rows.columns)}")
     text = rows[column][frame["row"]]
     if text.dtype not in (pl.String, pl.Binary, pl.Null):
-        raise UsageError(f"column {column!r} holds {text.dtype}, not text; name a text column")
+        raise UsageError(f"column {column!r} holds {text.dtype}, not text", fix="name a text column")
     # polars' own cast fails for the whole column at the first invalid byte, even when not strict.
     decoded = pl.Series([_decode(value) for value in text], dtype=pl.String) if text.dtype == pl.Binary else text
     frame = frame.with_columns(raw=text, **{name: decoded.cast(pl.String)})

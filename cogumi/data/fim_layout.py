@@ -44,14 +44,14 @@ class Controls:
 
 def read_controls(tokenizer: Any) -> Controls:
     if tokenizer.eos_token_id is None:
-        raise UsageError("the tokenizer has no end token, so a completion could not end; set tokenizer.eos_token")
+        raise UsageError("the tokenizer has no end token, so a completion could not end", fix="set tokenizer.eos_token")
     tokens = detect_fim_tokens(tokenizer)
     # The beginning of sequence, where the tokenizer adds one by itself: what stands before a text's own ids.
     bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     dressed = list(tokenizer("a")["input_ids"])
     if bare not in (dressed[at : at + len(bare)] for at in range(len(dressed))):
         raise UsageError(
-            "the tokenizer reads 'a' differently with and without special tokens; FIM needs one that does not"
+            "the tokenizer reads 'a' differently with and without special tokens", fix="FIM needs one that does not"
         )
     lead = dressed[: next(at for at in range(len(dressed)) if dressed[at : at + len(bare)] == bare)]
     end = [tokenizer.eos_token_id]
@@ -163,7 +163,9 @@ def check_prompts_read_back(examples: pl.DataFrame, segments: Segments, tokenize
         only = Segments(segments.pool, segments.starts[at : at + 1, :5], segments.lengths[at : at + 1, :5])
         if list(tokenizer(prompt)["input_ids"]) != only.gather().tolist():
             raise UsageError(
-                f"the tokenizer reads the FIM prompt {prompt[:60]!r}... as other ids than those trained on; "
-                "check that it adds no end token to texts (add_eos_token) and strips no spaces around its FIM tokens "
-                "(lstrip, rstrip)"
+                f"the tokenizer reads the FIM prompt {prompt[:60]!r}... as other ids than those trained on",
+                fix=(
+                    "check that it adds no end token to texts (add_eos_token) and strips no spaces "
+                    "around its FIM tokens (lstrip, rstrip)"
+                ),
             )

@@ -93,14 +93,16 @@ def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:
     method, format = options.method, options.format
     if format not in FORMATS[method]:
         raise UsageError(
-            f"data.format: {format} is not for cogumi.method: {method}; one of {', '.join(FORMATS[method])}"
+            f"{format} is not for cogumi.method: {method}",
+            key="data.format",
+            fix=f"one of {', '.join(FORMATS[method])}",
         )
     for its_field, column in options.columns.items():
         if column not in names:
-            raise UsageError(f"data.columns.{its_field}: no column {column!r}; {_near(column, names)}")
+            raise UsageError(f"no column {column!r}", key=f"data.columns.{its_field}", fix=_near(column, names))
         if its_field not in FIELDS[format] and method != "gspo":
             raise UsageError(
-                f"data.columns.{its_field} is no field of data.format: {format}; {_near(its_field, FIELDS[format])}"
+                f"data.columns.{its_field} is no field of data.format: {format}", fix=_near(its_field, FIELDS[format])
             )
     found = {each: each for each in FIELDS[format] if each in names} | dict(options.columns)
     if format == "fim" and options.column in names:
@@ -110,8 +112,9 @@ def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:
     if shape is None:
         wanted = options.column if format == "fim" else " or ".join(" and ".join(each) for each in shapes)
         raise UsageError(
-            f"data.format: {format} needs the columns {wanted}; the data has {', '.join(names) or 'none'} "
-            "(data.columns says which column is which)"
+            f"{format} needs the columns {wanted}",
+            key="data.format",
+            fix=(f"the data has {', '.join(names) or 'none'} (data.columns says which column is which)"),
         )
     optional = {"instruction": ("input", "system"), "chosen": ("prompt",), "prompt": ("completion",)}.get(shape[0], ())
     others = [each for each in options.columns if each not in FIELDS[format]]
@@ -182,14 +185,15 @@ def tokenize_for(
         controls = read_controls(tokenizer)
         return partial(make, tokenizer=tokenizer, controls=controls, config=options.fim, columns=dict(columns))
     if tokenizer.eos_token is None:
-        raise UsageError("the tokenizer has no end token, so a completion could not end; set tokenizer.eos_token")
+        raise UsageError("the tokenizer has no end token, so a completion could not end", fix="set tokenizer.eos_token")
     template = None
     if options.format == "chat" or has_messages:
         template = read_template(tokenizer, options.thinking, options.today)
     elif options.thinking is not None and options.method != "gspo":
         raise UsageError(
-            f"cogumi.thinking would be ignored: text in data.format: {options.format} is not rendered with a chat template; "
-            "drop it, or give messages"
+            f"cogumi.thinking would be ignored: text in data.format: {options.format} is not "
+            "rendered with a chat template",
+            fix="drop it, or give messages",
         )
     common: dict[str, Any] = {
         "columns": dict(columns),

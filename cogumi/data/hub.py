@@ -102,12 +102,14 @@ def choose_split(name: str, splits: Mapping[str, Sequence[str]], split: str | No
     if split is None:
         split = next(iter(splits)) if len(splits) == 1 else "train"
     if split not in splits:
-        raise UsageError(f"data.split: {name} has no split {split!r}; it has: {', '.join(splits) or 'none'}")
+        raise UsageError(
+            f"{name} has no split {split!r}", key="data.split", fix=f"it has: {', '.join(splits) or 'none'}"
+        )
     other = [file for file in splits[split] if kind_of(Path(file)) is None and not file.endswith(".parquet")]
     if other:
         kinds = ", ".join(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
         raise UsageError(
-            f"{name}: {other[0]} is of a kind that is not read ({kinds} are); convert it and give the file"
+            f"{other[0]} is of a kind that is not read ({kinds} are)", place=name, fix="convert it and give the file"
         )
     return list(splits[split])
 
@@ -125,8 +127,9 @@ def download(name: str, commit: str, paths: Sequence[str]) -> tuple[Path, ...]:
         free = space_of(nearest_existing(place)).free
         if wanted > free:
             raise UsageError(
-                f"{name}: {spoken(wanted)} are to be downloaded and {spoken(free)} are free in {place}; free some, or set "
-                "HF_HUB_CACHE to another disk"
+                f"{spoken(wanted)} are to be downloaded and {spoken(free)} are free in {place}",
+                place=name,
+                fix="free some, or set HF_HUB_CACHE to another disk",
             )
         log.info("downloading %s: %d of its files, %s, into %s", name, len(missing), spoken(wanted), place)
         started = time.monotonic()
@@ -168,7 +171,7 @@ def in_one_line(name: str, revision: str | None) -> Iterator[None]:
             case other:
                 hint = " (data.subset names one)" if isinstance(other, ValueError) else ""
                 reason = f"{_one_line(other)}{hint}"
-        raise UsageError(f"{name}: {reason}") from error
+        raise UsageError(reason, place=name) from error
 
 
 def _one_line(error: Exception) -> str:

@@ -36,14 +36,14 @@ def locate(source: str, *, revision: str | None = None, split: str | None = None
         files = [SAMPLES[source]()]
         return Located(source, tuple(files), files_identity(files))
     if source.startswith("cogumi:"):
-        raise UsageError(f"data.source: {source} is not known; there is {', '.join(SAMPLES)}")
+        raise UsageError(f"{source} is not known", key="data.source", fix=f"there is {', '.join(SAMPLES)}")
     if not Path(source).exists() and is_hub_id(source):
         found = find_on_hub(source, revision, split, subset)
         return Located(found.name, found.files, found.identity)
     for key, value in (("revision", revision), ("subset", subset)):
         if value is not None:
-            raise UsageError(f"data.{key} would be ignored: {source} is a local file, not a hub id; drop it")
+            raise UsageError(f"data.{key} would be ignored: {source} is a local file, not a hub id", fix="drop it")
     if split is not None and not Path(source).is_dir():
-        raise UsageError(f"data.split would be ignored: {source} is not a directory nor a hub id; drop it")
+        raise UsageError(f"data.split would be ignored: {source} is not a directory nor a hub id", fix="drop it")
     files = find_files(source) if split is None else split_of(source, split)
     return Located(source, tuple(files), files_identity(files))

@@ -69,7 +69,7 @@ def load_rows(data: "DataSection") -> tuple[pl.DataFrame, pl.DataFrame]:
     apart = held_out_of(len(rows), data.eval_rows)
     if len(rows) <= apart:
         has = f"{data.source} has {len(rows)} rows and data.eval_rows holds out {apart}"
-        raise UsageError(f"data.source: {has}; none is left to train on")
+        raise UsageError(has, key="data.source", fix="none is left to train on")
     order = np.random.default_rng(data.fim.seed).permutation(len(rows))
     held_out, rest = order[:apart], order[apart:][: data.max_rows]
     return rows[rest], rows[held_out]

@@ -180,8 +180,9 @@ def refuse_bad_rows(parts: Sequence[Data]) -> None:
         data, reason, first = bad[0]
         count = sum(dropped.count for _, _, dropped in bad)
         raise UsageError(
-            f"{data.name}: {count:,} bad rows, {first.count:,} of them {reason}; the first is row {first.row:,}: "
-            f"{first.excerpt}; repair them, or drop them with data.bad_rows: drop"
+            f"{count:,} bad rows, {first.count:,} of them {reason}; the first is row {first.row:,}: {first.excerpt}",
+            place=data.name,
+            fix="repair them, or drop them with data.bad_rows: drop",
         )
 
 
@@ -216,7 +217,9 @@ def _write(sources: Sequence[Source], selection: Selection, out: Path, key: str)
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
-        raise UsageError(f"{out.parent}: the disk is full; free some, or set XDG_CACHE_HOME to another disk") from error
+        raise UsageError(
+            "the disk is full", place=out.parent, fix="free some, or set XDG_CACHE_HOME to another disk"
+        ) from error
     record["sizes"] = {path.name: path.stat().st_size for path in out.iterdir()}
     write_synced(out / RECORD, json.dumps(record).encode())
     sync_path(out)
@@ -231,7 +234,7 @@ def _select(sources: Sequence[Source], selection: Selection, out: Path) -> tuple
             rows_of[number] += rows.height
     for source, height in zip(sources, rows_of, strict=True):
         if not height:
-            raise UsageError(f"{source.name}: it has no rows; check what wrote it, or give another file")
+            raise UsageError("it has no rows", place=source.name, fix="check what wrote it, or give another file")
     bounds = [0, *np.cumsum(rows_of).tolist()]
     hashes = np.memmap(out / "hashes", np.uint64, "r")
     states = np.memmap(out / "states", np.uint8, "w+", shape=(bounds[-1],))

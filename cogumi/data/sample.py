@@ -60,7 +60,9 @@ def write_sample(path: str | Path, *, max_rows: int | None = None, seed: int = 0
     Raises UsageError when `max_rows` is not positive or this Python ships no library source.
     """
     if max_rows is not None and max_rows < 1:
-        raise UsageError(f"max_rows={max_rows}: the sample needs at least 1 row; leave max_rows out for all of them")
+        raise UsageError(
+            f"max_rows={max_rows}: the sample needs at least 1 row", fix="leave max_rows out for all of them"
+        )
     path = Path(path)
     rows, dropped = collect_functions(Path(sysconfig.get_paths()["stdlib"]))
     if max_rows is not None and max_rows < rows.height:
@@ -111,7 +113,7 @@ def collect_functions(library: Path) -> tuple[pl.DataFrame, dict[str, int]]:
                 rows.append((relative, name, source, LICENCE))
     if not rows:
         raise UsageError(
-            f"{library}: this Python ships no library source to make a sample of; give your own parquet file"
+            "this Python ships no library source to make a sample of", place=library, fix="give your own parquet file"
         )
     return pl.DataFrame(rows, schema=SCHEMA, orient="row"), dict(dropped)
 

@@ -46,7 +46,7 @@ def read_rows(path: str | Path, columns: Sequence[str], *, text_only: bool = Tru
     """
     frames = [frame for frame in batches(find_files(path), columns, text_only=text_only) if frame.height]
     if not frames:
-        raise UsageError(f"{path}: it has no rows; check what wrote it, or give another file")
+        raise UsageError("it has no rows", place=path, fix="check what wrote it, or give another file")
     return pl.concat(frames, how="vertical_relaxed")
 
 
@@ -95,11 +95,13 @@ def batches(
 def _missing(file: Path, column: str, names: Sequence[str]) -> UsageError:
     near = difflib.get_close_matches(column, names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return UsageError(f"{file}: no column {column!r}; {hint}it has: {', '.join(names)}")
+    return UsageError(f"no column {column!r}", place=file, fix=f"{hint}it has: {', '.join(names)}")
 
 
 def _damaged(file: Path, kind: str, error: Exception) -> UsageError:
-    return UsageError(f"{file}: not a {kind} file, or a damaged one ({_first_line(error)}); write or download it again")
+    return UsageError(
+        f"not a {kind} file, or a damaged one ({_first_line(error)})", place=file, fix="write or download it again"
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -127,8 +129,12 @@ def _parquet_batches(file: Path, columns: Sequence[str], text_only: bool) -> Ite
                 raise _missing(file, column, schema.names())
             if text_only and schema[column] not in (pl.String, pl.Binary, pl.Categorical, pl.Enum, pl.Null):
                 raise UsageError(
-                    f"{file}: column {column!r} holds {schema[column]}, not text; name a text column of: "
-                    f"{', '.join(name for name, kind in schema.items() if kind == pl.String) or 'none there'}"
+                    f"column {column!r} holds {schema[column]}, not text",
+                    place=file,
+                    fix=(
+                        "name a text column of: "
+                        f"{', '.join((name for name, kind in schema.items() if kind == pl.String)) or 'none there'}"
+                    ),
                 )
         dictionary_encoded = [name for name in columns if schema[name] in (pl.Categorical, pl.Enum)]
         found = parquet.iter_batches(_rows_at_a_time(parquet.metadata, columns), columns=columns, use_threads=False)
@@ -138,7 +144,9 @@ def _parquet_batches(file: Path, columns: Sequence[str], text_only: bool) -> Ite
                 frame = pl.DataFrame(pa.Table.from_batches([batch])).select(columns)
                 yield frame.with_columns(pl.col(dictionary_encoded).cast(pl.String))
         except (pa.ArrowException, pl.exceptions.PolarsError, OSError) as error:
-            raise UsageError(f"{file}: its rows cannot be read ({_first_line(error)}); write the file again") from error
+            raise UsageError(
+                f"its rows cannot be read ({_first_line(error)})", place=file, fix="write the file again"
+            ) from error
 
 
 def _rows_at_a_time(metadata: pq.FileMetaData, columns: Sequence[str]) -> int:
@@ -181,7 +189,7 @@ def _json_batches(
 def _record_blocks(file: Path) -> Iterator[tuple[list[int], list[dict[str, Any]]]]:
     """(the numbers of their lines from 1, the objects of about BATCH_BYTES of lines). Blank lines are no rows."""
     if file.stat().st_size == 0:
-        raise UsageError(f"{file}: it is empty; check what wrote it, or give another file")
+        raise UsageError("it is empty", place=file, fix="check what wrote it, or give another file")
     records: list[dict[str, Any]] = []
     numbers: list[int] = []
     size = 0
@@ -206,17 +214,21 @@ def _record_blocks(file: Path) -> Iterator[tuple[list[int], list[dict[str, Any]]
 
 def _record(file: Path, number: int, text: str) -> dict[str, Any]:
     if number == 1 and text.lstrip().startswith("["):
-        raise UsageError(f"{file}: one array, not one object a line; convert it: jq -c '.[]' {file.name} > rows.jsonl")
+        raise UsageError(
+            "one array, not one object a line", place=file, fix=f"convert it: jq -c '.[]' {file.name} > rows.jsonl"
+        )
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
         why = error.msg if isinstance(error, json.JSONDecodeError) else _first_line(error)
         raise UsageError(
-            f"{file}:{number}: not JSON, or cut short ({why}); write or download the file again"
+            f"not JSON, or cut short ({why})", place=f"{file}:{number}", fix="write or download the file again"
         ) from error
     if not isinstance(record, dict):
         kind = _kind(record) or "null"
-        raise UsageError(f"{file}:{number}: a row is one object, and this is {kind}; write the file again")
+        raise UsageError(
+            f"a row is one object, and this is {kind}", place=f"{file}:{number}", fix="write the file again"
+        )
     return record
 
 
@@ -228,8 +240,9 @@ def _refuse_other_than_text(
     if other is not None:
         texts = dict.fromkeys(key for record in records for key, value in record.items() if isinstance(value, str))
         raise UsageError(
-            f"{file}:{line}: column {name!r} holds {_kind(other)}, not text; "
-            f"name a text column of: {', '.join(key for key in texts if key != name) or 'none there'}"
+            f"column {name!r} holds {_kind(other)}, not text",
+            place=f"{file}:{line}",
+            fix=(f"name a text column of: {', '.join(key for key in texts if key != name) or 'none there'}"),
         )
 
 
@@ -245,8 +258,9 @@ def _refuse_several_kinds(
             before, at = kinds.setdefault(place, (kind, line))
             if kind != before:
                 raise UsageError(
-                    f"{file}:{line}: column {place!r} holds {kind}, but {before} at {file.name}:{at}; "
-                    "write its values alike"
+                    f"column {place!r} holds {kind}, but {before} at {file.name}:{at}",
+                    place=f"{file}:{line}",
+                    fix="write its values alike",
                 )
 
 

@@ -106,9 +106,11 @@ def read_template(tokenizer: Any, thinking: bool | None = None, today: str | Non
     """
     if tokenizer.chat_template is None:
         raise UsageError(
-            "data.format: this model's tokenizer has no chat template; for cogumi.method: sft set train.chat_template_path, "
-            "for the others start from a model that has one, such as the merged model of that SFT run; "
-            "text in place of messages needs none"
+            "this model's tokenizer has no chat template; for cogumi.method: sft set "
+            "train.chat_template_path, for the others start from a model that has one, such as the "
+            "merged model of that SFT run",
+            key="data.format",
+            fix="text in place of messages needs none",
         )
     text = tokenizer.get_chat_template()
     known = read_thinking(text, thinking)
@@ -128,8 +130,9 @@ def read_template(tokenizer: Any, thinking: bool | None = None, today: str | Non
     opens = generation_prompt.rpartition(OPEN)[1] == OPEN and CLOSE not in generation_prompt.rpartition(OPEN)[2]
     if opens and thinking is False:
         raise UsageError(
-            "cogumi.thinking: false, but this model's chat template opens a thought in every prompt and has no switch "
-            "for it; drop the key, or start from a model that can answer without"
+            "false, but this model's chat template opens a thought in every prompt and has no switch for it",
+            key="cogumi.thinking",
+            fix="drop the key, or start from a model that can answer without",
         )
     header = _overlap(marked, spans[0][0], generation_prompt) if spans else ""
     return ChatTemplate(bare.text, bare.text_with_tools, bare.marked, known, variables, header, opens)

@@ -49,8 +49,9 @@ def read_thinking(template: str, flag: bool | None) -> Thinking:
     switch = re.search(r"\b(enable_thinking|reasoning_effort|thinking(?= is defined))\b", template)
     if flag and style == "none" and switch is None:
         raise UsageError(
-            "cogumi.thinking: true, but this model's chat template knows no thinking; "
-            "drop the key, or start from a model whose template has it"
+            "true, but this model's chat template knows no thinking",
+            key="cogumi.thinking",
+            fix="drop the key, or start from a model whose template has it",
         )
     kwargs: dict[str, Any] = {}
     if flag is not None and switch is not None:

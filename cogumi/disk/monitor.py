@@ -72,7 +72,9 @@ class DiskMonitor:
         check_settings(warn, alarm, interval)
         self.path = Path(path).absolute()
         if is_missing(self.path):
-            raise UsageError(f"cannot watch {path}: it does not exist; give a directory on the disk to be watched")
+            raise UsageError(
+                f"cannot watch {path}: it does not exist", fix="give a directory on the disk to be watched"
+            )
         self.warn, self.alarm, self.interval = warn, alarm, interval
         self.on_change = on_change
         self.log_path = None if log_path is None else Path(log_path)
@@ -220,7 +222,7 @@ def check_settings(warn: float, alarm: float, interval: float) -> None:
     """Raises UsageError for thresholds that are no shares in order, and for an interval that is none."""
     if not 0 < warn <= alarm <= 1:
         raise UsageError(
-            f"warn={warn}, alarm={alarm}: shares of the disk with 0 < warn <= alarm <= 1; 0.6 and 0.8 are usual"
+            f"warn={warn}, alarm={alarm}: shares of the disk with 0 < warn <= alarm <= 1", fix="0.6 and 0.8 are usual"
         )
     if not (math.isfinite(interval) and interval > 0):
         raise UsageError(f"interval={interval}: give a number of seconds above 0")

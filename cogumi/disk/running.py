@@ -54,7 +54,7 @@ def outlook_of_run(directory: Path) -> Outlook:
     there = checkpoints_in(place)
     if not there:
         raise UsageError(
-            f"{directory} holds no checkpoint yet; give the run's config, as in `cogumi disk predict CONFIG`"
+            f"{directory} holds no checkpoint yet", fix="give the run's config, as in `cogumi disk predict CONFIG`"
         )
     config = read_config(directory)
     train = config.get("train") or {}
@@ -94,9 +94,9 @@ def read_config(directory: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise UsageError(f"not valid YAML: {' '.join(str(error).split())}", place=path) from None
     if not isinstance(values, dict):
-        raise UsageError(f"{path}: a config is a mapping of sections; is this a run's directory?")
+        raise UsageError("a config is a mapping of sections", place=path, fix="is this a run's directory?")
     return values if {"model", "cogumi"} <= values.keys() else {}  # a file of that name may be somebody else's
 
 

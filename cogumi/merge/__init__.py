@@ -122,7 +122,9 @@ def merge_adapter(
     check_choice("dtype", dtype, ("keep", *OUTPUT_DTYPES))
     check_choice("verify", verify, ("elements", "logits", "none"))
     if base_mode == "dequant" and verify == "logits":
-        raise UsageError("verify='logits' runs the full-precision base; with base_mode='dequant' use verify='elements'")
+        raise UsageError(
+            "verify='logits' runs the full-precision base", fix="with base_mode='dequant' use verify='elements'"
+        )
     target = Path(out)
     check_target(target)
     adapters = [(resolve_adapter(path), weight) for path, weight in weighted(adapter)]
@@ -167,9 +169,9 @@ def weighted(adapter: AdapterPath | Sequence[tuple[AdapterPath, float]]) -> list
     pairs = [(Path(path), float(weight)) for path, weight in adapter]
     for path, weight in pairs:
         if not math.isfinite(weight) or weight == 0:
-            raise UsageError(f"adapter {path} has weight {weight}; give it a number other than 0")
+            raise UsageError(f"adapter {path} has weight {weight}", fix="give it a number other than 0")
     if not pairs:
-        raise UsageError("no adapter was given; pass a directory or (directory, weight) pairs")
+        raise UsageError("no adapter was given", fix="pass a directory or (directory, weight) pairs")
     return pairs
 
 

@@ -88,9 +88,11 @@ def prove_base(
     quantized_path, full_path = quantized_shards[0].path.parent, full_shards[0].path.parent
     kind = quantization(quantized_config)
     if kind is None:
-        raise UsageError(f"base {quantized_path} is not quantized; merge into it as it is")
+        raise UsageError(f"base {quantized_path} is not quantized", fix="merge into it as it is")
     if quantization(full_config) is not None:
-        raise UsageError(f"base {full_path} is quantized itself ({quantization(full_config)}); pass the 16-bit model")
+        raise UsageError(
+            f"base {full_path} is quantized itself ({quantization(full_config)})", fix="pass the 16-bit model"
+        )
     try:
         compare_configs(quantized_config, full_config)
         return compare_tensors(
@@ -99,8 +101,8 @@ def prove_base(
     except Mismatch as mismatch:
         instead = " or base_mode='dequant'" if kind in DEQUANTIZED_KINDS else ""
         raise UsageError(
-            f"base {full_path} is not what {quantized_path} ({kind}) was quantized from: {mismatch}; "
-            f"pass base=<the full-precision model that it was>{instead}"
+            f"base {full_path} is not what {quantized_path} ({kind}) was quantized from: {mismatch}",
+            fix=f"pass base=<the full-precision model that it was>{instead}",
         ) from mismatch
 
 

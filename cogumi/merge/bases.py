@@ -37,7 +37,9 @@ def resolve_base(adapter: Adapter, base: str | None, revision: str | None, base_
     recorded = record.name if record else adapter.config.get("base_model_name_or_path")
     name = base if base is not None else recorded
     if not name:
-        raise UsageError(f"adapter {adapter.path} does not record its base model; pass base=<directory or hub id>")
+        raise UsageError(
+            f"adapter {adapter.path} does not record its base model", fix="pass base=<directory or hub id>"
+        )
     if revision is None and name == recorded and not Path(name).is_dir():
         revision = recorded_revision(adapter, record)
     if base is None and base_mode == "full":
@@ -140,8 +142,9 @@ def find_full_precision(found: Base, kind: str) -> Base:
     fetch = f"run: hf download {hub}; or " if hub else ""
     instead = " or base_mode='dequant'" if kind in DEQUANTIZED_KINDS else ""
     raise UsageError(
-        f"base {found.name} is quantized ({kind}), and merging into it would lose nearly all of the update; its "
-        f"full-precision model is not here{why}; {fetch}pass base=<the full-precision model>{instead}"
+        f"base {found.name} is quantized ({kind}), and merging into it would lose nearly all of the "
+        f"update; its full-precision model is not here{why}",
+        fix=f"{fetch}pass base=<the full-precision model>{instead}",
     )
 
 
@@ -152,8 +155,8 @@ def dequantized(found: Base, kind: str | None, record: BaseRecord | None) -> Bas
         if record is not None and record.quantization is not None and record.name == found.name:
             in_memory = " (it was quantized in memory while training)"
         raise UsageError(
-            f"base {found.name} is not quantized on disk{in_memory}, so there is nothing to dequantize; leave out "
-            "base_mode, or pass base=<the quantized checkpoint>"
+            f"base {found.name} is not quantized on disk{in_memory}, so there is nothing to dequantize",
+            fix="leave out base_mode, or pass base=<the quantized checkpoint>",
         )
     refuse_dequantize(found.name, kind)
     try:
@@ -174,11 +177,11 @@ def read_model(name: str, revision: str | None) -> Base:
     if Path(name).is_dir():
         path = Path(name)
         if revision is not None and snapshot_commit(path) != revision:
-            raise UsageError(f"base {name} is a directory, which has no revisions; leave out base_revision")
+            raise UsageError(f"base {name} is a directory, which has no revisions", fix="leave out base_revision")
     else:
         path = cached_snapshot(name, revision)
     if not (path / "config.json").is_file():
-        raise UsageError(f"base {path} has no config.json; pass base=<a model directory or hub id>")
+        raise UsageError(f"base {path} has no config.json", fix="pass base=<a model directory or hub id>")
     config = read_json(path / "config.json", "base config")
     shards, indexed = base_shards(name, path)
     return Base(name, path, snapshot_commit(path), config, shards, indexed)
@@ -204,7 +207,7 @@ def cached_snapshot(name: str, revision: str | None) -> Path:
     except LocalEntryNotFoundError as error:
         extra = f" --revision {revision}" if revision else ""
         raise UsageError(
-            f"base {name}{at} is neither a directory nor in the hub cache; run: hf download {name}{extra}"
+            f"base {name}{at} is neither a directory nor in the hub cache", fix=f"run: hf download {name}{extra}"
         ) from error
     except HFValidationError as error:
         raise UsageError(f"base {name} is neither an existing directory nor a hub id") from error
@@ -225,16 +228,18 @@ def base_shards(name: str, path: Path) -> tuple[tuple[Shard, ...], bool]:
         return (read_shard(single),), False
     if not index.is_file():
         raise UsageError(
-            f"base {name} has no model.safetensors and no index of shards in {path}; download all of it, as safetensors: "
-            "nothing else is merged"
+            f"base {name} has no model.safetensors and no index of shards in {path}",
+            fix="download all of it, as safetensors: nothing else is merged",
         )
     weight_map = read_json(index, "shard index").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise UsageError(f"{index} has no weight_map; download the base again")
+        raise UsageError(f"{index} has no weight_map", fix="download the base again")
     files = sorted(set(weight_map.values()))
     missing = [file for file in files if not (path / file).is_file()]
     if missing:
-        raise UsageError(f"base {name} lacks {missing[0]} ({len(missing)} of {len(files)} shards); download it again")
+        raise UsageError(
+            f"base {name} lacks {missing[0]} ({len(missing)} of {len(files)} shards)", fix="download it again"
+        )
     shards = tuple(read_shard(path / file) for file in files)
     place: dict[str, str] = {}
     for shard in shards:
@@ -244,5 +249,7 @@ def base_shards(name: str, path: Path) -> tuple[tuple[Shard, ...], bool]:
             place[span.name] = shard.path.name
     for tensor, file in weight_map.items():
         if place.get(tensor) != file:
-            raise UsageError(f"{index} places {tensor} in {file}, which does not hold it; download the base again")
+            raise UsageError(
+                f"{index} places {tensor} in {file}, which does not hold it", fix="download the base again"
+            )
     return shards, True

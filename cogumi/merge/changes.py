@@ -70,8 +70,9 @@ def resize_vocabulary(adapter: Adapter, base: Base, model: Any, held: dict[str, 
         return found
     if head is not None and rows(head) not in (None, before):
         raise UsageError(
-            f"adapter {adapter.path} holds a head of {rows(head)} rows for base {base.name} with {before}, and no embedding "
-            "of that size; resize the base's vocabulary as in training, save it, and pass that as the base"
+            f"adapter {adapter.path} holds a head of {rows(head)} rows for base {base.name} with "
+            f"{before}, and no embedding of that size",
+            fix="resize the base's vocabulary as in training, save it, and pass that as the base",
         )
     return None
 
@@ -122,15 +123,16 @@ def check_keys(
     refuse_leftover(adapter, base, {key: span for key, span in held.items() if key not in expected | embeddings})
     for key in sorted(expected.keys() - held.keys()):
         raise UsageError(
-            f"adapter {adapter.path} lacks {key}, which its configuration promises for base {base.name}; is this the "
-            "base the adapter was trained on?"
+            f"adapter {adapter.path} lacks {key}, which its configuration promises for base {base.name}",
+            fix="is this the base the adapter was trained on?",
         )
     for key, span in held.items():
         shape = (expected | embeddings)[key]
         if span.shape != shape:
             raise UsageError(
-                f"adapter {adapter.path}: {key} has shape {span.shape} where base {base.name} and the adapter's "
-                f"configuration need {shape}; is this the base it was trained on?"
+                f"adapter {adapter.path}: {key} has shape {span.shape} where base {base.name} and "
+                f"the adapter's configuration need {shape}",
+                fix="is this the base it was trained on?",
             )
 
 
@@ -141,8 +143,9 @@ def refuse_leftover(adapter: Adapter, base: Base, unknown: dict[str, Span]) -> N
         advice = f"it is a {task} adapter: save the model it was trained on, head included, and pass that as the base"
     for key in sorted(unknown):
         raise UsageError(
-            f"adapter {adapter.path}: {key} belongs to nothing that the adapter's configuration puts on base "
-            f"{base.name}; {advice}"
+            f"adapter {adapter.path}: {key} belongs to nothing that the adapter's configuration "
+            f"puts on base {base.name}",
+            fix=advice,
         )
 
 
@@ -178,8 +181,9 @@ def layer_changes(
             if f"{key}.lora_B.bias" in held:
                 if f"{name}.base_layer.bias" not in own:
                     raise UsageError(
-                        f"adapter {adapter.path} cannot be merged: lora_bias trained a bias on {name}, which has none in "
-                        f"base {base.name}; load it with PEFT on the base instead"
+                        f"adapter {adapter.path} cannot be merged: lora_bias trained a bias on "
+                        f"{name}, which has none in base {base.name}",
+                        fix="load it with PEFT on the base instead",
                     )
                 bias = LowRank(adapter.weights, None, f"{key}.lora_B.bias", 1, module.scaling["default"])
                 add(f"{parameter}.bias", Change(terms=(bias,)), bias.key_b)
@@ -255,15 +259,17 @@ def keep_embedding(adapter: Adapter, base: Base, changes: Changes, span: Span, c
     if again is not None:
         if again.shape != span.shape or not leading_rows_equal(span, again):
             raise UsageError(
-                f"adapter {adapter.path}: {span.name} and {again.name} should be the same and differ; save it again"
+                f"adapter {adapter.path}: {span.name} and {again.name} should be the same and differ",
+                fix="save it again",
             )
         return
     home = parameter if parameter in checkpoint.places else checkpoint.tied.get(parameter, parameter)
     stored = [checkpoint.spans[place.tensor] for place in checkpoint.places.get(home, ())]
     if len(stored) != 1 or not leading_rows_equal(span, stored[0]):
         raise UsageError(
-            f"adapter {adapter.path}: {span.name} holds a whole embedding that is not the one in base {base.name} (and is "
-            "not among modules_to_save); is this the base the adapter was trained on?"
+            f"adapter {adapter.path}: {span.name} holds a whole embedding that is not the one in "
+            f"base {base.name} (and is not among modules_to_save)",
+            fix="is this the base the adapter was trained on?",
         )
     if span.shape == stored[0].shape or span.name.endswith(".original_module.weight"):
         return

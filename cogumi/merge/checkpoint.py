@@ -94,7 +94,9 @@ def parameter_places(model: Any, spans: dict[str, Span]) -> dict[str, tuple[Plac
             converted[name, number][pattern].append(spans[tensor])
         elif name in parameters:
             if name in plain:
-                raise UsageError(f"base tensors {plain[name]} and {tensor} both load as {name}; the base is ambiguous")
+                raise UsageError(
+                    f"base tensors {plain[name]} and {tensor} both load as {name}", fix="the base is ambiguous"
+                )
             plain[name] = tensor
     places = {
         name: whole_tensor(spans[tensor], parameters[name])

@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 def check_target(target: Path) -> None:
     """Raise UsageError unless `target` is free and its parent directory can be written."""
     if os.path.lexists(target):
-        raise UsageError(f"out {target} exists; choose another name or remove it (a merge never overwrites)")
+        raise UsageError(f"out {target} exists", fix="choose another name or remove it (a merge never overwrites)")
     parent = target.absolute().parent
     if not parent.is_dir():
-        raise UsageError(f"out {target}: {parent} is not a directory; create it first")
+        raise UsageError(f"out {target}: {parent} is not a directory", fix="create it first")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError(f"out {target}: no permission to write in {parent}; choose another out")
+        raise UsageError(f"out {target}: no permission to write in {parent}", fix="choose another out")
 
 
 def remove_stale(target: Path) -> None:
@@ -52,8 +52,8 @@ def remove_stale(target: Path) -> None:
             continue  # its own merge, or another one that cleans up, was faster
         except PermissionError as error:
             raise UsageError(
-                f"out {target}: {partial} was left by a merge and cannot be removed ({error.strerror}); remove it or "
-                "choose another out"
+                f"out {target}: {partial} was left by a merge and cannot be removed ({error.strerror})",
+                fix="remove it or choose another out",
             ) from error
 
 
@@ -65,7 +65,7 @@ def partials_of(target: Path) -> list[Path]:
 
 
 def being_written(target: Path, partial: Path) -> UsageError:
-    return UsageError(f"out {target}: another merge is writing {partial.name}; wait for it or choose another out")
+    return UsageError(f"out {target}: another merge is writing {partial.name}", fix="wait for it or choose another out")
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def partial_directory(target: Path, needed: int) -> Iterator[Path]:
     except OSError as error:
         if error.errno in NO_SPACE:
             raise full(target, needed, 0, error) from error
-        raise UsageError(f"cannot write {partial}: {error.strerror}; choose another out") from error
+        raise UsageError(f"cannot write {partial}: {error.strerror}", fix="choose another out") from error
     with locked(partial) as ours:
         if ours is False:  # a merge that has begun at the same moment took it for a killed one's, and removes it
             raise being_written(target, partial)
@@ -160,5 +160,5 @@ def commit(partial: Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
-        raise UsageError(f"out {target} has appeared during the merge; choose another out") from error
+        raise UsageError(f"out {target} has appeared during the merge", fix="choose another out") from error
     sync_path(target.absolute().parent)

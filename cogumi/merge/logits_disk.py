@@ -65,14 +65,16 @@ def check_directory(
     adapters = [(adapter, 1.0)] if isinstance(adapter, Path) else list(adapter)
     for path, name in [*((path, "adapter_config.json") for path, _ in adapters), (merged, "config.json")]:
         if not (path / name).is_file():
-            raise UsageError(f"{path} has no {name}; pass the directory that save_pretrained or the merge wrote")
+            raise UsageError(f"{path} has no {name}", fix="pass the directory that save_pretrained or the merge wrote")
     if len(adapters) > 1 and any(
         read_json(path / "adapter_config.json", "adapter").get("use_dora") for path, _ in adapters
     ):
-        raise UsageError("the sum of several adapters is not defined where one of them is DoRA; merge it on its own")
+        raise UsageError(
+            "the sum of several adapters is not defined where one of them is DoRA", fix="merge it on its own"
+        )
     source = Path(base) if Path(base).is_dir() else cached_snapshot(str(base), revision)
     if "quantization_config" in read_json(source / "config.json", "base config"):
-        raise UsageError(f"base {base} is quantized; pass the full-precision base that the merge was made from")
+        raise UsageError(f"base {base} is quantized", fix="pass the full-precision base that the merge was made from")
     config = AutoConfig.from_pretrained(merged).get_text_config()
     if input_ids is None:
         input_ids = prompt_tokens(merged, config, trained_tokens([path for path, _ in adapters]), rows, seed)
@@ -81,8 +83,9 @@ def check_directory(
     available = psutil.virtual_memory().available
     if needed > available:
         raise UsageError(
-            f"verify='logits' of {merged} needs {needed / 1e9:.1f} GB of memory and this machine has {available / 1e9:.1f} GB "
-            "available; free some, or run `cogumi merge --check` with logits on a larger machine"
+            f"verify='logits' of {merged} needs {needed / 1000000000.0:.1f} GB of memory and this "
+            f"machine has {available / 1000000000.0:.1f} GB available",
+            fix="free some, or run `cogumi merge --check` with logits on a larger machine",
         )
     stored = {span.name: FLOAT_DTYPES[span.dtype] for span in spans if span.dtype in FLOAT_DTYPES}
     with ieee_matmul(), torch.no_grad():

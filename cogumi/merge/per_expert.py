@@ -56,7 +56,9 @@ def layers_with_factors(adapter: Adapter, config: Any, model: Any, held: dict[st
         elif f"{layer}.weight" in done or config.target_modules == "all-linear":
             continue
         elif check_target_module_exists(config, layer):
-            raise UsageError(f"adapter {adapter.path} targets {layer} but holds no factors for it; is it damaged?")
+            raise UsageError(
+                f"adapter {adapter.path} targets {layer} but holds no factors for it", fix="is it damaged?"
+            )
     return found
 
 
@@ -71,14 +73,17 @@ def stored_changes(
     for tensor in spans:
         layer = tensor.removesuffix(".weight")
         if EXPERT.fullmatch(layer) and tensor not in stored and check_target_module_exists(config, layer):
-            raise UsageError(f"adapter {adapter.path} targets {layer} but holds no factors for it; is it damaged?")
+            raise UsageError(
+                f"adapter {adapter.path} targets {layer} but holds no factors for it", fix="is it damaged?"
+            )
     changes = {}
     for tensor, (key_a, key_b) in stored.items():
         module = tensor.removesuffix(".weight")
         if config.use_dora or config.lora_bias:
             raise UsageError(
-                f"adapter {adapter.path} cannot be merged yet: {key_a} is DoRA or has a bias on a layer that only the "
-                "checkpoint still names; load it with PEFT on the base instead"
+                f"adapter {adapter.path} cannot be merged yet: {key_a} is DoRA or has a bias on a "
+                "layer that only the checkpoint still names",
+                fix="load it with PEFT on the base instead",
             )
         rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), module), config.r)
         alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), module), config.lora_alpha)
@@ -86,8 +91,9 @@ def stored_changes(
         for key, shape in ((key_a, (rank, inputs)), (key_b, (outputs, rank))):
             if held[key].shape != shape:
                 raise UsageError(
-                    f"adapter {adapter.path}: {key} has shape {held[key].shape} where {tensor} {spans[tensor].shape} and "
-                    f"rank {rank} need {shape}; is this the base it was trained on?"
+                    f"adapter {adapter.path}: {key} has shape {held[key].shape} where {tensor} "
+                    f"{spans[tensor].shape} and rank {rank} need {shape}",
+                    fix="is this the base it was trained on?",
                 )
         scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
         changes[tensor] = Change(terms=(LowRank(adapter.weights, key_a, key_b, rank, scaling),))

@@ -130,13 +130,16 @@ def weighted_sum(each: list[tuple[Changes, Adapter, float]]) -> Changes:
     total = Changes()
     for changes, adapter, weight in each:
         if changes.vocabulary is not None:
-            raise UsageError(f"adapter {adapter.path} resized the vocabulary, so it cannot be weighted; merge it alone")
+            raise UsageError(
+                f"adapter {adapter.path} resized the vocabulary, so it cannot be weighted", fix="merge it alone"
+            )
         for into, found in ((total.parameters, changes.parameters), (total.tensors, changes.tensors)):
             for name, change in found.items():
                 if change.whole or change.magnitude or change.rows:
                     raise UsageError(
-                        f"adapter {adapter.path} sets {name} instead of adding to it (DoRA, a module trained whole, or "
-                        "trained tokens), so it cannot be weighted; merge it alone, with weight 1"
+                        f"adapter {adapter.path} sets {name} instead of adding to it (DoRA, a "
+                        "module trained whole, or trained tokens), so it cannot be weighted",
+                        fix="merge it alone, with weight 1",
                     )
                 terms = tuple(replace(term, scaling=term.scaling * weight) for term in change.terms)
                 into[name] = Change(terms=into.get(name, Change()).terms + terms)
@@ -165,8 +168,8 @@ def untie(changes: Changes, checkpoint: Checkpoint, base: Base) -> tuple[bool, d
         # transformers ties two stored tensors only where they are equal, whatever the config says.
         if own and not leading_rows_equal(checkpoint.spans[own[0].tensor], checkpoint.spans[homes[0].tensor]):
             raise UsageError(
-                f"base {base.name} stores a {head} that differs from the {embedding} it should be tied to; set "
-                "tie_word_embeddings to false in its config.json"
+                f"base {base.name} stores a {head} that differs from the {embedding} it should be tied to",
+                fix="set tie_word_embeddings to false in its config.json",
             )
         if same_change(changes.parameters.get(head), changes.parameters.get(embedding)):
             del changes.parameters[head]
@@ -232,8 +235,8 @@ def changes_by_tensor(changes: Changes, checkpoint: Checkpoint, base: Base, adap
         pieces.sort(key=lambda piece: piece.place.first)
         if any(one.place.last > other.place.first for one, other in itertools.pairwise(pieces)):
             raise UsageError(
-                f"{tensor} of base {base.name} is changed both as it is stored and as part of a parameter; merge one adapter "
-                "after the other"
+                f"{tensor} of base {base.name} is changed both as it is stored and as part of a parameter",
+                fix="merge one adapter after the other",
             )
     return stored
 
@@ -315,7 +318,7 @@ def draft_tensor(
     ]
     stored = source.dtype if isinstance(source, Span) else kept
     if (updates or stored != out) and not (stored in MERGEABLE_DTYPES and out in MERGEABLE_DTYPES):
-        raise UsageError(f"base {base.name}: {name} is stored as {stored}; only {MERGEABLE_DTYPES} merge")
+        raise UsageError(f"base {base.name}: {name} is stored as {stored}", fix=f"only {MERGEABLE_DTYPES} merge")
     if replaced:  # rows may have been added, which belong to the same piece
         updates = [replace(piece, place=replace(piece.place, last=matrix_shape(source.shape)[0])) for piece in updates]
     if out in FLOAT_DTYPES:

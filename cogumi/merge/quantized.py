@@ -99,8 +99,8 @@ def refuse_dequantize(name: str, kind: str) -> None:
     """Raise UsageError unless dequantize_rows reads checkpoints of this kind (see quantization)."""
     if kind not in DEQUANTIZED_KINDS:
         raise UsageError(
-            f"base {name} is quantized ({kind}), and base_mode='dequant' reads only bitsandbytes' 4 and 8 bits; "
-            "pass base=<the full-precision model>"
+            f"base {name} is quantized ({kind}), and base_mode='dequant' reads only bitsandbytes' 4 and 8 bits",
+            fix="pass base=<the full-precision model>",
         )
 
 
@@ -165,11 +165,15 @@ def part_of(spans: dict[str, Span], name: str, dtype: str, elements: int, beside
     """The span called `name`, with the dtype and number of elements that the format wants; UsageError otherwise."""
     span = spans.get(name)
     if span is None:
-        raise UsageError(f"{beside.path}: {beside.name} has no {name} beside it; download the quantized base again")
+        raise UsageError(
+            f"{beside.name} has no {name} beside it", place=beside.path, fix="download the quantized base again"
+        )
     if span.dtype != dtype or element_count(span.shape) != elements:
         raise UsageError(
-            f"{span.path}: {name} is {span.dtype} {list(span.shape)} and not {elements} x {dtype}: a layout of "
-            "bitsandbytes that is not known here; pass base=<the full-precision model>"
+            f"{name} is {span.dtype} {list(span.shape)} and not {elements} x {dtype}: a layout of "
+            "bitsandbytes that is not known here",
+            place=span.path,
+            fix="pass base=<the full-precision model>",
         )
     return span
 
@@ -185,19 +189,21 @@ def read_4bit(spans: dict[str, Span], state_name: str) -> Bnb4bit:
         nested_offset = float(state.get("nested_offset", 0.0))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{state_span.path}: {state_name} is not a bitsandbytes quant state ({error}); download it again"
+            f"{state_name} is not a bitsandbytes quant state ({error})", place=state_span.path, fix="download it again"
         ) from error
     if dtype not in FLOAT_DTYPES.values() or nested_dtype != "float32" or blocksize % 2:
         raise UsageError(
-            f"{state_span.path}: {state_name} has dtype {state['dtype']}, nested_dtype {nested_dtype} and blocksize "
-            f"{blocksize}: a layout of bitsandbytes that is not known here; pass base=<the full-precision model>"
+            f"{state_name} has dtype {state['dtype']}, nested_dtype {nested_dtype} and blocksize "
+            f"{blocksize}: a layout of bitsandbytes that is not known here",
+            place=state_span.path,
+            fix="pass base=<the full-precision model>",
         )
     elements = element_count(shape)
     blocks = -(-elements // blocksize)
     weight = spans.get(name)
     # The bytes may be stored under another dtype (bnb_4bit_quant_storage), so only their number counts.
     if weight is None or weight.end - weight.start != (elements + 1) // 2:
-        raise UsageError(f"{state_span.path}: {name} is missing or does not hold {elements} 4-bit elements")
+        raise UsageError(f"{name} is missing or does not hold {elements} 4-bit elements", place=state_span.path)
     nested = f"{name}.nested_absmax" in spans
     nested_absmax = nested_map = None
     if nested:
@@ -217,7 +223,7 @@ def read_4bit(spans: dict[str, Span], state_name: str) -> Bnb4bit:
 def read_8bit(spans: dict[str, Span], module: str, dtype: torch.dtype) -> Bnb8bit:
     weight = spans.get(f"{module}.weight")
     if weight is None or weight.dtype != "I8" or len(weight.shape) != 2:
-        raise UsageError(f"{spans[f'{module}.SCB'].path}: {module}.SCB stands without an int8 {module}.weight")
+        raise UsageError(f"{module}.SCB stands without an int8 {module}.weight", place=spans[f"{module}.SCB"].path)
     row_absmax = part_of(spans, f"{module}.SCB", "F32", weight.shape[0], weight)
     auxiliary = [row_absmax.name]
     layout = spans.get(f"{module}.weight_format")
@@ -226,8 +232,9 @@ def read_8bit(spans: dict[str, Span], module: str, dtype: torch.dtype) -> Bnb8bi
         # 0 is row-major. The others are GPU tile orders of old releases, which bitsandbytes itself reads no more.
         if read_stored(layout, torch.uint8, 0, layout.end - layout.start).any():
             raise UsageError(
-                f"{layout.path}: {module}.weight is in a tiled order of an old bitsandbytes; "
-                "pass base=<the full-precision model>"
+                f"{module}.weight is in a tiled order of an old bitsandbytes",
+                place=layout.path,
+                fix="pass base=<the full-precision model>",
             )
     return Bnb8bit(weight.name, weight.shape, dtype, weight, row_absmax, tuple(auxiliary))
 

@@ -92,7 +92,7 @@ def read_manifest(directory: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise MergeError(f"{path} is damaged: {error}") from error
     if not isinstance(values, dict) or values.get("format") != 2:
-        raise UsageError(f"{path} has a format that this version does not know; merge again")
+        raise UsageError(f"{path} has a format that this version does not know", fix="merge again")
     try:
         return parse_manifest(values)
     except (KeyError, TypeError, AttributeError) as error:

@@ -115,13 +115,19 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
 def resolve_adapter(path: Path) -> Adapter:
     """Read an adapter directory. Raises UsageError when it is missing, damaged, untrained, or of a refused kind."""
     if not path.is_dir():
-        raise UsageError(f"adapter {path} is not a directory; pass the directory that PEFT's save_pretrained wrote")
+        raise UsageError(
+            f"adapter {path} is not a directory", fix="pass the directory that PEFT's save_pretrained wrote"
+        )
     if not (path / "adapter_config.json").is_file():
-        raise UsageError(f"adapter {path} has no adapter_config.json; pass the directory PEFT's save_pretrained wrote")
+        raise UsageError(
+            f"adapter {path} has no adapter_config.json", fix="pass the directory PEFT's save_pretrained wrote"
+        )
     config = read_json(path / "adapter_config.json", "adapter config")
     refuse_unsupported(path, config)
     if not (path / ADAPTER_WEIGHTS).is_file():
-        raise UsageError(f"adapter {path} has no {ADAPTER_WEIGHTS}; save it again with save_pretrained (safetensors)")
+        raise UsageError(
+            f"adapter {path} has no {ADAPTER_WEIGHTS}", fix="save it again with save_pretrained (safetensors)"
+        )
     spans = read_shard(path / ADAPTER_WEIGHTS).spans
     refuse_broken_names(path, spans)
     refuse_empty_or_broken(path, spans)
@@ -132,7 +138,7 @@ def refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
     """Raise UsageError unless the config describes LoRA of a kind that is known here: anything else would merge wrongly."""
 
     def refuse(reason: str) -> UsageError:
-        return UsageError(f"adapter {path} cannot be merged yet: {reason}; load it with PEFT on the base instead")
+        return UsageError(f"adapter {path} cannot be merged yet: {reason}", fix="load it with PEFT on the base instead")
 
     if config.get("peft_type") != "LORA":
         raise refuse(f"it is a {config.get('peft_type')} adapter and only LORA is supported")
@@ -162,12 +168,12 @@ def refuse_broken_names(path: Path, spans: tuple[Span, ...]) -> None:
     for key in sorted(keys):
         if not key.startswith(PREFIX):
             raise UsageError(
-                f"adapter {path}: {key} is not a name that PEFT writes; save it again with save_pretrained"
+                f"adapter {path}: {key} is not a name that PEFT writes", fix="save it again with save_pretrained"
             )
         for one, other in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")):
             for side, missing in ((one, other), (other, one)):
                 if (f".{side}." in f"{key}." and not key.endswith(".bias")) and key.replace(side, missing) not in keys:
-                    raise UsageError(f"adapter {path}: {key} is alone; the other half of its update is gone")
+                    raise UsageError(f"adapter {path}: {key} is alone", fix="the other half of its update is gone")
 
 
 def refuse_empty_or_broken(path: Path, spans: tuple[Span, ...]) -> None:
@@ -185,12 +191,12 @@ def refuse_empty_or_broken(path: Path, spans: tuple[Span, ...]) -> None:
                 )
             tensor = weights.get_tensor(span.name)
             if not bool(torch.isfinite(tensor).all()):
-                raise UsageError(f"adapter {path}: {span.name} holds NaN or infinity; take an earlier checkpoint")
+                raise UsageError(f"adapter {path}: {span.name} holds NaN or infinity", fix="take an earlier checkpoint")
             if factor.fullmatch(span.name) and not bool(tensor.any()):
                 zero.add(re.sub(r"lora_(embedding_)?[AB]", "", span.name))
     pairs = {re.sub(r"lora_(embedding_)?[AB]", "", span.name) for span in spans if factor.fullmatch(span.name)}
     if pairs == zero and len(spans) == 2 * len(pairs):
         raise UsageError(
-            f"adapter {path} changes nothing: every lora_A or lora_B is zero, as right after initialisation; "
-            "was this adapter saved before training?"
+            f"adapter {path} changes nothing: every lora_A or lora_B is zero, as right after initialisation",
+            fix="was this adapter saved before training?",
         )

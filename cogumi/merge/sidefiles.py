@@ -135,7 +135,7 @@ def matches(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
     found = sorted({path for pattern in patterns for path in (directory / pattern, *directory.glob(pattern))})
     for path in found:
         if path.is_symlink() and not path.exists():
-            raise UsageError(f"{path} is a link to a file that is not there; download {directory} again")
+            raise UsageError(f"{path} is a link to a file that is not there", fix=f"download {directory} again")
     return {path.relative_to(directory).as_posix(): path for path in found if path.is_file()}
 
 
@@ -143,9 +143,11 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # UnicodeDecodeError is one too
-        raise UsageError(f"{path} is not valid JSON: {error}; save or download it again") from error
+        raise UsageError(f"{path} is not valid JSON: {error}", fix="save or download it again") from error
     if not isinstance(value, dict):
-        raise UsageError(f"{path} should hold a JSON object, not a {type(value).__name__}; save or download it again")
+        raise UsageError(
+            f"{path} should hold a JSON object, not a {type(value).__name__}", fix="save or download it again"
+        )
     return value
 
 

@@ -51,12 +51,12 @@ def read_shard(path: Path) -> Shard:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            raise UsageError(f"{path} is not a whole safetensors file ({size} bytes); download it again")
+            raise UsageError(f"{path} is not a whole safetensors file ({size} bytes)", fix="download it again")
         body = file.read(length)
     try:
         entries = json.loads(body)
     except ValueError as error:
-        raise UsageError(f"{path} has no readable safetensors header ({error}); download it again") from error
+        raise UsageError(f"{path} has no readable safetensors header ({error})", fix="download it again") from error
     metadata = entries.pop("__metadata__", {})
     begin = 8 + length
     spans = [
@@ -67,10 +67,12 @@ def read_shard(path: Path) -> Shard:
     position = begin
     for span in spans:
         if span.start != position:
-            raise UsageError(f"{path}: tensor {span.name} does not follow the one before it; download the file again")
+            raise UsageError(
+                f"tensor {span.name} does not follow the one before it", place=path, fix="download the file again"
+            )
         position = span.end
     if position != size:
-        raise UsageError(f"{path} holds {size} bytes where its header promises {position}; download it again")
+        raise UsageError(f"{path} holds {size} bytes where its header promises {position}", fix="download it again")
     return Shard(path, prefix + body, metadata, tuple(spans))
 
 

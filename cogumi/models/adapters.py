@@ -26,7 +26,7 @@ def lora_config(lora: dict[str, Any], revision: str | None = None) -> LoraConfig
     try:
         return LoraConfig(**{**DEFAULTS, "task_type": "CAUSAL_LM", "revision": revision, **lora})
     except (ValueError, TypeError) as error:
-        raise UsageError(f"lora: {' '.join(str(error).split())}") from error
+        raise UsageError(" ".join(str(error).split()), key="lora") from error
 
 
 def refuse_unmatched(lora: dict[str, Any], of_base: Any) -> None:
@@ -52,8 +52,9 @@ def refuse_unmatched(lora: dict[str, Any], of_base: Any) -> None:
     near = dict.fromkeys(found for word in words for found in difflib.get_close_matches(word, linear, n=1))
     meant = f"did you mean {', '.join(near)}? " if near else ""
     raise UsageError(
-        f"lora.target_modules: {', '.join(words)}: no module of {type(base).__name__} matches; "
-        f"{meant}its linear modules are {', '.join(linear)} (all-linear takes them all)"
+        f"{', '.join(words)}: no module of {type(base).__name__} matches",
+        key="lora.target_modules",
+        fix=f"{meant}its linear modules are {', '.join(linear)} (all-linear takes them all)",
     )
 
 

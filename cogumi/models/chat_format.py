@@ -21,14 +21,15 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     if path.is_file():
         template = path.read_text(encoding="utf-8")
     elif name.startswith("cogumi:"):
-        raise UsageError(f"train.chat_template_path: {name} is not known; there is {', '.join(HERE)}")
+        raise UsageError(f"{name} is not known", key="train.chat_template_path", fix=f"there is {', '.join(HERE)}")
     else:
         template, tokens = template_of(name)
     missing = [token for token in tokens if token in template and token not in tokenizer.get_vocab()]
     if missing:
         raise UsageError(
-            f"train.chat_template_path: the template of {name} writes {', '.join(missing)}, which {tokenizer.name_or_path} has "
-            "no tokens for; take one without control tokens, such as cogumi:tulu, or that model itself"
+            f"the template of {name} writes {', '.join(missing)}, which {tokenizer.name_or_path} has no tokens for",
+            key="train.chat_template_path",
+            fix="take one without control tokens, such as cogumi:tulu, or that model itself",
         )
     tokenizer.chat_template = template
 
@@ -40,10 +41,10 @@ def template_of(name: str) -> tuple[str, list[str]]:
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise UsageError(
-            f"train.chat_template_path: {name} is no .jinja file, and no model with a tokenizer: {first}"
+            f"{name} is no .jinja file, and no model with a tokenizer: {first}", key="train.chat_template_path"
         ) from None
     if not isinstance(other.chat_template, str):
-        raise UsageError(f"train.chat_template_path: the tokenizer of {name} has no chat template")
+        raise UsageError(f"the tokenizer of {name} has no chat template", key="train.chat_template_path")
     return other.chat_template, list(other.get_added_vocab())
 
 
@@ -51,6 +52,8 @@ def use_end_token(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
     """Let `train.eos_token` end a turn. Raises UsageError where the vocabulary has no such token."""
     if token not in tokenizer.get_vocab():
         raise UsageError(
-            f"train.eos_token: {token!r} is not in the vocabulary of {tokenizer.name_or_path}; name one that is"
+            f"{token!r} is not in the vocabulary of {tokenizer.name_or_path}",
+            key="train.eos_token",
+            fix="name one that is",
         )
     tokenizer.eos_token = token

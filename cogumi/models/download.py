@@ -138,8 +138,12 @@ def find_commit(name: str, revision: str | None = None) -> str | None:
             get_hf_file_metadata(hf_hub_url(name, "config.json", revision=commit))
     except RemoteEntryNotFoundError:
         raise UsageError(
-            f"model.name: {name} holds no config.json, so transformers cannot load it; an adapter is started from with "
-            "model.adapter, and a GGUF file has a full-precision original to name instead"
+            f"{name} holds no config.json, so transformers cannot load it",
+            key="model.name",
+            fix=(
+                "an adapter is started from with model.adapter, and a GGUF file has a "
+                "full-precision original to name instead"
+            ),
         ) from None
     except (HfHubHTTPError, RevisionResolutionError, httpx.TransportError, OfflineModeIsEnabled) as error:
         raise refusal(name, revision, error) from None
@@ -174,7 +178,9 @@ def plan_download(name: str, commit: str | None) -> Download | None:
         )
     elif absent := [path for path in weights if path not in every]:
         raise UsageError(
-            f"model.name: {name} lacks {absent[0]}, which the index of its weights names; it cannot be loaded"
+            f"{name} lacks {absent[0]}, which the index of its weights names",
+            key="model.name",
+            fix="it cannot be loaded",
         )
     wanted = {*weights, *(path for path in every if is_beside(path))}
     download = Download(name, commit, tuple(every[path] for path in sorted(wanted)))
@@ -213,8 +219,9 @@ def fetch(download: Download, told: Callable[[int, int], None] | None = None) ->
         if error.errno in NO_SPACE:
             so_far = f"{spoken(download.here)} of {spoken(total)} are here"
             raise UsageError(
-                f"model.name: {cache()}: {error.strerror} while {download.name} was fetched ({so_far}); make room, or set "
-                "HF_HOME to a directory on another disk"
+                f"{cache()}: {error.strerror} while {download.name} was fetched ({so_far})",
+                key="model.name",
+                fix="make room, or set HF_HOME to a directory on another disk",
             ) from None
         if isinstance(error, HfHubHTTPError):
             raise refusal(download.name, download.commit, error) from None
@@ -336,8 +343,9 @@ def refuse_incomplete(name: str, commit: str, every: Mapping[str, RemoteFile], w
             f"{len(absent)} of {len(weights)} files of its weights, the first {absent[0]}" if absent else "its weights"
         )
         raise UsageError(
-            f"model.name: {cache()} has {name} without {what}, and nobody answers at {constants.ENDPOINT}: connect, or "
-            "unset HF_HUB_OFFLINE"
+            f"{cache()} has {name} without {what}, and nobody answers at {constants.ENDPOINT}: "
+            "connect, or unset HF_HUB_OFFLINE",
+            key="model.name",
         )
 
 
@@ -366,8 +374,9 @@ def refuse_no_room(download: Download) -> None:
     (disk,) = disks_of([Need("model", cache(), missing, missing, 2 * len(download.missing))], ask=True)
     if disk.refusal:
         raise UsageError(
-            f"model.name: {download}; {disk.filesystem.mount} has {spoken(disk.filesystem.space.free)} free: "
-            f"{disk.refusal}; make room, or set HF_HOME to a directory on another disk"
+            f"{download}; {disk.filesystem.mount} has {spoken(disk.filesystem.space.free)} free: {disk.refusal}",
+            key="model.name",
+            fix="make room, or set HF_HOME to a directory on another disk",
         )
 
 
@@ -396,7 +405,7 @@ def refusal(name: str, revision: str | None, error: Exception) -> UsageError:
             f"no model at {name!r}: there is no such directory, the cache {cache()} does not have it, and nobody answers "
             f"at {constants.ENDPOINT}: give a directory, connect, or unset HF_HUB_OFFLINE"
         )
-    return UsageError(f"model.name: {text}")
+    return UsageError(text, key="model.name")
 
 
 def nearest(name: str) -> str:

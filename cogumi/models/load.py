@@ -38,18 +38,24 @@ def resolve_model(name: str, revision: str | None = None) -> str:
     if name.startswith(PREFIX):
         kind = name.removeprefix(PREFIX)
         if kind not in KINDS:
-            raise UsageError(f"model.name: {name} is not known; there are {', '.join(PREFIX + each for each in KINDS)}")
+            raise UsageError(
+                f"{name} is not known", key="model.name", fix=f"there are {', '.join(PREFIX + each for each in KINDS)}"
+            )
         return str(random_base_path(name))
     if name.startswith(("/", "./", "../", "~")) and not Path(name).is_dir():
-        raise UsageError(f"model.name: {name}: no such directory; give one that is there, a hub id or {SMALL_BASE}")
+        raise UsageError(
+            f"{name}: no such directory", key="model.name", fix=f"give one that is there, a hub id or {SMALL_BASE}"
+        )
     if Path(name).is_dir() and not (Path(name) / "config.json").exists():
         raise UsageError(
-            f"model.name: {name} holds no config.json, so it is no model; an adapter goes into its base by `cogumi merge`"
+            f"{name} holds no config.json, so it is no model",
+            key="model.name",
+            fix="an adapter goes into its base by `cogumi merge`",
         )
     try:
         AutoConfig.from_pretrained(name, revision=revision)
     except (OSError, ValueError) as error:
-        raise UsageError(f"model.name: {why_not(name, str(error).splitlines()[0])}") from None
+        raise UsageError(why_not(name, str(error).splitlines()[0]), key="model.name") from None
     return name
 
 
@@ -70,10 +76,12 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0].removesuffix(" from one of: ")
-        raise UsageError(f"model.name: {name!r} has no tokenizer that can be loaded: {first}") from None
+        raise UsageError(f"{name!r} has no tokenizer that can be loaded: {first}", key="model.name") from None
     if tokenizer.eos_token is None:
         raise UsageError(
-            f"model.name: the tokenizer of {name!r} has no eos_token, so no completion could end; set one in its config"
+            f"the tokenizer of {name!r} has no eos_token, so no completion could end",
+            key="model.name",
+            fix="set one in its config",
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -99,7 +107,7 @@ def load_model(
         refuse_quantized_already(name, AutoConfig.from_pretrained(name, revision=revision))
         if importlib.util.find_spec("bitsandbytes") is None:
             install = pip("install bitsandbytes")
-            raise UsageError(f"model.quantization_config: bitsandbytes is not installed; run: {install}")
+            raise UsageError("bitsandbytes is not installed", key="model.quantization_config", fix=f"run: {install}")
         # Only then: None would take away what the config of a quantized checkpoint says.
         loading["quantization_config"] = quantization_settings(quantization, dtype)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, revision=revision, **loading)
@@ -122,8 +130,9 @@ def refuse_quantized_already(name: str, config: PreTrainedConfig) -> None:
     found = quantization_of(config)
     if found is not None:
         raise UsageError(
-            f"model.quantization_config: {name} is quantized already ({found.type or found.method}); drop "
-            "model.quantization_config to train on that, or set model.name to the full-precision model"
+            f"{name} is quantized already ({found.type or found.method})",
+            key="model.quantization_config",
+            fix=("drop model.quantization_config to train on that, or set model.name to the full-precision model"),
         )
 
 
@@ -141,14 +150,17 @@ def refuse_wrong_layers(model: PreTrainedModel) -> None:
     layers = quantized_layers(model)
     if not layers:
         raise UsageError(
-            f"model.quantization_config: {type(model).__name__} has no linear layers that bitsandbytes could quantize "
-            "(transformers' experts are none); drop it"
+            f"{type(model).__name__} has no linear layers that bitsandbytes could quantize "
+            "(transformers' experts are none)",
+            key="model.quantization_config",
+            fix="drop it",
         )
     head = next((name for name, module in layers.items() if module is model.get_output_embeddings()), None)
     if head is not None:
         raise UsageError(
-            f"model.quantization_config.llm_int8_skip_modules replaces transformers' own list, so {head} would be "
-            f"quantized, which TRL's losses read as it is; add {head} to the list"
+            "model.quantization_config.llm_int8_skip_modules replaces transformers' own list, so "
+            f"{head} would be quantized, which TRL's losses read as it is",
+            fix=f"add {head} to the list",
         )
 
 
@@ -166,8 +178,11 @@ def refuse_misread(model: PreTrainedModel) -> None:
         skip = ", ".join(dict.fromkeys([*skipped, *(name.rpartition(".")[2] for name in misread)]))
         fix = f"set model.quantization_config.llm_int8_skip_modules: [{skip}], or run on a GPU"
     raise UsageError(
-        f"model: bitsandbytes {version('bitsandbytes')} misreads 4-bit weights of {layers[misread[0]].in_features} "
-        f"columns on this CPU, as {misread[0]} has ({len(misread)} layers in all); {fix}"
+        f"bitsandbytes {version('bitsandbytes')} misreads 4-bit weights of "
+        f"{layers[misread[0]].in_features} columns on this CPU, as {misread[0]} has ({len(misread)} "
+        "layers in all)",
+        key="model",
+        fix=fix,
     )
 
 

@@ -28,9 +28,11 @@ def use_loraplus(trainer: Any, ratio: float) -> None:
     Raises UsageError where there is no LoRA, for an optimizer that makes its own groups, and for one that is there already.
     """
     if not isinstance(trainer.model, PeftModel):
-        raise UsageError("cogumi.loraplus_lr_ratio is for LoRA, and this run trains the whole model; drop it")
+        raise UsageError("cogumi.loraplus_lr_ratio is for LoRA, and this run trains the whole model", fix="drop it")
     if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
-        raise UsageError("LoRA+ chooses the groups of the optimizer that train.optim names; give the trainer none")
+        raise UsageError(
+            "LoRA+ chooses the groups of the optimizer that train.optim names", fix="give the trainer none"
+        )
     plain = trainer.get_optimizer_cls_and_kwargs
 
     # Asked again for each optimizer: a forecast makes one too, and transformers takes "params" out of what it is given.
@@ -38,8 +40,9 @@ def use_loraplus(trainer: Any, ratio: float) -> None:
         cls, kwargs = plain(args, model)
         if is_optimizer_factory(cls) or "lr" not in kwargs or any(key in kwargs for key in GROUPS_OF_ITS_OWN):
             raise UsageError(
-                f"cogumi.loraplus_lr_ratio: train.optim {args.optim.value} makes parameter groups of its own; set another one, "
-                "such as adamw_torch or adamw_8bit, or drop the ratio"
+                f"train.optim {args.optim.value} makes parameter groups of its own",
+                key="cogumi.loraplus_lr_ratio",
+                fix="set another one, such as adamw_torch or adamw_8bit, or drop the ratio",
             )
         return cls, {**kwargs, "params": loraplus_groups(model, kwargs["lr"], ratio, args.weight_decay)}
 

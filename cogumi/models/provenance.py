@@ -140,4 +140,4 @@ def entry(path: Path, value: dict[str, Any], key: str, kind: type) -> Any:
 
 
 def damaged(path: Path, what: str) -> UsageError:
-    return UsageError(f"{path} {what}; delete it and pass base=<the model this adapter was trained on>")
+    return UsageError(f"{path} {what}", fix="delete it and pass base=<the model this adapter was trained on>")

@@ -66,8 +66,8 @@ def lora_of(adapter: Path, given: dict[str, Any]) -> dict[str, Any]:
         )  # compared when the model is there to expand it
         if not expands and ours[key] != theirs[key]:
             raise UsageError(
-                f"lora.{key} is {shown(ours[key])}, and model.adapter {adapter} was trained with {shown(theirs[key])}; "
-                f"drop lora.{key}: the run takes it from the adapter"
+                f"lora.{key} is {shown(ours[key])}, and model.adapter {adapter} was trained with {shown(theirs[key])}",
+                fix=f"drop lora.{key}: the run takes it from the adapter",
             )
     plain = complete({}, adapter)
     kept = {key: jsonable(value) for key, value in theirs.items() if value != plain[key] or key in DEFAULTS}
@@ -80,11 +80,13 @@ def read_adapter_config(adapter: Path) -> dict[str, Any]:
         inside = adapter / "adapter"
         hint = f"; did you mean {inside}?" if (inside / "adapter_config.json").is_file() else ""
         what = "holds no adapter_config.json" if adapter.is_dir() else "is not a directory"
-        raise UsageError(f"model.adapter: {adapter} {what}{hint or '; give the adapter/ of an earlier run'}")
+        raise UsageError(f"{adapter} {what}{hint or '; give the adapter/ of an earlier run'}", key="model.adapter")
     config = read_json(adapter / "adapter_config.json", "adapter config")
     refuse_kind(adapter, config)
     if not (adapter / ADAPTER_WEIGHTS).is_file():
-        raise UsageError(f"model.adapter: {adapter} has no {ADAPTER_WEIGHTS}; save it again with save_pretrained")
+        raise UsageError(
+            f"{adapter} has no {ADAPTER_WEIGHTS}", key="model.adapter", fix="save it again with save_pretrained"
+        )
     spans = read_shard(adapter / ADAPTER_WEIGHTS).spans
     refuse_broken_names(adapter, spans)
     refuse_empty_or_broken(adapter, spans)
@@ -109,7 +111,9 @@ def refuse_kind(adapter: Path, config: dict[str, Any]) -> None:
         what = f"sets {unknown[0]}, which the installed PEFT does not know"
     else:
         return
-    raise UsageError(f"model.adapter: {adapter} {what}; merge it (cogumi merge) and set model.name to the result")
+    raise UsageError(
+        f"{adapter} {what}", key="model.adapter", fix="merge it (cogumi merge) and set model.name to the result"
+    )
 
 
 def refuse_unchanging(adapter: Path) -> None:
@@ -119,7 +123,9 @@ def refuse_unchanging(adapter: Path) -> None:
     pairs = {up: down for up, down in pairs.items() if up != down and not up.endswith(".bias")}
     if not any(bool(tensors[up].any()) and bool(tensors[down].any()) for up, down in pairs.items()):
         what = "every lora_A or lora_B is zero" if pairs else "it holds no lora_A and lora_B"
-        raise UsageError(f"model.adapter: {adapter} changes nothing ({what}); was it saved before training?")
+        raise UsageError(
+            f"{adapter} changes nothing ({what})", key="model.adapter", fix="was it saved before training?"
+        )
 
 
 def complete(lora: dict[str, Any], where: Path) -> dict[str, Any]:
@@ -155,27 +161,31 @@ def refuse_other_base(adapter: Path, config: Any, revision: str | None) -> str:
     name, commit = config._name_or_path, getattr(config, "_commit_hash", None)
     if record is None:
         raise UsageError(
-            f"model.adapter: {adapter} does not record its base; if it is {name}, write that into its adapter_config.json "
-            "as base_model_name_or_path"
+            f"{adapter} does not record its base",
+            key="model.adapter",
+            fix=(f"if it is {name}, write that into its adapter_config.json as base_model_name_or_path"),
         )
     sample = weights_sample(name)
     if None not in (record.weights, sample):
         if record.weights != sample:
             raise UsageError(
-                f"model.adapter: {adapter} was trained on other weights than {name} holds now; "
-                f"set model.name to the model it was trained on (then at {record.name})"
+                f"{adapter} was trained on other weights than {name} holds now",
+                key="model.adapter",
+                fix=f"set model.name to the model it was trained on (then at {record.name})",
             )
         return f"the weights of {name} are those that it was trained on"
     if not same_place(record.name, name):
         raise UsageError(
-            f"model.adapter: {adapter} was trained on {record.name}, and model.name is {name}; "
-            f"set model.name: {record.name}"
+            f"{adapter} was trained on {record.name}, and model.name is {name}",
+            key="model.adapter",
+            fix=f"set model.name: {record.name}",
         )
     known = record.commit or (record.revision if HASH.fullmatch(record.revision or "") else None)
     if None not in (known, commit) and known != commit:
         raise UsageError(
-            f"model.adapter: {adapter} was trained on commit {known} of {name}, and this is {commit}; "
-            f"set model.revision: {known}"
+            f"{adapter} was trained on commit {known} of {name}, and this is {commit}",
+            key="model.adapter",
+            fix=f"set model.revision: {known}",
         )
     if known is not None and known == commit:
         return f"it was trained on {name} at commit {known}"
@@ -214,7 +224,9 @@ def load_adapter(model: Any, adapter: Path, lora: dict[str, Any], revision: str 
             adapted = PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
     except RuntimeError as error:  # torch's, where shapes differ
         first = " ".join(str(error).split())[:300]
-        raise UsageError(f"model.adapter: {adapter} does not fit {model.config._name_or_path}: {first}") from error
+        raise UsageError(
+            f"{adapter} does not fit {model.config._name_or_path}: {first}", key="model.adapter"
+        ) from error
     if lora.get("target_modules") == "all-linear":
         refuse_left_out(adapted, adapter)
     config: Any = adapted.peft_config[TRAINED]
@@ -241,8 +253,10 @@ def refuse_other_base_weights(model: Any, adapter: Path) -> None:
             continue
         if base[name].shape != saved.shape or not torch.equal(base[name].cpu(), saved.to(base[name].dtype)):
             raise UsageError(
-                f"model.adapter: {adapter} brings a {name} {list(saved.shape)} that is not the base's "
-                f"{list(base[name].shape)}: a resized or retrained vocabulary; merge it and set model.name to the result"
+                f"{adapter} brings a {name} {list(saved.shape)} that is not the base's "
+                f"{list(base[name].shape)}: a resized or retrained vocabulary",
+                key="model.adapter",
+                fix="merge it and set model.name to the result",
             )
 
 
@@ -257,8 +271,9 @@ def refuse_left_out(model: Any, adapter: Path) -> None:
     ]
     if left:
         raise UsageError(
-            f"lora.target_modules is all-linear, and model.adapter {adapter} leaves out {left[0]} ({len(left)} layers in "
-            "all); drop lora.target_modules: the run takes it from the adapter"
+            f"lora.target_modules is all-linear, and model.adapter {adapter} leaves out {left[0]} "
+            f"({len(left)} layers in all)",
+            fix="drop lora.target_modules: the run takes it from the adapter",
         )
 
 
@@ -273,8 +288,10 @@ def settle(trainer: Any, adapter: Path, compares: bool) -> None:
     model, saved = trainer.model, load_file(adapter / ADAPTER_WEIGHTS)
     if compares and trainer.ref_model is not None:
         raise UsageError(
-            f"model.adapter: {type(trainer).__name__} compares with a model of its own, where the reference is the policy in "
-            f"{adapter}; merge that and set model.name to the result"
+            f"{type(trainer).__name__} compares with a model of its own, where the reference is the "
+            f"policy in {adapter}",
+            key="model.adapter",
+            fix="merge that and set model.name to the result",
         )
     if compares and REFERENCE not in model.peft_config:
         model.add_adapter(REFERENCE, model.peft_config[TRAINED])
@@ -282,8 +299,9 @@ def settle(trainer: Any, adapter: Path, compares: bool) -> None:
     copied = [place(model, saved, name) for name in names]
     if copied[1:] != [True] * len(copied[1:]) and trainer.args.to_dict().get("precompute_ref_log_probs"):
         raise UsageError(
-            "train.precompute_ref_log_probs: TRL computed them before the reference was whole, as it does with adapters on "
-            "embeddings; drop it"
+            "TRL computed them before the reference was whole, as it does with adapters on embeddings",
+            key="train.precompute_ref_log_probs",
+            fix="drop it",
         )
     for name in names:
         prove(model, saved, name, adapter)

@@ -52,7 +52,9 @@ def side_by_side(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) -> 
     prompts = [prompt for prompt in columns[-1][1] if all(prompt in of for _, of in columns)]
     if not prompts:
         named = ", ".join(name for name, _ in columns)
-        raise UsageError(f"{named}: no prompt was completed in all of them; runs with other data are shown one by one")
+        raise UsageError(
+            "no prompt was completed in all of them", place=named, fix="runs with other data are shown one by one"
+        )
     shown = [example(prompt, [(name, of[prompt]) for name, of in columns]) for prompt in prompts]
     legend = LEGEND if len(columns) > 1 else ""
     return SideBySide(legend + "\n".join(shown))
@@ -89,8 +91,12 @@ def looks(run_dir: Path) -> dict[int, dict[str, Row]]:
         found.setdefault(int(row["step"]), {})[row["prompt"]] = row
     if not found:
         raise UsageError(
-            f"{run_dir}: no completions there yet; a run with held-out rows (data.eval_rows) writes them before its "
-            "training, at its end, and every cogumi.samples_every steps"
+            "no completions there yet",
+            place=run_dir,
+            fix=(
+                "a run with held-out rows (data.eval_rows) writes them before its training, at its "
+                "end, and every cogumi.samples_every steps"
+            ),
         )
     return found
 

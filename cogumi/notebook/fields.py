@@ -45,7 +45,7 @@ class Field:
             if self.kind == "number":
                 return text  # its binding says what it should be
             problem = " ".join(str(getattr(error, "problem", None) or error).split())
-            raise UsageError(f"{text!r} is not valid YAML: {problem}; it is {self.of}") from None
+            raise UsageError(f"{text!r} is not valid YAML: {problem}", fix=f"it is {self.of}") from None
 
     def shown(self, value: Any) -> str:
         """A value as it is typed."""
@@ -171,5 +171,5 @@ def plain(value: Any) -> Any:
     try:
         yaml.safe_dump(value)
     except yaml.representer.RepresenterError:
-        raise UsageError(f"{value!r} is nothing that a YAML can hold; write it as text or numbers") from None
+        raise UsageError(f"{value!r} is nothing that a YAML can hold", fix="write it as text or numbers") from None
     return value

@@ -68,7 +68,7 @@ def curves(run_dir: str | PathLike[str]) -> "Drawing":
     found.read()
     plots = found.plots()
     if not plots:
-        raise UsageError(f"{run}: nothing is logged there yet; there are no curves")
+        raise UsageError("nothing is logged there yet", place=run, fix="there are no curves")
     flags = flags_at(read_if_there(run / "flags.json"))
     marked = [(*flag, PLOT_OF.get(flag[2], "")) for flag in flags]
     titles = {plot.title for plot, _ in plots}
@@ -132,7 +132,7 @@ def rewards(run_dir: str | PathLike[str]) -> "Drawing":
     run = Path(run_dir)
     steps, values, broken = rewards_of(run / ROLLOUTS)
     if not len(steps):
-        raise UsageError(f"{run}: no rewards of single completions there ({ROLLOUTS} is written by a gspo run)")
+        raise UsageError(f"no rewards of single completions there ({ROLLOUTS} is written by a gspo run)", place=run)
     quarter = max(1, math.ceil(len(np.unique(steps)) / 4))
     early, late = np.unique(steps)[quarter - 1], np.unique(steps)[-quarter]
     parts = [values[steps <= early], values[steps >= late]]
@@ -216,8 +216,9 @@ def draw_bands(ax: "Axes", steps: np.ndarray, quantiles: np.ndarray) -> None:
 def taken_for(figure: str, call: str, given: object) -> UsageError:
     """The other figures take a run's directory, so these are given one too."""
     return UsageError(
-        f"figures.{figure}: takes what {call} returned, not the {type(given).__name__} {given!s:.100}; "
-        "of a run that is there it is drawn by its report: run.report()"
+        f"takes what {call} returned, not the {type(given).__name__} {given!s:.100}",
+        key=f"figures.{figure}",
+        fix="of a run that is there it is drawn by its report: run.report()",
     )
 
 
@@ -332,7 +333,7 @@ def delta_by_layer(merged: "str | PathLike[str] | MergeReport") -> "Drawing":
     directory = Path(getattr(merged, "out", None) or merged)  # type: ignore[arg-type]
     groups, outside = deltas(directory)
     if not groups:
-        raise UsageError(f"{directory}: no layer was changed by a merge there")
+        raise UsageError("no layer was changed by a merge there", place=directory)
     most = max((of[kind][layer][0], kind, layer) for of in groups.values() for kind in of for layer in of[kind])
     words = f"the largest change is {most[0]:.2%} of {most[1]} of layer {most[2]}"
     if outside:
@@ -392,5 +393,5 @@ def merge_manifest(directory: Path) -> dict[str, Any]:
     """What `cogumi.merge` wrote beside the model. Raises UsageError where it wrote nothing."""
     found = read_if_there(directory / MERGE_MANIFEST)
     if not found:
-        raise UsageError(f"{directory}: no {MERGE_MANIFEST} there; name a directory that cogumi merged into")
+        raise UsageError(f"no {MERGE_MANIFEST} there", place=directory, fix="name a directory that cogumi merged into")
     return found

@@ -110,7 +110,9 @@ class Form:
         """Give a key (`train.max_steps`) a value, and add it if it is not there. It is not checked before `problem` is read."""
         *above, name = key.split(".")
         if above[:1] == [] or above[0] not in SECTIONS:
-            raise UsageError(f"{key} names no key; the sections are {', '.join(SECTIONS)}, as in train.max_steps")
+            raise UsageError(
+                f"{key} names no key", fix=f"the sections are {', '.join(SECTIONS)}, as in train.max_steps"
+            )
         inner = self.values
         for each in above:
             if not isinstance(inner.get(each), dict):
@@ -218,15 +220,15 @@ class Form:
         if problem := self.problem:
             raise UsageError(f"{path} is not written: {problem}")
         if path.is_dir():
-            raise UsageError(f"{path} is a directory; name a file in it, such as {path / 'run.yaml'}")
+            raise UsageError(f"{path} is a directory", fix=f"name a file in it, such as {path / 'run.yaml'}")
         if path.exists() and not replace:
             raise UsageError(
-                f"{path} exists; name another file, or replace it: form.write({str(path)!r}, replace=True)"
+                f"{path} exists", fix=f"name another file, or replace it: form.write({str(path)!r}, replace=True)"
             )
         try:
             write_atomic(path, self.yaml)
         except OSError as error:
-            raise UsageError(f"{path}: cannot be written ({error.strerror}); name another place") from None
+            raise UsageError(f"cannot be written ({error.strerror})", place=path, fix="name another place") from None
         return path
 
     # ------------------------------------------------------------------------------------------------ how it looks

@@ -49,7 +49,7 @@ def write_report(run_dir: str | PathLike[str], out: str | PathLike[str] | None =
     try:
         write_atomic(path, page)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror}; name another file (--out)") from None
+        raise UsageError(f"cannot be written: {error.strerror}", place=path, fix="name another file (--out)") from None
     return path
 
 

@@ -71,7 +71,9 @@ def apply(choice: str = "auto", model: Any = None) -> PatchStatus:
         return status()
     if _verdict is not None and _replaced:
         if choice not in ("auto", _verdict.strategy):
-            raise UsageError(f"graph_break={choice!r}: {_verdict.strategy} is in place; {UNDO} takes it away first")
+            raise UsageError(
+                f"graph_break={choice!r}: {_verdict.strategy} is in place", fix=f"{UNDO} takes it away first"
+            )
         configure_here()
         if _verdict.strategy == "break_experts" and model is not None:
             put_in_place("break_experts", model)
@@ -232,7 +234,7 @@ def make_branchless() -> None:
 
     if foreign := foreign_matmul():
         raise UsageError(
-            f"graph_break='branchless': bitsandbytes.matmul_4bit is {foreign} already; take that away first"
+            f"graph_break='branchless': bitsandbytes.matmul_4bit is {foreign} already", fix="take that away first"
         )
     put(bitsandbytes, "matmul_4bit", branchless(bitsandbytes.matmul_4bit))
     # The rows that an expert gets are found by `torch.where`, whose length is data too.

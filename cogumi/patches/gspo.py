@@ -53,7 +53,8 @@ def gspo_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if (level := arguments.get("importance_sampling_level", wanted)) != wanted:
         ratio = "per sequence" if name != "gspo-token" else "the sequence's, with each token's gradient"
         raise UsageError(
-            f"importance_sampling_level={level!r} contradicts loss_type={name!r}, whose ratio is {ratio}; drop one"
+            f"importance_sampling_level={level!r} contradicts loss_type={name!r}, whose ratio is {ratio}",
+            fix="drop one",
         )
     # As in TRL, a lone epsilon bounds both sides.
     both = {"epsilon_high": arguments["epsilon"]} if arguments.get("epsilon") is not None else {}
@@ -205,8 +206,8 @@ def _watched(original: Callable[..., None]) -> Callable[..., None]:
             said = str(getattr(config, "loss_type", "")).lower()
             if isinstance(config, grpo_config()) and said in OURS:  # TRL would fail after the first rollout
                 raise UsageError(
-                    f"loss_type is {config.loss_type!r}, set after the config was built; "
-                    f"pass it to it: GRPOConfig(loss_type={said!r}, ...)"
+                    f"loss_type is {config.loss_type!r}, set after the config was built",
+                    fix=f"pass it to it: GRPOConfig(loss_type={said!r}, ...)",
                 )
         original(self, *args, **kwargs)
         if loss_name(self.args) in OURS:

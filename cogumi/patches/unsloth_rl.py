@@ -93,8 +93,8 @@ def import_unsloth() -> Any:
         found = version("unsloth")
         said = " ".join(str(error).split())
         raise UsageError(
-            f"unsloth {found} is installed and does not import here ({type(error).__name__}: {said}); "
-            f"repair it, or `{pip('uninstall unsloth')}` to train with stock TRL, and restart the kernel"
+            f"unsloth {found} is installed and does not import here ({type(error).__name__}: {said})",
+            fix=(f"repair it, or `{pip('uninstall unsloth')}` to train with stock TRL, and restart the kernel"),
         ) from error
 
 

@@ -34,7 +34,7 @@ def before_training(run: RunConfig, base: str, of_base: Any, data: Data, tokeniz
     try:
         lines, figures = apart(Asked(run, base, of_base, sampled.whole(run, data, tokenizer), target))
     except UsageError as error:
-        raise RefusedAtSetup(str(error)) from error
+        raise RefusedAtSetup.like(error) from error
     except RuntimeError as error:
         log.warning("preflight: %s; the run goes on without it", error)
         return

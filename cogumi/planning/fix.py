@@ -35,7 +35,7 @@ def fixed(
 def write_fixed(source: Path, out: Path, changes: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
     """The YAML of `source` with the changes, its comments kept, at `out`. Raises UsageError for a file that is there."""
     if out.exists():
-        raise UsageError(f"--fix {out}: there is such a file already; name another, or remove it")
+        raise UsageError("there is such a file already", key=f"--fix {out}", fix="name another, or remove it")
     load_config(source, **overrides)  # a mistake in it is said with its line
     text = source.read_text(encoding="utf-8")
     document = sections(text)
@@ -51,4 +51,6 @@ def write_fixed(source: Path, out: Path, changes: Mapping[str, Any], overrides: 
     try:
         write_atomic(out, head + with_values(text, document)[0])
     except OSError as error:
-        raise UsageError(f"--fix {out}: cannot be written ({error.strerror}); name another place") from None
+        raise UsageError(
+            f"cannot be written ({error.strerror})", key=f"--fix {out}", fix="name another place"
+        ) from None

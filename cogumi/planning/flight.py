@@ -53,7 +53,7 @@ def foresee(
     refuse_impossible(run.cogumi)
     refuse_blind_check(run)
     if probe and card is not None:
-        raise UsageError("card and probe: ten steps made here say nothing of another card; use one of the two")
+        raise UsageError("card and probe: ten steps made here say nothing of another card", fix="use one of the two")
     if run.model.adapter is not None:
         run.lora = warm_start.lora_of(run.model.adapter, run.lora)
     base = resolve_model(run.model.name, run.model.revision)
@@ -120,7 +120,7 @@ def look_ahead(asked: Asked) -> Ahead:
     try:
         return lines + disk.lines_of(disk.outlook_of(asked.run)), figures
     except (ValueError, ImportError) as error:  # of a setting that the libraries look at when it is first used
-        raise UsageError(f"train: {one_line(error)}") from error
+        raise UsageError(one_line(error), key="train") from error
 
 
 def on_the_target(run: RunConfig, base: str, target: Target) -> tuple[RunConfig, Load, list[Choice]]:

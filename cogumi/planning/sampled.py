@@ -110,7 +110,9 @@ def sample(run: RunConfig, tokenizer: Any, of_base: Any = None) -> Sample:
         rows += sum(map(rows_in, source.files))
     if not examples:
         reasons = ", ".join(f"{count:,} are {reason}" for reason, count in dropped.items())
-        raise UsageError(f"data: of the first {looked_at:,} rows none makes an example: {reasons or 'there are none'}")
+        raise UsageError(
+            f"of the first {looked_at:,} rows none makes an example: {reasons or 'there are none'}", key="data"
+        )
     chosen = max(0, round((rows - held_out_of(rows, run.data.eval_rows)) * run.data.fraction))
     chosen = min(chosen, run.data.max_rows or chosen)
     trained, counted = round(chosen * examples / looked_at), Lengths.of((length, 1) for length in lengths)
@@ -139,7 +141,7 @@ def first_rows(source: Source, count: int) -> pl.DataFrame:
     found = (next(source.batches([file]), None) for file in chosen)
     frames = [frame.head(each) for frame in found if frame is not None and frame.height]
     if not frames:
-        raise UsageError(f"data.source: {chosen[0]} has no rows; check what wrote it, or give another file")
+        raise UsageError(f"{chosen[0]} has no rows", key="data.source", fix="check what wrote it, or give another file")
     return pl.concat(frames, how="vertical_relaxed")
 
 

@@ -33,7 +33,7 @@ def rewards_of(names: Sequence[str]) -> list[Any]:
     Typed as Any, because trl's `reward_funcs` is an invariant list of a union that no list of functions matches.
     """
     if not names:
-        raise UsageError("cogumi.rewards is empty; name at least one reward")
+        raise UsageError("cogumi.rewards is empty", fix="name at least one reward")
     return [own_reward(name) if ":" in name else reward_here(name) for name in names]
 
 
@@ -42,7 +42,9 @@ def reward_here(name: str) -> Reward:
         near = difflib.get_close_matches(name, REWARDS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UsageError(
-            f"cogumi.rewards: no reward {name!r}; {hint}there are: {', '.join(REWARDS)}, and your own as file.py:function"
+            f"no reward {name!r}",
+            key="cogumi.rewards",
+            fix=f"{hint}there are: {', '.join(REWARDS)}, and your own as file.py:function",
         )
     return REWARDS[name]
 
@@ -53,14 +55,16 @@ def own_reward(name: str) -> Reward:
     try:
         module = module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (FileNotFoundError, ModuleNotFoundError) as error:
-        raise UsageError(f"cogumi.rewards: {name}: {error} (looked from {Path.cwd()})") from None
+        raise UsageError(f"{name}: {error} (looked from {Path.cwd()})", key="cogumi.rewards") from None
     except Exception as error:  # the user's own code, which may raise anything
-        raise UsageError(f"cogumi.rewards: {name}: {place} raises {type(error).__name__}: {error}") from error
+        raise UsageError(f"{name}: {place} raises {type(error).__name__}: {error}", key="cogumi.rewards") from error
     found = getattr(module, function, None)
     if not callable(found):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         raise UsageError(
-            f"cogumi.rewards: {place} has no function {function!r}; it has: {', '.join(functions) or 'none'}"
+            f"{place} has no function {function!r}",
+            key="cogumi.rewards",
+            fix=f"it has: {', '.join(functions) or 'none'}",
         )
     return saying_where(name, found)
 
@@ -102,6 +106,8 @@ def refuse_missing_columns(rewards: Sequence[Reward], columns: Collection[str]) 
                 continue
             if parameter.name not in columns:
                 raise UsageError(
-                    f"cogumi.rewards: {reward.__name__} takes `{parameter.name}`, and the prompts come with "
-                    f"{', '.join(sorted(columns))}; say which column of the file it is: data.columns: {{{parameter.name}: ...}}"
+                    f"{reward.__name__} takes `{parameter.name}`, and the prompts come with "
+                    f"{', '.join(sorted(columns))}",
+                    key="cogumi.rewards",
+                    fix=f"say which column of the file it is: data.columns: {{{parameter.name}: ...}}",
                 )

@@ -79,20 +79,23 @@ def takes_rollout_logps(trainer: Any) -> bool:
 def refuse_what_has_no_logps(trainer: Any) -> None:
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
         raise UsageError(
-            "cogumi.behaviour_logps: rollout already divides by vLLM's log-probabilities, and TRL's correction would do "
-            "so again; set train.vllm_importance_sampling_correction: false"
+            "rollout already divides by vLLM's log-probabilities, and TRL's correction would do so again",
+            key="cogumi.behaviour_logps",
+            fix="set train.vllm_importance_sampling_correction: false",
         )
     if trainer.use_vllm or trainer.rollout_func is not None:
         return
     if trainer.args.use_transformers_continuous_batching:
         raise UsageError(
-            "cogumi.behaviour_logps: rollout needs the sampler's log-probabilities, which continuous batching does not "
-            "report; remove train.use_transformers_continuous_batching"
+            "rollout needs the sampler's log-probabilities, which continuous batching does not report",
+            key="cogumi.behaviour_logps",
+            fix="remove train.use_transformers_continuous_batching",
         )
     if (trainer.generation_config.num_beams or 1) > 1:
         raise UsageError(
-            "cogumi.behaviour_logps: rollout needs sampling, and train.generation_kwargs.num_beams asks for beam "
-            "search; remove num_beams"
+            "rollout needs sampling, and train.generation_kwargs.num_beams asks for beam search",
+            key="cogumi.behaviour_logps",
+            fix="remove num_beams",
         )
 
 

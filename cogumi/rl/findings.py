@@ -59,7 +59,7 @@ def accepted() -> frozenset[str]:
 def known(names: Iterable[str]) -> frozenset[str]:
     given = [names] if isinstance(names, str) else list(names)
     if unknown := [name for name in given if name not in NAMES]:
-        raise UsageError(f"accept={given!r}: {unknown[0]!r} is no finding; there are: {', '.join(NAMES)}")
+        raise UsageError(f"accept={given!r}: {unknown[0]!r} is no finding", fix=f"there are: {', '.join(NAMES)}")
     return frozenset(given)
 
 

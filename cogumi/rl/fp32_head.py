@@ -49,8 +49,9 @@ def fp32_lm_head(trainer: Any) -> None:
     """
     if trainer.args.cast_lm_head_to_fp32:
         raise UsageError(
-            "train.cast_lm_head_to_fp32: true would turn the weights themselves into fp32, beside cogumi.fp32_lm_head: "
-            "true, which leaves them as they are; remove train.cast_lm_head_to_fp32"
+            "train.cast_lm_head_to_fp32: true would turn the weights themselves into fp32, beside "
+            "cogumi.fp32_lm_head: true, which leaves them as they are",
+            fix="remove train.cast_lm_head_to_fp32",
         )
     policy, reference = plain_model(trainer.model), trainer.ref_model
     models = [policy] if reference is None else [policy, plain_model(reference)]
@@ -104,13 +105,14 @@ def untrained_head(model: Any) -> nn.Linear:
     head = model.get_output_embeddings()
     if isinstance(head, BaseTunerLayer | AuxiliaryTrainingWrapper):
         raise UsageError(
-            "cogumi.fp32_lm_head: true does not work with an adapter on the head; take lm_head out of "
-            "lora.target_modules and lora.modules_to_save"
+            "cogumi.fp32_lm_head: true does not work with an adapter on the head",
+            fix="take lm_head out of lora.target_modules and lora.modules_to_save",
         )
     if type(head) is not nn.Linear or not head.weight.dtype.is_floating_point:
         raise UsageError(
             f"cogumi.fp32_lm_head: true needs a plain Linear head and {type(model).__name__} has "
-            f"{type(head).__module__}.{type(head).__name__}; remove cogumi.fp32_lm_head, or load the head unquantized"
+            f"{type(head).__module__}.{type(head).__name__}",
+            fix="remove cogumi.fp32_lm_head, or load the head unquantized",
         )
     return head
 
@@ -134,6 +136,7 @@ def require_unsloth_in_fp32() -> None:
     flag = scorer.parameters.get("fp32_lm_head")
     if flag is None or flag.default is not True:
         raise UsageError(
-            "cogumi.fp32_lm_head: true needs UNSLOTH_VLLM_FP32_LM_HEAD=1 in the environment before unsloth is "
-            "imported (unsloth 2026.10.9 or newer); set it and start again"
+            "cogumi.fp32_lm_head: true needs UNSLOTH_VLLM_FP32_LM_HEAD=1 in the environment before "
+            "unsloth is imported (unsloth 2026.10.9 or newer)",
+            fix="set it and start again",
         )

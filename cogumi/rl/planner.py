@@ -123,7 +123,7 @@ def plan_batch(
     needed and what is there where not even one document fits.
     """
     if num_generations < 2:
-        raise UsageError(f"train.num_generations is {num_generations}; an advantage needs a group of at least 2")
+        raise UsageError(f"train.num_generations is {num_generations}", fix="an advantage needs a group of at least 2")
     documents = documents_of(documents_per_step, prompts_per_step, num_generations)
     pinned = per_device_train_batch_size
     refuse_uneven(documents, prompts_per_step, num_generations, mini_batches_per_rollout, world_size, pinned)
@@ -170,15 +170,16 @@ def documents_of(documents_per_step: int | None, prompts_per_step: int | None, n
         if documents_per_step is None:
             raise UsageError("a step has no size: set cogumi.docs_per_step, or cogumi.prompts_per_step")
         if documents_per_step < 1:
-            raise UsageError(f"cogumi.docs_per_step is {documents_per_step}; at least 1")
+            raise UsageError(f"cogumi.docs_per_step is {documents_per_step}", fix="at least 1")
         return documents_per_step
     if prompts_per_step < 1:
-        raise UsageError(f"cogumi.prompts_per_step is {prompts_per_step}; at least 1")
+        raise UsageError(f"cogumi.prompts_per_step is {prompts_per_step}", fix="at least 1")
     product = prompts_per_step * num_generations
     if documents_per_step not in (None, product):
         raise UsageError(
-            f"cogumi.docs_per_step is {documents_per_step}, and cogumi.prompts_per_step {prompts_per_step} x "
-            f"train.num_generations {num_generations} is {product}; drop one of the two"
+            f"cogumi.docs_per_step is {documents_per_step}, and cogumi.prompts_per_step "
+            f"{prompts_per_step} x train.num_generations {num_generations} is {product}",
+            fix="drop one of the two",
         )
     return product
 
@@ -215,11 +216,12 @@ def refuse_uneven(
     why = ", and ".join(reasons)
     if prompts_per_step is None:
         nearest = nearest_multiples(documents, unit)
-        raise UsageError(f"cogumi.docs_per_step {documents} cannot be cut up exactly: {why}; take {nearest}")
+        raise UsageError(f"cogumi.docs_per_step {documents} cannot be cut up exactly: {why}", fix=f"take {nearest}")
     nearest = nearest_multiples(prompts_per_step, math.lcm(unit, num_generations) // num_generations)
     raise UsageError(
-        f"cogumi.prompts_per_step {prompts_per_step} x train.num_generations {num_generations} = {documents} documents "
-        f"cannot be cut up exactly: {why}; take {nearest} prompts"
+        f"cogumi.prompts_per_step {prompts_per_step} x train.num_generations {num_generations} = "
+        f"{documents} documents cannot be cut up exactly: {why}",
+        fix=f"take {nearest} prompts",
     )
 
 
@@ -299,7 +301,7 @@ def whole_rollout(dataset: Dataset, prompts_per_rollout: int) -> tuple[Dataset, 
     """
     prompts = len(dataset)
     if prompts == 0:
-        raise UsageError("the data set has no prompts; nothing can be trained on it")
+        raise UsageError("the data set has no prompts", fix="nothing can be trained on it")
     if prompts >= prompts_per_rollout:
         return dataset, None
     times = math.ceil(prompts_per_rollout / prompts)
@@ -317,13 +319,14 @@ def check_groups(arguments: Mapping[str, Any], world_size: int = 1) -> None:
     group, per_device = values["num_generations"], values["per_device_train_batch_size"]
     refuse_small_group(group)
     if per_device < 1:
-        raise UsageError(f"train.per_device_train_batch_size is {per_device}; set at least 1")
+        raise UsageError(f"train.per_device_train_batch_size is {per_device}", fix="set at least 1")
     if (rollout := values["generation_batch_size"]) is not None:
         unit = math.lcm(group, per_device * world_size)
         if rollout % unit:
             raise UsageError(
-                f"train.generation_batch_size {rollout} must hold whole groups of train.num_generations {group} and whole "
-                f"micro-batches of {per_device * world_size}; set {nearest_multiples(rollout, unit)}"
+                f"train.generation_batch_size {rollout} must hold whole groups of "
+                f"train.num_generations {group} and whole micro-batches of {per_device * world_size}",
+                fix=f"set {nearest_multiples(rollout, unit)}",
             )
         return
     steps = values["steps_per_generation"] or values["gradient_accumulation_steps"]
@@ -332,9 +335,10 @@ def check_groups(arguments: Mapping[str, Any], world_size: int = 1) -> None:
         unit = group // math.gcd(group, world_size * steps)
         devices = f" x {world_size} devices" if world_size > 1 else ""
         raise UsageError(
-            f"train.per_device_train_batch_size {per_device}{devices} x {steps} micro-batches a rollout = {rollout} "
-            f"completions, which are no whole groups of train.num_generations {group}; set "
-            f"train.per_device_train_batch_size: {nearest_multiples(per_device, unit)}"
+            f"train.per_device_train_batch_size {per_device}{devices} x {steps} micro-batches a "
+            f"rollout = {rollout} completions, which are no whole groups of train.num_generations "
+            f"{group}",
+            fix=f"set train.per_device_train_batch_size: {nearest_multiples(per_device, unit)}",
         )
 
 
@@ -342,8 +346,9 @@ def refuse_small_group(group: int) -> None:
     """Raise UsageError for a group in which an advantage is always 0."""
     if group < 2:
         raise UsageError(
-            f"train.num_generations is {group}: an advantage is a reward minus its group's mean, always 0 in a group of "
-            "one; set at least 2"
+            f"train.num_generations is {group}: an advantage is a reward minus its group's mean, "
+            "always 0 in a group of one",
+            fix="set at least 2",
         )
 
 

@@ -35,8 +35,9 @@ def stop_at(trainer: Any, stops: Sequence[str]) -> None:
     strings = [stop for stop in stops if stop not in tokens]
     if strings and trainer.args.mask_truncated_completions:
         raise UsageError(
-            f"train.mask_truncated_completions: TRL would mask completions that end at {strings[0]!r} too; "
-            "drop one of the two, or stop at tokens of the vocabulary only"
+            f"TRL would mask completions that end at {strings[0]!r} too",
+            key="train.mask_truncated_completions",
+            fix="drop one of the two, or stop at tokens of the vocabulary only",
         )
     if trainer.use_vllm:
         refuse_set_twice(trainer, ("stop", "stop_token_ids"))
@@ -60,7 +61,7 @@ def stop_at(trainer: Any, stops: Sequence[str]) -> None:
 def refuse_set_twice(trainer: Any, keys: Sequence[str]) -> None:
     for key in keys:
         if key in (trainer.args.generation_kwargs or {}):
-            raise UsageError(f"train.generation_kwargs.{key} and cogumi.stop say the same; drop one")
+            raise UsageError(f"train.generation_kwargs.{key} and cogumi.stop say the same", fix="drop one")
 
 
 def end_rollouts_at(trainer: Any, strings: Sequence[str]) -> None:

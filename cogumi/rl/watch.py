@@ -128,7 +128,9 @@ class Watch(TrainerCallback):
         if not is_the_librarys(compute_loss):
             return compute_loss
         if backend == "unsloth" and not is_the_librarys(inner):
-            raise UsageError(f"{inner.__qualname__}: unsloth never calls _compute_loss; override compute_loss instead")
+            raise UsageError(
+                "unsloth never calls _compute_loss", place=inner.__qualname__, fix="override compute_loss instead"
+            )
         return inner
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

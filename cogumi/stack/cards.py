@@ -104,7 +104,7 @@ def card_called(name: str) -> Card:
     exact = [card for card in CARDS if words_of(card.name) == words]
     found = exact or [card for card in CARDS if words and words <= words_of(card.name) | card.words]
     if not found:
-        raise UsageError(f"card {name!r} is not known; there are {', '.join(card.name for card in CARDS)}")
+        raise UsageError(f"card {name!r} is not known", fix=f"there are {', '.join(card.name for card in CARDS)}")
     if len(found) > 1:
-        raise UsageError(f"card {name!r} may be {' or '.join(card.name for card in found)}; say which")
+        raise UsageError(f"card {name!r} may be {' or '.join(card.name for card in found)}", fix="say which")
     return found[0]

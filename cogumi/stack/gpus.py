@@ -115,7 +115,9 @@ def cuda_has_started() -> bool:
 def refuse_several_gpus(count: int) -> None:
     """Raise UsageError where torch sees more than one GPU: CUDA had started, or nvidia-smi did not tell them apart."""
     if count > 1:
-        raise UsageError(f"torch sees {count} GPUs, and a run trains on one; {HOW_TO_CHOOSE}, or use cogumi start")
+        raise UsageError(
+            f"torch sees {count} GPUs, and a run trains on one", fix=f"{HOW_TO_CHOOSE}, or use cogumi start"
+        )
 
 
 def refuse_ranks(environment: Mapping[str, str], command: str) -> None:
@@ -127,6 +129,7 @@ def refuse_ranks(environment: Mapping[str, str], command: str) -> None:
     if (ranks.isdigit() and int(ranks) > 1) or local != "-1":
         rank = environment.get("RANK", local)
         raise UsageError(
-            f"this is process {rank} of {ranks or 'several'} that torchrun or accelerate started (WORLD_SIZE, LOCAL_RANK), and "
-            f"a run is one process on one GPU; run: {command}"
+            f"this is process {rank} of {ranks or 'several'} that torchrun or accelerate started "
+            "(WORLD_SIZE, LOCAL_RANK), and a run is one process on one GPU",
+            fix=f"run: {command}",
         )

@@ -72,12 +72,15 @@ def lane_for(driver: str | None) -> Lane:
         return lane("cpu")
     found = re.match(r"\d+", driver)
     if found is None:
-        raise UsageError(f"NVIDIA driver {driver!r}: that is no version; nvidia-smi should say one such as 580.95.05")
+        raise UsageError(
+            f"NVIDIA driver {driver!r}: that is no version", fix="nvidia-smi should say one such as 580.95.05"
+        )
     fitting = [each for each in lanes() if each.driver is not None and int(each.driver) <= int(found[0])]
     if not fitting:
         oldest = min((each for each in lanes() if each.driver is not None), key=lambda each: int(each.driver or 0))
         raise UsageError(
-            f"NVIDIA driver {driver} is too old: CUDA {oldest.cuda} needs {oldest.driver} or newer; choose another host"
+            f"NVIDIA driver {driver} is too old: CUDA {oldest.cuda} needs {oldest.driver} or newer",
+            fix="choose another host",
         )
     return fitting[0]
 

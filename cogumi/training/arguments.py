@@ -40,7 +40,7 @@ def trl_arguments(run: RunConfig) -> Any:
     try:
         return config_class(TRL_CONFIGS[run.cogumi.method])(**{**given, **secrets})
     except ValueError as error:
-        raise UsageError(f"train: {one_line(error)}") from None
+        raise UsageError(one_line(error), key="train") from None
 
 
 def one_line(error: BaseException) -> str:

@@ -64,7 +64,8 @@ def refuse_impossible(options: CogumiSection) -> None:
     """Raise UsageError for a budget in money where nobody said what an hour costs."""
     if options.max_cost is not None and options.price_per_hour is None:
         raise UsageError(
-            f"cogumi.max_cost {options.max_cost:g}: no hourly price to count by; set cogumi.price_per_hour as well"
+            f"cogumi.max_cost {options.max_cost:g}: no hourly price to count by",
+            fix="set cogumi.price_per_hour as well",
         )
 
 
@@ -76,4 +77,4 @@ def refuse_spent(run_dir: Path, options: CogumiSection) -> None:
     cost = None if options.price_per_hour is None else seconds / 3600 * options.price_per_hour
     said = reached(seconds, cost, options.max_hours, options.max_cost)
     if said is not None:
-        raise UsageError(f"{run_dir}: the budget of this run is spent ({said}); raise it to go on")
+        raise UsageError(f"the budget of this run is spent ({said})", place=run_dir, fix="raise it to go on")

@@ -32,8 +32,9 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     """DPOConfig arguments. Raises UsageError for settings that would train on something else."""
     if run.train.get("truncation_mode") == "keep_end":
         raise UsageError(
-            "train.truncation_mode: keep_end cuts prompts off their beginning; drop it "
-            "(data.overlong says what becomes of long pairs)"
+            "keep_end cuts prompts off their beginning",
+            key="train.truncation_mode",
+            fix="drop it (data.overlong says what becomes of long pairs)",
         )
     return dict(run.train)
 

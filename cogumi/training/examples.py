@@ -146,7 +146,7 @@ def room_for_prompts(run: RunConfig, of_base: PretrainedConfig | None) -> int | 
     completion = setting(run, "max_completion_length") or 0
     if completion >= context:
         raise UsageError(
-            f"train.max_completion_length {completion} leaves no room for a prompt: {key} is {context}; lower it"
+            f"train.max_completion_length {completion} leaves no room for a prompt: {key} is {context}", fix="lower it"
         )
     return int(context - completion)
 
@@ -177,7 +177,7 @@ def source_of(entry: Entry, options: FormatOptions, tokenizer: PreTrainedTokeniz
     try:
         columns = columns_for(options, names)
     except UsageError as error:
-        raise UsageError(f"{entry.located.name}: {error}") from None
+        raise UsageError(f"{error}", place=entry.located.name) from None
     wanted = list(dict.fromkeys(columns.values()))
     schema: Mapping[str, Any] = next((rows.schema for rows in batches(files, wanted) if rows.height), {})
     return Source(

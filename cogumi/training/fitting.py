@@ -115,7 +115,7 @@ def fit(
     try:
         compiling.begin()
     except UsageError as error:
-        raise RefusedAtSetup(str(error)) from error
+        raise RefusedAtSetup.like(error) from error
     if measure_loss and not was_evaluated(run_dir, 0):
         trainer.evaluate()
     with closing(telemetry), logging_redirect_tqdm(on_screen()):  # lines above the bar, not in it
@@ -126,9 +126,9 @@ def fit(
             if trainer.state.global_step > 0:
                 raise
             if isinstance(error, UsageError):  # what there is to resume from: another training's, or all of it damaged
-                raise RefusedAtSetup(str(error)) from error
+                raise RefusedAtSetup.like(error) from error
             # Libraries look at some settings only when they are first used: a learning rate, a loss's name.
-            raise RefusedAtSetup(f"train: refused before the first step: {one_line(error)}") from error
+            raise RefusedAtSetup(f"refused before the first step: {one_line(error)}", key="train") from error
     state = trainer.state
     ended = sentinel.ended or (None if budget.spent is None else Ended(BUDGET_SPENT, budget.spent))
     # One that ended early goes on later, and is to have logged then what it would have without stopping.

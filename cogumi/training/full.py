@@ -38,11 +38,14 @@ def refuse_with_adapter_settings(run: RunConfig) -> None:
     }
     for key, value in given.items():
         if value is not None:
-            raise UsageError(f"{key} would be ignored: cogumi.tuning: full trains no adapter; drop one of the two")
+            raise UsageError(
+                f"{key} would be ignored: cogumi.tuning: full trains no adapter", fix="drop one of the two"
+            )
     if run.model.quantization_config is not None:
         raise UsageError(
-            "model.quantization_config: quantized weights cannot be trained themselves; "
-            "drop it, or drop cogumi.tuning: full (QLoRA)"
+            "quantized weights cannot be trained themselves",
+            key="model.quantization_config",
+            fix="drop it, or drop cogumi.tuning: full (QLoRA)",
         )
 
 

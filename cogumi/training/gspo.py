@@ -51,10 +51,15 @@ def arguments(run: RunConfig) -> dict[str, Any]:
         raise UsageError(finding.message)
     wanted = PRESETS[name].values["importance_sampling_level"]
     if name in OURS and (level := train.get("importance_sampling_level", wanted)) != wanted:
-        raise UsageError(f"train.importance_sampling_level: {level} contradicts train.loss_type: {name}; drop one")
+        raise UsageError(
+            f"{level} contradicts train.loss_type: {name}", key="train.importance_sampling_level", fix="drop one"
+        )
     if train.get("cast_lm_head_to_fp32"):
-        raise UsageError("train.cast_lm_head_to_fp32: TRL's switch fails on tied embeddings with PEFT; "
-                         "set cogumi.fp32_lm_head: true instead")  # fmt: skip
+        raise UsageError(
+            "TRL's switch fails on tied embeddings with PEFT",
+            key="train.cast_lm_head_to_fp32",
+            fix="set cogumi.fp32_lm_head: true instead",
+        )
     if is_planned(run):
         train |= provisional_batch(run)
     elif name in OURS and all(train.get(key) is None for key in ("steps_per_generation", "generation_batch_size")):
@@ -82,8 +87,8 @@ def mini_batches_per_rollout(run: RunConfig, documents: int) -> int:
         return STEPS_PER_ROLLOUT
     if rollout % documents or rollout < documents:
         raise UsageError(
-            f"train.generation_batch_size {rollout} is no whole number of optimizer steps of {documents} documents; "
-            f"set {nearest_multiples(rollout, documents)}"
+            f"train.generation_batch_size {rollout} is no whole number of optimizer steps of {documents} documents",
+            fix=f"set {nearest_multiples(rollout, documents)}",
         )
     return int(rollout // documents)
 
@@ -93,8 +98,8 @@ def provisional_batch(run: RunConfig) -> dict[str, Any]:
     for key in PLANNED:
         if run.train.get(key) is not None:
             raise UsageError(
-                f"train.{key} and cogumi.docs_per_step or prompts_per_step decide the same; drop one "
-                "(documents per rollout are train.generation_batch_size)"
+                f"train.{key} and cogumi.docs_per_step or prompts_per_step decide the same",
+                fix="drop one (documents per rollout are train.generation_batch_size)",
             )
     group = setting(run, "num_generations")
     refuse_small_group(group)
@@ -194,7 +199,7 @@ def try_rewards(run: RunConfig, prompts: Dataset) -> None:
     for reward in rewards if len(prompts) else ():
         wrong = what_is_wrong(reward, prompts[0], setting(run, "num_generations"), trainer_state=TrainerState())
         if wrong is not None and wrong[0]:
-            raise UsageError(f"cogumi.rewards: {wrong[1]}")
+            raise UsageError(wrong[1], key="cogumi.rewards")
         if wrong is not None:
             log.warning("cogumi.rewards: %s", wrong[1])
 
@@ -206,7 +211,7 @@ def apply_thinking(flag: bool, rewards: list[Any], args: Any, tokenizer: PreTrai
     for key in wanted.keys() & given.keys():
         if wanted[key] != given[key]:
             raise UsageError(
-                f"train.chat_template_kwargs.{key} is {given[key]!r} and cogumi.thinking is {flag}; drop one"
+                f"train.chat_template_kwargs.{key} is {given[key]!r} and cogumi.thinking is {flag}", fix="drop one"
             )
     args.chat_template_kwargs = {**given, **wanted}
     return on_visible(rewards, tokenizer, template.thinking.style, template.prompt_opens_thought)

@@ -79,7 +79,7 @@ def wait_for(full: DiskFull) -> None:
     """Until a disk has the space by its own numbers; where these say so already, as with a quota, for a while."""
     until = time.monotonic() + REMIND_SECONDS
     time.sleep(RETRY_SECONDS)
-    while full.needed and space_of(full.place).free < full.needed and time.monotonic() < until:
+    while full.needed and space_of(Path(full.place)).free < full.needed and time.monotonic() < until:
         time.sleep(RETRY_SECONDS)
 
 

@@ -150,7 +150,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         try:
             trainer = build_trainer(chosen, base, tokenizer, examples, heart)
         except UsageError as error:
-            raise RefusedAtSetup(str(error)) from error
+            raise RefusedAtSetup.like(error) from error
         except BUILD_REFUSALS as error:
             raise RefusedAtSetup(f"model, lora or train: {one_line(error)}") from error
         if examples.prompts is not None and not (run_dir / SAMPLES).exists():
@@ -199,7 +199,7 @@ def refuse_unmergeable(run: RunConfig) -> None:
     try:
         config = lora_config(run.lora).to_dict()
     except BUILD_REFUSALS as error:
-        raise UsageError(f"lora: {one_line(error)}") from error
+        raise UsageError(one_line(error), key="lora") from error
     try:
         refuse_unsupported(Path("lora:"), json.loads(json.dumps(config, default=list)))
     except UsageError as error:

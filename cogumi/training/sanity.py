@@ -24,8 +24,8 @@ def refuse_blind_check(run: RunConfig) -> None:
         return
     what = "rollouts" if run.cogumi.method == "gspo" else "rows"
     raise UsageError(
-        f"cogumi.sanity {sanity} would log {found} {what}, and {ENOUGH_ROWS} are needed to judge; "
-        f"set {what_logs_enough(settings, steps, longest)}"
+        f"cogumi.sanity {sanity} would log {found} {what}, and {ENOUGH_ROWS} are needed to judge",
+        fix=f"set {what_logs_enough(settings, steps, longest)}",
     )
 
 

@@ -28,14 +28,16 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     if run.data.format == "fim":
         if run.train.get("completion_only_loss") is False or run.train.get("assistant_only_loss"):
             raise UsageError(
-                "train.completion_only_loss: of a fill-in-the-middle example the middle is learned, and of a plain row "
-                "(data.fim.fim_rate) everything; drop it"
+                "of a fill-in-the-middle example the middle is learned, and of a plain row "
+                "(data.fim.fim_rate) everything",
+                key="train.completion_only_loss",
+                fix="drop it",
             )
         budget = run.data.fim.max_length
         if length is not None and length < budget:
             raise UsageError(
-                f"train.max_length {length} would cut examples that data.fim.max_length {budget} lets through; "
-                f"set data.fim.max_length to {length}, which drops and counts them"
+                f"train.max_length {length} would cut examples that data.fim.max_length {budget} lets through",
+                fix=f"set data.fim.max_length to {length}, which drops and counts them",
             )
         # The data's own budget has already dropped, and counted, what is too long.
         length = length or (budget if run.train.get("packing") else None)

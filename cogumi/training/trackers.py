@@ -47,7 +47,7 @@ def begin_wandb(trainer: Any) -> None:
             try:
                 each.setup(trainer.args, trainer.state, trainer.model)
             except wandb.errors.Error as error:
-                raise RefusedAtSetup(f"train.report_to: wandb: {one_line(error)}; {WITHOUT_WANDB}") from error
+                raise RefusedAtSetup(f"wandb: {one_line(error)}", key="train.report_to", fix=WITHOUT_WANDB) from error
 
 
 def close(trainer: Any) -> None:

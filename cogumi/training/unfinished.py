@@ -86,7 +86,9 @@ def alone_in(run_dir: Path) -> Iterator[None]:
     """Hold the directory of a run. Raises UsageError where a living process does."""
     with locked(run_dir) as ours:
         if ours is False:
-            raise UsageError(f"{run_dir}: this run is under way in another process; wait for it, or end that one")
+            raise UsageError(
+                "this run is under way in another process", place=run_dir, fix="wait for it, or end that one"
+            )
         yield
 
 
@@ -102,8 +104,8 @@ def refuse_another(run: RunConfig) -> None:
     other = what_differs(run)
     if other:
         raise UsageError(
-            f"{run.run_dir} holds an unfinished run of another configuration ({other}); "
-            "set cogumi.run_dir to a new directory, or set these back to go on with that run"
+            f"{run.run_dir} holds an unfinished run of another configuration ({other})",
+            fix="set cogumi.run_dir to a new directory, or set these back to go on with that run",
         )
 
 
@@ -122,8 +124,12 @@ def refuse_a_second_check(run: RunConfig) -> None:
     checked = read_json(run.run_dir / "flags.json")["step"]
     if sanity <= checked:
         raise UsageError(
-            f"{run.run_dir}: its first steps were checked, {status['reason']}; leave cogumi.sanity out and the run resumes "
-            f"there, set it above {checked} to check more steps, or set cogumi.run_dir to a new directory"
+            f"its first steps were checked, {status['reason']}",
+            place=run.run_dir,
+            fix=(
+                f"leave cogumi.sanity out and the run resumes there, set it above {checked} to "
+                "check more steps, or set cogumi.run_dir to a new directory"
+            ),
         )
 
 
