@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from cogumi.config_signatures import fields_in_source, parameters_in_source
-from cogumi.config_source import Origins, no_section
+from cogumi.config_source import Origins, listed, no_section
 from cogumi.errors import UsageError
 
 STRATEGIES = ("save_strategy", "eval_strategy", "logging_strategy")
@@ -50,7 +50,7 @@ def reject_unknown(
     for key in values:
         if key not in known:
             near = nearest(key, known)
-            hint = f"did you mean {prefix}{near}?" if near else f"valid: {', '.join(known[:12])}"
+            hint = f"did you mean {prefix}{near}?" if near else f"valid: {listed(known)}"
             raise UsageError(
                 f"unknown key `{prefix}{key}`{where}",
                 key=f"{prefix}{key}",

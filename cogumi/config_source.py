@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ def read_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dic
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UsageError(f"no such config file{suggest_yaml(path)}", place=path) from None
+        raise UsageError("no such config file", place=path, fix=suggest_yaml(path)) from None
     except IsADirectoryError:
         raise UsageError(
-            f"{path} is a directory", fix=f"name a YAML file in it{suggest_yaml(path / 'x.yaml')}"
+            f"{path} is a directory", fix=f"name a YAML file in it; {suggest_yaml(path / 'x.yaml')}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot be read as UTF-8 text: {error}", place=path) from None
@@ -77,8 +77,13 @@ def suggest_yaml(path: Path) -> str:
         names |= {name: Path(name) for name in there_are() if not name.endswith(".py")}
     near = difflib.get_close_matches(path.name if is_yaml(path) else str(path), names, n=1)
     if near:
-        return f"; did you mean {names[near[0]]}?"
-    return f"; there is {', '.join(sorted(names)[:3])}" if names else ""
+        return f"did you mean {names[near[0]]}?"
+    return f"there are {listed(sorted(names))}" if names else "`cogumi cp` lists the configs that come with cogumi"
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first dozen of the names, and how many more there are."""
+    return ", ".join(names[:12]) + f" and {len(names) - 12} more" * (len(names) > 12)
 
 
 def parse_scalar(text: str) -> Any:
