@@ -1,0 +1,135 @@
+"""How much the tests protect: change the package in one place, run the tests, and see whether one fails.
+
+`python -m tests.mutants 40 --seed 1` makes that many changes, spread over the folders of the package, one after the other
+in a copy of the repository. A change negates a condition, drops a raise, returns None, or moves a bound by one. Test files
+that name the changed module run first, then the rest of the first tier, then the second. Prints a line for each change.
+"""
+
+import argparse
+import ast
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+FIRST, SECOND = "not slow and not sweep", "slow and not sweep"
+BOUNDS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
+NOT_COPIED = shutil.ignore_patterns(".venv*", ".git", "runs", "__pycache__", ".*_cache")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change of one line. path: relative to the repository. was, becomes: the source of a statement or expression."""
+
+    path: Path
+    line: int
+    was: str
+    becomes: str
+    span: tuple[int, int]
+
+    def apply(self, copy: Path) -> None:
+        source = (copy / self.path).read_bytes()
+        (copy / self.path).write_bytes(source[: self.span[0]] + self.becomes.encode() + source[self.span[1] :])
+
+
+def mutants_of(path: Path) -> Iterator[Mutant]:
+    """Every change of a module. What only type checkers read, and tests of `__name__`, are left as they are."""
+    source = (REPOSITORY / path).read_text(encoding="utf-8")
+    starts = [0]
+    for line in source.encode().splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    for node in ast.walk(ast.parse(source)):
+        changed: tuple[ast.AST, str] | None = None
+        if isinstance(node, ast.If | ast.While | ast.IfExp) and "TYPE_CHECKING" not in ast.unparse(node.test):
+            changed = node.test, f"not ({ast.unparse(node.test)})"
+        elif isinstance(node, ast.Raise) and node.exc is not None:
+            changed = node, "pass"
+        elif isinstance(node, ast.Return) and node.value is not None and not isinstance(node.value, ast.Constant):
+            changed = node, "return None"
+        elif isinstance(node, ast.Compare) and type(node.ops[0]) in BOUNDS:
+            moved = ast.Compare(node.left, [BOUNDS[type(node.ops[0])](), *node.ops[1:]], node.comparators)
+            changed = node, f"({ast.unparse(moved)})"
+        if changed is not None:
+            at, becomes = changed
+            span = (starts[at.lineno - 1] + at.col_offset, starts[at.end_lineno - 1] + at.end_col_offset)  # type: ignore[attr-defined]
+            yield Mutant(path, at.lineno, ast.unparse(at), becomes, span)  # type: ignore[attr-defined]
+
+
+def chosen(count: int, seed: int) -> list[Mutant]:
+    """As many from each folder of the package, in turn; within a folder any line is as likely as another."""
+    folders: dict[Path, list[Mutant]] = {}
+    for path in sorted((REPOSITORY / "cogumi").rglob("*.py")):
+        relative = path.relative_to(REPOSITORY)
+        folders.setdefault(relative.parent, []).extend(mutants_of(relative))
+    draw = random.Random(seed)
+    found: list[Mutant] = []
+    for each in folders.values():
+        draw.shuffle(each)
+    turns = [each for each in folders.values() if each]
+    while len(found) < count:
+        found += [each.pop() for each in turns if each]
+    return found[:count]
+
+
+def caught(mutant: Mutant, copy: Path) -> str:
+    """What ran when a test failed: the file's own tests, a tier, or nothing."""
+    name = mutant.path.stem if mutant.path.stem != "__init__" else mutant.path.parent.name
+    near = [path for path in sorted((copy / "tests").glob("test_*.py")) if name in path.stem or named(name, path)]
+    ways = {"its own tests": (FIRST, near), "the first tier": (FIRST, []), "the second tier": (SECOND, [])}
+    for way, (tier, files) in ways.items():
+        if way == "its own tests" and not near:
+            continue
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-n",
+            "2",
+            "--dist",
+            "worksteal",
+            "-p",
+            "no:cacheprovider",
+        ]
+        environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [*command, "-m", tier, *map(str, files)], cwd=copy, env=environment, capture_output=True, check=False
+        )
+        if done.returncode not in (0, 5):  # 5: no test was selected
+            return way
+    return "nothing"
+
+
+def named(module: str, path: Path) -> bool:
+    text = path.read_text(encoding="utf-8")
+    return any(f"{word} {module}" in text or f".{module} import" in text for word in ("import",))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("count", type=int)
+    parser.add_argument("--seed", type=int, default=1)
+    asked = parser.parse_args()
+    tally: dict[str, int] = {}
+    for number, mutant in enumerate(chosen(asked.count, asked.seed), 1):
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / "cogumi"
+            shutil.copytree(REPOSITORY, copy, ignore=NOT_COPIED, symlinks=True)
+            mutant.apply(copy)
+            way = caught(mutant, copy)
+        tally[way] = tally.get(way, 0) + 1
+        print(
+            f"{number:3} {mutant.path}:{mutant.line}: {mutant.was[:60]!r} -> {mutant.becomes[:60]!r}: {way}", flush=True
+        )
+    print(tally)
+
+
+if __name__ == "__main__":
+    main()
