@@ -9,6 +9,7 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
+from finished_runs import _modules_are_not_collected, finished_gspo, finished_sft, train_once  # noqa: F401
 
 REPOSITORY = Path(__file__).parents[1]
 # Tiny models are slower on several threads, and sums over a number of them that differs from run to run are not equal bit

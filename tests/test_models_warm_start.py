@@ -232,11 +232,17 @@ def test_sft_goes_on_and_the_next_run_from_there(sft: Config, tiny_model: Path, 
         sft,
         model__adapter=str(first.adapter),
         cogumi__run_dir=str(tmp_path / "again"),
+        train__max_steps=2,
         lora__target_modules="all-linear",
     )
     assert again.passed, str(again.verdict)
     fresh = cogumi.train(
-        sft, model__adapter=None, lora__r=4, cogumi__run_dir=str(tmp_path / "fresh"), cogumi__merge=False
+        sft,
+        model__adapter=None,
+        lora__r=4,
+        cogumi__run_dir=str(tmp_path / "fresh"),
+        cogumi__merge=False,
+        train__max_steps=1,
     )
     assert first.series("loss")[0] != fresh.series("loss")[0]
     config = read_json(again.adapter / "adapter_config.json")
@@ -244,7 +250,7 @@ def test_sft_goes_on_and_the_next_run_from_there(sft: Config, tiny_model: Path, 
 
 
 def test_a_run_that_learned_nothing_is_seen(sft: Config) -> None:
-    result = cogumi.train(sft, train__learning_rate=0.0, cogumi__merge=False)
+    result = cogumi.train(sft, train__learning_rate=0.0, train__max_steps=1, cogumi__merge=False)
     assert not check(result, "adapter").passed
     assert "0.00e+00" in check(result, "adapter").figure
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from finished_runs import HUB_TOKEN, FinishedRun
 
-import cogumi
 from cogumi.errors import UsageError
 from cogumi.notebook import completions, figures
 from cogumi.notebook.completions import marked
@@ -24,41 +24,17 @@ from cogumi.planning.lines import Line, PreflightReport
 from cogumi.rundir import append_jsonl, read_json, read_jsonl, write_json
 from cogumi.training.preview import Preview, Shares
 
-SECRET = "hf_" + "s3cret" * 6
+SECRET = HUB_TOKEN
 OF_ENVIRONMENT = "a-key&that<looks>like-nothing"
 HOSTILE = "</script><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)>\"'&lt;"
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 
 
-@pytest.fixture(scope="module")
-def finished(tiny_model: Path, code_parquet: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real run that came to its end and looked at its samples on the way, which no test changes."""
-    path = tmp_path_factory.mktemp("runs") / "run"
-    result = cogumi.train(
-        {
-            "model": {"name": str(tiny_model)},
-            "lora": {"r": 4},
-            "data": {"source": str(code_parquet), "eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
-            "train": {
-                "max_steps": 4,
-                "per_device_train_batch_size": 4,
-                "learning_rate": 1e-2,
-                "logging_steps": 1,
-                "gradient_checkpointing": False,
-                "save_steps": 2,
-                "hub_token": SECRET,
-            },
-            "cogumi": {
-                "method": "sft",
-                "run_dir": str(path),
-                "compile": "off",
-                "samples_every": 2,
-                "price_per_hour": 2.5,
-            },
-        }
-    )
-    assert (result.run_dir / "merged").is_dir()
-    return path
+@pytest.fixture
+def finished(finished_sft: FinishedRun) -> Path:
+    """A real run that came to its end, with samples on the way, which no test changes."""
+    assert (finished_sft.home / "merged").is_dir()
+    return finished_sft.home
 
 
 @pytest.fixture
@@ -141,22 +117,22 @@ def test_a_finished_run_is_all_there(run: Path) -> None:
         assert check["figure"] in page.sections["Verdict"]
     said = page.sections["What it was"]
     came_to = read_json(run / "metrics.json")
-    for fact in ("sft, LoRA", "4 of 4", f"{came_to['tokens']:,}", f"${came_to['cost']:.2f}", "no GPU"):
+    for fact in ("sft, LoRA", "6 of 6", f"{came_to['tokens']:,}", f"${came_to['cost']:.2f}", "no GPU"):
         assert fact in said, fact
     for flag in read_json(run / "flags.json")["flags"]:
         assert flag["name"] in page.sections["Flags"]
     loss = [row["loss"] for row in read_jsonl(run / "metrics.jsonl") if "loss" in row]
     assert f"loss from {loss[0]:.4g} to {loss[-1]:.4g}" in page.sections["Curves"]
     assert "before the training" in page.sections["Completions"]
-    assert "after step 4" in page.sections["Completions"]
+    assert "after step 6" in page.sections["Completions"]
     for row in read_jsonl(run / "samples.jsonl"):
-        assert row["completion"] in page.sections["Completions"] or row["step"] not in (0, 4)
+        assert row["completion"] in page.sections["Completions"] or row["step"] not in (0, 6)
         assert row["middle"] in page.sections["Completions"]
     assert "elements read back" in page.sections["Merge"]
     assert "q_proj" in page.sections["Merge"]
-    assert "checkpoint-4" in page.sections["Checkpoints"]
+    assert "checkpoint-6" in page.sections["Checkpoints"]
     assert "is saved and verified" in page.sections["Decisions and log"]
-    assert "max_steps: 4" in page.sections["Configuration"]
+    assert "max_steps: 6" in page.sections["Configuration"]
 
 
 def test_it_can_be_read_by_everybody(finished: Path, run: Path) -> None:
@@ -179,13 +155,13 @@ def test_it_can_be_read_by_everybody(finished: Path, run: Path) -> None:
 def test_no_secret_is_in_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", OF_ENVIRONMENT)
     long = "x" * 5990 + OF_ENVIRONMENT  # cut in the middle of it
-    for step in (0, 4):
+    for step in (0, 6):
         append_jsonl(run / "samples.jsonl", {"step": step, "prompt": long, "completion": long})
     with (run / "run.log").open("a") as log:
         log.write(f"2026-11-22 18:39:13,856 INFO asked with {SECRET} and {OF_ENVIRONMENT}\n")
     status = read_json(run / "status.json")
     write_json(run / "status.json", {**status, "reason": f"no answer from https://me:{'pass' * 3}@host with {SECRET}"})
-    append_jsonl(run / "samples.jsonl", {"step": 4, "prompt": "the key?", "completion": OF_ENVIRONMENT})
+    append_jsonl(run / "samples.jsonl", {"step": 6, "prompt": "the key?", "completion": OF_ENVIRONMENT})
     append_jsonl(run / "samples.jsonl", {"step": 0, "prompt": "the key?", "completion": "a-key&that"})
     text = write_report(run).read_text()
     page = Page(text)
@@ -197,7 +173,7 @@ def test_no_secret_is_in_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_model_writes_is_only_text(run: Path) -> None:
-    for step, completion in ((0, "before"), (4, HOSTILE)):
+    for step, completion in ((0, "before"), (6, HOSTILE)):
         append_jsonl(
             run / "samples.jsonl", {"step": step, "prompt": HOSTILE, "completion": completion, "answer": HOSTILE}
         )
@@ -231,7 +207,7 @@ def test_red_flags_and_failed_checks_are_said_first(run: Path) -> None:
     flag = {"evidence": "loss 9", "threshold": "< 3", "cause": "rate too high", "knob": "train.learning_rate"}
     red = {"name": "loss trend", "level": "red", **flag}
     gone = {"name": "gradient norm", "level": "red", **flag}
-    found = {"step": 4, "time": 0.0, "flags": [red], "was_red": [{"step": 2, **red}, {"step": 3, **gone}]}
+    found = {"step": 6, "time": 0.0, "flags": [red], "was_red": [{"step": 2, **red}, {"step": 3, **gone}]}
     write_json(run / "flags.json", found)
     write_json(run / "verdict.json", {**read_json(run / "verdict.json"), "passed": True})
     page = page_of(run)
@@ -316,8 +292,8 @@ def without(finished: Path, run: Path, *names: str) -> Path:
 
 
 def test_a_damaged_checkpoint_is_named(run: Path) -> None:
-    manifest = run / "checkpoints/checkpoint-4/cogumi-manifest.json"
-    manifest.write_text(manifest.read_text().replace('"step": 4', '"step": 5'))
+    manifest = run / "checkpoints/checkpoint-6/cogumi-manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 6', '"step": 5'))
     assert "DAMAGED" in page_of(run).sections["Checkpoints"]
 
 
@@ -454,8 +430,8 @@ def test_completions_of_several_runs_side_by_side(finished: Path, run: Path, tmp
     page = Page(html)
     assert not page.unbalanced
     assert "before base" in page.text
-    assert "base, after step 4" in page.text
-    assert "after rl, after step 4" in page.text
+    assert "base, after step 6" in page.text
+    assert "after rl, after step 6" in page.text
     assert re.search(r"<(ins|u)[^>]*>changed", html)
     assert "what would be right (middle)" in page.text
     assert str(completions.side_by_side([finished, run])).count("<h4>Prompt</h4>") == 4

@@ -10,6 +10,7 @@ import polars as pl
 import pytest
 import torch
 import yaml
+from finished_runs import FinishedRun, hashes
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import cogumi
@@ -46,8 +47,8 @@ def gspo(sft: Config, tmp_path: Path) -> Config:
     }
 
 
-def test_sft_leaves_a_whole_run_directory(sft: Config) -> None:
-    result = cogumi.train(sft)
+def test_sft_leaves_a_whole_run_directory(finished_sft: FinishedRun) -> None:
+    result = finished_sft.result
     assert result.passed, str(result.verdict)
     home = result.run_dir
     assert read_json(home / "status.json")["state"] == "finished"
@@ -60,37 +61,38 @@ def test_sft_leaves_a_whole_run_directory(sft: Config) -> None:
     assert len(losses) == 6
     assert losses[-1] < losses[0]
     samples = read_jsonl(home / "samples.jsonl")
-    assert [sample["step"] for sample in samples] == [0] * 4 + [6] * 4
+    assert [sample["step"] for sample in samples] == [0] * 4 + [3] * 4 + [6] * 4
     assert all({"prompt", "middle", "completion"} <= set(sample) for sample in samples)
     assert not [p.name for p in home.iterdir() if p.name.startswith(".")]  # nothing half-written is left
 
 
-def test_only_the_adapter_is_trained_and_the_base_directory_is_untouched(sft: Config, tiny_model: Path) -> None:
+def test_only_the_adapter_is_trained_and_the_base_directory_is_untouched(finished_sft: FinishedRun) -> None:
     from safetensors.torch import load_file
 
-    before = {p.name: p.read_bytes() for p in tiny_model.iterdir()}
-    result = cogumi.train(sft)
-    assert {p.name: p.read_bytes() for p in tiny_model.iterdir()} == before
+    result, trained_from = finished_sft.result, Path(finished_sft.result.base)
+    assert hashes(trained_from) == finished_sft.base_before
     saved = load_file(result.adapter / "adapter_model.safetensors")
     assert all("lora_" in name for name in saved)
     assert result.merged is not None
-    base, merged = load_file(tiny_model / "model.safetensors"), load_file(result.merged / "model.safetensors")
+    base, merged = load_file(trained_from / "model.safetensors"), load_file(result.merged / "model.safetensors")
     changed = {name for name in base if not base[name].equal(merged[name])}
     assert changed
     assert all("_proj" in name for name in changed)
 
 
-def test_examples_longer_than_the_model_was_made_for_are_told(sft: Config, tmp_path: Path) -> None:
-    other = tmp_path / "other"
+def test_examples_longer_than_the_model_was_made_for_are_told(sft: Config) -> None:
+    from cogumi.config import load_config
+    from cogumi.models.load import load_tokenizer
+    from cogumi.training.examples import beyond_the_model, prepare_examples
+
     sft["data"]["fim"]["max_length"] = 900
     longer = cogumi.train(sft, train__max_steps=1, cogumi__merge=False, train__per_device_train_batch_size=1)
     said = (longer.run_dir / "run.log").read_text()
     assert "the model was made for 512 (max_position_embeddings)" in said
     assert "data.fim.max_length=512 takes no longer ones" in said
-    asked = cogumi.train(
-        sft, data__fim__max_length=512, train__max_steps=1, cogumi__merge=False, cogumi__run_dir=str(other)
-    )
-    assert "max_position_embeddings" not in (asked.run_dir / "run.log").read_text()
+    asked = load_config(sft, data__fim__max_length=512)
+    examples = prepare_examples(asked, load_tokenizer(asked.model.name))
+    assert not beyond_the_model(asked, examples, AutoConfig.from_pretrained(asked.model.name))
 
 
 def test_a_prompt_that_leaves_its_completion_no_room_is_dropped_and_counted(gspo: Config, tmp_path: Path) -> None:
@@ -137,14 +139,12 @@ def test_what_a_model_was_made_for_counts_the_scaling_of_its_positions() -> None
 
 
 @pytest.mark.parametrize("method", ["sft", "gspo"])
-def test_the_adapter_says_what_it_was_trained_on(method: str, request: pytest.FixtureRequest, tiny_model: Path) -> None:
+def test_the_adapter_says_what_it_was_trained_on(method: str, request: pytest.FixtureRequest) -> None:
     from cogumi.models.provenance import BaseRecord, read_base, weights_sample
 
-    result = cogumi.train(request.getfixturevalue(method), train__max_steps=2, cogumi__merge=False)
+    result = request.getfixturevalue(f"finished_{method}").result
     dtype = "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
-    assert read_base(result.adapter) == BaseRecord(
-        str(tiny_model), None, None, None, dtype, weights_sample(str(tiny_model))
-    )
+    assert read_base(result.adapter) == BaseRecord(result.base, None, None, None, dtype, weights_sample(result.base))
 
 
 def test_the_sft_loss_is_the_mean_cross_entropy_of_the_middles(sft: Config, tiny_model: Path) -> None:
@@ -169,8 +169,8 @@ def test_the_sft_loss_is_the_mean_cross_entropy_of_the_middles(sft: Config, tiny
     assert first == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
 
 
-def test_gspo_trains_on_the_clipped_sequence_ratio(gspo: Config) -> None:
-    result = cogumi.train(gspo)
+def test_gspo_trains_on_the_clipped_sequence_ratio(finished_gspo: FinishedRun) -> None:
+    result = finished_gspo.result
     assert result.passed, str(result.verdict)
     assert len(result.series("reward")) == 2  # four steps, two per rollout
     means = result.series("policy/ratio_new_old")
@@ -179,9 +179,9 @@ def test_gspo_trains_on_the_clipped_sequence_ratio(gspo: Config) -> None:
     assert max(result.series("policy/clipped_ratio_fraction")) > 0
 
 
-def test_a_gspo_run_says_which_loss_ran_and_logs_every_step(gspo: Config) -> None:
-    del gspo["train"]["loss_type"], gspo["train"]["logging_steps"]  # gspo, and every step, are the defaults
-    result = cogumi.train(gspo, cogumi__merge=False)
+def test_a_gspo_run_says_which_loss_ran_and_logs_every_step(finished_gspo: FinishedRun) -> None:
+    """Its configuration names neither: gspo, and every step, are the defaults."""
+    result = finished_gspo.result
     record = read_json(result.run_dir / "loss.json")
     assert (record["loss"], record["backend"], record["asserted"]) == ("gspo", "trl", True)
     assert record["arguments"]["epsilon_low"] == 3e-4
@@ -211,12 +211,13 @@ def test_without_a_word_about_it_a_rollout_lasts_four_steps(gspo: Config) -> Non
     assert result.series("policy/staleness") == [0, 8, 16, 24]
 
 
-def test_documents_per_step_become_a_batch_that_fits(gspo: Config) -> None:
-    for key in ("per_device_train_batch_size", "steps_per_generation"):
-        del gspo["train"][key]
-    result = cogumi.train(gspo, cogumi__docs_per_step=12, train__generation_batch_size=24, cogumi__merge=False)
-    assert result.series("policy/num_segments") == [12, 12, 12, 12]
-    assert result.series("policy/staleness") == [0, 12, 0, 12]
+def test_documents_per_step_become_a_batch_that_fits_where_null_takes_the_files_keys_away(gspo: Config) -> None:
+    result = cogumi.train(
+        gspo, train__steps_per_generation=None, train__per_device_train_batch_size=None, cogumi__docs_per_step=12,
+        train__generation_batch_size=24, train__max_steps=3, cogumi__merge=False,
+    )  # fmt: skip
+    assert result.series("policy/num_segments") == [12, 12, 12]
+    assert result.series("policy/staleness") == [0, 12, 0]
     assert "12 documents per step = micro-batches of 12 x 1" in (result.run_dir / "run.log").read_text()
 
 
@@ -226,14 +227,6 @@ def test_prompts_per_step_with_a_fixed_micro_batch_accumulate(gspo: Config) -> N
     result = cogumi.train(gspo, cogumi__prompts_per_step=2, cogumi__merge=False)
     assert result.series("policy/num_segments") == [8, 8]
     assert read_json(result.run_dir / "loss.json")["micro_batches"] == 4
-
-
-def test_null_takes_a_key_of_the_file_away(gspo: Config) -> None:
-    result = cogumi.train(
-        gspo, train__steps_per_generation=None, train__per_device_train_batch_size=None, cogumi__docs_per_step=8,
-        train__max_steps=2, cogumi__merge=False,
-    )  # fmt: skip
-    assert result.series("policy/num_segments") == [8, 8]
 
 
 def test_few_prompts_are_repeated_until_a_rollout_is_whole(gspo: Config) -> None:
@@ -268,13 +261,12 @@ def test_a_run_in_which_no_reward_was_scored_fails(gspo: Config, monkeypatch: py
     assert not (result.run_dir / "DONE").exists()
 
 
-def test_a_finished_run_directory_is_not_written_over(sft: Config) -> None:
-    sft["train"]["max_steps"] = 1
-    first = cogumi.train(sft, cogumi__merge=False)
-    before = {p: p.stat().st_mtime_ns for p in first.run_dir.rglob("*")}
+def test_a_finished_run_directory_is_not_written_over(finished_sft: FinishedRun, tmp_path: Path) -> None:
+    run_dir = Path(shutil.copytree(finished_sft.home, tmp_path / "run"))
+    before = {p: p.stat().st_mtime_ns for p in run_dir.rglob("*")}
     with pytest.raises(UsageError, match=r"already holds a run \(finished\)"):
-        cogumi.train(sft, cogumi__merge=False)
-    assert {p: p.stat().st_mtime_ns for p in first.run_dir.rglob("*")} == before
+        cogumi.train(finished_sft.home / "config.yaml", cogumi__run_dir=str(run_dir))
+    assert {p: p.stat().st_mtime_ns for p in run_dir.rglob("*")} == before
 
 
 @pytest.mark.parametrize(

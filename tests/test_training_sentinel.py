@@ -39,6 +39,18 @@ def gspo(sft: Config) -> Config:
     return {**sft, "train": train, "cogumi": sft["cogumi"] | ours}
 
 
+@pytest.fixture
+def red(sft: Config, train_once: Any, tiny_model: Path) -> Any:
+    """What a run came to whose adapter does not move; no test changes it."""
+    return train_once("red", tiny_model, sft | {"lora": sft["lora"] | {"lora_alpha": 0}}).result
+
+
+@pytest.fixture
+def watched(sft: Config, train_once: Any, tiny_model: Path) -> Any:
+    """What the run of `sft` came to; no test changes it."""
+    return train_once("watched", tiny_model, sft).result
+
+
 def logged(run_dir: Path) -> list[dict[str, Any]]:
     """What was logged, without times, speeds, the disk's figures, and TRL's count of tokens, which begins anew in SFT."""
     timed = re.compile(r".*num_tokens|time|.*_time|.*runtime|.*_per_second|train_.*|disk/.*|total_flos")
@@ -57,15 +69,21 @@ def same(one: Path, other: Path) -> bool:
     return ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize(("method", "steps"), [("sft", 10), ("gspo", 15)])
+@pytest.mark.parametrize(
+    ("method", "steps"),
+    [
+        ("sft", 10),
+        pytest.param("gspo", 15, marks=pytest.mark.slow("trainings of 18 steps; the fast tier has the SFT run")),
+    ],
+)
 def test_a_sanity_check_answers_and_its_steps_are_not_lost(
-    method: str, steps: int, request: pytest.FixtureRequest, tmp_path: Path
+    method: str, steps: int, request: pytest.FixtureRequest, train_once: Any, tiny_model: Path
 ) -> None:
     config = request.getfixturevalue(method)
     if method == "gspo":  # two steps to a rollout: the check ends in the middle of its eighth
         config["train"] |= {"max_steps": 18, "generation_batch_size": 16}
         config["cogumi"]["flags"] = {"truncated_yellow": 1, "truncated_red": 1}  # an untrained model ends nothing
-    whole = cogumi.train(config, cogumi__run_dir=str(tmp_path / "whole"))
+    whole = train_once("watched" if method == "sft" else "eighteen-steps", tiny_model, config).result
     checked = cogumi.train(config, cogumi__sanity=steps)
     home = checked.run_dir
     assert not checked.passed  # a few steps of a tiny model show nothing
@@ -84,6 +102,7 @@ def test_a_sanity_check_answers_and_its_steps_are_not_lost(
         assert cogumi.train(config, cogumi__sanity=steps + 2).verdict.safe_to_scale == "not shown"
     result = cogumi.train(config)
     assert result.verdict.safe_to_scale is None
+    assert "versions" not in [flag.name for flag in result.verdict.flags]  # they are those of its first part
     assert logged(home) == logged(whole.run_dir)
     assert same(result.adapter, whole.adapter)
     assert (home / "DONE").exists()
@@ -176,11 +195,10 @@ def test_stop_ends_a_run_with_a_checkpoint(sft: Config) -> None:
     assert "was red at step" not in said  # it still is
 
 
-def test_warn_says_it_once_and_trains_on(sft: Config) -> None:
-    result = cogumi.train(sft, lora__lora_alpha=0)
-    assert len(result.series("loss")) == 14
-    assert (result.run_dir / "run.log").read_text().count("ERROR step") == 1
-    assert [flag.name for _, flag in result.verdict.was_red] == ["adapter moves"]
+def test_warn_says_it_once_and_trains_on(red: Any) -> None:
+    assert len(red.series("loss")) == 14
+    assert (red.run_dir / "run.log").read_text().count("ERROR step") == 1
+    assert [flag.name for _, flag in red.verdict.was_red] == ["adapter moves"]
 
 
 def test_what_was_red_stays_known_when_a_run_goes_on(sft: Config) -> None:
@@ -191,8 +209,7 @@ def test_what_was_red_stays_known_when_a_run_goes_on(sft: Config) -> None:
     assert [(step, flag.name) for step, flag in whole.verdict.was_red] == [(at, "adapter moves")]
 
 
-def test_pause_waits_until_the_file_is_gone(sft: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    whole = cogumi.train(sft, lora__lora_alpha=0, cogumi__run_dir=str(tmp_path / "whole"))
+def test_pause_waits_until_the_file_is_gone(sft: Config, red: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cogumi.training.waiting.PAUSE_SECONDS", 0.01)
     home, seen = Path(sft["cogumi"]["run_dir"]), {}
 
@@ -214,8 +231,8 @@ def test_pause_waits_until_the_file_is_gone(sft: Config, monkeypatch: pytest.Mon
     assert "adapter moves" in seen["text"]
     assert len(seen["checkpoints"]) == 1  # saved before it waits
     assert len(result.series("loss")) == 14
-    assert same(result.adapter, whole.adapter)
-    assert logged(home) == logged(whole.run_dir)
+    assert same(result.adapter, red.adapter)
+    assert logged(home) == logged(red.run_dir)
 
 
 def test_a_signal_ends_a_paused_run_and_it_goes_on_later(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,8 +255,7 @@ def test_a_signal_ends_a_paused_run_and_it_goes_on_later(sft: Config, monkeypatc
     assert len(cogumi.train(sft, lora__lora_alpha=0).series("loss")) == 14
 
 
-def test_watching_changes_nothing_that_is_learned(sft: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    watched = cogumi.train(sft)
+def test_watching_changes_nothing_that_is_learned(sft: Config, watched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_json(watched.run_dir / "flags.json")["step"] == 14
     for name in (
         "begin",
@@ -251,6 +267,6 @@ def test_watching_changes_nothing_that_is_learned(sft: Config, monkeypatch: pyte
         "on_train_end",
     ):
         monkeypatch.setattr(module.Sentinel, name, lambda *_, **__: None)
-    alone = cogumi.train(sft, cogumi__run_dir=str(tmp_path / "alone"))
+    alone = cogumi.train(sft)
     assert same(watched.adapter, alone.adapter)
     assert logged(watched.run_dir) == logged(alone.run_dir)

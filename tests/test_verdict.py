@@ -384,7 +384,7 @@ def test_a_run_resumed_with_other_versions_says_which(sft: dict[str, Any], monke
     from cogumi.checkpoints import manifest
 
     here = manifest.versions()
-    sft["train"]["max_steps"] = 12
+    sft["train"]["max_steps"] = 9
     with monkeypatch.context() as patched:
         patched.setattr(manifest, "versions", lambda: here | {"trl": "1.14.0", "unsloth": "2026.1.1"})
         cogumi.train(sft, cogumi__sanity=8)
@@ -392,6 +392,3 @@ def test_a_run_resumed_with_other_versions_says_which(sft: dict[str, Any], monke
     (flag,) = (each for each in result.verdict.flags if each.name == "versions")
     assert flag.level == "yellow"
     assert flag.evidence == f"trl 1.14.0 -> {here['trl']}, unsloth 2026.1.1 -> None"
-    same = cogumi.train(sft, cogumi__run_dir=f"{sft['cogumi']['run_dir']}-2", cogumi__sanity=8)
-    again = cogumi.train(sft, cogumi__run_dir=str(same.run_dir))
-    assert "versions" not in [each.name for each in again.verdict.flags]

@@ -13,6 +13,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from cogumi.notebook.palette import INK
@@ -81,7 +82,8 @@ class Drawing(Figure):
         """One <svg> element to be put into a page."""
         with own_settings():
             text = StringIO()
-            self.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+            # Not `savefig`, which draws a figure of constrained layout twice.
+            FigureCanvasSVG(self).print_svg(text, metadata={"Date": None, "Creator": None})
         return inlined(text.getvalue(), self.title, self.words)
 
     def _repr_html_(self) -> str:

@@ -1,0 +1,131 @@
+"""Runs that came to their end, each trained once a session for all workers, for tests that only read what a run leaves.
+
+`finished_sft` and `finished_gspo` are shared and compared at the end of a session with what they were: a test that changes a
+run copies its directory.
+"""
+
+import gc
+import hashlib
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+HUB_TOKEN = "hf_" + "s3cret" * 6  # in the configuration of the SFT run, for tests of what hides it
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """What `cogumi.train` returned, the SHA-256 of the base's files before it, and the directory in which it was called."""
+
+    result: Any
+    base_before: dict[str, str]
+    called_in: Path
+
+    @property
+    def home(self) -> Path:
+        return Path(self.result.run_dir)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _modules_are_not_collected() -> None:
+    """Full collections skip what is there before a module of tests: libraries of over a million objects.
+
+    A training makes two collections itself, which took a third of the time of a tiny one.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def hashes(directory: Path) -> dict[str, str]:
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def shared_by_workers(factory: pytest.TempPathFactory) -> Path:
+    """A directory of this session, the same one for every worker of xdist."""
+    base = factory.getbasetemp()
+    home = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "finished-runs"
+    home.mkdir(exist_ok=True)
+    return home
+
+
+@pytest.fixture(scope="session")
+def train_once(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[str, Path, dict[str, Any]], FinishedRun]]:
+    """(name, base, configuration) -> the run: trained by the worker that asks first, while the others wait for it."""
+    made: list[tuple[FinishedRun, dict[str, str]]] = []
+
+    def run(name: str, base: Path, config: dict[str, Any]) -> FinishedRun:
+        home = shared_by_workers(tmp_path_factory)
+        record = home / f"{name}.pickle"
+        with FileLock(f"{record}.lock"):
+            if not record.exists():
+                record.write_bytes(pickle.dumps(train_in(home / name, base, config)))
+        made.append(pickle.loads(record.read_bytes()))
+        return made[-1][0]
+
+    yield run
+    changed = [str(one.home) for one, left in made if hashes(one.home) != left]
+    assert not changed, f"a test changed a run that others read: {', '.join(changed)}"
+
+
+def train_in(directory: Path, base: Path, config: dict[str, Any]) -> tuple[FinishedRun, dict[str, str]]:
+    import cogumi
+
+    called_in = directory / "called-in"
+    called_in.mkdir(parents=True)
+    before = hashes(base)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(called_in)
+        result = cogumi.train(config, cogumi__run_dir=str(directory / "run"))
+    return FinishedRun(result, before, called_in), hashes(result.run_dir)
+
+
+def small(model: Path, code: Path, train: dict[str, Any], **ours: Any) -> dict[str, Any]:
+    return {
+        "model": {"name": str(model)},
+        "lora": {"r": 4},
+        "data": {"source": str(code), "eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
+        "train": {"gradient_checkpointing": False, **train},
+        "cogumi": {"compile": "off", **ours},
+    }
+
+
+@pytest.fixture(scope="session")
+def finished_sft(train_once: Any, tiny_model: Path, code_parquet: Path) -> FinishedRun:
+    """Six steps with a checkpoint, samples and a held-out loss at the third, merged."""
+    train = {
+        "max_steps": 6,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_steps": 3,
+        "hub_token": HUB_TOKEN,
+    }
+    config = small(tiny_model, code_parquet, train, method="sft", samples_every=3, price_per_hour=7200.0)
+    return train_once("sft", tiny_model, config)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="session")
+def finished_gspo(train_once: Any, tiny_model: Path, code_parquet: Path) -> FinishedRun:
+    """Four steps, two to a rollout of 16 completions, by the defaults of loss and logging, merged."""
+    train = {
+        "max_steps": 4,
+        "num_generations": 4,
+        "per_device_train_batch_size": 8,
+        "steps_per_generation": 2,
+        "max_completion_length": 8,
+        "learning_rate": 1e-3,
+        "save_strategy": "no",
+    }
+    config = small(tiny_model, code_parquet, train, method="gspo", rewards=["edit_similarity", "parses"])
+    return train_once("gspo", tiny_model, config)  # type: ignore[no-any-return]
