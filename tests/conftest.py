@@ -11,6 +11,7 @@ import pytest
 import torch
 
 REPOSITORY = Path(__file__).parents[1]
+pytest_plugins = ["golden"]
 # Tiny models are slower on several threads, and sums over a number of them that differs from run to run are not equal bit
 # for bit. What is to hold for several threads is tested in processes of their own.
 torch.set_num_threads(1)
