@@ -3,7 +3,7 @@ SHELL := /bin/sh
 PYTHON_IN := .venv/bin/python
 LANES := requirements-stable-precompiled.txt $(wildcard requirements/*.txt) requirements/install.sh pyproject.toml
 
-.PHONY: smoke lab test test-slow test-all test-unsloth test-torch27 lint browser notebooks bench faults lock lock-check elf check-urls clean
+.PHONY: smoke lab test test-slow test-all golden test-unsloth test-torch27 lint browser notebooks bench faults lock lock-check elf check-urls clean
 
 smoke: .venv/lane
 	$(PYTHON_IN) -m cogumi.smoke
@@ -24,6 +24,10 @@ test-slow: .venv/test
 
 test-all: lint
 	$(PYTEST)
+
+# Writes tests/golden/ anew from the tests that use it, all tiers of them; the diff is for review.
+golden: .venv/test
+	OMP_NUM_THREADS=1 $(PYTHON_IN) -m pytest --golden
 
 # Not part of `make test`: a virtual environment of its own with unsloth, which runs on a CPU there.
 test-unsloth: .venv-unsloth/lane

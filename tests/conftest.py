@@ -12,6 +12,7 @@ import torch
 from finished_runs import _modules_are_not_collected, finished_gspo, finished_sft, train_once  # noqa: F401
 
 REPOSITORY = Path(__file__).parents[1]
+pytest_plugins = ["golden"]
 # Tiny models are slower on several threads, and sums over a number of them that differs from run to run are not equal bit
 # for bit. What is to hold for several threads is tested in processes of their own.
 torch.set_num_threads(1)

@@ -4,12 +4,12 @@ from typing import Any
 
 import polars as pl
 import pytest
+from golden import Golden
 
 from cogumi.data.examples import Chunk
 from cogumi.data.fim import FimConfig, prompts_for_rl, tokenize_for_sft
 from cogumi.data.fim_tokens import FAMILIES
 from cogumi.data.formats import FormatOptions, columns_for, learned, note_of, tokenize_for
-from cogumi.errors import UsageError
 from tests.chat_tokenizers import chat_tokenizer, texts
 
 
@@ -53,24 +53,29 @@ def test_a_format_takes_the_columns_it_needs(
 
 
 @pytest.mark.parametrize(
-    ("method", "format", "more", "names", "message"),
+    ("method", "format", "more", "names", "key", "message", "fix"),
     [
-        ("sft", "preference", {}, ["chosen", "rejected"], "preference is not for cogumi.method: sft; one of fim, chat"),
-        ("dpo", "chat", {}, ["messages"], "chat is not for cogumi.method: dpo; one of preference"),
-        ("sft", "chat", {}, ["text"], "needs the columns messages or conversations or instruction and output; the data has text"),
-        ("dpo", "preference", {}, ["chosen"], "needs the columns chosen and rejected"),
-        ("sft", "prompt_completion", {}, ["prompt"], "needs the columns prompt and completion"),
-        ("sft", "chat", {"columns": {"messages": "dialogs"}}, ["dialog"],
-         "data.columns.messages: no column 'dialogs'; did you mean dialog"),
-        ("sft", "chat", {"columns": {"mesages": "dialog"}}, ["dialog"],
-         "data.columns.mesages is no field .* did you mean messages"),
-        ("sft", "fim", {}, ["text"], "needs the columns source"),
+        ("sft", "preference", {}, ["chosen", "rejected"], "data.format", "preference", "fim, chat"),
+        ("dpo", "chat", {}, ["messages"], "data.format", "chat", "preference"),
+        ("sft", "chat", {}, ["text"], "data.format", "messages or conversations or instruction and output", "text"),
+        ("dpo", "preference", {}, ["chosen"], "data.format", "chosen and rejected", "chosen"),
+        ("sft", "prompt_completion", {}, ["prompt"], "data.format", "prompt and completion", "prompt"),
+        ("sft", "chat", {"columns": {"messages": "dialogs"}}, ["dialog"], "data.columns.messages", "'dialogs'", "dialog"),
+        ("sft", "chat", {"columns": {"mesages": "dialog"}}, ["dialog"], None, "data.columns.mesages", "messages"),
+        ("sft", "fim", {}, ["text"], "data.format", "source", "text"),
     ],
 )  # fmt: skip
 def test_columns_that_make_no_example_are_a_usage_error(
-    method: str, format: str, more: dict[str, Any], names: list[str], message: str
+    method: str,
+    format: str,
+    more: dict[str, Any],
+    names: list[str],
+    key: str | None,
+    message: str,
+    fix: str,
+    golden: Golden,
 ) -> None:
-    with pytest.raises(UsageError, match=message):
+    with golden.raises("data", key=key, message=message, fix=fix):
         columns_for(options(method, format, **more), names)
 
 
@@ -177,9 +182,9 @@ def test_prompts_of_text_and_their_gold_answers() -> None:
     assert completed.table.to_pylist() == [{"prompt": "p", "answer": "5"}]
 
 
-def test_a_flag_for_thinking_that_text_would_ignore_is_refused() -> None:
+def test_a_flag_for_thinking_that_text_would_ignore_is_refused(golden: Golden) -> None:
     for method, format in (("sft", "prompt_completion"), ("dpo", "preference")):
-        with pytest.raises(UsageError, match=r"cogumi.thinking would be ignored"):
+        with golden.raises("data", message="cogumi.thinking", fix="drop it"):
             tokenize_for(options(method, format, thinking=False), chat_tokenizer("qwen3"), {}, has_messages=False)
 
 

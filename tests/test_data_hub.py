@@ -12,11 +12,11 @@ from typing import Any
 
 import polars as pl
 import pytest
+from golden import Golden
 
 from cogumi.data.files import is_hub_id
 from cogumi.data.hub import choose_split
 from cogumi.data.locate import locate
-from cogumi.errors import UsageError
 from tests.hub_server import HubServer, hub_server
 
 # HF_ENDPOINT is read when huggingface_hub is imported: whoever asks runs in a process of its own, which takes several calls.
@@ -156,33 +156,33 @@ def test_what_cannot_be_had_is_one_line_each(hub, tmp_path):
     assert "http://127.0.0.1:9 could not be read" in unreachable["error"]
 
 
-def test_a_local_file_wins_over_a_hub_id(tmp_path, monkeypatch):
+def test_a_local_file_wins_over_a_hub_id(tmp_path, monkeypatch, golden: Golden):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "some").mkdir()
     (tmp_path / "some" / "data").mkdir()
     pl.DataFrame({"text": ["local"]}).write_parquet("some/data/rows.parquet")
     assert [file.name for file in locate("some/data").files] == ["rows.parquet"]
     for key in ("revision", "subset"):
-        with pytest.raises(UsageError, match=rf"data.{key} would be ignored: some/data is a local file"):
+        with golden.raises("data", message=f"data.{key} would be ignored: some/data", fix="drop it"):
             locate("some/data", **{key: "main"})
-    with pytest.raises(UsageError, match=r"data.split would be ignored"):
+    with golden.raises("data", message="data.split", fix="drop it"):
         locate("some/data/rows.parquet", split="train")
     assert is_hub_id("some/data")
     assert not is_hub_id("some/data.jsonl")
     assert not is_hub_id("data")
 
 
-def test_a_split_of_a_directory_laid_out_like_the_hubs(tmp_path):
+def test_a_split_of_a_directory_laid_out_like_the_hubs(tmp_path, golden: Golden):
     for split in ("train", "test"):
         pl.DataFrame({"text": [split]}).write_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
     assert [file.name for file in locate(str(tmp_path), split="test").files] == ["test-00000-of-00001.parquet"]
     assert len(locate(str(tmp_path)).files) == 2
-    with pytest.raises(UsageError, match="has no split 'dev'; it has: train, test"):
+    with golden.raises("data", key="data.split", message="'dev'", fix="train, test"):
         locate(str(tmp_path), split="dev")
 
 
-def test_the_default_split_is_train_or_the_only_one():
+def test_the_default_split_is_train_or_the_only_one(golden: Golden):
     assert choose_split("n", {"train": ["a.csv"], "test": ["b.csv"]}, None) == ["a.csv"]
     assert choose_split("n", {"validation": ["a.csv"]}, None) == ["a.csv"]
-    with pytest.raises(UsageError, match="no split 'train'"):
+    with golden.raises("data", key="data.split", message="'train'"):
         choose_split("n", {"one": ["a.csv"], "two": ["b.csv"]}, None)

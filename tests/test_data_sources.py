@@ -5,6 +5,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+from golden import Golden
 
 from cogumi.data import sources
 from cogumi.data.files import find_files
@@ -52,10 +53,10 @@ def test_categories_become_text_and_bytes_stay_bytes(tmp_path):
     assert rows.dtypes == [pl.String, pl.Binary]
 
 
-def test_nested_columns_on_request(tmp_path):
+def test_nested_columns_on_request(tmp_path, golden: Golden):
     path = tmp_path / "chat.parquet"
     pl.DataFrame({"messages": [[{"role": "user", "content": "hi"}]]}).write_parquet(path)
-    with pytest.raises(UsageError, match="not text"):
+    with golden.raises("data", message="not text"):
         read_rows(path, ["messages"])
     assert read_rows(path, ["messages"], text_only=False)["messages"][0][0]["content"] == "hi"
 

@@ -35,6 +35,7 @@ NOT_RUN = {
     "make lab": "a JupyterLab that stays; tests/test_box.py starts it",
     "make lint": "this is part of what runs this test",
     "make test-all": "this is one of its tests",
+    "make golden": "it runs tests, of which this is one",
     ".venv/bin/python -m pytest tests/test_config.py": "this is how a test is run",
     "cd /workspace": BOX,
     "export HF_HOME=/workspace/.cache/huggingface": BOX,

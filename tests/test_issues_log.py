@@ -1,12 +1,9 @@
-"""ISSUES_LOG.md is what it says: eight fields an entry, dates in order, files and tests that exist, and nothing else."""
+"""ISSUES_LOG.md can be read by fields, and the files, tests and benchmarks that its entries name exist."""
 
 import ast
 import re
-from datetime import date
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 from cogumi.handing_out import there_are
 
@@ -15,7 +12,6 @@ FIELDS = ["date", "issue", "symptoms", "root cause", "solution", "files", "lesso
 HEADING = re.compile(r"## (\d+)\. (\S.*)")
 FIELD = re.compile(r"- \*\*([a-z ]+)\*\*: (\S.*)")
 QUOTED = re.compile(r"`([^`]+)`")
-LONGEST = 260  # characters of a line: a field is a sentence or two
 
 
 def log(path: Path) -> tuple[list[str], list[tuple[str, dict[str, str]]], list[str]]:
@@ -36,7 +32,6 @@ def log(path: Path) -> tuple[list[str], list[tuple[str, dict[str, str]]], list[s
 
 
 ABOVE, ENTRIES, OTHER = log(REPOSITORY / "ISSUES_LOG.md")
-each_entry = pytest.mark.parametrize(("title", "fields"), ENTRIES, ids=[title for title, _ in ENTRIES])
 
 
 @cache
@@ -49,29 +44,17 @@ def named_tests(status: str) -> list[str]:
     return [each for each in QUOTED.findall(status) if each.startswith("tests/")]
 
 
-def test_there_is_no_other_kind_of_line() -> None:
+def test_no_entry_is_hidden_from_the_tests_below() -> None:
+    """A heading or a field that is spelled otherwise would be read as part of the entry before, or not at all."""
+    assert ENTRIES
     assert OTHER == []
-    assert ABOVE[0] == "# Issues log"
-    assert not any(line.startswith(("#", "|", "-")) for line in ABOVE[1:])
-    assert len(ENTRIES) > 80
+    assert not any(line.startswith(("#", "-")) for line in ABOVE[1:])
+    assert [title for title, fields in ENTRIES if list(fields) != FIELDS] == []
 
 
-def test_entries_are_counted_and_each_is_another() -> None:
-    titles = [title for title, _ in ENTRIES]
-    assert [int(title.split(".")[0]) for title in titles] == list(range(1, len(titles) + 1))
-    assert len({title.split(". ", 1)[1].casefold() for title in titles}) == len(titles)
-    assert len({fields["issue"] for _, fields in ENTRIES}) == len(titles)
-
-
-def test_dates_do_not_decrease() -> None:
-    dates = [date.fromisoformat(fields["date"]) for _, fields in ENTRIES]
-    assert dates == sorted(dates)
-
-
-@each_entry
-def test_an_entry_has_the_eight_fields_in_their_order(title: str, fields: dict[str, str]) -> None:
-    assert list(fields) == FIELDS
-    assert [name for name, value in fields.items() if len(value) > LONGEST and name != "status"] == []
+def test_entries_are_counted() -> None:
+    """Others name them by their numbers. Two branches that add an entry each take the same one."""
+    assert [int(title.split(".")[0]) for title, _ in ENTRIES] == list(range(1, len(ENTRIES) + 1))
 
 
 def test_the_template_for_a_log_of_ones_own_has_the_same_fields() -> None:
@@ -82,27 +65,29 @@ def test_the_template_for_a_log_of_ones_own_has_the_same_fields() -> None:
     assert other == []
 
 
-@each_entry
-def test_the_files_it_names_exist(title: str, fields: dict[str, str]) -> None:
-    named = QUOTED.findall(fields["files"])
-    assert fields["files"] == ", ".join(f"`{name}`" for name in named)
-    assert [name for name in named if not (REPOSITORY / name).is_file()] == []
+def test_the_files_it_names_exist() -> None:
+    named = [(title, name) for title, fields in ENTRIES for name in QUOTED.findall(fields["files"])]
+    assert [each for each in named if not (REPOSITORY / each[1]).is_file()] == []
+    assert {title for title, _ in named} == {title for title, _ in ENTRIES}
 
 
-@each_entry
-def test_what_keeps_it_fixed_exists(title: str, fields: dict[str, str]) -> None:
-    status = fields["status"]
-    missing = []
-    for name in named_tests(status):
-        file, _, function = name.partition("::")
-        path = REPOSITORY / file
-        if not path.is_file() or (function and function not in functions_of(path)):
-            missing.append(name)
-    assert missing == []
-    if named_tests(status):
-        assert status.startswith("fixed, kept by `tests/")
-    else:  # no test can look there, which the status has to say
-        assert re.match("fixed, held by a benchmark: `python -m benchmarks [a-z_]+`|fixed; looked at by hand, ", status)
+def exists(test: str) -> bool:
+    file, _, function = test.partition("::")
+    path = REPOSITORY / file
+    return path.is_file() and (not function or function in functions_of(path))
+
+
+def test_what_keeps_it_fixed_exists() -> None:
+    assert [
+        (title, name) for title, fields in ENTRIES for name in named_tests(fields["status"]) if not exists(name)
+    ] == []
+    # Where no test can look, the status has to say what does.
+    other = "fixed, held by a benchmark: `python -m benchmarks [a-z_]+`|fixed; looked at by hand, "
+    assert [
+        title
+        for title, fields in ENTRIES
+        if not re.match("fixed, kept by `tests/" if named_tests(fields["status"]) else other, fields["status"])
+    ] == []
 
 
 def test_a_benchmark_that_holds_an_entry_is_one() -> None:

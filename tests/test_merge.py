@@ -17,6 +17,7 @@ import peft
 import pytest
 import torch
 from disk_mounts import mounting
+from golden import Golden
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -344,42 +345,42 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", UNSUPPORTED)
-def test_refuses_what_would_merge_wrongly(kind: str, llama_base: Path, tmp_path: Path) -> None:
+def test_refuses_what_would_merge_wrongly(kind: str, llama_base: Path, tmp_path: Path, golden: Golden) -> None:
     config, reason = UNSUPPORTED[kind]
     adapter = make_adapter(llama_base, tmp_path / "adapter", config)
     out = tmp_path / "merged"
-    with pytest.raises(UsageError, match=f"cannot be merged yet: .*{reason}") as caught:
+    with golden.raises("merge", message=reason, fix="PEFT") as caught:
         merge_adapter(adapter, out, base=llama_base, progress=False)
     assert "\n" not in str(caught.value)
     assert nothing_left(out)
 
 
 @pytest.mark.parametrize("init", ["corda", "loftq", "eva", "lora_ga"])
-def test_refuses_altered_bases_by_name(init: str, llama_base: Path, tmp_path: Path) -> None:
+def test_refuses_altered_bases_by_name(init: str, llama_base: Path, tmp_path: Path, golden: Golden) -> None:
     """These need data or scipy to make for real; the config's word for them is what the refusal reads."""
     adapter = edit_config(make_adapter(llama_base, tmp_path / "adapter"), init_lora_weights=init)
-    with pytest.raises(UsageError, match=f"init_lora_weights='{init}'"):
+    with golden.raises("merge", message=f"init_lora_weights='{init}'"):
         merge_adapter(adapter, tmp_path / "merged", progress=False)
 
 
-def test_refuses_an_entry_it_does_not_know(llama_base: Path, tmp_path: Path) -> None:
+def test_refuses_an_entry_it_does_not_know(llama_base: Path, tmp_path: Path, golden: Golden) -> None:
     adapter = edit_config(make_adapter(llama_base, tmp_path / "adapter"), use_fancy_lora=True)
-    with pytest.raises(UsageError, match="sets use_fancy_lora=True"):
+    with golden.raises("merge", message="use_fancy_lora=True"):
         merge_adapter(adapter, tmp_path / "merged", progress=False)
 
 
-def test_refuses_a_bias_where_the_base_has_none(llama_base: Path, tmp_path: Path) -> None:
+def test_refuses_a_bias_where_the_base_has_none(llama_base: Path, tmp_path: Path, golden: Golden) -> None:
     adapter = make_adapter(llama_base, tmp_path / "adapter", LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True))
-    with pytest.raises(UsageError, match=r"lora_bias trained a bias on \S+q_proj, which has none in base"):
+    with golden.raises("merge", message="q_proj", fix="PEFT"):
         merge_adapter(adapter, tmp_path / "merged", progress=False)
 
 
-def test_refuses_a_convolution(tmp_path: Path) -> None:
+def test_refuses_a_convolution(tmp_path: Path, golden: Golden) -> None:
     torch.manual_seed(0)
     config = Lfm2Config(**(SIZES | {"layer_types": ["conv", "full_attention"]}))
     base = save_base(tmp_path / "lfm2", Lfm2ForCausalLM(config))
     adapter = make_adapter(base, tmp_path / "adapter", LoraConfig(r=64, target_modules=["conv.conv"]))
-    with pytest.raises(UsageError, match=r"conv\.conv is a Conv1d, not a linear layer"):
+    with golden.raises("merge", message="conv.conv is a Conv1d"):
         merge_adapter(adapter, tmp_path / "merged", progress=False)
 
 
@@ -392,42 +393,42 @@ def test_refuses_embeddings_of_another_base(llama_base: Path, tmp_path: Path) ->
         merge_adapter(adapter, tmp_path / "merged", progress=False)
 
 
-def test_refuses_a_head_that_is_not_the_bases(llama_base: Path, tmp_path: Path) -> None:
+def test_refuses_a_head_that_is_not_the_bases(llama_base: Path, tmp_path: Path, golden: Golden) -> None:
     """PEFT stores the head's base weight with its factors, and loads it over the base's: it has to be the same one."""
     adapter = make_adapter(llama_base, tmp_path / "adapter", LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
     edit_adapter(adapter, lambda name, tensor: tensor * (1.01 if "base_layer" in name else 1))
-    with pytest.raises(UsageError, match=r"lm_head\.base_layer\.weight holds a whole embedding that is not the one"):
+    with golden.raises("merge", message="lm_head.base_layer.weight"):
         merge_adapter(adapter, tmp_path / "merged", progress=False)
 
 
-def test_refuses_an_untrained_adapter(llama_base: Path, tmp_path: Path) -> None:
+def test_refuses_an_untrained_adapter(llama_base: Path, tmp_path: Path, golden: Golden) -> None:
     adapter = make_adapter(llama_base, tmp_path / "adapter", trained=False)
-    with pytest.raises(UsageError, match="changes nothing"):
+    with golden.raises("merge", message=str(adapter)):
         merge_adapter(adapter, tmp_path / "merged", progress=False)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_refuses_broken_factors(value: float, llama_base: Path, tmp_path: Path) -> None:
+def test_refuses_broken_factors(value: float, llama_base: Path, tmp_path: Path, golden: Golden) -> None:
     def spoil(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if "layers.1.mlp.up_proj.lora_A" in name:
             tensor[3, 5] = value
         return tensor
 
     adapter = edit_adapter(make_adapter(llama_base, tmp_path / "adapter"), spoil)
-    with pytest.raises(UsageError, match=r"layers\.1\.mlp\.up_proj\.lora_A\.weight holds NaN or infinity"):
+    with golden.raises("merge", message="layers.1.mlp.up_proj.lora_A.weight"):
         merge_adapter(adapter, tmp_path / "merged", progress=False)
 
 
-def test_refuses_a_wrong_base(llama_base: Path, qwen_base: Path, tmp_path: Path) -> None:
+def test_refuses_a_wrong_base(llama_base: Path, qwen_base: Path, tmp_path: Path, golden: Golden) -> None:
     adapter = make_adapter(llama_base, tmp_path / "adapter")
     wide = save_base(tmp_path / "wide", llama(hidden_size=128))
-    with pytest.raises(UsageError, match=r"base_model\.model\S+lora_\S+ has shape .* need "):
+    with golden.raises("merge", message="base_model.model."):
         merge_adapter(adapter, tmp_path / "merged", base=wide, progress=False)
     shallow = save_base(tmp_path / "shallow", llama(num_hidden_layers=1))
-    with pytest.raises(UsageError, match=r"layers\.1\.\S+ belongs to nothing .* is this the base"):
+    with golden.raises("merge", message="layers.1."):
         merge_adapter(adapter, tmp_path / "merged", base=shallow, progress=False)
     deep = save_base(tmp_path / "deep", llama(num_hidden_layers=3))
-    with pytest.raises(UsageError, match=r"lacks \S+layers\.2\.\S+lora_A.weight, which its configuration promises"):
+    with golden.raises("merge", message="layers.2."):
         merge_adapter(adapter, tmp_path / "merged", base=deep, progress=False)
     other = tmp_path / "gpt2"
     GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=256)).save_pretrained(other)
@@ -435,65 +436,67 @@ def test_refuses_a_wrong_base(llama_base: Path, qwen_base: Path, tmp_path: Path)
         merge_adapter(adapter, tmp_path / "merged", base=other, progress=False)
 
 
-def test_refuses_half_a_pair(llama_base: Path, tmp_path: Path) -> None:
+def test_refuses_half_a_pair(llama_base: Path, tmp_path: Path, golden: Golden) -> None:
     adapter = edit_adapter(
         make_adapter(llama_base, tmp_path / "adapter"),
         lambda name, tensor: None if "layers.1.mlp.up_proj.lora_B" in name else tensor,
     )
-    with pytest.raises(UsageError, match=r"up_proj.lora_A.weight is alone; the other half"):
+    with golden.raises("merge", message="up_proj.lora_A.weight"):
         merge_adapter(adapter, tmp_path / "merged", progress=False)
 
 
-def test_refuses_a_rank_that_the_config_does_not_explain(llama_base: Path, tmp_path: Path) -> None:
+def test_refuses_a_rank_that_the_config_does_not_explain(llama_base: Path, tmp_path: Path, golden: Golden) -> None:
     adapter = edit_config(make_adapter(llama_base, tmp_path / "adapter"), r=4)
-    with pytest.raises(UsageError, match=r"lora_A.weight has shape .8, \d+. where .* need .4, "):
+    with golden.raises("merge", message="need (4, "):
         merge_adapter(adapter, tmp_path / "merged", progress=False)
 
 
-def test_refuses_quantized_bases(llama_base: Path, tmp_path: Path) -> None:
+def test_refuses_quantized_bases(llama_base: Path, tmp_path: Path, golden: Golden) -> None:
     adapter = make_adapter(llama_base, tmp_path / "adapter")
     quantized = tmp_path / "quantized"
     shutil.copytree(llama_base, quantized)
     config = json.loads((quantized / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (quantized / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UsageError, match=r"bnb-4bit.*base=<the full-precision model>"):
+    with golden.raises("merge", message="bnb-4bit", fix="base="):
         merge_adapter(adapter, tmp_path / "merged", base=quantized, progress=False)
     for name in ("someone/Llama-3-8B-unsloth-bnb-4bit", "someone/Llama-3-8B-4bit"):
-        with pytest.raises(UsageError, match=r"hf download \S+/Llama-3-8B and pass base="):
+        with golden.raises("merge", message="hf download someone/Llama-3-8B and pass base="):
             merge_adapter(edit_config(adapter, base_model_name_or_path=name), tmp_path / "merged", progress=False)
 
 
-def test_refuses_what_is_not_there(llama_base: Path, tmp_path: Path) -> None:
+def test_refuses_what_is_not_there(llama_base: Path, tmp_path: Path, golden: Golden) -> None:
     adapter = make_adapter(llama_base, tmp_path / "adapter")
     out = tmp_path / "merged"
-    with pytest.raises(UsageError, match="not a directory"):
+    with golden.raises("merge", message=str(tmp_path / "nowhere")):
         merge_adapter(tmp_path / "nowhere", out, progress=False)
-    with pytest.raises(UsageError, match=r"no adapter_config\.json"):
+    with golden.raises("merge", message="adapter_config.json"):
         merge_adapter(llama_base, out, progress=False)
-    with pytest.raises(UsageError, match="hf download nobody/nothing --revision abc"):
+    with golden.raises("merge", fix="hf download nobody/nothing --revision abc"):
         merge_adapter(adapter, out, base="nobody/nothing", base_revision="abc", progress=False)
-    with pytest.raises(UsageError, match="neither an existing directory nor a hub id"):
+    with golden.raises("merge", message="no/such/directory"):
         merge_adapter(adapter, out, base="no/such/directory", progress=False)
-    with pytest.raises(UsageError, match="no revisions"):
+    with golden.raises("merge", message=str(llama_base)):
         merge_adapter(adapter, out, base=llama_base, base_revision="main", progress=False)
-    with pytest.raises(UsageError, match="dtype='bf16'"):
+    with golden.raises("merge", message="dtype='bf16'"):
         merge_adapter(adapter, out, dtype="bf16", progress=False)
-    with pytest.raises(UsageError, match="verify='all'"):
+    with golden.raises("merge", message="verify='all'"):
         merge_adapter(adapter, out, verify="all", progress=False)
     broken = tmp_path / "broken"
     shutil.copytree(llama_base, broken)
     shard = sorted(broken.glob("*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(UsageError, match=f"{shard.name} holds .* bytes"):
+    with golden.raises("merge", message=shard.name):
         merge_adapter(adapter, out, base=broken, progress=False)
     shard.unlink()
-    with pytest.raises(UsageError, match=f"lacks {shard.name}"):
+    with golden.raises("merge", message=f"lacks {shard.name}"):
         merge_adapter(adapter, out, base=broken, progress=False)
     assert nothing_left(out)
 
 
-def test_hub_snapshot_from_the_cache(llama_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_snapshot_from_the_cache(
+    llama_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
+) -> None:
     """A base by its hub id, at the revision that the adapter recorded, from a cache laid out as the hub client does."""
     commit = "0123456789abcdef0123456789abcdef01234567"
     repository = tmp_path / "cache" / "models--someone--tiny"
@@ -504,20 +507,20 @@ def test_hub_snapshot_from_the_cache(llama_base: Path, tmp_path: Path, monkeypat
     report = merge_adapter(adapter, tmp_path / "merged", progress=False)
     assert report.base == "someone/tiny"
     assert json.loads((tmp_path / "merged" / "cogumi-merge.json").read_text())["base"]["commit"] == commit
-    with pytest.raises(UsageError, match="hf download someone/tiny --revision v2"):
+    with golden.raises("merge", fix="hf download someone/tiny --revision v2"):
         merge_adapter(adapter, tmp_path / "again", base_revision="v2", progress=False)
 
 
-def test_never_overwrites(llama_base: Path, tmp_path: Path) -> None:
+def test_never_overwrites(llama_base: Path, tmp_path: Path, golden: Golden) -> None:
     adapter = make_adapter(llama_base, tmp_path / "adapter")
     out = tmp_path / "merged"
     out.mkdir()
     (out / "precious").write_text("keep me")
-    with pytest.raises(UsageError, match="exists"):
+    with golden.raises("merge", message=f"out {out} exists"):
         merge_adapter(adapter, out, progress=False)
     assert [path.name for path in out.iterdir()] == ["precious"]
     below_a_file = out / "precious" / "merged"
-    with pytest.raises(UsageError, match="not a directory"):
+    with golden.raises("merge", message=str(below_a_file)):
         merge_adapter(adapter, below_a_file, progress=False)
 
 
@@ -555,10 +558,10 @@ def test_a_disk_that_fills_up_during_the_merge(
     assert list(disk.iterdir()) == []
 
 
-def test_read_only_place(llama_base: Path, tmp_path: Path, small_disk: Callable[[str], Path]) -> None:
+def test_read_only_place(llama_base: Path, tmp_path: Path, small_disk: Callable[[str], Path], golden: Golden) -> None:
     adapter = make_adapter(llama_base, tmp_path / "adapter")
     disk = small_disk("size=10m,ro")
-    with pytest.raises(UsageError, match="no permission to write"):
+    with golden.raises("merge", message=str(disk)):
         merge_adapter(adapter, disk / "merged", progress=False)
 
 
@@ -639,7 +642,9 @@ def test_one_wrong_element_is_caught(
     assert "not verified" in str(report)
 
 
-def test_a_file_of_another_length_is_caught(llama_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_length_is_caught(
+    llama_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
+) -> None:
     adapter = make_adapter(llama_base, tmp_path / "adapter")
     original = work.verify_header
 
@@ -653,20 +658,20 @@ def test_a_file_of_another_length_is_caught(llama_base: Path, tmp_path: Path, mo
         merge_adapter(adapter, tmp_path / "merged", progress=False)
 
 
-def test_overflow_of_bfloat16_is_caught(tmp_path: Path) -> None:
+def test_overflow_of_bfloat16_is_caught(tmp_path: Path, golden: Golden) -> None:
     """Infinity is the nearest bfloat16 to the largest float32 numbers, and still not what was trained."""
     model = llama()
     with torch.no_grad():
         model.model.norm.weight[3] = torch.finfo(torch.float32).max
     base = save_base(tmp_path / "base", model, torch.float32)
     adapter = make_adapter(base, tmp_path / "adapter")
-    with pytest.raises(MergeError, match=r"norm\.weight: element \(3, 0\) is inf"):
+    with golden.raises("merge", MergeError, message="norm.weight: element (3, 0) is inf"):
         merge_adapter(adapter, tmp_path / "merged", dtype="bfloat16", progress=False)
     assert nothing_left(tmp_path / "merged")
 
 
 def test_infinity_in_one_block_and_a_wrong_element_in_another(
-    llama_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
     """Every element of the one is looked at, a few of the other."""
     monkeypatch.setattr("cogumi.merge.arithmetic.BLOCK_ELEMENTS", 1024)
@@ -684,17 +689,17 @@ def test_infinity_in_one_block_and_a_wrong_element_in_another(
         return stats
 
     monkeypatch.setattr(work, "write_run", corrupting)
-    with pytest.raises(MergeError, match=r"element \(0, 0\) is 8 .* 2 elements near it are off"):
+    with golden.raises("merge", MergeError, message="element (0, 0) is 8"):
         merge_adapter(adapter, tmp_path / "merged", progress=False)
 
 
-def test_overflow_of_a_narrow_dtype_is_caught(tmp_path: Path) -> None:
+def test_overflow_of_a_narrow_dtype_is_caught(tmp_path: Path, golden: Golden) -> None:
     model = llama()
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight[0, 0] = 1e5  # fits bfloat16, not float16
     base = save_base(tmp_path / "base", model)
     adapter = make_adapter(base, tmp_path / "adapter")
-    with pytest.raises(MergeError, match=r"q_proj\.weight: element \(0, 0\) is inf"):
+    with golden.raises("merge", MergeError, message="q_proj.weight: element (0, 0) is inf"):
         merge_adapter(adapter, tmp_path / "merged", dtype="float16", progress=False)
     assert nothing_left(tmp_path / "merged")
 

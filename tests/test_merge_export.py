@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from golden import Golden
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -111,25 +112,25 @@ def test_a_failed_conversion_leaves_no_file_and_says_why(
     assert not list(merged.parent.glob("*.gguf"))
 
 
-def test_an_existing_file_and_an_unknown_type_are_refused(merged: Path, recorder: Path) -> None:
-    with pytest.raises(UsageError, match=r"outtype='q4_k_m' is not one of bf16"):
+def test_an_existing_file_and_an_unknown_type_are_refused(merged: Path, recorder: Path, golden: Golden) -> None:
+    with golden.raises("merge", message="outtype='q4_k_m'"):
         export_gguf(merged, "q4_k_m")
     gguf_path(merged).write_bytes(b"mine")
-    with pytest.raises(UsageError, match=r"merged-bf16\.gguf exists"):
+    with golden.raises("merge", message="merged-bf16.gguf exists"):
         export_gguf(merged)
     assert gguf_path(merged).read_bytes() == b"mine"
     assert not recorder.exists()
 
 
 def test_a_checkout_comes_first_and_must_hold_the_converter(
-    tmp_path: Path, recorder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recorder: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
     on_path = find_converter()
     assert on_path == [str(tmp_path / "bin" / "convert_hf_to_gguf.py")]
     checkout = tmp_path / "llama.cpp"
     checkout.mkdir()
     monkeypatch.setenv("LLAMA_CPP_DIR", str(checkout))
-    with pytest.raises(UsageError, match=r"LLAMA_CPP_DIR=.*llama\.cpp holds no convert_hf_to_gguf\.py"):
+    with golden.raises("merge", message="LLAMA_CPP_DIR="):
         find_converter()
     (checkout / "convert_hf_to_gguf.py").write_text(RECORDER)  # not executable: run by this Python
     assert find_converter() == [sys.executable, str(checkout / "convert_hf_to_gguf.py")]

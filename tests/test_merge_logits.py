@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden import Golden
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
@@ -326,7 +327,7 @@ def test_flipped_experts_do_not_decide(tmp_path: Path) -> None:
     assert free > check.bound  # the same comparison with each model's own choices: 5 times what rounding explains
 
 
-def test_check_leaves_models_alone_and_repeats(bases: Callable[[str], Path], tmp_path: Path) -> None:
+def test_check_leaves_models_alone_and_repeats(bases: Callable[[str], Path], tmp_path: Path, golden: Golden) -> None:
     base = bases("llama")
     adapter = make_adapter(base, tmp_path / "adapter", {"target_modules": LINEARS})
     live, merged = load_live(base, adapter), load(peft_merge(base, adapter, tmp_path / "merged"), torch.bfloat16)
@@ -341,12 +342,12 @@ def test_check_leaves_models_alone_and_repeats(bases: Callable[[str], Path], tmp
     weight = "model.layers.1.self_attn.v_proj.weight"
     merged.get_parameter(weight).data.copy_(original.get_parameter(weight).data)  # one update forgotten
     assert not check_logits(live, merged, INPUT_IDS).passed
-    with pytest.raises(UsageError, match="should be a PEFT model"):
+    with golden.raises("merge", message="PEFT model"):
         check_logits(merged, merged, INPUT_IDS)
     with pytest.raises(UsageError, match=r"merged model has no .*q_norm|other shape|no model\.layers|another shape"):
         check_logits(live, BASES["mixtral"](), INPUT_IDS)
     live.merge_adapter()
-    with pytest.raises(UsageError, match="adapter merged"):
+    with golden.raises("merge", fix="unmerged"):
         check_logits(live, original, INPUT_IDS)
 
 
@@ -435,19 +436,19 @@ def test_prompt(bases: Callable[[str], Path], tmp_path: Path) -> None:
     assert text.startswith("The harbour was quiet when the first boats came in.")
 
 
-def test_directory_refusals(bases: Callable[[str], Path], tmp_path: Path) -> None:
+def test_directory_refusals(bases: Callable[[str], Path], tmp_path: Path, golden: Golden) -> None:
     base = bases("llama")
     adapter = make_adapter(base, tmp_path / "adapter", {"target_modules": ["q_proj"]})
-    with pytest.raises(UsageError, match=r"nowhere has no adapter_config\.json"):
+    with golden.raises("merge", message="nowhere has no adapter_config.json"):
         check_directory(tmp_path / "nowhere", base, base)
-    with pytest.raises(UsageError, match=r"adapter has no config\.json"):
+    with golden.raises("merge", message="adapter has no config.json"):
         check_directory(adapter, adapter, base)
     quantized = shutil.copytree(base, tmp_path / "quantized")
     config = json.loads((base / "config.json").read_text())
     (quantized / "config.json").write_text(
         json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}})
     )
-    with pytest.raises(UsageError, match="quantized is quantized; pass the full-precision base"):
+    with golden.raises("merge", message="quantized is quantized", fix="full-precision"):
         check_directory(adapter, base, quantized)
     # A tensor of 2 TB, in a file of holes: 4 bytes and a quarter more for each of 10^12 elements.
     huge = shutil.copytree(base, tmp_path / "huge")

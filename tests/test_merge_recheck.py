@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from golden import Golden
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from cogumi.cli import main
-from cogumi.errors import UsageError
 from cogumi.merge import MergeError, merge_adapter
 from cogumi.merge.recheck import check_merged
 
@@ -255,13 +255,15 @@ def test_the_directory_may_move(merged: Merged, tmp_path: Path) -> None:
     assert check_merged(moved, progress=False).elements == merged.elements
 
 
-def test_what_is_no_merged_directory_is_status_2(merged: Merged, tmp_path: Path, cli: Callable[..., Said]) -> None:
+def test_what_is_no_merged_directory_is_status_2(
+    merged: Merged, tmp_path: Path, cli: Callable[..., Said], golden: Golden
+) -> None:
     for path in (merged.base, tmp_path / "nowhere", merged.out / "config.json"):
         done = cli("merge", "--check", path)
         assert (done.status, done.out) == (2, "")
         assert done.err == f"cogumi: {path} holds no cogumi-merge.json, so it is not a directory that cogumi merged\n"
     edit_manifest(merged.out, lambda manifest: manifest.update(format=3))
-    with pytest.raises(UsageError, match="has a format that this version does not know; merge again"):
+    with golden.raises("merge", message="cogumi-merge.json", fix="merge again"):
         check_merged(merged.out, progress=False)
     done = cli("merge", merged.adapter, "--check", merged.out)
     assert done.status == 2

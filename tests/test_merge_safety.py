@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 from disk_mounts import ext_image, mounting
+from golden import Golden
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
@@ -468,7 +469,7 @@ def test_a_disk_that_others_fill_up_later(
     needed, free, more = kilobytes(str(caught.value))
     assert needed == pytest.approx(caught.value.needed, abs=1000)
     assert free == pytest.approx(needed - more, abs=2000)
-    assert caught.value.place == disk
+    assert caught.value.place == str(disk)
     assert [path.name for path in disk.iterdir()] == ["filler"]
 
 
@@ -556,7 +557,9 @@ def test_a_quota_is_refused(plain: tuple[Path, Path], tmp_path: Path, monkeypatc
 # ------------------------------------------------------------------------------------------------------------ where OUT is
 
 
-def test_out_however_it_is_written(plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_however_it_is_written(
+    plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
+) -> None:
     base, adapter = plain
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path / "there")
@@ -566,11 +569,11 @@ def test_out_however_it_is_written(plain: tuple[Path, Path], tmp_path: Path, mon
         merge_adapter(adapter, out, base=base, progress=False)
         assert (tmp_path / lies / "cogumi-merge.json").is_file()
         assert nothing_left(tmp_path / f"{lies}.partial-")
-    with pytest.raises(UsageError, match=r"there/~ is not a directory; create it first"):
+    with golden.raises("merge", message="there/~"):
         merge_adapter(adapter, "~/merged", base=base, progress=False)
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for taken in (base, adapter, tmp_path / "dangling", ".", "..", "/", ""):
-        with pytest.raises(UsageError, match="exists; choose another name"):
+        with golden.raises("merge", message="exists"):
             merge_adapter(adapter, taken, base=base, progress=False)
     with pytest.raises(UsageError, match=r"cannot write .*File name too long"):
         merge_adapter(adapter, "x" * 250, base=base, progress=False)
@@ -593,7 +596,7 @@ def test_out_inside_base_or_adapter_changes_neither(plain: tuple[Path, Path], tm
 
 @pytest.mark.parametrize("appears", ["directory", "full directory", "file", "link"])
 def test_out_that_appears_during_the_merge_is_not_touched(
-    appears: str, plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    appears: str, plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
     base, adapter = plain
     out = tmp_path / "merged"
@@ -604,7 +607,7 @@ def test_out_that_appears_during_the_merge_is_not_touched(
         make_something(out, appears)
 
     monkeypatch.setattr(cogumi.merge, "write_description", appear)
-    with pytest.raises(UsageError, match=f"^out {out} exists"):
+    with golden.raises("merge", message=f"out {out} exists"):
         merge_adapter(adapter, out, base=base, progress=False)
     assert is_still(out, appears)
     assert [path.name for path in tmp_path.glob("merged*")] == ["merged"]
@@ -612,13 +615,13 @@ def test_out_that_appears_during_the_merge_is_not_touched(
 
 @pytest.mark.parametrize("appears", ["full directory", "file", "link"])
 def test_out_that_appears_at_the_last_instant(
-    appears: str, plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    appears: str, plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
     """After the last look. Of an empty directory the kernel makes no fuss, and nothing is lost."""
     base, adapter = plain
     out = tmp_path / "merged"
     monkeypatch.setattr(commit, "check_target", lambda target: make_something(target, appears))
-    with pytest.raises(UsageError, match="has appeared during the merge"):
+    with golden.raises("merge", message=str(out)):
         merge_adapter(adapter, out, base=base, progress=False)
     assert is_still(out, appears)
     assert [path.name for path in tmp_path.glob("merged*")] == ["merged"]

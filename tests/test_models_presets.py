@@ -5,6 +5,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from golden import Golden
 from peft import LoraConfig
 from qlora_runs import watch_trainers
 from transformers import TrainerCallback
@@ -89,10 +90,8 @@ def test_a_preset_is_said_with_its_reason() -> None:
     )
 
 
-def test_an_unknown_preset_is_one_line(sft: Config) -> None:
-    with pytest.raises(
-        UsageError, match=r"cogumi\.lora_preset = 'rsl': Input should be 'rl', 'large', 'qlora' or 'rslora'"
-    ):
+def test_an_unknown_preset_is_one_line(sft: Config, golden: Golden) -> None:
+    with golden.raises("models", key="cogumi.lora_preset", message="'rsl'"):
         load_config(sft, cogumi__lora_preset="rsl")
 
 

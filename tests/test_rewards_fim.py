@@ -3,8 +3,8 @@
 import warnings
 
 import pytest
+from golden import Golden
 
-from cogumi.errors import UsageError
 from cogumi.rewards import rewards_of
 from cogumi.rewards.fim import edit_similarity, exact_match, parses
 
@@ -50,7 +50,8 @@ def test_parses():
 
 
 def test_parses_survives_deep_but_flat_looking_source():
-    assert score(parses, ["x" + ".a" * 50_000, "-" * 50_000 + "1"])[1] in (0.0, 1.0)
+    """Too deep for Python itself, which raises RecursionError or MemoryError, by its version."""
+    assert score(parses, ["x" + ".a" * 50_000, "-" * 50_000 + "1"]) == [0.0, 0.0]
 
 
 def test_parses_is_silent_here_and_changes_no_filter():
@@ -62,10 +63,10 @@ def test_parses_is_silent_here_and_changes_no_filter():
         assert len(caught) == 1
 
 
-def test_rewards_by_name():
+def test_rewards_by_name(golden: Golden):
     assert rewards_of(["parses", "exact_match", "edit_similarity"]) == [parses, exact_match, edit_similarity]
     assert [reward.__name__ for reward in rewards_of(["parses"])] == ["parses"]
-    with pytest.raises(UsageError, match="no reward 'edit_similarty'; did you mean 'edit_similarity'"):
+    with golden.raises("rewards", key="cogumi.rewards", message="'edit_similarty'", fix="'edit_similarity'"):
         rewards_of(["edit_similarty"])
 
 

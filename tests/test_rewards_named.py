@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden import Golden
 
 from cogumi.errors import UsageError
 from cogumi.rewards.answers import answer_similarity, final_number
@@ -83,14 +84,14 @@ def test_what_cannot_be_found_is_one_line(tmp_path: Path, name: str, said: str) 
     assert "\n" not in str(caught.value)
 
 
-def test_no_reward_at_all_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"cogumi\.rewards is empty"):
+def test_no_reward_at_all_is_refused(golden: Golden) -> None:
+    with golden.raises("rewards", message="cogumi.rewards"):
         rewards_of([])
 
 
-def test_a_reward_whose_column_is_missing_is_refused_before_the_first_rollout() -> None:
+def test_a_reward_whose_column_is_missing_is_refused_before_the_first_rollout(golden: Golden) -> None:
     refuse_missing_columns([edit_similarity], ["prompt", "prefix", "suffix", "middle"])
-    with pytest.raises(UsageError, match="final_number takes `answer`, and the prompts come with gold, prompt"):
+    with golden.raises("rewards", key="cogumi.rewards", message="`answer`"):
         refuse_missing_columns([final_number], ["prompt", "gold"])
 
 

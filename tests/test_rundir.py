@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from golden import Golden
 
 from cogumi.errors import UsageError
 from cogumi.rundir import append_jsonl, create_run_dir, read_jsonl, write_atomic, write_json
@@ -54,15 +55,15 @@ def test_half_a_line_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         append_jsonl(tmp_path / "m.jsonl", {"step": 1})
 
 
-def test_a_directory_in_use_is_refused_with_what_is_in_it(tmp_path: Path) -> None:
+def test_a_directory_in_use_is_refused_with_what_is_in_it(tmp_path: Path, golden: Golden) -> None:
     run = create_run_dir(tmp_path / "a" / "run")
-    with pytest.raises(UsageError, match=r"already holds a run \(starting\); set cogumi.run_dir"):
+    with golden.raises("train", message=str(run), fix="cogumi.run_dir"):
         create_run_dir(run)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match="already holds files"):
+    with golden.raises("train", message="holds files", fix="cogumi.run_dir"):
         create_run_dir(tmp_path / "b")
     assert os.listdir(tmp_path / "b") == ["notes.txt"]
-    with pytest.raises(UsageError, match=r"notes.txt is a file, not a directory; set cogumi.run_dir to a new direc"):
+    with golden.raises("train", message="notes.txt", fix="cogumi.run_dir"):
         create_run_dir(tmp_path / "b" / "notes.txt")
     assert (tmp_path / "b" / "notes.txt").read_text() == "mine"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -32,23 +33,26 @@ def names(text: str) -> list[str]:
     return [diagnosis.name for diagnosis in explain(text)]
 
 
+def misread(messages: Iterable[tuple[str, str]]) -> list[tuple[str, list[str], str]]:
+    """Which of the messages are not known by the signature given with them, and by no other."""
+    return [(name, names(text), text[:100]) for name, text in messages if names(text) != [name]]
+
+
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
 def test_there_is_a_real_message_for_every_signature_and_none_too_many() -> None:
     assert set(FIXTURES) == {signature.name for signature in signatures()}
-    assert len(signatures()) >= 21
 
 
-@pytest.mark.parametrize("name", FIXTURES)
-def test_a_real_message_is_known_by_its_own_signature_and_by_no_other(name: str) -> None:
-    assert names(message(name)) == [name]
+def test_a_real_message_is_known_by_its_own_signature_and_by_no_other() -> None:
+    assert misread((name, message(name)) for name in FIXTURES) == []
 
 
-@pytest.mark.parametrize("name", FIXTURES)
-def test_a_fixture_says_where_it_is_from(name: str) -> None:
-    origin = FIXTURES[name].split("\n", 1)[0]
-    assert re.match(r"# (https://github\.com/\S+/(issues|pull)/\d+|produced here with \S)", origin)
+def test_a_fixture_says_where_it_is_from() -> None:
+    origins = {name: text.split("\n", 1)[0] for name, text in FIXTURES.items()}
+    known = re.compile(r"# (https://github\.com/\S+/(issues|pull)/\d+|produced here with \S)")
+    assert [name for name, origin in origins.items() if not known.match(origin)] == []
 
 
 def test_the_table_is_complete_and_repeats_nothing() -> None:
@@ -82,7 +86,7 @@ def test_every_setting_that_a_fix_names_is_one() -> None:
 
     fixes = " ".join(signature.fix for signature in signatures())
     settings = set(re.findall(r"`?(model|train)((?:\.(?!resize)[a-z_0-9]+)+)(?:=([\w./@-]+))?", fixes))
-    assert len(settings) > 8
+    assert settings
     for section, rest, value in settings:
         # One refused by TRL or transformers raises; what the fix only names is set to a number.
         smoke = "smoke/gspo" if "vllm" in rest else "smoke/sft"
@@ -266,32 +270,29 @@ Access to model google/gemma-3-4b-pt is restricted and you are not in the author
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "text"), OTHER_WORDS)
-def test_other_words_for_a_failure_are_known_too(name: str, text: str) -> None:
-    assert names(text) == [name]
+def test_other_words_for_a_failure_are_known_too() -> None:
+    assert misread(OTHER_WORDS) == []
 
 
-@pytest.mark.parametrize(("name", "pattern"), EVERY_PATTERN)
-def test_there_is_a_message_for_every_pattern(name: str, pattern: str) -> None:
-    compiled = re.compile(pattern.replace(" ", module.GAP))
-    assert any(compiled.search(text) for known, text in [*OTHER_WORDS, (name, message(name))] if known == name)
+def test_there_is_a_message_for_every_pattern() -> None:
+    def is_met(name: str, pattern: str) -> bool:
+        compiled = re.compile(pattern.replace(" ", module.GAP))
+        return any(compiled.search(text) for known, text in [*OTHER_WORDS, (name, message(name))] if known == name)
+
+    assert [each for each in EVERY_PATTERN if not is_met(*each)] == []
 
 
 def paragraphs(name: str) -> list[str]:
     return re.split(r"\n{2,}", message(name).strip())
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [(part, "pip-conflict") for part in paragraphs("pip-conflict") if not part.startswith("To fix")]
-    + [(line, "pip-broke-others") for line in message("pip-broke-others").splitlines() if "conflicts" in line]
-    + [(line, "pip-broke-others") for line in message("pip-broke-others").splitlines() if "incompatible" in line]
-    + [(paragraphs("gated-not-logged-in")[0], "gated-not-logged-in")]
-    + [(paragraphs("gated-no-access")[0], "gated-no-access")]
-    + [("\n\n".join(paragraphs("gated-no-access")).rsplit("\n", 1)[0], "gated-no-access")],
-)
-def test_a_part_of_a_message_is_enough(text: str, name: str) -> None:
-    assert names(text) == [name]
+def test_a_part_of_a_message_is_enough() -> None:
+    parts = [("pip-conflict", part) for part in paragraphs("pip-conflict") if not part.startswith("To fix")]
+    for word in ("conflicts", "incompatible"):
+        parts += [("pip-broke-others", line) for line in message("pip-broke-others").splitlines() if word in line]
+    parts += [(name, paragraphs(name)[0]) for name in ("gated-not-logged-in", "gated-no-access")]
+    parts += [("gated-no-access", "\n\n".join(paragraphs("gated-no-access")).rsplit("\n", 1)[0])]
+    assert misread(parts) == []
 
 
 @pytest.mark.parametrize(
@@ -337,9 +338,8 @@ def slow(pattern: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(("name", "pattern"), EVERY_PATTERN)
-def test_no_pattern_can_be_slow(name: str, pattern: str) -> None:
-    assert slow(pattern) is None
+def test_no_pattern_can_be_slow() -> None:
+    assert [(name, pattern, why) for name, pattern in EVERY_PATTERN if (why := slow(pattern))] == []
 
 
 @pytest.mark.parametrize(
@@ -503,10 +503,9 @@ NOISE = {
 }
 
 
-@pytest.mark.parametrize("name", FIXTURES)
 @pytest.mark.parametrize("noise", NOISE)
-def test_noise_hides_no_message(noise: str, name: str) -> None:
-    assert names(NOISE[noise](message(name))) == [name]
+def test_noise_hides_no_message(noise: str) -> None:
+    assert misread((name, NOISE[noise](message(name))) for name in FIXTURES) == []
 
 
 def test_a_wrapped_message_is_known_and_shown_in_one_line() -> None:
