@@ -425,8 +425,6 @@ def test_what_no_change_can_mend_is_said_and_nothing_is_written(
     config = config_of(wide, tmp_path, cogumi={"max_cost": 1.0, "price_per_hour": 2.0}, train={"vllm_mode": "colocate"})
     config["cogumi"]["method"], config["cogumi"]["rewards"] = "gspo", ["parses"]
     config["train"] |= {"use_vllm": True, "vllm_gpu_memory_utilization": 0.99, "num_generations": 2}
-    config["train"] |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-    config["model"]["quantization_config"] = {"load_in_4bit": True}  # so that only the length is left to change
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     monkeypatch.chdir(tmp_path)
     status, said, error = command_line("preflight", "run.yaml", "--card", "t4", "--fix", "fits.yaml")
