@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,30 @@ def none_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     for path in tmp_path.rglob(START):
         if is_running(read_json(path)):
             os.kill(read_json(path)["pid"], signal.SIGKILL)
+
+
+@pytest.fixture
+def command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """The command line in this process: (exit status, standard output, standard error)."""
+    from cogumi.cli import main
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["cogumi", *map(str, words)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        said = capsys.readouterr()
+        return int(stopped.value.code or 0), said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def for_commands(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The variables of this process on one thread: one prepared process (tests/prepared_process.py) serves all such tests."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return dict(os.environ)
 
 
 def letters(completions: list[str], **_: Any) -> list[float]:

@@ -1,13 +1,15 @@
-"""Commands of cogumi as processes of their own that need not import torch first: forks of one process that has.
+"""Commands as processes of their own that need not import torch first: forks of one process that has.
 
 `run(words, cwd, environment)` is `subprocess.run([sys.executable, "-m", "cogumi", *words], ...)` without the seconds of
-imports. A test for what happens while modules are imported, or of which are, starts Python itself.
+imports. A test for what happens while modules are imported, or of which are, starts Python itself. So does one on a
+terminal: the fork is no process of the terminal's session.
 """
 
 import atexit
 import gc
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -16,28 +18,37 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 IMPORTED = ("torch", "datasets", "transformers", "trl", "peft", "cogumi.cli", "cogumi.training", "cogumi.training.run")
 # Read by a library when it is imported: another value needs another prepared process.
-AT_IMPORT = ("CUDA_", "HF_", "OMP_", "PYTHON", "TORCH", "TRANSFORMERS_", "UNSLOTH_", "XDG_CACHE_HOME")
+AT_IMPORT = ("CUDA_", "HF_", "HOME", "OMP_", "PYTHON", "TORCH", "TRANSFORMERS_", "UNSLOTH_", "XDG_CACHE_HOME")
 FILES = ("stdin", "stdout", "stderr")
 addresses: dict[tuple[tuple[str, str], ...], str] = {}
 
-# What a program that stands for `cogumi` does: hand its files, directory, variables and words to the prepared process.
+# What a program that stands for `python` does: hand its files, directory, variables and words to the prepared process, and
+# end as that one's fork ends. The address is a name of the kernel's, so that no file is left.
 CLIENT = """\
-import json, os, signal, socket, sys
+import contextlib, json, os, signal, socket, sys
 door = socket.socket(socket.AF_UNIX)
-door.connect(sys.argv[1])
+door.connect("\\0" + sys.argv[1])
 said = json.dumps({"words": sys.argv[2:], "cwd": os.getcwd(), "environment": dict(os.environ)}).encode()
 socket.send_fds(door, [len(said).to_bytes(8, "big")], [0, 1, 2])
 door.sendall(said)
 pid = int.from_bytes(door.recv(8), "big")
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, lambda number, _: os.kill(pid, number))
-status = int.from_bytes(door.recv(8), "big", signed=True)
-sys.exit(status if status >= 0 else 128 - status)
+answer = door.recv(8)
+if not answer:
+    sys.exit("the prepared process is gone")
+status = int.from_bytes(answer, "big", signed=True)
+if status < 0:
+    with contextlib.suppress(OSError):  # SIGKILL has no handler
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+sys.exit(status)
 """
 
 
@@ -57,6 +68,11 @@ def run(words: Sequence[object], cwd: Path, environment: Mapping[str, str]) -> s
 
 def client(environment: Mapping[str, str]) -> list[str]:
     """The words that stand for `python -m cogumi` with this environment."""
+    return [*python(environment), "-m", "cogumi"]
+
+
+def python(environment: Mapping[str, str]) -> list[str]:
+    """The words that stand for `python` with this environment, before `-m MODULE` or `-c CODE`."""
     return [sys.executable, "-I", "-S", "-c", CLIENT, address_for(environment)]
 
 
@@ -64,26 +80,39 @@ def address_for(environment: Mapping[str, str]) -> str:
     """Where the prepared process of this environment listens; it is started where there is none yet."""
     key = tuple(sorted((name, value) for name, value in environment.items() if name.startswith(AT_IMPORT)))
     if key not in addresses:
-        address = str(Path(tempfile.mkdtemp(prefix="cogumi-")) / "door")
-        command = [sys.executable, "-m", "tests.prepared_process", address]
+        address = f"cogumi-tests-{os.getpid()}-{len(addresses)}"
         server = subprocess.Popen(
-            command, cwd=Path(__file__).parents[1], env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", "tests.prepared_process", address],
+            cwd=Path(__file__).parents[1],
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C at the terminal of the tests is for those who started a command
         )
         assert server.stdout is not None
         assert server.stdout.readline() == b"ready\n"
-        atexit.register(server.kill)
+        atexit.register(end, server)
         addresses[key] = address
     return addresses[key]
 
 
-def serve(address: str) -> None:
-    """Fork for each that connects, until standard input ends, and tell it the process's number and then its status."""
+def end(server: subprocess.Popen[bytes]) -> None:
+    assert server.stdin is not None
+    server.stdin.close()
+    server.wait()
+
+
+def serve(address: str) -> NoReturn:
+    """Fork for each that connects, and tell it the process's number and then its status.
+
+    A fork whose client is gone is killed, as the client was. Where standard input ends, so does everything here.
+    """
     for name in IMPORTED:
         __import__(name)
     gc.collect()
     gc.freeze()
     doors = socket.socket(socket.AF_UNIX)
-    doors.bind(address)
+    doors.bind("\0" + address)
     doors.listen()
     awake, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -91,73 +120,95 @@ def serve(address: str) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     print("ready", flush=True)
     asked: dict[int, socket.socket] = {}
+    heard = select.poll()
+    for number in (doors.fileno(), awake, 0):
+        heard.register(number, select.POLLIN)
     while True:
-        ready, _, _ = select.select([doors, awake, sys.stdin], [], [])
-        if sys.stdin in ready:
-            return
+        ready = {number for number, _ in heard.poll()}
+        if 0 in ready:
+            for pid in asked:
+                os.kill(pid, signal.SIGKILL)
+            os._exit(0)
+        for pid, connection in asked.items():
+            if connection.fileno() in ready:  # nothing but its end is heard
+                heard.unregister(connection)
+                os.kill(pid, signal.SIGKILL)
         if awake in ready:
             os.read(awake, 4096)
-            tell_those_that_ended(asked)
-        if doors in ready:
+            tell_those_that_ended(asked, heard)
+        if doors.fileno() in ready:
             connection, _ = doors.accept()
-            length, files, _, _ = socket.recv_fds(connection, 8, len(FILES))
-            said = b""
-            while len(said) < int.from_bytes(length, "big"):
-                said += connection.recv(1 << 20)
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
-                for other in (connection, doors, *asked.values()):
+                for other in (doors, *asked.values()):
                     other.close()
-                become(json.loads(said), files)
-            for each in files:
-                os.close(each)
-            connection.sendall(pid.to_bytes(8, "big"))
+                os.close(awake)
+                os.close(wake)
+                become(connection)
+            with suppress(OSError):
+                connection.sendall(pid.to_bytes(8, "big"))
             asked[pid] = connection
+            heard.register(connection, 0)
 
 
-def tell_those_that_ended(asked: dict[int, socket.socket]) -> None:
+def tell_those_that_ended(asked: dict[int, socket.socket], heard: select.poll) -> None:
     while asked:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
-        with asked.pop(pid) as connection:
+        with asked.pop(pid) as connection, suppress(KeyError, OSError):
+            heard.unregister(connection)
             connection.sendall(os.waitstatus_to_exitcode(status).to_bytes(8, "big", signed=True))
 
 
-def become(asked: dict[str, object], files: list[int]) -> NoReturn:
-    """Be the process that was asked for, to its end."""
-    for number, each in enumerate(files):
-        os.dup2(each, number)
-        os.close(each)
-    for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    os.chdir(str(asked["cwd"]))
-    os.environ.clear()
-    os.environ.update(asked["environment"])  # type: ignore[call-overload]
-    sys.argv = ["cogumi", *asked["words"]]  # type: ignore[misc]
-    sys.path[0] = ""
-    status = run_main()
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # taking this interpreter down, with all that it has imported, would take two seconds
-
-
-def run_main() -> int:
-    from cogumi.__main__ import main
-
+def become(connection: socket.socket) -> NoReturn:
+    """Be the process that is asked for, to its end."""
+    status = 1
     try:
-        main()
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        length, files, _, _ = socket.recv_fds(connection, 8, len(FILES))
+        asked = json.loads(connection.recv(int.from_bytes(length, "big"), socket.MSG_WAITALL))
+        connection.close()
+        for number, each in enumerate(files):
+            os.dup2(each, number)
+            os.close(each)
+        os.chdir(asked["cwd"])
+        os.environ.clear()
+        os.environ.update(asked["environment"])
+        tempfile.tempdir = None  # TMPDIR may be another
+        status = status_of(asked["words"])
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if status == -signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        os._exit(status)  # taking this interpreter down, with all that it has imported, would take two seconds
+
+
+def status_of(words: list[str]) -> int:
+    """Run `python WORDS`, to its status."""
+    how, what, *rest = words
+    sys.argv = ["-c" if how == "-c" else what, *rest]
+    sys.path[0] = ""
+    try:
+        if how == "-c":
+            exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.modules.pop(what, None)  # or runpy warns of it
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
             return ended.code or 0
         print(ended.code, file=sys.stderr)
         return 1
-    except BaseException:  # noqa: BLE001  # as the interpreter would at its end
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-        return 1
+    except BaseException as error:  # noqa: BLE001  # as the interpreter would at its end
+        sys.excepthook(type(error), error, error.__traceback__)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real subprocesses, their output and exit status."""
+"""The command line as a user meets it: output and exit status, of processes where signals, terminals or imports matter."""
 
 import contextlib
 import fcntl
@@ -20,16 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import prepared_process
 import pytest
 import yaml
 
 from cogumi import __version__ as package_version
-from cogumi import cli
 
 ROOT = Path(__file__).parents[1]
 
 
 def cogumi(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """As Python itself starts it."""
     command = [sys.executable, "-m", "cogumi", *words]
     return subprocess.run(
         command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False
@@ -63,24 +64,27 @@ def test_the_version_is_said_at_once(tmp_path: Path) -> None:
     assert not re.search(r"\| +(torch|transformers)$", done.stderr, re.MULTILINE)
 
 
-def test_train_then_merge(config: Path, tmp_path: Path) -> None:
-    done = cogumi("train", "tiny.yaml", "train.learning_rate=1e-2", "cogumi.merge=false", cwd=tmp_path)
+def test_train_then_merge(config: Path, tmp_path: Path, for_commands: dict[str, str]) -> None:
+    def cogumi(*words: str) -> subprocess.CompletedProcess[str]:
+        return prepared_process.run(words, tmp_path, for_commands)
+
+    done = cogumi("train", "tiny.yaml", "train.learning_rate=1e-2", "cogumi.merge=false")
     assert done.returncode == 0, done.stderr
     assert "pass  adapter: max |B|" in done.stderr
     assert re.search(r"runs/tiny: finished, step 2/2; \d+ of \d+ checks passed; flags: .*green", done.stdout), (
         done.stdout
     )
-    merged = cogumi("merge", "runs/tiny/adapter", "merged", cwd=tmp_path)
+    merged = cogumi("merge", "runs/tiny/adapter", "merged")
     assert merged.returncode == 0, merged.stderr
     assert (tmp_path / "merged" / "model.safetensors").exists()
-    again = cogumi("merge", "runs/tiny/adapter", "merged", cwd=tmp_path)
+    again = cogumi("merge", "runs/tiny/adapter", "merged")
     assert again.returncode == 2
     assert again.stderr.count("\n") == 1
     assert "merged" in again.stderr
 
 
 def test_each_mistake_is_one_line_on_stderr_and_status_2(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Callable[..., tuple[int, str, str]]
 ) -> None:
     pl.DataFrame({"source": []}, schema={"source": pl.String}).write_parquet(tmp_path / "empty.parquet")
     (tmp_path / "file").write_text("in the way")
@@ -93,12 +97,9 @@ def test_each_mistake_is_one_line_on_stderr_and_status_2(
     }
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.chdir(tmp_path)
-    for words, says in mistakes.items():  # in this process: each of its own would import torch for some seconds
-        monkeypatch.setattr(sys, "argv", ["cogumi", *words])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        stderr = capsys.readouterr().err
-        assert stop.value.code == 2, stderr
+    for words, says in mistakes.items():
+        status, _, stderr = command_line(*words)
+        assert status == 2, stderr
         assert stderr.startswith("cogumi: "), stderr
         assert stderr.count("\n") == 1, stderr
         assert says in stderr
@@ -107,13 +108,15 @@ def test_each_mistake_is_one_line_on_stderr_and_status_2(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_an_unknown_command_is_status_2(tmp_path: Path) -> None:
-    assert cogumi("trian", cwd=tmp_path).returncode == 2
+def test_an_unknown_command_is_status_2(command_line: Callable[..., tuple[int, str, str]]) -> None:
+    assert command_line("trian")[0] == 2
 
 
-def test_ctrl_c_is_status_130_and_the_run_says_stopped(config: Path, tmp_path: Path) -> None:
+def test_ctrl_c_is_status_130_and_the_run_says_stopped(
+    config: Path, tmp_path: Path, for_commands: dict[str, str]
+) -> None:
     words = ("train.max_steps=100000", "cogumi.compile=off", "cogumi.run_dir=long")
-    command = [sys.executable, "-m", "cogumi", "train", "tiny.yaml", *words]
+    command = [*prepared_process.client(for_commands), "train", "tiny.yaml", *words]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     beat = tmp_path / "long" / "heartbeat.json"
     deadline = time.monotonic() + 120
@@ -155,29 +158,12 @@ def merge_inputs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return MergeInputs(tiny_model, root / "adapter", root / "other")
 
 
-@pytest.fixture
-def run_main(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    """The command line in this process: (exit status, standard output, standard error)."""
-    from cogumi.cli import main
-
-    def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["cogumi", *map(str, words)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        said = capsys.readouterr()
-        return int(stopped.value.code or 0), said.out, said.err
-
-    return run
-
-
 def shards_of(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.glob("*.safetensors")}
 
 
 def test_merge_hands_every_option_on(
-    merge_inputs: MergeInputs, tmp_path: Path, run_main: Callable[..., tuple[int, str, str]]
+    merge_inputs: MergeInputs, tmp_path: Path, command_line: Callable[..., tuple[int, str, str]]
 ) -> None:
     """Each option gives what the same argument of merge_adapter gives, and something else than without it."""
     from cogumi.merge import merge_adapter
@@ -197,7 +183,7 @@ def test_merge_hands_every_option_on(
     found = []
     for name, (words, adapters, options) in cases.items():
         out = tmp_path / name
-        status, said, error = run_main("merge", given.adapter, out, "--base", given.base, "--workers", "1", *words)
+        status, said, error = command_line("merge", given.adapter, out, "--base", given.base, "--workers", "1", *words)
         assert (status, error) == (0, ""), error
         assert said.startswith(f"{out}: {given.base} with 4 tensors merged")
         merge_adapter(adapters, tmp_path / f"{name} again", base=given.base, progress=False, **options)
@@ -207,24 +193,24 @@ def test_merge_hands_every_option_on(
 
 
 def test_merge_reports_as_json_and_by_what_it_verified(
-    merge_inputs: MergeInputs, tmp_path: Path, run_main: Callable[..., tuple[int, str, str]]
+    merge_inputs: MergeInputs, tmp_path: Path, command_line: Callable[..., tuple[int, str, str]]
 ) -> None:
     given = merge_inputs
-    status, said, error = run_main("merge", given.adapter, tmp_path / "a", "--verify", "logits", "--json")
+    status, said, error = command_line("merge", given.adapter, tmp_path / "a", "--verify", "logits", "--json")
     assert status == 0, error
     report = json.loads(said)
     assert report["out"] == str(tmp_path / "a")
     assert report["tensors_merged"] == 4
     assert report["bytes"] == sum(len(data) for data in shards_of(tmp_path / "a").values())
     assert report["logits"]["measured"] > 0
-    status, said, error = run_main("merge", given.adapter, tmp_path / "b", "--verify", "none")
+    status, said, error = command_line("merge", given.adapter, tmp_path / "b", "--verify", "none")
     assert status == 0
     assert "not verified" in said
     assert not list(tmp_path.glob("*.partial-*"))
 
 
 def test_each_mistake_of_a_merge_is_one_line_and_status_2(
-    merge_inputs: MergeInputs, tmp_path: Path, run_main: Callable[..., tuple[int, str, str]]
+    merge_inputs: MergeInputs, tmp_path: Path, command_line: Callable[..., tuple[int, str, str]]
 ) -> None:
     adapter, out = merge_inputs.adapter, tmp_path / "merged"
     mistakes: dict[tuple[object, ...], str] = {
@@ -248,18 +234,18 @@ def test_each_mistake_of_a_merge_is_one_line_and_status_2(
         (adapter, out, "--export", "onnx"): "--export onnx is not known; gguf is",
     }
     for words, says in mistakes.items():
-        status, said, error = run_main("merge", *words)
+        status, said, error = command_line("merge", *words)
         assert (status, said) == (2, ""), (words, error)
         assert error.startswith("cogumi: "), (words, error)
         assert error.count("\n") == 1, (words, error)
         assert says in error, (words, error)
     for words in ((adapter, out, "--workers", "0"), (adapter, out, "--weight", "much"), (adapter, out, "--merge")):
-        assert run_main("merge", *words)[0] == 2  # said by Typer, with the usage
+        assert command_line("merge", *words)[0] == 2  # said by Typer, with the usage
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_merge_that_is_not_exact_is_one_line_and_status_1(
-    merge_inputs: MergeInputs, tmp_path: Path, run_main: Callable[..., tuple[int, str, str]]
+    merge_inputs: MergeInputs, tmp_path: Path, command_line: Callable[..., tuple[int, str, str]]
 ) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -268,7 +254,7 @@ def test_a_merge_that_is_not_exact_is_one_line_and_status_1(
     tensors["model.layers.1.self_attn.q_proj.weight"][0, 0] = 1e5  # fits bfloat16, not float16
     save_file(tensors, base / "model.safetensors", {"format": "pt"})
     out = tmp_path / "merged"
-    status, said, error = run_main("merge", merge_inputs.adapter, out, "--base", base, "--dtype", "float16")
+    status, said, error = command_line("merge", merge_inputs.adapter, out, "--base", base, "--dtype", "float16")
     assert (status, said) == (1, "")
     assert error.startswith("cogumi: model.layers.1.self_attn.q_proj.weight: element (0, 0) is inf where W + delta is ")
     assert error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The commands around a run in another process, as a user meets them: real subprocesses, output and exit status."""
+"""The commands around a run in another process, as a user meets them: processes, their output and exit status."""
 
 import json
 import os
@@ -7,26 +7,38 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import prepared_process
 import pytest
 import yaml
 
 from cogumi.rundir import append_jsonl, write_json
 
-COMMAND = [sys.executable, "-m", "cogumi"]
+
+def here(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", **more}
 
 
 def cogumi(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *words],
-        cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return prepared_process.run(words, cwd, here(**environment))
+
+
+@pytest.fixture
+def in_process(
+    command_line: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`cogumi` in this process, for commands that only look."""
+
+    def cogumi(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+        with monkeypatch.context() as patched:
+            patched.chdir(cwd)
+            for name, value in environment.items():
+                patched.setenv(name, value)
+            return subprocess.CompletedProcess(words, *command_line(*words))
+
+    return cogumi
 
 
 @pytest.fixture
@@ -60,10 +72,9 @@ def test_start_wait_and_attach_to_what_has_finished(home: Path) -> None:
 
 
 def test_a_run_of_train_is_looked_at_left_and_stopped_from_another_terminal(home: Path) -> None:
-    long = [*COMMAND, "train", "tiny.yaml", "train.max_steps=100000"]
-    training = subprocess.Popen(
-        long, cwd=home, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+    # Python itself starts it: its number is asked for, and signals are sent to it.
+    long = [sys.executable, "-m", "cogumi", "train", "tiny.yaml", "train.max_steps=100000"]
+    training = subprocess.Popen(long, cwd=home, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=here())
     try:
         deadline = time.monotonic() + 120
         beat = home / "runs/tiny/heartbeat.json"
@@ -78,7 +89,12 @@ def test_a_run_of_train_is_looked_at_left_and_stopped_from_another_terminal(home
         assert status["ended"] is False
 
         looking = subprocess.Popen(
-            [*COMMAND, "attach", "runs/tiny"], cwd=home, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*prepared_process.client(here()), "attach", "runs/tiny"],
+            cwd=home,
+            env=here(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert looking.stdout is not None
         assert looking.stdout.readline()
@@ -104,7 +120,10 @@ def test_a_run_of_train_is_looked_at_left_and_stopped_from_another_terminal(home
         training.wait()
 
 
-def test_several_runs_are_a_table_and_a_wrong_name_is_status_2(tmp_path: Path) -> None:
+def test_several_runs_are_a_table_and_a_wrong_name_is_status_2(
+    tmp_path: Path, in_process: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    cogumi = in_process
     beat = {"step": 3, "steps": 9, "time": 2.0, "eta_seconds": 7200.0, "cost_so_far": 1.5, "gpu": None, "anything": {}}
     for name, state in (("a", "finished"), ("b", "failed")):
         (tmp_path / "runs" / name).mkdir(parents=True)
@@ -149,7 +168,10 @@ def test_several_runs_are_a_table_and_a_wrong_name_is_status_2(tmp_path: Path) -
     assert "it is NaN; change train.bf16" in screen
 
 
-def test_a_directory_of_runs_is_looked_at_whole_and_where_one_run_is_wanted_they_are_named(tmp_path: Path) -> None:
+def test_a_directory_of_runs_is_looked_at_whole_and_where_one_run_is_wanted_they_are_named(
+    tmp_path: Path, in_process: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    cogumi = in_process
     names = ("cli/one", "cli/two", "cli/project/dpo", "cli/project/sft", "other/run")
     for name in names:
         (tmp_path / name).mkdir(parents=True)

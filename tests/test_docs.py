@@ -16,6 +16,7 @@ from pathlib import Path
 
 import click
 import polars as pl
+import prepared_process
 import pytest
 import typer
 import yaml
@@ -241,13 +242,14 @@ def clone(tmp_path_factory: pytest.TempPathFactory, sources: list[str]) -> Itera
     for name in LINKED:
         (directory / name).symlink_to(REPOSITORY / name)
     (directory / ".venv/bin").mkdir(parents=True)
-    for name, words in {"python": "", "cogumi": " -m cogumi"}.items():
-        program = directory / ".venv/bin" / name
-        program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{words} "$@"\n')
-        program.chmod(0o755)
     path = f"{directory / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("COGUMI_")}
     environment = kept | SHORT | {"PATH": path, "PYTHONPATH": str(REPOSITORY)}
+    # In the place of Python, which would import torch for every command; what they start themselves, Python starts.
+    for name, words in {"python": [sys.executable], "cogumi": prepared_process.client(environment)}.items():
+        program = directory / ".venv/bin" / name
+        program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+        program.chmod(0o755)
     pl.DataFrame({"text": sources}).write_parquet(directory / "my_code.parquet")
     (directory / "log.txt").write_bytes((REPOSITORY / "tests/signatures/torchvision-pair.txt").read_bytes())
     made = Clone(directory, environment)

@@ -2,8 +2,7 @@
 
 import json
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,14 @@ import pytest
 import yaml
 from transformers import AutoConfig, AutoTokenizer, GptOssConfig, LlamaConfig
 
-from cogumi.config import load_config
+from cogumi.config import RunConfig, load_config
 from cogumi.disk.forecast import meta_model
 from cogumi.errors import UsageError
 from cogumi.memory.forecast import MemoryForecast
 from cogumi.memory.step import Work, run_step
 from cogumi.models.chat_format import use_chat_template
 from cogumi.models.load import load_tokenizer, resolve_model
-from cogumi.planning import stack
+from cogumi.planning import stack, vram
 from cogumi.planning.apart import here
 from cogumi.planning.disk import outlook_of
 from cogumi.planning.fix import fixed, write_fixed
@@ -29,12 +28,14 @@ from cogumi.planning.lines import Line, PreflightReport
 from cogumi.planning.pace import Pace, Probe, continued, lines_of, steps_of
 from cogumi.planning.planned import planned_trainer
 from cogumi.planning.sampled import sample
-from cogumi.planning.target import dtype_of, target_of
+from cogumi.planning.target import Target, dtype_of, target_of
 from cogumi.planning.vram import autocast_of, fewer_at_once, period_of, planned_work, vllm_of
 from cogumi.stack import lanes
 from cogumi.stack.cards import CARDS, card_called, card_of
 from cogumi.words import pip
 
+CommandLine = Callable[..., tuple[int, str, str]]
+COUNTS = ("max_steps", "logging_steps")
 SMOKE = Path(__file__).parents[1] / "configs" / "smoke"
 
 
@@ -49,6 +50,27 @@ def wide(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
         vocab_size=90_000, architectures=["LlamaForCausalLM"], dtype="bfloat16", max_position_embeddings=65536,
     ).save_pretrained(path)  # fmt: skip
     return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_step_once() -> Iterator[None]:
+    """What a step takes does not depend on the price or on how many steps follow: one of the same run is run once."""
+    found: dict[str, vram.OfTheStep] = {}
+    original = vram.step_on
+
+    def step_on(run: RunConfig, config: Any, work: Work, target: Target) -> vram.OfTheStep:
+        asked = run.model_dump()
+        for section, names in {"cogumi": ("max_cost", "price_per_hour", "sanity", "run_dir"), "train": COUNTS}.items():
+            for name in names:
+                asked[section].pop(name, None)
+        key = repr((asked, config.to_dict(), work, target))
+        if key not in found:
+            found[key] = original(run, config, work, target)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(vram, "step_on", step_on)
+        yield
 
 
 def preflight(config: Any, card: str | None = None, probe: bool = False, **overrides: Any) -> PreflightReport:
@@ -379,44 +401,36 @@ def test_layers_of_two_kinds_are_taken_in_pairs() -> None:
 # ------------------------------------------------------------------------------------------------------------ the command
 
 
-def run_command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "cogumi", "preflight", *words], cwd=cwd, capture_output=True, text=True, check=False
-    )
-
-
-def test_the_command_prints_json_and_its_status_is_whether_it_fits(wide: Path, tmp_path: Path) -> None:
+def test_the_command_prints_json_and_its_status_is_whether_it_fits(
+    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: CommandLine
+) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config_of(wide, tmp_path)))
-    done = run_command("run.yaml", "--card", "h200", "--json", "cogumi.price_per_hour=2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    monkeypatch.chdir(tmp_path)
+    status, said, error = command_line("preflight", "run.yaml", "--card", "h200", "--json", "cogumi.price_per_hour=2")
+    assert status == 0, error
+    found = json.loads(said)
     assert found["fits"] is True
     assert {each["stage"] for each in found["lines"]} >= {"data", "memory", "time", "disk"}
     assert found["figures"]["memory"]["largest"]["rows"] > 4
-    done = run_command("run.yaml", "--card", "t4", "train.per_device_train_batch_size=2048", cwd=tmp_path)
-    assert done.returncode == 1
-    assert " RED  memory" in done.stdout
-    assert "-> set " in done.stdout
+    status, said, _ = command_line("preflight", "run.yaml", "--card", "t4", "train.per_device_train_batch_size=2048")
+    assert status == 1
+    assert " RED  memory" in said
+    assert "-> set " in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yaml"]
 
 
 def test_what_no_change_can_mend_is_said_and_nothing_is_written(
-    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: CommandLine
 ) -> None:
-    from cogumi.cli import main
-
     config = config_of(wide, tmp_path, cogumi={"max_cost": 1.0, "price_per_hour": 2.0}, train={"vllm_mode": "colocate"})
     config["cogumi"]["method"], config["cogumi"]["rewards"] = "gspo", ["parses"]
     config["train"] |= {"use_vllm": True, "vllm_gpu_memory_utilization": 0.99, "num_generations": 2}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["cogumi", "preflight", "run.yaml", "--card", "t4", "--fix", "fits.yaml"])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    said = capsys.readouterr()
-    assert stopped.value.code == 1, said.out
-    assert "vLLM 14.8 GiB" in said.out  # 0.99 of 15
-    assert "fits.yaml is not written" in said.err
+    status, said, error = command_line("preflight", "run.yaml", "--card", "t4", "--fix", "fits.yaml")
+    assert status == 1, said
+    assert "vLLM 14.8 GiB" in said  # 0.99 of 15
+    assert "fits.yaml is not written" in error
     assert not (tmp_path / "fits.yaml").exists()
 
 
@@ -442,21 +456,17 @@ def test_a_setting_that_peft_refuses_is_a_mistake(wide: Path, tmp_path: Path) ->
 )
 def test_a_mistake_is_one_line(
     words: tuple[str, ...], said: str, tmp_path: Path, wide: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command_line: CommandLine,
 ) -> None:  # fmt: skip
-    from cogumi.cli import main
-
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config_of(wide, tmp_path)))
     strange = tmp_path / "martian"
     strange.mkdir()
     (strange / "config.json").write_text('{"model_type": "martian"}')
     (tmp_path / "strange.yaml").write_text(yaml.safe_dump(config_of(strange, tmp_path)))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["cogumi", "preflight", *words])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    lines = [each for each in capsys.readouterr().err.splitlines() if each.startswith("cogumi:")]
-    assert stopped.value.code == 2
+    status, _, error = command_line("preflight", *words)
+    lines = [each for each in error.splitlines() if each.startswith("cogumi:")]
+    assert status == 2
     assert len(lines) == 1
     assert said in lines[0]
     assert not (tmp_path / "new.yaml").exists()

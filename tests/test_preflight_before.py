@@ -2,10 +2,13 @@
 
 import json
 import logging
+import os
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import prepared_process
 import pytest
 import yaml
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig
@@ -16,7 +19,7 @@ from cogumi.errors import UsageError
 from cogumi.models.load import load_tokenizer
 from cogumi.planning import before, sampled
 from cogumi.planning.apart import apart
-from cogumi.planning.flight import Asked, look_ahead
+from cogumi.planning.flight import Asked, foresee, look_ahead
 from cogumi.planning.target import target_of
 from cogumi.training.examples import prepare_examples
 
@@ -44,6 +47,16 @@ def asked(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Asked:
     return Asked(run, base, of_base, sampled.sample(run, load_tokenizer(base)), target_of(None))
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A forecast is made in another process, as ever, and in one that need not import torch first."""
+    program = tmp_path_factory.mktemp("bin") / "python"
+    words = prepared_process.python({**os.environ, "OMP_NUM_THREADS": "1"})
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr("cogumi.planning.apart.sys.executable", str(program))
+
+
 def test_a_run_keeps_what_was_forecast(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert cogumi.train(config_of(tiny_model, code_parquet, run_dir)).passed
@@ -59,7 +72,9 @@ def test_a_run_keeps_what_was_forecast(tiny_model: Path, code_parquet: Path, tmp
     assert came_to["memory"]["gpu_peak_forecast"] == memory["tensors"] + memory["workspace"]
 
 
-def test_what_cannot_fit_is_refused_before_it_is_loaded(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> None:
+def test_what_cannot_fit_is_refused_before_it_is_loaded(
+    tiny_model: Path, code_parquet: Path, tmp_path: Path, forked: None
+) -> None:
     """A width of which one row of logits and activations is far more than this machine has; there are no such weights."""
     wide = tmp_path / "wide"
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(wide)
@@ -79,7 +94,8 @@ def test_four_bits_train_after_they_were_forecast(tmp_path: Path, tiny_model: Pa
     """In one process: what libraries cache while fake tensors are computed with must not be what they train with."""
     config = config_of(tiny_model, code_parquet, tmp_path / "run")
     config["model"]["quantization_config"] = {"load_in_4bit": True}
-    assert cogumi.preflight(config).fits
+    config["cogumi"]["preflight"] = "off"
+    assert foresee(config, None, False, {}, look_ahead).fits
     assert cogumi.train(config).passed
 
 
@@ -94,7 +110,7 @@ def test_on_a_cpu_a_run_goes_without(tiny_model: Path, code_parquet: Path, tmp_p
     assert load_config(written, cogumi__preflight=False).cogumi.preflight == "off"
 
 
-def test_another_process_says_the_same(asked: Asked) -> None:
+def test_another_process_says_the_same(asked: Asked, forked: None) -> None:
     here = look_ahead(asked)
     there = apart(asked)
     assert there[1] == here[1]
@@ -102,7 +118,7 @@ def test_another_process_says_the_same(asked: Asked) -> None:
     assert there[0][0] == here[0][0]
 
 
-def test_what_another_process_refuses_is_refused_here(asked: Asked) -> None:
+def test_what_another_process_refuses_is_refused_here(asked: Asked, forked: None) -> None:
     asked.run.lora["target_modules"] = ["nowhere"]
     with pytest.raises(UsageError, match=r"Target modules .*nowhere"):
         apart(asked)

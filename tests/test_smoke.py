@@ -1,18 +1,25 @@
 """The command a new user runs first, as a subprocess, with its real stages; on a fresh machine its cache is cold."""
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import prepared_process
 import pytest
 
 from cogumi.smoke import Report, StageFailed, stage
 
 
-def smoke(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cogumi.smoke", *words]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+def smoke(*words: str, cwd: Path, python: Sequence[str] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
+    command = [*python, "-m", "cogumi.smoke", *words]
+    return subprocess.run(command, cwd=cwd, env=here(), capture_output=True, text=True, check=False)
+
+
+def here() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.slow("two trainings of 100 steps and, at first, the small base")
@@ -52,7 +59,7 @@ def test_quick_with_a_model_of_ones_own(tiny_model: Path, tmp_path: Path) -> Non
 
 
 def test_a_model_that_is_not_there_is_one_line_and_status_2(tmp_path: Path) -> None:
-    done = smoke("--model", "no/such/model", cwd=tmp_path)
+    done = smoke("--model", "no/such/model", cwd=tmp_path, python=prepared_process.python(here()))
     assert done.returncode == 2
     assert done.stderr.startswith("cogumi: model.name: no model at 'no/such/model'")
     assert not (tmp_path / "runs").exists()
@@ -60,7 +67,7 @@ def test_a_model_that_is_not_there_is_one_line_and_status_2(tmp_path: Path) -> N
 
 def test_a_run_directory_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    done = smoke("--run-dir", "file/run", cwd=tmp_path)
+    done = smoke("--run-dir", "file/run", cwd=tmp_path, python=prepared_process.python(here()))
     assert done.returncode == 2
     assert done.stderr.startswith("cogumi: file/run: cannot write the run directory")
     assert done.stderr.count("\n") == 1
