@@ -12,8 +12,8 @@ lab: .venv/lane
 	sh notebooks/lab.sh
 
 # A process for each core, each with one thread: on tiny models more threads only wait for each other. One that has nothing
-# left to do takes tests from another.
-PYTEST := OMP_NUM_THREADS=1 $(PYTHON_IN) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+# left to do takes tests from another. Bytecode is kept, of the tests as well, which every process would compile again.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTHON_IN) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 # Two tiers, both of which a change must pass: this one on every change, and what takes long.
 test: lint

@@ -35,6 +35,7 @@ NOT_RUN = {
     "make test": "this is one of its tests",
     "make lab": "a JupyterLab that stays; tests/test_box.py starts it",
     "make lint": "this is part of what runs this test",
+    "make test-slow": "this is one of its tests",
     "make test-all": "this is one of its tests",
     "make golden": "it runs tests, of which this is one",
     ".venv/bin/python -m pytest tests/test_config.py": "this is how a test is run",
@@ -64,6 +65,7 @@ MINE = "cogumi train configs/smoke/sft.yaml data.source=my_code.parquet data.col
 BEFORE = {
     "docs/quickstart.md": ["cogumi cp qwen3-4b-sft my-run.yaml"],
     "docs/disk-space.md": START,
+    "docs/form.md": ["cogumi cp smoke/sft my.yaml"],
     "docs/merging.md": [MINE],
     "docs/preflight.md": ["cogumi cp smoke/llama-3.1-8b-sft my.yaml"],
     "docs/reliability.md": ["cogumi cp smoke/llama-3.1-8b-sft my.yaml", MINE],
@@ -81,7 +83,11 @@ rows = [{"x": torch.tensor([float(n)]), "y": torch.tensor([2.0 * n])} for n in r
 args = TrainingArguments("protected", max_steps=2, save_steps=1, report_to=[], use_cpu=True, logging_steps=1)
 trainer = Trainer(Line(), args, train_dataset=rows)
 """
-GIVEN = {"docs/reliability.md": TRAINER}  # to a page's Python: what it says is there
+FORM = """
+import cogumi
+form = cogumi.configure("smoke/sft", save_as="my.yaml")
+"""
+GIVEN = {"docs/reliability.md": TRAINER, "docs/form.md": FORM}  # to a page's Python: what it says is there
 STANDS_FOR = {"runs/NAME": "runs/smoke-llama-sft"}  # for a run of the reader's
 SHORT = {
     "COGUMI_TRAIN__MAX_STEPS": "2",
