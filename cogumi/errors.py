@@ -13,10 +13,9 @@ class UsageError(Exception):
     """
 
     def __init__(self, message: str, *, place: Path | str = "", key: str = "", fix: str = "") -> None:
-        said = (
-            message.partition(" ")[0].rstrip(":") == key or f"`{key}" in message
-        )  # as "train.max_steps = 0: ..." does
-        subject = ": ".join(str(part) for part in (place, "" if said else key, message) if part)
+        first = message.partition(" ")[0].rstrip(":")
+        named = first == key or f"`{key}" in message  # as in "train.max_steps = 0: ..."
+        subject = ": ".join(str(part) for part in (place, "" if named else key, message) if part)
         super().__init__(f"{subject}; {fix}" if fix else subject)
         self.message, self.place, self.key, self.fix = message, str(place), key, fix
 
