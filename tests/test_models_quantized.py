@@ -91,7 +91,7 @@ COMPUTE = "bnb_4bit_compute_dtype: bfloat16"
         ),
         (COMPUTE, "load_in_8bit: yes", 3, "KEY: load_in_4bit and load_in_8bit are both true; drop one"),
         ("load_in_4bit: true\n    ", "", 3, "KEY: load_in_4bit and load_in_8bit are both false; set one, or drop"),
-        (f"\n    load_in_4bit: true\n    {COMPUTE}", " 4", 3, "KEY = 4: Input should be a valid dictionary"),
+        (f"\n    load_in_4bit: true\n    {COMPUTE}", " 4", 3, "KEY: must be a section (keys and values), is 4"),
     ],
 )
 def test_a_mistake_is_one_line_with_file_line_and_key(config: Path, old: str, new: str, line: int, says: str) -> None:

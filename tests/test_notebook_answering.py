@@ -157,13 +157,14 @@ def test_elsewhere_it_only_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timeout(200)
 def test_a_function_that_works_says_so_in_the_cell_before_it_works(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
     page = Page(tmp_path)
     cells = {
         "import time\nfrom cogumi.working import said\n@said('looked for')\ndef work(): time.sleep(1.5)\nwork()": "looked for",
-        "import cogumi\ncogumi.preview('smoke/sft', data__source='none.jsonl')": "torch and transformers are being imported",
-        "cogumi.preview('smoke/sft', data__source='none.jsonl')": "preview: ",
-        "cogumi.preflight('smoke/sft', data__source='none.jsonl')": "preflight: ",
-        "cogumi.train('smoke/sft', data__source='none.jsonl')": "train: ",
+        "import cogumi\ncogumi.preview('smoke/sft', data__source='empty.jsonl')": "torch and transformers are being imported",
+        "cogumi.preview('smoke/sft', data__source='empty.jsonl')": "preview: ",
+        "cogumi.preflight('smoke/sft', data__source='empty.jsonl')": "preflight: ",
+        "cogumi.train('smoke/sft', data__source='empty.jsonl')": "train: ",
         "cogumi.start('none.yaml')": "start: ",
         "cogumi.merge_adapter('none', 'out')": "merge: ",
         "cogumi.doctor(timeout=0.01)": "doctor: ",
