@@ -139,7 +139,7 @@ def test_a_config_of_the_package_goes_by_its_name(
     (tmp_path / "smoke" / "sft").write_text("model: {}\n")  # a file of the user's goes before it
     with golden.raises("config", key="data", place="smoke/sft"):
         load_config("smoke/sft")
-    with golden.raises("config", place="smoke/llama-3.1-8b-dop", message="smoke/llama-3.1-8b-dpo"):
+    with golden.raises("config", place="smoke/llama-3.1-8b-dop", fix="smoke/llama-3.1-8b-dpo"):
         load_config("smoke/llama-3.1-8b-dop")
 
 
