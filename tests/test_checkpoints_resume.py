@@ -169,12 +169,16 @@ def interrupted(output_dir: Path, *numbers: int) -> subprocess.CompletedProcess[
     return subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=output_dir, env=environment)
 
 
+ANOTHER = pytest.mark.slow("a script that imports torch; SIGTERM is in the first tier, these with a terminal as well")
+
+
 @pytest.mark.parametrize(
     ("numbers", "code"),
     [
         ([signal.SIGTERM], 143),
-        ([signal.SIGINT], -signal.SIGINT),
-        ([signal.SIGHUP, signal.SIGHUP], 129),  # a shell passes it on, and the kernel sends another when the shell ends
+        pytest.param([signal.SIGINT], -signal.SIGINT, marks=ANOTHER),
+        # A shell passes it on, and the kernel sends another when the shell ends.
+        pytest.param([signal.SIGHUP, signal.SIGHUP], 129, marks=ANOTHER),
     ],
 )
 def test_a_signal_finishes_the_step_and_saves(numbers: list[int], code: int, tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from benchmarks.faults_disk import mounted, remount, take_inodes
 from benchmarks.faults_processes import read_journal, trainings, words_of
 from benchmarks.faults_training import SAVES, is_good
 
-pytestmark = pytest.mark.slow("of the benchmarks, not of the package")
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks a process that has torch loaded")
+pytestmark = [
+    pytest.mark.slow("of the benchmarks, not of the package"),
+    pytest.mark.skipif(sys.platform != "linux", reason="forks a process that has torch loaded"),
+]
 
 
 @pytest.fixture(scope="module")

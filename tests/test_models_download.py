@@ -284,6 +284,7 @@ except UsageError as error:
 """
 
 
+@pytest.mark.slow("two runs in processes of their own")
 def test_a_run_fetches_its_model_as_a_stage_and_goes_on_with_the_same_commit(
     hub: HubServer, tmp_path: Path, tiny_model: Path, code_parquet: Path
 ) -> None:

@@ -360,6 +360,7 @@ def test_the_environment_goes_over_it_and_that_is_said(form: Form, monkeypatch: 
     assert "COGUMI_TRAIN__MAX_STEPS" in form.panel.state.value
 
 
+@pytest.mark.slow("a preflight, which has tests of its own")
 def test_the_preflight_of_what_stands_in_the_form(tiny_model: Path, tmp_path: Path) -> None:
     config = yaml.safe_load(SFT.read_text())
     config["model"]["name"] = str(tiny_model)

@@ -238,6 +238,7 @@ def test_a_budget_that_ends_the_run_is_red() -> None:
     assert "less than a cent at $2 an hour (by 1 step made here)" in said.figure
 
 
+@pytest.mark.slow("several forecasts; another one is in the first tier")
 def test_a_probe_makes_ten_steps_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     report = preflight(SMOKE / "sft.yaml", probe=True)
@@ -298,6 +299,7 @@ def test_a_cost_that_is_not_known_is_said_with_the_key_that_sets_its_price(
     assert said not in line(preflight(priced, card), "time").figure
 
 
+@pytest.mark.slow("several forecasts; another one is in the first tier")
 def test_the_time_of_dpo_has_the_pass_for_its_reference_in_it(wide: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"question {n}", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(40)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -419,6 +421,7 @@ def test_the_command_prints_json_and_its_status_is_whether_it_fits(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yaml"]
 
 
+@pytest.mark.slow("several forecasts; another one is in the first tier")
 def test_what_no_change_can_mend_is_said_and_nothing_is_written(
     wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: CommandLine
 ) -> None:
