@@ -85,8 +85,10 @@ class Page:
                 return content
 
     def value(self, expression: str) -> str:
-        sent = self.client.execute("", user_expressions={"value": expression})
-        return str(self.reply(sent)["user_expressions"]["value"]["data"]["text/plain"])
+        """The value of an expression. What follows a failed cell at once is aborted by ipykernel, and asked again."""
+        while (reply := self.reply(self.client.execute("", user_expressions={"value": expression})))["status"] == "aborted":
+            pass
+        return str(reply["user_expressions"]["value"]["data"]["text/plain"])
 
 
 @pytest.fixture
