@@ -252,11 +252,11 @@ def trained(tiny_model: Path, run_dir: Path, data: Dataset, **train: Any) -> Any
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_packed_is_unpacked_on_the_same_examples(tiny_model: Path, tmp_path: Path, whole: bool) -> None:
-    """Rows of just four examples, two rows a step, against eight examples in two micro-batches: 24 steps."""
+    """Rows of just four examples, two rows a step, against eight examples in two micro-batches: 12 steps."""
     generator = torch.Generator().manual_seed(3)
-    lengths = torch.randint(41, 51, (192,), generator=generator).tolist()
+    lengths = torch.randint(41, 51, (96,), generator=generator).tolist()
     data = examples(lengths, whole)
-    packed = trained(tiny_model, tmp_path / "packed", data, packing=True)
+    packed = trained(tiny_model, tmp_path / "packed", data, packing=True, max_steps=12)
     rows = packed.train_dataset
     assert {len(row["seq_lengths"]) for row in rows} == {4}
     assert (packed.args.per_device_train_batch_size, packed.args.gradient_accumulation_steps) == (2, 1)
@@ -267,11 +267,11 @@ def test_packed_is_unpacked_on_the_same_examples(tiny_model: Path, tmp_path: Pat
         for length in row["seq_lengths"]:
             order.append(place[tuple(row["input_ids"][start : start + length])])
             start += length
-    assert sorted(order) == list(range(192))
-    apart = trained(tiny_model, tmp_path / "apart", data.select(order))
+    assert sorted(order) == list(range(96))
+    apart = trained(tiny_model, tmp_path / "apart", data.select(order), max_steps=12)
     losses = [[row["loss"] for row in trainer.state.log_history if "loss" in row] for trainer in (packed, apart)]
     norms = [[row["grad_norm"] for row in trainer.state.log_history if "loss" in row] for trainer in (packed, apart)]
-    assert len(losses[0]) == 24
+    assert len(losses[0]) == 12
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     assert losses[0][0] - losses[0][-1] > 0.01
@@ -289,11 +289,12 @@ def test_other_labels_in_a_packed_row_are_refused(tiny_model: Path, tmp_path: Pa
         refuse_other_labels(trainer, pack(half, 200).rows)
 
 
+@pytest.mark.usefixtures("without_report")
 def test_a_run_packs_and_says_what_a_step_is(
     tiny_model: Path, code_parquet: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = config_of(tiny_model, tmp_path / "run", packing=True, max_steps=2, max_length=480)
-    config["data"] |= {"source": str(code_parquet), "eval_rows": 4}
+    config["data"] |= {"source": str(code_parquet), "eval_rows": 4, "max_rows": 60}
     result = cogumi.train(config, cogumi__merge=False)
     assert "Flash Attention" not in caplog.text  # TRL's question, which the probe has answered
     record = read_json(result.run_dir / "packing.json")
@@ -310,6 +311,7 @@ def test_a_run_packs_and_says_what_a_step_is(
     assert result.series("eval_loss")[0] == pytest.approx(apart.series("eval_loss")[0], rel=1e-5)
 
 
+@pytest.mark.usefixtures("without_report")
 def test_a_run_of_a_model_that_leaks_is_not_packed_and_says_why(
     tiny_model: Path, code_parquet: Path, tmp_path: Path
 ) -> None:
@@ -323,7 +325,7 @@ def test_a_run_of_a_model_that_leaks_is_not_packed_and_says_why(
     model_of("Lfm2Config", more | ends).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     config = config_of(tmp_path / "model", tmp_path / "run", packing=True, max_steps=2)
-    config["data"]["source"] = str(code_parquet)
+    config["data"] |= {"source": str(code_parquet), "max_rows": 60}
     result = cogumi.train(config, cogumi__merge=False)
     assert read_json(result.run_dir / "packing.json")["safe"] is False
     assert (

@@ -21,6 +21,8 @@ from cogumi.data.sample_tasks import chat_path, pairs_path
 from cogumi.handing_out import PACKAGE
 from cogumi.rundir import read_jsonl
 
+pytestmark = pytest.mark.usefixtures("without_report")
+
 STEPS = 24
 TRAIN: dict[str, Any] = {
     "max_steps": STEPS,

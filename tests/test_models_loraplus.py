@@ -19,6 +19,8 @@ from cogumi.disk.forecast import coming_optimizer
 from cogumi.errors import UsageError
 from cogumi.models.loraplus import loraplus_groups, use_loraplus
 
+pytestmark = pytest.mark.usefixtures("without_report")
+
 RATIO = 16.0
 Make = Callable[..., Any]
 

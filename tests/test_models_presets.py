@@ -18,6 +18,8 @@ from cogumi.models.presets import PRESETS, describe
 from cogumi.rundir import read_json
 from cogumi.training import run as training_run
 
+pytestmark = pytest.mark.usefixtures("without_report")
+
 Config = dict[str, Any]
 
 

@@ -26,6 +26,8 @@ from cogumi.rundir import read_json
 from cogumi.training import telemetry
 from cogumi.training.run import save_adapter
 
+pytestmark = pytest.mark.usefixtures("without_report")
+
 Config = dict[str, Any]
 Alter = Callable[[Path], None]
 WEIGHTS = "adapter_model.safetensors"
@@ -66,7 +68,7 @@ def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path, adapter: Path) -> Config:
     return {
         "model": {"name": str(tiny_model), "adapter": str(adapter)},
-        "data": {"source": str(code_parquet), "max_rows": 32, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
+        "data": {"source": str(code_parquet), "max_rows": 15, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
         "train": {
             "max_steps": 3,
             "per_device_train_batch_size": 4,

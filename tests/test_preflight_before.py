@@ -27,8 +27,13 @@ from cogumi.training.examples import prepare_examples
 def config_of(model: Path, data: Path, run_dir: Path, **train: Any) -> dict[str, Any]:
     return {
         "model": {"name": str(model)},
-        "lora": {"r": 4},
-        "data": {"source": str(data), "eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
+        "lora": {"r": 4, "target_modules": ["q_proj", "down_proj"]},
+        "data": {
+            "source": str(data),
+            "eval_rows": 8,
+            "max_rows": 60,
+            "fim": {"max_length": 160, "middle_chars": [8, 32]},
+        },
         "train": {
             "max_steps": 2,
             "per_device_train_batch_size": 4,
@@ -57,6 +62,7 @@ def forked(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     monkeypatch.setattr("cogumi.planning.apart.sys.executable", str(program))
 
 
+@pytest.mark.usefixtures("forked", "without_report")
 def test_a_run_keeps_what_was_forecast(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert cogumi.train(config_of(tiny_model, code_parquet, run_dir)).passed
@@ -90,6 +96,7 @@ def test_what_cannot_fit_is_refused_before_it_is_loaded(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["wide"]
 
 
+@pytest.mark.usefixtures("without_report")
 def test_four_bits_train_after_they_were_forecast(tmp_path: Path, tiny_model: Path, code_parquet: Path) -> None:
     """In one process: what libraries cache while fake tensors are computed with must not be what they train with."""
     config = config_of(tiny_model, code_parquet, tmp_path / "run")

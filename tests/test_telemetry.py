@@ -39,6 +39,8 @@ from cogumi.training.samples import as_before, write_samples, written_in
 from cogumi.training.throughput import documents_of
 from cogumi.words import count, duration, pip, python_here
 
+pytestmark = pytest.mark.usefixtures("without_report")
+
 Config = dict[str, Any]
 TOKEN = "hf_" + "Qk7" * 12
 
@@ -72,6 +74,7 @@ def test_an_sft_run_says_what_it_came_to(sft: Config, monkeypatch: pytest.Monkey
         return compute_loss(self, model, inputs, *args, **more)
 
     monkeypatch.setattr(trl.SFTTrainer, "compute_loss", counting)
+    sft["data"]["max_rows"] = 48  # six whole steps
     sft["train"] |= {"eval_strategy": "steps", "eval_steps": 3, "gradient_accumulation_steps": 2}
     result = cogumi.train(sft, cogumi__price_per_hour=7200.0)
     found = read_json(result.run_dir / "metrics.json")

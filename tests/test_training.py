@@ -18,6 +18,8 @@ from cogumi.errors import UsageError
 from cogumi.models.adapters import lora_config, refuse_unmatched
 from cogumi.rundir import read_json, read_jsonl
 
+pytestmark = pytest.mark.usefixtures("without_report")
+
 Config = dict[str, Any]
 
 
@@ -85,6 +87,7 @@ def test_examples_longer_than_the_model_was_made_for_are_told(sft: Config) -> No
     from cogumi.models.load import load_tokenizer
     from cogumi.training.examples import beyond_the_model, prepare_examples
 
+    del sft["data"]["max_rows"]
     sft["data"]["fim"]["max_length"] = 900
     longer = cogumi.train(sft, train__max_steps=1, cogumi__merge=False, train__per_device_train_batch_size=1)
     said = (longer.run_dir / "run.log").read_text()

@@ -11,6 +11,8 @@ import cogumi
 from cogumi.errors import UsageError
 from cogumi.training import full
 
+pytestmark = pytest.mark.usefixtures("without_report")
+
 Config = dict[str, Any]
 
 

@@ -16,6 +16,8 @@ from cogumi.models.provenance import BaseRecord, Quantization, read_base, weight
 from cogumi.planning.disk import planned
 from cogumi.training.telemetry import Telemetry
 
+pytestmark = pytest.mark.usefixtures("without_report")
+
 BF16 = torch.bfloat16
 
 

@@ -16,6 +16,8 @@ from cogumi.rundir import read_json
 from cogumi.training import results
 from cogumi.training import run as training_run
 
+pytestmark = pytest.mark.usefixtures("without_report")
+
 BF16 = torch.bfloat16
 
 

@@ -16,12 +16,21 @@ from cogumi.rundir import read_json, read_jsonl
 from cogumi.training import sentinel as module
 from cogumi.training.sanity import logging_settings, refuse_blind_check, rows_to_judge
 
+pytestmark = pytest.mark.usefixtures("without_report")
+
 Config = dict[str, Any]
 
 
 @pytest.fixture
 def sft(sft: Config) -> Config:
     sft["train"] |= {"max_steps": 14, "learning_rate": 1e-3, "warmup_steps": 2}
+    return sft
+
+
+@pytest.fixture
+def asked(sft: Config) -> Config:
+    """With rows enough to be asked whether prompts and answers belong together."""
+    sft["data"]["max_rows"] = 32
     return sft
 
 
@@ -46,9 +55,9 @@ def red(sft: Config, train_once: Any, tiny_model: Path) -> Any:
 
 
 @pytest.fixture
-def watched(sft: Config, train_once: Any, tiny_model: Path) -> Any:
-    """What the run of `sft` came to; no test changes it."""
-    return train_once("watched", tiny_model, sft).result
+def watched(asked: Config, train_once: Any, tiny_model: Path) -> Any:
+    """What the run of `asked` came to; no test changes it."""
+    return train_once("watched", tiny_model, asked).result
 
 
 def logged(run_dir: Path) -> list[dict[str, Any]]:
@@ -72,7 +81,7 @@ def same(one: Path, other: Path) -> bool:
 @pytest.mark.parametrize(
     ("method", "steps"),
     [
-        ("sft", 10),
+        ("asked", 10),
         pytest.param("gspo", 15, marks=pytest.mark.slow("trainings of 18 steps; the fast tier has the SFT run")),
     ],
 )
@@ -83,7 +92,7 @@ def test_a_sanity_check_answers_and_its_steps_are_not_lost(
     if method == "gspo":  # two steps to a rollout: the check ends in the middle of its eighth
         config["train"] |= {"max_steps": 18, "generation_batch_size": 16}
         config["cogumi"]["flags"] = {"truncated_yellow": 1, "truncated_red": 1}  # an untrained model ends nothing
-    whole = train_once("watched" if method == "sft" else "eighteen-steps", tiny_model, config).result
+    whole = train_once("watched" if method == "asked" else "eighteen-steps", tiny_model, config).result
     checked = cogumi.train(config, cogumi__sanity=steps)
     home = checked.run_dir
     assert not checked.passed  # a few steps of a tiny model show nothing
@@ -98,7 +107,7 @@ def test_a_sanity_check_answers_and_its_steps_are_not_lost(
     assert not (home / "DONE").exists()
     with pytest.raises(UsageError, match=r"its first steps were checked.*leave cogumi.sanity out"):
         cogumi.train(config, cogumi__sanity=steps)
-    if method == "sft":  # what was not shown may be checked for longer
+    if method == "asked":  # what was not shown may be checked for longer
         assert cogumi.train(config, cogumi__sanity=steps + 2).verdict.safe_to_scale == "not shown"
     result = cogumi.train(config)
     assert result.verdict.safe_to_scale is None
@@ -255,7 +264,7 @@ def test_a_signal_ends_a_paused_run_and_it_goes_on_later(sft: Config, monkeypatc
     assert len(cogumi.train(sft, lora__lora_alpha=0).series("loss")) == 14
 
 
-def test_watching_changes_nothing_that_is_learned(sft: Config, watched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watching_changes_nothing_that_is_learned(asked: Config, watched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_json(watched.run_dir / "flags.json")["step"] == 14
     for name in (
         "begin",
@@ -267,6 +276,6 @@ def test_watching_changes_nothing_that_is_learned(sft: Config, watched: Any, mon
         "on_train_end",
     ):
         monkeypatch.setattr(module.Sentinel, name, lambda *_, **__: None)
-    alone = cogumi.train(sft)
+    alone = cogumi.train(asked)
     assert same(watched.adapter, alone.adapter)
     assert logged(watched.run_dir) == logged(alone.run_dir)

@@ -5,11 +5,11 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import prepared_process
 import pytest
 import yaml
 from disk_mounts import mounting
@@ -52,6 +52,19 @@ def gspo(sft: Config) -> Config:
 
 
 @pytest.fixture
+def whole_sft(sft: Config, train_once: Any, tiny_model: Path) -> Any:
+    """What the run of `sft` came to without a stop; no test changes it."""
+    return train_once("never-stopped-sft", tiny_model, sft).result
+
+
+@pytest.fixture
+def whole_gspo(gspo: Config, train_once: Any, tiny_model: Path) -> Any:
+    """What the run of `gspo` came to without a stop, a checkpoint inside a rollout; no test changes it."""
+    gspo = {**gspo, "train": gspo["train"] | {"save_steps": 3}}  # a rollout lasts four
+    return train_once("never-stopped-gspo", tiny_model, gspo).result
+
+
+@pytest.fixture
 def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Makes a run fail after a step. 0: not any more."""
     on_step_end = Telemetry.on_step_end
@@ -82,23 +95,21 @@ def the_same(one: Path, other: Path) -> bool:
     return all(ours[name].equal(theirs[name]) for name in ours)
 
 
+@pytest.mark.usefixtures("without_report")
 @pytest.mark.parametrize(("method", "fails_at"), [("sft", 4), ("sft", 1), ("gspo", 5)])
 def test_a_failed_run_goes_on(
     method: str,
     fails_at: int,
     request: pytest.FixtureRequest,
     stop_after: Callable[[int], None],
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = request.getfixturevalue(method)
-    whole = cogumi.train(config, cogumi__run_dir=str(tmp_path / "whole"))
+    config, whole = request.getfixturevalue(method), request.getfixturevalue(f"whole_{method}")
     stop_after(fails_at)
     with pytest.raises(RuntimeError, match="fell off"):
         cogumi.train(config)
     run_dir = Path(config["cogumi"]["run_dir"])
     assert read_json(run_dir / "status.json")["state"] == "failed"
-    assert "fell off the bus" in (run_dir / "report.html").read_text()
     stop_after(0)
     monkeypatch.setattr(gspo_run, "free_memory_bytes", lambda: 1)  # a batch planned now would be another one
     result = cogumi.train(config)
@@ -110,13 +121,13 @@ def test_a_failed_run_goes_on(
     assert "goes on where it stopped" in said
 
 
+@pytest.mark.usefixtures("without_report")
 def test_a_checkpoint_inside_a_rollout_is_taken_and_resumed_from(
-    gspo: Config, stop_after: Callable[[int], None], tmp_path: Path
+    gspo: Config, whole_gspo: Any, stop_after: Callable[[int], None]
 ) -> None:
     gspo["train"]["save_steps"] = 3  # a rollout lasts four
-    whole = cogumi.train(gspo, cogumi__run_dir=str(tmp_path / "whole"))
     assert "rollout" not in " ".join(
-        line for line in (whole.run_dir / "run.log").read_text().splitlines() if "WARNING" in line
+        line for line in (whole_gspo.run_dir / "run.log").read_text().splitlines() if "WARNING" in line
     )
     stop_after(5)
     with pytest.raises(RuntimeError, match="fell off"):
@@ -125,15 +136,15 @@ def test_a_checkpoint_inside_a_rollout_is_taken_and_resumed_from(
     result = cogumi.train(gspo)
     assert "checkpoint-3" in (result.run_dir / "run.log").read_text()
     assert result.passed, str(result.verdict)
-    assert the_same(result.run_dir, whole.run_dir)
+    assert the_same(result.run_dir, whole_gspo.run_dir)
 
 
+@pytest.mark.usefixtures("without_report")
 def test_a_run_that_failed_after_its_training_trains_no_step(
-    sft: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    sft: Config, whole_sft: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cogumi.training import run as module
 
-    whole = cogumi.train(sft, cogumi__run_dir=str(tmp_path / "whole"))
     with monkeypatch.context() as patched:
         patched.setattr(module, "write_samples", lambda *given: given[4] and 1 / 0)  # after the last step
         with pytest.raises(ZeroDivisionError):
@@ -143,34 +154,36 @@ def test_a_run_that_failed_after_its_training_trains_no_step(
     result = cogumi.train(sft, cogumi__merge=True)
     assert result.passed, str(result.verdict)
     assert "nothing is left to train" in (run_dir / "run.log").read_text()
-    assert logged(run_dir) == logged(whole.run_dir)
-    assert the_same(run_dir, whole.run_dir)
+    assert logged(run_dir) == logged(whole_sft.run_dir)
+    assert the_same(run_dir, whole_sft.run_dir)
     assert result.merged is not None
 
 
-def test_a_killed_run_goes_on(sft: Config, tmp_path: Path) -> None:
-    whole = cogumi.train(sft, cogumi__run_dir=str(tmp_path / "whole"))
+@pytest.mark.usefixtures("without_report")
+def test_a_killed_run_goes_on(sft: Config, whole_sft: Any, tmp_path: Path, for_commands: dict[str, str]) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(sft))
-    waits = "import time, cogumi.training.telemetry as t\n" \
+    waits = "import os, time, cogumi.training.telemetry as t\n" \
             "def wait(self, args, state, control, **more):\n" \
-            "    if state.global_step == 5: print('five', flush=True), time.sleep(600)\n" \
+            "    if state.global_step == 5: print(os.getpid(), flush=True), time.sleep(600)\n" \
             "t.Telemetry.on_step_end = wait\n" \
             "import cogumi; cogumi.train('tiny.yaml')"  # fmt: skip
-    process = subprocess.Popen([sys.executable, "-c", waits], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    words = [*prepared_process.python(for_commands), "-c", waits]
+    process = subprocess.Popen(words, cwd=tmp_path, env=for_commands, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    assert any(line == "five\n" for line in process.stdout)
+    pid = next(int(line) for line in process.stdout if line.strip().isdigit())
     with pytest.raises(UsageError, match="under way in another process"):
         cogumi.train(sft)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
     run_dir = Path(sft["cogumi"]["run_dir"])
+    os.kill(pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
     assert read_json(run_dir / "status.json")["state"] == "running"
     result = cogumi.train(sft)
     assert result.passed, str(result.verdict)
-    assert logged(run_dir) == logged(whole.run_dir)
-    assert the_same(run_dir, whole.run_dir)
+    assert logged(run_dir) == logged(whole_sft.run_dir)
+    assert the_same(run_dir, whole_sft.run_dir)
 
 
+@pytest.mark.usefixtures("without_report")
 def test_what_differs_is_named_and_nothing_changes(sft: Config, stop_after: Callable[[int], None]) -> None:
     stop_after(3)
     with pytest.raises(RuntimeError):
@@ -194,6 +207,8 @@ def test_a_setting_refused_when_a_run_goes_on_loses_nothing(
     stop_after(3)
     with pytest.raises(RuntimeError):
         cogumi.train(sft)
+    run_dir = Path(sft["cogumi"]["run_dir"])
+    assert "fell off the bus" in (run_dir / "report.html").read_text()
 
     def refused(*_: Any) -> None:
         raise UsageError("no memory")
@@ -201,9 +216,10 @@ def test_a_setting_refused_when_a_run_goes_on_loses_nothing(
     monkeypatch.setattr(module, "build_trainer", refused)
     with pytest.raises(UsageError, match="no memory"):
         cogumi.train(sft)
-    assert (Path(sft["cogumi"]["run_dir"]) / "checkpoints" / "checkpoint-2").is_dir()
+    assert (run_dir / "checkpoints" / "checkpoint-2").is_dir()
 
 
+@pytest.mark.usefixtures("without_report")
 def test_a_held_directory_is_not_touched(sft: Config, stop_after: Callable[[int], None]) -> None:
     stop_after(1)
     with pytest.raises(RuntimeError):
@@ -222,6 +238,7 @@ def fill_last_page(path: Path) -> None:
         file.write(row % ("x" * (missing - len(row % ""))))
 
 
+@pytest.mark.usefixtures("without_report")
 def test_a_full_disk_does_not_end_a_run(
     sft: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -270,6 +287,7 @@ def test_a_report_that_finds_no_room_takes_nothing_from_the_run(
         assert elsewhere.read_text().startswith("<!doctype html>")
 
 
+@pytest.mark.usefixtures("without_report")
 def test_a_line_that_was_cut_off_is_logged_again(sft: Config, stop_after: Callable[[int], None]) -> None:
     stop_after(3)
     with pytest.raises(RuntimeError):
@@ -282,6 +300,7 @@ def test_a_line_that_was_cut_off_is_logged_again(sft: Config, stop_after: Callab
     assert [row["step"] for row in result.metrics if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.usefixtures("without_report")
 def test_a_fresh_machine_takes_up_a_finished_training_from_its_mirror(sft: Config, tmp_path: Path) -> None:
     first = cogumi.train(sft, cogumi__mirror=str(tmp_path / "mirror"))
     there = cogumi.train(sft, cogumi__mirror=str(tmp_path / "mirror"), cogumi__run_dir=str(tmp_path / "there"))
@@ -304,6 +323,7 @@ def test_a_verdict_needs_a_training_loss() -> None:
     assert all(check.passed for check in judge_training([*evaluated, {"step": 6, "loss": 1.5}], 6, 6))
 
 
+@pytest.mark.usefixtures("without_report")
 def test_gspo_that_goes_on_inside_a_rollout_raises_no_false_alarm(
     gspo: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
