@@ -1,21 +1,24 @@
 """Commands as processes of their own that need not import torch first: forks of one process that has.
 
 `run(words, cwd, environment)` is `subprocess.run([sys.executable, "-m", "cogumi", *words], ...)` without the seconds of
-imports. A test for what happens while modules are imported, or of which are, starts Python itself. So does one on a
-terminal: the fork is no process of the terminal's session.
+imports. A test for what happens while modules are imported, or of which are, starts Python itself. Where standard input is a
+terminal that no session has, the fork leads a session of its own there, as the child of `pty.fork` does.
 """
 
 import atexit
+import fcntl
 import gc
 import json
 import os
 import runpy
 import select
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,17 +28,22 @@ from typing import NoReturn
 IMPORTED = ("torch", "datasets", "transformers", "trl", "peft", "cogumi.cli", "cogumi.training", "cogumi.training.run")
 # Read by a library when it is imported: another value needs another prepared process.
 AT_IMPORT = ("CUDA_", "HF_", "HOME", "OMP_", "PYTHON", "TORCH", "TRANSFORMERS_", "UNSLOTH_", "XDG_CACHE_HOME")
-FILES = ("stdin", "stdout", "stderr")
+FILES_AT_MOST = 16
 addresses: dict[tuple[tuple[str, str], ...], str] = {}
 
 # What a program that stands for `python` does: hand its files, directory, variables and words to the prepared process, and
 # end as that one's fork ends. The address is a name of the kernel's, so that no file is left.
 CLIENT = """\
 import contextlib, json, os, signal, socket, sys
+files = [0, 1, 2]
+for name in os.listdir("/proc/self/fd"):
+    with contextlib.suppress(OSError):  # the one that listed them
+        if int(name) > 2 and os.get_inheritable(int(name)):
+            files.append(int(name))
 door = socket.socket(socket.AF_UNIX)
 door.connect("\\0" + sys.argv[1])
-said = json.dumps({"words": sys.argv[2:], "cwd": os.getcwd(), "environment": dict(os.environ)}).encode()
-socket.send_fds(door, [len(said).to_bytes(8, "big")], [0, 1, 2])
+said = json.dumps({"words": sys.argv[2:], "cwd": os.getcwd(), "environment": dict(os.environ), "files": files}).encode()
+socket.send_fds(door, [len(said).to_bytes(8, "big")], files)
 door.sendall(said)
 pid = int.from_bytes(door.recv(8), "big")
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -74,6 +82,13 @@ def client(environment: Mapping[str, str]) -> list[str]:
 def python(environment: Mapping[str, str]) -> list[str]:
     """The words that stand for `python` with this environment, before `-m MODULE` or `-c CODE`."""
     return [sys.executable, "-I", "-S", "-c", CLIENT, address_for(environment)]
+
+
+def as_program(path: Path, environment: Mapping[str, str]) -> str:
+    """An executable file that stands for `python` with this environment, for what is told of one, as `sys.executable`."""
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(python(environment))} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
 
 
 def address_for(environment: Mapping[str, str]) -> str:
@@ -168,12 +183,18 @@ def become(connection: socket.socket) -> NoReturn:
     try:
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        length, files, _, _ = socket.recv_fds(connection, 8, len(FILES))
+        length, files, _, _ = socket.recv_fds(connection, 8, FILES_AT_MOST)
         asked = json.loads(connection.recv(int.from_bytes(length, "big"), socket.MSG_WAITALL))
         connection.close()
-        for number, each in enumerate(files):
+        apart = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 1 + max(asked["files"])) for each in files]
+        for number, each in zip(asked["files"], apart, strict=True):
             os.dup2(each, number)
+        for each in {*files, *apart} - {*asked["files"]}:
             os.close(each)
+        if os.isatty(0):
+            os.setsid()
+            with suppress(PermissionError):  # the terminal of another session stays its own
+                fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         os.chdir(asked["cwd"])
         os.environ.clear()
         os.environ.update(asked["environment"])

@@ -91,8 +91,8 @@ def test_a_budget_of_money_ends_a_run_too(sft: Config, late_at: Any) -> None:
 
 
 def test_a_budget_that_is_spent_in_the_last_step_ends_nothing(sft: Config, late_at: Any) -> None:
-    late_at(6)
-    assert cogumi.train(sft, cogumi__max_hours=1.0).passed
+    late_at(2)
+    assert cogumi.train(sft, train__max_steps=2, cogumi__max_hours=1.0).passed
 
 
 def test_money_without_a_price_is_refused(sft: Config) -> None:

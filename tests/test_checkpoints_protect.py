@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import prepared_process
 import pytest
 import torch
 from datasets import Dataset
@@ -575,6 +576,7 @@ def test_a_damaged_checkpoint_is_none_of_those_kept(how: str, tmp_path: Path, ca
 KILLED_AFTER_ITS_LAST_SAVE = """
 import os, signal, sys, time
 from pathlib import Path
+sys.path[:0] = sys.argv[2:]
 from test_checkpoints_protect import make
 from transformers import TrainerCallback
 import cogumi
@@ -589,11 +591,18 @@ cogumi.protect(make(Path(sys.argv[1]), Kill())[0]).train()
 """
 
 
-def test_what_a_kill_after_the_last_save_leaves_is_removed_by_the_next_start(tmp_path: Path) -> None:
+def test_what_a_kill_after_the_last_save_leaves_is_removed_by_the_next_start(
+    tmp_path: Path, for_commands: dict[str, str]
+) -> None:
     tests = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": f"{tests}:{tests.parent}"}
-    words = [sys.executable, "-c", KILLED_AFTER_ITS_LAST_SAVE, str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment)
+    words = ["-c", KILLED_AFTER_ITS_LAST_SAVE, *map(str, (tmp_path, tests, tests.parent))]
+    done = subprocess.run(
+        [*prepared_process.python(for_commands), *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=for_commands,
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert names(tmp_path)[:4] == [BALLAST_NAME, "checkpoint-4", "checkpoint-6", "checkpoint-8"]
     (tmp_path / STAGING_NAME / "checkpoint-8").mkdir(parents=True)

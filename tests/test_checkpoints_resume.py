@@ -1,13 +1,12 @@
 """A resumed run is the uninterrupted one, bit for bit on a CPU, with each kind of trainer; signals, too."""
 
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import prepared_process
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -120,12 +119,13 @@ def test_resumed_is_uninterrupted(
 ) -> None:
     make: Make = request.getfixturevalue(kind)
     reference = run(make, tmp_path / "reference", None)
-    for crash in crashes:
-        output_dir = tmp_path / f"crash{crash}"
-        before = run(make, output_dir, crash)
-        after = run(make, output_dir, None)
-        assert min(after) == crash
-        assert {step: values for step, values in before.items() if step < crash} | after == reference, crash
+    begins, seen = 1, {}
+    for crash in (*crashes, None):
+        part = run(make, tmp_path / "crashes", crash)
+        assert min(part) == begins
+        seen |= part
+        begins = crash or 0
+    assert seen == reference
 
 
 def run(make: Make, output_dir: Path, crash: int | None) -> dict[int, dict[str, float]]:
@@ -143,6 +143,7 @@ def run(make: Make, output_dir: Path, crash: int | None) -> dict[int, dict[str, 
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
+sys.path[:0] = sys.argv[3:]
 from test_checkpoints_protect import make
 from transformers import TrainerCallback
 import cogumi
@@ -162,27 +163,28 @@ print("finished", flush=True)
 """
 
 
-def interrupted(output_dir: Path, *numbers: int) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-c", SCRIPT, str(output_dir), ",".join(str(int(each)) for each in numbers)]
+def interrupted(output_dir: Path, environment: dict[str, str], *numbers: int) -> subprocess.CompletedProcess[str]:
     tests = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": f"{tests}:{tests.parent}"}
-    return subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=output_dir, env=environment)
-
-
-ANOTHER = pytest.mark.slow("a script that imports torch; SIGTERM is in the first tier, these with a terminal as well")
+    numbered = ",".join(str(int(each)) for each in numbers)
+    words = [*prepared_process.python(environment), "-c", SCRIPT, output_dir, numbered, tests, tests.parent]
+    return subprocess.run(
+        list(map(str, words)), capture_output=True, text=True, timeout=300, cwd=output_dir, env=environment
+    )
 
 
 @pytest.mark.parametrize(
     ("numbers", "code"),
     [
         ([signal.SIGTERM], 143),
-        pytest.param([signal.SIGINT], -signal.SIGINT, marks=ANOTHER),
+        ([signal.SIGINT], -signal.SIGINT),
         # A shell passes it on, and the kernel sends another when the shell ends.
-        pytest.param([signal.SIGHUP, signal.SIGHUP], 129, marks=ANOTHER),
+        ([signal.SIGHUP, signal.SIGHUP], 129),
     ],
 )
-def test_a_signal_finishes_the_step_and_saves(numbers: list[int], code: int, tmp_path: Path) -> None:
-    done = interrupted(tmp_path, *numbers)
+def test_a_signal_finishes_the_step_and_saves(
+    numbers: list[int], code: int, tmp_path: Path, for_commands: dict[str, str]
+) -> None:
+    done = interrupted(tmp_path, for_commands, *numbers)
     assert done.returncode == code, done.stderr
     assert "finished" not in done.stdout
     point = last_good_checkpoint(tmp_path)
@@ -191,8 +193,8 @@ def test_a_signal_finishes_the_step_and_saves(numbers: list[int], code: int, tmp
     assert (point / "cogumi-manifest.json").is_file()
 
 
-def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
-    done = interrupted(tmp_path, signal.SIGTERM, signal.SIGTERM)
+def test_a_second_signal_ends_at_once(tmp_path: Path, for_commands: dict[str, str]) -> None:
+    done = interrupted(tmp_path, for_commands, signal.SIGTERM, signal.SIGTERM)
     assert done.returncode == 143
     point = last_good_checkpoint(tmp_path)
     assert point is not None

@@ -261,7 +261,7 @@ def test_a_merge_that_is_not_exact_is_one_line_and_status_1(
     assert not list(tmp_path.glob("merged*"))
 
 
-def test_progress_on_a_terminal(tmp_path: Path) -> None:
+def test_progress_on_a_terminal(tmp_path: Path, for_commands: dict[str, str]) -> None:
     """On a real one: bytes, speed and time left on standard error, the report alone on standard output."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -275,9 +275,9 @@ def test_progress_on_a_terminal(tmp_path: Path) -> None:
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     process = subprocess.Popen(
-        [sys.executable, "-m", "cogumi", "merge", "adapter", "merged", "--base", "base", "--workers", "1"],
+        [*prepared_process.client(for_commands), "merge", "adapter", "merged", "--base", "base", "--workers", "1"],
         cwd=tmp_path,
-        env={name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm"},
+        env={name: value for name, value in for_commands.items() if name != "COLUMNS"} | {"TERM": "xterm"},
         stdout=subprocess.PIPE,
         stderr=slave,
     )

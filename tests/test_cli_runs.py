@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,19 @@ import pytest
 import yaml
 
 from cogumi.rundir import append_jsonl, write_json
+
+# The command, whose number a test asks for.
+NUMBERED = """
+import os, runpy
+open("pid", "w").write(str(os.getpid()))
+runpy.run_module("cogumi", run_name="__main__")
+"""
+# The command, where the Python that it starts is the first word.
+PREPARED_START = """
+import runpy, sys
+sys.executable = sys.argv.pop(1)
+runpy.run_module("cogumi", run_name="__main__")
+"""
 
 
 def here(**more: str) -> dict[str, str]:
@@ -56,7 +68,15 @@ def home(tiny_model: Path, code_parquet: Path, tmp_path: Path, none_left_behind:
 
 
 def test_start_wait_and_attach_to_what_has_finished(home: Path) -> None:
-    begun = cogumi("start", "tiny.yaml", "train.learning_rate=1e-2", cwd=home, COGUMI_TRAIN__MAX_STEPS="7")
+    words = ["-c", PREPARED_START, prepared_process.as_program(home / "python", here())]
+    begun = subprocess.run(
+        [*prepared_process.python(here()), *words, "start", "tiny.yaml", "train.learning_rate=1e-2"],
+        cwd=home,
+        env=here(COGUMI_TRAIN__MAX_STEPS="7"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert begun.returncode == 0, begun.stderr
     assert re.search(r"runs/tiny: (running|finished)", begun.stderr), begun.stderr
     waited = cogumi("wait", "runs/tiny", cwd=home)
@@ -72,8 +92,7 @@ def test_start_wait_and_attach_to_what_has_finished(home: Path) -> None:
 
 
 def test_a_run_of_train_is_looked_at_left_and_stopped_from_another_terminal(home: Path) -> None:
-    # Python itself starts it: its number is asked for, and signals are sent to it.
-    long = [sys.executable, "-m", "cogumi", "train", "tiny.yaml", "train.max_steps=100000"]
+    long = [*prepared_process.python(here()), "-c", NUMBERED, "train", "tiny.yaml", "train.max_steps=100000"]
     training = subprocess.Popen(long, cwd=home, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=here())
     try:
         deadline = time.monotonic() + 120
@@ -85,7 +104,7 @@ def test_a_run_of_train_is_looked_at_left_and_stopped_from_another_terminal(home
         assert "runs/tiny: running (train), step " in shown.stdout
         assert "last sign of life" in shown.stdout
         (status,) = json.loads(cogumi("status", "--json", cwd=home).stdout)
-        assert (status["state"], status["alive"], status["pid"]) == ("running", True, training.pid)
+        assert (status["state"], status["alive"], status["pid"]) == ("running", True, int((home / "pid").read_text()))
         assert status["ended"] is False
 
         looking = subprocess.Popen(

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+import prepared_process
 import pyarrow as pa
 import pytest
 from golden import Golden
@@ -349,15 +349,15 @@ PROCESS = textwrap.dedent(
 )
 
 
-def process(tmp_path: Path, seconds: float) -> "subprocess.Popen[str]":
+def process(tmp_path: Path, seconds: float, environment: dict[str, str]) -> "subprocess.Popen[str]":
     root = str(Path(__file__).parents[1])
     arguments = [root, str(tmp_path / "rows.parquet"), str(tmp_path / "cache"), str(seconds), str(tmp_path / "log")]
     return subprocess.Popen(
-        [sys.executable, "-c", PROCESS, *arguments],
+        [*prepared_process.python(environment), "-c", PROCESS, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": root},
+        env=environment,
     )
 
 
@@ -369,16 +369,16 @@ def wait_for_line(path: Path) -> None:
     raise AssertionError("nothing was tokenized")
 
 
-def test_two_processes_prepare_once_and_a_killed_one_leaves_nothing(tmp_path):
+def test_two_processes_prepare_once_and_a_killed_one_leaves_nothing(tmp_path, for_commands):
     source(tmp_path / "rows.parquet", numbered(20))
-    killed = process(tmp_path, 600)
+    killed = process(tmp_path, 600, for_commands)
     wait_for_line(tmp_path / "log")
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".unfinished"]
     (tmp_path / "log").unlink()
 
-    both = [process(tmp_path, 2), process(tmp_path, 2)]
+    both = [process(tmp_path, 1, for_commands) for _ in range(2)]
     outputs = [each.communicate(timeout=60) for each in both]
     assert [out for out, _ in outputs] == ["20\n", "20\n"], outputs
     assert (tmp_path / "log").read_text() == "tokenized\n"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import prepared_process
 import pytest
 import torch
 from disk_mounts import fill, mounting
@@ -481,10 +482,9 @@ trainer.train()
 """
 
 
-def test_a_users_script_without_logging(tiny_model: Path, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.replace("MODEL", repr(str(tiny_model))))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
+def test_a_users_script_without_logging(tiny_model: Path, tmp_path: Path, for_commands: dict[str, str]) -> None:
+    words = [*prepared_process.python(for_commands), "-c", SCRIPT.replace("MODEL", repr(str(tiny_model)))]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=for_commands)
     assert done.returncode == 0, done.stderr
     assert f"disk: watching {tmp_path / 'out'} (" in done.stderr
     assert "disk/used_percent" in done.stdout

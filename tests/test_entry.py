@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import prepared_process
 import pytest
 import yaml
 from hub_server import HubServer, hub_server
@@ -70,7 +71,9 @@ def test_a_misspelt_key_or_value_or_a_missing_source_is_refused_without_importin
 
 
 @pytest.mark.parametrize("launcher", ["torch.distributed.run", "accelerate.commands.launch"])
-def test_every_rank_of_a_launcher_is_refused(launcher: str, sft: Config, tmp_path: Path) -> None:
+def test_every_rank_of_a_launcher_is_refused(
+    launcher: str, sft: Config, tmp_path: Path, for_commands: dict[str, str]
+) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(sft))
     count = (
         ["--standalone", "--nproc-per-node", "2"]
@@ -78,8 +81,12 @@ def test_every_rank_of_a_launcher_is_refused(launcher: str, sft: Config, tmp_pat
         else ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
     )
     done = subprocess.run(
-        [sys.executable, "-m", launcher, *count, "-m", "cogumi", "train", "tiny.yaml", "train.max_steps=5"],
+        [
+            *prepared_process.python(for_commands),
+            *("-m", launcher, *count, "-m", "cogumi", "train", "tiny.yaml", "train.max_steps=5"),
+        ],
         cwd=tmp_path,
+        env=for_commands,
         capture_output=True,
         text=True,
         timeout=300,
@@ -187,17 +194,12 @@ def test_a_process_in_which_cuda_has_started_keeps_its_gpus(monkeypatch: pytest.
     assert gpus.as_the_user_set_it(os.environ)["CUDA_VISIBLE_DEVICES"] == "1,0"
 
 
-@pytest.mark.usefixtures("two_gpus")
-def test_a_run_on_a_machine_with_two_gpus_sees_one_and_says_which(sft: Config, tmp_path: Path) -> None:
+def test_a_run_on_a_machine_with_two_gpus_sees_one_and_says_which(
+    sft: Config, tmp_path: Path, two_gpus: None, for_commands: dict[str, str]
+) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(sft))
-    done = subprocess.run(
-        [sys.executable, "-m", "cogumi", "train", "tiny.yaml", "train.max_steps=1", "cogumi.compile=off"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    words = ("train", "tiny.yaml", "train.max_steps=1", "cogumi.compile=off")
+    done = prepared_process.run(words, tmp_path, for_commands)
     assert "steps: 1 (required: 1)" in done.stderr
     said = (Path(sft["cogumi"]["run_dir"]) / "run.log").read_text()
     assert f"chosen: CUDA_VISIBLE_DEVICES: {SECOND} " in said.replace(" = ", ": ")

@@ -156,7 +156,7 @@ def test_torch_is_as_it_was_after_a_failure(
 
 
 COUNT_THREADS = """
-import os, torch
+import os, sys, torch
 from cogumi.merge.arithmetic import one_thread_each
 from cogumi.merge.work import threads
 def product(matrix):
@@ -165,12 +165,12 @@ def product(matrix):
     return len(os.listdir("/proc/self/task")) - before
 matrix = torch.ones(1500, 1500)
 with one_thread_each(), threads(1) as pool:
-    print(pool.submit(product, matrix).result())
+    print(pool.submit(product, matrix).result(), [each for each in sys.modules if each.startswith("cogumi.training")])
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
-def test_a_worker_brings_in_no_threads_of_its_own() -> None:
+def test_a_worker_brings_in_no_threads_of_its_own_and_a_merge_no_training() -> None:
     """torch.set_num_threads does not reach a thread that nothing has asked for its number of threads."""
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     done = subprocess.run(
@@ -180,7 +180,7 @@ def test_a_worker_brings_in_no_threads_of_its_own() -> None:
         text=True,
         check=True,
     )
-    assert done.stdout.strip() == "0"
+    assert done.stdout == "0 []\n"
 
 
 # ------------------------------------------------------------------------------------------------------- killed, stopped

@@ -1,6 +1,7 @@
 """A command that is forked from a prepared process ends, says and is ended as one that Python starts."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -56,6 +57,28 @@ def test_what_is_raised_is_a_traceback_and_status_1(environment: dict[str, str],
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback")
     assert done.stderr.endswith("ValueError: this\n")
+
+
+def test_what_is_inherited_has_the_same_number(environment: dict[str, str], tmp_path: Path) -> None:
+    out, into = os.pipe()
+    program = prepared_process.as_program(tmp_path / "python", environment)
+    words = [program, "-c", "import os, sys; os.write(int(sys.argv[1]), b'said')", str(into)]
+    subprocess.run(words, env=environment, pass_fds=[into], check=True, timeout=60)
+    os.close(into)
+    with open(out, "rb") as said:
+        assert said.read() == b"said"
+
+
+def test_on_a_terminal_it_leads_the_session_there(environment: dict[str, str]) -> None:
+    master, slave = pty.openpty()
+    asks = "import os; assert os.getsid(0) == os.tcgetpgrp(0) == os.getpid(); os.write(1, b'yes'); os.read(0, 1)"
+    words = [*prepared_process.python(environment), "-c", asks]
+    with subprocess.Popen(words, env=environment, stdin=slave, stdout=slave) as client:
+        assert os.read(master, 3) == b"yes"
+        os.write(master, b"\x03")
+        assert client.wait(timeout=60) == -signal.SIGINT
+    os.close(slave)
+    os.close(master)
 
 
 def test_it_is_the_command(environment: dict[str, str], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import prepared_process
 import psutil
 import pytest
 from processes import until
@@ -36,8 +37,18 @@ def sft(sft: Config) -> Config:
     return sft
 
 
+@pytest.fixture
+def prepared(for_commands: dict[str, str], tmp_path: Path) -> str:
+    """For `sys.executable`: what is started is in no session of its own, but needs no seconds of imports."""
+    return prepared_process.as_program(tmp_path / "python", for_commands)
+
+
 def test_two_starts_are_one_run_that_outlives_who_started_it_and_is_what_train_does(
-    sft: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    sft: Config,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    prepared: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sft["train"]["hub_token"] = SECRET
     run_dir = tmp_path / "run"
@@ -57,6 +68,7 @@ def test_two_starts_are_one_run_that_outlives_who_started_it_and_is_what_train_d
             process.kill()
         os.killpg(each.pid, signal.SIGKILL)
         each.wait()
+    assert os.getsid(started["pid"]) != os.getsid(0)
     os.kill(started["pid"], signal.SIGHUP)
     run = cogumi.attach(run_dir)
     assert run.status().alive
@@ -65,9 +77,12 @@ def test_two_starts_are_one_run_that_outlives_who_started_it_and_is_what_train_d
     assert (ended.state, ended.passed, ended.step, ended.checkpoint) == ("finished", True, 6, "checkpoint-6"), ended
     console = (run_dir / CONSOLE).read_text()
     assert console.count("INFO process ") == 1, console
+    assert "\r" not in console  # a bar would be a line for each of its refreshes
     assert not any(SECRET in path.read_text() for path in run_dir.iterdir() if path.is_file())
 
     caplog.set_level("INFO")
+    monkeypatch.setattr(sys, "executable", prepared)
+    until(lambda: not is_running(started))  # it takes its interpreter down
     assert cogumi.start(sft).run_dir == run_dir
     assert "finished already; there is nothing to start" in caplog.text
     assert (run_dir / CONSOLE).read_text() == console
@@ -83,16 +98,20 @@ def test_two_starts_are_one_run_that_outlives_who_started_it_and_is_what_train_d
 
 
 def test_a_killed_run_is_seen_to_have_died_and_started_again_goes_on_until_it_is_stopped(
-    sft: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    sft: Config,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    prepared: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level("INFO")
+    monkeypatch.setattr(sys, "executable", prepared)
     run_dir = tmp_path / "run"
     run = cogumi.start(sft, train__max_steps=100_000)
     status = run.status()
     assert (status.state, status.stage, status.alive, status.steps) == ("running", "train", True, 100_000)
     assert status.pid is not None
-    assert os.getsid(status.pid) != os.getsid(0)
-    assert psutil.Process(status.pid).parents()[0].pid != os.getpid()
     with pytest.raises(TimeoutError, match="it is still at work"):
         run.wait(timeout=0.1)
 
@@ -132,7 +151,7 @@ def test_a_killed_run_is_seen_to_have_died_and_started_again_goes_on_until_it_is
     assert stopped.step > 2
     assert f"the newest checkpoint is {stopped.checkpoint}" in caplog.text
     assert [row["step"] for row in again.metrics() if "loss" in row] == list(range(1, stopped.step + 1))
-    assert "".join(again.follow()).count("\n") == 20  # and it returns: the run has ended
+    assert len("".join(again.follow()).splitlines()) == 20  # and it returns: the run has ended
 
 
 def test_a_number_that_is_somebody_elses_by_now_is_not_signalled(tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import prepared_process
 import psutil
 import pytest
 import yaml
@@ -34,19 +35,50 @@ from cogumi.rundir import START, append_jsonl, read_json, write_json
 from cogumi.training.preview import Preview, Shares
 from cogumi.training.telemetry import recorded, set_status
 
-COGUMI = f"{sys.executable} -m cogumi"
 CTRL_C = b"\x03"
+# Run in a prepared process, which a shell could only start as one of its own: `trap : INT; cogumi WORDS 2>&1 | tee log`.
+TEE = """
+import os, runpy, signal, subprocess, sys
+from pathlib import Path
+signal.signal(signal.SIGINT, lambda *_: None)
+tee = subprocess.Popen(["tee", "log"], stdin=subprocess.PIPE)
+command = os.fork()
+if command:
+    tee.stdin.close()
+    code = os.waitstatus_to_exitcode(os.waitpid(command, 0)[1])
+    tee.wait()
+    Path("code").write_text(str(code))
+else:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stream in (1, 2):
+        os.dup2(tee.stdin.fileno(), stream)
+    tee.stdin.close()
+    runpy.run_module("cogumi", run_name="__main__")
+"""
+# `trap '' HUP; exec cogumi WORDS`.
+DEAF = """
+import runpy, signal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+runpy.run_module("cogumi", run_name="__main__")
+"""
+AT_ONCE = """
+import runpy
+from cogumi import cli_output
+cli_output.QUIET_SECONDS = 0.0
+runpy.run_module("cogumi", run_name="__main__")
+"""
 
 
 class Terminal:
     """A command on a terminal of its own, whose session it leads."""
 
-    def __init__(self, command: str, directory: Path) -> None:
-        self.pid, self.master = pty.fork()
-        if self.pid == 0:
-            os.chdir(directory)
-            os.environ |= {"OMP_NUM_THREADS": "1", "TERM": "xterm"}
-            os.execvp("bash", ["bash", "-c", command])
+    def __init__(self, command: Sequence[str], directory: Path) -> None:
+        self.master, slave = pty.openpty()
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm"}
+        self.process = subprocess.Popen(
+            command, cwd=directory, env=environment, stdin=slave, stdout=slave, stderr=slave
+        )
+        os.close(slave)
         self.shown = b""
         self.reader = Thread(target=self.read, daemon=True)
         self.reader.start()
@@ -57,20 +89,25 @@ class Terminal:
                 self.shown += chunk
 
     def ended(self) -> int | None:
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
-        return os.waitstatus_to_exitcode(status) + 1000 if pid else None  # 1000: `until` waits for what is true
+        status = self.process.poll()
+        return None if status is None else status + 1000  # `until` waits for what is true
 
 
 @contextmanager
-def terminal(command: str, directory: Path) -> Iterator[Terminal]:
+def terminal(command: Sequence[str], directory: Path) -> Iterator[Terminal]:
     found = Terminal(command, directory)
     try:
         yield found
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(found.pid, signal.SIGKILL)
-        with suppress(ChildProcessError):  # it was waited for
-            os.waitpid(found.pid, 0)
+            os.killpg(found.process.pid, signal.SIGKILL)
+        found.process.kill()
+        found.process.wait()
+
+
+def by_a_shell(command: str) -> list[str]:
+    """The words for it: of `cogumi`, a process that Python itself starts."""
+    return ["setsid", "--ctty", "bash", "-c", f'cogumi() {{ {sys.executable} -m cogumi "$@"; }}; {command}']
 
 
 @pytest.fixture
@@ -86,10 +123,8 @@ def stepped(run_dir: Path) -> Callable[[], bool]:
     return lambda: beat.exists() and json.loads(beat.read_text())["step"] > 0
 
 
-def test_ctrl_c_that_ends_tee_as_well_saves_and_says_so(home: Path) -> None:
-    words = (
-        f"trap : INT; {COGUMI} train tiny.yaml train.max_steps=100000 2>&1 | tee log; echo ${{PIPESTATUS[0]}} > code"
-    )
+def test_ctrl_c_that_ends_tee_as_well_saves_and_says_so(home: Path, for_commands: dict[str, str]) -> None:
+    words = [*prepared_process.python(for_commands), "-c", TEE, "train", "tiny.yaml", "train.max_steps=100000"]
     with terminal(words, home) as shown:
         until(stepped(home / "run"))
         os.write(shown.master, CTRL_C)
@@ -99,14 +134,15 @@ def test_ctrl_c_that_ends_tee_as_well_saves_and_says_so(home: Path) -> None:
     assert status["state"] == "stopped", status
     assert "Ctrl-C" in status["reason"]
     assert last_good_checkpoint(home / "run/checkpoints") is not None
-    assert code == "130\n"
+    assert code == "130"
     log = (home / "run/run.log").read_text()
     assert log.count("is switched off (Broken pipe)") <= 2
     assert "stopped: asked to by Ctrl-C" in log
 
 
-def test_a_terminal_that_is_closed_saves_and_says_so(home: Path) -> None:
-    with terminal(f"exec {COGUMI} train tiny.yaml train.max_steps=100000", home) as shown:
+def test_a_terminal_that_is_closed_saves_and_says_so(home: Path, for_commands: dict[str, str]) -> None:
+    words = [*prepared_process.client(for_commands), "train", "tiny.yaml", "train.max_steps=100000"]
+    with terminal(words, home) as shown:
         until(stepped(home / "run"))
         os.close(shown.master)
         assert until(shown.ended) == 1000 + 128 + signal.SIGHUP
@@ -116,9 +152,10 @@ def test_a_terminal_that_is_closed_saves_and_says_so(home: Path) -> None:
     assert last_good_checkpoint(home / "run/checkpoints") is not None
 
 
-def test_under_nohup_a_closed_terminal_ends_nothing(home: Path) -> None:
+def test_under_nohup_a_closed_terminal_ends_nothing(home: Path, for_commands: dict[str, str]) -> None:
     # Its output stays on the terminal: that of nohup itself would go to a file.
-    with terminal(f"trap '' HUP; exec {COGUMI} train tiny.yaml train.max_steps=60", home) as shown:
+    words = [*prepared_process.python(for_commands), "-c", DEAF, "train", "tiny.yaml", "train.max_steps=60"]
+    with terminal(words, home) as shown:
         until(stepped(home / "run"))
         os.close(shown.master)
         assert until(shown.ended) == 1000
@@ -186,8 +223,8 @@ def test_a_signal_outside_the_training_is_written_into_the_status(number: int, t
 
 
 def test_ctrl_c_during_a_start_cancels_it(home: Path, none_left_behind: None) -> None:
-    words = f"trap : INT; {COGUMI} start tiny.yaml train.max_steps=100000; echo $? > code"
-    with terminal(words, home) as shown:
+    words = "trap : INT; cogumi start tiny.yaml train.max_steps=100000; echo $? > code"
+    with terminal(by_a_shell(words), home) as shown:
         until((home / "run" / START).exists)
         trainer = until(lambda: read_json(home / "run" / START))
         os.write(shown.master, CTRL_C)
@@ -211,6 +248,7 @@ def test_an_interrupted_start_leaves_a_run_as_it_was(
     sft: dict[str, Any],
     tmp_path: Path,
     none_left_behind: None,
+    for_commands: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -242,7 +280,9 @@ def test_an_interrupted_start_leaves_a_run_as_it_was(
 
     assert "nothing was written" in interrupted(launched)
     assert not run_dir.exists()
-    stopped = cogumi.start(sft, train__max_steps=100_000).stop()
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", prepared_process.as_program(tmp_path / "python", for_commands))
+        stopped = cogumi.start(sft, train__max_steps=100_000).stop()
     assert stopped.state == "stopped"
     before = (run_dir / "status.json").read_bytes()
     assert "is as it was before" in interrupted(lambda: (run_dir / "status.json").read_bytes() != before)
@@ -284,8 +324,8 @@ def evil(tmp_path: Path) -> Path:
     ],
 )
 def test_escapes_in_what_others_wrote_are_shown_and_not_obeyed(evil: Path, words: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "cogumi", *(str(evil.relative_to(tmp_path)) if w == "RUN" else w for w in words)]
-    with terminal(f"stty columns 200; {shlex.join(command)}; touch done", tmp_path) as shown:
+    command = shlex.join(["cogumi", *(str(evil.relative_to(tmp_path)) if w == "RUN" else w for w in words)])
+    with terminal(by_a_shell(f"stty columns 200; {command}; touch done"), tmp_path) as shown:
         until((tmp_path / "done").exists)
     drawn = re.sub(r"\x1b\[\??[0-9;]*[mhlKAG]", "", shown.shown.decode())  # of rich: colours, the cursor
     assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f" + BIDI + "]", drawn), drawn
@@ -347,11 +387,28 @@ def test_json_stays_json_and_holds_no_control_character(capsys: pytest.CaptureFi
 # ------------------------------------------------------------------------------------------------ what takes its time
 
 
+IMPORTS = pytest.mark.slow("imports torch; `train` is in the first tier")
+
+
 @pytest.mark.parametrize(
-    "words", ["doctor", "preflight tiny.yaml", "preview tiny.yaml", "start tiny.yaml", "train tiny.yaml"]
+    "words",
+    [
+        "start tiny.yaml",
+        "train tiny.yaml",
+        *(pytest.param(each, marks=IMPORTS) for each in ("doctor", "preflight tiny.yaml", "preview tiny.yaml")),
+    ],
 )
-def test_no_command_works_in_silence(words: str, home: Path, none_left_behind: None) -> None:
-    with terminal(f"exec {COGUMI} {words}", home) as shown:
+def test_no_command_imports_in_silence(words: str, home: Path, none_left_behind: None) -> None:
+    says_what_it_does(by_a_shell(f"cogumi {words}"), home)
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["preflight", "tiny.yaml"], ["preview", "tiny.yaml"]])
+def test_no_command_works_in_silence(words: list[str], home: Path, for_commands: dict[str, str]) -> None:
+    says_what_it_does([*prepared_process.python(for_commands), "-c", AT_ONCE, *words], home)
+
+
+def says_what_it_does(words: list[str], directory: Path) -> None:
+    with terminal(words, directory) as shown:
         until(lambda: re.search(rb"\w, \d+ s", shown.shown))
         os.write(shown.master, CTRL_C)
         until(shown.ended)

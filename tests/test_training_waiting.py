@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from finished_runs import FinishedRun
 from safetensors.torch import load_file
 from torch import equal
 from transformers import TrainerCallback
@@ -177,8 +178,7 @@ def test_rewards_of_steps_that_are_made_again_are_dropped(tmp_path: Path) -> Non
     assert [row["step"] for row in read_jsonl(path)] == [1, 5]
 
 
-def test_what_the_disks_are_wanted_for_is_kept(sft: Config, tmp_path: Path) -> None:
-    cogumi.train(sft, train__max_steps=1)
-    said = read_json(tmp_path / "run" / "outlook.json")
+def test_what_the_disks_are_wanted_for_is_kept(finished_sft: FinishedRun) -> None:
+    said = read_json(finished_sft.home / "outlook.json")
     assert said["fits"] is True
     assert said["lines"][0].startswith("one checkpoint is ")
