@@ -61,16 +61,16 @@ NOT_RUN = {
 # Typed with one page only, of those that say it: one that is slow.
 WITH = {"cogumi doctor": "docs/doctor.md"}
 
-# What a page takes for granted: typed before it, or made.
+# What a page takes for granted: typed before it, or made. Pages share a directory, and each wants a my.yaml of its own.
 START = ["cogumi start configs/smoke/llama-3.1-8b-sft.yaml"]
 MINE = "cogumi train configs/smoke/sft.yaml data.source=my_code.parquet data.column=text cogumi.run_dir=runs/mine"
 BEFORE = {
     "docs/quickstart.md": ["cogumi cp qwen3-4b-sft my-run.yaml"],
     "docs/disk-space.md": START,
-    "docs/form.md": ["cogumi cp smoke/sft my.yaml"],
+    "docs/form.md": ["rm -f my.yaml; cogumi cp smoke/sft my.yaml"],
     "docs/merging.md": [MINE],
-    "docs/preflight.md": ["cogumi cp smoke/llama-3.1-8b-sft my.yaml"],
-    "docs/reliability.md": ["cogumi cp smoke/llama-3.1-8b-sft my.yaml", MINE],
+    "docs/preflight.md": ["rm -f my.yaml; cogumi cp smoke/llama-3.1-8b-sft my.yaml"],
+    "docs/reliability.md": ["rm -f my.yaml; cogumi cp smoke/llama-3.1-8b-sft my.yaml", MINE],
 }
 TRAINER = """
 import torch, cogumi
