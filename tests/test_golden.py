@@ -1,5 +1,6 @@
 """The golden texts keep to the tests that say them."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -82,7 +83,8 @@ def test_every_entry_has_its_test(request: pytest.FixtureRequest) -> None:
 
 def run(tests: Path, *words: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not suite", *words, "tests"]
-    done = subprocess.run(command, cwd=tests.parent, capture_output=True, text=True)
+    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist"}
+    done = subprocess.run(command, cwd=tests.parent, env=alone, capture_output=True, text=True)
     return done.returncode, done.stdout
 
 

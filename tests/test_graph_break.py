@@ -4,12 +4,12 @@ import contextvars
 import copy
 import math
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import bitsandbytes
+import prepared_process
 import pytest
 import torch
 import torch._dynamo
@@ -362,16 +362,20 @@ def test_a_disabled_dynamo_is_explained(monkeypatch: pytest.MonkeyPatch) -> None
         assert "switched off by torch._dynamo.config.disable" in graph_break.apply().reason
 
 
-def test_without_bitsandbytes_there_is_one_line() -> None:
-    """In a process of its own, in which bitsandbytes cannot be imported."""
+def test_without_bitsandbytes_there_is_one_line(for_commands: dict[str, str]) -> None:
+    """In a process of its own, in which bitsandbytes cannot be imported, and what would import it has not been."""
     code = """
 import sys
+for name in list(sys.modules):
+    if name.startswith(("bitsandbytes", "cogumi.patches")):
+        del sys.modules[name]
 sys.modules["bitsandbytes"] = None
 from cogumi.patches import graph_break
 print(graph_break.apply().reason, graph_break.apply("branchless").applied, graph_break.foreign_patches())
 print(graph_break.undo().applied, sorted(graph_break.versions()))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    command = [*prepared_process.python(for_commands), "-c", code]
+    done = subprocess.run(command, env=for_commands, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "bitsandbytes is not installed, so there are no 4-bit layers False []",

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -221,28 +222,28 @@ def test_a_gated_model_says_what_to_accept_and_which_token(hub: HubServer, tmp_p
     assert place(fetched(hub, tmp_path / "cache", token=hub.token)).is_dir()
 
 
-@pytest.mark.parametrize(
-    ("name", "revision", "says"),
-    [
-        ("someone/modle", "", "no model at 'someone/modle' on the hub, or it is private and no HF_TOKEN is set; "
-         "did you mean someone/model?"),
-        ("someone/model", "v2", "someone/model has no revision 'v2'"),
-        ("someone/gguf", "", "someone/gguf has no weights that transformers loads (model.safetensors or "
-         "pytorch_model.bin), only .gguf"),
-        ("someone/torn", "", "someone/torn lacks model-00002-of-00002.safetensors, which the index"),
-        ("someone/adapter", "", "someone/adapter holds no config.json"),
-    ],
-)  # fmt: skip
-def test_a_model_that_could_not_be_loaded_is_refused(
-    hub: HubServer, tmp_path: Path, name: str, revision: str, says: str
-) -> None:
+REFUSED = [
+    ("someone/modle", "", "no model at 'someone/modle' on the hub, or it is private and no HF_TOKEN is set; "
+     "did you mean someone/model?"),
+    ("someone/model", "v2", "someone/model has no revision 'v2'"),
+    ("someone/gguf", "", "someone/gguf has no weights that transformers loads (model.safetensors or "
+     "pytorch_model.bin), only .gguf"),
+    ("someone/torn", "", "someone/torn lacks model-00002-of-00002.safetensors, which the index"),
+    ("someone/adapter", "", "someone/adapter holds no config.json"),
+]  # fmt: skip
+
+
+def test_a_model_that_could_not_be_loaded_is_refused(hub: HubServer, tmp_path: Path) -> None:
     files = repository(1000)
     hub.publish("someone/model", files)
     hub.publish("someone/gguf", {"config.json": b"{}", "model.Q4.gguf": b"x"})
     hub.publish("someone/torn", {path: data for path, data in files.items() if "00002-of" not in path})
     hub.publish("someone/adapter", {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"})
-    said = refused(fetched(hub, tmp_path / "cache", name, revision))
-    assert said.startswith(f"model.name: {says}")
+    asked = [(name, revision) for name, revision, _ in REFUSED]
+    code = f"import sys\nfor asked in {asked!r}:\n    sys.argv[1:] = asked\n" + textwrap.indent(FETCH, "    ")
+    said = [line for line in fetched(hub, tmp_path / "cache", code=code).splitlines() if line.startswith("REFUSED ")]
+    for line, (_, _, says) in zip(said, REFUSED, strict=True):
+        assert line.startswith(f"REFUSED model.name: {says}")
     assert weights_sent(hub) == 0
 
 

@@ -159,28 +159,41 @@ def test_elsewhere_it_only_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slept == [0.25]
 
 
-@pytest.mark.timeout(200)
-def test_a_function_that_works_says_so_in_the_cell_before_it_works(tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").touch()
-    page = Page(tmp_path)
-    cells = {
-        "import time\nfrom cogumi.working import said\n@said('looked for')\ndef work(): time.sleep(1.5)\nwork()": "looked for",
-        "import cogumi\ncogumi.preview('smoke/sft', data__source='empty.jsonl')": "torch and transformers are being imported",
-        "cogumi.preview('smoke/sft', data__source='empty.jsonl')": "preview: ",
-        "cogumi.preflight('smoke/sft', data__source='empty.jsonl')": "preflight: ",
-        "cogumi.train('smoke/sft', data__source='empty.jsonl')": "train: ",
-        "cogumi.start('none.yaml')": "start: ",
-        "cogumi.merge_adapter('none', 'out')": "merge: ",
-        "cogumi.doctor(timeout=0.01)": "doctor: ",
-    }
+def check_first_outputs(directory: Path, cells: dict[str, str]) -> list[str]:
+    """Run cells in a kernel, each of which first shows these words; what the first cell showed."""
+    page = Page(directory)
     shown = {code: page.outputs(code) for code in cells}
     page.close()
     for code, said in cells.items():
         assert shown[code][0]["data"]["text/plain"].startswith(said), shown[code][0]
-    first = [each["data"]["text/plain"] for each in next(iter(shown.values()))]
+    return [each["data"]["text/plain"] for each in next(iter(shown.values()))]
+
+
+@pytest.mark.timeout(200)
+def test_a_function_that_works_says_so_in_the_cell_before_it_works(tmp_path: Path) -> None:
+    cells = {
+        "import time\nfrom cogumi.working import said\n@said('looked for')\ndef work(): time.sleep(1.5)\nwork()": "looked for",
+        "import cogumi\ncogumi.start('none.yaml')": "start: ",
+        "cogumi.doctor(timeout=0.01)": "doctor: ",
+    }
+    first = check_first_outputs(tmp_path, cells)
     assert first[0] == "looked for ..."
     assert all(re.fullmatch(r"looked for \.\.\. \d+ s", each) for each in first[1:-1])
     assert re.fullmatch(r"looked for: \d+ s", first[-1])
+
+
+@pytest.mark.slow("a kernel that imports torch, transformers, trl and peft")
+@pytest.mark.timeout(200)
+def test_a_function_that_imports_torch_says_so_in_the_cell_before_it_works(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    cells = {
+        "import cogumi\ncogumi.preview('smoke/sft', data__source='empty.jsonl')": "torch and transformers are being imported",
+        "cogumi.preview('smoke/sft', data__source='empty.jsonl')": "preview: ",
+        "cogumi.preflight('smoke/sft', data__source='empty.jsonl')": "preflight: ",
+        "cogumi.train('smoke/sft', data__source='empty.jsonl')": "train: ",
+        "cogumi.merge_adapter('none', 'out')": "merge: ",
+    }
+    check_first_outputs(tmp_path, cells)
 
 
 @pytest.mark.timeout(200)

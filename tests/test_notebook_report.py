@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from base64 import b64decode
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -318,18 +319,19 @@ def test_where_there_is_no_run_nothing_is_written(run: Path, tmp_path: Path) -> 
         write_report(run.parent / "rum")
 
 
-def test_it_is_written_from_a_terminal_and_from_a_run_without_torch(run: Path) -> None:
+def test_it_is_written_from_a_terminal_and_from_a_run_without_torch(
+    run: Path, command_line: Callable[..., tuple[int, str, str]]
+) -> None:
     before = sorted(path.name for path in run.iterdir())
     code = f"import cogumi, sys; print(cogumi.attach({str(run)!r}).report()); assert 'torch' not in sys.modules"
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert said.stdout.strip() == str(run / "report.html")
     assert before == sorted(path.name for path in run.iterdir())  # the run had left one: it is replaced
-    command = [sys.executable, "-m", "cogumi", "report"]
-    said = subprocess.run([*command, str(run)], check=True, capture_output=True, text=True)
-    assert "report.html: one file" in said.stdout
-    missing = subprocess.run([*command, str(run) + "x"], check=False, capture_output=True, text=True)
-    assert (missing.returncode, missing.stdout) == (2, "")
-    assert "no run there; there is" in missing.stderr
+    status, shown, _ = command_line("report", run)
+    assert (status, "report.html: one file" in shown) == (0, True)
+    status, shown, wrong = command_line("report", f"{run}x")
+    assert (status, shown) == (2, "")
+    assert "no run there; there is" in wrong
 
 
 # -------------------------------------------------------------------------------------------------------------- pieces

@@ -5,6 +5,7 @@ The notebook's own cells are run, each with nothing but the parameters and what 
 
 import io
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -14,6 +15,8 @@ from typing import Any
 import jupytext
 import pytest
 import torch
+from filelock import FileLock
+from finished_runs import shared_by_workers
 from transformers import TrainerCallback
 
 import cogumi
@@ -38,20 +41,35 @@ def run_cell(source: str) -> tuple[dict[str, Any], str]:
     return names, said.getvalue()
 
 
+def cell_with(mark: str) -> str:
+    return next(source for source in cells() if mark in source)
+
+
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str, Path]]:
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the environment's module and the model that was taught the call, once for all workers."""
+    place = shared_by_workers(tmp_path_factory) / "tool-environment"
+    with FileLock(f"{place}.lock"), pytest.MonkeyPatch.context() as patch:
+        if not place.exists():
+            place.mkdir()
+            patch.chdir(place)
+            patch.syspath_prepend(str(place))
+            run_cell(cell_with('Path("boxes.py")'))
+            run_cell(cell_with("calls.jsonl"))
+            sys.modules.pop("boxes", None)
+    return place
+
+
+@pytest.fixture(scope="module")
+def played(taught: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str, Path]]:
     """The trainer after its training, what the cell printed, and the directory."""
     place = tmp_path_factory.mktemp("notebook")
+    shutil.copy(taught / "boxes.py", place)
+    shutil.copytree(taught / "runs/own/calls/merged", place / "runs/own/calls/merged")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         patch.syspath_prepend(str(place))
-        environment, teach, train = (
-            next(source for source in cells() if mark in source)
-            for mark in ('Path("boxes.py")', "calls.jsonl", "environment_factory")
-        )
-        run_cell(environment)
-        run_cell(teach)
-        names, said = run_cell(train)
+        names, said = run_cell(cell_with("environment_factory"))
         yield names["trainer"], said, place
     sys.modules.pop("boxes", None)
 

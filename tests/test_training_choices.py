@@ -165,7 +165,10 @@ HUB = "from types import SimpleNamespace\nfrom flash_of_the_hub import flash_att
 @pytest.mark.parametrize(
     ("flash_attn", "of_the_hub", "chosen", "because"),
     [
-        (COMPUTES, None, "flash_attention_2", "flash-attn 2.8.3 computes what torch does"),
+        pytest.param(
+            COMPUTES, None, "flash_attention_2", "flash-attn 2.8.3 computes what torch does",
+            marks=pytest.mark.slow("a process that imports torch; what the hub has is tried in the same way"),
+        ),
         (
             LOADS_NOT,
             COMPUTES,
@@ -175,7 +178,7 @@ HUB = "from types import SimpleNamespace\nfrom flash_of_the_hub import flash_att
         (NO_BACKWARD, None, None, "backward"),
     ],
     ids=["works", "does not load", "wrong gradient"],
-)
+)  # fmt: skip
 def test_flash_attention_is_tried_and_its_metadata_is_not_asked(
     flash_attn: str,
     of_the_hub: str | None,
