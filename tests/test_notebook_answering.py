@@ -86,7 +86,9 @@ class Page:
 
     def value(self, expression: str) -> str:
         """The value of an expression. What follows a failed cell at once is aborted by ipykernel, and asked again."""
-        while (reply := self.reply(self.client.execute("", user_expressions={"value": expression})))["status"] == "aborted":
+        while (reply := self.reply(self.client.execute("", user_expressions={"value": expression})))[
+            "status"
+        ] == "aborted":
             pass
         return str(reply["user_expressions"]["value"]["data"]["text/plain"])
 
