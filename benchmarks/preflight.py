@@ -21,7 +21,7 @@ started = time.monotonic()
 from transformers import AutoConfig
 from cogumi.config import load_config
 from cogumi.memory.step import Work
-from cogumi.patches import patch
+from cogumi.rl.patching import patch
 from cogumi.planning.target import target_of
 from cogumi.planning.vram import step_on
 patch(graph_break="off")

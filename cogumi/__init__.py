@@ -2,7 +2,10 @@
 
 import importlib
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
+
+from cogumi.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from cogumi.checkpoints import last_good_checkpoint as last_good_checkpoint
@@ -16,9 +19,9 @@ if TYPE_CHECKING:
     from cogumi.merge import MergeReport as MergeReport
     from cogumi.merge import merge_adapter as merge_adapter
     from cogumi.notebook.form import configure as configure
-    from cogumi.patches import PatchReport as PatchReport
-    from cogumi.patches import patch as patch
     from cogumi.planning import PreflightReport as PreflightReport
+    from cogumi.rl.patching import PatchReport as PatchReport
+    from cogumi.rl.patching import patch as patch
     from cogumi.run_status import Status as Status
     from cogumi.runs import Run as Run
     from cogumi.runs import attach as attach
@@ -26,8 +29,6 @@ if TYPE_CHECKING:
     from cogumi.stack.doctor import DoctorReport as DoctorReport
     from cogumi.stack.doctor import doctor as doctor
     from cogumi.training import RunResult as RunResult
-
-__version__ = "0.1.0"
 
 # Without a GPU bitsandbytes looks for a faster 4-bit kernel on the hub and warns when the `kernels` package is missing.
 # The CPU lane leaves it out on purpose (docs/stack.md); nothing is wrong.
@@ -40,11 +41,11 @@ _HOME = {
     "DoctorReport": "cogumi.stack.doctor",
     "MergeReport": "cogumi.merge",
     "merge_adapter": "cogumi.merge",
-    "PatchReport": "cogumi.patches",
+    "PatchReport": "cogumi.rl.patching",
     "configure": "cogumi.notebook.form",
     "doctor": "cogumi.stack.doctor",
     "last_good_checkpoint": "cogumi.checkpoints",
-    "patch": "cogumi.patches",
+    "patch": "cogumi.rl.patching",
     "PreflightReport": "cogumi.planning",
     "preflight": "cogumi.entry",
     "preview": "cogumi.entry",
@@ -56,8 +57,26 @@ _HOME = {
     "start": "cogumi.runs",
     "train": "cogumi.entry",
 }
+_REPORTS = {
+    "MergeReport": "cogumi.merge",
+    "PreflightReport": "cogumi.planning.lines",
+    "Preview": "cogumi.training.preview",
+}
 _WITH_TORCH = {"merge_adapter", "patch", "protect"}
 __all__ = [*_HOME, "__version__"]
+
+
+def _html_of(report: Any) -> str:
+    from cogumi.notebook.pieces import html_of
+
+    return html_of(report)
+
+
+def _draw_reports(shell: Any) -> None:
+    """Have a notebook show reports as HTML. Their modules are named, not imported."""
+    formatter = shell.display_formatter.formatters["text/html"]
+    for name in ("MergeReport", "PreflightReport", "Preview"):
+        formatter.for_type_by_name(_REPORTS[name], name, _html_of)
 
 
 def __getattr__(name: str) -> Any:
@@ -74,3 +93,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+if (_shell := getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()) is not None:
+    _draw_reports(_shell)

@@ -1,31 +1,21 @@
 """The command line: a command parses, calls one public function, prints. Exit status 0 good, 1 failed, 2 used wrongly."""
 
-import logging
 import re
-import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any
 
 import typer
 
-from cogumi import __version__, cli_preflight, cli_runs, smoke
+from cogumi import cli_preflight, cli_runs, smoke
 from cogumi.cli_disk import disk_app
 from cogumi.cli_doctor import doctor
-from cogumi.cli_output import print_json, say, waiting
+from cogumi.cli_output import print_json, run_command, say, waiting
 from cogumi.errors import UsageError
 from cogumi.handing_out import hand_out, says, there_are
-from cogumi.hidden import Shown
-
-WHAT_IS_LEFT = {
-    "train": "; the same command continues the run",
-    "merge": "; nothing is left of the merge",
-}
-ASKED_TO_END = (129, 130, 143)  # 128 + SIGHUP, SIGINT (what Typer exits with after Ctrl-C), SIGTERM
+from cogumi.version import __version__
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("smoke")(smoke.main)
@@ -225,29 +215,3 @@ def show(report: Any, as_json: bool) -> None:
 
 def main() -> None:
     run_command(app)
-
-
-def run_command(app: typer.Typer) -> None:
-    """Run a Typer app; a mistake of the user is one line on standard error and exit status 2, Ctrl-C is 130."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(Shown("%(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.getLogger("cogumi").setLevel(logging.INFO)
-    try:
-        app()
-    except UsageError as error:
-        say(f"cogumi: {error}", to_error=True)
-        sys.exit(2)
-    except SystemExit as stop:
-        if stop.code in ASKED_TO_END:
-            from cogumi.checkpoints.screen import outliving_the_screen
-
-            with outliving_the_screen():
-                say(f"cogumi: interrupted{WHAT_IS_LEFT.get(' '.join(sys.argv[1:2]), '')}", to_error=True)
-        raise
-    finally:
-        sys.excepthook = say_traceback  # Typer has put its own there
-
-
-def say_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    say("".join(traceback.format_exception(kind, error, trace)), end="", to_error=True)

@@ -69,7 +69,7 @@ def show(found: "Outlook") -> None:
     from rich.console import Console
 
     from cogumi.cli_output import print_table
-    from cogumi.disk import spoken
+    from cogumi.disk.usage import spoken
 
     rows = []
     for disk in found.disks:

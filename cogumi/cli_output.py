@@ -1,16 +1,30 @@
 """What the commands print. Text that others wrote (data, logs, names of files, errors of libraries) is shown, not obeyed."""
 
 import json
+import logging
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from shutil import get_terminal_size
+from types import TracebackType
 from typing import Any
 
+import typer
+
+from cogumi.checkpoints.screen import outliving_the_screen, restore
+from cogumi.errors import UsageError
+from cogumi.hidden import Shown
 from cogumi.words import CONTROLS, visible
+
+WHAT_IS_LEFT = {
+    "train": "; the same command continues the run",
+    "merge": "; nothing is left of the merge",
+}
+ASKED_TO_END = (129, 130, 143)  # 128 + SIGHUP, SIGINT (what Typer exits with after Ctrl-C), SIGTERM
 
 DRAWN_SECONDS, QUIET_SECONDS = 0.25, 1.0
 
@@ -39,8 +53,6 @@ def waiting(what: str) -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
-    from cogumi.checkpoints.screen import restore
-
     line = Line(visible(what))
     with ExitStack() as undo:
         for stream in (sys.stdout, sys.stderr):
@@ -114,3 +126,27 @@ def print_table(
     for row in rows:
         table.add_row(*map(visible, row))
     Console(markup=False, highlight=False, emoji=False).print(table)
+
+
+def run_command(app: typer.Typer) -> None:
+    """Run a Typer app; a mistake of the user is one line on standard error and exit status 2, Ctrl-C is 130."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Shown("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("cogumi").setLevel(logging.INFO)
+    try:
+        app()
+    except UsageError as error:
+        say(f"cogumi: {error}", to_error=True)
+        sys.exit(2)
+    except SystemExit as stop:
+        if stop.code in ASKED_TO_END:
+            with outliving_the_screen():
+                say(f"cogumi: interrupted{WHAT_IS_LEFT.get(' '.join(sys.argv[1:2]), '')}", to_error=True)
+        raise
+    finally:
+        sys.excepthook = say_traceback  # Typer has put its own there
+
+
+def say_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    say("".join(traceback.format_exception(kind, error, trace)), end="", to_error=True)

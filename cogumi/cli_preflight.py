@@ -44,10 +44,11 @@ def preflight(
         from cogumi.planning.apart import here
         from cogumi.planning.fix import fixed, write_fixed
         from cogumi.planning.flight import foresee
+        from cogumi.training import train
 
         if fix is None:
             changes: dict[str, object] = {}
-            report = foresee(config, card, probe, words, here)
+            report = foresee(config, card, train if probe else None, words, here)
         else:
             report, changes = fixed(config, card, **words)
     show(report, as_json)

@@ -127,7 +127,7 @@ def follow_one(paths: list[Path], as_json: bool) -> None:
         raise UsageError(what)
     run = run_in(paths[0])
     with detaching(lambda: f"{left(run.run_dir)}; come back with `cogumi status --watch {paths[0]}`"):
-        watch(run)
+        watch(run.run_dir)
     conclude(run.status())
 
 

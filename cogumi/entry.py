@@ -61,8 +61,9 @@ def preflight(config: Config, card: str | None = None, probe: bool = False, **ov
     use_one_gpu()
     with importing():
         from cogumi.planning.flight import preflight as preflight_here
+        from cogumi.training import train as train_here
 
-    return preflight_here(config, card, probe, **overrides)
+    return preflight_here(config, card, train_here if probe else None, **overrides)
 
 
 def refuse_mistakes(config: Config, overrides: Mapping[str, Any], trains: bool = False) -> None:

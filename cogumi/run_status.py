@@ -18,6 +18,8 @@ from cogumi.rundir import CONSOLE, START, finite, is_empty, read_json
 # What status.json says while a process is at work. It also says so of one that was killed.
 AT_WORK = ("starting", "running", "paused")
 # How a run ends that was to go on, and what is said of a process that is gone without a word.
+# How cogumi itself ends a run before its end.
+SANITY_CHECKED, STOPPED, BUDGET_SPENT = "sanity checked", "stopped by a red flag", "budget spent"
 BROKEN_OFF = ("interrupted", "failed", "stopped", "died")
 # A run on another machine counts as living as long as its last sign of life is no older.
 FRESH_SECONDS = 300.0

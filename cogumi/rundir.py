@@ -33,6 +33,7 @@ from cogumi.process import this_process
 # What a detached process keeps in the directory of its run, from before there is a run in it.
 CONSOLE, START = "console.log", "start.json"
 PREFLIGHT = "preflight.json"  # what was forecast of a run, before its model was fetched
+SAMPLES_FILE = "samples.jsonl"  # completions of held-out prompts, before the training, on the way and at its end
 OUTLOOK = "outlook.json"  # what it was forecast to want of its disks
 ROLLOUTS = "rollouts.jsonl"
 # What somebody asks of a run under way, by putting a file there; and what says that it waits.

@@ -151,7 +151,7 @@ class Run:
             if status.ended:
                 log.info("%s; there is nothing to stop", in_short(status))
                 return status
-            process = ask_to_end(status)
+            process = self.ask_to_stop()
             log.info("%s: asked to finish its step, save and end (asked again, it ends at once)", self.run_dir)
             if not ends_within(status, kill_after):
                 log.warning("%s: still there after %g s; it is killed", self.run_dir, kill_after)
@@ -160,6 +160,10 @@ class Run:
             status = self.status()
             log.info("%s", in_words(status))
         return status
+
+    def ask_to_stop(self) -> psutil.Process:
+        """Send SIGTERM to the process of the run, and return at once: `stop` without its waiting."""
+        return ask_to_end(self.status())
 
     def checkpoint(self) -> None:
         """Ask the run for a checkpoint after the step that it is at. Raises UsageError where it has ended, or waits."""

@@ -84,7 +84,7 @@ def smoke(quick: bool = False, model: str | None = None, run_dir: Path | None = 
     hub id to use instead of the small base. Raises UsageError if a path or model cannot be used.
     """
     use_one_gpu()  # before torch is imported
-    from cogumi.patches import patch
+    from cogumi.rl.patching import patch
 
     patch()  # before transformers is imported
     import torch
@@ -183,7 +183,8 @@ def check_stack(report: Report) -> None:
     import torch
     import trl
 
-    from cogumi.patches import fused_head, patch
+    from cogumi.patches import fused_head
+    from cogumi.rl.patching import patch
     from cogumi.stack.probes import run_probe
 
     patches = {status.name: status for status in patch().patches}
@@ -354,7 +355,7 @@ def main(
 
 
 if __name__ == "__main__":
-    from cogumi.cli import run_command
+    from cogumi.cli_output import run_command
 
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     command.command()(main)

@@ -66,3 +66,8 @@ def flag_sentence(flag: Mapping[str, Any]) -> str:
     cause, knob = (str(flag.get(key) or "") for key in ("cause", "knob"))
     said = ": ".join(filter(None, (cause, str(flag["evidence"]))))
     return f"{said}; change {knob}" if knob else said
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, without its line breaks; its type where it says nothing."""
+    return " ".join(f"{error}".split()) or type(error).__name__

@@ -243,7 +243,7 @@ def test_on_a_phone_the_report_is_as_wide_as_the_page_and_the_key_to_turn_is_on_
 def test_saved_outputs_read_alike_where_the_notebook_is_not_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cogumi.notebook.pieces import preview
+    from cogumi.notebook.pieces import html_of, preview
     from cogumi.training.preview import Preview, Shares
 
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "nobody"))  # whose notebooks are trusted is kept there
@@ -253,7 +253,10 @@ def test_saved_outputs_read_alike_where_the_notebook_is_not_trusted(
     side = completions.SideBySide(
         f"{completions.LEGEND}<table><tr><td><del>before</del><ins>after</ins></td></tr></table>"
     )
-    outputs = [nbformat.v4.new_output("display_data", data={"text/html": each._repr_html_()}) for each in (found, side)]
+    outputs = [
+        nbformat.v4.new_output("display_data", data={"text/html": each})
+        for each in (html_of(found), side._repr_html_())
+    ]
     write_notebook(tmp_path / "saved.ipynb", ["found, side"])
     saved = nbformat.read(tmp_path / "saved.ipynb", as_version=4)
     saved.cells[0].outputs = outputs

@@ -19,8 +19,8 @@ from cogumi.memory.on_a_card import as_on_a_card, attention, trls_head
 from cogumi.memory.stand_ins import codes_apart
 from cogumi.memory.step import INPUTS, Work, run_step
 from cogumi.models.adapters import lora_config
-from cogumi.patches import patch
 from cogumi.planning.planned import planned_trainer
+from cogumi.rl.patching import patch
 
 SHAPE = {
     "hidden_size": 256,

@@ -18,6 +18,7 @@ import cogumi
 from cogumi.errors import UsageError
 from cogumi.notebook import figures, palette
 from cogumi.notebook.palette import INK, SERIES, contrast
+from cogumi.notebook.pieces import html_of
 from cogumi.planning.lines import Line, PreflightReport
 from cogumi.rundir import append_jsonl, read_json, write_json
 
@@ -318,7 +319,7 @@ def test_change_by_layer_is_what_the_merge_measured(experts: bool, tmp_path: Pat
         np.testing.assert_allclose(below["down_proj"].get_ydata(), down)
     else:
         assert f"lm_head {tensors['lm_head.weight']['delta_over_weight']:.2%}" in drawing.words
-    html = report._repr_html_()
+    html = html_of(report)
     assert f"{report.elements:,} elements read back" in html
     assert "largest change" in html
 

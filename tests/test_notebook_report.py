@@ -20,6 +20,7 @@ from cogumi.notebook import completions, figures
 from cogumi.notebook.completions import marked
 from cogumi.notebook.markup import style
 from cogumi.notebook.palette import contrast
+from cogumi.notebook.pieces import html_of
 from cogumi.notebook.report import write_report
 from cogumi.planning.lines import Line, PreflightReport
 from cogumi.rundir import append_jsonl, read_json, read_jsonl, write_json
@@ -370,7 +371,7 @@ def test_a_preview_tells_tokens_apart_by_words_and_underlines_too() -> None:
         [("context", "Say\n\thi  <b>"), ("learned", f"hi {HOSTILE}\n")],
         [("context", "x"), ("learned", "y"), ("rejected", "z")],
     )
-    html = found._repr_html_()
+    html = html_of(found)
     page = Page(html)
     assert not page.unbalanced
     assert "Say\n\thi  <b>learnedhi " + HOSTILE in page.text  # whitespace kept, markup escaped
@@ -384,12 +385,12 @@ def test_a_preview_tells_tokens_apart_by_words_and_underlines_too() -> None:
     (drawn,) = re.findall(r"data:image/svg\+xml;base64,([^\"]+)", html)
     assert "max_length 24" in b64decode(drawn).decode()
     assert figures.lengths(found).svg()
-    assert "rejected" not in Page(preview_of([("context", "x")])._repr_html_()).text
+    assert "rejected" not in Page(html_of(preview_of([("context", "x")]))).text
 
 
 def test_a_preview_of_prompts_has_no_histogram() -> None:
     found = Preview(Shares("p", 1, 1, {}, 0, 0, 0, 0), None, (), (), ((("context", "x"),),))
-    assert "<svg" not in found._repr_html_()
+    assert "<svg" not in html_of(found)
 
 
 def test_a_preflight_says_its_states_in_words() -> None:
@@ -400,7 +401,7 @@ def test_a_preflight_says_its_states_in_words() -> None:
         Line("memory", "too much", "red", "set train.x: 1"),
     )
     memory = {"peak": 50 * 2**30, "free": 40 * 2**30, "breakdown": {"weights": 50 * 2**30}}
-    html = PreflightReport("a T4", lines, {"memory": memory})._repr_html_()
+    html = html_of(PreflightReport("a T4", lines, {"memory": memory}))
     page = Page(html)
     assert not page.unbalanced
     (drawn,) = re.findall(r"data:image/svg\+xml;base64,([^\"]+)", html)

@@ -13,12 +13,12 @@ import yaml
 from transformers import AutoConfig, AutoTokenizer, GptOssConfig, LlamaConfig
 
 from cogumi.config import RunConfig, load_config
-from cogumi.disk.forecast import meta_model
 from cogumi.errors import UsageError
 from cogumi.memory.forecast import MemoryForecast
 from cogumi.memory.step import Work, run_step
 from cogumi.models.chat_format import use_chat_template
 from cogumi.models.load import load_tokenizer, resolve_model
+from cogumi.models.meta import meta_model
 from cogumi.planning import stack, vram
 from cogumi.planning.apart import here
 from cogumi.planning.disk import outlook_of

@@ -102,7 +102,7 @@ def test_four_bits_train_after_they_were_forecast(tmp_path: Path, tiny_model: Pa
     config = config_of(tiny_model, code_parquet, tmp_path / "run")
     config["model"]["quantization_config"] = {"load_in_4bit": True}
     config["cogumi"]["preflight"] = "off"
-    assert foresee(config, None, False, {}, look_ahead).fits
+    assert foresee(config, None, None, {}, look_ahead).fits
     assert cogumi.train(config).passed
 
 

@@ -31,11 +31,11 @@ from cogumi.hidden import REDACTED, Unwritten, hide
 from cogumi.models.complete import complete
 from cogumi.rundir import read_json, read_jsonl
 from cogumi.training import dpo, heartbeat, pace, telemetry
-from cogumi.training.flags import Written
+from cogumi.training.flags import Written, written_in
 from cogumi.training.heartbeat import Heartbeat
 from cogumi.training.meter import Meter
 from cogumi.training.pace import Pace
-from cogumi.training.samples import as_before, write_samples, written_in
+from cogumi.training.samples import as_before, write_samples
 from cogumi.training.throughput import documents_of
 from cogumi.words import count, duration, pip, python_here
 

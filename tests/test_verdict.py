@@ -15,8 +15,7 @@ from cogumi.run_status import status_of
 from cogumi.run_summary import in_words, on_a_screen
 from cogumi.rundir import append_jsonl, read_json, write_json
 from cogumi.training.diagnosis import judge, safe_to_scale
-from cogumi.training.flags import Batches, Flag, Pairs, Run, Setting, Words, Written, reds
-from cogumi.training.samples import repeats_itself, written_in
+from cogumi.training.flags import Batches, Flag, Pairs, Run, Setting, Words, Written, reds, repeats_itself, written_in
 from cogumi.training.verdict import Check, Verdict
 
 SFT = Setting("sft", 2e-4, max_steps=200, examples_per_step=16, vocabulary=1024)

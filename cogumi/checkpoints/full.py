@@ -6,10 +6,15 @@ bare Exception of the tokenizers library (3), and a RuntimeError of torch's writ
 
 import re
 import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from cogumi.disk.usage import allocatable, space_of
 from cogumi.durable import NO_SPACE
+from cogumi.errors import DiskFull
+from cogumi.words import one_line
 
 # As Rust and C say ENOSPC, EDQUOT and EFBIG.
 SAID = re.compile(r"no space left|os error (28|122|27)\b|disk quota exceeded|file too large", re.IGNORECASE)
@@ -48,3 +53,27 @@ def can_write(directory: Path) -> bool:
         return False
     asked = allocatable(directory, PROBE_BYTES)
     return asked.fits if asked.fits is not None else space_of(directory).free >= PROBE_BYTES
+
+
+@contextmanager
+def written_aside(unfinished: Path) -> Iterator[None]:
+    """In the block a directory is written from nothing; nothing of it stays where that fails, as on a full disk."""
+    remove_if_there(unfinished)
+    try:
+        yield
+    except BaseException as error:
+        what = unfinished.name.lstrip(".")
+        full = isinstance(error, Exception) and disk_is_full(error, unfinished.parent)
+        remove_if_there(unfinished)
+        if full:
+            raise DiskFull(
+                f"{what}: it does not fit on the disk of {unfinished.parent} ({one_line(error)}); free space there, and the "
+                "same command continues from the last checkpoint",
+                unfinished.parent,
+            ) from error
+        raise
+
+
+def remove_if_there(directory: Path) -> None:
+    if directory.exists():
+        shutil.rmtree(directory)

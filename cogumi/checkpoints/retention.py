@@ -13,7 +13,7 @@ from cogumi.checkpoints.commit import blocks_of
 from cogumi.checkpoints.manifest import MANIFEST_NAME
 from cogumi.checkpoints.resume import checkpoints_in
 from cogumi.checkpoints.verify import Finding, inspect
-from cogumi.disk import space_of
+from cogumi.disk.usage import space_of
 
 log = logging.getLogger(__name__)
 

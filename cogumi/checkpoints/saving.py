@@ -20,7 +20,7 @@ from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.retention import plan_pruning, remove
 from cogumi.checkpoints.rollouts import save_rollouts
 from cogumi.checkpoints.verify import Finding, inspect
-from cogumi.disk import spoken
+from cogumi.disk.usage import spoken
 from cogumi.durable import NO_SPACE, sync_path
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from cogumi.data.examples import Chunk, Dropped, Tokenize
 from cogumi.data.lengths import LONGEST, Lengths, lengths_of
-from cogumi.disk import space_of, spoken
+from cogumi.disk.usage import space_of, spoken
 from cogumi.durable import sync_path
 from cogumi.errors import UsageError
 

@@ -20,8 +20,7 @@ from typing import Any
 import platformdirs
 
 from cogumi.data.files import SUFFIXES, kind_of
-from cogumi.disk import spoken
-from cogumi.disk.usage import hub_cache, nearest_existing, space_of
+from cogumi.disk.usage import hub_cache, nearest_existing, space_of, spoken
 from cogumi.errors import UsageError
 from cogumi.rundir import write_json
 

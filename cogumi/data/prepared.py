@@ -29,7 +29,7 @@ from cogumi.data.lengths import Lengths
 from cogumi.data.rows import excerpt_of
 from cogumi.data.selection import COPY, HELD_OUT, LIKE_HELD_OUT, TRAIN, Counts, Selection, States, choose, row_hashes
 from cogumi.data.sources import Alike, batches
-from cogumi.disk import spoken
+from cogumi.disk.usage import spoken
 from cogumi.durable import NO_SPACE, sync_path, write_synced
 from cogumi.errors import UsageError
 

@@ -24,6 +24,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from cogumi.errors import UsageError
+from cogumi.models.meta import meta_model
 
 log = logging.getLogger(__name__)
 
@@ -154,20 +155,6 @@ def merged_bytes(model_or_config: Any, dtype: Any = "keep") -> int:
     wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     tensors = without_aliases(meta_model(config).state_dict(keep_vars=True))
     return safetensors_bytes({name: t.to(wanted) if t.is_floating_point() else t for name, t in tensors.items()})
-
-
-def meta_model(config: Any) -> Any:
-    """The unquantized model of a config, of the class it names, on the meta device: names and shapes, no memory."""
-    import torch
-    import transformers
-
-    config = copy.deepcopy(config)  # building one writes into it
-    known = getattr(transformers, (config.architectures or [""])[0], None)
-    try:
-        with torch.device("meta"):
-            return known(config) if known is not None else transformers.AutoModelForCausalLM.from_config(config)
-    except ValueError as error:  # AutoModel has no class for it
-        raise UsageError(f"the merged size of a {config.model_type!r} model is not known: {error}") from error
 
 
 def weights_bytes(trainer: Any) -> int:

@@ -8,7 +8,7 @@ import torch
 from peft import get_peft_model
 from transformers import Trainer
 
-from cogumi.disk.forecast import meta_model
+from cogumi.models.meta import meta_model
 
 
 class PlannedTrainer(Trainer):

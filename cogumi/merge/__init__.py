@@ -79,11 +79,6 @@ class MergeReport:
             + (f"\n{self.logits}" if self.logits else "")
         )
 
-    def _repr_html_(self) -> str:
-        from cogumi.notebook import pieces
-
-        return pieces.piece(pieces.merged(self.out, self))
-
 
 @said("merge: the adapter goes into its base")
 def merge_adapter(

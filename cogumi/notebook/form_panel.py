@@ -18,6 +18,7 @@ from cogumi.errors import UsageError
 from cogumi.hidden import SECRETS
 from cogumi.notebook.fields import Field
 from cogumi.notebook.form_process import Other, begin_preflight, end_of_preflight
+from cogumi.notebook.pieces import html_of
 from cogumi.planning.lines import PreflightReport
 from cogumi.stack.cards import CARDS
 
@@ -400,5 +401,4 @@ def said(text: str, wrong: bool = True) -> str:
 def shown_report(report: PreflightReport | None) -> str:
     if report is None:
         return ""
-    as_html = getattr(report, "_repr_html_", None)
-    return as_html() if as_html is not None else f"<pre class='wrapped' tabindex='0'>{html.escape(str(report))}</pre>"
+    return html_of(report)

@@ -145,7 +145,7 @@ def answer_preflight(questions: IO[bytes], answers: IO[bytes]) -> None:
     values, card = pickle.load(questions)
     answer: PreflightReport | UsageError
     try:
-        answer = foresee(values, card, False, {}, here)
+        answer = foresee(values, card, None, {}, here)
     except UsageError as error:
         answer = error
     pickle.dump(answer, answers)

@@ -8,15 +8,15 @@ import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from cogumi.checkpoints.resume import checkpoints_in
 from cogumi.errors import UsageError
 from cogumi.notebook import panel_html as html
 from cogumi.notebook.look import Look, Looker
+from cogumi.run_status import Status
 from cogumi.run_summary import on_a_screen
 from cogumi.rundir import CHECKPOINT, PAUSE
-from cogumi.runs import Run, ask_to_end
 from cogumi.working import in_a_kernel
 
 REFRESH_SECONDS = 2.0
@@ -24,6 +24,19 @@ WAIT_PER_WORK = 120.0  # seconds of waiting for each second of computing: 0.8 % 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 STOP, RESUME = "STOP", "RESUME"  # what buttons ask for beside CHECKPOINT and PAUSE, which are files as well
+
+
+class Run(Protocol):
+    """Of `cogumi.runs.Run`, what the panel needs: how it stands, and what its buttons do."""
+
+    @property
+    def run_dir(self) -> Path: ...
+    def status(self) -> Status: ...
+    def ask_to_stop(self) -> Any: ...
+    def checkpoint(self) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+
 
 shown: dict[Path, "Panel"] = {}
 """The panels of this kernel that are drawn anew, by run directory: a second one of the same run is the same one."""
@@ -140,9 +153,7 @@ class Panel:
 
     def on_stop(self, _: Any) -> None:
         self.stop.disabled = True  # a second signal would end it without saving
-        self.asked_to_stop = self.do(
-            STOP, lambda: ask_to_end(self.run.status()), "asked to finish its step, save and end"
-        )
+        self.asked_to_stop = self.do(STOP, self.run.ask_to_stop, "asked to finish its step, save and end")
 
     def on_save(self, _: Any) -> None:
         self.do(CHECKPOINT, self.run.checkpoint, "asked for a checkpoint after this step")

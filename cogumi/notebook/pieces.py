@@ -4,7 +4,7 @@ Each returns HTML for inside of an element of the class `cogumi-piece`; `piece` 
 word beside its colour, and every kind of token a word, a background and an underline of its own.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -184,3 +184,18 @@ def merged(directory: Path, report: "MergeReport | None" = None) -> str:
     others = [[text(name), f"{ratio:.2%}", f"{most:.3g}"] for name, (ratio, most) in list(outside.items())[:MOST_ROWS]]
     rest = table(["outside the layers", "|change| / |weight|", "largest change"], others, numbers=(1, 2), kind="narrow")
     return facts(rows) + drawn + (rest if others else "")
+
+
+# ------------------------------------------------------------------------------------------------------------- notebooks
+
+
+def html_of(report: Any) -> str:
+    """What a notebook shows of a report that a public function returned: a merge's, a preflight's, a preview."""
+    return piece(REPORTS[type(report).__name__](report))
+
+
+REPORTS: dict[str, Callable[[Any], str]] = {
+    "MergeReport": lambda report: merged(report.out, report),
+    "PreflightReport": lambda report: preflight(report.as_dict()),
+    "Preview": preview,
+}

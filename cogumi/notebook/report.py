@@ -14,7 +14,6 @@ from typing import Any
 
 import yaml
 
-from cogumi import __version__
 from cogumi.checkpoints.manifest import CheckpointDamaged, files_of, read_manifest
 from cogumi.checkpoints.resume import checkpoints_in
 from cogumi.errors import UsageError
@@ -26,6 +25,7 @@ from cogumi.notebook.markup import facts, figure, folded, level, style, table, t
 from cogumi.run_status import BROKEN_OFF, Status, read_if_there, status_of, tail_lines
 from cogumi.run_summary import checks, counted, failure, missed, reds, state_of
 from cogumi.rundir import PREFLIGHT, ROLLOUTS, write_atomic
+from cogumi.version import __version__
 from cogumi.words import duration, gib
 
 FILE = "report.html"

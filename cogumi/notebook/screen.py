@@ -1,6 +1,7 @@
 """`cogumi status --watch`: the panel in a terminal, drawn by rich every two seconds until the run has ended."""
 
 import time
+from pathlib import Path
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
@@ -15,7 +16,6 @@ from cogumi.notebook.curves import LAST, Curve
 from cogumi.notebook.look import Look, Looker, broke
 from cogumi.notebook.svg import short
 from cogumi.run_summary import figures, in_short, machine, number
-from cogumi.runs import Run
 from cogumi.words import flag_sentence, visible
 
 REFRESH_SECONDS = 2.0
@@ -25,9 +25,9 @@ MOST_CHARACTERS = 160
 MARKS = {"red": "bold red", "yellow": "yellow", "green": "green"}
 
 
-def watch(run: Run, console: Console | None = None) -> None:
+def watch(run_dir: Path, console: Console | None = None) -> None:
     """Follow a run until it ends. Ctrl-C ends the looking, not the run. Without a terminal each look is printed once."""
-    looker = Looker(run.run_dir)
+    looker = Looker(run_dir)
     with Live(console=console, auto_refresh=False) as live:
         while True:
             look = looker.look()

@@ -37,6 +37,7 @@ SPELLED_OUT = (
     "vllm_importance_sampling_clip_min",
     "vllm_importance_sampling_clip_max",
 )
+_watches: list[Callable[[Any], None]] = []
 _originals: dict[type, dict[str, Any]] = {}  # class -> the attributes `apply` replaced, as found in its own namespace
 _ABSENT = object()
 
@@ -110,6 +111,12 @@ def apply() -> PatchStatus:
     if trainer not in _originals:
         _replace(trainer, {"__init__": _watched(trainer.__init__)})
     return status()
+
+
+def watch_trainers(watch: Callable[[Any], None]) -> None:
+    """Call `watch` with each trainer of one of our losses, as soon as it is built."""
+    if watch not in _watches:
+        _watches.append(watch)
 
 
 def undo() -> PatchStatus:
@@ -211,8 +218,7 @@ def _watched(original: Callable[..., None]) -> Callable[..., None]:
                 )
         original(self, *args, **kwargs)
         if loss_name(self.args) in OURS:
-            from cogumi.rl.watch import watch  # brings torch
-
-            watch(self)
+            for watch in _watches:
+                watch(self)
 
     return __init__

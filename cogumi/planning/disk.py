@@ -43,9 +43,10 @@ def planned(run: RunConfig) -> tuple[Any, list[str]]:
     from cogumi.models.adapters import keep_float32, lora_config
     from cogumi.models.load import load_tokenizer, loaded_in, refuse_quantized_already, resolve_model
     from cogumi.models.warm_start import lora_of
-    from cogumi.patches import patch
+    from cogumi.rl.patching import patch
+    from cogumi.training.arguments import BUILD_REFUSALS, trl_arguments
     from cogumi.training.full import dtype_of_weights
-    from cogumi.training.run import BUILD_REFUSALS, one_line, trl_arguments
+    from cogumi.words import one_line
 
     patch(graph_break="off")  # without it TRL takes no gspo
     args = trl_arguments(run)

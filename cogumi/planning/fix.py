@@ -21,14 +21,14 @@ def fixed(
 ) -> tuple[PreflightReport, dict[str, Any]]:
     """(the last report, the dotted keys that were changed). A report that is still red has no change left to make."""
     changes: dict[str, Any] = {}
-    report = foresee(config, card, False, overrides, here)
+    report = foresee(config, card, None, overrides, here)
     for _ in range(ROUNDS):
         more = {key: value for key, value in report.changes.items() if changes.get(key) != value}
         if report.fits or not more:
             break
         changes |= more
         words = {key.replace(".", "__"): value for key, value in changes.items()}
-        report = foresee(config, card, False, {**overrides, **words}, here)
+        report = foresee(config, card, None, {**overrides, **words}, here)
     return report, changes
 
 

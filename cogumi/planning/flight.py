@@ -13,18 +13,18 @@ from cogumi.memory.step import Work
 from cogumi.models import warm_start
 from cogumi.models.adapters import refuse_unmatched
 from cogumi.models.load import refuse_quantized_already, resolve_model
-from cogumi.patches import patch
 from cogumi.planning import disk, pace, sampled, stack, vram
 from cogumi.planning.lines import Line, PreflightReport
 from cogumi.planning.planned import planned_trainer
 from cogumi.planning.target import Target, dtype_of, target_of
+from cogumi.rl.patching import patch
 from cogumi.training import gspo
-from cogumi.training.arguments import one_line
 from cogumi.training.budget import refuse_impossible
 from cogumi.training.building import tokenizer_of
 from cogumi.training.choices import MOMENTS, Choice, Load, choose, decided, load_of
 from cogumi.training.flops import work_of
 from cogumi.training.sanity import refuse_blind_check
+from cogumi.words import one_line
 from cogumi.working import said
 
 # What PEFT, TRL and transformers raise for a setting they refuse, or a model that cannot be built of shapes alone.
@@ -33,26 +33,29 @@ REFUSALS = (ValueError, ImportError, RuntimeError)
 
 @said("preflight: data, memory, time and disk of the run are being worked out")
 def preflight(
-    config: str | os.PathLike[str] | Mapping[str, Any], card: str | None = None, probe: bool = False, **overrides: Any
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    card: str | None = None,
+    train: Callable[..., Any] | None = None,
+    **overrides: Any,
 ) -> PreflightReport:
     """`cogumi.preflight`, where torch may be imported (`cogumi.entry`)."""
     from cogumi.planning.apart import apart
 
-    return foresee(config, card, probe, overrides, apart)
+    return foresee(config, card, train, overrides, apart)
 
 
 def foresee(
     config: str | os.PathLike[str] | Mapping[str, Any],
     card: str | None,
-    probe: bool,
+    train: Callable[..., Any] | None,
     overrides: dict[str, Any],
     ahead: "Callable[[Asked], Ahead]",
 ) -> PreflightReport:
-    """`preflight`, with `look_ahead` in this process or apart."""
+    """`preflight`, with `look_ahead` in this process or apart. train: `cogumi.train`, where ten steps are to be made."""
     run, target = load_config(config, **overrides), target_of(card)
     refuse_impossible(run.cogumi)
     refuse_blind_check(run)
-    if probe and card is not None:
+    if train is not None and card is not None:
         raise UsageError("card and probe: ten steps made here say nothing of another card", fix="use one of the two")
     if run.model.adapter is not None:
         run.lora = warm_start.lora_of(run.model.adapter, run.lora)
@@ -67,7 +70,7 @@ def foresee(
         if sampled.has_no_tokenizer(base)
         else sampled.sample(run, tokenizer_of(run, base), of_base)
     )
-    tried = pace.probed(run, config, overrides) if probe else None
+    tried = pace.probed(run, train, config, overrides) if train is not None else None
     first = [] if card is not None else [stack.line()]
     lines, figures = ahead(Asked(run, base, of_base, found, target, tried))
     return PreflightReport(

@@ -59,8 +59,3 @@ class PreflightReport:
         verdict = f"{red} of {len(self.lines)} lines are red" if red else "nothing is red: it fits"
         said.append(f"{verdict}, as far as is known; not known: {unknown}" if unknown and not red else verdict)
         return "\n".join(said)
-
-    def _repr_html_(self) -> str:
-        from cogumi.notebook import pieces
-
-        return pieces.piece(pieces.preflight(self.as_dict()))

@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,13 +126,11 @@ def continued(run: RunConfig, work: Work, found: Sample, probe: Probe) -> Pace:
     return Pace(steps, tokens, seconds, probe.steps, whole, probe.reference)
 
 
-def probed(run: RunConfig, config: Any, overrides: dict[str, Any]) -> Probe:
+def probed(run: RunConfig, train: Callable[..., Any], config: Any, overrides: dict[str, Any]) -> Probe:
     """Ten steps of the run itself in a directory that is removed; downloads and loads the model.
 
     Raises what the run would raise.
     """
-    from cogumi.training import train
-
     most = said_steps(run)
     with tempfile.TemporaryDirectory(prefix="cogumi-probe-") as scratch:
         place = Path(scratch) / "run"

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from cogumi.config import RunConfig
-from cogumi.disk.forecast import meta_model
 from cogumi.models.adapters import keep_float32, lora_config
 from cogumi.models.load import quantization_settings, train_on_what_was_loaded
+from cogumi.models.meta import meta_model
 from cogumi.training.arguments import trl_arguments
 
 # Of `train:`, what the machine that plans may refuse and the step is told apart.

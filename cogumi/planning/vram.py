@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from cogumi.config import RunConfig
-from cogumi.disk.forecast import meta_model
 from cogumi.memory.forecast import (
     HIGHEST_RANK,
     HOPPERS_WORKSPACE,
@@ -21,6 +20,7 @@ from cogumi.memory.forecast import (
 from cogumi.memory.live import Moment
 from cogumi.memory.step import ROLLOUT, Work, run_step
 from cogumi.models.adapters import lora_config
+from cogumi.models.meta import meta_model
 from cogumi.planning.lines import Line
 from cogumi.planning.planned import planned_trainer
 from cogumi.planning.target import Target, dtype_of

@@ -3,14 +3,18 @@
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from cogumi.config import TRL_CONFIGS, RunConfig
 from cogumi.config_binding import config_class
 from cogumi.errors import UsageError
 from cogumi.hidden import SECRETS, Unwritten
 from cogumi.training import dpo, gspo, sft, trackers
+from cogumi.words import one_line
 
 METHODS: dict[str, Any] = {"sft": sft, "dpo": dpo, "gspo": gspo}
+# What transformers, peft and TRL raise for a setting they refuse, a package that is not installed, or broken weights.
+BUILD_REFUSALS = (ValueError, ImportError, OSError, RuntimeError, ArithmeticError, SafetensorError)
 NOT_PASSED_ON = {
     "resume_from_checkpoint": "a run goes on from the last good checkpoint in its own directory",
     "model_init_kwargs": "the model is loaded as `model:` says",
@@ -41,7 +45,3 @@ def trl_arguments(run: RunConfig) -> Any:
         return config_class(TRL_CONFIGS[run.cogumi.method])(**{**given, **secrets})
     except ValueError as error:
         raise UsageError(one_line(error), key="train") from None
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(f"{error}".split()) or type(error).__name__

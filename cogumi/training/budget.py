@@ -8,10 +8,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from cogumi.config import CogumiSection
 from cogumi.errors import UsageError
+from cogumi.run_status import BUDGET_SPENT
 from cogumi.rundir import read_json
 from cogumi.training.heartbeat import Progress
 from cogumi.training.meter import HEARTBEAT, Meter
-from cogumi.training.unfinished import BUDGET_SPENT
 from cogumi.words import duration
 
 log = logging.getLogger("cogumi")

@@ -16,9 +16,9 @@ import torch
 from transformers import AutoConfig
 
 from cogumi.config import RunConfig
-from cogumi.disk.forecast import meta_model
 from cogumi.models.adapters import lora_config
 from cogumi.models.load import loaded_in
+from cogumi.models.meta import meta_model
 from cogumi.rl.planner import USABLE, ModelShape, free_memory_bytes, step_bytes
 from cogumi.rundir import read_json, write_json
 from cogumi.stack.probes import flash_attention

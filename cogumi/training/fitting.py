@@ -18,9 +18,9 @@ from cogumi.disk.callback import DiskMonitorCallback
 from cogumi.disk.outlook import outlook
 from cogumi.errors import RefusedAtSetup, UsageError
 from cogumi.models.adapters import largest_change
+from cogumi.run_status import BUDGET_SPENT
 from cogumi.rundir import OUTLOOK, read_jsonl, write_json
 from cogumi.training import dpo, full, trackers
-from cogumi.training.arguments import one_line
 from cogumi.training.budget import Budget
 from cogumi.training.examples import Examples
 from cogumi.training.heartbeat import Heartbeat
@@ -29,10 +29,11 @@ from cogumi.training.meter import Meter
 from cogumi.training.rollouts import Rollouts
 from cogumi.training.samples import Samples
 from cogumi.training.sentinel import Ended, Sentinel
-from cogumi.training.telemetry import Telemetry, on_screen, set_status
-from cogumi.training.unfinished import BUDGET_SPENT, take_up_metrics, was_evaluated
+from cogumi.training.telemetry import Telemetry, on_screen, set_status, take_up_metrics
+from cogumi.training.unfinished import was_evaluated
 from cogumi.training.verdict import Check, judge_adapter, judge_gspo, judge_training
 from cogumi.training.waiting import Waiting
+from cogumi.words import one_line
 
 log = logging.getLogger("cogumi")
 

@@ -8,11 +8,16 @@ the figures, and the key of the configuration to change.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from cogumi.rl.alarms import number
+from cogumi.rundir import SAMPLES_FILE, read_jsonl
 from cogumi.thresholds import Thresholds
 from cogumi.words import flag_sentence
+
+LONGEST_PIECE = 120  # characters of what is repeated
+LOOP_CHARACTERS = 20
 
 Level = Literal["green", "yellow", "red"]
 Row = Mapping[str, Any]
@@ -244,3 +249,31 @@ def reds(flags: Sequence[Flag]) -> list[Flag]:
 
 def share(part: float, whole: float) -> float:
     return part / whole if whole else math.nan
+
+
+def written_in(run_dir: Path) -> list[Written]:
+    """What samples.jsonl holds, by step."""
+    steps: dict[int, list[dict[str, Any]]] = {}
+    for row in read_jsonl(run_dir / SAMPLES_FILE):
+        steps.setdefault(int(row["step"]), []).append(row)
+    return [
+        Written(
+            step,
+            len(rows),
+            empty=sum(not row["completion"] for row in rows),
+            blank=sum(row["completion"].isspace() for row in rows),
+            loops=sum(repeats_itself(row["completion"]) for row in rows),
+            ended=sum(row.get("ended", True) for row in rows),
+        )
+        for step, rows in sorted(steps.items())
+    ]
+
+
+def repeats_itself(completion: str) -> bool:
+    """Whether the end of a text is one piece over and over: three times at least, and half of the text."""
+    text = completion.strip()
+    for period in range(1, min(LONGEST_PIECE, len(text) // 3) + 1):
+        same = next((i for i in range(len(text) - period) if text[-1 - i] != text[-1 - i - period]), len(text) - period)
+        if same + period >= max(3 * period, LOOP_CHARACTERS, len(text) / 2):
+            return True
+    return False

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from cogumi.checkpoints.full import remove_if_there, written_aside
 from cogumi.config import RunConfig
 from cogumi.errors import UsageError
 from cogumi.rl.planner import USABLE, free_memory_bytes
-from cogumi.training.results import remove_if_there, written_aside
 from cogumi.training.verdict import Check
 from cogumi.words import gib
 

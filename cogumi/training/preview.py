@@ -88,11 +88,6 @@ class Preview:
     def __str__(self) -> str:
         return "\n".join(self.lines(colour=False))
 
-    def _repr_html_(self) -> str:
-        from cogumi.notebook import pieces
-
-        return pieces.piece(pieces.preview(self))
-
 
 @said("preview: the examples are being prepared")
 def preview(config: str | os.PathLike[str] | Mapping[str, Any], examples: int = 3, **overrides: Any) -> Preview:

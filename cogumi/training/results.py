@@ -2,29 +2,27 @@
 
 import logging
 import shlex
-import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from cogumi.checkpoints.full import disk_is_full
+from cogumi.checkpoints.full import remove_if_there, written_aside
 from cogumi.checkpoints.saving import REMIND_SECONDS, RETRY_SECONDS
 from cogumi.config import RunConfig
-from cogumi.disk import space_of
+from cogumi.disk.usage import space_of
 from cogumi.errors import DiskFull, UsageError
 from cogumi.merge import LogitCheck, MergeError, MergeReport, check_logits, merge_adapter
 from cogumi.merge.logits_disk import check_directory
 from cogumi.models.adapters import TRAINED, unlike_saved
 from cogumi.models.provenance import quantization_of, record_base
 from cogumi.rundir import read_json
-from cogumi.training.arguments import one_line
 from cogumi.training.telemetry import set_status
 from cogumi.training.verdict import Check
+from cogumi.words import one_line
 
 log = logging.getLogger("cogumi")
 Result = TypeVar("Result")
@@ -40,25 +38,6 @@ def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, 
     remove_if_there(adapter)  # the same one: the run had come as far as this, and ended before its end
     unfinished.rename(adapter)
     return adapter
-
-
-@contextmanager
-def written_aside(unfinished: Path) -> Iterator[None]:
-    """In the block a directory is written from nothing; nothing of it stays where that fails, as on a full disk."""
-    remove_if_there(unfinished)
-    try:
-        yield
-    except BaseException as error:
-        what = unfinished.name.lstrip(".")
-        full = isinstance(error, Exception) and disk_is_full(error, unfinished.parent)
-        remove_if_there(unfinished)
-        if full:
-            raise DiskFull(
-                f"{what}: it does not fit on the disk of {unfinished.parent} ({one_line(error)}); free space there, and the "
-                "same command continues from the last checkpoint",
-                unfinished.parent,
-            ) from error
-        raise
 
 
 def when_there_is_room(run: RunConfig, stage: str, act: Callable[..., Result], *given: Any) -> Result:
@@ -81,11 +60,6 @@ def wait_for(full: DiskFull) -> None:
     time.sleep(RETRY_SECONDS)
     while full.needed and space_of(Path(full.place)).free < full.needed and time.monotonic() < until:
         time.sleep(RETRY_SECONDS)
-
-
-def remove_if_there(directory: Path) -> None:
-    if directory.exists():
-        shutil.rmtree(directory)
 
 
 def merged_or_why_not(

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import AutoConfig
 
@@ -26,11 +25,12 @@ from cogumi.models import presets, warm_start
 from cogumi.models.adapters import lora_config, refuse_unmatched
 from cogumi.models.download import Download, fetch, plan_download
 from cogumi.models.load import resolve_model
-from cogumi.patches import patch
-from cogumi.rundir import create_run_dir, read_jsonl, write_atomic, write_json
+from cogumi.rl.patching import patch
+from cogumi.run_status import SANITY_CHECKED
+from cogumi.rundir import SAMPLES_FILE, create_run_dir, read_jsonl, write_atomic, write_json
 from cogumi.stack.gpus import VARIABLE, refuse_several_gpus, use_one_gpu
 from cogumi.training import full, gspo
-from cogumi.training.arguments import one_line, trl_arguments
+from cogumi.training.arguments import BUILD_REFUSALS, trl_arguments
 from cogumi.training.budget import refuse_impossible, refuse_spent
 from cogumi.training.building import BASE, build_trainer, pinned, tokenizer_of
 from cogumi.training.choices import Choice, before_cuda, with_choices
@@ -39,19 +39,17 @@ from cogumi.training.examples import beyond_the_model, first_tokens, prepare_exa
 from cogumi.training.fitting import Fitted, fit
 from cogumi.training.meter import Meter
 from cogumi.training.results import merged_or_why_not, save_adapter, when_there_is_room
-from cogumi.training.samples import FILE as SAMPLES
 from cogumi.training.samples import write_samples
 from cogumi.training.sanity import refuse_blind_check
 from cogumi.training.summary import measured
 from cogumi.training.telemetry import on_screen, recorded, set_status
-from cogumi.training.unfinished import HOW_TO_GO_ON, SANITY_CHECKED, alone_in, goes_on
+from cogumi.training.unfinished import HOW_TO_GO_ON, alone_in, goes_on
 from cogumi.training.verdict import Check, Verdict
 from cogumi.training.waiting import forget_requests
+from cogumi.words import one_line
 from cogumi.working import said
 
 log = logging.getLogger("cogumi")
-# What transformers, peft and TRL raise for a setting they refuse, a package that is not installed, or broken weights.
-BUILD_REFUSALS = (ValueError, ImportError, OSError, RuntimeError, ArithmeticError, SafetensorError)
 LOGIT_ROWS = 8  # examples on which the merged model's logits are compared
 SAFE_TO_SCALE = "safe to scale"  # the check that answers a sanity check
 
@@ -153,7 +151,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
             raise RefusedAtSetup.like(error) from error
         except BUILD_REFUSALS as error:
             raise RefusedAtSetup(f"model, lora or train: {one_line(error)}") from error
-        if examples.prompts is not None and not (run_dir / SAMPLES).exists():
+        if examples.prompts is not None and not (run_dir / SAMPLES_FILE).exists():
             enter("samples")  # of what is trained, to be read beside those at the end
             write_samples(run_dir, trainer.model, tokenizer, examples.prompts, 0, run.cogumi.stop)
         enter("train")

@@ -18,8 +18,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from cogumi.models.complete import complete_to_end
-from cogumi.rundir import append_jsonl, line_of, read_jsonl, write_atomic
-from cogumi.training.flags import Written
+from cogumi.rundir import SAMPLES_FILE, append_jsonl, line_of, read_jsonl, write_atomic
 
 log = logging.getLogger("cogumi")
 
@@ -27,9 +26,6 @@ SAMPLES = 4
 # Where the config does not say: so often on the way, and not more often than every so many steps.
 TIMES, FEWEST = 10, 50
 SHARE = 0.02  # of the training's time, at most, for those
-FILE = "samples.jsonl"
-LONGEST_PIECE = 120  # characters of what is repeated
-LOOP_CHARACTERS = 20
 
 
 class Samples(TrainerCallback):
@@ -97,38 +93,10 @@ def write_samples(
     with as_before(model):
         written = complete_to_end(model, tokenizer, list(examples["prompt_ids"]), stops=stops)
     for example, (completion, ended) in zip(examples.remove_columns("prompt_ids"), written, strict=True):
-        append_jsonl(run_dir / FILE, {"step": step, **example, "completion": completion, "ended": ended})
+        append_jsonl(run_dir / SAMPLES_FILE, {"step": step, **example, "completion": completion, "ended": ended})
 
 
-def written_in(run_dir: Path) -> list[Written]:
-    """What samples.jsonl holds, by step."""
-    steps: dict[int, list[dict[str, Any]]] = {}
-    for row in read_jsonl(run_dir / FILE):
-        steps.setdefault(int(row["step"]), []).append(row)
-    return [
-        Written(
-            step,
-            len(rows),
-            empty=sum(not row["completion"] for row in rows),
-            blank=sum(row["completion"].isspace() for row in rows),
-            loops=sum(repeats_itself(row["completion"]) for row in rows),
-            ended=sum(row.get("ended", True) for row in rows),
-        )
-        for step, rows in sorted(steps.items())
-    ]
-
-
-def repeats_itself(completion: str) -> bool:
-    """Whether the end of a text is one piece over and over: three times at least, and half of the text."""
-    text = completion.strip()
-    for period in range(1, min(LONGEST_PIECE, len(text) // 3) + 1):
-        same = next((i for i in range(len(text) - period) if text[-1 - i] != text[-1 - i - period]), len(text) - period)
-        if same + period >= max(3 * period, LOOP_CHARACTERS, len(text) / 2):
-            return True
-    return False
-
-
-def keep_until(run_dir: Path, step: int, file: str = FILE) -> None:
+def keep_until(run_dir: Path, step: int, file: str = SAMPLES_FILE) -> None:
     """Drop the rows of later steps: they are of a training that is made again from here."""
     path = run_dir / file
     rows = read_jsonl(path)

@@ -24,15 +24,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from cogumi.checkpoints.manifest import read_manifest, versions
 from cogumi.rl.watch import Watch
+from cogumi.run_status import SANITY_CHECKED, STOPPED
 from cogumi.rundir import read_json, write_json
 from cogumi.thresholds import Thresholds
 from cogumi.training.batches import answers_of, ask_for_pairs, look_at_batches, words_of
 from cogumi.training.diagnosis import Scale, judge, safe_to_scale
-from cogumi.training.flags import Batches, Flag, Run, Setting, reds
+from cogumi.training.flags import Batches, Flag, Run, Setting, reds, written_in
 from cogumi.training.flags_common import SETTLED_STEPS, is_not_finite
 from cogumi.training.flags_sft import TELLS, rests_at_frequencies
-from cogumi.training.samples import written_in
-from cogumi.training.unfinished import SANITY_CHECKED, STOPPED
 
 log = logging.getLogger("cogumi")
 

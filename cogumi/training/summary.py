@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cogumi.disk import spoken
+from cogumi.disk.usage import spoken
 from cogumi.errors import RefusedAtSetup
 from cogumi.run_status import read_if_there
 from cogumi.rundir import PREFLIGHT, read_jsonl, write_json

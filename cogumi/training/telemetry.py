@@ -21,11 +21,10 @@ from cogumi.errors import FINISHED_AND_SAVED, RefusedAtSetup
 from cogumi.hidden import Hiding, Shown, hide
 from cogumi.process import this_process
 from cogumi.run_status import read_if_there
-from cogumi.rundir import append_jsonl, write_json
+from cogumi.rundir import append_jsonl, line_of, read_jsonl, write_atomic, write_json
 from cogumi.training.heartbeat import Heartbeat
 from cogumi.training.pace import Pace
 from cogumi.training.throughput import Throughput
-from cogumi.training.unfinished import take_up_metrics
 from cogumi.words import count, duration
 
 log = logging.getLogger("cogumi")
@@ -276,3 +275,19 @@ def set_status(run_dir: Path, state: str, **more: Any) -> None:
         if error.errno not in NO_SPACE or state not in ("running", "paused"):
             raise
         log.error("status.json stays as it was: %s", error)
+
+
+def take_up_metrics(run_dir: Path, state: Any) -> None:
+    """Let the metrics end at the step that the training goes on from: what was logged later is logged again.
+
+    On a machine that fetched its checkpoint there are none: then they are what that checkpoint remembers.
+    """
+    path = run_dir / "metrics.jsonl"
+    rows = read_jsonl(path)
+    if not any("loss" in row for row in rows):
+        rows += state.log_history
+    # A summary at the end of a training that a signal ended is of a part of it.
+    kept = [row for row in rows if row["step"] <= state.global_step and "train_runtime" not in row]
+    text = "".join(map(line_of, kept))
+    if text and not (path.exists() and text == path.read_text(encoding="utf-8")):
+        write_atomic(path, text)

@@ -11,10 +11,10 @@ from cogumi.checkpoints.identity import differences
 from cogumi.config import RunConfig, dump_config
 from cogumi.durable import locked, why_unwritable
 from cogumi.errors import UsageError
-from cogumi.rundir import is_empty, line_of, read_json, read_jsonl, refuse_occupied, unwritable, write_atomic
+from cogumi.run_status import BUDGET_SPENT, SANITY_CHECKED, STOPPED
+from cogumi.rundir import is_empty, read_json, read_jsonl, refuse_occupied, unwritable
 from cogumi.thresholds import Thresholds
 
-SANITY_CHECKED, STOPPED, BUDGET_SPENT = "sanity checked", "stopped by a red flag", "budget spent"
 HOW_TO_GO_ON = {
     SANITY_CHECKED: "the same command without cogumi.sanity continues from here",
     STOPPED: "change what is red and start again in another cogumi.run_dir; the same command would continue this run",
@@ -139,22 +139,6 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
     return found
-
-
-def take_up_metrics(run_dir: Path, state: Any) -> None:
-    """Let the metrics end at the step that the training goes on from: what was logged later is logged again.
-
-    On a machine that fetched its checkpoint there are none: then they are what that checkpoint remembers.
-    """
-    path = run_dir / "metrics.jsonl"
-    rows = read_jsonl(path)
-    if not any("loss" in row for row in rows):
-        rows += state.log_history
-    # A summary at the end of a training that a signal ended is of a part of it.
-    kept = [row for row in rows if row["step"] <= state.global_step and "train_runtime" not in row]
-    text = "".join(map(line_of, kept))
-    if text and not (path.exists() and text == path.read_text(encoding="utf-8")):
-        write_atomic(path, text)
 
 
 def was_evaluated(run_dir: Path, step: int) -> bool:

@@ -1,0 +1,55 @@
+"""`cogumi.patch`: which of the patches a process takes, and the watch over each GSPO trainer."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cogumi.patches import fused_head as fused_head
+from cogumi.patches import graph_break as four_bit
+from cogumi.patches import gspo as gspo
+from cogumi.patches import unsloth_rl as unsloth_rl
+from cogumi.patches.status import PatchStatus
+from cogumi.rl import findings
+
+__all__ = ["PatchReport", "PatchStatus", "patch"]
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What was patched, what was left alone, and why."""
+
+    patches: tuple[PatchStatus, ...]
+
+    @property
+    def backend(self) -> Literal["trl", "unsloth"]:
+        """Whose trainer `trl.GRPOTrainer` is."""
+        return "unsloth" if any(p.applied for p in self.patches if p.name == unsloth_rl.NAME) else "trl"
+
+    def __str__(self) -> str:
+        return "\n".join(f"{'patched' if p.applied else 'left alone'} {p.name}: {p.reason}" for p in self.patches)
+
+
+def watched(trainer: Any) -> None:
+    from cogumi.rl.watch import watch  # brings torch
+
+    watch(trainer)
+
+
+def patch(rl: bool = True, graph_break: str = "auto", accept: Iterable[str] | None = None) -> PatchReport:
+    """unsloth's trainer where there is CUDA and unsloth, `loss_type="gspo"`, and TRL's losses where there is no GPU; and
+    what bitsandbytes' 4-bit layers need to compile.
+
+    Call it before importing trl, transformers or peft; calling it again is calling it once. `rl=False` changes nothing
+    of TRL and reports the present state. graph_break: "auto" tries what compiles, which takes some seconds, "off" leaves
+    it, and a strategy of `cogumi.patches.graph_break.STRATEGIES` is put in place untried. accept: names of findings
+    (`cogumi.rl.findings.NAMES`) that the guards of this process's GSPO trainers let pass, such as "own-objective"; a later
+    call that names some replaces them, None leaves them. Raises UsageError where unsloth would come too late, for another
+    graph_break and for a name that is no finding.
+    """
+    if accept is not None:
+        findings.accept(accept)
+    modules = (unsloth_rl, gspo, fused_head)  # unsloth first: it puts classes of its own on trl
+    of_trl = tuple(module.apply() if rl else module.status() for module in modules)
+    if rl:
+        gspo.watch_trainers(watched)
+    return PatchReport((*of_trl, four_bit.apply(graph_break)))
