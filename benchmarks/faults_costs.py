@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.faults_processes import HUNG_SECONDS, Running, trainings
 from benchmarks.faults_training import Changes, Job, make_trainer
 from benchmarks.harness import Row, ratio, row, summary
-from cogumi.durable import sync_path
+from cogumi.core.durability import sync_path
 
 MANIFEST_NAME = "cogumi-manifest.json"
 # 84 million parameters: 12 bytes each with AdamW's state.

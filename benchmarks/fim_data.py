@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.harness import Row, interleave, ratio, row, summary
 from cogumi.data.fim import FimConfig, tokenize_for_sft
-from cogumi.data.sample import write_sample
 from cogumi.data.sources import read_rows
+from cogumi.data.stdlib_sample import write_sample
 
 CASE = "stdlib -> parquet -> tokenized FIM"
 

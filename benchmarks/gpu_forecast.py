@@ -58,7 +58,7 @@ def random_model(path: Path, shape: dict[str, Any]) -> Path:
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    from cogumi.models.load import SMALL_BASE, resolve_model
+    from cogumi.models.loading import SMALL_BASE, resolve_model
 
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(SMALL_BASE))
     tokenizer.save_pretrained(path)

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import graph_break_models as models
 from benchmarks.graph_break_processes import Model
-from cogumi.compiling.layers import compile_layers, decoder_layers, prepare, uncompile_layers
+from cogumi.compile.layers import compile_layers, decoder_layers, prepare, uncompile_layers
 from cogumi.patches import graph_break
 
 # Of rows and lengths: one after the other, so that what is guarded on does change.

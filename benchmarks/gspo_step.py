@@ -223,13 +223,13 @@ def time_the_watch(trainer: Any) -> OwnTime:
 
 def metrics_shares(trainer: Any, repeats: int) -> tuple[list[float], list[float]]:
     """(seconds of the Watch per step, its share of the step), per measurement."""
-    from cogumi.rl import seam
+    from cogumi.rl import loss_capture
 
     own, clock = time_the_watch(trainer), Clock()
     trainer.add_callback(clock)
     seconds, shares = [], []
     # The one part of the Watch that runs inside of TRL's loss.
-    with mock.patch.object(seam, "trl_call", own.ours(seam.trl_call)):
+    with mock.patch.object(loss_capture, "trl_call", own.ours(loss_capture.trl_call)):
         for _ in range(repeats):
             own.seconds = 0.0
             trainer.train()

@@ -43,7 +43,7 @@ class Ended:
 
 def merge_and_say(inputs: Inputs, out: Path, pipe: Connection) -> None:
     """Runs in the child. An error that no one expects ends it with a traceback and exit status 1."""
-    from cogumi.errors import UsageError
+    from cogumi.core.errors import UsageError
     from cogumi.merge import merge_adapter
 
     pipe.send("started")
@@ -121,7 +121,7 @@ def fault_of(out: Path, expected: dict[str, str]) -> str | None:
     """What is wrong with `out`; None when it is absent, or complete. expected: sha256 of each shard by name."""
     from transformers import AutoModelForCausalLM
 
-    from cogumi.merge.manifest import MANIFEST_NAME
+    from cogumi.merge.merge_manifest import MANIFEST_NAME
 
     if not os.path.lexists(out):
         return None

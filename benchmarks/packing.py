@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness import Row, row
-from cogumi.rundir import read_json
+from cogumi.core.run_directory import read_json
 
 LENGTH, PER_STEP = 256, 16
 SIDES: dict[str, dict[str, Any]] = {

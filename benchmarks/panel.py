@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Row, interleave, ratio, row
-from cogumi.process import this_process
-from cogumi.rundir import append_jsonl, write_json
+from cogumi.core.process_id import this_process
+from cogumi.core.run_directory import append_jsonl, write_json
 
 ROWS, GROWING_FROM = 1_000_000, 2_000
 ROWS_A_SECOND = 5
@@ -111,7 +111,7 @@ def followed(directory: Path, seconds: float) -> Iterator[Row]:
 
 def drawn(directory: Path) -> Iterator[Row]:
     from cogumi.notebook import figures, panel_html
-    from cogumi.notebook.look import Looker
+    from cogumi.notebook.run_snapshot import Looker
 
     look = Looker(directory).look()
     functions = {"ours": lambda: panel_html.plots(look), "matplotlib": lambda: figures.curves(directory).svg()}

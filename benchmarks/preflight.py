@@ -19,11 +19,11 @@ FORECAST = """
 import json, resource, sys, time
 started = time.monotonic()
 from transformers import AutoConfig
-from cogumi.config import load_config
-from cogumi.memory.step import Work
+from cogumi.config.schema import load_config
+from cogumi.forecast.training_step import Work
 from cogumi.rl.patching import patch
-from cogumi.planning.target import target_of
-from cogumi.planning.vram import step_on
+from cogumi.forecast.target import target_of
+from cogumi.forecast.vram import step_on
 patch(graph_break="off")
 run = load_config({"model": {"name": "x"}, "lora": {"r": 16, "lora_alpha": 32}, "data": {"source": "cogumi:stdlib"},
     "train": {"max_steps": 1, "gradient_checkpointing": True}, "cogumi": {"method": "sft"}})

@@ -95,8 +95,8 @@ def judged(case: Case, out: Path, on_red: Any = "stop") -> Outcome:
     """Run a case under the sentinel; with "stop" it ends at the first red flag."""
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-    from cogumi.training.diagnosis import OF_THE_MACHINE, safe_to_scale
-    from cogumi.training.sentinel import Sentinel
+    from cogumi.health.sentinel import Sentinel
+    from cogumi.health.verdict import OF_THE_MACHINE, safe_to_scale
 
     began, trainer = time.monotonic(), case.build(out)
     for printing in (PrinterCallback, ProgressCallback):
@@ -143,7 +143,7 @@ def tokenizer() -> Any:
 
 @cache
 def sources() -> list[str]:
-    from cogumi.data.sample import sample_path
+    from cogumi.data.stdlib_sample import sample_path
 
     return pl.read_parquet(sample_path())["source"].to_list()
 
@@ -389,7 +389,7 @@ def cost(out: Path) -> float:
     """Seconds the sentinel's own code takes a step, in a run of a hundred whose every step is logged."""
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-    from cogumi.training.sentinel import Sentinel
+    from cogumi.health.sentinel import Sentinel
 
     class Timed(Sentinel):
         spent = 0.0

@@ -5,29 +5,29 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
-from cogumi.version import __version__ as __version__
+from cogumi.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from cogumi.checkpoints import last_good_checkpoint as last_good_checkpoint
     from cogumi.checkpoints import protect as protect
+    from cogumi.core.errors import UsageError as UsageError
+    from cogumi.diagnostics.checkup import DoctorReport as DoctorReport
+    from cogumi.diagnostics.checkup import doctor as doctor
     from cogumi.disk.callback import DiskMonitorCallback as DiskMonitorCallback
     from cogumi.disk.monitor import DiskMonitor as DiskMonitor
-    from cogumi.entry import preflight as preflight
-    from cogumi.entry import preview as preview
-    from cogumi.entry import train as train
-    from cogumi.errors import UsageError as UsageError
+    from cogumi.forecast import PreflightReport as PreflightReport
     from cogumi.merge import MergeReport as MergeReport
     from cogumi.merge import merge_adapter as merge_adapter
     from cogumi.notebook.form import configure as configure
-    from cogumi.planning import PreflightReport as PreflightReport
     from cogumi.rl.patching import PatchReport as PatchReport
     from cogumi.rl.patching import patch as patch
-    from cogumi.run_status import Status as Status
-    from cogumi.runs import Run as Run
-    from cogumi.runs import attach as attach
-    from cogumi.runs import start as start
-    from cogumi.stack.doctor import DoctorReport as DoctorReport
-    from cogumi.stack.doctor import doctor as doctor
+    from cogumi.runs.entry import preflight as preflight
+    from cogumi.runs.entry import preview as preview
+    from cogumi.runs.entry import train as train
+    from cogumi.runs.handle import Run as Run
+    from cogumi.runs.handle import attach as attach
+    from cogumi.runs.handle import start as start
+    from cogumi.telemetry.status import Status as Status
     from cogumi.training import RunResult as RunResult
 
 # Without a GPU bitsandbytes looks for a faster 4-bit kernel on the hub and warns when the `kernels` package is missing.
@@ -37,37 +37,37 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 _HOME = {
     "DiskMonitor": "cogumi.disk.monitor",
     "DiskMonitorCallback": "cogumi.disk.callback",
-    "UsageError": "cogumi.errors",
-    "DoctorReport": "cogumi.stack.doctor",
+    "UsageError": "cogumi.core.errors",
+    "DoctorReport": "cogumi.diagnostics.checkup",
     "MergeReport": "cogumi.merge",
     "merge_adapter": "cogumi.merge",
     "PatchReport": "cogumi.rl.patching",
     "configure": "cogumi.notebook.form",
-    "doctor": "cogumi.stack.doctor",
+    "doctor": "cogumi.diagnostics.checkup",
     "last_good_checkpoint": "cogumi.checkpoints",
     "patch": "cogumi.rl.patching",
-    "PreflightReport": "cogumi.planning",
-    "preflight": "cogumi.entry",
-    "preview": "cogumi.entry",
+    "PreflightReport": "cogumi.forecast",
+    "preflight": "cogumi.runs.entry",
+    "preview": "cogumi.runs.entry",
     "protect": "cogumi.checkpoints",
-    "Run": "cogumi.runs",
+    "Run": "cogumi.runs.handle",
     "RunResult": "cogumi.training",
-    "Status": "cogumi.run_status",
-    "attach": "cogumi.runs",
-    "start": "cogumi.runs",
-    "train": "cogumi.entry",
+    "Status": "cogumi.telemetry.status",
+    "attach": "cogumi.runs.handle",
+    "start": "cogumi.runs.handle",
+    "train": "cogumi.runs.entry",
 }
 _REPORTS = {
     "MergeReport": "cogumi.merge",
-    "PreflightReport": "cogumi.planning.lines",
-    "Preview": "cogumi.training.preview",
+    "PreflightReport": "cogumi.forecast.preflight_report",
+    "Preview": "cogumi.methods.preview",
 }
 _WITH_TORCH = {"merge_adapter", "patch", "protect"}
 __all__ = [*_HOME, "__version__"]
 
 
 def _html_of(report: Any) -> str:
-    from cogumi.notebook.pieces import html_of
+    from cogumi.notebook.html_components import html_of
 
     return html_of(report)
 
@@ -84,7 +84,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'cogumi' has no attribute {name!r}")
     if name in _WITH_TORCH:
-        from cogumi.working import importing
+        from cogumi.core.notices import importing
 
         with importing():
             return getattr(importlib.import_module(_HOME[name]), name)

@@ -5,7 +5,7 @@ import sys
 
 def main() -> None:
     try:
-        from cogumi.cli import main as command_line
+        from cogumi.cli.app import main as command_line
     except ImportError as error:
         if (error.name or "").startswith("cogumi"):
             raise
@@ -19,7 +19,7 @@ def without_command_line(words: list[str], error: ImportError) -> int:
     if words[:1] != ["doctor"]:
         print("cogumi: `cogumi doctor` says what is missing; sh requirements/install.sh installs it", file=sys.stderr)
         return 1
-    from cogumi.stack.doctor import doctor
+    from cogumi.diagnostics.checkup import doctor
 
     print(doctor())
     return 1

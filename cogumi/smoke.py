@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cogumi.errors import UsageError
-from cogumi.rundir import create_run_dir, write_json
+from cogumi.core.errors import UsageError
+from cogumi.core.run_directory import create_run_dir, write_json
 from cogumi.stack.gpus import use_one_gpu
 
 log = logging.getLogger("cogumi")
@@ -90,7 +90,7 @@ def smoke(quick: bool = False, model: str | None = None, run_dir: Path | None = 
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from cogumi.models.load import load_tokenizer, resolve_model
+    from cogumi.models.loading import load_tokenizer, resolve_model
 
     if not CONFIGS.is_dir():
         raise UsageError(f"no {CONFIGS}: the smoke run needs a clone of the repository, with cogumi installed from it")
@@ -160,7 +160,7 @@ def stage(report: Report, name: str) -> Iterator[None]:
 
 def check_environment(report: Report) -> None:
     """Only what is fatal fails here: of what the doctor warns of, that which matters shows in the stages below."""
-    from cogumi.stack.doctor import doctor
+    from cogumi.diagnostics.checkup import doctor
 
     found = doctor()
     wrong = [each for each in found.findings if each.state in ("fatal", "warning")]
@@ -169,8 +169,8 @@ def check_environment(report: Report) -> None:
 
 
 def check_fits(report: Report, model: str) -> None:
-    from cogumi.planning import preflight
-    from cogumi.words import gib
+    from cogumi.core.formatting import gib
+    from cogumi.forecast import preflight
 
     found = preflight(CONFIGS / "sft.yaml", **overrides_of(report, "sft", model))
     red = [f"{each.stage}: {each.figure}" for each in found.lines if each.state == "red"]
@@ -214,7 +214,7 @@ def nvidia_driver_answers() -> bool:
 def check_data(report: Report) -> None:
     import polars as pl
 
-    from cogumi.data.sample import sample_path
+    from cogumi.data.stdlib_sample import sample_path
 
     rows = pl.scan_parquet(sample_path()).select(pl.len(), pl.col("source").null_count().alias("nulls")).collect()
     count, nulls = rows.row(0)
@@ -225,9 +225,9 @@ def check_base(report: Report) -> str:
     """The small base's loss on code must be well below that of guessing."""
     import torch
 
-    from cogumi.config import DataSection
-    from cogumi.data.prepare import STDLIB, load_rows
-    from cogumi.models.load import SMALL_BASE, load_model, load_tokenizer, resolve_model
+    from cogumi.config.schema import DataSection
+    from cogumi.data.pipeline import STDLIB, load_rows
+    from cogumi.models.loading import SMALL_BASE, load_model, load_tokenizer, resolve_model
 
     path = resolve_model(SMALL_BASE)
     model, tokenizer = load_model(path), load_tokenizer(path)
@@ -248,7 +248,7 @@ def overrides_of(report: Report, method: str, model: str) -> dict[str, Any]:
 
 def run_config(report: Report, method: str, model: str) -> Any:
     """Train `configs/smoke/<method>.yaml` on `model`; its verdict's checks become rows."""
-    from cogumi.entry import train
+    from cogumi.runs.entry import train
 
     result = train(CONFIGS / f"{method}.yaml", **overrides_of(report, method, model))
     for check in result.verdict.checks:
@@ -291,12 +291,12 @@ def check_gspo(report: Report, model: str) -> Any:
 
 def compare(report: Report, models: dict[str, str]) -> None:
     """Greedy completions of held-out prompts by each model, and their mean edit similarity with what was cut out."""
-    from cogumi.config import load_config
+    from cogumi.config.schema import load_config
     from cogumi.data.fim import prompts_for_rl
-    from cogumi.data.prepare import load_rows
-    from cogumi.models.complete import complete
-    from cogumi.models.load import load_model, load_tokenizer
-    from cogumi.rewards.fim import edit_similarity
+    from cogumi.data.pipeline import load_rows
+    from cogumi.models.completion import complete
+    from cogumi.models.loading import load_model, load_tokenizer
+    from cogumi.rewards.functions import edit_similarity
 
     run = load_config(CONFIGS / "gspo.yaml")
     _, held_out = load_rows(run.data)
@@ -355,7 +355,7 @@ def main(
 
 
 if __name__ == "__main__":
-    from cogumi.cli_output import run_command
+    from cogumi.core.output import run_command
 
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     command.command()(main)

@@ -47,6 +47,6 @@ print(chat(asked, max_new_tokens=60)[0]["generated_text"][-1]["content"])
 # **Export.** The directory is safetensors, as transformers, vLLM and TGI load it. GGUF takes llama.cpp's converter; without it you are told how.
 
 # %%
-from cogumi.merge.export import export_gguf, gguf_path, install_hint
+from cogumi.merge.gguf import export_gguf, gguf_path, install_hint
 
 print(export_gguf(Path(OUT)) or install_hint(Path(OUT), gguf_path(Path(OUT))))

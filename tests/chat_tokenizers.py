@@ -9,7 +9,7 @@ import trl
 from tokenizers import AddedToken
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cogumi.data.sample import sample_path
+from cogumi.data.stdlib_sample import sample_path
 from cogumi.models.small_base import train_tokenizer
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"

@@ -36,7 +36,7 @@ def _no_signal_ignored() -> None:
 @pytest.fixture(scope="session")
 def sources() -> list[str]:
     """Source text of a few hundred functions of the standard library."""
-    from cogumi.data.sample import sample_path
+    from cogumi.data.stdlib_sample import sample_path
 
     return pl.read_parquet(sample_path())["source"].head(400).to_list()
 
@@ -108,8 +108,8 @@ def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def none_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Detached runs compute on one thread, as here, and those still at work at the end of a test are killed."""
-    from cogumi.process import is_running
-    from cogumi.rundir import START, read_json
+    from cogumi.core.process_id import is_running
+    from cogumi.core.run_directory import START, read_json
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     yield
@@ -123,7 +123,7 @@ def command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
     """The command line in this process: (exit status, standard output, standard error)."""
-    from cogumi.cli import main
+    from cogumi.cli.app import main
 
     def run(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["cogumi", *map(str, words)])
@@ -197,7 +197,7 @@ def make_trainer(tiny_model: Path, tmp_path: Path, sources: list[str]) -> Callab
 def reads_4bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bitsandbytes reads 4-bit weights of any width, also on a CPU with AVX512.
 
-    There 0.50.2 misreads rows that end inside a block (`cogumi.models.load.reads_rows`); as one row it reads them all.
+    There 0.50.2 misreads rows that end inside a block (`cogumi.models.loading.reads_rows`); as one row it reads them all.
     """
     import copy
 

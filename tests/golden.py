@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
 
 FILES = Path(__file__).parent / "golden"
 TESTS = pytest.StashKey[dict[str, bool]]()  # every test that was collected, also one deselected: does it use `golden`?

@@ -25,7 +25,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-IMPORTED = ("torch", "datasets", "transformers", "trl", "peft", "cogumi.cli", "cogumi.training", "cogumi.training.run")
+IMPORTED = (
+    "torch",
+    "datasets",
+    "transformers",
+    "trl",
+    "peft",
+    "cogumi.cli.app",
+    "cogumi.training",
+    "cogumi.training.run",
+)
 # Read by a library when it is imported: another value needs another prepared process.
 AT_IMPORT = ("CUDA_", "HF_", "HOME", "OMP_", "PYTHON", "TORCH", "TRANSFORMERS_", "UNSLOTH_", "XDG_CACHE_HOME")
 FILES_AT_MOST = 16

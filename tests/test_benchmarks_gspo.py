@@ -77,7 +77,7 @@ def test_own_time_is_what_is_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_all_of_the_watch_is_timed_and_nothing_else(trainers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from cogumi.rl import seam
+    from cogumi.rl import loss_capture
     from cogumi.rl.watch import watch
 
     trainer = gspo_step.make_trainer(
@@ -88,7 +88,7 @@ def test_all_of_the_watch_is_timed_and_nothing_else(trainers: dict[str, Any], mo
     proof = watching.proof
     watching.compute_loss = clock.taking(100, watching.compute_loss)  # TRL's
     watching.generate = clock.taking(1000, watching.generate)
-    monkeypatch.setattr(seam, "trl_call", clock.taking(0.5, seam.trl_call))  # the watch's
+    monkeypatch.setattr(loss_capture, "trl_call", clock.taking(0.5, loss_capture.trl_call))  # the watch's
     for owner, name, seconds in (
         (watching.metrics, "add", 1.0),
         (watching.metrics, "take", 2.0),

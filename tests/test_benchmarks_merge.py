@@ -18,7 +18,7 @@ from benchmarks import harness, merge, merge_inputs, merge_kills
 from benchmarks.merge_inputs import Inputs
 from benchmarks.merge_processes import Finished, run_and_watch
 from cogumi.merge import merge_adapter
-from cogumi.merge.manifest import MANIFEST_NAME
+from cogumi.merge.merge_manifest import MANIFEST_NAME
 
 pytestmark = pytest.mark.slow("of the benchmarks, not of the package")
 

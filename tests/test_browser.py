@@ -12,10 +12,10 @@ import yaml
 
 import cogumi
 from cogumi.checkpoints.verify import inspect
+from cogumi.core.process_id import is_running
+from cogumi.core.run_directory import write_json
 from cogumi.notebook import completions, panel_html
 from cogumi.notebook.report import write_report
-from cogumi.process import is_running
-from cogumi.rundir import write_json
 from tests.lab import chromium, command, lab, open_notebook, page, write_notebook
 from tests.test_notebook_panel import until
 
@@ -243,8 +243,8 @@ def test_on_a_phone_the_report_is_as_wide_as_the_page_and_the_key_to_turn_is_on_
 def test_saved_outputs_read_alike_where_the_notebook_is_not_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cogumi.notebook.pieces import html_of, preview
-    from cogumi.training.preview import Preview, Shares
+    from cogumi.methods.preview import Preview, Shares
+    from cogumi.notebook.html_components import html_of, preview
 
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "nobody"))  # whose notebooks are trusted is kept there
     shares = Shares("rows", 9, 8, {"too long": 1}, 0, 0, 90, 30)

@@ -8,14 +8,14 @@ from finished_runs import FinishedRun
 from safetensors.torch import load_file
 
 import cogumi
-from cogumi.config import CogumiSection
-from cogumi.errors import UsageError
-from cogumi.rundir import read_json
-from cogumi.training import budget
-from cogumi.training.budget import Budget, reached
-from cogumi.training.heartbeat import Progress
-from cogumi.training.meter import Meter
-from cogumi.training.telemetry import Telemetry
+from cogumi.config.schema import CogumiSection
+from cogumi.core.errors import UsageError
+from cogumi.core.run_directory import read_json
+from cogumi.methods import limits
+from cogumi.methods.limits import Budget, reached
+from cogumi.telemetry.heartbeat import Progress
+from cogumi.telemetry.recorder import Telemetry
+from cogumi.telemetry.stage_timer import Meter
 
 Config = dict[str, Any]
 
@@ -114,7 +114,7 @@ def test_what_will_not_do_is_said_once_and_early(caplog: pytest.LogCaptureFixtur
     options = CogumiSection(method="sft", price_per_hour=2.0, max_cost=3.0)
     watching, state = Budget(options, meter, progress), type("State", (), {"global_step": 1, "max_steps": 1000})()
     progress.eta_seconds = 2 * 3600
-    for _ in range(2 * budget.FORESEEN_AFTER):
+    for _ in range(2 * limits.FORESEEN_AFTER):
         watching.on_step_end(None, state, None)  # type: ignore[arg-type]
     assert caplog.text.count("at this pace the training ends in 2 h 00 min, and before that the budget: $4.00 of") == 1
     assert watching.spent is None

@@ -24,11 +24,10 @@ from pyarrow.fs import FileSelector, S3FileSystem
 from cogumi.checkpoints import mirror as mirror_module
 from cogumi.checkpoints.manifest import MANIFEST_NAME, write_manifest
 from cogumi.checkpoints.mirror import Mirror, passes, waiting_time
-from cogumi.checkpoints.mirror_pace import GivenUp, Pace
-from cogumi.checkpoints.mirror_store import RECORD_NAME
+from cogumi.checkpoints.mirror_store import RECORD_NAME, GivenUp, Pace
 from cogumi.checkpoints.verify import inspect
-from cogumi.errors import UsageError
-from cogumi.words import pip
+from cogumi.core.errors import UsageError
+from cogumi.core.formatting import pip
 
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}
 STATE = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}

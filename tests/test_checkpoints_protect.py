@@ -27,10 +27,10 @@ from cogumi.checkpoints.identity import RUN_NAME
 from cogumi.checkpoints.retention import PIN_NAME, plan_pruning
 from cogumi.checkpoints.saving import BALLAST_NAME, Saver
 from cogumi.checkpoints.verify import Finding, inspect
-from cogumi.cli_disk import prune
+from cogumi.cli.disk_commands import prune
+from cogumi.core.errors import UsageError
 from cogumi.disk import filesystem_of
-from cogumi.errors import UsageError
-from cogumi.merge.hashing import is_in_memory
+from cogumi.merge.executor import is_in_memory
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

@@ -27,10 +27,10 @@ from cogumi.checkpoints.manifest import (
     sealed,
     write_manifest,
 )
-from cogumi.checkpoints.resume import findings, last_good_checkpoint
+from cogumi.checkpoints.retention import findings, last_good_checkpoint
 from cogumi.checkpoints.verify import Finding, check_torch_file, inspect
-from cogumi.durable import sha256_file
-from cogumi.errors import UsageError
+from cogumi.core.durability import sha256_file
+from cogumi.core.errors import UsageError
 
 # What each trainer writes; `test_the_lists_are_complete` holds it against the real directories.
 FILES = {
@@ -715,7 +715,7 @@ def test_a_resume_from_what_is_accepted_works(copy: Copy, runs: dict[str, Path])
 
 def test_finding_a_checkpoint_loads_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, cogumi.checkpoints.resume; "
+        "import sys, cogumi.checkpoints.retention; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'numpy', 'safetensors')))"
     )
     assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0

@@ -27,7 +27,7 @@ import cogumi
 from cogumi.checkpoints import watchdog as module
 from cogumi.checkpoints.verify import inspect
 from cogumi.checkpoints.watchdog import ENOUGH_STEPS, FIRST_TIMES_FLOOR, Pulse, Watchdog
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
 
 DEADLINE = 120  # what a broken watchdog costs a test, in seconds; nothing waits for it otherwise
 

@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from cogumi.checkpoints import verify
 from cogumi.checkpoints.manifest import write_manifest
-from cogumi.disk import owners
+from cogumi.disk import usage_by_owner
 
 Run = Callable[..., tuple[int, str, str]]
 CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # where the small base is, once it is made
@@ -62,7 +62,7 @@ def checkpoints(trained: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
     """The command line in this process: (exit status, standard output, standard error)."""
-    from cogumi.cli import main
+    from cogumi.cli.app import main
 
     for name in (
         "HF_HOME",
@@ -89,7 +89,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a minute later."""
-    monkeypatch.setattr(owners, "SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr(usage_by_owner, "SETTLED_SECONDS", -1.0)
 
 
 def flip(path: Path) -> None:
@@ -284,7 +284,7 @@ def test_what_plain_trainer_is_writing_is_not_called_damaged(
     assert (status, error) == (0, "")
     assert re.search(r"checkpoint-5 unverified \S+ kB it changed \d+ s ago and may still be written", whole(said))
     assert run("resume-point", checkpoints)[1] == f"{checkpoints / 'checkpoint-4'}\n"
-    monkeypatch.setattr(owners, "SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr(usage_by_owner, "SETTLED_SECONDS", -1.0)
     assert run("verify", checkpoints)[0] == 1
 
 
@@ -386,7 +386,7 @@ def test_clean_leaves_what_is_in_use(checkpoints: Path, run: Run, monkeypatch: p
     status, said, error = run("clean", checkpoints)
     assert (status, error) == (0, "")
     assert re.search(r"kept: .*\.cogumi-saving \(unfinished save, \d+\.\d kB\): changed \d+ s ago", said)
-    monkeypatch.setattr(owners, "SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr(usage_by_owner, "SETTLED_SECONDS", -1.0)
     with (staged / "x").open():
         assert f"process {os.getpid()} has it open" in run("clean", checkpoints)[1]
     assert (staged / "x").exists()
@@ -442,8 +442,8 @@ def test_each_mistake_is_one_line_and_status_2(
 def test_the_command_line_stays_light() -> None:
     """Nor may looking at checkpoints load torch: it is used on machines, and in scripts, that have none to spare."""
     program = (
-        "import sys, cogumi.cli, cogumi.cli_disk; sys.argv = ['cogumi', 'disk', 'status', '/dev/shm', '--json']\n"
-        "try: cogumi.cli.main()\n"
+        "import sys, cogumi.cli.app, cogumi.cli.disk_commands; sys.argv = ['cogumi', 'disk', 'status', '/dev/shm', '--json']\n"
+        "try: cogumi.cli.app.main()\n"
         "except SystemExit: print([m for m in ('torch', 'transformers') if m in sys.modules], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -572,7 +572,7 @@ def test_the_download_is_what_the_hub_says_and_the_cache_lacks(tmp_path: Path, m
     """Against a server that answers as the hub's API does, in the form it had in November 2026."""
     from huggingface_hub import constants
 
-    from cogumi.planning.disk import download_bytes
+    from cogumi.forecast.disk_lines import download_bytes
 
     sizes = {"model-1.safetensors": 5_000_000, "model-2.safetensors": 3_000_000, "original/all.safetensors": 8_000_000,
              "pytorch_model.bin": 8_000_000, "config.json": 10}  # fmt: skip

@@ -13,7 +13,7 @@ import prepared_process
 import pytest
 import yaml
 
-from cogumi.rundir import append_jsonl, write_json
+from cogumi.core.run_directory import append_jsonl, write_json
 
 # The command, whose number a test asks for.
 NUMBERED = """

@@ -19,9 +19,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from cogumi.compiling import compiler
-from cogumi.compiling.compiler import keep_compiled_code, try_compiler
-from cogumi.compiling.layers import (
+from cogumi.compile import compiler
+from cogumi.compile.compiler import keep_compiled_code, try_compiler
+from cogumi.compile.layers import (
     but_for_generation,
     compile_layers,
     decoder_layers,
@@ -30,15 +30,9 @@ from cogumi.compiling.layers import (
     prepare,
     uncompile_layers,
 )
-from cogumi.compiling.measure import (
-    count_as_written,
-    count_next_forward,
-    counts,
-    try_layer,
-    watched,
-)
-from cogumi.errors import UsageError
-from cogumi.models.load import train_on_what_was_loaded
+from cogumi.compile.measurement import count_as_written, count_next_forward, counts, try_layer, watched
+from cogumi.core.errors import UsageError
+from cogumi.models.loading import train_on_what_was_loaded
 from cogumi.patches import graph_break
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"

@@ -15,9 +15,10 @@ from datasets import Dataset
 from four_bit_models import gpt_oss_base
 from transformers import AutoTokenizer
 
-from cogumi.compiling.callback import Compiling
-from cogumi.compiling.layers import uncompile_layers
-from cogumi.patches import graph_break, patch
+from cogumi.compile.compile_callback import Compiling
+from cogumi.compile.layers import uncompile_layers
+from cogumi.patches import graph_break
+from cogumi.rl.patching import patch
 
 STEPS = 20
 

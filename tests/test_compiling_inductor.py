@@ -8,8 +8,8 @@ from four_bit_models import tiny_llama
 from test_compiling import trained
 from test_compiling_run import STEPS, Run
 
-from cogumi.compiling import callback
-from cogumi.compiling.layers import compile_layers, parts_of, uncompile_layers
+from cogumi.compile import compile_callback
+from cogumi.compile.layers import compile_layers, parts_of, uncompile_layers
 from cogumi.patches import graph_break
 
 pytestmark = pytest.mark.slow("compiles with a C++ compiler")
@@ -23,7 +23,7 @@ def kept_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_what_is_decided_follows_from_the_numbers_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing is patched but how long a training must be."""
-    monkeypatch.setattr(callback, "WORTH_TRYING", 0.0)
+    monkeypatch.setattr(compile_callback, "WORTH_TRYING", 0.0)
     run = Run("auto", tmp_path).train()
     said = run.json
     assert len(run.losses) == STEPS

@@ -21,12 +21,12 @@ from four_bit_models import tiny_llama
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from cogumi.compiling import callback, report
-from cogumi.compiling.callback import Compiling
-from cogumi.compiling.compiler import CompilerFound
-from cogumi.compiling.layers import compile_layers, parts_of
-from cogumi.compiling.measure import Counts, Trial, counts
-from cogumi.errors import UsageError
+from cogumi.compile import compile_callback, compile_report
+from cogumi.compile.compile_callback import Compiling
+from cogumi.compile.compiler import CompilerFound
+from cogumi.compile.layers import compile_layers, parts_of
+from cogumi.compile.measurement import Counts, Trial, counts
+from cogumi.core.errors import UsageError
 from cogumi.patches import graph_break
 from cogumi.patches.graph_break_probes import Probe
 
@@ -94,11 +94,11 @@ def as_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """eager for inductor, a compiler that was found, and probes that passed: what the decision is about is said by a test."""
     passed = Probe("a 4-bit layer", True, "", 0.1)
-    monkeypatch.setattr(callback, "compile_layers", partial(compile_layers, backend="eager"))
-    monkeypatch.setattr(callback, "try_compiler", lambda _: CompilerFound("", 0.1))
+    monkeypatch.setattr(compile_callback, "compile_layers", partial(compile_layers, backend="eager"))
+    monkeypatch.setattr(compile_callback, "try_compiler", lambda _: CompilerFound("", 0.1))
     monkeypatch.setattr(graph_break, "probe_linear", lambda _: passed)
-    monkeypatch.setattr(callback, "WORTH_TRYING", 0.0)
-    monkeypatch.setattr(callback, "shortest", lambda _: 1.2)  # steps as long compiled as before
+    monkeypatch.setattr(compile_callback, "WORTH_TRYING", 0.0)
+    monkeypatch.setattr(compile_callback, "shortest", lambda _: 1.2)  # steps as long compiled as before
 
 
 def trial(eager: float, compiled: float, compile: float) -> Callable[..., Trial]:
@@ -122,7 +122,7 @@ def test_auto_compiles_what_is_repaid(
         tried.append(1)
         return Trial(0.5, 0.25, 2.0, Counts(1))
 
-    monkeypatch.setattr(callback, "try_layer", found)
+    monkeypatch.setattr(compile_callback, "try_layer", found)
     run = Run("auto", tmp_path / "auto").train()
     assert tried == [1]
     assert run.losses == plain.losses
@@ -152,7 +152,7 @@ def test_auto_compiles_what_is_repaid(
 
 @pytest.mark.usefixtures("quick")
 def test_auto_leaves_what_is_not_repaid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(callback, "try_layer", trial(0.5, 0.25, 4.0))
+    monkeypatch.setattr(compile_callback, "try_layer", trial(0.5, 0.25, 4.0))
     before = counts().graphs
     said = Run("auto", tmp_path).train().json
     assert said["decision"] == "off"
@@ -165,7 +165,7 @@ def test_auto_leaves_what_is_not_repaid(monkeypatch: pytest.MonkeyPatch, tmp_pat
 @pytest.mark.usefixtures("quick")
 def test_no_more_is_saved_than_the_layers_share_of_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Something else ran on the machine while the layer was timed as it is: half of it is half of the step, at most."""
-    monkeypatch.setattr(callback, "try_layer", trial(5.0, 2.5, 4.3))
+    monkeypatch.setattr(compile_callback, "try_layer", trial(5.0, 2.5, 4.3))
     said = Run("auto", tmp_path).train().json
     assert said["decision"] == "off"
     assert "4 s in the 7 steps that are left" in said["reason"]  # of 1.2 s each
@@ -183,7 +183,7 @@ def test_a_training_that_is_to_end_is_not_compiled(when: str, monkeypatch: pytes
         run.signalled = True
         return Trial(0.5, 0.25, 2.0, Counts(1))
 
-    monkeypatch.setattr(callback, "try_layer", try_layer)
+    monkeypatch.setattr(compile_callback, "try_layer", try_layer)
     run.train()
     assert run.signalled
     assert not run.path.exists()  # undecided: the part of the run that follows measures for itself
@@ -192,9 +192,9 @@ def test_a_training_that_is_to_end_is_not_compiled(when: str, monkeypatch: pytes
 
 @pytest.mark.usefixtures("quick")
 def test_auto_leaves_a_short_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(callback, "WORTH_TRYING", 1e6)
-    monkeypatch.setattr(callback, "try_layer", lambda *_: pytest.fail("a layer was tried"))
-    monkeypatch.setattr(callback, "try_compiler", lambda *_: pytest.fail("the compiler was tried"))
+    monkeypatch.setattr(compile_callback, "WORTH_TRYING", 1e6)
+    monkeypatch.setattr(compile_callback, "try_layer", lambda *_: pytest.fail("a layer was tried"))
+    monkeypatch.setattr(compile_callback, "try_compiler", lambda *_: pytest.fail("the compiler was tried"))
     said = Run("auto", tmp_path).train().json
     assert said["decision"] == "off"
     step = said["seconds_per_step_eager"]
@@ -206,9 +206,9 @@ def test_auto_leaves_a_short_training(monkeypatch: pytest.MonkeyPatch, tmp_path:
 @pytest.mark.usefixtures("quick")
 def test_steps_that_became_longer_are_taken_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plain = Run("off", tmp_path / "off").train()
-    monkeypatch.setattr(callback, "try_layer", trial(0.5, 0.25, 0.0))
+    monkeypatch.setattr(compile_callback, "try_layer", trial(0.5, 0.25, 0.0))
     step = iter([0.1, 0.2])
-    monkeypatch.setattr(callback, "shortest", lambda _: next(step))
+    monkeypatch.setattr(compile_callback, "shortest", lambda _: next(step))
     run = Run("auto", tmp_path / "auto").train()
     said = run.json
     assert (said["decision"], said["reason"]) == ("off", "steps took 0.20 s compiled and 0.10 s as they are")
@@ -232,9 +232,9 @@ def test_auto_trains_uncompiled_where_it_cannot_compile(
     def broken(*_: Any) -> Trial:
         raise RuntimeError("it broke\nsomewhere")
 
-    monkeypatch.setattr(callback, "try_layer", broken)
+    monkeypatch.setattr(compile_callback, "try_layer", broken)
     if why == "no compiler":
-        monkeypatch.setattr(callback, "try_compiler", lambda _: CompilerFound("no C++ compiler", 0.1))
+        monkeypatch.setattr(compile_callback, "try_compiler", lambda _: CompilerFound("no C++ compiler", 0.1))
     if why == "Dynamo is off":
         monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     run = Run("auto", tmp_path)
@@ -273,10 +273,10 @@ def test_a_resumed_run_follows_the_decision_of_before(
     earlier: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     compile = 0.0 if earlier == "layers" else 100.0
-    monkeypatch.setattr(callback, "try_layer", trial(0.5, 0.25, compile))
+    monkeypatch.setattr(compile_callback, "try_layer", trial(0.5, 0.25, compile))
     first = Run("auto", tmp_path).train().json
     assert first["decision"] == earlier
-    monkeypatch.setattr(callback, "try_layer", lambda *_: pytest.fail("a layer was tried again"))
+    monkeypatch.setattr(compile_callback, "try_layer", lambda *_: pytest.fail("a layer was tried again"))
     again = Run("auto", tmp_path).train().json
     assert again["decision"] == earlier
     if earlier == "off":
@@ -286,7 +286,7 @@ def test_a_resumed_run_follows_the_decision_of_before(
     assert again["reason"] == "from the first step, as in the part of this run before"
     assert again["operations_outside"] < again["operations"]
     # On another machine, without a compiler, it goes on as it is.
-    monkeypatch.setattr(callback, "try_compiler", lambda _: CompilerFound("no C++ compiler", 0.1))
+    monkeypatch.setattr(compile_callback, "try_compiler", lambda _: CompilerFound("no C++ compiler", 0.1))
     elsewhere = Run("auto", tmp_path).train()
     assert elsewhere.json["reason"] == "nothing can be compiled here: no C++ compiler"
     assert len(elsewhere.losses) == STEPS
@@ -301,7 +301,7 @@ def test_layers_compile_from_the_first_step_and_count_their_own(tmp_path: Path) 
     torch._dynamo.utils.counters["graph_break"]["of something before"] += 1
     run = Run("layers", tmp_path / "layers")
     torch._dynamo.utils.cumulative_time_spent_ns["entire_frame_compile"] += 10**12
-    run.compiling.report = callback.CompileReport.of_process("layers")
+    run.compiling.report = compile_callback.CompileReport.of_process("layers")
     torch.compiler.reset()
     run.train()
     assert run.losses == plain.losses
@@ -322,8 +322,8 @@ def test_a_full_disk_ends_nothing(
     def full(path: Path, content: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(report, "write_json", full)
-    monkeypatch.setattr(callback, "try_layer", trial(0.5, 0.25, 0.0))
+    monkeypatch.setattr(compile_report, "write_json", full)
+    monkeypatch.setattr(compile_callback, "try_layer", trial(0.5, 0.25, 0.0))
     run = Run("auto", tmp_path).train()
     assert len(run.losses) == STEPS
     assert not run.path.exists()
@@ -332,7 +332,7 @@ def test_a_full_disk_ends_nothing(
     def denied(path: Path, content: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(report, "write_json", denied)
+    monkeypatch.setattr(compile_report, "write_json", denied)
     with pytest.raises(PermissionError):
         Run("off", tmp_path).compiling.begin()
 

@@ -6,8 +6,8 @@ import pytest
 import yaml
 from golden import Golden
 
-from cogumi.config import dump_config, load_config, parse_overrides, read_config
-from cogumi.errors import UsageError
+from cogumi.config.schema import dump_config, load_config, parse_overrides, read_config
+from cogumi.core.errors import UsageError
 
 GOOD = """\
 model:

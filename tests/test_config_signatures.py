@@ -11,10 +11,10 @@ from golden import Golden
 from pydantic import TypeAdapter, ValidationError
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from cogumi.config import load_config, read_config
-from cogumi.config_binding import OWNERS, config_class, hints_imported, hints_in_source
-from cogumi.config_signatures import HOMES, MORE_NAMES, NAMED_IN_HELP, fields_in_source, reporters_in_source
-from cogumi.errors import UsageError
+from cogumi.config.binding import OWNERS, config_class, hints_imported, hints_in_source
+from cogumi.config.schema import load_config, read_config
+from cogumi.config.trl_keys import HOMES, MORE_NAMES, NAMED_IN_HELP, fields_in_source, reporters_in_source
+from cogumi.core.errors import UsageError
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 

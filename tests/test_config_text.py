@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from cogumi.config_text import pruned, same, sections, with_values, written
-from cogumi.handing_out import PACKAGE
+from cogumi.config.catalog import PACKAGE
+from cogumi.config.yaml_text import pruned, same, sections, with_values, written
 
 TEXT = """\
 # head

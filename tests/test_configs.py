@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 import cogumi
-from cogumi.cli import main
-from cogumi.config import load_config
-from cogumi.errors import UsageError
-from cogumi.handing_out import PACKAGE, hand_out, there_are
+from cogumi.cli.app import main
+from cogumi.config.catalog import PACKAGE, hand_out, there_are
+from cogumi.config.schema import load_config
+from cogumi.core.errors import UsageError
 
 CONFIGS = PACKAGE / "configs"
 ALL = sorted(CONFIGS.rglob("*.yaml"))
@@ -43,7 +43,7 @@ def test_all_of_them_are_seen() -> None:
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(CONFIGS)))
 def test_it_binds_and_trl_takes_it(path: Path) -> None:
-    from cogumi.training.arguments import trl_arguments
+    from cogumi.methods.arguments import trl_arguments
 
     run = load_config(path)
     args = trl_arguments(run)

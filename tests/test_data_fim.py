@@ -10,12 +10,12 @@ from pydantic import ValidationError
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cogumi.data import encode as encoding
+from cogumi.core.errors import UsageError
+from cogumi.data import encoding as encoding
 from cogumi.data import fim
 from cogumi.data.fim import INSTRUCTION, FimConfig, prompts_for_rl, tokenize_for_sft
 from cogumi.data.fim_tokens import FAMILIES, FimTokens, detect_fim_tokens
-from cogumi.data.sample import sample_path
-from cogumi.errors import UsageError
+from cogumi.data.stdlib_sample import sample_path
 
 EOS = "<|endoftext|>"
 BOS = "<|begin|>"

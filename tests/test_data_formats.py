@@ -6,7 +6,7 @@ import polars as pl
 import pytest
 from golden import Golden
 
-from cogumi.data.examples import Chunk
+from cogumi.data.example_kinds import Chunk
 from cogumi.data.fim import FimConfig, prompts_for_rl, tokenize_for_sft
 from cogumi.data.fim_tokens import FAMILIES
 from cogumi.data.formats import FormatOptions, columns_for, learned, note_of, tokenize_for

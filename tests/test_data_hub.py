@@ -14,18 +14,18 @@ import polars as pl
 import pytest
 from golden import Golden
 
-from cogumi.data.files import is_hub_id
-from cogumi.data.hub import choose_split
-from cogumi.data.locate import locate
+from cogumi.data.pipeline import locate
+from cogumi.hub.dataset_files import choose_split
+from cogumi.hub.source_files import is_hub_id
 from tests.hub_server import HubServer, hub_server
 
 # HF_ENDPOINT is read when huggingface_hub is imported: whoever asks runs in a process of its own, which takes several calls.
 ASK = textwrap.dedent(
     """
     import json, logging, sys
-    from cogumi.data.locate import locate
+    from cogumi.data.pipeline import locate
     from cogumi.data.sources import read_rows
-    from cogumi.errors import UsageError
+    from cogumi.core.errors import UsageError
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

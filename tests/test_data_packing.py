@@ -10,8 +10,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import cogumi
+from cogumi.core.run_directory import read_json
 from cogumi.data.packing import Packed, pack, padding_of, probe, rows_apart, rows_per_step, with_labels
-from cogumi.rundir import read_json
 
 VOCABULARY = 128
 SHAPE = {
@@ -224,9 +224,9 @@ def config_of(model: Path, run_dir: Path, **train: Any) -> dict[str, Any]:
 
 def trained(tiny_model: Path, run_dir: Path, data: Dataset, **train: Any) -> Any:
     """A real trainer as a run builds it, after its steps, on data in the order given."""
-    from cogumi.config import load_config
+    from cogumi.config.schema import load_config
+    from cogumi.methods import sft
     from cogumi.models.adapters import lora_config
-    from cogumi.training import sft
     from cogumi.training.run import trl_arguments
 
     cogumi.patch()
@@ -280,7 +280,7 @@ def test_packed_is_unpacked_on_the_same_examples(tiny_model: Path, tmp_path: Pat
 
 
 def test_other_labels_in_a_packed_row_are_refused(tiny_model: Path, tmp_path: Path) -> None:
-    from cogumi.training.sft import refuse_other_labels
+    from cogumi.methods.sft import refuse_other_labels
 
     whole, half = (with_labels(examples([20] * 20, whole)) for whole in (True, False))
     trainer = trained(tiny_model, tmp_path / "a", examples([20] * 20, whole=True), packing=True, max_steps=1)
@@ -335,12 +335,12 @@ def test_a_run_of_a_model_that_leaks_is_not_packed_and_says_why(
 
 
 def test_a_run_that_goes_on_keeps_what_it_decided(tiny_model: Path, tmp_path: Path, caplog: Any) -> None:
-    from cogumi.rundir import write_json
+    from cogumi.core.run_directory import write_json
 
     (tmp_path / "decided").mkdir()
     write_json(tmp_path / "decided" / "packing.json", {"safe": False})
-    from cogumi.config import load_config
-    from cogumi.training import sft
+    from cogumi.config.schema import load_config
+    from cogumi.methods import sft
     from cogumi.training.run import trl_arguments
 
     run = load_config(config_of(tiny_model, tmp_path / "decided", packing=True))

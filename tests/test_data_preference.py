@@ -9,7 +9,7 @@ import pytest
 import trl
 from datasets import Dataset
 
-from cogumi.data.examples import Chunk
+from cogumi.data.example_kinds import Chunk
 from cogumi.data.formats import FormatOptions, columns_for, holds_messages, tokenize_for
 from tests.chat_tokenizers import chat_tokenizer, texts, tiny_for
 

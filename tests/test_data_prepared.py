@@ -18,12 +18,12 @@ import pyarrow as pa
 import pytest
 from golden import Golden
 
-from cogumi.data import prepared as module
-from cogumi.data.cache_key import files_identity, tokenizer_identity
-from cogumi.data.examples import Chunk, Dropped
+from cogumi.core.errors import UsageError
+from cogumi.data import cache as module
+from cogumi.data.cache import Data, Prepared, Selection, Source, prepare
+from cogumi.data.cache_files import files_identity, tokenizer_identity
+from cogumi.data.example_kinds import Chunk, Dropped
 from cogumi.data.fim import FimConfig, tokenize_for_sft
-from cogumi.data.prepared import Data, Prepared, Selection, Source, prepare
-from cogumi.errors import UsageError
 
 
 def words(rows: pl.DataFrame, first_row: int) -> Chunk:
@@ -386,7 +386,7 @@ def test_two_processes_prepare_once_and_a_killed_one_leaves_nothing(tmp_path, fo
 
 
 def test_leftovers_of_other_keys_are_swept_unless_somebody_writes_there(tmp_path):
-    from cogumi.durable import locked
+    from cogumi.core.durability import locked
 
     for name in ("dead", "alive"):
         (tmp_path / "cache" / f"{name}.unfinished").mkdir(parents=True)
@@ -396,10 +396,10 @@ def test_leftovers_of_other_keys_are_swept_unless_somebody_writes_there(tmp_path
 
 
 def test_too_small_a_disk_is_refused_by_the_first_batch(tmp_path, monkeypatch):
-    from cogumi.data import arrow_part
+    from cogumi.data import arrow_writer
 
-    real = arrow_part.space_of
-    monkeypatch.setattr(arrow_part, "space_of", lambda path: replace(real(path), free=100))
+    real = arrow_writer.space_of
+    monkeypatch.setattr(arrow_writer, "space_of", lambda path: replace(real(path), free=100))
     with pytest.raises(UsageError, match=r"prepared data will take about .* and 100 B are free"):
         run([source(tmp_path / "rows.parquet", numbered(20))], tmp_path)
     assert list((tmp_path / "cache").iterdir()) == []

@@ -8,9 +8,9 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from cogumi.data import sample
-from cogumi.data.sample import collect_functions, sample_path, write_sample
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
+from cogumi.data import stdlib_sample
+from cogumi.data.stdlib_sample import collect_functions, sample_path, write_sample
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_rows_are_functions_that_parse_on_their_own(shard):
             (function,) = ast.parse(source).body
             assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
             assert function.name == name.split(".")[-1]
-            assert sample.MIN_LINES <= source.count("\n") <= sample.MAX_LINES
+            assert stdlib_sample.MIN_LINES <= source.count("\n") <= stdlib_sample.MAX_LINES
     parts = [path.split("/") for path in rows["path"]]
     assert parts == sorted(parts)
 
@@ -40,7 +40,7 @@ def test_rows_are_functions_that_parse_on_their_own(shard):
 def small_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """One package of the library instead of all of it, for tests that write several samples."""
     package = Path(sysconfig.get_paths()["stdlib"]) / "asyncio"
-    monkeypatch.setattr(sample.sysconfig, "get_paths", lambda: {"stdlib": str(package)})
+    monkeypatch.setattr(stdlib_sample.sysconfig, "get_paths", lambda: {"stdlib": str(package)})
 
 
 @pytest.mark.usefixtures("small_library")
@@ -101,12 +101,14 @@ def test_a_python_without_sources_is_a_usage_error(tmp_path):
 
 
 def test_the_cache_is_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(sample.platformdirs, "user_cache_dir", lambda name: str(tmp_path / name))
-    monkeypatch.setattr(sample, "write_sample", lambda path: Path(path).parent.mkdir() or Path(path).touch() or path)
+    monkeypatch.setattr(stdlib_sample.platformdirs, "user_cache_dir", lambda name: str(tmp_path / name))
+    monkeypatch.setattr(
+        stdlib_sample, "write_sample", lambda path: Path(path).parent.mkdir() or Path(path).touch() or path
+    )
     first = sample_path()
     assert first.parent == tmp_path / "cogumi"
-    assert f"v{sample.FORMAT_VERSION}" in first.name
-    monkeypatch.delattr(sample, "write_sample")
+    assert f"v{stdlib_sample.FORMAT_VERSION}" in first.name
+    monkeypatch.delattr(stdlib_sample, "write_sample")
     assert sample_path() == first
 
 
@@ -114,7 +116,7 @@ def test_a_failed_write_leaves_neither_file_nor_temporary(tmp_path, monkeypatch)
     def fail(*arguments: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(sample.os, "fsync", fail)
+    monkeypatch.setattr(stdlib_sample.os, "fsync", fail)
     with pytest.raises(OSError, match="disk full"):
-        sample.write_atomically(tmp_path / "a.parquet", b"x")
+        stdlib_sample.write_atomically(tmp_path / "a.parquet", b"x")
     assert list(tmp_path.iterdir()) == []

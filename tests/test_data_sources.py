@@ -7,11 +7,11 @@ import polars as pl
 import pytest
 from golden import Golden
 
+from cogumi.core.errors import UsageError
 from cogumi.data import sources
-from cogumi.data.files import find_files
 from cogumi.data.fim import FimConfig, tokenize_for_sft
 from cogumi.data.sources import batches, column_names, read_rows
-from cogumi.errors import UsageError
+from cogumi.hub.source_files import find_files
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import trl
 from datasets import Dataset
 from tokenizers import normalizers
 
-from cogumi.data.examples import Chunk
+from cogumi.core.errors import UsageError
+from cogumi.data.chat_templates import read_template
+from cogumi.data.example_kinds import Chunk
 from cogumi.data.formats import FormatOptions, columns_for, tokenize_for
-from cogumi.data.templates import read_template
-from cogumi.errors import UsageError
 from tests.chat_tokenizers import chat_tokenizer, learned_texts, texts, tiny_for
 
 Rows = list[dict[str, Any]]
@@ -230,7 +230,7 @@ def test_tokenizers_that_are_read_whole_give_the_same(name: str, learn: str, mon
     """Word by word with byte counts, and whole with the tokenizer's offsets."""
     rows = conversations()
     by_words = chunk_of(rows, chat_tokenizer(name), learn=learn)
-    monkeypatch.setattr("cogumi.data.rendered._added_tokens", lambda tokenizer: None)
+    monkeypatch.setattr("cogumi.data.encoding._added_tokens", lambda tokenizer: None)
     assert chunk_of(rows, chat_tokenizer(name), learn=learn).table.equals(by_words.table)
 
 

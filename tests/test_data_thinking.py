@@ -8,11 +8,10 @@ import pytest
 import torch
 from golden import Golden
 
+from cogumi.core.errors import UsageError
+from cogumi.data.chat_templates import read_template, read_thinking, visible
 from cogumi.data.formats import FormatOptions, columns_for, tokenize_for
-from cogumi.data.templates import read_template
-from cogumi.data.thinking import read_thinking, visible
-from cogumi.errors import UsageError
-from cogumi.rewards.thinking import on_visible
+from cogumi.rewards.functions import on_visible
 from tests.chat_tokenizers import TEMPLATES, chat_tokenizer, learned_texts, texts, tiny_for
 
 QUESTION = {"role": "user", "content": "2 + 3?"}
@@ -206,7 +205,7 @@ def test_a_real_trainer_rolls_out_and_grades_by_the_flag(tmp_path: Path) -> None
     from datasets import Dataset
 
     import cogumi
-    from cogumi.training.gspo import apply_thinking
+    from cogumi.methods.gspo import apply_thinking
 
     cogumi.patch()
     tokenizer = chat_tokenizer("qwen3")

@@ -24,7 +24,7 @@ from transformers import (
 )
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from cogumi.disk.forecast import (
+from cogumi.checkpoints.sizes import (
     Forecast,
     checkpoint_bytes,
     hours_until_full,
@@ -32,7 +32,7 @@ from cogumi.disk.forecast import (
     peak_bytes,
     saves_until_full,
 )
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
 from cogumi.patches import fused_head
 
 LORA = {"r": 64, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}

@@ -18,8 +18,8 @@ from disk_mounts import fill, mounting
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import cogumi
+from cogumi.core.errors import UsageError
 from cogumi.disk import Sample
-from cogumi.errors import UsageError
 
 Mount = Callable[..., Path]
 MB = 1 << 20

@@ -27,13 +27,13 @@ from transformers import (
 )
 
 import cogumi
+from cogumi.checkpoints.disk_forecast import CHECKPOINTS, ENTRIES, Found, Outlook, composed, outlook
 from cogumi.checkpoints.manifest import write_manifest
-from cogumi.disk.forecast import checkpoint_bytes, merged_bytes
-from cogumi.disk.needs import Need
-from cogumi.disk.outlook import CHECKPOINTS, ENTRIES, Found, Outlook, composed, outlook
-from cogumi.disk.planned import planned_trainer
-from cogumi.disk.running import outlook_of_run
-from cogumi.errors import UsageError
+from cogumi.checkpoints.sizes import checkpoint_bytes, merged_bytes
+from cogumi.core.disk_space import Need
+from cogumi.core.errors import UsageError
+from cogumi.forecast.disk_lines import planned_trainer
+from cogumi.forecast.running_forecast import outlook_of_run
 
 SIZE = 1_000_000
 SHAPE = {

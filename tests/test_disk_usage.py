@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from disk_mounts import ext_image, fill, mounting
 
-from cogumi.disk import owners, usage
-from cogumi.disk.owners import leftovers, uses
-from cogumi.disk.usage import allocatable, deleted_but_open, filesystem_of, filesystems, space_of, spoken
+from cogumi.core import disk_space
+from cogumi.core.disk_space import allocatable, deleted_but_open, filesystem_of, filesystems, space_of, spoken
+from cogumi.disk import usage_by_owner
+from cogumi.disk.usage_by_owner import leftovers, uses
 
 Mount = Callable[..., Path]
 MB = 1 << 20
@@ -83,12 +84,12 @@ def test_a_read_only_disk_is_told(mount: Mount) -> None:
 
 @pytest.mark.parametrize("kind", ["nfs", "nfs4", "cifs", "9p", "ceph", "lustre", "fuse", "fuse.sshfs", "fuse.juicefs"])
 def test_network_filesystems_are_told(kind: str) -> None:
-    assert usage.is_network(kind)
+    assert disk_space.is_network(kind)
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "tmpfs", "overlay", "fuseblk", "fuse.fuse-overlayfs", ""])
 def test_local_filesystems_are_told(kind: str) -> None:
-    assert not usage.is_network(kind)
+    assert not disk_space.is_network(kind)
 
 
 def test_every_filesystem_of_a_run_once(mount: Mount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,13 +110,13 @@ def test_caches_are_where_the_libraries_have_them(tmp_path: Path) -> None:
     """Fails when huggingface_hub, datasets or torch move them."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    assert str(owners.inductor_cache()) == default_cache_dir()
+    assert str(usage_by_owner.inductor_cache()) == default_cache_dir()
     program = """
 import json, runpy
 from importlib.util import find_spec
 from pathlib import Path
 from huggingface_hub import constants
-from cogumi.disk import owners, usage
+from cogumi.disk import usage_by_owner as owners; from cogumi.core import disk_space as usage
 datasets = runpy.run_path(Path(find_spec("datasets").origin).with_name("config.py"))
 pairs = [(constants.HF_HUB_CACHE, usage.hub_cache()), (datasets["HF_DATASETS_CACHE"], usage.datasets_cache()),
          (constants.HF_XET_CACHE, dict(owners.caches())["HF xet cache"])]
@@ -212,7 +213,7 @@ def test_a_quota_is_told_from_a_full_disk(tmp_path: Path, monkeypatch: pytest.Mo
     def over_quota(file: int, size: int) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr(usage, "fallocate", over_quota)
+    monkeypatch.setattr(disk_space, "fallocate", over_quota)
     found = allocatable(tmp_path, 4096)
     assert (found.fits, found.reason) == (False, "quota")
     assert "a quota is used up" in found.message
@@ -339,11 +340,11 @@ def test_who_uses_the_space(caches_at: Path, tmp_path: Path) -> None:
         ("cogumi cache", str(caches_at / "XDG_CACHE_HOME/cogumi")): du(caches_at / "XDG_CACHE_HOME/cogumi"),
         ("wandb", str(caches_at / "WANDB_DIR/wandb")): du(caches_at / "WANDB_DIR/wandb"),
         ("checkpoints", here): du(checkpoints / "checkpoint-5") + du(checkpoints / "checkpoint-10"),
-        (owners.STAGING, here): du(checkpoints / ".cogumi-saving"),
-        (owners.TRASH, here): du(checkpoints / ".cogumi-trash-checkpoint-1-ab12"),
-        (owners.RESERVE, here): du(checkpoints / ".cogumi-ballast"),
-        (owners.ASIDE, here): du(checkpoints / "aside-checkpoint-3-ab12"),
-        (owners.MERGE, here): du(run / "a/merged.partial-0123abcd"),
+        (usage_by_owner.STAGING, here): du(checkpoints / ".cogumi-saving"),
+        (usage_by_owner.TRASH, here): du(checkpoints / ".cogumi-trash-checkpoint-1-ab12"),
+        (usage_by_owner.RESERVE, here): du(checkpoints / ".cogumi-ballast"),
+        (usage_by_owner.ASIDE, here): du(checkpoints / "aside-checkpoint-3-ab12"),
+        (usage_by_owner.MERGE, here): du(run / "a/merged.partial-0123abcd"),
         ("wandb", here): du(run / "wandb"),
         ("compiled by unsloth", here): du(run / "unsloth_compiled_cache"),
         ("everything else", here): sums["everything else", here],
@@ -374,17 +375,17 @@ def test_names_are_those_that_checkpoints_and_merges_give() -> None:
     from cogumi.checkpoints.saving import BALLAST_NAME
 
     kinds = {
-        STAGING_NAME: owners.STAGING,
-        f"{TRASH_PREFIX}checkpoint-5-ab12": owners.TRASH,
-        BALLAST_NAME: owners.RESERVE,
-        f"{ASIDE_PREFIX}checkpoint-5-ab12": owners.ASIDE,
+        STAGING_NAME: usage_by_owner.STAGING,
+        f"{TRASH_PREFIX}checkpoint-5-ab12": usage_by_owner.TRASH,
+        BALLAST_NAME: usage_by_owner.RESERVE,
+        f"{ASIDE_PREFIX}checkpoint-5-ab12": usage_by_owner.ASIDE,
         "checkpoint-5": "checkpoints",
-        "merged.partial-0123abcd": owners.MERGE,
+        "merged.partial-0123abcd": usage_by_owner.MERGE,
     }
     for name, kind in kinds.items():
-        assert owners.kind_of(name, owners.KNOWN_NAMES) == kind
+        assert usage_by_owner.kind_of(name, usage_by_owner.KNOWN_NAMES) == kind
     for name in ("checkpoint-5.bak", "checkpoint-keep-this", ".cogumi-saving-mine", "x.partial-012", ".cogumi-trash"):
-        assert owners.kind_of(name, owners.KNOWN_NAMES) is None
+        assert usage_by_owner.kind_of(name, usage_by_owner.KNOWN_NAMES) is None
 
 
 # ---------------------------------------------------------------------------------------------------- what is left over
@@ -404,16 +405,16 @@ def test_leftovers_and_why_they_may_be_in_use(tmp_path: Path, monkeypatch: pytes
         return {Path(row.path).name: (row.what, row.in_use) for row in leftovers(tmp_path)}
 
     assert all("changed" in in_use for _, in_use in found().values())
-    monkeypatch.setattr(owners, "SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr(usage_by_owner, "SETTLED_SECONDS", -1.0)
     assert found() == {
-        ".cogumi-saving": (owners.STAGING, ""),
-        trash.name: (owners.TRASH, ""),
-        ".cogumi-ballast": (owners.RESERVE, ""),
-        "merged.partial-0123abcd": (owners.MERGE, ""),
+        ".cogumi-saving": (usage_by_owner.STAGING, ""),
+        trash.name: (usage_by_owner.TRASH, ""),
+        ".cogumi-ballast": (usage_by_owner.RESERVE, ""),
+        "merged.partial-0123abcd": (usage_by_owner.MERGE, ""),
     }
-    assert {row.bytes for row in leftovers(tmp_path) if row.what == owners.TRASH} == {du(trash)}
+    assert {row.bytes for row in leftovers(tmp_path) if row.what == usage_by_owner.TRASH} == {du(trash)}
     with staged.open("rb"):
-        assert found()[".cogumi-saving"] == (owners.STAGING, f"process {os.getpid()} has it open")
+        assert found()[".cogumi-saving"] == (usage_by_owner.STAGING, f"process {os.getpid()} has it open")
     holder = f"""
 import fcntl, os, sys
 d = os.open({str(trash)!r}, os.O_RDONLY); fcntl.flock(d, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()
@@ -422,12 +423,12 @@ d = os.open({str(trash)!r}, os.O_RDONLY); fcntl.flock(d, fcntl.LOCK_EX); print(f
     assert other.stdin is not None
     assert other.stdout is not None
     other.stdout.readline()
-    assert owners.is_locked(trash)
-    assert found()[trash.name] == (owners.TRASH, f"process {other.pid} has it open")
+    assert usage_by_owner.is_locked(trash)
+    assert found()[trash.name] == (usage_by_owner.TRASH, f"process {other.pid} has it open")
     other.stdin.close()
     other.stdout.close()
     other.wait()
-    assert not owners.is_locked(trash)
+    assert not usage_by_owner.is_locked(trash)
     descriptor = os.open(trash, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     os.close(descriptor)

@@ -5,13 +5,14 @@ status 0. Runs are shortened by the environment, as a reader could. All pages ar
 typed again. NOT_RUN is what cannot run here; its `cogumi` commands have to parse all the same.
 """
 
+import importlib
 import os
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import click
@@ -21,8 +22,8 @@ import pytest
 import typer
 import yaml
 
-from cogumi.cli import app
-from cogumi.config import load_config
+from cogumi.cli.app import app
+from cogumi.config.schema import load_config
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").glob("*.md"))]
@@ -99,6 +100,8 @@ SHORT = {
     "OMP_NUM_THREADS": "1",
     "COLUMNS": "160",
 }
+# A sanity check is refused that can log fewer than eight losses.
+OF_A_PAGE = {"docs/runs.md": {"COGUMI_TRAIN__MAX_STEPS": "8", "COGUMI_TRAIN__LOGGING_STEPS": "1"}}
 SECONDS = 300  # for one command, on a machine that others use as well
 # These pages are what people paste first.
 QUICK = {"README.md", "docs/quickstart.md", "docs/contributing.md"}
@@ -281,6 +284,7 @@ def pages_to_type() -> list[object]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", pages_to_type())
 def test_what_a_page_tells_to_type_runs(page: str, clone: Clone) -> None:
+    clone = replace(clone, environment=clone.environment | OF_A_PAGE.get(page, {}))
     for command in BEFORE.get(page, []):
         clone.type(command)
     for tag, block in fences(page):
@@ -291,3 +295,9 @@ def test_what_a_page_tells_to_type_runs(page: str, clone: Clone) -> None:
         elif tag == "python":
             python = prepared_process.python(clone.environment)
             clone.run([*python, "-c", GIVEN.get(page, "") + block], f"{page}: {block}")
+
+
+def test_the_reference_is_written_from_what_there_is() -> None:
+    sys.path.insert(0, str(REPOSITORY / "docs"))
+    reference = importlib.import_module("reference")
+    assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "make reference"

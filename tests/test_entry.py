@@ -15,10 +15,11 @@ import yaml
 from hub_server import HubServer, hub_server
 
 import cogumi
-from cogumi import accounts, entry
-from cogumi.errors import RefusedAtSetup, UsageError
+from cogumi.core.errors import RefusedAtSetup, UsageError
+from cogumi.runs import entry
 from cogumi.stack import gpus
 from cogumi.stack.gpus import choose_gpu, refuse_ranks, refuse_several_gpus
+from cogumi.telemetry import accounts
 
 Config = dict[str, Any]
 # Printed by `nvidia-smi --query-gpu=index,uuid,memory.free,name --format=csv,noheader,nounits`.
@@ -30,7 +31,7 @@ FIRST, SECOND = "GPU-1f2e3d4c-0000-4111-8222-333344445555", "GPU-a9b8c7d6-0000-4
 
 WITHOUT_TORCH = """
 import sys, contextlib, io, cogumi
-from cogumi import cli
+from cogumi.cli import app as cli
 def refused(call, *given, **words):
     try: call(*given, **words)
     except cogumi.UsageError as error: print(error)

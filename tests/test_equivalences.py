@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 import cogumi
-from cogumi.data.sample_tasks import chat_path, pairs_path
-from cogumi.handing_out import PACKAGE
-from cogumi.rundir import read_jsonl
+from cogumi.config.catalog import PACKAGE
+from cogumi.core.run_directory import read_jsonl
+from cogumi.data.stdlib_tasks import chat_path, pairs_path
 
 pytestmark = pytest.mark.usefixtures("without_report")
 

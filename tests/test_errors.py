@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from cogumi.config import load_config
-from cogumi.errors import RefusedAtSetup, UsageError
+from cogumi.config.schema import load_config
+from cogumi.core.errors import RefusedAtSetup, UsageError
 
 
 @pytest.mark.parametrize(

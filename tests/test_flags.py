@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cogumi.errors import UsageError
-from cogumi.thresholds import Thresholds
-from cogumi.training.belonging import shared_by_answers, shared_words
-from cogumi.training.diagnosis import judge, safe_to_scale
-from cogumi.training.flags import Answers, Batches, Flag, Pairs, Run, Setting, Words, reds, settled
-from cogumi.training.flags_dpo import are_mixed_up
-from cogumi.training.sentinel import Sentinel
-from cogumi.training.trend import noise, smooth, trend
+from cogumi.config.subsections import Thresholds
+from cogumi.core.errors import UsageError
+from cogumi.health.data_checks import shared_by_answers, shared_words
+from cogumi.health.flags import Answers, Batches, Flag, Pairs, Run, Setting, Words, reds, settled
+from cogumi.health.flags_rl import are_mixed_up
+from cogumi.health.sentinel import Sentinel
+from cogumi.health.trend import noise, smooth, trend
+from cogumi.health.verdict import judge, safe_to_scale
 
 SFT = Setting("sft", 1e-3, max_steps=200, examples_per_step=16, vocabulary=1024)
 GSPO = replace(SFT, method="gspo")
@@ -527,7 +527,7 @@ def test_the_answer_names_every_reason() -> None:
 
 
 def test_thresholds_are_overridden_by_name_and_a_wrong_name_is_told() -> None:
-    from cogumi.config import load_config
+    from cogumi.config.schema import load_config
 
     values = {"model": {"name": "x"}, "data": {"source": "x"}, "cogumi": {"method": "sft"}}
     run = load_config(values, cogumi__flags__grad_norm_high=20)

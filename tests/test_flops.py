@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from cogumi.training.flops import peak_flops, work_of
+from cogumi.telemetry.throughput import peak_flops, work_of
 
 
 def on_meta(kind: str, **config: Any) -> Any:
@@ -114,7 +114,7 @@ def test_a_tied_head_counts_and_layers_without_attention_attend_to_nothing() -> 
 
 
 def test_four_bit_weights_are_counted_unpacked(tiny_model: Any) -> None:
-    from cogumi.models.load import load_model
+    from cogumi.models.loading import load_model
 
     plain, packed = load_model(str(tiny_model)), load_model(str(tiny_model), quantization={"load_in_4bit": True})
     assert work_of(packed).weights == work_of(plain).weights

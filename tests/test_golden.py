@@ -12,7 +12,7 @@ import pytest
 
 SUITE = """
 import pytest
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
 
 def refuse(place, key="verify", value=42):
     raise UsageError(f"is {value}, two\\n\\nlines", key=key, place=place, fix="give 41")

@@ -21,7 +21,7 @@ from golden import Golden
 from torch import Tensor, nn
 
 import cogumi
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
 from cogumi.patches import graph_break
 from cogumi.patches.branchless_4bit import Branchless4bit, fused_takes_no_rows
 from cogumi.patches.graph_break_probes import Probe, probe_linear, probe_zero_rows

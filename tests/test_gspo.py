@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import cogumi
-from cogumi.errors import UsageError
-from cogumi.patches import gspo
+from cogumi.core.errors import UsageError
+from cogumi.patches import gspo_loss
 from cogumi.rl import PRESETS
 
 LOW, HIGH = 3e-4, 4e-4
@@ -163,12 +163,12 @@ def test_gspo_is_spelled_out_before_trl_sees_it() -> None:
 
 
 def test_what_the_user_sets_wins_and_a_contradiction_is_refused() -> None:
-    said = gspo.gspo_arguments({"loss_type": "gspo", "beta": 0.1, "epsilon": 1e-3})
+    said = gspo_loss.gspo_arguments({"loss_type": "gspo", "beta": 0.1, "epsilon": 1e-3})
     assert (said["beta"], said["epsilon"], said["epsilon_high"]) == (0.1, 1e-3, 1e-3)
-    assert gspo.gspo_arguments({"loss_type": "gspo", "epsilon_high": 1e-3})["epsilon"] == 3e-4
-    assert gspo.gspo_arguments({"loss_type": "dapo"}) == {"loss_type": "dapo"}
+    assert gspo_loss.gspo_arguments({"loss_type": "gspo", "epsilon_high": 1e-3})["epsilon"] == 3e-4
+    assert gspo_loss.gspo_arguments({"loss_type": "dapo"}) == {"loss_type": "dapo"}
     with pytest.raises(UsageError, match="contradicts loss_type='gspo'"):
-        gspo.gspo_arguments({"loss_type": "gspo", "importance_sampling_level": "token"})
+        gspo_loss.gspo_arguments({"loss_type": "gspo", "importance_sampling_level": "token"})
 
 
 def test_trls_own_parser_gets_gspo_too() -> None:
@@ -193,7 +193,7 @@ def test_the_name_survives_repr_save_and_load(tmp_path: Path) -> None:  # refere
 
     torch.save(config, tmp_path / "training_args.bin")  # as transformers' Trainer saves it
     loaded = torch.load(tmp_path / "training_args.bin", weights_only=False)
-    assert gspo.loss_name(loaded) == "gspo"
+    assert gspo_loss.loss_name(loaded) == "gspo"
     assert repr(loaded) == repr(config)
     saved = json.loads(config.to_json_string())
     del saved["generation_batch_size"], saved["hub_token"]  # TRL refuses its own config for having both; a placeholder
@@ -205,11 +205,11 @@ def test_the_name_survives_repr_save_and_load(tmp_path: Path) -> None:  # refere
 @pytest.mark.parametrize("name", ["gspo", "gspo-length", "gspo-token"])
 def test_what_decides_the_update_is_passed_explicitly(name: str) -> None:
     """unsloth's generated config takes a KL term, learning rate 5e-5, 8-bit AdamW and no vLLM correction as defaults."""
-    said = gspo.gspo_arguments({"loss_type": name})
+    said = gspo_loss.gspo_arguments({"loss_type": name})
     assert (said["beta"], said["learning_rate"], said["optim"]) == (0.0, 1e-6, "adamw_torch_fused")
     assert said["vllm_importance_sampling_correction"] is True
     assert {"epsilon", "epsilon_high", "importance_sampling_level", "steps_per_generation", "seed"} <= said.keys()
-    ours = gspo.gspo_arguments({"loss_type": name, "learning_rate": 1e-4, "gradient_accumulation_steps": 3})
+    ours = gspo_loss.gspo_arguments({"loss_type": name, "learning_rate": 1e-4, "gradient_accumulation_steps": 3})
     assert (ours["learning_rate"], ours["steps_per_generation"]) == (1e-4, 3)
 
 
@@ -248,7 +248,7 @@ def test_a_subclass_of_the_config_understands_the_name() -> None:
 
     mine = Mine(output_dir="unused", loss_type="gspo", bf16=False, report_to="none", extra=3, epsilon_high=1e-3)
     assert (mine.loss_type, mine.importance_sampling_level, mine.epsilon) == ("grpo", "sequence", 3e-4)
-    assert (mine.epsilon_high, mine.extra, gspo.loss_name(mine)) == (1e-3, 3, "gspo")
+    assert (mine.epsilon_high, mine.extra, gspo_loss.loss_name(mine)) == (1e-3, 3, "gspo")
 
 
 def test_a_name_that_was_changed_since_is_not_shown() -> None:
@@ -257,7 +257,7 @@ def test_a_name_that_was_changed_since_is_not_shown() -> None:
     cogumi.patch()
     config = trl.GRPOConfig(output_dir="unused", loss_type="gspo", bf16=False, report_to="none")
     config.importance_sampling_level = "token"
-    assert gspo.loss_name(config) == config.to_dict()["loss_type"] == "grpo"
+    assert gspo_loss.loss_name(config) == config.to_dict()["loss_type"] == "grpo"
 
 
 @pytest.mark.parametrize("name", ["gspo", "GSPO"])
@@ -276,22 +276,22 @@ def test_a_name_set_too_late_is_refused_before_anything_is_loaded(name: str, mak
 def test_the_patch_can_be_repeated_and_undone() -> None:
     import trl
 
-    gspo.undo()
+    gspo_loss.undo()
     names = ("__init__", "to_dict", "__repr__", "__str__")
     upstream = [getattr(trl.GRPOConfig, name) for name in names] + [trl.GRPOTrainer.__init__]
     inherited = [name in vars(trl.GRPOConfig) for name in names]
     try:
         for _ in range(2):
-            assert not gspo.status().applied
-            gspo.apply()
-            assert gspo.apply().applied
-            assert "written for trl 1.15" in gspo.status().reason
+            assert not gspo_loss.status().applied
+            gspo_loss.apply()
+            assert gspo_loss.apply().applied
+            assert "written for trl 1.15" in gspo_loss.status().reason
             assert trl.GRPOConfig(output_dir="unused", loss_type="gspo", bf16=False).loss_type == "grpo"
-            gspo.undo()
+            gspo_loss.undo()
             assert [getattr(trl.GRPOConfig, name) for name in names] + [trl.GRPOTrainer.__init__] == upstream
             assert [name in vars(trl.GRPOConfig) for name in names] == inherited
     finally:
-        gspo.apply()
+        gspo_loss.apply()
 
 
 def test_trl_still_needs_the_patch(trainer: Any) -> None:

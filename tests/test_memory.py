@@ -12,14 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from cogumi.config import load_config
-from cogumi.memory.forecast import MemoryForecast, Steps
-from cogumi.memory.live import BLOCK, Live
-from cogumi.memory.on_a_card import as_on_a_card, attention, trls_head
-from cogumi.memory.stand_ins import codes_apart
-from cogumi.memory.step import INPUTS, Work, run_step
+from cogumi.config.schema import load_config
+from cogumi.forecast.allocation_tracker import BLOCK, Live
+from cogumi.forecast.fake_parameters import as_on_a_card, attention, codes_apart, trls_head
+from cogumi.forecast.memory_forecast import MemoryForecast, Steps
+from cogumi.forecast.meta_trainer import planned_trainer
+from cogumi.forecast.training_step import INPUTS, Work, run_step
 from cogumi.models.adapters import lora_config
-from cogumi.planning.planned import planned_trainer
 from cogumi.rl.patching import patch
 
 SHAPE = {

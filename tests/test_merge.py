@@ -35,8 +35,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from cogumi.errors import DiskFull, UsageError
-from cogumi.merge import MergeError, check_logits, merge_adapter, work
+from cogumi.core.errors import DiskFull, UsageError
+from cogumi.merge import MergeError, check_logits, executor, merge_adapter
 from cogumi.merge.stream import Run
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -536,7 +536,9 @@ def test_full_disk_is_refused_with_numbers(
 ) -> None:
     adapter = make_adapter(llama_base, tmp_path / "adapter")
     disk = small_disk("size=200k")
-    monkeypatch.setattr("cogumi.merge.work.write_run", lambda *_: pytest.fail("wrote before the disk was known to do"))
+    monkeypatch.setattr(
+        "cogumi.merge.executor.write_run", lambda *_: pytest.fail("wrote before the disk was known to do")
+    )
     with pytest.raises(
         UsageError, match=r"needs \d+ kB and .* has \d+ kB free \(No space left on device\); free \d+ kB"
     ):
@@ -570,7 +572,7 @@ def test_interruption_leaves_nothing(
     error: type[BaseException], llama_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = make_adapter(llama_base, tmp_path / "adapter")
-    original, calls = work.write_run, []
+    original, calls = executor.write_run, []
 
     def interrupted(*arguments: Any) -> Any:
         calls.append(1)
@@ -578,7 +580,7 @@ def test_interruption_leaves_nothing(
             raise error("stop")
         return original(*arguments)
 
-    monkeypatch.setattr(work, "write_run", interrupted)
+    monkeypatch.setattr(executor, "write_run", interrupted)
     with pytest.raises(error, match="stop"):
         merge_adapter(adapter, tmp_path / "merged", progress=False)
     assert nothing_left(tmp_path / "merged")
@@ -586,7 +588,7 @@ def test_interruption_leaves_nothing(
 
 SLOW_MERGE = """
 import os, sys, time
-from cogumi.merge import merge_adapter, work
+from cogumi.merge import merge_adapter, executor as work
 original = work.write_run
 def slow(*arguments):
     result = original(*arguments)
@@ -607,8 +609,8 @@ def test_killed_merge_leaves_no_output(llama_base: Path, tmp_path: Path, for_com
     assert child.stdout is not None
     assert child.stdout.readline() == b"wrote one\n"
     child.send_signal(signal.SIGKILL)
-    assert child.wait() == -signal.SIGKILL
-    child.stdout.close()
+    child.communicate()  # until nothing holds its output: what was forked for it has ended, too
+    assert child.returncode == -signal.SIGKILL
     assert not out.exists()
     assert len(list(tmp_path.glob("merged.partial-*"))) == 1
     assert {path.name: path.read_bytes() for path in llama_base.iterdir()} == before
@@ -622,7 +624,7 @@ def test_one_wrong_element_is_caught(
 ) -> None:
     """Flip the lowest mantissa bits of one element, touched or not, between writing and verifying."""
     adapter = make_adapter(llama_base, tmp_path / "adapter")
-    original = work.write_run
+    original = executor.write_run
 
     def corrupting(run: Run, directory: Path, weights: Any) -> Any:
         stats, target = original(run, directory, weights), run.tensor.target
@@ -634,7 +636,7 @@ def test_one_wrong_element_is_caught(
                 file.write(bytes([low ^ 2]))
         return stats
 
-    monkeypatch.setattr(work, "write_run", corrupting)
+    monkeypatch.setattr(executor, "write_run", corrupting)
     with pytest.raises(MergeError, match=tensor):
         merge_adapter(adapter, tmp_path / "merged", progress=False)
     assert nothing_left(tmp_path / "merged")
@@ -647,14 +649,14 @@ def test_a_file_of_another_length_is_caught(
     llama_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
     adapter = make_adapter(llama_base, tmp_path / "adapter")
-    original = work.verify_header
+    original = executor.verify_header
 
     def too_much(plan: Any, directory: Path) -> None:
         with (directory / plan.name).open("ab") as file:
             file.write(b"x")
         original(plan, directory)
 
-    monkeypatch.setattr(work, "verify_header", too_much)
+    monkeypatch.setattr(executor, "verify_header", too_much)
     with pytest.raises(MergeError, match=r"safetensors has \d+ bytes on disk"):
         merge_adapter(adapter, tmp_path / "merged", progress=False)
 
@@ -677,7 +679,7 @@ def test_infinity_in_one_block_and_a_wrong_element_in_another(
     """Every element of the one is looked at, a few of the other."""
     monkeypatch.setattr("cogumi.merge.arithmetic.BLOCK_ELEMENTS", 1024)
     adapter = make_adapter(llama_base, tmp_path / "adapter")
-    original = work.write_run
+    original = executor.write_run
 
     def corrupting(run: Run, directory: Path, weights: Any) -> Any:
         stats, target = original(run, directory, weights), run.tensor.target
@@ -689,7 +691,7 @@ def test_infinity_in_one_block_and_a_wrong_element_in_another(
                 file.write(b"\x80\x7f")  # infinity
         return stats
 
-    monkeypatch.setattr(work, "write_run", corrupting)
+    monkeypatch.setattr(executor, "write_run", corrupting)
     with golden.raises("merge", MergeError, message="element (0, 0) is 8"):
         merge_adapter(adapter, tmp_path / "merged", progress=False)
 
@@ -706,7 +708,7 @@ def test_overflow_of_a_narrow_dtype_is_caught(tmp_path: Path, golden: Golden) ->
 
 
 def test_half_ulp_is_exact() -> None:
-    from cogumi.merge.verify import half_ulp
+    from cogumi.merge.element_check import half_ulp
 
     values = torch.tensor([0.0, 1.0, 1.5, -2.0, 3.99, 1e-40, 2.0**-126, 65504.0], dtype=torch.float64)
     expected = [2.0**-134, 2.0**-8, 2.0**-8, 2.0**-7, 2.0**-7, 2.0**-134, 2.0**-134, 2.0**7]

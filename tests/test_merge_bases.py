@@ -21,10 +21,10 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
 from cogumi.merge import MergeReport, merge_adapter
-from cogumi.models.load import reads_rows
-from cogumi.models.provenance import record_base
+from cogumi.merge.provenance import record_base
+from cogumi.models.loading import reads_rows
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SIZES: dict[str, Any] = {

@@ -32,7 +32,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, Qwen3Config
 
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
 from cogumi.merge import merge_adapter
 
 # Vocabularies that grew or shrank while the adapter was trained.

@@ -12,9 +12,9 @@ from golden import Golden
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cogumi.errors import UsageError
-from cogumi.merge.export import export_gguf, find_converter, gguf_command, gguf_path, install_hint
-from cogumi.words import pip, python_here
+from cogumi.core.errors import UsageError
+from cogumi.core.formatting import pip, python_here
+from cogumi.merge.gguf import export_gguf, find_converter, gguf_command, gguf_path, install_hint
 
 INSTALLED = find_converter()
 

@@ -9,14 +9,9 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from cogumi.durable import drop_from_memory, sha256_file
+from cogumi.core.durability import drop_from_memory, sha256_file
 from cogumi.merge import merge_adapter
-from cogumi.merge.hashing import (
-    HASH_BYTES,
-    FileDigest,
-    hashing_ahead,
-    is_in_memory,
-)
+from cogumi.merge.executor import HASH_BYTES, FileDigest, hashing_ahead, is_in_memory
 from tests.merge_models import SIZES, save_base, train_adapter
 
 

@@ -41,9 +41,9 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 
+from cogumi.core.safetensors_file import Span, matrix_shape
 from cogumi.merge import merge_adapter
-from cogumi.merge.checkpoint import Place, parameter_places
-from cogumi.merge.tensorfile import Span, matrix_shape
+from cogumi.merge.parameter_map import Place, parameter_places
 
 # Every conversion that transformers registers ends in the right places or in none.
 

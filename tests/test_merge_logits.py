@@ -33,7 +33,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
 from cogumi.merge.logits import KL_SHARE, LOGIT_GATE, check_logits
 from cogumi.merge.logits_disk import check_directory, prompt_tokens, trained_tokens
 

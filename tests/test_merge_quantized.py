@@ -25,7 +25,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
+from cogumi.core.safetensors_file import Shard, read_shard
 from cogumi.merge.base_proof import BaseProof, prove_base
 from cogumi.merge.quantized import (
     Bnb4bit,
@@ -36,7 +37,6 @@ from cogumi.merge.quantized import (
     quantized_tensors,
     refuse_dequantize,
 )
-from cogumi.merge.tensorfile import Shard, read_shard
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

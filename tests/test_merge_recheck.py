@@ -15,7 +15,7 @@ from golden import Golden
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
-from cogumi.cli import main
+from cogumi.cli.app import main
 from cogumi.merge import MergeError, merge_adapter
 from cogumi.merge.recheck import check_merged
 

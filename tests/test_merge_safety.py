@@ -29,10 +29,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 import cogumi.merge
-from cogumi.errors import DiskFull, UsageError
-from cogumi.merge import MergeError, merge_adapter, work
+from cogumi.core.errors import DiskFull, UsageError
+from cogumi.merge import MergeError, executor, merge_adapter
 
-commit: Any = importlib.import_module("cogumi.merge.commit")  # by attribute, the package has the function of that name
+commit: Any = importlib.import_module(
+    "cogumi.merge.output_directory"
+)  # by attribute, the package has the function of that name
 LINEARS = ["q_proj", "v_proj", "down_proj"]
 SIZES: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 SMALL = SIZES | {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 256}
@@ -53,7 +55,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("small", {"target_modules": LINEARS}),
 }
 # What a merge would import, so that a forked child starts at the merge itself.
-IMPORTED = ["cogumi.cli", "cogumi.merge", "peft.tuners.lora.model", "transformers.models.llama.modeling_llama"]
+IMPORTED = ["cogumi.cli.app", "cogumi.merge", "peft.tuners.lora.model", "transformers.models.llama.modeling_llama"]
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +143,7 @@ def test_torch_is_as_it_was_after_a_failure(
         assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"  # type: ignore[attr-defined]
         raise failure("stop")
 
-    monkeypatch.setattr(work, "verify_run", fail)
+    monkeypatch.setattr(executor, "verify_run", fail)
     try:
         torch.set_num_threads(3)
         torch.set_float32_matmul_precision("medium")
@@ -158,14 +160,15 @@ def test_torch_is_as_it_was_after_a_failure(
 COUNT_THREADS = """
 import os, sys, torch
 from cogumi.merge.arithmetic import one_thread_each
-from cogumi.merge.work import threads
+from cogumi.merge.executor import threads
 def product(matrix):
     before = len(os.listdir("/proc/self/task"))
     matrix @ matrix
     return len(os.listdir("/proc/self/task")) - before
 matrix = torch.ones(1500, 1500)
 with one_thread_each(), threads(1) as pool:
-    print(pool.submit(product, matrix).result(), [each for each in sys.modules if each.startswith("cogumi.training")])
+    above = ("cogumi.training", "cogumi.methods", "cogumi.health")
+    print(pool.submit(product, matrix).result(), [each for each in sys.modules if each.startswith(above)])
 """
 
 
@@ -187,7 +190,7 @@ def test_a_worker_brings_in_no_threads_of_its_own_and_a_merge_no_training() -> N
 
 
 def merge_and_say(base: Path, adapter: Path, out: Path, pipe: Connection, slow: str | None) -> None:
-    """Runs in a child. slow: a function of the merge, such as "work.write_run"; each call is announced and then held up."""
+    """Runs in a child. slow: a function of the merge, such as "executor.write_run"; each call is announced and then held up."""
     slow_down(slow, pipe)
     pipe.send("started")
     merge_adapter(adapter, out, base=str(base), progress=False)
@@ -196,7 +199,7 @@ def merge_and_say(base: Path, adapter: Path, out: Path, pipe: Connection, slow: 
 
 def run_cli(words: list[str], stderr: Path, limit: int | None, pipe: Connection, slow: str | None) -> None:
     """The command line in a child, its standard error in a file, and no file larger than `limit` bytes."""
-    from cogumi.cli import main
+    from cogumi.cli.app import main
 
     slow_down(slow, pipe)
     descriptor = os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -355,7 +358,9 @@ def test_a_partial_that_another_merge_took_is_refused(
     os.close(held[0])
 
 
-@pytest.mark.parametrize("during", ["work.write_run", "work.verify_run", "write_side_files", "write_description"])
+@pytest.mark.parametrize(
+    "during", ["executor.write_run", "executor.verify_run", "write_side_files", "write_description"]
+)
 def test_ctrl_c_stops_the_workers_and_leaves_nothing(
     during: str, inputs: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
@@ -409,7 +414,7 @@ def test_too_small_a_disk_is_refused_before_a_byte_is_written(
     shards = sum(path.stat().st_size for path in base.glob("*.safetensors"))
     disk = mount("tmpfs", f"size={int(share * shards)}")
     room = os.statvfs(disk).f_bavail * 4096
-    monkeypatch.setattr(work, "write_header", lambda *_: pytest.fail("wrote"))
+    monkeypatch.setattr(executor, "write_header", lambda *_: pytest.fail("wrote"))
     with pytest.raises(UsageError, match="nothing was written") as caught:
         merge_adapter(adapter, disk / "merged", base=base, progress=False)
     assert "\n" not in str(caught.value)
@@ -487,7 +492,7 @@ def test_out_on_another_filesystem(
     assert not list(disk.glob("there.*"))
 
 
-MERGE = "import sys; from cogumi.cli import main; sys.argv = ['cogumi', *sys.argv[1:]]; main()"
+MERGE = "import sys; from cogumi.cli.app import main; sys.argv = ['cogumi', *sys.argv[1:]]; main()"
 
 
 def with_faults(faults: list[str], *words: str) -> subprocess.CompletedProcess[str]:

@@ -12,8 +12,8 @@ from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Gemma3Config, LlamaConfig
 from transformers import Gemma3ForConditionalGeneration as Gemma3
 
-from cogumi.merge.card import CardAdapter, hub_id_of, licence_of, model_card
-from cogumi.merge.sidefiles import has_tokenizer, output_config, side_files
+from cogumi.merge.merge_manifest import CardAdapter, hub_id_of, licence_of, model_card
+from cogumi.merge.side_files import has_tokenizer, output_config, side_files
 
 BASE_TEMPLATE = "base: {{ messages[0]['content'] }}"
 OWN_TEMPLATE = "own: {{ messages[0]['content'] }}"

@@ -6,10 +6,10 @@ import pytest
 from golden import Golden
 from transformers import AutoTokenizer
 
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
 from cogumi.models.chat_format import use_chat_template, use_end_token
-from cogumi.models.load import load_model, resolve_model
-from cogumi.models.random_base import KINDS, PREFIX
+from cogumi.models.loading import load_model, resolve_model
+from cogumi.models.small_base import KINDS, PREFIX
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}, {"role": "user", "content": "so?"}]
 
@@ -85,8 +85,8 @@ def test_a_random_model_that_is_not_known(golden: Golden) -> None:
 
 def test_a_run_that_goes_on_from_an_adapter_has_its_tokenizer(tiny_model: Path, tmp_path: Path, golden: Golden) -> None:
     """The base knows no template: the SFT run before was given one, and saved it."""
-    from cogumi.config import load_config
-    from cogumi.training.building import tokenizer_of
+    from cogumi.config.schema import load_config
+    from cogumi.methods.building import tokenizer_of
 
     base = {"model": {"name": str(tiny_model)}, "data": {"source": "x", "format": "chat"}, "cogumi": {"method": "sft"}}
     sft = tokenizer_of(load_config(base, train__chat_template_path="cogumi:tulu"), str(tiny_model))

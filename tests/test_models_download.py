@@ -22,8 +22,8 @@ FETCH = """
 import json, logging, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 logging.getLogger("httpx").setLevel(logging.ERROR)
-from cogumi.errors import UsageError
-from cogumi.models import download
+from cogumi.core.errors import UsageError
+from cogumi.hub import model_files as download
 name, revision = sys.argv[1], sys.argv[2] or None
 try:
     plan = download.plan_download(name, download.find_commit(name, revision))
@@ -200,7 +200,10 @@ def test_a_hub_that_stops_answering_ends_it_in_one_line_and_what_came_stays(hub:
     hub.faults = lambda method, path, headers: (
         "cut" if path.endswith("1-of-00002.safetensors") and headers.get("Range") == "bytes=0-" else None
     )
-    code = FETCH.replace("from cogumi.models import download", "from cogumi.models import download; download.TRIES = 2")
+    code = FETCH.replace(
+        "from cogumi.hub import model_files as download",
+        "from cogumi.hub import model_files as download\ndownload.TRIES = 2",
+    )
     process = started(hub, tmp_path / "cache", code=code)
     while weights_sent(hub) < BIG + BIG // 2:
         assert process.poll() is None, process.communicate()[0]
@@ -249,10 +252,11 @@ def test_a_model_that_could_not_be_loaded_is_refused(hub: HubServer, tmp_path: P
 
 def test_without_network_or_room_it_is_refused_before_a_byte_is_fetched(hub: HubServer, tmp_path: Path) -> None:
     hub.publish("someone/model", repository(1000))
-    room = FETCH.replace("from cogumi.models import download", """from cogumi.models import download
-from cogumi.disk import usage, needs
+    room = FETCH.replace("from cogumi.hub import model_files as download", """from cogumi.hub import model_files as download
+from cogumi.core import disk_space
 from dataclasses import replace
-needs.filesystem_of = lambda path: replace(f := usage.filesystem_of(path), space=replace(f.space, free=1500))
+found = disk_space.filesystem_of
+disk_space.filesystem_of = lambda path: replace(f := found(path), space=replace(f.space, free=1500))
 """)  # fmt: skip
     said = refused(fetched(hub, tmp_path / "cache", code=room))
     assert "missing; make room, or set HF_HOME to a directory on another disk" in said
@@ -276,7 +280,7 @@ def test_a_directory_is_left_alone(hub: HubServer, tmp_path: Path) -> None:
 TRAIN = """
 import json, sys
 import cogumi
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
 try:
     result = cogumi.train(json.loads(sys.argv[1]))
     print("PASSED", result.passed, result.base)

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCa
 
 import cogumi
 from cogumi.checkpoints import protect
-from cogumi.disk.forecast import coming_optimizer
-from cogumi.errors import UsageError
-from cogumi.models.loraplus import loraplus_groups, use_loraplus
+from cogumi.checkpoints.sizes import coming_optimizer
+from cogumi.core.errors import UsageError
+from cogumi.models.adapters import loraplus_groups, use_loraplus
 
 pytestmark = pytest.mark.usefixtures("without_report")
 

@@ -11,11 +11,11 @@ from qlora_runs import watch_trainers
 from transformers import TrainerCallback
 
 import cogumi
-from cogumi.config import CogumiSection, load_config
-from cogumi.errors import UsageError
+from cogumi.config.lora_presets import PRESETS, describe
+from cogumi.config.schema import CogumiSection, load_config
+from cogumi.core.errors import UsageError
+from cogumi.core.run_directory import read_json
 from cogumi.models.adapters import DEFAULTS, lora_config
-from cogumi.models.presets import PRESETS, describe
-from cogumi.rundir import read_json
 from cogumi.training import run as training_run
 
 pytestmark = pytest.mark.usefixtures("without_report")

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 from typer.testing import CliRunner
 
 import cogumi
-from cogumi.cli import app
-from cogumi.config import dump_config, load_config
-from cogumi.errors import UsageError
+from cogumi.cli.app import app
+from cogumi.config.schema import dump_config, load_config
+from cogumi.core.errors import UsageError
+from cogumi.core.formatting import pip
 from cogumi.merge.quantized import nf4_round_trip
-from cogumi.models import load
-from cogumi.models.load import load_model, quantization_settings, reads_rows
-from cogumi.words import pip
+from cogumi.models import loading
+from cogumi.models.loading import load_model, quantization_settings, reads_rows
 
 GOOD = """\
 model:
@@ -162,7 +162,7 @@ def test_rows_that_bitsandbytes_misreads_are_refused(tmp_path: Path, monkeypatch
         tie_word_embeddings=True,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    monkeypatch.setattr(load, "reads_rows", lambda columns: columns % 64 == 0)
+    monkeypatch.setattr(loading, "reads_rows", lambda columns: columns % 64 == 0)
     said = refused(tmp_path)
     assert "misreads 4-bit weights of 96 columns on this CPU, as model.layers.0.mlp.down_proj has (2 layers" in said
     assert said.endswith("llm_int8_skip_modules: [lm_head, down_proj], or run on a GPU")
@@ -223,9 +223,11 @@ def test_weights_are_not_repacked_by_a_forward_without_gradients(
 def test_without_bitsandbytes_a_run_is_one_line_and_leaves_nothing(
     tiny_model: Path, code_parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find_spec = load.importlib.util.find_spec
+    find_spec = loading.importlib.util.find_spec
     monkeypatch.setattr(
-        load.importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else find_spec(name, *rest)
+        loading.importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "bitsandbytes" else find_spec(name, *rest),
     )
     run = qlora(tiny_model, code_parquet, tmp_path / "run")
     with pytest.raises(UsageError, match=re.escape(pip("install bitsandbytes"))):

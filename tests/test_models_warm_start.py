@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import cogumi
 from cogumi.checkpoints import protect
-from cogumi.errors import RefusedAtSetup, UsageError
+from cogumi.core.errors import RefusedAtSetup, UsageError
+from cogumi.core.run_directory import read_json
+from cogumi.merge.provenance import record_base
 from cogumi.models import warm_start
 from cogumi.models.adapters import keep_float32, largest_change
-from cogumi.models.provenance import record_base
-from cogumi.rundir import read_json
-from cogumi.training import telemetry
+from cogumi.telemetry import recorder
 from cogumi.training.run import save_adapter
 
 pytestmark = pytest.mark.usefixtures("without_report")
@@ -294,7 +294,7 @@ def test_dpo_resumed_is_uninterrupted(dpo: Callable[..., Any], adapter: Path, ti
 def test_a_gspo_run_goes_on(gspo: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gspo["train"] |= {"beta": 0.1, "save_strategy": "steps", "save_steps": 2}
     whole = cogumi.train(gspo, cogumi__run_dir=str(tmp_path / "whole"), cogumi__merge=False)
-    on_step_end = telemetry.Telemetry.on_step_end
+    on_step_end = recorder.Telemetry.on_step_end
 
     def failing(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
         on_step_end(self, args, state, control, **more)
@@ -302,7 +302,7 @@ def test_a_gspo_run_goes_on(gspo: Config, tmp_path: Path, monkeypatch: pytest.Mo
             raise RuntimeError("the machine is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(telemetry.Telemetry, "on_step_end", failing)
+        patch.setattr(recorder.Telemetry, "on_step_end", failing)
         with pytest.raises(RuntimeError, match="the machine is gone"):
             cogumi.train(gspo, cogumi__merge=False)
     result = cogumi.train(gspo, cogumi__merge=False)

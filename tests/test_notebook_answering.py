@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from jupyter_client.manager import KernelManager
 
-from cogumi.notebook import answering
-from cogumi.rundir import write_json
+from cogumi.core.run_directory import write_json
+from cogumi.notebook import kernel_messages
 from tests.test_notebook_panel import run_in
 
 PATIENCE = 60.0
@@ -154,8 +154,8 @@ def test_an_interrupt_within_an_answer_leaves_a_kernel_that_answers(waiting: tup
 
 def test_elsewhere_it_only_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(answering.time, "sleep", slept.append)
-    answering.sleep(0.25)
+    monkeypatch.setattr(kernel_messages.time, "sleep", slept.append)
+    kernel_messages.sleep(0.25)
     assert slept == [0.25]
 
 
@@ -172,7 +172,8 @@ def check_first_outputs(directory: Path, cells: dict[str, str]) -> list[str]:
 @pytest.mark.timeout(200)
 def test_a_function_that_works_says_so_in_the_cell_before_it_works(tmp_path: Path) -> None:
     cells = {
-        "import time\nfrom cogumi.working import said\n@said('looked for')\ndef work(): time.sleep(1.5)\nwork()": "looked for",
+        "import time\nfrom cogumi.core.notices import said\n"
+        "@said('looked for')\ndef work(): time.sleep(1.5)\nwork()": "looked for",
         "import cogumi\ncogumi.start('none.yaml')": "start: ",
         "cogumi.doctor(timeout=0.01)": "doctor: ",
     }
@@ -210,7 +211,7 @@ def test_a_bar_in_a_notebook_has_its_total(tmp_path: Path) -> None:
     write_json(tmp_path / "run" / "status.json", {"state": "finished", "time": time.time()})
     assert page.reply(sent)["status"] == "ok"
     merging = page.outputs(
-        "from cogumi.merge.progress import progress_bar\nwith progress_bar(True, 'merging', 4000) as done: done(4000)"
+        "from cogumi.merge.executor import progress_bar\nwith progress_bar(True, 'merging', 4000) as done: done(4000)"
     )
     page.close()
     assert "/100 [" in bar["data"]["text/plain"]

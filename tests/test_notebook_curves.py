@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cogumi.core.run_directory import append_jsonl, line_of, write_atomic
 from cogumi.notebook.curves import MOST_BINS, PLOTS, Curves
-from cogumi.rundir import append_jsonl, line_of, write_atomic
 
 
 def written(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -104,7 +104,7 @@ def test_every_plot_is_of_names_that_are_logged() -> None:
 
     sources = "".join(Path(str(each.__file__)).read_text() for each in (grpo, dpo))
     ours = Path("cogumi")
-    sources += "".join((ours / name).read_text() for name in ("rl/metrics.py", "training/telemetry.py"))
+    sources += "".join((ours / name).read_text() for name in ("rl/step_metrics.py", "telemetry/recorder.py"))
     by_transformers = {"loss", "eval_loss", "grad_norm", "learning_rate"}
     for plot in PLOTS:
         for key in set(plot.keys) - by_transformers:
@@ -123,7 +123,7 @@ def test_a_million_lines_stay_small(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text(json.dumps({"state": "finished", "time": 0.0}))
     looks = (
         "import re, sys; from pathlib import Path\n"
-        "from cogumi.notebook.look import Looker; from cogumi.notebook.panel_html import plots\n"
+        "from cogumi.notebook.run_snapshot import Looker; from cogumi.notebook.panel_html import plots\n"
         "looker = Looker(Path(sys.argv[1])); look = looker.look(); first = looker.curves.rows\n"
         "while look.behind: look = looker.look()\n"
         "drawn = plots(look)\n"

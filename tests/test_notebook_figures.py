@@ -15,12 +15,12 @@ import pytest
 from merge_models import EXPERTS, FUSED, LINEARS, SIZES, save_base, train_adapter
 
 import cogumi
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
+from cogumi.core.run_directory import append_jsonl, read_json, write_json
+from cogumi.forecast.preflight_report import Line, PreflightReport
 from cogumi.notebook import figures, palette
+from cogumi.notebook.html_components import html_of
 from cogumi.notebook.palette import INK, SERIES, contrast
-from cogumi.notebook.pieces import html_of
-from cogumi.planning.lines import Line, PreflightReport
-from cogumi.rundir import append_jsonl, read_json, write_json
 
 Write = Callable[..., Path]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -285,7 +285,7 @@ def test_little_memory_of_much_is_drawn_to_its_own_scale_and_what_was_measured_s
 def test_change_by_layer_is_what_the_merge_measured(experts: bool, tmp_path: Path) -> None:
     from transformers import LlamaConfig, Qwen3MoeConfig
 
-    from cogumi.merge.manifest import MANIFEST_NAME
+    from cogumi.merge.merge_manifest import MANIFEST_NAME
 
     assert figures.MERGE_MANIFEST == MANIFEST_NAME
     config = Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16) if experts else LlamaConfig(**SIZES)
@@ -390,7 +390,7 @@ def test_a_look_at_a_run_loads_no_matplotlib_and_a_figure_no_pyplot_and_no_torch
 import sys, cogumi
 cogumi.attach({str(run)!r}).status()
 assert "matplotlib" not in sys.modules
-from cogumi.notebook import figures, pieces, report
+from cogumi.notebook import figures, html_components as pieces, report
 assert "matplotlib" not in sys.modules
 figures.curves({str(run)!r}).svg()
 assert "matplotlib.figure" in sys.modules and "matplotlib.pyplot" not in sys.modules and "torch" not in sys.modules

@@ -13,13 +13,13 @@ import pytest
 import yaml
 
 import cogumi
-from cogumi.config import load_config
-from cogumi.config_text import same
-from cogumi.errors import UsageError
-from cogumi.handing_out import PACKAGE
+from cogumi.config.catalog import PACKAGE
+from cogumi.config.schema import load_config
+from cogumi.config.yaml_text import same
+from cogumi.core.errors import UsageError
+from cogumi.forecast.preflight_report import Line, PreflightReport
 from cogumi.notebook import form_process
 from cogumi.notebook.form import Form
-from cogumi.planning.lines import Line, PreflightReport
 
 CONFIGS = PACKAGE / "configs"
 ALL = sorted(CONFIGS.rglob("*.yaml"))
@@ -339,7 +339,7 @@ def test_what_a_script_sets_is_shown(form: Form) -> None:
 
 def test_every_field_says_what_it_is_for(form: Form) -> None:
     without = [f"{section}.{field.key}" for section, fields in form.fields.items() for field in fields if not field.doc]
-    # In cogumi.config these explain themselves, or are explained by what they hold.
+    # In cogumi.config.schema these explain themselves, or are explained by what they hold.
     assert without == ["cogumi.method"]
 
 

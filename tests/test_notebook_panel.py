@@ -15,15 +15,15 @@ from rich.console import Console
 
 import cogumi
 from cogumi.checkpoints.manifest import write_manifest
+from cogumi.core.process_id import this_process
+from cogumi.core.run_directory import append_jsonl, write_json
 from cogumi.notebook import panel, panel_html
 from cogumi.notebook.curves import Curves
-from cogumi.notebook.look import Looker
 from cogumi.notebook.panel import Panel
 from cogumi.notebook.report import write_report
-from cogumi.notebook.screen import screen
+from cogumi.notebook.run_snapshot import Looker
 from cogumi.notebook.svg import short, svg_of
-from cogumi.process import this_process
-from cogumi.rundir import append_jsonl, write_json
+from cogumi.notebook.terminal_view import screen
 
 EVIL = "</pre><script>alert(1)</script>"
 FLAG = {"threshold": "< 1", "cause": "a rate too high", "knob": "train.learning_rate"}

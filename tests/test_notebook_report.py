@@ -15,16 +15,15 @@ import psutil
 import pytest
 from finished_runs import HUB_TOKEN, FinishedRun
 
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
+from cogumi.core.run_directory import append_jsonl, read_json, read_jsonl, write_json
+from cogumi.forecast.preflight_report import Line, PreflightReport
+from cogumi.methods.preview import Preview, Shares
 from cogumi.notebook import completions, figures
 from cogumi.notebook.completions import marked
-from cogumi.notebook.markup import style
+from cogumi.notebook.html_components import html_of, style
 from cogumi.notebook.palette import contrast
-from cogumi.notebook.pieces import html_of
 from cogumi.notebook.report import write_report
-from cogumi.planning.lines import Line, PreflightReport
-from cogumi.rundir import append_jsonl, read_json, read_jsonl, write_json
-from cogumi.training.preview import Preview, Shares
 
 SECRET = HUB_TOKEN
 OF_ENVIRONMENT = "a-key&that<looks>like-nothing"

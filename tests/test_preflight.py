@@ -12,28 +12,28 @@ import pytest
 import yaml
 from transformers import AutoConfig, AutoTokenizer, GptOssConfig, LlamaConfig
 
-from cogumi.config import RunConfig, load_config
-from cogumi.errors import UsageError
-from cogumi.memory.forecast import MemoryForecast
-from cogumi.memory.step import Work, run_step
+import cogumi
+from cogumi.config.schema import RunConfig, load_config
+from cogumi.core.errors import UsageError
+from cogumi.core.formatting import pip
+from cogumi.forecast import stack_line, vram
+from cogumi.forecast.data_sample import line_of, sample
+from cogumi.forecast.disk_lines import outlook_of
+from cogumi.forecast.fixes import fixed, write_fixed
+from cogumi.forecast.memory_forecast import MemoryForecast
+from cogumi.forecast.meta_trainer import planned_trainer
+from cogumi.forecast.preflight_report import Line, PreflightReport
+from cogumi.forecast.preflight_worker import here
+from cogumi.forecast.run_forecast import foresee
+from cogumi.forecast.target import Target, dtype_of, target_of
+from cogumi.forecast.throughput_probe import Pace, Probe, continued, lines_of, steps_of
+from cogumi.forecast.training_step import Work, run_step
+from cogumi.forecast.vram import autocast_of, fewer_at_once, period_of, planned_work, vllm_of
+from cogumi.methods.building import tokenizer_of
 from cogumi.models.chat_format import use_chat_template
-from cogumi.models.load import load_tokenizer, resolve_model
-from cogumi.models.meta import meta_model
-from cogumi.planning import stack, vram
-from cogumi.planning.apart import here
-from cogumi.planning.disk import outlook_of
-from cogumi.planning.fix import fixed, write_fixed
-from cogumi.planning.flight import foresee
-from cogumi.planning.lines import Line, PreflightReport
-from cogumi.planning.pace import Pace, Probe, continued, lines_of, steps_of
-from cogumi.planning.planned import planned_trainer
-from cogumi.planning.sampled import line_of, sample
-from cogumi.planning.target import Target, dtype_of, target_of
-from cogumi.planning.vram import autocast_of, fewer_at_once, period_of, planned_work, vllm_of
+from cogumi.models.loading import load_tokenizer, meta_model, resolve_model
 from cogumi.stack import lanes
-from cogumi.stack.cards import CARDS, card_called, card_of
-from cogumi.training.building import tokenizer_of
-from cogumi.words import pip
+from cogumi.stack.gpus import CARDS, card_called, card_of
 
 CommandLine = Callable[..., tuple[int, str, str]]
 COUNTS = ("max_steps", "logging_steps")
@@ -74,9 +74,9 @@ def each_step_once() -> Iterator[None]:
         yield
 
 
-def preflight(config: Any, card: str | None = None, probe: bool = False, **overrides: Any) -> PreflightReport:
+def preflight(config: Any, card: str | None = None, train: Any = None, **overrides: Any) -> PreflightReport:
     """As the command line does it, in this process; tests/test_preflight_before.py has it apart."""
-    return foresee(config, card, probe, overrides, here)
+    return foresee(config, card, train, overrides, here)
 
 
 def config_of(base: Path, tmp_path: Path, **sections: Any) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def test_a_budget_that_ends_the_run_is_red() -> None:
 @pytest.mark.slow("several forecasts; another one is in the first tier")
 def test_a_probe_makes_ten_steps_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    report = preflight(SMOKE / "sft.yaml", probe=True)
+    report = preflight(SMOKE / "sft.yaml", train=cogumi.train)
     assert "by 10 steps made here" in line(report, "time").figure
     assert report.figures["time"]["measured"] == 10
     assert report.figures["time"]["seconds"] > 0
@@ -258,10 +258,10 @@ def test_a_training_takes_as_many_times_its_step_as_it_has_steps() -> None:
 
 
 def test_the_stack_line_is_the_doctors(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stack.line().state == "green", "the test lane is installed as pinned"
+    assert stack_line.line().state == "green", "the test lane is installed as pinned"
     there = lanes.installed_versions()
     monkeypatch.setattr(lanes, "installed_versions", lambda: {**there, "trl": "0.1"})
-    said = stack.line()
+    said = stack_line.line()
     assert said.state == "yellow"
     assert "trl 0.1 (pinned " in said.figure
     assert said.fix.startswith(pip("install"))
@@ -323,7 +323,7 @@ def test_the_time_of_dpo_has_the_pass_for_its_reference_in_it(wide: Path, tmp_pa
 
 def test_the_sample_is_what_the_run_prepares(tmp_path: Path) -> None:
     """Its share of usable rows and its lengths, beside those of all rows as the run itself prepares them."""
-    from cogumi.training.examples import prepare_examples
+    from cogumi.methods.examples import prepare_examples
 
     run = load_config(SMOKE / "sft.yaml", cogumi__run_dir=str(tmp_path))
     run.data.max_rows = None

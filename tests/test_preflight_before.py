@@ -14,14 +14,15 @@ import yaml
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 
 import cogumi
-from cogumi.config import load_config
-from cogumi.errors import UsageError
-from cogumi.models.load import load_tokenizer
-from cogumi.planning import before, sampled
-from cogumi.planning.apart import apart
-from cogumi.planning.flight import Asked, foresee, look_ahead
-from cogumi.planning.target import target_of
-from cogumi.training.examples import prepare_examples
+from cogumi.config.schema import load_config
+from cogumi.core.errors import UsageError
+from cogumi.forecast import data_sample
+from cogumi.forecast.preflight_worker import apart
+from cogumi.forecast.run_forecast import Asked, foresee, look_ahead
+from cogumi.forecast.target import target_of
+from cogumi.methods.examples import prepare_examples
+from cogumi.models.loading import load_tokenizer
+from cogumi.training import preflight_stage
 
 
 def config_of(model: Path, data: Path, run_dir: Path, **train: Any) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def config_of(model: Path, data: Path, run_dir: Path, **train: Any) -> dict[str,
 def asked(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Asked:
     run = load_config(config_of(tiny_model, code_parquet, tmp_path / "run"))
     base, of_base = str(tiny_model), AutoConfig.from_pretrained(tiny_model)
-    return Asked(run, base, of_base, sampled.sample(run, load_tokenizer(base)), target_of(None))
+    return Asked(run, base, of_base, data_sample.sample(run, load_tokenizer(base)), target_of(None))
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def forked(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     words = prepared_process.python({**os.environ, "OMP_NUM_THREADS": "1"})
     program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     program.chmod(0o755)
-    monkeypatch.setattr("cogumi.planning.apart.sys.executable", str(program))
+    monkeypatch.setattr("cogumi.forecast.preflight_worker.sys.executable", str(program))
 
 
 @pytest.mark.usefixtures("forked", "without_report")
@@ -109,7 +110,7 @@ def test_four_bits_train_after_they_were_forecast(tmp_path: Path, tiny_model: Pa
 def test_on_a_cpu_a_run_goes_without(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> None:
     config = config_of(tiny_model, code_parquet, tmp_path / "run")
     config["cogumi"]["preflight"] = "auto"
-    assert not before.is_wanted(load_config(config))
+    assert not preflight_stage.is_wanted(load_config(config))
     config["cogumi"]["preflight"] = True  # what YAML 1.1 makes of a bare `on`
     written = tmp_path / "run.yaml"
     written.write_text(yaml.safe_dump(config))
@@ -138,7 +139,7 @@ def test_a_forecast_that_breaks_does_not_end_the_run(
     run, tokenizer = asked.run, load_tokenizer(asked.base)
     data = prepare_examples(run, tokenizer).train
     with caplog.at_level(logging.WARNING, "cogumi"):
-        before.before_training(run, asked.base, asked.of_base, data, tokenizer)
+        preflight_stage.before_training(run, asked.base, asked.of_base, data, tokenizer)
     (said,) = [record.getMessage() for record in caplog.records if "preflight" in record.getMessage()]
     assert said.startswith("preflight: the forecast ended with status 1: ")
     assert said.endswith("; the run goes on without it")
@@ -146,7 +147,7 @@ def test_a_forecast_that_breaks_does_not_end_the_run(
 
 
 def test_a_forecast_that_takes_too_long_is_ended(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cogumi.planning.apart.LIMIT", 0.2)
+    monkeypatch.setattr("cogumi.forecast.preflight_worker.LIMIT", 0.2)
     with pytest.raises(RuntimeError, match=r"the forecast was ended after 0.2 s"):
         apart(asked)
 
@@ -154,13 +155,13 @@ def test_a_forecast_that_takes_too_long_is_ended(asked: Asked, monkeypatch: pyte
 def test_a_run_is_forecast_with_all_of_its_data(asked: Asked) -> None:
     run, tokenizer = asked.run, load_tokenizer(asked.base)
     data = prepare_examples(run, tokenizer).train
-    found = sampled.whole(run, data, tokenizer)
+    found = data_sample.whole(run, data, tokenizer)
     lengths = [len(row["input_ids"]) for row in data.dataset]
     assert (found.longest, found.examples, found.trained) == (max(lengths), len(lengths), len(lengths))
     assert found.mean == pytest.approx(sum(lengths) / len(lengths))
     assert found.packed is None
     run.train |= {"packing": True, "max_length": 160}
-    assert sampled.whole(run, data, tokenizer).packed == sampled.packed_rows(run, data.dataset)
+    assert data_sample.whole(run, data, tokenizer).packed == data_sample.packed_rows(run, data.dataset)
 
 
 def test_prompts_are_measured_as_they_are_sent(asked: Asked, tmp_path: Path) -> None:
@@ -169,8 +170,8 @@ def test_prompts_are_measured_as_they_are_sent(asked: Asked, tmp_path: Path) -> 
     tokenizer = load_tokenizer(asked.base)
     data = prepare_examples(run, tokenizer).train
     longest = max(len(tokenizer(prompt)["input_ids"]) for prompt in data.dataset["prompt"])
-    assert sampled.whole(run, data, tokenizer).longest == longest
-    asked = replace(asked, run=run, found=sampled.whole(run, data, tokenizer))
+    assert data_sample.whole(run, data, tokenizer).longest == longest
+    asked = replace(asked, run=run, found=data_sample.whole(run, data, tokenizer))
     (memory, *_), figures = look_ahead(asked)
     assert memory.stage == "memory"
     assert figures["memory"]["work"]["prompt"] == longest

@@ -9,11 +9,11 @@ import polars as pl
 import pytest
 
 import cogumi
-from cogumi.cli import main
-from cogumi.config import load_config
-from cogumi.data.rows import in_words
-from cogumi.data.sample_tasks import chat_path
-from cogumi.training.preview import Preview
+from cogumi.cli.app import main
+from cogumi.config.schema import load_config
+from cogumi.data.dropped_rows import in_words
+from cogumi.data.stdlib_tasks import chat_path
+from cogumi.methods.preview import Preview
 
 Config = dict[str, Any]
 
@@ -32,9 +32,9 @@ def chat(tiny_model: Path, tmp_path: Path) -> Config:
 
 
 def test_it_shows_what_the_trainer_gets(chat: Config) -> None:
-    from cogumi.models.load import load_tokenizer
-    from cogumi.training.building import tokenizer_of
-    from cogumi.training.examples import prepare_examples
+    from cogumi.methods.building import tokenizer_of
+    from cogumi.methods.examples import prepare_examples
+    from cogumi.models.loading import load_tokenizer
 
     shown = cogumi.preview(chat, examples=5)
     run = load_config(chat)
@@ -127,7 +127,7 @@ def test_colours_where_they_are_seen_and_marks_where_not() -> None:
 
     from rich.console import Console
 
-    from cogumi.training.preview import Shares
+    from cogumi.methods.preview import Shares
 
     shares = Shares("rows", 2, 1, {"null [x]": 1}, 0, 0, 4, 2)
     shown = Preview(shares, None, (), ((0, 4, 1),), ((("context", "a[b]"), ("learned", "ü")),))

@@ -10,8 +10,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
-from cogumi.errors import UsageError
-from cogumi.models.provenance import BaseRecord, Quantization, quantization_of, read_base, record_base, weights_sample
+from cogumi.core.errors import UsageError
+from cogumi.merge.provenance import BaseRecord, Quantization, quantization_of, read_base, record_base, weights_sample
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 BNB_NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)

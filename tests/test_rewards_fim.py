@@ -6,7 +6,7 @@ import pytest
 from golden import Golden
 
 from cogumi.rewards import rewards_of
-from cogumi.rewards.fim import edit_similarity, exact_match, parses
+from cogumi.rewards.functions import edit_similarity, exact_match, parses
 
 
 def score(reward, completions, middle=None, prefix=None, suffix=None):

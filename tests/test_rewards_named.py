@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 from golden import Golden
 
-from cogumi.errors import UsageError
-from cogumi.rewards.answers import answer_similarity, final_number
-from cogumi.rewards.fim import Completion, edit_similarity
-from cogumi.rewards.named import own_reward, refuse_missing_columns, rewards_of
-from cogumi.rewards.shapes import as_annotated, what_is_wrong
+from cogumi.core.errors import UsageError
+from cogumi.rewards.functions import Completion, answer_similarity, edit_similarity, final_number
+from cogumi.rewards.named_rewards import as_annotated, own_reward, refuse_missing_columns, rewards_of, what_is_wrong
 
 
 @pytest.mark.parametrize(
@@ -53,7 +51,7 @@ def test_a_reward_of_the_users_own(tmp_path: Path) -> None:
     file.write_text("def shout(completions, **kwargs):\n    return [float(c.isupper()) for c in completions]\n")
     (mine,) = rewards_of([f"{file}:shout"])
     assert mine(completions=["A", "a"]) == [1.0, 0.0]
-    theirs = own_reward("cogumi.rewards.fim:edit_similarity")
+    theirs = own_reward("cogumi.rewards.functions:edit_similarity")
     assert inspect.signature(theirs) == inspect.signature(edit_similarity)
     assert theirs.__name__ == "edit_similarity"
 

@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 
 import cogumi
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
 from cogumi.patches import fused_head
 from cogumi.patches.head_logps import FusedLogProbFunction
 from cogumi.rl.fp32_head import VOCABULARY_TILE, fp32_lm_head, is_in_fp32, plain_model, project_in_fp32

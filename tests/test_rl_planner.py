@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from cogumi.errors import UsageError
-from cogumi.rl import planner
-from cogumi.rl.planner import BatchPlan, ModelShape, plan_batch, step_bytes, whole_rollout
+from cogumi.core.errors import UsageError
+from cogumi.rl import memory_plan
+from cogumi.rl.memory_plan import BatchPlan, ModelShape, plan_batch, step_bytes, whole_rollout
 
 SHAPE = ModelShape(hidden_size=1024, intermediate_size=3072, layers=28, vocabulary=151936)
 GIB = 2**30
@@ -27,7 +27,7 @@ def plan(free: float = 1e15, **kwargs: Any) -> BatchPlan:
 @pytest.mark.parametrize("gib", [7, 20, 80])
 def test_the_micro_batch_is_the_largest_that_divides_the_step_and_fits(documents: int, gib: int) -> None:
     found = plan(gib * GIB, documents_per_step=documents, gradient_checkpointing=True)
-    budget = planner.USABLE * gib * GIB
+    budget = memory_plan.USABLE * gib * GIB
     fitting = [n for n in range(1, documents + 1) if step_bytes(n, SHAPE, 512, 512, 2, True) <= budget]
     assert found.per_device_train_batch_size == max(n for n in fitting if documents % n == 0)
     assert found.documents_per_step == documents
@@ -121,7 +121,7 @@ def test_a_document_that_does_not_fit_is_refused_with_what_is_needed() -> None:
 
 
 def test_free_memory_is_a_plausible_number_of_bytes() -> None:
-    assert 1e7 < planner.free_memory_bytes() < 1e13
+    assert 1e7 < memory_plan.free_memory_bytes() < 1e13
 
 
 # ---------------------------------------------------------------------------------------------------------- memory

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from cogumi.errors import UsageError
-from cogumi.models.complete import cut
-from cogumi.rl.stopping import graded_without, stop_at
+from cogumi.core.errors import UsageError
+from cogumi.models.completion import cut
+from cogumi.rl.stop_strings import graded_without, stop_at
 
 MakeTrainer = Callable[..., Any]
 

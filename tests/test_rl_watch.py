@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import cogumi
-from cogumi.errors import UsageError
+from cogumi.config.loss_presets import OURS
+from cogumi.core.errors import UsageError
 from cogumi.rl import PRESETS, preset
 from cogumi.rl.findings import accept, accepted
-from cogumi.rl.presets import OURS
-from cogumi.rl.proof import WrongLossError, clip_cut
-from cogumi.rl.seam import LossCall
+from cogumi.rl.loss_call import LossCall
+from cogumi.rl.loss_check import WrongLossError, clip_cut
 from cogumi.rl.watch import Watch, watch
 
 # TRL's own names mean TRL's own defaults in a script; the preset is then given value by value.

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from golden import Golden
 
-from cogumi.errors import UsageError
-from cogumi.rundir import append_jsonl, create_run_dir, read_jsonl, write_atomic, write_json
+from cogumi.core.errors import UsageError
+from cogumi.core.run_directory import append_jsonl, create_run_dir, read_jsonl, write_atomic, write_json
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:

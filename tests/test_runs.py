@@ -17,13 +17,13 @@ from processes import until
 from safetensors.torch import load_file
 
 import cogumi
-from cogumi.config import load_config
-from cogumi.detached import Starter, nothing_to_start
-from cogumi.durable import locked
-from cogumi.errors import UsageError
-from cogumi.process import is_running, this_process
-from cogumi.run_status import status_of
-from cogumi.rundir import CONSOLE, START, read_json, write_json
+from cogumi.config.schema import load_config
+from cogumi.core.durability import locked
+from cogumi.core.errors import UsageError
+from cogumi.core.process_id import is_running, this_process
+from cogumi.core.run_directory import CONSOLE, START, read_json, write_json
+from cogumi.runs.supervisor import Starter, nothing_to_start
+from cogumi.telemetry.status import status_of
 
 Config = dict[str, Any]
 pytestmark = pytest.mark.usefixtures("none_left_behind")

@@ -11,11 +11,11 @@ import pytest
 from processes import until
 
 import cogumi
-from cogumi import runs
-from cogumi.detached import Starter
-from cogumi.errors import RunFailed, UsageError
-from cogumi.run_status import status_of
-from cogumi.rundir import START, read_json
+from cogumi.core.errors import RunFailed, UsageError
+from cogumi.core.run_directory import START, read_json
+from cogumi.runs import handle
+from cogumi.runs.supervisor import Starter
+from cogumi.telemetry.status import status_of
 
 Config = dict[str, Any]
 pytestmark = pytest.mark.usefixtures("none_left_behind")
@@ -65,7 +65,7 @@ def test_a_refusal_that_nobody_waited_for_is_found_in_the_directory(sft: Config,
     ours, theirs = socket.socketpair()
     ours.close()
     with (tmp_path / "output").open("wb") as output, theirs:
-        runs.launch(theirs.fileno(), (sft, {"train__adam_epsilon": -1.0}), output, runs.Begun())
+        handle.launch(theirs.fileno(), (sft, {"train__adam_epsilon": -1.0}), output, handle.Begun())
     until(lambda: (run_dir / START).exists() and "exit" in read_json(run_dir / START))
     refused = cogumi.attach(run_dir).status()
     assert (refused.state, refused.alive, refused.passed) == ("refused", False, False)
@@ -106,9 +106,9 @@ def test_a_refusal_is_raised_when_nothing_of_it_is_left(tmp_path: Path) -> None:
 
     with ours, ThreadPoolExecutor() as pool:
         refusing = pool.submit(trainer)
-        word = runs.listen(ours, None)
+        word = handle.listen(ours, None)
         assert word is not None
         with pytest.raises(UsageError, match="no such thing"):
-            runs.refuse(word, ours)
+            handle.refuse(word, ours)
         assert not left.exists()
         refusing.result()

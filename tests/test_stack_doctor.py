@@ -331,7 +331,7 @@ def test_a_crash_takes_only_its_own_step_along(environment: Environment) -> None
     environment.put(CRASHING)
     code = """if True:
         import json, os
-        from cogumi.stack.steps import run_steps
+        from cogumi.diagnostics.import_checks import run_steps
         steps = run_steps(["torchvision", "data"], 60, dict(os.environ))
         print(json.dumps([[step.name, step.error, step.said] for step in steps]))
     """
@@ -502,7 +502,7 @@ def test_a_full_disk_for_temporary_files(environment: Environment, tmp_path: Pat
 def test_no_disk_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
     import tempfile
 
-    from cogumi.stack.disks import temporary
+    from cogumi.stack.host import temporary
 
     def none() -> str:
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/var/tmp']")

@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 from disk_mounts import fill, mounting
 
-from cogumi.disk.usage import Filesystem, Space, filesystem_of
-from cogumi.stack import box, disks, driver, installed, interpreter, variables
-from cogumi.stack.apart import run_apart
-from cogumi.stack.doctor import DoctorReport, lines
-from cogumi.stack.finding import Finding
-from cogumi.stack.steps import part
-from cogumi.words import pip
+from cogumi.core.disk_space import Filesystem, Space, filesystem_of
+from cogumi.core.finding import Finding
+from cogumi.core.formatting import pip
+from cogumi.diagnostics import interpreter
+from cogumi.diagnostics.checkup import DoctorReport, lines
+from cogumi.diagnostics.import_checks import part
+from cogumi.stack import driver, host, installed, variables
+from cogumi.stack import host as volumes
+from cogumi.stack.isolated_process import run_apart
 
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 
@@ -140,14 +142,14 @@ POD = {"RUNPOD_POD_ID": "abc123"}
 
 
 def test_which_box_it_is(tmp_path: Path) -> None:
-    assert box.box_of(POD, tmp_path).kind == "RunPod"
-    assert box.box_of(POD | {"RUNPOD_VOLUME_ID": "qf2l"}, tmp_path).network_volume == "qf2l"
-    assert box.box_of({"VAST_CONTAINERLABEL": "C.12"}, tmp_path).kind == "Vast"
-    assert box.box_of({}, tmp_path).kind == "machine"
+    assert host.box_of(POD, tmp_path).kind == "RunPod"
+    assert host.box_of(POD | {"RUNPOD_VOLUME_ID": "qf2l"}, tmp_path).network_volume == "qf2l"
+    assert host.box_of({"VAST_CONTAINERLABEL": "C.12"}, tmp_path).kind == "Vast"
+    assert host.box_of({}, tmp_path).kind == "machine"
     (tmp_path / ".dockerenv").touch()
-    assert box.box_of({}, tmp_path).kind == "container"
+    assert host.box_of({}, tmp_path).kind == "container"
     (tmp_path / "etc" / "vast_boot.d").mkdir(parents=True)
-    assert box.box_of({}, tmp_path) == box.Box("Vast", "/etc/vast_boot.d")
+    assert host.box_of({}, tmp_path) == host.Box("Vast", "/etc/vast_boot.d")
 
 
 def test_a_login_over_ssh_has_the_variables_of_the_first_process(
@@ -155,10 +157,10 @@ def test_a_login_over_ssh_has_the_variables_of_the_first_process(
 ) -> None:
     monkeypatch.delenv("RUNPOD_POD_ID", raising=False)
     (tmp_path / "environ").write_bytes(b"HOME=/root\0RUNPOD_POD_ID=abc\0SECRET=1\0RUNPOD_\0")
-    told = box.environment_of_the_box(tmp_path / "environ")
+    told = host.environment_of_the_box(tmp_path / "environ")
     assert told["RUNPOD_POD_ID"] == "abc"
     assert "SECRET" not in told
-    assert box.environment_of_the_box(tmp_path / "none") == dict(os.environ)
+    assert host.environment_of_the_box(tmp_path / "none") == dict(os.environ)
 
 
 @pytest.mark.parametrize(
@@ -178,15 +180,15 @@ def test_a_login_over_ssh_has_the_variables_of_the_first_process(
 def test_what_stays(
     kind: str, volume: str, disk: Filesystem, stop: bool | None, end: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(box, "filesystem_of", lambda path: disk)
-    found = box.kept(Path("/anywhere"), box.Box(kind, network_volume=volume))
+    monkeypatch.setattr(host, "filesystem_of", lambda path: disk)
+    found = host.kept(Path("/anywhere"), host.Box(kind, network_volume=volume))
     assert (found.on_stop, found.on_end) == (stop, end)
 
 
 def test_a_work_directory_in_memory_is_warned_of(tmp_path: Path) -> None:
     with mounting(tmp_path) as mount:
         disk = mount()
-        (found,) = disks.directory("work directory", disk, box.Box("machine"))
+        (found,) = volumes.directory("work directory", disk, host.Box("machine"))
     assert found.state == "warning"
     assert found.cause == f"{disk} is in memory: what is written here is lost when the box stops"
 
@@ -196,7 +198,7 @@ def test_a_work_directory_in_memory_is_warned_of(tmp_path: Path) -> None:
 )
 def test_a_work_directory_that_takes_no_file(tmp_path: Path, option: str, said: str) -> None:
     with mounting(tmp_path) as mount:
-        (found,) = disks.directory("work directory", mount(options=option), box.Box("machine"))
+        (found,) = volumes.directory("work directory", mount(options=option), host.Box("machine"))
     assert (found.state, said in found.cause) == ("warning", True)
 
 
@@ -209,7 +211,7 @@ def test_caches_on_the_small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             monkeypatch.delenv(name, raising=False)
         for name in ("HF_HOME", "PIP_CACHE_DIR", "UV_CACHE_DIR"):
             monkeypatch.setenv(name, str(small / name.lower()))
-        found = {each.what: each for each in disks.caches(box.Box("machine"), tmp_path)}
+        found = {each.what: each for each in volumes.caches(host.Box("machine"), tmp_path)}
     hub = found["Hugging Face cache"]
     place = Path(filesystem_of(tmp_path).mount) / ".cache"
     assert (hub.state, hub.fix) == ("warning", f"export HF_HOME={place / 'hf'}")
@@ -226,7 +228,7 @@ def test_a_nearly_full_disk_for_temporary_files(tmp_path: Path, monkeypatch: pyt
         fill(disk, 0.5)
         monkeypatch.setattr(tempfile, "tempdir", None)
         monkeypatch.setenv("TMPDIR", str(disk))
-        (found,) = disks.temporary()
+        (found,) = volumes.temporary()
     monkeypatch.setattr(tempfile, "tempdir", None)
     assert (found.state, found.cause) == ("warning", "less than 200 MB is left there for temporary files")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
 from cogumi.stack import lanes as stack_lanes
 from cogumi.stack.lanes import Lane, drift, installed_lane, lane, lane_for, lanes
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from cogumi.stack import signatures as module
-from cogumi.stack.signatures import explain, explained, signatures
+from cogumi.diagnostics import signatures as module
+from cogumi.diagnostics.signatures import explain, explained, signatures
 
 HERE = Path(__file__).parent
 FIXTURES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((HERE / "signatures").glob("*.txt"))}
@@ -69,7 +69,7 @@ def test_the_table_is_complete_and_repeats_nothing() -> None:
 def test_every_command_of_ours_that_a_fix_names_exists() -> None:
     from typer.main import get_command
 
-    from cogumi.cli import app
+    from cogumi.cli.app import app
 
     root: Any = get_command(app)
     named = re.findall(r"`cogumi ([a-z-]+)(?: ([a-z-]+))?", " ".join(signature.fix for signature in signatures()))
@@ -82,7 +82,7 @@ def test_every_command_of_ours_that_a_fix_names_exists() -> None:
 
 
 def test_every_setting_that_a_fix_names_is_one() -> None:
-    from cogumi.config import load_config
+    from cogumi.config.schema import load_config
 
     fixes = " ".join(signature.fix for signature in signatures())
     settings = set(re.findall(r"`?(model|train)((?:\.(?!resize)[a-z_0-9]+)+)(?:=([\w./@-]+))?", fixes))
@@ -104,12 +104,12 @@ def test_the_table_is_in_the_wheel(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*build, "-w", str(tmp_path), str(source)], check=True, timeout=120)
     with zipfile.ZipFile(next(tmp_path.glob("cogumi-*.whl"))) as wheel:
-        assert "cogumi/stack/signatures.toml" in wheel.namelist()
+        assert "cogumi/diagnostics/signatures.toml" in wheel.namelist()
 
 
 def test_importing_and_explaining_loads_no_torch() -> None:
     code = (
-        "import sys; from cogumi.stack.signatures import explained; print(explained('CUDA error: out of memory')); "
+        "import sys; from cogumi.diagnostics.signatures import explained; print(explained('CUDA error: out of memory')); "
         "print([name for name in ('torch', 'numpy', 'transformers', 'pydantic') if name in sys.modules])"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

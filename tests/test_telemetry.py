@@ -23,21 +23,20 @@ from finished_runs import FinishedRun
 from safetensors.torch import load_file
 
 import cogumi
-from cogumi import accounts
-from cogumi.compiling import callback
-from cogumi.compiling.measure import Counts, Trial
-from cogumi.errors import UsageError
-from cogumi.hidden import REDACTED, Unwritten, hide
-from cogumi.models.complete import complete
-from cogumi.rundir import read_json, read_jsonl
-from cogumi.training import dpo, heartbeat, pace, telemetry
-from cogumi.training.flags import Written, written_in
-from cogumi.training.heartbeat import Heartbeat
-from cogumi.training.meter import Meter
-from cogumi.training.pace import Pace
-from cogumi.training.samples import as_before, write_samples
-from cogumi.training.throughput import documents_of
-from cogumi.words import count, duration, pip, python_here
+from cogumi.compile import compile_callback
+from cogumi.compile.measurement import Counts, Trial
+from cogumi.core.errors import UsageError
+from cogumi.core.formatting import count, duration, pip, python_here
+from cogumi.core.redact import REDACTED, Unwritten, hide
+from cogumi.core.run_directory import read_json, read_jsonl
+from cogumi.health.flags import Written, written_in
+from cogumi.methods import dpo
+from cogumi.models.completion import complete
+from cogumi.telemetry import accounts, heartbeat, recorder, stage_timer
+from cogumi.telemetry.heartbeat import Heartbeat
+from cogumi.telemetry.samples import as_before, write_samples
+from cogumi.telemetry.stage_timer import Meter, Pace
+from cogumi.telemetry.throughput import documents_of
 
 pytestmark = pytest.mark.usefixtures("without_report")
 
@@ -137,14 +136,14 @@ def prompts_of(result: Any) -> int:
 
 
 def test_a_run_that_fails_says_what_it_came_to(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_step_end = telemetry.Telemetry.on_step_end
+    on_step_end = recorder.Telemetry.on_step_end
 
     def failing(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
         on_step_end(self, args, state, control, **more)
         if state.global_step == 3:
             raise RuntimeError("the card fell off the bus")
 
-    monkeypatch.setattr(telemetry.Telemetry, "on_step_end", failing)
+    monkeypatch.setattr(recorder.Telemetry, "on_step_end", failing)
     with pytest.raises(RuntimeError, match="fell off"):
         cogumi.train(sft)
     run_dir = Path(sft["cogumi"]["run_dir"])
@@ -181,9 +180,9 @@ def test_the_trial_of_a_compiler_is_a_stage_of_its_own_and_no_part_of_a_step(
         time.sleep(1)
         return Trial(1.0, 1.0, 1.0, Counts(1))
 
-    monkeypatch.setattr(callback, "WORTH_TRYING", 0.0)
-    monkeypatch.setattr(callback, "try_layer", tried)
-    monkeypatch.setattr(callback.Compiling, "make_ready", lambda _: "")
+    monkeypatch.setattr(compile_callback, "WORTH_TRYING", 0.0)
+    monkeypatch.setattr(compile_callback, "try_layer", tried)
+    monkeypatch.setattr(compile_callback.Compiling, "make_ready", lambda _: "")
     cogumi.train(sft, cogumi__compile="auto")
     assert seen == ["compile"]
     found = read_json(run_dir / "metrics.json")
@@ -243,7 +242,7 @@ def test_completions_that_hold_nothing_are_counted(tiny_model: Path, tmp_path: P
 
 def test_samples_of_steps_made_again_are_replaced(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     sft["train"] |= {"save_strategy": "steps", "save_steps": 2}
-    on_step_end = telemetry.Telemetry.on_step_end
+    on_step_end = recorder.Telemetry.on_step_end
     with monkeypatch.context() as patched:
 
         def failing(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -251,7 +250,7 @@ def test_samples_of_steps_made_again_are_replaced(sft: Config, monkeypatch: pyte
             if state.global_step == 4:
                 raise RuntimeError("the card fell off the bus")
 
-        patched.setattr(telemetry.Telemetry, "on_step_end", failing)
+        patched.setattr(recorder.Telemetry, "on_step_end", failing)
         with pytest.raises(RuntimeError):
             cogumi.train(sft, cogumi__samples_every=1)
     run_dir = Path(sft["cogumi"]["run_dir"])
@@ -332,7 +331,7 @@ def test_what_stops_the_heart_is_raised_where_the_training_is(tmp_path: Path, mo
 def test_a_run_that_hangs_beats_on_and_its_step_does_not(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stuck in a callback after its second step; gone on with, the seconds of that part count."""
     monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.02)
-    on_step_end, beats = telemetry.Telemetry.on_step_end, []
+    on_step_end, beats = recorder.Telemetry.on_step_end, []
 
     def hanging(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
         on_step_end(self, args, state, control, **more)
@@ -344,7 +343,7 @@ def test_a_run_that_hangs_beats_on_and_its_step_does_not(sft: Config, monkeypatc
             raise RuntimeError("hung, and ended")
 
     with monkeypatch.context() as patched:
-        patched.setattr(telemetry.Telemetry, "on_step_end", hanging)
+        patched.setattr(recorder.Telemetry, "on_step_end", hanging)
         with pytest.raises(RuntimeError, match="hung"):
             cogumi.train(sft)
     assert len({beat["time"] for beat in beats}) == 3
@@ -363,9 +362,9 @@ def test_a_run_that_hangs_beats_on_and_its_step_does_not(sft: Config, monkeypatc
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Lets seconds pass for `cogumi.training.meter` and `pace`, which are otherwise as they are."""
+    """Lets seconds pass for `cogumi.telemetry.stage_timer` and `pace`, which are otherwise as they are."""
     now = [1000.0]
-    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stage_timer.time, "monotonic", lambda: now[0])
 
     def passing(seconds: float) -> None:
         now[0] += seconds
@@ -433,8 +432,8 @@ def test_a_trainer_that_generates_has_a_cycle(tmp_path: Path) -> None:
         output_dir=str(tmp_path), per_device_train_batch_size=8, steps_per_generation=4, gradient_accumulation_steps=2,
         bf16=False,
     )  # fmt: skip
-    assert telemetry.steps_per_rollout(SimpleNamespace(args=args, num_iterations=3)) == 6
-    assert telemetry.steps_per_rollout(SimpleNamespace(args=trl.SFTConfig(output_dir=str(tmp_path), bf16=False))) == 1
+    assert recorder.steps_per_rollout(SimpleNamespace(args=args, num_iterations=3)) == 6
+    assert recorder.steps_per_rollout(SimpleNamespace(args=trl.SFTConfig(output_dir=str(tmp_path), bf16=False))) == 1
 
 
 @pytest.mark.parametrize(
@@ -536,7 +535,7 @@ def test_no_file_of_a_run_holds_a_secret(sft: Config, monkeypatch: pytest.Monkey
     monkeypatch.setenv("WANDB_API_KEY", other)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     sft["train"] |= {"hub_token": TOKEN, "save_strategy": "steps", "save_steps": 2}
-    on_step_end = telemetry.Telemetry.on_step_end
+    on_step_end = recorder.Telemetry.on_step_end
     seen = []
 
     def failing(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -546,7 +545,7 @@ def test_no_file_of_a_run_holds_a_secret(sft: Config, monkeypatch: pytest.Monkey
             logging.getLogger("cogumi").warning("asking https://me:%s@hub with %s", TOKEN, other)
             raise RuntimeError(f"401 for https://me:{TOKEN}@hub, key {other}")
 
-    monkeypatch.setattr(telemetry.Telemetry, "on_step_end", failing)
+    monkeypatch.setattr(recorder.Telemetry, "on_step_end", failing)
     with pytest.raises(RuntimeError, match=TOKEN):
         cogumi.train(sft, cogumi__samples_every=2)
     assert set(seen) == {TOKEN}  # whoever uses it has it
@@ -597,8 +596,7 @@ def test_the_cost_of_the_held_out_loss_says_where_compilation_is(
 ) -> None:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from cogumi.training.fitting import say_what_watching_took
-    from cogumi.training.held_out import HeldOut
+    from cogumi.training.loop import HeldOut, say_what_watching_took
 
     args = TrainingArguments(str(tmp_path), torch_compile=compiled, use_cpu=True, report_to=[])
     meter = SimpleNamespace(seconds=lambda: {"eval": 30.0, "train": 10.0})

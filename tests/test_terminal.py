@@ -25,15 +25,15 @@ from processes import until
 from transformers import TrainerCallback
 
 import cogumi
-from cogumi import cli_output
 from cogumi.checkpoints import last_good_checkpoint, protect
-from cogumi.checkpoints.screen import outliving_the_screen
 from cogumi.checkpoints.signals import ending_in_good_order
-from cogumi.cli_output import print_json
-from cogumi.process import is_running
-from cogumi.rundir import START, append_jsonl, read_json, write_json
-from cogumi.training.preview import Preview, Shares
-from cogumi.training.telemetry import recorded, set_status
+from cogumi.core import output
+from cogumi.core.lost_terminal import outliving_the_screen
+from cogumi.core.output import print_json
+from cogumi.core.process_id import is_running
+from cogumi.core.run_directory import START, append_jsonl, read_json, write_json
+from cogumi.methods.preview import Preview, Shares
+from cogumi.telemetry.recorder import recorded, set_status
 
 CTRL_C = b"\x03"
 # Run in a prepared process, which a shell could only start as one of its own: `trap : INT; cogumi WORDS 2>&1 | tee log`.
@@ -63,8 +63,8 @@ runpy.run_module("cogumi", run_name="__main__")
 """
 AT_ONCE = """
 import runpy
-from cogumi import cli_output
-cli_output.QUIET_SECONDS = 0.0
+from cogumi.core import output
+output.DRAWN_SECONDS, output.QUIET_SECONDS = 0.001, 0.0
 runpy.run_module("cogumi", run_name="__main__")
 """
 
@@ -275,7 +275,8 @@ def test_an_interrupted_start_leaves_a_run_as_it_was(
     def launched() -> bool:
         below = psutil.process_iter(["cmdline", "ppid"])  # None of one that has ended meanwhile
         return any(
-            each.info["ppid"] == os.getpid() and "cogumi.detached" in (each.info["cmdline"] or ()) for each in below
+            each.info["ppid"] == os.getpid() and "cogumi.runs.supervisor" in (each.info["cmdline"] or ())
+            for each in below
         )
 
     assert "nothing was written" in interrupted(launched)
@@ -358,7 +359,7 @@ def test_escapes_in_a_line_of_log_are_shown(tmp_path: Path, capsys: pytest.Captu
 def test_an_uncaught_exception_is_shown_with_its_escapes_visible(tmp_path: Path) -> None:
     code = f"""
 import typer
-from cogumi.cli import run_command
+from cogumi.cli.app import run_command
 app = typer.Typer(pretty_exceptions_enable=False)
 @app.command()
 def fail() -> None:
@@ -415,8 +416,8 @@ def says_what_it_does(words: list[str], directory: Path) -> None:
 
 
 def test_the_line_of_what_takes_its_time_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli_output, "QUIET_SECONDS", 0.0)
-    monkeypatch.setattr(cli_output, "DRAWN_SECONDS", 0.01)
+    monkeypatch.setattr(output, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(output, "DRAWN_SECONDS", 0.01)
     master, slave = pty.openpty()
 
     def read(pattern: bytes) -> bytes:
@@ -429,7 +430,7 @@ def test_the_line_of_what_takes_its_time_makes_way(monkeypatch: pytest.MonkeyPat
     line = rb"counting \\x1b\[31m, \d+ s"
     with open(slave, "w", buffering=1) as screen:
         monkeypatch.setattr(sys, "stderr", screen)
-        with cli_output.waiting("counting \x1b[31m"):
+        with output.waiting("counting \x1b[31m"):
             read(line)
             print("said", file=sys.stderr)
             read(rb"\r +\rsaid\r\n")

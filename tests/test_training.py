@@ -14,9 +14,9 @@ from finished_runs import FinishedRun, hashes
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import cogumi
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
+from cogumi.core.run_directory import read_json, read_jsonl
 from cogumi.models.adapters import lora_config, refuse_unmatched
-from cogumi.rundir import read_json, read_jsonl
 
 pytestmark = pytest.mark.usefixtures("without_report")
 
@@ -83,9 +83,9 @@ def test_only_the_adapter_is_trained_and_the_base_directory_is_untouched(finishe
 
 
 def test_examples_longer_than_the_model_was_made_for_are_told(sft: Config) -> None:
-    from cogumi.config import load_config
-    from cogumi.models.load import load_tokenizer
-    from cogumi.training.examples import beyond_the_model, prepare_examples
+    from cogumi.config.schema import load_config
+    from cogumi.methods.examples import beyond_the_model, prepare_examples
+    from cogumi.models.loading import load_tokenizer
 
     del sft["data"]["max_rows"]
     sft["data"]["fim"]["max_length"] = 900
@@ -132,7 +132,7 @@ def test_answers_of_several_kinds_are_one_line_before_anything_is_written(gspo: 
 def test_what_a_model_was_made_for_counts_the_scaling_of_its_positions() -> None:
     from transformers import BloomConfig, Gemma3TextConfig, Qwen2Config
 
-    from cogumi.training.examples import positions_of
+    from cogumi.methods.examples import positions_of
 
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     assert positions_of(Qwen2Config(max_position_embeddings=32768)) == 32768
@@ -143,7 +143,7 @@ def test_what_a_model_was_made_for_counts_the_scaling_of_its_positions() -> None
 
 @pytest.mark.parametrize("method", ["sft", "gspo"])
 def test_the_adapter_says_what_it_was_trained_on(method: str, request: pytest.FixtureRequest) -> None:
-    from cogumi.models.provenance import BaseRecord, read_base, weights_sample
+    from cogumi.merge.provenance import BaseRecord, read_base, weights_sample
 
     result = request.getfixturevalue(f"finished_{method}").result
     dtype = "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
@@ -154,9 +154,9 @@ def test_the_sft_loss_is_the_mean_cross_entropy_of_the_middles(sft: Config, tiny
     """All rows in one batch: the first logged loss against dense logits, without TRL and without the fused head."""
     from transformers import AutoModelForCausalLM
 
-    from cogumi.config import load_config
-    from cogumi.models.load import load_tokenizer
-    from cogumi.training.examples import prepare_examples
+    from cogumi.config.schema import load_config
+    from cogumi.methods.examples import prepare_examples
+    from cogumi.models.loading import load_tokenizer
 
     config = {**sft, "data": {**sft["data"], "max_rows": 12}}
     first = cogumi.train(config, train__max_steps=1, train__per_device_train_batch_size=12).series("loss")[0]
@@ -252,12 +252,12 @@ def test_the_samplers_own_log_probabilities_and_an_fp32_head(gspo: Config) -> No
 
 
 def test_a_run_in_which_no_reward_was_scored_fails(gspo: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cogumi.rewards import named
+    from cogumi.rewards import named_rewards
 
     def undecided(completions: list[str], **_: Any) -> list[None]:
         return [None] * len(completions)
 
-    monkeypatch.setitem(named.REWARDS, "parses", undecided)
+    monkeypatch.setitem(named_rewards.REWARDS, "parses", undecided)
     result = cogumi.train(gspo, cogumi__rewards=["parses"], cogumi__merge=False)
     failed = {check.name: check.figure for check in result.verdict.checks if not check.passed}
     assert "no completion was ever scored" in failed["rewards"]
@@ -443,12 +443,12 @@ def test_a_run_that_fails_says_so_in_its_directory(
     gspo: Config, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the first rollout already: a reward is the user's code, not a setting that was refused."""
-    from cogumi.rewards import named
+    from cogumi.rewards import named_rewards
 
     def broken(**kwargs: Any) -> list[float]:
         raise error("the grader is down")
 
-    monkeypatch.setitem(named.REWARDS, "parses", broken)
+    monkeypatch.setitem(named_rewards.REWARDS, "parses", broken)
     with pytest.raises(error, match="the grader is down"):
         cogumi.train(gspo)
     status = json.loads(Path(gspo["cogumi"]["run_dir"], "status.json").read_text())

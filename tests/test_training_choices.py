@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import cogumi
-from cogumi.config import RunConfig, load_config
-from cogumi.rl.planner import ModelShape
-from cogumi.rundir import read_json
+from cogumi.config.schema import RunConfig, load_config
+from cogumi.core.run_directory import read_json
+from cogumi.methods.auto_settings import Load, Machine, choose, with_choices
+from cogumi.rl.memory_plan import ModelShape
 from cogumi.stack.probes import HUB_FLASH_ATTN, flash_attention
-from cogumi.training.choices import Load, Machine, choose, with_choices
 
 GIB = 2**30
 H100 = Machine("H100", (9, 0), 79 * GIB, frozenset({"bitsandbytes"}), "flash_attention_3", "to 0.003")
@@ -126,7 +126,7 @@ def test_a_run_says_what_was_chosen_and_why(tiny_model: Path, code_parquet: Path
 
 
 def test_a_run_that_goes_on_keeps_what_was_chosen(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> None:
-    from cogumi.rundir import write_json
+    from cogumi.core.run_directory import write_json
 
     run = load_config(config_of(tiny_model, code_parquet, tmp_path))
     write_json(tmp_path / "choices.json", [{"key": "train.gradient_checkpointing", "value": True, "reason": "then"}])
@@ -136,7 +136,7 @@ def test_a_run_that_goes_on_keeps_what_was_chosen(tiny_model: Path, code_parquet
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_the_attention_asked_for_is_the_one_that_is_loaded(tiny_model: Path, attention: str) -> None:
-    from cogumi.models.load import load_model
+    from cogumi.models.loading import load_model
 
     model = load_model(str(tiny_model), attention=attention)
     assert model.config._attn_implementation == attention

@@ -11,13 +11,12 @@ from typer.testing import CliRunner
 
 import cogumi
 from cogumi.checkpoints import mirror as mirror_module
-from cogumi.cli import app
-from cogumi.disk.usage import space_of
-from cogumi.errors import DiskFull, UsageError
-from cogumi.run_status import status_of
-from cogumi.run_summary import on_a_screen
-from cogumi.rundir import read_json
-from cogumi.training import results
+from cogumi.cli.app import app
+from cogumi.core.disk_space import space_of
+from cogumi.core.errors import DiskFull, UsageError
+from cogumi.core.run_directory import read_json
+from cogumi.telemetry.status import on_a_screen, status_of
+from cogumi.training import artifacts
 from cogumi.training import run as module
 
 Config = dict[str, Any]
@@ -83,7 +82,7 @@ def test_a_merge_waits_for_space_where_on_full_says_so(
         if len(states) == 3:
             filler.unlink()
 
-    monkeypatch.setattr(results.time, "sleep", sleep)
+    monkeypatch.setattr(artifacts.time, "sleep", sleep)
     result = cogumi.train(sft, cogumi__run_dir=str(disk / "run"), cogumi__merge=True, cogumi__on_full="pause")
     assert result.passed, str(result.verdict)
     assert result.merged is not None

@@ -10,11 +10,11 @@ from qlora_runs import Config, check, four_bit_copy, four_bit_layers, qlora, wat
 from test_training_unfinished import logged, the_same
 
 import cogumi
-from cogumi.config import load_config
-from cogumi.disk.forecast import checkpoint_bytes, size_of
-from cogumi.models.provenance import BaseRecord, Quantization, read_base, weights_sample
-from cogumi.planning.disk import planned
-from cogumi.training.telemetry import Telemetry
+from cogumi.checkpoints.sizes import checkpoint_bytes, size_of
+from cogumi.config.schema import load_config
+from cogumi.forecast.disk_lines import planned
+from cogumi.merge.provenance import BaseRecord, Quantization, read_base, weights_sample
+from cogumi.telemetry.recorder import Telemetry
 
 pytestmark = pytest.mark.usefixtures("without_report")
 

@@ -18,15 +18,15 @@ from typer.testing import CliRunner
 
 import cogumi
 from cogumi.checkpoints.identity import run_of
-from cogumi.cli import app
-from cogumi.disk.usage import space_of
-from cogumi.durable import locked
-from cogumi.errors import UsageError
-from cogumi.rundir import read_json, read_jsonl
-from cogumi.training import gspo as gspo_run
-from cogumi.training import heartbeat
-from cogumi.training.telemetry import Telemetry
-from cogumi.training.verdict import judge_training
+from cogumi.cli.app import app
+from cogumi.core.disk_space import space_of
+from cogumi.core.durability import locked
+from cogumi.core.errors import UsageError
+from cogumi.core.run_directory import read_json, read_jsonl
+from cogumi.health.verdict import judge_training
+from cogumi.methods import gspo as gspo_run
+from cogumi.telemetry import heartbeat
+from cogumi.telemetry.recorder import Telemetry
 
 Config = dict[str, Any]
 
@@ -162,7 +162,7 @@ def test_a_run_that_failed_after_its_training_trains_no_step(
 @pytest.mark.usefixtures("without_report")
 def test_a_killed_run_goes_on(sft: Config, whole_sft: Any, tmp_path: Path, for_commands: dict[str, str]) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(sft))
-    waits = "import os, time, cogumi.training.telemetry as t\n" \
+    waits = "import os, time, cogumi.telemetry.recorder as t\n" \
             "def wait(self, args, state, control, **more):\n" \
             "    if state.global_step == 5: print(os.getpid(), flush=True), time.sleep(600)\n" \
             "t.Telemetry.on_step_end = wait\n" \

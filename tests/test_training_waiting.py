@@ -14,18 +14,18 @@ from torch import equal
 from transformers import TrainerCallback
 
 import cogumi
-from cogumi.errors import UsageError
-from cogumi.process import this_process
-from cogumi.rundir import read_json, read_jsonl
-from cogumi.training import waiting
+from cogumi.core.errors import UsageError
+from cogumi.core.process_id import this_process
+from cogumi.core.run_directory import read_json, read_jsonl
+from cogumi.training import control_files
 
 Config = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(waiting, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(control_files, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(control_files, "PAUSE_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -37,14 +37,14 @@ def sft(sft: Config) -> Config:
 
 def at_step(step: int, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Have something done before the waiting looks, at the end of a step."""
-    look = waiting.Waiting.on_step_end
+    look = control_files.Waiting.on_step_end
 
     def first(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == step:
             act()
         look(self, args, state, control, **kwargs)
 
-    monkeypatch.setattr(waiting.Waiting, "on_step_end", first)
+    monkeypatch.setattr(control_files.Waiting, "on_step_end", first)
 
 
 def test_a_pause_saves_waits_goes_on_and_changes_nothing(
@@ -156,7 +156,7 @@ def test_rollouts_are_what_the_trainer_was_rewarded_for(sft: Config, tmp_path: P
 
 
 def test_a_completion_that_nobody_scored_has_no_reward() -> None:
-    from cogumi.training.rollouts import spread, text_of, weighted
+    from cogumi.telemetry.samples import spread, text_of, weighted
 
     nan = float("nan")
     assert weighted((0.5, nan), [2.0, 1.0]) == 1.0
@@ -169,8 +169,8 @@ def test_a_completion_that_nobody_scored_has_no_reward() -> None:
 
 
 def test_rewards_of_steps_that_are_made_again_are_dropped(tmp_path: Path) -> None:
-    from cogumi.rundir import ROLLOUTS
-    from cogumi.training.samples import keep_until
+    from cogumi.core.run_directory import ROLLOUTS
+    from cogumi.telemetry.samples import keep_until
 
     path = tmp_path / ROLLOUTS
     path.write_text("".join(json.dumps({"step": step, "reward": []}) + "\n" for step in (1, 5, 9)))

@@ -138,7 +138,7 @@ def by_token(values: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor | 
 def run_losses(whose: str, model_path: str, results: str, old_from: str = "") -> None:
     """Every loss once on the same batch; loss, gradient and what was overheard, saved to `results`."""
     import cogumi
-    from cogumi.rl.seam import overheard
+    from cogumi.rl.loss_capture import overheard
 
     if whose == "unsloth":
         assert unsloth_rl.apply().applied
@@ -191,11 +191,11 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 
 def run_training(model_path: str, results: str) -> None:
     """Two optimizer steps of GSPO on one rollout, so that the second step's ratio is not 1."""
-    from cogumi.patches import gspo
-    from cogumi.rl.seam import overheard, sequence_log_ratio
+    from cogumi.patches import gspo_loss
+    from cogumi.rl.loss_capture import overheard, sequence_log_ratio
 
     unsloth_rl.apply()
-    gspo.apply()
+    gspo_loss.apply()
     settings = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "max_steps": 2, "logging_steps": 1}
     trainer = lora_trainer(fast_model(model_path), model_path, loss_type="gspo", learning_rate=1e-3, **settings)
     compute, seen = trainer.compute_loss, []
@@ -218,10 +218,10 @@ def run_training(model_path: str, results: str) -> None:
 
 def show_config(results: str) -> None:
     """What `loss_type="gspo"` becomes, alone and with values of one's own; what it was asked for by."""
-    from cogumi.patches import gspo
+    from cogumi.patches import gspo_loss
 
     unsloth_rl.apply()
-    gspo.apply()
+    gspo_loss.apply()
     import trl
 
     mine = {"beta": 0.1, "learning_rate": 3e-6, "optim": "sgd", "vllm_importance_sampling_correction": False}
@@ -474,7 +474,7 @@ def test_the_offending_cell_is_named(tmp_path: Path) -> None:
 def test_in_order_nothing_is_refused_and_then_the_offending_import_is_named(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import cogumi, torch\nfrom cogumi.patches import unsloth_rl, gspo, fused_head\nimport cogumi.config\n"
+        "import cogumi, torch\nfrom cogumi.patches import unsloth_rl, gspo_loss, fused_head\nimport cogumi.config.schema\n"
         "unsloth_rl.refuse_early_imports(); print('fine')\n"
         "import trl\n" + TRY.format("unsloth_rl.refuse_early_imports()")
     )
@@ -533,7 +533,7 @@ class Offloaded(torch.autograd.Function):
 @pytest.mark.parametrize("layout", ["packed", "padded in parts", "offloaded"])
 @pytest.mark.parametrize("law", [(0.0, 0.0, 0.0, 1.0), (1.5, 2.0, 3.0, 0.7)], ids=["plain", "scaled and capped"])
 def test_every_token_gets_its_own_entropy(layout: str, law: tuple[float, float, float, float]) -> None:
-    from cogumi.rl.unsloth_seam import Scores
+    from cogumi.rl.unsloth_loss_capture import Scores
 
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 5, 8, generator=generator, dtype=torch.float64).requires_grad_()
@@ -566,7 +566,7 @@ def test_every_token_gets_its_own_entropy(layout: str, law: tuple[float, float, 
 
 
 def test_logits_that_were_already_there_give_the_same_entropy() -> None:
-    from cogumi.rl.unsloth_seam import Scores
+    from cogumi.rl.unsloth_loss_capture import Scores
 
     logits = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()
     ids, mask = torch.randint(7, (2, 3)), torch.ones(2, 3)
@@ -581,7 +581,7 @@ def test_logits_that_were_already_there_give_the_same_entropy() -> None:
 
 
 def test_a_score_from_elsewhere_is_said_not_guessed() -> None:
-    from cogumi.rl.unsloth_seam import Scores
+    from cogumi.rl.unsloth_loss_capture import Scores
 
     new = torch.randn(2, 3).requires_grad_()
     with pytest.warns(UserWarning, match="no entropy is logged"):
@@ -591,8 +591,8 @@ def test_a_score_from_elsewhere_is_said_not_guessed() -> None:
 @pytest.mark.parametrize("release", RECORDED)
 def test_recorders_bind_to_the_recorded_signatures(release: str) -> None:
     """The call unsloth makes, with the parameters of each release in their order."""
-    from cogumi.rl.seam import LossCall
-    from cogumi.rl.unsloth_seam import Scores, record_efficient
+    from cogumi.rl.loss_call import LossCall
+    from cogumi.rl.unsloth_loss_capture import Scores, record_efficient
 
     _, *parameters = recorded(release, unsloth_rl.LOSS_FILE, "UnslothEfficientGRPO.forward").parameters
     names: dict[str, Any] = {}

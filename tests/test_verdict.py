@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 
 import cogumi
+from cogumi.core.run_directory import append_jsonl, read_json, write_json
+from cogumi.health.flags import Batches, Flag, Pairs, Run, Setting, Words, Written, reds, repeats_itself, written_in
+from cogumi.health.verdict import Check, Verdict, judge, safe_to_scale
 from cogumi.notebook import panel_html
-from cogumi.notebook.look import Looker
-from cogumi.run_status import status_of
-from cogumi.run_summary import in_words, on_a_screen
-from cogumi.rundir import append_jsonl, read_json, write_json
-from cogumi.training.diagnosis import judge, safe_to_scale
-from cogumi.training.flags import Batches, Flag, Pairs, Run, Setting, Words, Written, reds, repeats_itself, written_in
-from cogumi.training.verdict import Check, Verdict
+from cogumi.notebook.run_snapshot import Looker
+from cogumi.telemetry.status import in_words, on_a_screen, status_of
 
 SFT = Setting("sft", 2e-4, max_steps=200, examples_per_step=16, vocabulary=1024)
 DPO = replace(SFT, method="dpo", loss="sigmoid")
@@ -368,6 +366,7 @@ def test_an_update_that_rounding_loses_is_told_beside_the_rounding(sft: dict[str
 def test_a_run_that_learns_to_write_nothing_says_so(sft: dict[str, Any]) -> None:
     """Middles of one or two characters: every second learned token is the end token, and the model learns that first."""
     sft["data"]["fim"]["middle_chars"] = [1, 2]
+    del sft["data"]["max_rows"]
     result = cogumi.train(sft, train__max_steps=12)
     (flag,) = (each for each in result.verdict.flags if each.name == "held-out completions")
     now = written_in(result.run_dir)[-1]

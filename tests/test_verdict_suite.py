@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.verdict_cases import BROKEN, HELD_OUT, OWN, WHOLE
 from benchmarks.verdict_runs import Case, judged
-from cogumi.training.flags import Flag
+from cogumi.health.flags import Flag
 
 QUICK = {"sft, NaN in the base", "sft, adapter frozen", "sft"}
 

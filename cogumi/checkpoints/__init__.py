@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from cogumi.checkpoints.resume import last_good_checkpoint
+from cogumi.checkpoints.retention import last_good_checkpoint
 
 if TYPE_CHECKING:
     from cogumi.checkpoints.protection import protect as protect

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cogumi.checkpoints.manifest import CHECKPOINT_NAME, files_of, write_manifest
 from cogumi.checkpoints.verify import Finding, inspect
-from cogumi.durable import drop_from_memory, sync_path
+from cogumi.core.durability import drop_from_memory, sync_path
 
 log = logging.getLogger(__name__)
 

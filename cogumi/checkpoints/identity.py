@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cogumi.durable import write_synced
-from cogumi.errors import UsageError
+from cogumi.core.durability import write_synced
+from cogumi.core.errors import UsageError
 
 # In each checkpoint, and so in its manifest; and in the directory of the checkpoints, where the training itself goes on.
 IDENTITY_NAME = "cogumi-run.json"

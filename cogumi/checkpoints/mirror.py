@@ -21,11 +21,19 @@ from cogumi.checkpoints.commit import open_staging, remove_staging, set_aside, s
 from cogumi.checkpoints.identity import IDENTITY_NAME, Identity, identity_in
 from cogumi.checkpoints.manifest import MANIFEST_NAME, CheckpointDamaged, FileEntry, Manifest, read_manifest
 from cogumi.checkpoints.mirror_hub import HubRepository
-from cogumi.checkpoints.mirror_pace import GivenUp, Pace
-from cogumi.checkpoints.mirror_store import RECORD_NAME, Store, manifest_in, read_record, safe, secrets_of
+from cogumi.checkpoints.mirror_store import (
+    RECORD_NAME,
+    GivenUp,
+    Pace,
+    Store,
+    manifest_in,
+    read_record,
+    safe,
+    secrets_of,
+)
 from cogumi.checkpoints.verify import ADAPTER_CONFIG, inspect
-from cogumi.durable import NO_SPACE, sync_path
-from cogumi.errors import UsageError
+from cogumi.core.durability import NO_SPACE, sync_path
+from cogumi.core.errors import UsageError
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")

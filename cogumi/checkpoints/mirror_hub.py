@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from cogumi.checkpoints.manifest import CHECKPOINT_NAME, MANIFEST_NAME, FileEntry, Manifest
-from cogumi.checkpoints.mirror_pace import Pace
-from cogumi.checkpoints.mirror_store import RECORD_NAME, ArrivedDifferently, record_text
-from cogumi.durable import sha256_file
-from cogumi.errors import UsageError
+from cogumi.checkpoints.mirror_store import RECORD_NAME, ArrivedDifferently, Pace, record_text
+from cogumi.core.durability import sha256_file
+from cogumi.core.errors import UsageError
 
 URL = re.compile(r"hf://([\w.-]+/[\w.-]+?)(?:/(.+?))?/*")
 

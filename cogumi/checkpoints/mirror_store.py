@@ -1,4 +1,4 @@
-"""A mirror in a directory or an object store, which has no rename: the files first, read back, and the manifest last.
+"""Where a mirror is: a directory or an object store, read and written at a limited rate.
 
 s3:// goes through pyarrow's client, which every lane has: s3fs needs botocore, and that an older python-dateutil than the
 lanes'. It takes the keys and the profile that the AWS tools take, and AWS_ENDPOINT_URL. Everything else is fsspec's.
@@ -8,6 +8,8 @@ import hashlib
 import json
 import os
 import tempfile
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -31,10 +33,43 @@ from cogumi.checkpoints.manifest import (
     read_manifest,
     sealed,
 )
-from cogumi.checkpoints.mirror_pace import Pace
-from cogumi.durable import sync_path
-from cogumi.errors import UsageError
-from cogumi.words import pip
+from cogumi.core.durability import sync_path
+from cogumi.core.errors import UsageError
+from cogumi.core.formatting import pip
+
+# How much may go at once after a pause: what the rate allows in this many seconds.
+BURST_SECONDS = 1.0
+
+
+class GivenUp(Exception):
+    """Nobody waits for the mirror any more."""
+
+
+class Pace:
+    """A token bucket: lets through at most `rate` bytes a second, and nothing any more once it was stopped."""
+
+    def __init__(self, rate: float | None) -> None:
+        self.rate = rate
+        self.stopped = threading.Event()
+        self.clock = time.monotonic
+        self.lock = threading.Lock()
+        self.paid_until = self.clock()
+
+    def let(self, size: int) -> None:
+        """Return when `size` more bytes may go. Raises GivenUp once stopped."""
+        if self.rate is not None:
+            with self.lock:
+                now = self.clock()
+                self.paid_until = max(self.paid_until, now - BURST_SECONDS) + size / self.rate
+                wait = self.paid_until - now
+            if wait > 0:
+                self.stopped.wait(wait)
+        if self.stopped.is_set():
+            raise GivenUp
+
+
+# --------------------------------------------------------------------------------------------------------- mirror store
+
 
 # Beside a checkpoint's files wherever there is no manifest: which of them are whole, and which are on their way in or out.
 RECORD_NAME = "cogumi-mirror.json"

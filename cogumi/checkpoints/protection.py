@@ -13,20 +13,19 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from cogumi.checkpoints.commit import set_aside, step_of
+from cogumi.checkpoints.disk_forecast import outlook
 from cogumi.checkpoints.identity import Identity, name_run, new_run, refuse_anothers, run_of, settings_of
 from cogumi.checkpoints.mirror import Mirror
-from cogumi.checkpoints.resume import checkpoints_in, last_good_checkpoint
-from cogumi.checkpoints.retention import clean
-from cogumi.checkpoints.rollouts import load_rollouts, order_continued
+from cogumi.checkpoints.retention import checkpoints_in, clean, last_good_checkpoint
+from cogumi.checkpoints.rollout_state import load_rollouts, order_continued
 from cogumi.checkpoints.saving import Saver, first_line
-from cogumi.checkpoints.screen import outliving_the_screen
 from cogumi.checkpoints.signals import Preemption
 from cogumi.checkpoints.verify import OPTIMIZER, SCHEDULER, inspect
 from cogumi.checkpoints.watchdog import Pulse, Watchdog
+from cogumi.core.durability import NO_SPACE, locked, why_unwritable
+from cogumi.core.errors import UsageError
+from cogumi.core.lost_terminal import outliving_the_screen
 from cogumi.disk.callback import announce
-from cogumi.disk.outlook import outlook
-from cogumi.durable import NO_SPACE, locked, why_unwritable
-from cogumi.errors import UsageError
 
 log = logging.getLogger(__name__)
 

@@ -12,16 +12,24 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from cogumi.checkpoints.commit import STAGING_NAME, blocks_of, commit, open_staging, remove_staging, set_aside, step_of
-from cogumi.checkpoints.full import causes, disk_is_full
+from cogumi.checkpoints.commit import (
+    STAGING_NAME,
+    blocks_of,
+    commit,
+    open_staging,
+    remove_staging,
+    set_aside,
+    step_of,
+)
+from cogumi.checkpoints.disk_full import causes, disk_is_full
 from cogumi.checkpoints.identity import Identity, settings_of
 from cogumi.checkpoints.manifest import MANIFEST_NAME
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.retention import plan_pruning, remove
-from cogumi.checkpoints.rollouts import save_rollouts
+from cogumi.checkpoints.rollout_state import save_rollouts
 from cogumi.checkpoints.verify import Finding, inspect
-from cogumi.disk.usage import spoken
-from cogumi.durable import NO_SPACE, sync_path
+from cogumi.core.disk_space import spoken
+from cogumi.core.durability import NO_SPACE, sync_path
 
 log = logging.getLogger(__name__)
 

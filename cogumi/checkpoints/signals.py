@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from cogumi.errors import FINISHED_AND_SAVED
+from cogumi.core.errors import FINISHED_AND_SAVED
 
 log = logging.getLogger(__name__)
 

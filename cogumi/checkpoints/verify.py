@@ -26,8 +26,8 @@ from cogumi.checkpoints.manifest import (
     files_of,
     read_manifest,
 )
-from cogumi.durable import sha256_file
-from cogumi.errors import UsageError
+from cogumi.core.durability import sha256_file
+from cogumi.core.errors import UsageError
 
 # The names are transformers' (trainer.py, utils/__init__.py) and PEFT's (utils/constants.py).
 STATE = "trainer_state.json"

@@ -25,7 +25,7 @@ from weakref import ref
 import psutil
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
 
 log = logging.getLogger(__name__)
 

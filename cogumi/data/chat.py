@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cogumi.data.rows import BadRow, decoded
+from cogumi.data.dropped_rows import BadRow, decoded
 
 Message = dict[str, Any]
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import polars as pl
 import pyarrow as pa
 
+from cogumi.core.errors import UsageError
 from cogumi.data.chat import (
     Conversation,
     Message,
@@ -28,19 +29,16 @@ from cogumi.data.chat import (
     string_of,
     tools_of,
 )
-from cogumi.data.encode import special_texts
-from cogumi.data.examples import Chunk, Dropped, Tokenize
+from cogumi.data.chat_templates import ChatTemplate, Spans, as_the_template_takes_it, read_template, split_thought
+from cogumi.data.dropped_rows import BadRow, drop
+from cogumi.data.encoding import encode_rendered, special_texts
+from cogumi.data.example_kinds import Chunk, Dropped, Tokenize
 from cogumi.data.fim import FimConfig, fim_prompts_chunk, fim_sft_chunk
-from cogumi.data.fim_layout import order_note, read_controls
+from cogumi.data.fim_tokens import order_note, read_controls
 from cogumi.data.parsing import parsed, without_special_texts
 from cogumi.data.preference import preference_chunk
-from cogumi.data.rendered import encode_rendered
-from cogumi.data.rows import BadRow, drop
 from cogumi.data.sources import Alike
 from cogumi.data.supervised import Budget, learn_completions, learn_spans, masked_chunk
-from cogumi.data.templates import ChatTemplate, Spans, read_template
-from cogumi.data.thinking import as_the_template_takes_it, split_thought
-from cogumi.errors import UsageError
 
 FORMATS = {
     "sft": ("fim", "chat", "prompt_completion"),

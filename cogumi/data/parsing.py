@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 import polars as pl
 
 from cogumi.data.chat import Conversation, strings_in
-from cogumi.data.examples import Dropped
-from cogumi.data.rows import BadRow, drop
+from cogumi.data.dropped_rows import BadRow, drop
+from cogumi.data.example_kinds import Dropped
 
 T = TypeVar("T")
 

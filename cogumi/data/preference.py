@@ -13,12 +13,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from cogumi.data.chat import Message, messages_of, refuse_empty_answers, string_of, tools_of
-from cogumi.data.examples import Chunk, Dropped
+from cogumi.data.chat_templates import ChatTemplate
+from cogumi.data.dropped_rows import BadRow, drop
+from cogumi.data.encoding import encode_rendered, shared_prefixes
+from cogumi.data.example_kinds import Chunk, Dropped
 from cogumi.data.parsing import parsed, without_special_texts
-from cogumi.data.rendered import encode_rendered, shared_prefixes
-from cogumi.data.rows import BadRow, drop
 from cogumi.data.supervised import Budget, batches, lists
-from cogumi.data.templates import ChatTemplate
 
 Side = str | list[Message]
 

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from cogumi.data.files import CSV, JSON_LINES, PARQUET, find_files, kind_of
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
+from cogumi.hub.source_files import CSV, JSON_LINES, PARQUET, find_files, kind_of
 
 BATCH_BYTES = 8 * 2**20
 """Of a file's data at a time. Tokenizing a batch takes some 50 times its text."""

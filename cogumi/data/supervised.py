@@ -14,11 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from cogumi.data.encode import encodings, gather
-from cogumi.data.examples import Chunk, Dropped
-from cogumi.data.rendered import encode_rendered, shared_prefixes, token_ends
-from cogumi.data.rows import drop
-from cogumi.data.templates import Spans
+from cogumi.data.chat_templates import Spans
+from cogumi.data.dropped_rows import drop
+from cogumi.data.encoding import encode_rendered, encodings, gather, shared_prefixes, token_ends
+from cogumi.data.example_kinds import Chunk, Dropped
 
 CHUNK_CHARACTERS = 8 * 2**20
 """Text tokenized at a time: bounds what is held in the tokenizer's own objects (some 50 times the text)."""

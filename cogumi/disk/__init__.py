@@ -6,7 +6,7 @@ What takes packages beyond Python's own is imported when it is first used: the d
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from cogumi.disk.usage import (
+from cogumi.core.disk_space import (
     Allocation,
     DeletedFile,
     Filesystem,
@@ -21,7 +21,7 @@ from cogumi.disk.usage import (
 
 if TYPE_CHECKING:
     from cogumi.disk.monitor import DiskMonitor, Sample
-    from cogumi.disk.owners import Leftover, Use, leftovers, uses
+    from cogumi.disk.usage_by_owner import Leftover, Use, leftovers, uses
 
 __all__ = [
     "Allocation",
@@ -42,7 +42,7 @@ __all__ = [
     "uses",
 ]
 _HOME = dict.fromkeys(("DiskMonitor", "Sample"), "cogumi.disk.monitor")
-_HOME |= dict.fromkeys(("Leftover", "Use", "leftovers", "uses"), "cogumi.disk.owners")
+_HOME |= dict.fromkeys(("Leftover", "Use", "leftovers", "uses"), "cogumi.disk.usage_by_owner")
 
 
 def __getattr__(name: str) -> Any:

@@ -12,8 +12,8 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
+from cogumi.core.disk_space import nearest_existing
 from cogumi.disk.monitor import DiskMonitor, Sample, check_settings
-from cogumi.disk.usage import nearest_existing
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from cogumi.disk.usage import Space, filesystem_of, space_of, spoken
-from cogumi.errors import UsageError
-from cogumi.rundir import append_jsonl
+from cogumi.core.disk_space import Space, filesystem_of, space_of, spoken
+from cogumi.core.errors import UsageError
+from cogumi.core.run_directory import append_jsonl
 
 log = logging.getLogger(__name__)
 

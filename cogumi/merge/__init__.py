@@ -13,19 +13,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cogumi.errors import MergeError, UsageError
+from cogumi.core.errors import MergeError, UsageError
+from cogumi.core.notices import said
+from cogumi.merge.adapter_files import resolve_adapter
 from cogumi.merge.bases import resolve_base
-from cogumi.merge.commit import allocate, check_target, commit, needed_bytes, partial_directory, remove_stale
-from cogumi.merge.hashing import FileDigest, hashing_ahead
+from cogumi.merge.executor import FileDigest, cores, hashing_ahead, progress_bar, spoken, write_and_verify
 from cogumi.merge.logits import LogitCheck, check_logits
-from cogumi.merge.manifest import Facts, write_description, write_side_files
-from cogumi.merge.noise import median, q_over_delta, quantization_noise
+from cogumi.merge.merge_manifest import Facts, write_description, write_side_files
+from cogumi.merge.output_directory import (
+    allocate,
+    check_target,
+    commit,
+    needed_bytes,
+    partial_directory,
+    remove_stale,
+)
 from cogumi.merge.plan import OUTPUT_DTYPES, MergePlan, build_plan
-from cogumi.merge.progress import progress_bar, spoken
-from cogumi.merge.resolve import resolve_adapter
-from cogumi.merge.sidefiles import has_tokenizer
-from cogumi.merge.work import cores, write_and_verify
-from cogumi.working import said
+from cogumi.merge.quantization_error import median, q_over_delta, quantization_noise
+from cogumi.merge.side_files import has_tokenizer
 
 __all__ = ["LogitCheck", "MergeError", "MergeReport", "check_logits", "merge_adapter"]
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from cogumi.merge.checkpoint import Place
+from cogumi.core.safetensors_file import FLOAT_DTYPES, Span, matrix_shape, read_into
+from cogumi.merge.parameter_map import Place
 from cogumi.merge.plan import MergePlan, Piece, Source, TensorPlan
 from cogumi.merge.quantized import dequantize_rows
-from cogumi.merge.tensorfile import FLOAT_DTYPES, Span, matrix_shape, read_into
 from cogumi.merge.updates import LowRank
 
 # Rows are merged in blocks of about this many elements: 1 MiB in float32, so that temporaries stay in the cache and

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
+from cogumi.core.safetensors_file import FLOAT_DTYPES, Shard, Span, element_count, read_elements
 from cogumi.merge.quantized import (
     DEQUANTIZED_KINDS,
     Bnb4bit,
@@ -23,7 +24,6 @@ from cogumi.merge.quantized import (
     read_stored,
     stored_levels,
 )
-from cogumi.merge.tensorfile import FLOAT_DTYPES, Shard, Span, element_count, read_elements
 
 BLOCK_BYTES = 1 << 22
 # At most this many quantized tensors, spread over the model, are sampled, each in this many places of this many

@@ -8,8 +8,11 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
+from cogumi.core.safetensors_file import Shard, read_shard
+from cogumi.merge.adapter_files import Adapter, Base, read_json
 from cogumi.merge.base_proof import BaseProof, Mismatch, prove_base
+from cogumi.merge.provenance import BaseRecord, read_base
 from cogumi.merge.quantized import (
     DEQUANTIZED_KINDS,
     full_precision_names,
@@ -17,9 +20,6 @@ from cogumi.merge.quantized import (
     quantized_tensors,
     refuse_dequantize,
 )
-from cogumi.merge.resolve import Adapter, Base, read_json
-from cogumi.merge.tensorfile import Shard, read_shard
-from cogumi.models.provenance import BaseRecord, read_base
 
 log = logging.getLogger(__name__)
 

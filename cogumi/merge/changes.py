@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from cogumi.errors import UsageError
-from cogumi.merge.checkpoint import Checkpoint, meta_model
+from cogumi.core.errors import UsageError
+from cogumi.core.safetensors_file import Span, leading_rows_equal
+from cogumi.merge.adapter_files import PREFIX, Adapter, Base
+from cogumi.merge.parameter_map import Checkpoint, meta_model
 from cogumi.merge.per_expert import layers_with_factors, stored_changes, stored_modules
-from cogumi.merge.resolve import PREFIX, Adapter, Base
-from cogumi.merge.tensorfile import Span, leading_rows_equal
 from cogumi.merge.updates import Change, Changes, LowRank, Rows
 
 

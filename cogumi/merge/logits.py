@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
 from cogumi.merge.arithmetic import ieee_matmul
-from cogumi.merge.verify import MANTISSA, half_ulp
+from cogumi.merge.element_check import MANTISSA, half_ulp
 
 # How many times the predicted rounding noise the logits may differ.
 LOGIT_GATE = 3.0

@@ -9,12 +9,12 @@ from typing import Any
 import psutil
 import torch
 
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
+from cogumi.core.safetensors_file import FLOAT_DTYPES, Span, element_count, read_shard
+from cogumi.merge.adapter_files import read_json
 from cogumi.merge.arithmetic import ieee_matmul
 from cogumi.merge.bases import cached_snapshot
 from cogumi.merge.logits import Live, LogitCheck, compare, forward, observe
-from cogumi.merge.resolve import read_json
-from cogumi.merge.tensorfile import FLOAT_DTYPES, Span, element_count, read_shard
 
 PROMPT_TOKENS = 128  # a row of the built-in prompt
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from cogumi.errors import UsageError
-from cogumi.merge.resolve import FACTOR_KEY, PREFIX, Adapter
-from cogumi.merge.tensorfile import Span
+from cogumi.core.errors import UsageError
+from cogumi.core.safetensors_file import Span
+from cogumi.merge.adapter_files import FACTOR_KEY, PREFIX, Adapter
 from cogumi.merge.updates import Change, LowRank
 
 EXPERT = re.compile(r".+\.experts\.\d+\.[^.]+")

@@ -11,13 +11,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from cogumi.errors import UsageError
-from cogumi.merge.changes import adapter_changes
-from cogumi.merge.checkpoint import Checkpoint, Place, read_checkpoint
-from cogumi.merge.quantized import Bnb4bit, Bnb8bit
-from cogumi.merge.resolve import Adapter, Base
-from cogumi.merge.sidefiles import output_config, side_files
-from cogumi.merge.tensorfile import (
+from cogumi.core.errors import UsageError
+from cogumi.core.safetensors_file import (
     FLOAT_DTYPES,
     Shard,
     Span,
@@ -26,6 +21,11 @@ from cogumi.merge.tensorfile import (
     leading_rows_equal,
     matrix_shape,
 )
+from cogumi.merge.adapter_files import Adapter, Base
+from cogumi.merge.changes import adapter_changes
+from cogumi.merge.parameter_map import Checkpoint, Place, read_checkpoint
+from cogumi.merge.quantized import Bnb4bit, Bnb8bit
+from cogumi.merge.side_files import output_config, side_files
 from cogumi.merge.updates import Change, Changes, LowRank
 
 OUTPUT_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}

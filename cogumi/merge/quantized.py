@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from cogumi.errors import UsageError
-from cogumi.merge.tensorfile import FLOAT_DTYPES, Shard, Span, element_count, read_into
+from cogumi.core.errors import UsageError
+from cogumi.core.safetensors_file import FLOAT_DTYPES, Shard, Span, element_count, read_into
 
 DEQUANTIZED_KINDS = ("bnb-4bit", "bnb-8bit")
 

@@ -5,15 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cogumi.durable import drop_from_memory, sha256_file
-from cogumi.errors import MergeError, UsageError
+from cogumi.core.durability import drop_from_memory, sha256_file
+from cogumi.core.errors import MergeError, UsageError
+from cogumi.core.notices import said
+from cogumi.merge.adapter_files import resolve_adapter
 from cogumi.merge.bases import decoded, read_model
-from cogumi.merge.manifest import MANIFEST_NAME
+from cogumi.merge.executor import Advance, cores, progress_bar, spoken, threads, verify_shards
+from cogumi.merge.merge_manifest import MANIFEST_NAME
 from cogumi.merge.plan import MergePlan, build_plan
-from cogumi.merge.progress import Advance, progress_bar, spoken
-from cogumi.merge.resolve import resolve_adapter
-from cogumi.merge.work import cores, threads, verify_shards
-from cogumi.working import said
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import BinaryIO
 
 import torch
 
-from cogumi.errors import MergeError
+from cogumi.core.errors import MergeError
+from cogumi.core.safetensors_file import FLOAT_DTYPES, Span, matrix_shape, read_into, write_at
 from cogumi.merge.arithmetic import BLOCK_ELEMENTS, Weights, apply_update, load_update, read_rows, row_blocks, scratch
 from cogumi.merge.plan import Piece, ShardPlan, TensorPlan
-from cogumi.merge.tensorfile import FLOAT_DTYPES, Span, matrix_shape, read_into, write_at
 
 # The unit of work of a thread: long enough that opening files and loading factors do not show, short enough to share out.
 RUN_ELEMENTS = 32 * BLOCK_ELEMENTS

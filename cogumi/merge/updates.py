@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cogumi.merge.tensorfile import Span
+from cogumi.core.safetensors_file import Span
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
 
 HERE = {"cogumi:tulu": Path(__file__).parents[1] / "data" / "tulu.jinja"}
 

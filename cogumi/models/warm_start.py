@@ -17,8 +17,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 
-from cogumi.errors import UsageError
-from cogumi.merge.resolve import (
+from cogumi.core.errors import UsageError
+from cogumi.core.safetensors_file import read_shard
+from cogumi.merge.adapter_files import (
     ADAPTER_WEIGHTS,
     PLAIN_INITS,
     PREFIX,
@@ -26,9 +27,8 @@ from cogumi.merge.resolve import (
     refuse_broken_names,
     refuse_empty_or_broken,
 )
-from cogumi.merge.tensorfile import read_shard
+from cogumi.merge.provenance import BaseRecord, Quantization, quantization_of, read_base, weights_sample
 from cogumi.models.adapters import DEFAULTS, TRAINED
-from cogumi.models.provenance import BaseRecord, Quantization, quantization_of, read_base, weights_sample
 
 log = logging.getLogger("cogumi")
 

@@ -7,10 +7,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from cogumi.errors import UsageError
-from cogumi.hidden import hide
-from cogumi.notebook.markup import blank, folded, piece, table, text, verbatim
-from cogumi.rundir import read_jsonl
+from cogumi.core.errors import UsageError
+from cogumi.core.redact import hide
+from cogumi.core.run_directory import read_jsonl
+from cogumi.notebook.html_components import blank, folded, piece, table, text, verbatim
 
 SAMPLES = "samples.jsonl"
 # Of a sample's columns those that are no answer.

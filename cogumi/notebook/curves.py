@@ -147,7 +147,7 @@ class Curves:
     def take(self, lines: bytes) -> None:
         import polars as pl
 
-        # Not-finite values are strings in the file (`cogumi.rundir.finite`), which is rare, and slower to read.
+        # Not-finite values are strings in the file (`cogumi.core.run_directory.finite`), which is rare, and slower to read.
         said = pl.String if b'"nan"' in lines or b'inf"' in lines else pl.Float64
         schema = dict.fromkeys(("step", *KEYS), said)
         rows = pl.read_ndjson(lines, schema=schema, ignore_errors=True)

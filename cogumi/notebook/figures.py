@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
+from cogumi.core.formatting import gib
+from cogumi.core.run_directory import ROLLOUTS
 from cogumi.notebook.curve_drawing import FEW, draw_curves, draw_flags, draw_spread, make_room, whole_numbers
 from cogumi.notebook.curves import Curve, Curves, Plot
 from cogumi.notebook.palette import BLUE, INK, VERMILLION, style_of
-from cogumi.run_status import read_if_there
-from cogumi.rundir import ROLLOUTS
-from cogumi.words import gib
+from cogumi.telemetry.status import read_if_there
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from cogumi.forecast.preflight_report import PreflightReport
     from cogumi.merge import MergeReport
+    from cogumi.methods.preview import Preview
     from cogumi.notebook.drawing import Drawing
-    from cogumi.planning.lines import PreflightReport
-    from cogumi.training.preview import Preview
 
 WIDTH = 10.0  # inches, of a page
 COLUMNS = 3
@@ -46,7 +46,7 @@ PLOT_OF = {
     "tokens per second": "speed",
     "waiting for data": "speed",
 }
-MERGE_MANIFEST = "cogumi-merge.json"  # cogumi.merge.manifest.MANIFEST_NAME, which comes with torch
+MERGE_MANIFEST = "cogumi-merge.json"  # cogumi.merge.merge_manifest.MANIFEST_NAME, which comes with torch
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.(.+)$")
 FAR = 1 / 8  # of the free memory: a smaller peak is drawn to its own scale
 MOST_BANDS = 120  # stretches of steps that quantiles are taken over

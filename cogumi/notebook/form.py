@@ -13,17 +13,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cogumi.config import RunConfig, redact
-from cogumi.config_binding import bind_mapping, reject_unknown
-from cogumi.config_source import SECTIONS, read_source
-from cogumi.config_text import same, with_values, written
-from cogumi.errors import UsageError
-from cogumi.handing_out import PACKAGE
-from cogumi.hidden import hide
-from cogumi.notebook.fields import Field, plain
+from cogumi.config.binding import bind_mapping, reject_unknown
+from cogumi.config.catalog import PACKAGE
+from cogumi.config.schema import RunConfig, redact
+from cogumi.config.source import SECTIONS, read_source
+from cogumi.config.yaml_text import same, with_values, written
+from cogumi.core.errors import UsageError
+from cogumi.core.redact import hide
+from cogumi.core.run_directory import write_atomic
+from cogumi.forecast.preflight_report import PreflightReport
+from cogumi.notebook.form_fields import Field, plain
 from cogumi.notebook.form_process import Values, begin_preflight, checked, end_of_preflight, signatures
-from cogumi.planning.lines import PreflightReport
-from cogumi.rundir import write_atomic
 
 if TYPE_CHECKING:
     from cogumi.notebook.form_panel import Panel

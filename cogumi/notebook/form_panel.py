@@ -7,23 +7,20 @@ import shlex
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets as widgets
 
-from cogumi.config import ENVIRONMENT_PREFIX
-from cogumi.config_source import SECTIONS
-from cogumi.config_text import flow, same
-from cogumi.errors import UsageError
-from cogumi.hidden import SECRETS
-from cogumi.notebook.fields import Field
+from cogumi.config.schema import ENVIRONMENT_PREFIX
+from cogumi.config.source import SECTIONS
+from cogumi.config.yaml_text import flow, same
+from cogumi.core.errors import UsageError
+from cogumi.core.redact import SECRETS
+from cogumi.forecast.preflight_report import PreflightReport
+from cogumi.notebook.form_fields import Field
 from cogumi.notebook.form_process import Other, begin_preflight, end_of_preflight
-from cogumi.notebook.pieces import html_of
-from cogumi.planning.lines import PreflightReport
-from cogumi.stack.cards import CARDS
-
-if TYPE_CHECKING:
-    from cogumi.notebook.form import Form
+from cogumi.notebook.html_components import html_of
+from cogumi.stack.gpus import CARDS
 
 CHECK_AFTER, PREFLIGHT_AFTER = 0.3, 1.0  # seconds without a change
 HERE = "this machine"
@@ -71,7 +68,7 @@ STYLE = """<style>
 class Panel:
     """`box` is what a notebook shows. `entries` are the widgets of the keys that the YAML sets, `removers` their buttons."""
 
-    def __init__(self, form: "Form") -> None:
+    def __init__(self, form: Any) -> None:
         self.form = form
         self.entries: dict[str, widgets.DOMWidget] = {}
         self.removers: dict[str, widgets.Button] = {}

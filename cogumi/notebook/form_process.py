@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from cogumi.config import RunConfig, load_config
-from cogumi.errors import UsageError
-from cogumi.notebook.fields import Field, fields_of
-from cogumi.planning.lines import PreflightReport
+from cogumi.config.schema import RunConfig, load_config
+from cogumi.core.errors import UsageError
+from cogumi.forecast.preflight_report import PreflightReport
+from cogumi.notebook.form_fields import Field, fields_of
 
 Values = dict[str, Any]
 
@@ -139,8 +139,8 @@ def answer_preflight(questions: IO[bytes], answers: IO[bytes]) -> None:
     from cogumi.stack.gpus import use_one_gpu
 
     use_one_gpu()
-    from cogumi.planning.apart import here
-    from cogumi.planning.flight import foresee
+    from cogumi.forecast.preflight_worker import here
+    from cogumi.forecast.run_forecast import foresee
 
     values, card = pickle.load(questions)
     answer: PreflightReport | UsageError

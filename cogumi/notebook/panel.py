@@ -10,14 +10,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from cogumi.checkpoints.resume import checkpoints_in
-from cogumi.errors import UsageError
+from cogumi.checkpoints.retention import checkpoints_in
+from cogumi.core.errors import UsageError
+from cogumi.core.notices import in_a_kernel
+from cogumi.core.run_directory import CHECKPOINT, PAUSE
 from cogumi.notebook import panel_html as html
-from cogumi.notebook.look import Look, Looker
-from cogumi.run_status import Status
-from cogumi.run_summary import on_a_screen
-from cogumi.rundir import CHECKPOINT, PAUSE
-from cogumi.working import in_a_kernel
+from cogumi.notebook.run_snapshot import Look, Looker
+from cogumi.telemetry.status import Status, on_a_screen
 
 REFRESH_SECONDS = 2.0
 WAIT_PER_WORK = 120.0  # seconds of waiting for each second of computing: 0.8 % of a core
@@ -27,7 +26,7 @@ STOP, RESUME = "STOP", "RESUME"  # what buttons ask for beside CHECKPOINT and PA
 
 
 class Run(Protocol):
-    """Of `cogumi.runs.Run`, what the panel needs: how it stands, and what its buttons do."""
+    """Of `cogumi.runs.handle.Run`, what the panel needs: how it stands, and what its buttons do."""
 
     @property
     def run_dir(self) -> Path: ...

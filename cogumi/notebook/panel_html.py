@@ -5,14 +5,25 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from cogumi.disk.usage import spoken
-from cogumi.notebook.look import Look, broke
-from cogumi.notebook.markup import blank
+from cogumi.core.disk_space import spoken
+from cogumi.core.formatting import flag_sentence
+from cogumi.notebook.html_components import blank
 from cogumi.notebook.palette import BLUE, LEVELS
+from cogumi.notebook.run_snapshot import Look, broke
 from cogumi.notebook.svg import svg_of
-from cogumi.run_status import tail_lines
-from cogumi.run_summary import checked, checks, failed, figures, in_short, machine, missed, near_here, number, reds
-from cogumi.words import flag_sentence
+from cogumi.telemetry.status import (
+    checked,
+    checks,
+    failed,
+    figures,
+    in_short,
+    machine,
+    missed,
+    near_here,
+    number,
+    reds,
+    tail_lines,
+)
 
 MOST_CHARACTERS = 400  # of a prompt or completion: what is read at a glance
 SAMPLE_LINES = 7  # of it that stand there unscrolled: whole ones, so that none is cut at its foot

@@ -15,18 +15,29 @@ from typing import Any
 import yaml
 
 from cogumi.checkpoints.manifest import CheckpointDamaged, files_of, read_manifest
-from cogumi.checkpoints.resume import checkpoints_in
-from cogumi.errors import UsageError
-from cogumi.notebook import figures, pieces
+from cogumi.checkpoints.retention import checkpoints_in
+from cogumi.core.errors import UsageError
+from cogumi.core.formatting import duration, gib
+from cogumi.core.run_directory import PREFLIGHT, ROLLOUTS, write_atomic
+from cogumi.core.version import __version__
+from cogumi.notebook import figures, html_components
 from cogumi.notebook.completions import rollouts, side_by_side
 from cogumi.notebook.figures import MERGE_MANIFEST
-from cogumi.notebook.look import broke
-from cogumi.notebook.markup import facts, figure, folded, level, style, table, text, verbatim
-from cogumi.run_status import BROKEN_OFF, Status, read_if_there, status_of, tail_lines
-from cogumi.run_summary import checks, counted, failure, missed, reds, state_of
-from cogumi.rundir import PREFLIGHT, ROLLOUTS, write_atomic
-from cogumi.version import __version__
-from cogumi.words import duration, gib
+from cogumi.notebook.html_components import facts, figure, folded, level, style, table, text, verbatim
+from cogumi.notebook.run_snapshot import broke
+from cogumi.telemetry.status import (
+    BROKEN_OFF,
+    Status,
+    checks,
+    counted,
+    failure,
+    missed,
+    read_if_there,
+    reds,
+    state_of,
+    status_of,
+    tail_lines,
+)
 
 FILE = "report.html"
 LOG_BYTES = 1 << 20  # of a log, its end
@@ -139,7 +150,7 @@ def verdict(run: Path, status: Status) -> str:
     word = level("red", "FAIL")
     if found["passed"]:
         word = level("red", "RED") if reds(status) else level("green", "passed")
-    return f"<p>{word} {said}</p>" + pieces.checks(found["checks"])
+    return f"<p>{word} {said}</p>" + html_components.checks(found["checks"])
 
 
 def flags(run: Path, status: Status) -> str:
@@ -147,7 +158,7 @@ def flags(run: Path, status: Status) -> str:
     if not found:
         return "<p>Nothing was judged yet: there is no flags.json.</p>"
     at = f"<p>As of step {found['step']}.</p>" if "step" in found else ""
-    return at + pieces.flags(found["flags"], found["was_red"])
+    return at + html_components.flags(found["flags"], found["was_red"])
 
 
 # ------------------------------------------------------------------------------------------------------------ what it was
@@ -261,7 +272,7 @@ def data(run: Path, status: Status) -> str:
     accounts = [found[part] for part in ("train", "held_out") if found.get(part)]
     if not accounts:
         return "<p>What became of the rows is not in data.json; lines of it may be among the decisions below.</p>"
-    return pieces.data(accounts, found["train"]["lengths"], found.get("max_length"))
+    return html_components.data(accounts, found["train"]["lengths"], found.get("max_length"))
 
 
 def memory(run: Path, status: Status) -> str:
@@ -276,7 +287,7 @@ def memory(run: Path, status: Status) -> str:
     said = facts(rows)
     if not forecast:
         return said + "<p>No forecast: there is no preflight.json (a run without a GPU begins without one).</p>"
-    return said + "<h4>Preflight</h4>" + pieces.preflight(forecast, peak)
+    return said + "<h4>Preflight</h4>" + html_components.preflight(forecast, peak)
 
 
 def compared(forecast: float | None, peak: float | None) -> str:
@@ -287,7 +298,7 @@ def compared(forecast: float | None, peak: float | None) -> str:
 
 def merge(run: Path, status: Status) -> str:
     if (run / "merged" / MERGE_MANIFEST).exists():
-        return pieces.merged(run / "merged")
+        return html_components.merged(run / "merged")
     if (run / "merged").is_dir():
         return "<p>merged/ was trained whole (cogumi.tuning: full): there was nothing to merge.</p>"
     return "<p>There is no merged model" + (", and an adapter." if (run / "adapter").is_dir() else ".") + "</p>"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cogumi.patches.head_logps import FusedLogProbFunction
-from cogumi.patches.status import PatchStatus
+from cogumi.patches.patch_status import PatchStatus
 
 NAME = "fused_head"
 WRITTEN_FOR = "1.15"

@@ -19,9 +19,9 @@ import torch
 import torch._dynamo
 from torch.nn import ModuleList
 
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
 from cogumi.patches.graph_break_probes import Probe, probe_linear, probe_zero_rows, switched_off_by
-from cogumi.patches.status import PatchStatus
+from cogumi.patches.patch_status import PatchStatus
 
 NAME = "graph_break"
 STRATEGIES = ("none", "branchless", "break_experts", "break_linear")

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from cogumi.errors import UsageError
-from cogumi.patches.status import PatchStatus
-from cogumi.words import pip
+from cogumi.core.errors import UsageError
+from cogumi.core.formatting import pip
+from cogumi.patches.patch_status import PatchStatus
 
 NAME = "unsloth"
 WRITTEN_FOR = "unsloth 2026.10.7 and 2026.10.9"
@@ -236,7 +236,7 @@ SCORER = (
     "max_rows_per_chunk lm_head_bias"
 )
 LOSS_FILE, PATCH_FILE = "unsloth_zoo/rl_replacements.py", "unsloth/models/rl.py"
-# What cogumi.rl.unsloth_seam binds to, per file; the same in both versions this was written for. Upstream may append.
+# What cogumi.rl.unsloth_loss_capture binds to, per file; the same in both versions this was written for. Upstream may append.
 UPSTREAM = {
     PATCH_FILE: {"PatchFastRL": takes("algorithm")},
     LOSS_FILE: {

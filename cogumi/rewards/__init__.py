@@ -1,5 +1,5 @@
 """What scores a completion."""
 
-from cogumi.rewards.named import rewards_of
+from cogumi.rewards.named_rewards import rewards_of
 
 __all__ = ["rewards_of"]

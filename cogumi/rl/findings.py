@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
 
 OWN_OBJECTIVE = "own-objective"
 NAMES = {

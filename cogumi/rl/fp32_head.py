@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
 from cogumi.rl.findings import worded, worded_for
-from cogumi.rl.seam import backend_of
+from cogumi.rl.loss_capture import backend_of
 
 log = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from datasets import Dataset
 from torch import nn
 from transformers.trainer_utils import SaveStrategy
 
-from cogumi.errors import UsageError
-from cogumi.patches.gspo import loss_name
-from cogumi.rewards.shapes import what_is_wrong
+from cogumi.config.loss_presets import PRESETS
+from cogumi.core.errors import UsageError
+from cogumi.patches.gspo_loss import loss_name
+from cogumi.rewards.named_rewards import what_is_wrong
 from cogumi.rl.findings import Finding, how_to_accept, is_a_runs, worded_for
-from cogumi.rl.planner import nearest_multiples
-from cogumi.rl.presets import PRESETS
-from cogumi.rl.reference import CLIPPED
+from cogumi.rl.memory_plan import nearest_multiples
+from cogumi.rl.reference_loss import CLIPPED
 
 SUMMED_OVER_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")  # a sequence weighs as much as it is long
 LARGEST_SEQUENCE_EPSILON = 0.05
@@ -381,7 +381,7 @@ def less_than_a_rollout(prompts: int, completions_per_rollout: int, group: int) 
         True,
         f"{prompts} prompts, and one rollout takes {needed} (train.generation_batch_size {completions_per_rollout} / "
         f"train.num_generations {group}): TRL drops what does not fill a rollout, so not one step would be made; repeat the "
-        f"data (cogumi.rl.planner.whole_rollout) or take at most {prompts * group} completions a rollout",
+        f"data (cogumi.rl.memory_plan.whole_rollout) or take at most {prompts * group} completions a rollout",
     )
 
 

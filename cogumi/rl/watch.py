@@ -14,18 +14,18 @@ from typing import Any, Literal
 from torch import Tensor
 from transformers import TrainerCallback
 
-from cogumi.errors import UsageError
-from cogumi.patches.gspo import loss_name
-from cogumi.rewards.shapes import as_annotated
-from cogumi.rl.alarms import DuringTheRun
-from cogumi.rl.behaviour import takes_rollout_logps
+from cogumi.config.loss_presets import PRESETS
+from cogumi.core.errors import UsageError
+from cogumi.core.run_directory import write_json
+from cogumi.patches.gspo_loss import loss_name
+from cogumi.rewards.named_rewards import as_annotated
 from cogumi.rl.findings import OWN_OBJECTIVE, accepted, how_to_accept, is_a_runs, known, worded_for
 from cogumi.rl.guards import guard
-from cogumi.rl.metrics import PREFIX, PolicyMetrics
-from cogumi.rl.presets import PRESETS
-from cogumi.rl.proof import LossProof, WrongLossError, unproven_terms
-from cogumi.rl.seam import Backend, backend_of, overheard
-from cogumi.rundir import write_json
+from cogumi.rl.loss_capture import Backend, backend_of, overheard
+from cogumi.rl.loss_check import LossProof, WrongLossError, unproven_terms
+from cogumi.rl.rollout_logprobs import takes_rollout_logps
+from cogumi.rl.runtime_warnings import DuringTheRun
+from cogumi.rl.step_metrics import PREFIX, PolicyMetrics
 
 log = logging.getLogger("cogumi")
 RECORD = "loss.json"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cogumi.errors import UsageError
-from cogumi.stack.finding import Finding
+from cogumi.core.errors import UsageError
+from cogumi.core.finding import Finding
 
 LIBRARY = "libnvidia-ml.so.1"
 # nvmlReturn_t of nvml.h

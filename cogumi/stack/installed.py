@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cogumi.disk.usage import spoken
-from cogumi.stack.finding import Finding
-from cogumi.words import pip
+from cogumi.core.disk_space import spoken
+from cogumi.core.finding import Finding
+from cogumi.core.formatting import pip
 
 INSTALL = "sh requirements/install.sh"
 MOST = 6  # names in one line

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cogumi.errors import UsageError
+from cogumi.core.errors import UsageError
 
 # (package, version the lane pins, version that is installed or None)
 Drift = tuple[str, str, str | None]

@@ -14,40 +14,40 @@ import torch
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import AutoConfig
 
-from cogumi.accounts import refuse_unreachable
 from cogumi.checkpoints.mirror import Mirror
-from cogumi.checkpoints.screen import outliving_the_screen
 from cogumi.checkpoints.signals import ending_in_good_order
-from cogumi.config import RunConfig, dump_config, load_config
-from cogumi.errors import RefusedAtSetup, UsageError
-from cogumi.merge.resolve import refuse_unsupported
-from cogumi.models import presets, warm_start
+from cogumi.config import lora_presets
+from cogumi.config.schema import RunConfig, dump_config, load_config
+from cogumi.core.errors import RefusedAtSetup, UsageError
+from cogumi.core.formatting import one_line
+from cogumi.core.lost_terminal import outliving_the_screen
+from cogumi.core.notices import said
+from cogumi.core.run_directory import SAMPLES_FILE, create_run_dir, read_jsonl, write_atomic, write_json
+from cogumi.health import full_finetune
+from cogumi.health.verdict import Check, Scale, Verdict
+from cogumi.hub.model_files import Download, fetch, plan_download
+from cogumi.merge.adapter_files import refuse_unsupported
+from cogumi.methods import gspo
+from cogumi.methods.arguments import BUILD_REFUSALS, trl_arguments
+from cogumi.methods.auto_settings import Choice, before_cuda, with_choices
+from cogumi.methods.building import BASE, build_trainer, pinned, tokenizer_of
+from cogumi.methods.examples import beyond_the_model, first_tokens, prepare_examples
+from cogumi.methods.limits import refuse_blind_check, refuse_impossible, refuse_spent
+from cogumi.models import warm_start
 from cogumi.models.adapters import lora_config, refuse_unmatched
-from cogumi.models.download import Download, fetch, plan_download
-from cogumi.models.load import resolve_model
+from cogumi.models.loading import resolve_model
 from cogumi.rl.patching import patch
-from cogumi.run_status import SANITY_CHECKED
-from cogumi.rundir import SAMPLES_FILE, create_run_dir, read_jsonl, write_atomic, write_json
 from cogumi.stack.gpus import VARIABLE, refuse_several_gpus, use_one_gpu
-from cogumi.training import full, gspo
-from cogumi.training.arguments import BUILD_REFUSALS, trl_arguments
-from cogumi.training.budget import refuse_impossible, refuse_spent
-from cogumi.training.building import BASE, build_trainer, pinned, tokenizer_of
-from cogumi.training.choices import Choice, before_cuda, with_choices
-from cogumi.training.diagnosis import Scale
-from cogumi.training.examples import beyond_the_model, first_tokens, prepare_examples
-from cogumi.training.fitting import Fitted, fit
-from cogumi.training.meter import Meter
-from cogumi.training.results import merged_or_why_not, save_adapter, when_there_is_room
-from cogumi.training.samples import write_samples
-from cogumi.training.sanity import refuse_blind_check
-from cogumi.training.summary import measured
-from cogumi.training.telemetry import on_screen, recorded, set_status
-from cogumi.training.unfinished import HOW_TO_GO_ON, alone_in, goes_on
-from cogumi.training.verdict import Check, Verdict
-from cogumi.training.waiting import forget_requests
-from cogumi.words import one_line
-from cogumi.working import said
+from cogumi.telemetry.accounts import refuse_unreachable
+from cogumi.telemetry.final_metrics import measured
+from cogumi.telemetry.recorder import on_screen, recorded, set_status
+from cogumi.telemetry.samples import write_samples
+from cogumi.telemetry.stage_timer import Meter
+from cogumi.telemetry.status import SANITY_CHECKED
+from cogumi.training.artifacts import merged_or_why_not, save_adapter, when_there_is_room
+from cogumi.training.control_files import forget_requests
+from cogumi.training.loop import Fitted, fit
+from cogumi.training.resumption import HOW_TO_GO_ON, alone_in, goes_on
 
 log = logging.getLogger("cogumi")
 LOGIT_ROWS = 8  # examples on which the merged model's logits are compared
@@ -80,8 +80,8 @@ class RunResult:
 
 @said("train: this cell trains")
 def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> RunResult:
-    """`cogumi.train`, where torch may be imported (`cogumi.entry`)."""
-    from cogumi.planning import before  # which reads data and settings as this package does
+    """`cogumi.train`, where torch may be imported (`cogumi.runs.entry`)."""
+    from cogumi.training import preflight_stage  # which reads data and settings as this package does
 
     run = load_config(config, **overrides)
     meter = Meter(run.cogumi.price_per_hour)
@@ -103,7 +103,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     if run.cogumi.tuning == "lora":
         refuse_unmatched(run.lora, of_base)
     if run.cogumi.tuning == "full":
-        full.refuse_what_does_not_fit(run, base, str(args.optim.value))
+        full_finetune.refuse_what_does_not_fit(run, base, str(args.optim.value))
     if run.model.adapter is not None:
         warm_start.refuse_other_base(run.model.adapter, of_base, run.model.revision)
     download = plan_download(base, run.model.revision)
@@ -134,13 +134,13 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         for line in (*str(patches).splitlines(), *(f"chosen: {each}" for each in before_start), *examples.reports()):
             log.info(line)
         if run.cogumi.lora_preset is not None:
-            log.info(presets.describe(run.cogumi.lora_preset, run.lora))
+            log.info(lora_presets.describe(run.cogumi.lora_preset, run.lora))
         if said := beyond_the_model(run, examples, of_base):
             log.warning(said)
         chosen = with_choices(run, base)
-        if before.is_wanted(run):
+        if preflight_stage.is_wanted(run):
             enter("preflight")
-            before.before_training(chosen, base, of_base, examples.train, tokenizer)
+            preflight_stage.before_training(chosen, base, of_base, examples.train, tokenizer)
         if download is not None:
             enter("download")
             fetch_into(run_dir, download)
@@ -161,8 +161,8 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
             adapter = when_there_is_room(run, "save", save_adapter, trainer.model, tokenizer, run_dir, asked)
         elif fitted.ended is None:
             dtype = of_base.dtype or torch.float32
-            merged = when_there_is_room(run, "save", full.save_model, trainer.model, tokenizer, run_dir, dtype)
-            checks.append(full.judge_saved(trainer.model, merged))
+            merged = when_there_is_room(run, "save", full_finetune.save_model, trainer.model, tokenizer, run_dir, dtype)
+            checks.append(full_finetune.judge_saved(trainer.model, merged))
         if examples.prompts is not None and (fitted.ended is None or fitted.ended.state == SANITY_CHECKED):
             enter("samples")
             step = trainer.state.global_step
@@ -186,7 +186,7 @@ def refuse_early(run: RunConfig) -> None:
     if run.cogumi.mirror is not None:
         Mirror(run.cogumi.mirror)  # refuses a place that cannot be written to
     if run.cogumi.tuning == "full":
-        full.refuse_with_adapter_settings(run)
+        full_finetune.refuse_with_adapter_settings(run)
     elif run.cogumi.merge:
         refuse_unmergeable(run)
     refuse_unreachable(run.train)

@@ -1,0 +1,217 @@
+"""The command line: a command parses, calls one public function, prints. Exit status 0 good, 1 failed, 2 used wrongly."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cogumi import smoke
+from cogumi.cli import preflight_command, run_commands
+from cogumi.cli.disk_commands import disk_app
+from cogumi.cli.doctor_command import doctor
+from cogumi.config.catalog import hand_out, says, there_are
+from cogumi.core.errors import UsageError
+from cogumi.core.output import print_json, run_command, say, waiting
+from cogumi.core.version import __version__
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command("smoke")(smoke.main)
+app.command()(doctor)
+app.add_typer(disk_app, name="disk")
+app.command()(preflight_command.preflight)
+run_commands.add_to(app)
+
+
+def show_version(asked: bool) -> None:
+    if asked:
+        print(f"cogumi {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Fine-tune on one machine: train, merge, check."""
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="A YAML; see configs/.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as train.max_steps=5")] = None,
+) -> None:
+    """Run one configuration: data, training, adapter, checks, merge."""
+    from cogumi.config.schema import parse_overrides
+
+    words = parse_overrides(overrides or [])
+    from cogumi.core.lost_terminal import outliving_the_screen
+    from cogumi.runs.entry import train as run
+    from cogumi.telemetry.status import in_words, status_of
+
+    with waiting("working"), outliving_the_screen():
+        result = run(config, **words)
+        say(in_words(status_of(result.run_dir)))
+    raise typer.Exit(0 if result.passed else 1)
+
+
+@app.command()
+def preview(
+    config: Annotated[Path, typer.Argument(help="A YAML; see configs/.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as data.max_rows=100")] = None,
+    examples: Annotated[int, typer.Option("-n", min=0, help="How many examples to show.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """What a run would train on: examples as the model sees them, lengths, what is left out."""
+    from rich.console import Console
+
+    with waiting("reading and preparing the data"):
+        from cogumi.config.schema import parse_overrides
+        from cogumi.runs.entry import preview as look
+
+        found = look(config, examples, **parse_overrides(overrides or []))
+    console = Console(soft_wrap=True, highlight=False)
+    if as_json:
+        print_json(found.as_dict())
+    elif console.is_terminal:
+        for line in found.lines(colour=True):
+            console.print(line)  # made visible piece by piece
+    else:
+        say(found)
+
+
+@app.command()
+def cp(
+    name: Annotated[
+        str | None, typer.Argument(help="A config, recipe or template; without one they are listed.")
+    ] = None,
+    destination: Annotated[Path | None, typer.Argument(help="A file or a directory; here by default.")] = None,
+) -> None:
+    """Copy a config or a recipe, to be changed and run, or the template of an issues log."""
+    if name is None:
+        known = there_are()
+        width = max(map(len, known))
+        say("\n".join(f"{each:{width}}  {says(path)}" for each, path in known.items()))
+        return
+    copy = hand_out(name, destination)
+    say(f"{copy}")
+    if runner := {".yaml": "cogumi train", ".py": "python"}.get(copy.suffix):
+        say(f"{runner} {copy}")
+
+
+@app.command()
+def merge(
+    adapter: Annotated[Path | None, typer.Argument(help="The directory a run saved its adapter to.")] = None,
+    out: Annotated[Path | None, typer.Argument(help="A directory that does not exist yet.")] = None,
+    base: Annotated[
+        str | None, typer.Option(help="The full-precision base, where the adapter does not name it.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="The base's revision on the hub.")] = None,
+    base_mode: Annotated[
+        str, typer.Option(help="full, or dequant: into the decoded weights of a quantized base.")
+    ] = "full",
+    dtype: Annotated[str, typer.Option(help="keep, bfloat16, float16 or float32.")] = "keep",
+    verify: Annotated[
+        str, typer.Option(help="elements; logits: also run both models, in float32 in memory; or none.")
+    ] = "elements",
+    weight: Annotated[float, typer.Option(help="What the adapter's update is multiplied by.")] = 1.0,
+    add: Annotated[
+        list[str] | None, typer.Option(help="Another adapter to add, as DIRECTORY=WEIGHT. May be repeated.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads; by default one for each core.")] = None,
+    export: Annotated[str | None, typer.Option(help="gguf: also convert with llama.cpp's converter.")] = None,
+    check: Annotated[
+        Path | None, typer.Option(help="Check this merged directory again, instead of merging.", metavar="DIR")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Merge an adapter into its full-precision base and check every element written; or check a merged directory."""
+    if check is not None:
+        if adapter is not None or add or export:
+            raise UsageError(f"--check {check} merges nothing", fix=f"leave out {adapter or 'the options of a merge'}")
+        with waiting("loading the libraries"):
+            from cogumi.merge.recheck import check_merged
+
+        with failures_in_one_line():
+            show(check_merged(check, workers), as_json)
+        return
+    if adapter is None or out is None:
+        raise UsageError(
+            "merge needs an ADAPTER directory and an OUT directory, or --check DIR", fix="see cogumi merge --help"
+        )
+    if export not in (None, "gguf"):
+        raise UsageError(f"--export {export} is not known", fix="gguf is")
+    with waiting("loading the libraries"):
+        from cogumi.merge import merge_adapter
+
+    adapters = [(adapter, weight), *(weighted_path(word) for word in add or [])]
+    with failures_in_one_line():
+        report = merge_adapter(adapters, out, base, revision, base_mode, dtype, verify, workers=workers)
+    show(report, as_json)
+    if export:
+        export_to_gguf(out)
+
+
+@contextmanager
+def failures_in_one_line() -> Iterator[None]:
+    """A merge that is not what it should be, or a disk that fails, is one line and exit status 1."""
+    from cogumi.merge import MergeError
+
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(as_typed(str(error))) from error
+    except (MergeError, OSError) as error:
+        say(f"cogumi: {error}", to_error=True)
+        raise typer.Exit(1) from error
+
+
+def as_typed(text: str) -> str:
+    """What Python is to be passed, in the words of the command line."""
+    text = re.sub(
+        r"\b(base_mode|verify|dtype)='([a-z0-9]*)'", lambda found: f"--{found[1].replace('_', '-')} {found[2]}", text
+    )
+    return (
+        re.sub(r"\bbase=(?=\S)", "--base ", text)
+        .replace("base_revision", "--revision")
+        .replace(" base_mode", " --base-mode")
+    )
+
+
+def weighted_path(word: str) -> tuple[Path, float]:
+    """DIRECTORY=WEIGHT in two. Raises UsageError for anything else."""
+    path, _, number = word.rpartition("=")
+    if not path:
+        raise UsageError(f"--add {word} is not a directory and a weight", fix="write DIRECTORY=WEIGHT")
+    try:
+        return Path(path), float(number)
+    except ValueError:
+        raise UsageError(f"{number!r} is not a number", key=f"--add {word}", fix="write DIRECTORY=WEIGHT") from None
+
+
+def export_to_gguf(merged: Path) -> None:
+    from cogumi.merge.gguf import export_gguf, gguf_path, install_hint
+
+    written = export_gguf(merged)
+    if written is None:
+        say("llama.cpp's converter is not installed, so there is no GGUF file yet; this makes it:")
+        say(install_hint(merged, gguf_path(merged)))
+    else:
+        say(f"{written}: {written.stat().st_size / 1e9:.2f} GB")
+
+
+def show(report: Any, as_json: bool) -> None:
+    """A report in words, or its fields as one JSON object."""
+    if as_json:
+        print_json(asdict(report))
+    else:
+        say(report)
+
+
+def main() -> None:
+    run_command(app)

@@ -1,0 +1,338 @@
+"""`cogumi disk`: what the disks hold and who uses them; which checkpoints are good; and what may go."""
+
+import json
+import os
+import secrets
+import shutil
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cogumi.cli.disk_forecast_command import disk_failures_in_one_line, predict
+from cogumi.core.errors import UsageError
+from cogumi.core.output import print_json, print_table, say, waiting
+
+if TYPE_CHECKING:
+    from cogumi.checkpoints.verify import Finding
+    from cogumi.disk import DeletedFile, Filesystem, Leftover, Use
+
+disk_app = typer.Typer(no_args_is_help=True)
+disk_app.command()(predict)
+
+# Libraries hold deleted files of a few kB open for as long as they run.
+WORTH_SAYING = 1_000_000
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")]
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A directory of checkpoints, or a run's directory.")]
+
+
+@disk_app.callback()
+def disk() -> None:
+    """Disks and checkpoints: what is full, what is good, what may go."""
+
+
+# --------------------------------------------------------------------------------------------------------------- status
+
+
+@disk_app.command()
+def status(
+    path: Annotated[Path, typer.Argument(help="The directory of a run, or of many.")] = Path("."),
+    as_json: AsJson = False,
+) -> None:
+    """What the filesystems of a run hold, and who uses the space. Changes nothing."""
+    from cogumi.disk import deleted_but_open, filesystems, leftovers, uses
+
+    check_directory(path)
+    with disk_failures_in_one_line():
+        disks = filesystems(path)
+        devices = {os.stat(disk.mount).st_dev for disk in disks}
+        found = uses(path), deleted_but_open(devices), leftovers(path)
+    if as_json:
+        using, deleted, left = ([asdict(row) for row in rows] for rows in found)
+        rows = [asdict(disk) for disk in disks]
+        print_json({"filesystems": rows, "uses": using, "deleted_but_open": deleted, "leftovers": left})
+        return
+    show_filesystems(disks)
+    show_uses(found[0], path)
+    show_deleted(found[1])
+    show_leftovers(found[2], path)
+
+
+def show_filesystems(disks: list["Filesystem"]) -> None:
+    from cogumi.disk import spoken
+    from cogumi.disk.monitor import percent
+
+    rows = []
+    for disk in disks:
+        space = disk.space
+        kind = f"{disk.kind}, network" if disk.network else disk.kind
+        share = "?" if space.used_share is None else percent(space.used_share)
+        inodes = "" if space.inodes_share is None else percent(space.inodes_share)
+        free = "read-only" if space.read_only else spoken(space.free)
+        rows.append((", ".join(disk.used_for), disk.mount, kind, spoken(space.total), share, free, inodes))
+    print_table("filesystems", ["for", "mounted at", "type", ">size", ">used", ">free", ">inodes used"], rows)
+    if any(disk.network for disk in disks):
+        say("The numbers of a network filesystem may be the whole cluster's: a quota shows only when it is used up.")
+
+
+def show_uses(found: list["Use"], directory: Path) -> None:
+    from cogumi.disk import spoken
+
+    here = str(directory.resolve())
+    rows = [
+        (use.what, "here" if use.path == here else use.path, spoken(use.bytes), f"{use.entries:,}") for use in found
+    ]
+    print_table(f"who uses the space (here: {directory})", ["what", "where", ">on disk", ">entries"], rows)
+    for use in found:
+        if use.unreadable:
+            say(f"{use.path}: {use.unreadable} directories could not be read; {use.what} is larger than that.")
+
+
+def show_deleted(found: list["DeletedFile"]) -> None:
+    from cogumi.disk import spoken
+
+    rows = [
+        (file.path, spoken(file.bytes), f"{file.command} ({file.pid})") for file in found if file.bytes >= WORTH_SAYING
+    ]
+    if rows:
+        print_table("deleted, but held open", ["file", ">on disk", "by"], rows)
+
+
+def show_leftovers(found: list["Leftover"], directory: Path) -> None:
+    from cogumi.disk import spoken
+
+    if found:
+        rows = [
+            (row.what, os.path.relpath(row.path, directory), spoken(row.bytes), row.in_use or "no sign of use")
+            for row in found
+        ]
+        print_table(f"left by cogumi below {directory}", ["what", "where", ">on disk", ""], rows)
+
+
+# -------------------------------------------------------------------------------------------------------------- verify
+
+
+@disk_app.command()
+def verify(directory: Directory, as_json: AsJson = False) -> None:
+    """Read every checkpoint, or the one named, and say which are good. Exit status 1 if one is rejected."""
+    from cogumi.checkpoints.manifest import CHECKPOINT_NAME
+    from cogumi.checkpoints.retention import findings, inspect_beside
+
+    place = checkpoints_dir(directory)
+    with disk_failures_in_one_line(), waiting(f"reading the checkpoints of {place}"):
+        if CHECKPOINT_NAME.fullmatch(place.resolve().name):
+            one = inspect_beside(place)
+            if one is None:
+                raise UsageError(
+                    f"{place} was removed while it was read", fix=f"verify {place.parent} for those that are there"
+                )
+            found = [unless_unfinished(one)]
+        else:
+            found = [unless_unfinished(finding) for finding in findings(place)]
+    if not found:
+        raise no_checkpoints(place)
+    if as_json:
+        print_json([asdict(finding) for finding in found])
+    else:
+        show_findings(found)
+    raise typer.Exit(1 if any(finding.state == "rejected" for finding in found) else 0)
+
+
+def unless_unfinished(finding: "Finding") -> "Finding":
+    """A checkpoint that a trainer without `protect` writes in place is not called damaged while it changes."""
+    from cogumi.checkpoints.manifest import MANIFEST_NAME
+    from cogumi.disk import usage_by_owner
+
+    age = time.time() - usage_by_owner.last_change(finding.path)
+    if finding.state != "rejected" or (finding.path / MANIFEST_NAME).exists() or age > usage_by_owner.SETTLED_SECONDS:
+        return finding
+    reason = f"it changed {max(0.0, age):.0f} s ago and may still be written: {finding.reason}"
+    return replace(finding, state="unverified", reason=reason)
+
+
+def show_findings(found: list["Finding"]) -> None:
+    from cogumi.disk import spoken
+
+    rows = [(row.path.name, row.state, spoken(row.bytes), row.reason) for row in found]
+    print_table(str(found[0].path.parent), ["checkpoint", "", ">size", "why"], rows)
+
+
+@disk_app.command("resume-point")
+def resume_point(directory: Directory, as_json: AsJson = False) -> None:
+    """Print the newest checkpoint that a run can resume from; exit status 1 where there is none."""
+    from cogumi.checkpoints.retention import findings
+
+    place = checkpoints_dir(directory)
+    looked_at: list[Finding] = []
+    with disk_failures_in_one_line(), waiting(f"looking for a good checkpoint in {place}"):
+        for finding in findings(place):
+            looked_at.append(finding)
+            if finding.state != "rejected":
+                break
+    for finding in looked_at:
+        if finding.reason:
+            say(f"{finding.path.name} is {finding.state}: {finding.reason}", to_error=True)
+    good = looked_at[-1].path if looked_at and looked_at[-1].state != "rejected" else None
+    if good is None:
+        why = f"none of {len(looked_at)} checkpoints is good" if looked_at else "there are no checkpoints"
+        say(f"cogumi: {place}: nothing to resume from: {why}", to_error=True)
+        say(
+            "A run that has a mirror or a fallback looks there too when it goes on; this command does not.",
+            to_error=True,
+        )
+    if as_json:
+        print_json({"resume_point": good, "looked_at": [asdict(finding) for finding in looked_at]})
+    elif good is not None:
+        say(good)
+    raise typer.Exit(0 if good is not None else 1)
+
+
+# --------------------------------------------------------------------------------------------------- what is removed
+
+
+@disk_app.command()
+def prune(
+    directory: Directory,
+    keep: Annotated[int, typer.Option(help="How many of the newest stay, at least 2.")],
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove old checkpoints that cogumi wrote. The newest that verify, the best and pinned ones stay."""
+    from cogumi.checkpoints.retention import checkpoints_in, plan_pruning, remove
+    from cogumi.core.durability import locked
+    from cogumi.disk import spoken
+
+    if keep < 2:
+        raise UsageError(
+            "at least 2, since the newest checkpoint is the one that a fault damages", key=f"--keep {keep}"
+        )
+    place = checkpoints_dir(directory)
+    if not checkpoints_in(place):
+        raise no_checkpoints(place)
+    with disk_failures_in_one_line(), locked(place) as free:
+        if free is False:
+            raise UsageError(
+                "a training is writing there, and removes old checkpoints itself", place=place, fix="wait for it"
+            )
+        with waiting(f"verifying what stays in {place}"):
+            going, staying = plan_pruning(place, keep, best_of(place))
+        back = [(path, None if dry_run else remove(path)) for path in going]
+    if as_json:
+        removed = [{"path": path, "bytes_back": count} for path, count in back]
+        print_json({"dry_run": dry_run, "removed": removed, "kept": staying})
+        return
+    for line in staying:
+        say(f"stays     {line}")
+    for path, count in back:
+        say(f"{'would go' if count is None else 'gone    '}  {path.name}{came_back(count)}")
+    if not back:
+        say("nothing to remove")
+    elif not dry_run:
+        say(f"{spoken(sum(count or 0 for _, count in back))} came back")
+
+
+def came_back(count: int | None) -> str:
+    from cogumi.disk import spoken
+
+    return "" if count is None else f": {spoken(max(0, count))} came back"
+
+
+def best_of(directory: Path) -> Path | None:
+    """The checkpoint that the newest trainer state here calls the best."""
+    from cogumi.checkpoints.retention import checkpoints_in
+
+    for path in checkpoints_in(directory):
+        try:
+            state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            continue  # damaged, as its verification says; an older one knows as well
+        best = state.get("best_model_checkpoint") if isinstance(state, dict) else None
+        return directory / Path(best).name if isinstance(best, str) else None
+    return None
+
+
+@disk_app.command()
+def clean(directory: Directory, dry_run: DryRun = False, as_json: AsJson = False) -> None:
+    """Remove what interrupted trainings left (.cogumi-saving, .cogumi-trash-*, .cogumi-ballast), and nothing else."""
+    from cogumi.disk import leftovers, spoken
+    from cogumi.disk.usage_by_owner import RESERVE, STAGING, TRASH
+
+    check_directory(directory)
+    removed: list[Leftover] = []
+    kept: list[tuple[Leftover, str]] = []
+    with disk_failures_in_one_line():
+        for row in leftovers(directory):
+            if row.what not in (STAGING, TRASH, RESERVE):
+                continue
+            reason = row.in_use or (whole_inside(Path(row.path)) if row.what == STAGING else "")
+            if reason:
+                kept.append((row, reason))
+                continue
+            if not dry_run:
+                remove_leftover(Path(row.path))
+            removed.append(row)
+    if as_json:
+        left = [asdict(row) | {"reason": reason} for row, reason in kept]
+        print_json({"dry_run": dry_run, "removed": [asdict(row) for row in removed], "kept": left})
+        return
+    for row in removed:
+        say(f"{'would go' if dry_run else 'removed'}: {row.path} ({row.what}, {spoken(row.bytes)})")
+    for row, reason in kept:
+        say(f"kept: {row.path} ({row.what}, {spoken(row.bytes)}): {reason}")
+    if not removed and not kept:
+        say(f"{directory}: nothing to clean")
+
+
+def remove_leftover(path: Path) -> None:
+    """Remove a file, or a directory under a name that no save uses: one that begins now makes its own."""
+    from cogumi.checkpoints.retention import TRASH_PREFIX
+
+    if path.is_file():
+        path.unlink()
+        return
+    trash = path
+    if not path.name.startswith(TRASH_PREFIX):
+        trash = path.with_name(f"{TRASH_PREFIX}{path.name.lstrip('.')}-{secrets.token_hex(2)}")
+        path.rename(trash)
+    shutil.rmtree(trash)
+
+
+def whole_inside(staging: Path) -> str:
+    """Why a save that was not finished is worth keeping: killed just before its rename, it is a good checkpoint."""
+    from cogumi.checkpoints.manifest import CHECKPOINT_NAME
+    from cogumi.checkpoints.verify import inspect
+
+    for path in sorted(staging.iterdir()):
+        if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir() and inspect(path).state == "verified":
+            if os.path.lexists(staging.parent / path.name):
+                return ""
+            return f"{path.name} in it is whole and verified; move it to {staging.parent} to resume from it"
+    return ""
+
+
+# ------------------------------------------------------------------------------------------------ what they have in common
+
+
+def check_directory(path: Path) -> None:
+    """Raises UsageError unless `path` is a directory."""
+    if not path.exists():
+        raise UsageError(f"{path} does not exist", fix="give a directory of checkpoints or of a run")
+    if not path.is_dir():
+        raise UsageError(f"{path} is a file", fix="give a directory of checkpoints or of a run")
+
+
+def checkpoints_dir(path: Path) -> Path:
+    """Where the checkpoints are: `path`, or the checkpoints/ in it where it has none itself, as in a run's directory."""
+    from cogumi.checkpoints.retention import checkpoints_in
+
+    check_directory(path)
+    with disk_failures_in_one_line():
+        return path / "checkpoints" if not checkpoints_in(path) and (path / "checkpoints").is_dir() else path
+
+
+def no_checkpoints(path: Path) -> UsageError:
+    return UsageError(f"{path} holds no checkpoints (directories named checkpoint-STEP)", fix="name the one that does")

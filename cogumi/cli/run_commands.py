@@ -1,0 +1,247 @@
+"""`cogumi start / attach / status / logs / wait / stop`: runs in processes of their own, from a terminal."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from shutil import get_terminal_size
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cogumi.core.errors import RunFailed, UsageError
+from cogumi.core.output import print_json, print_table, say, waiting
+from cogumi.core.run_directory import PAUSED
+
+if TYPE_CHECKING:
+    from cogumi.telemetry.status import Status
+
+PLACES = ("runs", "notebooks/runs")  # where runs are made, here and by a notebook of this clone
+TABLE_WIDTH = 120  # of a terminal; a narrower one gets sentences, which break well
+RunDir = Annotated[Path, typer.Argument(help="The directory of a run, as in runs/NAME.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    for command in (start, attach, status, logs, report, wait, stop, checkpoint, pause, resume):
+        app.command()(command)
+
+
+def start(
+    config: Annotated[Path, typer.Argument(help="A YAML; see configs/.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as train.max_steps=5")] = None,
+) -> None:
+    """Train one configuration in a process that outlives this terminal. Returns once it trains, or why it does not."""
+    from cogumi.config.schema import parse_overrides
+    from cogumi.runs.handle import start as begin
+    from cogumi.telemetry.status import near_here
+
+    words = parse_overrides(overrides or [])
+    try:
+        with waiting("checking, loading, making the first step"):
+            run = begin(config, **words)
+    except RunFailed as error:
+        say(f"cogumi: {error}", to_error=True)
+        raise typer.Exit(1) from error
+    if not run.status().ended:
+        where = near_here(str(run.run_dir))
+        say(f"follow it: cogumi attach {where}    end it: cogumi stop {where}")
+
+
+def attach(run_dir: RunDir) -> None:
+    """Follow a run's log until it ends; Ctrl-C leaves it running. Exit status 1 if it did not end well."""
+    from cogumi.runs.handle import attach as run_in
+
+    run = run_in(run_dir)
+    with detaching(lambda: f"{left(run_dir)}; come back with `cogumi attach {run_dir}`"):
+        for text in run.follow():
+            say(text, end="")
+    conclude(run.status())
+
+
+def status(
+    run_dirs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RUN_DIR]...", help="Runs, or directories of runs; by default runs/ and notebooks/runs/."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list, for programs.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Follow one run on the whole screen until it ends.")] = False,
+) -> None:
+    """How runs stand: one screen of one run, a line for each of several. Changes nothing."""
+    from cogumi.core.formatting import duration
+    from cogumi.telemetry.status import (
+        cost,
+        flagged,
+        in_words,
+        is_run,
+        near_here,
+        number,
+        on_a_screen,
+        runs_below,
+        runs_in,
+        status_of,
+    )
+
+    if run_dirs:
+        paths = [path for each in run_dirs for path in runs_in(each)]
+    else:
+        paths = [path for place in PLACES for path in runs_below(Path(place))]
+    if watch:
+        follow_one(paths, as_json)
+        return
+    found = [status_of(path) for path in paths]
+    if as_json:
+        print_json([each.as_dict() for each in found])
+    elif run_dirs and len(run_dirs) == 1 and is_run(run_dirs[0]):
+        say(on_a_screen(found[0]))
+    elif not found:
+        say(f"no runs below {' or '.join(PLACES)} in {Path.cwd()}; name a run's directory")
+    else:
+        rows = [
+            (
+                near_here(each.run_dir),
+                f"{each.state} ({each.stage})" if each.stage else each.state,
+                "" if each.steps is None else f"{each.step}/{each.steps}",
+                "" if each.eta_seconds is None else duration(each.eta_seconds),
+                number(each.latest.get("loss", "")),
+                flagged(each),
+                *([cost(each)] if any(map(cost, found)) else []),
+                "" if each.last_sign is None else f"{duration(time.time() - each.last_sign)} ago",
+            )
+            for each in found
+        ]
+        money = [">cost"] if any(map(cost, found)) else []
+        columns = ["run", "state", ">step", ">to go", ">loss", "flags", *money, ">last sign"]
+        wide = get_terminal_size().columns >= TABLE_WIDTH
+        if wide:
+            print_table("runs", columns, rows, whole=("run",))
+        for each in found:
+            if not wide:
+                say("; ".join(filter(None, (in_words(each), cost(each)))))
+            elif each.reason:
+                say(in_words(each))
+
+
+def follow_one(paths: list[Path], as_json: bool) -> None:
+    """`status --watch`. Raises UsageError unless it is one run that is to be watched, by a person."""
+    from cogumi.notebook.terminal_view import watch
+    from cogumi.runs.handle import attach as run_in
+
+    if as_json or len(paths) != 1:
+        what = (
+            "--watch and --json: one is for people, the other for programs"
+            if as_json
+            else (f"--watch follows one run, and {len(paths)} are there: name its directory")
+        )
+        raise UsageError(what)
+    run = run_in(paths[0])
+    with detaching(lambda: f"{left(run.run_dir)}; come back with `cogumi status --watch {paths[0]}`"):
+        watch(run.run_dir)
+    conclude(run.status())
+
+
+def logs(
+    run_dir: RunDir,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Go on as more is written, until the run ends.")
+    ] = False,
+    last: Annotated[int, typer.Option("-n", "--lines", min=1, help="How many lines, from the end.")] = 50,
+) -> None:
+    """What a run said: decisions with their reasons, warnings, and the traceback if it failed."""
+    from cogumi.runs.handle import attach as run_in
+
+    run = run_in(run_dir)
+    if not follow:
+        say(run.logs(last))
+        return
+    with detaching(lambda: left(run_dir)):
+        for text in run.follow(last):
+            say(text, end="")
+
+
+def report(
+    run_dir: RunDir,
+    out: Annotated[Path | None, typer.Option(help="The file to write; report.html in the run's directory.")] = None,
+) -> None:
+    """Write a run's report: one file with verdict, curves, samples and all, for any browser."""
+    from cogumi.runs.handle import attach as run_in
+    from cogumi.telemetry.status import in_short, near_here
+
+    run = run_in(run_dir)
+    with waiting("drawing the report"):
+        written = run.report(out)
+    say(f"{near_here(str(written))}: one file, opens without this machine or a network; {in_short(run.status())}")
+
+
+def wait(run_dir: RunDir) -> None:
+    """Wait until a run has ended. Exit status 0 if it came to its end and every check passed, else 1."""
+    from cogumi.runs.handle import attach as run_in
+
+    run = run_in(run_dir)
+    with detaching(lambda: left(run_dir), 1):
+        found = run.wait()
+    conclude(found)
+
+
+def stop(
+    run_dir: RunDir,
+    kill_after: Annotated[
+        float | None, typer.Option(min=0, metavar="SECONDS", help="End it without saving if it takes longer.")
+    ] = None,
+) -> None:
+    """Have a run finish its step, save a checkpoint and end. Asked a second time, it ends at once, without saving."""
+    from cogumi.runs.handle import attach as run_in
+
+    run = run_in(run_dir)
+    with detaching(lambda: "it was asked to stop, and will", 1), waiting("the run saves and ends"):
+        run.stop(kill_after)
+
+
+def checkpoint(run_dir: RunDir) -> None:
+    """Have a run save a checkpoint after its step, and train on."""
+    from cogumi.runs.handle import attach as run_in
+
+    run_in(run_dir).checkpoint()
+    say(f"{run_dir}: asked for a checkpoint; `cogumi status {run_dir}` says when it is there")
+
+
+def pause(run_dir: RunDir) -> None:
+    """Have a run save a checkpoint after its step and wait, with all that it holds of the machine."""
+    from cogumi.runs.handle import attach as run_in
+
+    run_in(run_dir).pause()
+    say(f"{run_dir}: asked to save and wait; `cogumi resume {run_dir}` unpauses it, `cogumi stop {run_dir}` ends it")
+
+
+def resume(run_dir: RunDir) -> None:
+    """Have a paused run go on."""
+    from cogumi.runs.handle import attach as run_in
+
+    run_in(run_dir).resume()
+    say(f"{run_dir}: no longer paused")
+
+
+def conclude(status: "Status") -> None:
+    """Say how a run ended; exit status 1 if not well."""
+    from cogumi.telemetry.status import in_words
+
+    say(in_words(status))
+    if not status.passed:
+        raise typer.Exit(1)
+
+
+def left(run_dir: Path) -> str:
+    """What a run does that nobody looks at any longer."""
+    paused = (run_dir / PAUSED).exists()
+    return f"the run waits until `cogumi resume {run_dir}`" if paused else "the run goes on"
+
+
+@contextmanager
+def detaching(word: Callable[[], str], exit_status: int = 0) -> Iterator[None]:
+    """Ctrl-C ends the looking on, not the run. word: what is said then."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"\ncogumi: {word()}", to_error=True)
+        raise typer.Exit(exit_status) from None

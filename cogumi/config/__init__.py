@@ -1,0 +1,1 @@
+"""A configuration: its schema, where its values come from, templates."""

@@ -1,0 +1,442 @@
+"""One YAML, one run. `model / lora / data / train / cogumi`, checked key by key before anything is loaded or written.
+
+`lora:` is peft's LoraConfig and `train:` is TRL's config for the method (SFTConfig, DPOConfig, GRPOConfig): both are bound to the
+installed libraries' own signatures, so an unknown key or a wrong type is one line that names file, line and key. Values
+come from the file, then from the environment (`COGUMI_TRAIN__MAX_STEPS=5`), then from the call or the command line.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
+from math import inf
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from cogumi.config.binding import (
+    Hints,
+    bind_class,
+    bind_mapping,
+    hints_imported,
+    hints_in_source,
+    nearest,
+    refuse_bits,
+    reject_unknown,
+)
+from cogumi.config.lora_presets import with_preset
+from cogumi.config.source import SECTIONS, Origins, no_section, parse_scalar, read_source, set_value
+from cogumi.config.subsections import FimConfig, Thresholds
+from cogumi.config.trl_keys import reporters_in_source
+from cogumi.core.errors import UsageError
+from cogumi.core.redact import REDACTED, SECRETS, hide
+
+ENVIRONMENT_PREFIX = "COGUMI_"
+TRL_CONFIGS = {"sft": "SFTConfig", "dpo": "DPOConfig", "gspo": "GRPOConfig"}
+# Keys of the `cogumi:` section that mean something to gspo only, and of `data.fim:` what counts whatever a row is.
+GSPO_ONLY = ("rewards", "docs_per_step", "prompts_per_step", "behaviour_logps", "fp32_lm_head")
+FIM_ALWAYS = "seed"
+# Keys of LoraConfig that are not the run's to choose, and what says it instead.
+NOT_OF_THE_RUN = {
+    "peft_type": "cogumi trains LoRA and no other kind of adapter",
+    "task_type": "the model is a causal language model",
+    "inference_mode": "a frozen adapter does not train",
+    "base_model_name_or_path": "the base is model.name",
+    "revision": "the base's is model.revision",
+    "auto_mapping": "PEFT writes it",
+    "peft_version": "PEFT writes it",
+}
+# Values of lora.init_lora_weights that stand for a pass over the data, or over gradients, which a run does not make.
+PREPARED_INITS = ("eva", "corda")
+# What libraries ask of numbers and their types do not say: the rule in words, whether a number holds it, and the keys.
+RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "must be at least 1": (
+        lambda n: n >= 1,
+        "train.per_device_train_batch_size train.per_device_eval_batch_size train.gradient_accumulation_steps "
+        "train.save_total_limit train.max_completion_length lora.r",
+    ),
+    "must be at least 1, or -1 for train.num_train_epochs": (lambda n: n >= 1 or n == -1, "train.max_steps"),
+    "must be at least 1 step, or a share of all steps below 1": (
+        lambda n: n > 0,
+        "train.save_steps train.logging_steps train.eval_steps",
+    ),
+    "must be more than 0": (lambda n: 0 < n < inf, "train.num_train_epochs train.repetition_penalty"),
+    "must be more than 0, because GRPO samples; 1.0 samples from the model as it is": (
+        lambda n: 0 < n < inf,
+        "train.temperature",
+    ),
+    "must be more than 0 and at most 1": (lambda n: 0 < n <= 1, "train.top_p"),
+    "must be at least 0 and at most 1": (lambda n: 0 <= n <= 1, "train.min_p"),
+    "must be at least 1, or 0 for all tokens": (lambda n: n >= 0, "train.top_k"),
+    "must be 0 or more": (lambda n: 0 <= n < inf, "train.learning_rate train.weight_decay train.warmup_steps"),
+    "must be at least 0 and below 1": (lambda n: 0 <= n < 1, "train.adam_beta1 train.adam_beta2 lora.lora_dropout"),
+}
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelSection(Section):
+    name: str
+    """A directory, a hub id, or `cogumi:small-base` (a small model trained here on the standard library's sources)."""
+    revision: str | None = None
+    """Hub revision; a commit hash makes the run repeatable."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype the base is loaded in. `auto`: bfloat16 on a GPU that has it, float32 elsewhere."""
+    attn_implementation: str | None = None
+    """As in transformers: sdpa, eager, flash_attention_2, ...; chosen by the machine and the model when unset."""
+    quantization_config: dict[str, Any] | None = None
+    """transformers' BitsAndBytesConfig. `load_in_4bit: true` alone is QLoRA: nf4, quantized twice, computing in `dtype`."""
+    adapter: Path | None = None
+    """The adapter directory of an earlier run, such as runs/sft/adapter, to go on from; its `lora:` section holds."""
+
+
+Format = Literal["fim", "chat", "prompt_completion", "preference"]
+
+
+class MixEntry(Section):
+    """One source of a mixture; what is not given here is as in `data:`."""
+
+    source: str
+    revision: str | None = None
+    split: str | None = None
+    subset: str | None = None
+    format: Format | None = None
+    columns: dict[str, str] | None = None
+    column: str | None = None
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Its share of the examples is this over the sum of all weights."""
+
+
+class DataSection(Section):
+    source: str | None = None
+    """A parquet, JSON-lines or CSV file, a directory of shards, a glob, a hub id (`org/name`), or `cogumi:stdlib` (the
+    standard library's own functions)."""
+    mix: list[MixEntry] = []
+    """Several sources instead of one, by weight: as many examples as there are until one is used up, none twice."""
+    revision: str | None = None
+    """Of a hub id; a commit hash makes the run repeatable."""
+    split: str | None = None
+    """Of a hub id (`train`, or the only one, by default), or of a directory laid out like one."""
+    subset: str | None = None
+    """Of a hub id: the configuration, where it has several."""
+    column: str = "source"
+    """The column that holds the code."""
+    columns: dict[str, str] = {}
+    """{field: column}, where the file calls them otherwise: prompt, completion, chosen, rejected, messages, prefix, ..."""
+    format: Format = "fim"
+    """What a row is: code, a conversation, a prompt and its completion, or a prompt with a better and a worse one."""
+    fim: FimConfig = FimConfig()
+    max_rows: int | None = Field(default=None, gt=0)
+    """Train on this many rows, drawn with `fim.seed`; all by default."""
+    fraction: float = Field(default=1.0, gt=0, le=1)
+    """Train on this share of the rows, drawn with `fim.seed`."""
+    eval_rows: int | None = Field(default=None, ge=0)
+    """Rows held out of training: their loss is measured, and the first are the prompts of samples.jsonl. One row in fifty by
+    default, at most 64; 0: none."""
+    deduplicate: bool = False
+    """Train on the first of equal rows only. They are counted in any case."""
+    bad_rows: Literal["drop", "fail"] = "drop"
+    """Rows that make no example for what they hold (null, not UTF-8, ...): leave them out and say so, or refuse the run."""
+    overlong: Literal["drop", "truncate"] = "drop"
+    """Examples longer than `train.max_length`, in every format but fim, which has `fim.overlong`. gspo drops the prompts
+    that leave `train.max_completion_length` no room in the context."""
+
+
+def word(value: Any) -> Any:
+    """YAML 1.1 reads a bare `on` or `off` as a truth value."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+class CogumiSection(Section):
+    method: Literal["sft", "dpo", "gspo"]
+    tuning: Literal["lora", "full"] = "lora"
+    """lora: an adapter on the full-precision base (QLoRA: `model.quantization_config`). full: every weight, where it fits."""
+    run_dir: Path | None = None
+    """Where the run is written; `runs/<name of the YAML>` by default."""
+    rewards: list[str] = ["edit_similarity"]
+    """gspo: what scores a completion (`exact_match`, `edit_similarity`, `parses`); weights are `train.reward_weights`."""
+    docs_per_step: int | None = Field(default=None, gt=0)
+    """gspo: completions per optimizer step. Batch and accumulation follow from it exactly, or the run is refused."""
+    prompts_per_step: int | None = Field(default=None, gt=0)
+    """gspo: the same in prompts, each with `train.num_generations` completions."""
+    behaviour_logps: Literal["trainer", "rollout"] = "trainer"
+    """gspo: whose log-probabilities the ratio is taken against: the trainer's own, computed again, or the sampler's."""
+    stop: list[str] = []
+    """Texts at which a completion ends, besides the end of sequence: in rollouts and in samples."""
+    fp32_lm_head: bool = False
+    """gspo: multiply hidden states and LM head in float32, in the trainer and in the sampler."""
+    thinking: bool | None = None
+    """Render, sample and grade with the model's thinking, or without; null: as the chat template and the data have it."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: a run directory that holds this run, unfinished, goes on from its last good checkpoint. never: it is refused."""
+    on_full: Literal["continue", "pause", "stop"] = "continue"
+    """When a checkpoint does not fit on the disk: train on without it, wait for space, or end the run. At the end of a run the
+    adapter and the merged model wait for space, too, with pause."""
+    on_hung: Literal["continue", "stop"] = "continue"
+    """When no step ends for far longer than usual, and the stacks were written to run.log: wait on, or end the run."""
+    sanity: int | None = Field(default=None, gt=0)
+    """Train this many steps of the run, answer "safe to scale: yes, no or not shown", and stop with a checkpoint to resume."""
+    on_red: Literal["warn", "pause", "stop"] = "warn"
+    """When a flag turns red: say so, wait with a checkpoint until PAUSED is removed, or end the run with a checkpoint."""
+    flags: Thresholds = Thresholds()
+    """From where on a flag is yellow or red; every number of the verdict."""
+    fallback: Path | None = None
+    """A directory on another disk, for checkpoints that do not fit."""
+    mirror: str | None = None
+    """Where checkpoints are copied to: a directory, an fsspec URL such as s3://bucket/run, or hf://user/repository."""
+    price_per_hour: float | None = Field(default=None, gt=0)
+    """What an hour of this machine costs, in dollars: the run then says what it has cost and what it will."""
+    max_hours: float | None = Field(default=None, gt=0)
+    """The run ends, with a checkpoint, when it has taken so many hours, earlier parts included. More go on from there."""
+    max_cost: float | None = Field(default=None, gt=0)
+    """The same in dollars of `price_per_hour`."""
+    samples_every: int | None = Field(default=None, ge=0)
+    """Complete the prompts of samples.jsonl every so many steps, beside before the training and at its end; 0: only there.
+    By default at each tenth of a long run, as long as it takes at most 2 % of the time."""
+    preflight: Annotated[Literal["auto", "on", "off"], BeforeValidator(word)] = "auto"
+    """Forecast the memory first, and refuse a run that cannot fit. auto: where there is a GPU."""
+    compile: Annotated[Literal["auto", "off", "layers"], BeforeValidator(word)] = "auto"
+    """torch.compile, layer by layer. auto: where a few measured steps show that the rest of the run repays it."""
+    lora_preset: Literal["rl", "large", "qlora", "rslora"] | None = None
+    """Rank and scale of the adapter by name (`cogumi.config.lora_presets` says why); any key of `lora:` goes over it."""
+    loraplus_lr_ratio: float | None = Field(default=None, ge=1)
+    """LoRA+: B learns this many times as fast as A, 16 in the paper, with the optimizer of `train.optim`."""
+    merge: bool = True
+    """Merge the adapter into the full-precision base at the end, and check the merged model against the live one."""
+
+
+class RunConfig(Section):
+    model: ModelSection
+    lora: dict[str, Any] = {}
+    data: DataSection
+    train: dict[str, Any] = {}
+    cogumi: CogumiSection
+
+    @property
+    def run_dir(self) -> Path:
+        assert self.cogumi.run_dir is not None  # load_config fills it in
+        return self.cogumi.run_dir
+
+
+def load_config(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> RunConfig:
+    """The checked configuration of one run.
+
+    `config` is a path or a mapping; `overrides` are dotted names with `__` for the dot (`train__max_steps=5`).
+    Raises UsageError with one line that names the key, where it was set, and the nearest valid name.
+    """
+    run, origins, label = read_config(config, overrides)
+    run = bind_sections(run, hints_imported, origins, label)
+    if run.cogumi.lora_preset is not None:
+        run.lora = with_preset(run.cogumi.lora_preset, run.lora)
+    return run
+
+
+def read_config(
+    config: str | os.PathLike[str] | Mapping[str, Any], overrides: Mapping[str, Any]
+) -> tuple[RunConfig, Origins, str]:
+    """The configuration as far as it is known without importing trl and peft, where its values come from, and its name.
+
+    Takes some hundredths of a second, and raises UsageError as `load_config` does.
+    """
+    values, origins, label = read_source(config)
+    for name, text in sorted(os.environ.items()):
+        if name.startswith(ENVIRONMENT_PREFIX):
+            key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
+            set_value(values, origins, key, parse_scalar(text), f"environment {name}")
+    for name, value in overrides.items():
+        key = name.replace("__", ".")
+        set_value(values, origins, key, value, f"override {key}")
+
+    reject_unknown(values, SECTIONS, "", origins, label)
+    for required in ("model", "data", "cogumi"):
+        if values.get(required) is None:
+            raise UsageError(
+                f"section `{required}:` is missing",
+                key=required,
+                place=origins.get(required, label),
+                fix="it is a mapping of keys",
+            )
+        bind_mapping(values[required], required, origins, label)
+    for optional in ("lora", "train"):
+        values[optional] = bind_mapping(values.get(optional), optional, origins, label)
+
+    refuse_two_sources(values["data"], origins, label)
+    run = validate_sections(values, origins, label)
+    refuse_ignored(run, origins, label)
+    if "output_dir" in run.train:
+        raise UsageError(
+            "train.output_dir is the run's own",
+            key="train.output_dir",
+            place=origins.get("train.output_dir", label),
+            fix="set cogumi.run_dir",
+        )
+    for key, value in (("model.name", run.model.name), ("data.source", run.data.source)):
+        if value is not None and hide(value) != value:  # an adapter's record of its base could not leave it out
+            place = origins.get(key, label)
+            raise UsageError(
+                f"{key} holds an access token", key=key, place=place, fix="put that into the environment (HF_TOKEN)"
+            )
+    if run.cogumi.run_dir is None:
+        run.cogumi.run_dir = Path("runs") / (Path(label).stem if isinstance(config, (str, os.PathLike)) else "run")
+    run = bind_sections(run, hints_in_source, origins, label)
+    refuse_unknown_names(run, origins, label)
+    return run, origins, label
+
+
+def bind_sections(
+    run: RunConfig, hints_of: Callable[[str, Iterable[str]], Hints | None], origins: Origins, label: str
+) -> RunConfig:
+    """The run with `train:`, `lora:` and the quantization bound, as far as `hints_of` knows the libraries' classes."""
+    run = run.model_copy(update={"model": run.model.model_copy()})
+    method, quantization = TRL_CONFIGS[run.cogumi.method], run.model.quantization_config
+    if (hints := hints_of(method, run.train)) is not None:
+        run.train = bind_class(run.train, "train", method, hints, origins, label)
+    refuse_out_of_range("train", run.train, origins, label)
+    if (hints := hints_of("LoraConfig", run.lora)) is not None:
+        run.lora = bind_class(run.lora, "lora", "LoraConfig", hints, origins, label)
+    refuse_out_of_range("lora", run.lora, origins, label)
+    refuse_no_lora(run.lora, origins, label)
+    if quantization is not None and (hints := hints_of("BitsAndBytesConfig", quantization)) is not None:
+        section = "model.quantization_config"
+        quantization = bind_class(quantization, section, "BitsAndBytesConfig", hints, origins, label)
+        refuse_bits(quantization, section, origins, label)
+        run.model.quantization_config = quantization
+    return run
+
+
+def parse_overrides(words: Iterable[str]) -> dict[str, Any]:
+    """Command-line words `train.max_steps=5` as the keyword overrides of `load_config`."""
+    overrides = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise UsageError(f"`{word}` is not an override", fix="write key=value, such as train.max_steps=5")
+        overrides[key.replace(".", "__")] = parse_scalar(text)
+    return overrides
+
+
+def dump_config(run: RunConfig) -> str:
+    """The resolved configuration as YAML, secrets replaced by `<redacted>`."""
+    return yaml.safe_dump(redact(run.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
+
+
+def redact(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {k: redact(v, str(k)) for k, v in value.items()}
+    if isinstance(value, list):
+        return [redact(v) for v in value]
+    if key.lower().endswith(SECRETS):
+        return REDACTED if value else value
+    return hide(value) if isinstance(value, str) else value
+
+
+def refuse_ignored(run: RunConfig, origins: Origins, label: str) -> None:
+    """Raise UsageError for keys that this method or format of data does not look at."""
+    formats = {entry.format or run.data.format for entry in run.data.mix} or {run.data.format}
+    ignored: dict[str, str] = {}
+    if run.cogumi.method != "gspo":
+        ignored |= {f"cogumi.{key}": "it is for cogumi.method: gspo" for key in GSPO_ONLY}
+    else:
+        ignored["data.overlong"] = "a prompt is not cut; one that leaves its completion no room is dropped"
+    if formats == {"fim"}:
+        ignored["cogumi.thinking"] = "data.format: fim has no chat template in it"
+        ignored["data.overlong"] = "for data.format: fim it is data.fim.overlong"
+    if "fim" not in formats:
+        keys = [f"data.fim.{key}" for key in FimConfig.model_fields if key != FIM_ALWAYS]
+        ignored |= dict.fromkeys(["data.column", *keys], "it is for data.format: fim")
+    for key, why in ignored.items():
+        *way, name = key.split(".")
+        section = reduce(getattr, way, run)
+        if getattr(section, name) != type(section).model_fields[name].default:
+            raise UsageError(f"{key} would be ignored: {why}", key=key, place=origins.get(key, label), fix="drop it")
+
+
+def refuse_unknown_names(run: RunConfig, origins: Origins, label: str) -> None:
+    """Raise UsageError for a loss of GSPO's family, or a place for metrics, that there is not."""
+    from cogumi.config.loss_presets import PRESETS
+
+    losses = {run.train.get("loss_type", "gspo")} if run.cogumi.method == "gspo" else set()
+    report_to = run.train.get("report_to") or []
+    reporters = {report_to} if isinstance(report_to, str) else set(report_to)
+    for key, named, known in (
+        ("train.loss_type", losses, list(PRESETS)),
+        ("train.report_to", reporters, [*(reporters_in_source() or reporters), "all", "none"]),
+    ):
+        for name in sorted(named - set(known)):
+            near = nearest(name, known)
+            hint = f"did you mean {near}?" if near else f"one of {', '.join(known)}"
+            raise UsageError(f"{name!r} is not known", place=origins.get(key, label), key=key, fix=hint)
+
+
+def refuse_out_of_range(section: str, values: dict[str, Any], origins: Origins, label: str) -> None:
+    """Raise UsageError for numbers that mean nothing, which libraries take for a default or find out late."""
+    for rule, (holds, keys) in RANGES.items():
+        for key in keys.split():
+            name = key.removeprefix(f"{section}.")
+            value = values.get(name) if name != key else None
+            if isinstance(value, int | float) and not holds(value):
+                raise UsageError(f"{key} = {value:g}: {rule}", key=key, place=origins.get(key, label))
+
+
+def refuse_no_lora(lora: dict[str, Any], origins: Origins, label: str) -> None:
+    """Raise UsageError for keys that PEFT would take, and that make it no LoRA or are not looked at."""
+    for key, reason in NOT_OF_THE_RUN.items():
+        if key in lora:
+            raise UsageError(
+                f"lora.{key} is not the run's to set: {reason}",
+                key=f"lora.{key}",
+                place=origins.get(f"lora.{key}", label),
+                fix="drop it",
+            )
+    init = str(lora.get("init_lora_weights", "")).lower()
+    if init in PREPARED_INITS:
+        place = origins.get("lora.init_lora_weights", label)
+        raise UsageError(
+            f"{init} needs a pass over the data before training, which a run does not make",
+            place=place,
+            key="lora.init_lora_weights",
+            fix="drop it",
+        )
+
+
+def refuse_two_sources(data: Mapping[str, Any], origins: Origins, label: str) -> None:
+    """Raise UsageError unless there is one `source`, or a `mix` that says for itself where its rows are."""
+    if data.get("source") is None and not data.get("mix"):
+        raise UsageError(
+            "`data.source` is missing (or data.mix, a list of sources)",
+            key="data.source",
+            place=origins.get("data", label),
+        )
+    for key in ("source", "revision", "split", "subset") if data.get("mix") else ():
+        if data.get(key) is not None:
+            place = origins.get(f"data.{key}", label)
+            raise UsageError(
+                f"data.{key} beside data.mix would be ignored",
+                key=f"data.{key}",
+                place=place,
+                fix="give it in an entry of the mix",
+            )
+
+
+def validate_sections(values: dict[str, Any], origins: Origins, label: str) -> RunConfig:
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        path = [str(part) for part in problem["loc"]]
+        dotted = ".".join(path)
+        place = next((origins[k] for n in range(len(path), 0, -1) if (k := ".".join(path[:n])) in origins), label)
+        if problem["type"] == "extra_forbidden":
+            section: Any = RunConfig
+            for part in path[:-1]:
+                # An entry of a list stands for its kind.
+                section = get_args(section)[0] if part.isdigit() else section.model_fields[part].annotation
+            reject_unknown([path[-1]], section.model_fields, ".".join(path[:-1]) + ".", origins, label)
+        if problem["type"] == "missing":
+            raise UsageError(f"`{dotted}` is missing", key=dotted, place=place) from None
+        if problem["type"] in ("model_type", "dict_type"):
+            raise UsageError(no_section(dotted, problem["input"]), key=dotted, place=place) from None
+        raise UsageError(f"{dotted} = {problem['input']!r}: {problem['msg']}", key=dotted, place=place) from None

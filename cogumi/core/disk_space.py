@@ -1,0 +1,404 @@
+"""Filesystems: what they hold, how much may be written, and whether what a run needs of each fits.
+
+Nothing here is changed or removed, and nothing needs torch.
+"""
+
+import ctypes
+import errno
+import logging
+import os
+import re
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from cogumi.core.durability import NO_SPACE
+
+log = logging.getLogger(__name__)
+
+# Kinds of filesystem whose numbers may be a server's or a whole cluster's, and not what this user may write.
+# fmt: off
+NETWORK_KINDS = frozenset([
+    "9p", "afs", "beegfs", "ceph", "cifs", "coda", "davfs", "fuse", "gfs2", "glusterfs", "gpfs", "lustre",
+    "ncpfs", "nfs", "nfs4", "ocfs2", "orangefs", "panfs", "smb3", "smbfs", "virtiofs", "wekafs",
+])
+# fmt: on
+LOCAL_FUSE = frozenset(["fuse.fuse-overlayfs", "fuse.lxcfs"])
+
+
+# --------------------------------------------------------------------------------------------------------- filesystems
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a filesystem says of itself. Bytes; `free` is what may still be written without being root.
+
+    `inodes` and `inodes_free` are None where a filesystem has no fixed number of them (btrfs, most network ones).
+    """
+
+    total: int
+    used: int
+    free: int
+    inodes: int | None
+    inodes_free: int | None
+    read_only: bool
+
+    @property
+    def used_share(self) -> float | None:
+        """The share of the bytes that is taken, as df has it: blocks kept for root count as taken. None: no size told."""
+        return self.used / (self.used + self.free) if self.used + self.free else None
+
+    @property
+    def inodes_share(self) -> float | None:
+        """The share of the inodes that is taken: without one, no file can be made, whatever the bytes say."""
+        if self.inodes is None or self.inodes_free is None:
+            return None
+        return 1 - self.inodes_free / self.inodes
+
+
+@dataclass(frozen=True)
+class Filesystem:
+    """A mounted filesystem and what uses it. `device` and `kind` are "" where the system does not tell (no /proc)."""
+
+    used_for: tuple[str, ...]
+    mount: str
+    device: str
+    kind: str
+    network: bool
+    space: Space
+
+
+def space_of(path: Path) -> Space:
+    """The numbers of the filesystem that `path` is on. Raises OSError where it does not answer."""
+    status = os.statvfs(path)
+    counted = status.f_files > 0  # otherwise it has no fixed number of inodes, and all are 0
+    return Space(
+        total=status.f_blocks * status.f_frsize,
+        used=(status.f_blocks - status.f_bfree) * status.f_frsize,
+        free=status.f_bavail * status.f_frsize,
+        inodes=status.f_files if counted else None,
+        inodes_free=status.f_favail if counted else None,
+        read_only=bool(status.f_flag & os.ST_RDONLY),
+    )
+
+
+def filesystem_of(path: Path, *used_for: str) -> Filesystem:
+    """The filesystem that `path` is on, or will be when it is made. Raises OSError where it does not answer."""
+    place = nearest_existing(path).resolve()
+    space = space_of(place)
+    # Of mounts over each other the last one is seen.
+    over = [row for row in mounts() if place.is_relative_to(row[1])]
+    device, mount, kind = max(over, key=lambda row: len(row[1]), default=("", str(place), ""))
+    return Filesystem(used_for, mount, device, kind, is_network(kind), space)
+
+
+def filesystems(directory: Path) -> list[Filesystem]:
+    """Every filesystem that a run writes to, each once, the run's first. One that does not answer is said and left out."""
+    places = {"run directory": directory, "HF cache": hub_cache(), "datasets": datasets_cache()}
+    places |= {"temp": Path(tempfile.gettempdir()), "shared memory": Path("/dev/shm")}
+    found: dict[tuple[int, int], Filesystem] = {}
+    for name, place in places.items():
+        if name == "shared memory" and not place.is_dir():
+            continue
+        try:
+            # With a quota for a directory two parts of one device have numbers of their own.
+            device = os.stat(nearest_existing(place)).st_dev
+            one = filesystem_of(place, name)
+        except OSError as error:
+            log.warning("%s %s: its filesystem does not answer: %s", name, place, error.strerror)
+            continue
+        key = (device, one.space.total)
+        found[key] = replace(found[key], used_for=(*found[key].used_for, name)) if key in found else one
+    return list(found.values())
+
+
+def nearest_existing(path: Path) -> Path:
+    """`path`, or the nearest directory above it that is there. Raises OSError where one cannot be looked at."""
+    absolute = path.absolute()
+    return next(place for place in (absolute, *absolute.parents) if place.exists())
+
+
+def place_of(variable: str, default: Path) -> Path:
+    """The path in an environment variable, with ~ and $NAME in it replaced; `default` where it is not set."""
+    said = os.environ.get(variable)
+    return Path(os.path.expandvars(os.path.expanduser(said))) if said else default
+
+
+def hf_home() -> Path:
+    return place_of("HF_HOME", place_of("XDG_CACHE_HOME", Path.home() / ".cache") / "huggingface")
+
+
+def hub_cache() -> Path:
+    return place_of("HF_HUB_CACHE", place_of("HUGGINGFACE_HUB_CACHE", hf_home() / "hub"))
+
+
+def datasets_cache() -> Path:
+    return place_of("HF_DATASETS_CACHE", hf_home() / "datasets")
+
+
+def mounts() -> list[tuple[str, str, str]]:
+    """(device, mount point, kind) of what is mounted, latest first; none where there is no /proc."""
+    table = Path("/proc/self/mounts")
+    if not table.exists():
+        return []
+    rows = [line.split() for line in table.read_text(encoding="utf-8", errors="surrogateescape").splitlines()]
+    return [(unescaped(row[0]), unescaped(row[1]), row[2]) for row in reversed(rows)]
+
+
+def unescaped(field: str) -> str:
+    """A field of /proc/self/mounts, where a space in a name is written as \\040."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
+
+
+def is_network(kind: str) -> bool:
+    return kind in NETWORK_KINDS or (kind.startswith("fuse.") and kind not in LOCAL_FUSE)
+
+
+# ------------------------------------------------------------------------------------------------------ what can be had
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Whether a number of bytes could be had. `fits` is None where the filesystem cannot tell without writing them."""
+
+    fits: bool | None
+    reason: Literal["", "full", "no inodes", "quota", "file size limit", "unknown"]
+    message: str
+
+
+def allocatable(directory: Path, size: int) -> Allocation:
+    """Ask the filesystem for `size` bytes in `directory`, and give them back at once.
+
+    Quotas, thin volumes and network volumes show free space that cannot be written: only this tells. The file asked for
+    loses its name before it has a size, so that nothing stays behind, whatever happens; while it is there, a few
+    milliseconds, the space is taken for others too. Raises OSError where no file can be made in `directory` at all.
+    """
+    if size <= 0:
+        raise ValueError(f"size={size} bytes cannot be asked for")
+    try:
+        descriptor = os.open(directory, os.O_DIRECTORY | os.O_RDONLY)
+        try:
+            file = open_nameless(descriptor)
+        finally:
+            os.close(descriptor)
+        try:
+            fallocate(file, size)
+        finally:
+            os.close(file)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
+            return Allocation(None, "unknown", f"{directory}: this filesystem can only tell by writing {spoken(size)}")
+        if error.errno not in NO_SPACE:
+            raise
+        return refused(directory, size, error)
+    return Allocation(True, "", f"{directory}: {spoken(size)} can be had")
+
+
+def open_nameless(directory: int) -> int:
+    """A new file in an open directory, without a name."""
+    name = f".cogumi-asks-{os.getpid()}-{time.monotonic_ns()}"
+    file = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600, dir_fd=directory)
+    os.unlink(name, dir_fd=directory)
+    return file
+
+
+def fallocate(file: int, size: int) -> None:
+    """Give an empty file `size` bytes of blocks. Raises OSError; EOPNOTSUPP where the filesystem knows no such thing.
+
+    fallocate(2), not posix_fallocate: where that is not supported glibc's writes into every block instead, which takes
+    minutes on a network volume and finds its quota only when the file is closed.
+    """
+    if sys.platform != "linux":
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+    function = ctypes.CDLL(None, use_errno=True).fallocate
+    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    while function(file, 0, 0, size) != 0:
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+
+
+def refused(directory: Path, size: int, error: OSError) -> Allocation:
+    """Which of the limits it was, with the numbers."""
+    space = space_of(directory)
+    if error.errno == errno.EDQUOT:
+        return Allocation(False, "quota", f"{directory}: no {spoken(size)}: a quota is used up ({error.strerror})")
+    if error.errno == errno.EFBIG:
+        return Allocation(False, "file size limit", f"{directory}: no file may have {spoken(size)} ({error.strerror})")
+    if space.inodes_free == 0:
+        return Allocation(
+            False, "no inodes", f"{directory}: all {space.inodes:,} inodes are taken: no file can be made"
+        )
+    return Allocation(False, "full", f"{directory}: no {spoken(size)}: the disk has {spoken(space.free)} free")
+
+
+# ------------------------------------------------------------------------------------------------ deleted, but still open
+
+
+@dataclass(frozen=True)
+class DeletedFile:
+    """A file without a name that a process still holds: its bytes come back when the process closes it, or ends."""
+
+    path: str
+    bytes: int
+    pid: int
+    command: str
+
+
+def deleted_but_open(devices: set[int] | None = None) -> list[DeletedFile]:
+    """Deleted files that processes hold open (those of processes that we may look into), largest first.
+
+    devices: only on these (st_dev of os.stat). du does not see such files, and df counts them. Empty without /proc.
+    """
+    found: dict[tuple[int, int], DeletedFile] = {}
+    for pid, link, target in open_files():
+        if not target.endswith(" (deleted)"):
+            continue
+        try:
+            status = os.stat(link)
+            command = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # closed meanwhile
+        key = (status.st_dev, status.st_ino)
+        if (devices is None or status.st_dev in devices) and stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
+            path = target.removesuffix(" (deleted)")
+            found.setdefault(key, DeletedFile(path, status.st_blocks * 512, pid, command))
+    return sorted((file for file in found.values() if file.bytes), key=lambda file: -file.bytes)
+
+
+def open_files() -> Iterator[tuple[int, str, str]]:
+    """(process, its /proc link, what that leads to) of every file that a process has open which we may look into."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            links = os.listdir(process / "fd")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # ended, or somebody else's
+        for name in links:
+            link = f"{process}/fd/{name}"
+            try:
+                target = os.readlink(link)
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+            yield int(process.name), link, target
+
+
+def spoken(count: float) -> str:
+    """Bytes in the unit a person would use, to three figures: 252 GB, 13.5 GB, 240 kB."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.{0 if abs(count) >= 99.95 * size else 1}f} {unit}"
+    return f"{count:.0f} B"
+
+
+# ----------------------------------------------------------------------------------------------------------- disk needs
+
+
+# Its free space is that of memory, which asking would take.
+IN_MEMORY = "tmpfs"
+
+
+@dataclass(frozen=True)
+class Need:
+    """What goes to one place beyond what is there: bytes at the fullest moment of training, and at the end of the run.
+
+    entries: files and directories.
+    """
+
+    what: str
+    path: Path
+    training: int
+    end: int
+    entries: int
+
+
+@dataclass(frozen=True)
+class Disk:
+    """One filesystem and what goes there. allocation: what it said when asked for the bytes; None where it was not."""
+
+    filesystem: Filesystem
+    needs: tuple[Need, ...]
+    allocation: Allocation | None
+
+    @property
+    def training(self) -> int:
+        return sum(need.training for need in self.needs)
+
+    @property
+    def end(self) -> int:
+        return sum(need.end for need in self.needs)
+
+    @property
+    def wanted(self) -> int:
+        """Bytes beyond what is there, at the fullest moment."""
+        return max(self.training, self.end)
+
+    @property
+    def entries(self) -> int:
+        return sum(need.entries for need in self.needs if need.training or need.end)
+
+    @property
+    def short(self) -> int:
+        """Bytes that are missing, by the filesystem's own numbers; 0 where it tells none."""
+        space = self.filesystem.space
+        return max(0, self.wanted - space.free) if space.total else 0
+
+    @property
+    def lacks_inodes(self) -> bool:
+        free = self.filesystem.space.inodes_free
+        return free is not None and self.entries > free
+
+    @property
+    def refusal(self) -> str:
+        """Why it does not fit, in one clause; "" where it fits."""
+        space = self.filesystem.space
+        if not self.wanted:
+            return ""
+        if space.read_only:
+            return "it is read-only"
+        if self.short:
+            return f"{spoken(self.short)} are missing"
+        if self.lacks_inodes:
+            return f"it has inodes for {space.inodes_free:,} more files, and {self.entries:,} are wanted"
+        if self.allocation is not None and self.allocation.fits is False:
+            return f"the numbers are not true: {self.allocation.message}"
+        return ""
+
+    @property
+    def parts(self) -> str:
+        """What it is wanted for, at that moment."""
+        sizes = {need.what: need.end if self.end > self.training else need.training for need in self.needs}
+        return ", ".join(f"{what} {spoken(size)}" for what, size in sizes.items())
+
+    @property
+    def fits(self) -> bool:
+        return not self.refusal
+
+    def __str__(self) -> str:
+        space = self.filesystem.space
+        when = "at the end" if self.end > self.training else "while training"
+        said = f"wants {spoken(self.wanted)} more {when}" if self.wanted else "wants nothing more"
+        verdict = f"does not fit: {self.refusal}" if self.refusal else "fits"
+        kind = f"{self.filesystem.kind}, network" if self.filesystem.network else self.filesystem.kind
+        return f"{self.filesystem.mount} ({kind}) {said} ({self.parts}); {spoken(space.free)} free: {verdict}"
+
+
+def disks_of(needs: Iterable[Need], ask: bool) -> Iterable[Disk]:
+    """The filesystems that the needs are for, each once, in the order in which they come up."""
+    grouped: dict[tuple[int, int], tuple[Filesystem, list[Need]]] = {}
+    for need in needs:
+        place = nearest_existing(need.path).resolve()
+        one = filesystem_of(place)
+        # With a quota for a directory two parts of one device have numbers of their own.
+        grouped.setdefault((os.stat(place).st_dev, one.space.total), (one, []))[1].append(need)
+    for one, those in grouped.values():
+        disk = Disk(one, tuple(those), None)
+        if ask and disk.wanted and disk.fits and one.kind != IN_MEMORY:
+            answer = allocatable(nearest_existing(those[0].path).resolve(), disk.wanted)
+            # One file of that size may be refused where many smaller ones are not.
+            disk = Disk(one, tuple(those), None if answer.reason == "file size limit" else answer)
+        yield disk

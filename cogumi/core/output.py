@@ -1,0 +1,152 @@
+"""What the commands print. Text that others wrote (data, logs, names of files, errors of libraries) is shown, not obeyed."""
+
+import json
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from shutil import get_terminal_size
+from types import TracebackType
+from typing import Any
+
+import typer
+
+from cogumi.core.errors import UsageError
+from cogumi.core.formatting import CONTROLS, visible
+from cogumi.core.lost_terminal import outliving_the_screen, restore
+from cogumi.core.redact import Shown
+
+WHAT_IS_LEFT = {
+    "train": "; the same command continues the run",
+    "merge": "; nothing is left of the merge",
+}
+ASKED_TO_END = (129, 130, 143)  # 128 + SIGHUP, SIGINT (what Typer exits with after Ctrl-C), SIGTERM
+
+DRAWN_SECONDS, QUIET_SECONDS = 0.25, 1.0
+
+
+def say(text: object = "", end: str = "\n", to_error: bool = False) -> None:
+    """Print text, control characters made visible."""
+    print(visible(str(text)), end=end, file=sys.stderr if to_error else sys.stdout, flush=True)
+
+
+def print_json(value: Any) -> None:
+    text = json.dumps(value, default=str, indent=2, ensure_ascii=False)
+    print(CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+
+
+def show(report: Any, as_json: bool) -> None:
+    """A report in words, or its `as_dict` as one JSON object."""
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        say(report)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Where standard error is a terminal: while nothing else is printed, say there what takes its time, and for how long."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    line = Line(visible(what))
+    with ExitStack() as undo:
+        for stream in (sys.stdout, sys.stderr):
+            if stream.isatty():
+                undo.callback(restore, stream, "write", vars(stream).get("write"))
+                setattr(stream, "write", partial(line.make_way, stream.write))  # noqa: B010  mypy refuses the other way
+        undo.callback(line.end)
+        line.thread.start()
+        yield
+
+
+class Line:
+    """The last line of a terminal, which makes way for all that is printed, and waits until a progress bar has ended its line."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.write, self.began = what, sys.stderr.write, time.monotonic()
+        self.lock, self.over = threading.RLock(), threading.Event()
+        self.drawn, self.free, self.printed = 0, True, self.began
+        self.thread = threading.Thread(target=self.draw, name="cogumi waiting", daemon=True)
+
+    def make_way(self, write: Callable[[str], int], text: str) -> int:
+        """In place of `write` of a stream."""
+        with self.lock:
+            self.clear()
+            if text:
+                self.free, self.printed = text.endswith("\n"), time.monotonic()
+            return write(text)
+
+    def draw(self) -> None:
+        while not self.over.wait(DRAWN_SECONDS):
+            with self.lock:
+                now = time.monotonic()
+                if self.free and now - self.printed >= QUIET_SECONDS and not self.over.is_set():
+                    said = f"{self.what}, {now - self.began:.0f} s"[: get_terminal_size().columns - 1]
+                    self.clear()
+                    self.put(said)
+                    self.drawn = len(said)
+
+    def clear(self) -> None:
+        if self.drawn:
+            self.put(f"\r{' ' * self.drawn}\r")
+            self.drawn = 0
+
+    def put(self, text: str) -> None:
+        with suppress(OSError):  # the terminal is closed, which what the command itself prints will meet
+            self.write(text)
+            sys.stderr.flush()
+
+    def end(self) -> None:
+        self.over.set()
+        with self.lock:
+            self.clear()
+
+
+def print_table(
+    title: str, columns: Iterable[str], rows: Iterable[tuple[str, ...]], whole: Collection[str] = ()
+) -> None:
+    """A table as wide as the terminal, 80 columns elsewhere. A column named >name is aligned to the right, and the values
+    of those in `whole` are not broken."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=visible(title), box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for name in columns:
+        right = name.startswith(">")
+        # Words are not broken, but for paths and reasons, which may be of any length.
+        table.add_column(
+            name.lstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=right or name in whole
+        )
+    for row in rows:
+        table.add_row(*map(visible, row))
+    Console(markup=False, highlight=False, emoji=False).print(table)
+
+
+def run_command(app: typer.Typer) -> None:
+    """Run a Typer app; a mistake of the user is one line on standard error and exit status 2, Ctrl-C is 130."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Shown("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("cogumi").setLevel(logging.INFO)
+    try:
+        app()
+    except UsageError as error:
+        say(f"cogumi: {error}", to_error=True)
+        sys.exit(2)
+    except SystemExit as stop:
+        if stop.code in ASKED_TO_END:
+            with outliving_the_screen():
+                say(f"cogumi: interrupted{WHAT_IS_LEFT.get(' '.join(sys.argv[1:2]), '')}", to_error=True)
+        raise
+    finally:
+        sys.excepthook = say_traceback  # Typer has put its own there
+
+
+def say_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    say("".join(traceback.format_exception(kind, error, trace)), end="", to_error=True)

@@ -1,0 +1,139 @@
+"""The run directory: what a run writes and everything else reads.
+
+    config.yaml     the resolved configuration, secrets redacted
+    status.json     state, stage, reason, and which process; heartbeat.json: step and time of the last sign of life
+    start.json      the process that `cogumi.start` detached; console.log: what it prints
+    metrics.jsonl   one line a logged step; samples.jsonl: completions; disk.jsonl: what the disk monitor saw
+    rollouts.jsonl  gspo: the rewards of each rollout, and some of its completions
+    outlook.json    what the run was forecast to want of its disks, before the first step
+    CHECKPOINT, PAUSE   put there to ask for a checkpoint, or for a pause; PAUSED: it waits until this is removed
+    choices.json    what the config left open and the machine decided, which a run keeps when it goes on
+    packing.json    whether an SFT run packs, what the probe measured, and what a step is then
+    base.json       name and commit of a model of the hub, which a run keeps when it goes on
+    batch.json      the batch that a GSPO run planned, and keeps when it goes on
+    checkpoints/    the trainer's; adapter/, merged/: the results
+    flags.json      what is green, yellow and red while it trains; metrics.json: what it came to; tensorboard/
+    data.json       rows used and left out, by reason
+    verdict.json    what was checked, with figures; run.log; DONE when all of it passed
+
+Files are replaced whole (temporary file, fsync, rename); a `.jsonl` line is one write. A reader never sees half of either.
+"""
+
+import errno
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from cogumi.core.errors import UsageError
+from cogumi.core.process_id import this_process
+
+# What a detached process keeps in the directory of its run, from before there is a run in it.
+CONSOLE, START = "console.log", "start.json"
+PREFLIGHT = "preflight.json"  # what was forecast of a run, before its model was fetched
+SAMPLES_FILE = "samples.jsonl"  # completions of held-out prompts, before the training, on the way and at its end
+OUTLOOK = "outlook.json"  # what it was forecast to want of its disks
+ROLLOUTS = "rollouts.jsonl"
+# What somebody asks of a run under way, by putting a file there; and what says that it waits.
+CHECKPOINT, PAUSE, PAUSED = "CHECKPOINT", "PAUSE", "PAUSED"
+
+
+def create_run_dir(path: Path) -> Path:
+    """Make an empty run directory, or raise UsageError if there is a run in it or it cannot be written."""
+    try:
+        refuse_occupied(path)
+        path.mkdir(parents=True, exist_ok=True)
+        # Created by one process only: of two that start at once, the second is told.
+        os.close(os.open(path / "status.json", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        write_atomic(path / "status.json", json.dumps({"state": "starting", "time": time.time(), **this_process()}))
+    except FileExistsError:
+        raise UsageError(
+            "another run is being started there", place=path, fix="set cogumi.run_dir to a new directory"
+        ) from None
+    except OSError as error:
+        raise unwritable(path, error) from None
+    return path
+
+
+def unwritable(path: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"cannot write the run directory: {error.strerror}", place=path, fix="make it writable, or set cogumi.run_dir"
+    )
+
+
+def is_empty(path: Path) -> bool:
+    """Whether there is nothing at `path`, or a directory with nothing in it but what a detached process keeps there.
+
+    Raises UsageError where there is a file.
+    """
+    if os.path.lexists(path) and not path.is_dir():
+        raise UsageError(f"{path} is a file, not a directory", fix="set cogumi.run_dir to a new directory")
+    return not path.is_dir() or all(each.name in (CONSOLE, START) for each in path.iterdir())
+
+
+def refuse_occupied(path: Path) -> None:
+    """Raise UsageError when there is a run, or anything else, in the directory."""
+    if not is_empty(path):
+        status = path / "status.json"
+        state = read_json(status).get("state", "unknown") if status.exists() and status.stat().st_size else None
+        what = f"a run ({state})" if state else "files"
+        raise UsageError(
+            f"{path} already holds {what}", fix="set cogumi.run_dir to a new directory, or delete this one"
+        )
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace `path` with `text` so that a reader, a crash or a full disk leaves the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomic(path, json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def append_jsonl(path: Path, row: dict[str, Any]) -> None:
+    """Add one line. Raises OSError, with the file as it was, where only a part of it fits on the disk."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        before, line = os.fstat(descriptor).st_size, line_of(row).encode()
+        if os.write(descriptor, line) != len(line):
+            os.ftruncate(descriptor, before)
+            raise OSError(errno.ENOSPC, "only part of a line fits on the disk", str(path))
+    finally:
+        os.close(descriptor)
+
+
+def line_of(row: dict[str, Any]) -> str:
+    return json.dumps(finite(row), ensure_ascii=False) + "\n"
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file, none where there is no file. A last line without its end is of a writer that was cut off."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def finite(value: Any) -> Any:
+    """NaN and infinities as strings: JSON has no word for them, and a metric that is NaN must stay visible."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    return value

@@ -1,0 +1,345 @@
+"""From files to examples on the disk that a trainer maps into memory: streamed, and kept under a key of all that shapes them.
+
+Rows are read twice. First their hashes are taken, from which it is chosen what is held out and what is trained on
+(`cogumi.data.selection`); then the chosen rows become examples, batch by batch, and are written to arrow files. Neither
+pass holds more than a batch, so ten million rows take the memory of a hundred thousand.
+
+The files of one preparation are a directory, written aside and renamed: there whole, or not at all. What TRL makes of them
+(packed rows, say) is put beside them by `datasets`, and goes with them.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from cogumi.core.disk_space import spoken
+from cogumi.core.durability import NO_SPACE, sync_path, write_synced
+from cogumi.core.errors import UsageError
+from cogumi.data.arrow_writer import Part, told
+from cogumi.data.cache_files import (
+    RECORD,
+    Lengths,
+    alone,
+    cache_key,
+    code_and_libraries,
+    is_whole,
+    prepared_home,
+    size_of,
+    span,
+)
+from cogumi.data.dropped_rows import excerpt_of
+from cogumi.data.example_kinds import Dropped, Tokenize
+from cogumi.data.selection import COPY, HELD_OUT, LIKE_HELD_OUT, TRAIN, Counts, Selection, States, choose, row_hashes
+from cogumi.data.sources import Alike, batches
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+log = logging.getLogger("cogumi")
+
+SAMPLE_ROWS = 32
+"""Held-out rows kept as they were, for whoever completes their prompts."""
+EQUAL = {COPY: "equal to an earlier row", LIKE_HELD_OUT: "equal to a held-out row"}
+HELD_OUT_NAME = "held out (data.eval_rows)"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of the same columns, and what makes examples of their rows."""
+
+    name: str
+    files: Sequence[Path]
+    columns: Mapping[str, str]
+    """Field that `tokenize` knows -> column of the files."""
+    tokenize: Tokenize
+    identity: Any
+    """What the files hold, as JSON: a hub commit with their names, or `cache_key.files_identity`."""
+    options: Any
+    """What decides what `tokenize` makes of a row, as JSON: the format and its settings."""
+    weight: float = 1.0
+    text_only: bool = False
+    """Whether columns that are no text are refused; see `sources.batches`."""
+    alike: Mapping[str, Alike] = field(default_factory=dict)
+    """Columns whose values have to be of one kind, likewise."""
+
+    def batches(self, files: Sequence[Path] | None = None) -> Iterator[pl.DataFrame]:
+        """The rows of its files, or of these, by field."""
+        columns = list(dict.fromkeys(self.columns.values()))
+        for rows in batches(files or self.files, columns, text_only=self.text_only, alike=self.alike):
+            yield rows.select(pl.col(column).alias(name) for name, column in self.columns.items())
+
+
+@dataclass(frozen=True)
+class Data:
+    """Examples, and what became of every row that was to make one: `total` = len(dataset) + the counts of `dropped`."""
+
+    dataset: "Dataset"
+    """Mapped from its arrow file; the columns of `Chunk.table`."""
+    name: str
+    total: int
+    dropped: Mapping[str, Dropped]
+    truncated: int
+    duplicates: int
+    """Rows equal to an earlier one; among `dropped` where they were to be."""
+    lengths: Lengths
+    learned: int
+    """Tokens with a completion mask of 1; 0 where there is no mask."""
+    note: str = ""
+
+    def report(self) -> str:
+        """One line: "sample.parquet: 9,421 rows, 9,100 used; dropped 300 longer than 512 tokens, 21 null"."""
+        return f"{_accounts(self)} ({self.note})" if self.note else _accounts(self)
+
+    def examples_dropped(self) -> list[str]:
+        """A line for each reason, with the first row that was dropped for it."""
+        return [
+            f"{self.name}: {dropped.count:,} {reason}, the first is row {dropped.row:,}: {dropped.excerpt}"
+            for reason, dropped in self.dropped.items()
+        ]
+
+    def bad(self) -> dict[str, Dropped]:
+        """What was dropped for what it holds, and not because it is long or there already."""
+        return {
+            reason: dropped
+            for reason, dropped in self.dropped.items()
+            if reason not in EQUAL.values() and not reason.startswith("longer than")
+        }
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a run trains on and is evaluated on."""
+
+    train: Data
+    held_out: Data | None
+    key: str
+    directory: Path
+    sources: Sequence[str]
+    """A line for each source, where there are several: how much of it is used."""
+
+    def sample_rows(self) -> pl.DataFrame:
+        """The first held-out rows by their fields, at most SAMPLE_ROWS; values that are no text as Python objects."""
+        rows = json.loads((self.directory / RECORD).read_text(encoding="utf-8"))["sample_rows"]
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        columns = {name: [row.get(name) for row in rows] for name in names}
+        return pl.DataFrame(
+            {
+                name: pl.Series(name, values, dtype=pl.String)
+                if all(value is None or isinstance(value, str) for value in values)
+                else pl.Series(name, values, dtype=pl.Object)
+                for name, values in columns.items()
+            }
+        )
+
+
+def prepare(
+    sources: Sequence[Source],
+    selection: Selection,
+    parts: Mapping[str, Any],
+    *,
+    bad_rows: str = "drop",
+    cache_dir: str | Path | None = None,
+) -> Prepared:
+    """The examples of `sources`, from the cache where these very ones were prepared before.
+
+    parts: what shapes them beyond sources, selection, code and libraries, as JSON: the tokenizer
+    (`cache_key.tokenizer_identity`) above all. bad_rows: "fail" refuses rows that were dropped for what they hold.
+    cache_dir: `prepared` in the user's cache directory by default.
+
+    Raises UsageError when a source cannot be read (see `sources.batches`), no row is left to train on, none is usable,
+    the disk is too small, or bad rows are to be refused.
+    """
+    home = Path(cache_dir) if cache_dir is not None else prepared_home()
+    described = [[each.name, each.identity, each.options, dict(each.columns), each.weight] for each in sources]
+    key = cache_key(
+        {"sources": described, "selection": asdict(selection), "parts": parts, "code": code_and_libraries()}
+    )
+    directory = home / key
+    if is_whole(directory):
+        prepared = _load(directory)
+        age = time.time() - (directory / RECORD).stat().st_mtime
+        log.info("prepared data from cache %s (%s old, %s)", directory, span(age), spoken(size_of(directory)))
+    else:
+        with alone(home, key) as unfinished:
+            if unfinished is not None:
+                _write(sources, selection, unfinished, key)
+                os.rename(unfinished, directory)
+                sync_path(home)
+        prepared = _load(directory)
+        log.info("prepared data is kept in %s (%s)", directory, spoken(size_of(directory)))
+    if bad_rows == "fail":
+        refuse_bad_rows([data for data in (prepared.train, prepared.held_out) if data is not None])
+    return prepared
+
+
+def refuse_bad_rows(parts: Sequence[Data]) -> None:
+    """UsageError with the first of the rows that were dropped for what they hold, if any (data.bad_rows: fail)."""
+    bad = [(data, reason, dropped) for data in parts for reason, dropped in data.bad().items()]
+    if bad:
+        data, reason, first = bad[0]
+        count = sum(dropped.count for _, _, dropped in bad)
+        raise UsageError(
+            f"{count:,} bad rows, {first.count:,} of them {reason}; the first is row {first.row:,}: {first.excerpt}",
+            place=data.name,
+            fix="repair them, or drop them with data.bad_rows: drop",
+        )
+
+
+def _load(directory: Path) -> Prepared:
+    record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
+    train, held_out = (_load_part(directory, name, record[name]) for name in ("train", "held_out"))
+    assert train is not None
+    return Prepared(train, held_out, record["key"], directory, record["sources"])
+
+
+def _load_part(directory: Path, part: str, record: dict[str, Any] | None) -> Data | None:
+    from datasets import Dataset
+
+    if record is None:
+        return None
+    dropped = {reason: Dropped(*each) for reason, each in record.pop("dropped").items()}
+    lengths = Lengths.of(record.pop("lengths"))
+    return Data(Dataset.from_file(str(directory / f"{part}.arrow")), dropped=dropped, lengths=lengths, **record)
+
+
+# ---------------------------------------------------------------------------------------------------------- two passes
+
+
+def _write(sources: Sequence[Source], selection: Selection, out: Path, key: str) -> None:
+    try:
+        counts, states = _select(sources, selection, out)
+        record = {"key": key, "sources": _source_lines(sources, counts)} | _tokenize(
+            sources, selection, counts, states, out
+        )
+        for used in ("hashes", "states"):
+            (out / used).unlink()
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        raise UsageError(
+            "the disk is full", place=out.parent, fix="free some, or set XDG_CACHE_HOME to another disk"
+        ) from error
+    record["sizes"] = {path.name: path.stat().st_size for path in out.iterdir()}
+    write_synced(out / RECORD, json.dumps(record).encode())
+    sync_path(out)
+
+
+def _select(sources: Sequence[Source], selection: Selection, out: Path) -> tuple[list[Counts], States]:
+    """(counts by source, what becomes of each row of all sources): the first pass."""
+    rows_of = [0] * len(sources)
+    with (out / "hashes").open("wb") as file:
+        for number, _, rows in _numbered(sources, "choosing rows", None):
+            file.write(row_hashes(rows, selection.seed).tobytes())
+            rows_of[number] += rows.height
+    for source, height in zip(sources, rows_of, strict=True):
+        if not height:
+            raise UsageError("it has no rows", place=source.name, fix="check what wrote it, or give another file")
+    bounds = [0, *np.cumsum(rows_of).tolist()]
+    hashes = np.memmap(out / "hashes", np.uint64, "r")
+    states = np.memmap(out / "states", np.uint8, "w+", shape=(bounds[-1],))
+    counts = choose(hashes, states, bounds, [source.weight for source in sources], selection)
+    if not any(count.train for count in counts):
+        for source, count in zip(sources, counts, strict=True):
+            copies = count.duplicates if selection.deduplicate else 0
+            if count.rows == count.held_out + count.like_held_out + copies:
+                raise UsageError(
+                    f"{source.name}: of its {count.rows:,} rows {count.held_out:,} are held out (data.eval_rows), "
+                    f"{count.like_held_out:,} are equal to those and {copies:,} to earlier ones; none is left to train on: "
+                    + ("lower data.eval_rows" if count.held_out else "data.deduplicate=false keeps copies")
+                )
+    return counts, states
+
+
+def _tokenize(
+    sources: Sequence[Source], selection: Selection, counts: Sequence[Counts], states: States, out: Path
+) -> dict[str, Any]:
+    """The second pass: the chosen rows become examples. Returns the record of both parts."""
+    train = Part(out / "train.arrow", sum(each.train for each in counts))
+    held_out = Part(out / "held_out.arrow", sum(each.held_out for each in counts))
+    sample_rows: list[dict[str, Any]] = []
+    for number, first_row, rows in _numbered(sources, "preparing", len(states)):
+        here = np.asarray(states[first_row : first_row + rows.height])
+        for state, reason in EQUAL.items():
+            equal = np.flatnonzero(here == state)
+            if len(equal):
+                train.drop(reason, first_row + equal, excerpt_of(rows.row(int(equal[0]))))
+        for state, part in ((TRAIN, train), (HELD_OUT, held_out)):
+            chosen = np.flatnonzero(here == state)
+            if len(chosen):
+                kept = rows if len(chosen) == rows.height else _taken(rows, chosen)
+                part.add(sources[number].tokenize, kept, first_row + chosen, kept.height / rows.height)
+                if part is held_out and len(sample_rows) < SAMPLE_ROWS:
+                    sample_rows.extend(_plain(kept.head(SAMPLE_ROWS - len(sample_rows))))
+    held_out.flush()
+    wanted = selection.eval_rows or held_out.file is not None  # a default that makes no example refuses no run
+    duplicates = sum(each.duplicates for each in counts)
+    name = sources[0].name if len(sources) == 1 else f"{len(sources)} sources"
+    return {
+        "train": train.close(name, duplicates, _unused_note(counts)),
+        "held_out": held_out.close(HELD_OUT_NAME, 0, "") if wanted else None,
+        "sample_rows": sample_rows,
+    }
+
+
+def _numbered(sources: Sequence[Source], doing: str, total: int | None) -> Iterator[tuple[int, int, pl.DataFrame]]:
+    """(number of the source, place of the first row among the rows of all sources, rows by field), batch by batch."""
+    from tqdm.auto import tqdm
+
+    row = 0
+    with tqdm(desc=doing, unit=" rows", total=total, delay=5, mininterval=1) as bar:
+        for number, source in enumerate(sources):
+            for frame in source.batches():
+                yield number, row, frame
+                row += frame.height
+                bar.update(frame.height)
+
+
+def _taken(rows: pl.DataFrame, chosen: npt.NDArray[np.int64]) -> pl.DataFrame:
+    """These rows in memory of their own: polars' text would keep that of the whole batch alive for as long as one waits."""
+    taken = rows[chosen]
+    objects = [name for name, kind in rows.schema.items() if kind == pl.Object]
+    copied = pl.DataFrame(taken.drop(objects).to_arrow(compat_level=pl.CompatLevel.oldest()))
+    return pl.DataFrame([taken[name] if name in objects else copied[name] for name in rows.columns])
+
+
+def _source_lines(sources: Sequence[Source], counts: Sequence[Counts]) -> list[str]:
+    if len(sources) == 1:
+        return []
+    return [
+        f"{source.name}: {count.train:,} of {count.rows:,} rows ({count.train / count.rows:.0%})"
+        + (f", {count.held_out:,} held out" if count.held_out else "")
+        for source, count in zip(sources, counts, strict=True)
+    ]
+
+
+def _unused_note(counts: Sequence[Counts]) -> str:
+    """How many of the rows were chosen, where some were left alone."""
+    rows, used = (sum(getattr(each, name) for each in counts) for name in ("rows", "train"))
+    beside = sum(each.held_out + each.like_held_out for each in counts)
+    return f"{used:,} of {rows:,} rows chosen" if used < rows - beside else ""
+
+
+def _plain(rows: pl.DataFrame) -> list[dict[str, Any]]:
+    """Rows as JSON can hold them; bytes as the text that they spell."""
+    return [
+        {name: value.decode(errors="replace") if isinstance(value, bytes) else value for name, value in row.items()}
+        for row in rows.iter_rows(named=True)
+    ]
+
+
+def _accounts(data: Data) -> str:
+    line = told(data.name, data.total, len(data.dataset), data.dropped)
+    if data.truncated:
+        line += f"; truncated {data.truncated:,}"
+    if data.duplicates and EQUAL[COPY] not in data.dropped:
+        line += f"; {data.duplicates:,} equal to an earlier row are kept (data.deduplicate: true drops them)"
+    return line

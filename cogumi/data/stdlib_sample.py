@@ -1,0 +1,155 @@
+"""A training sample that needs no download: the functions of the running Python's own standard library.
+
+Everyone has it, it is real code by many hands, and its licence (PSF-2.0) allows this use. One parquet shard, one row
+per function or method. What is left out, so that a tiny model has something to learn in minutes:
+
+- test suites, vendored wheels and generated data (`SKIPPED_FOLDERS`), and site-packages;
+- functions shorter than `MIN_LINES` (stubs) or longer than `MAX_LINES` (decorators count as lines);
+- functions inside functions: they are already part of the outer one's source;
+- exact copies of a function already taken (`__repr__` and friends).
+"""
+
+import ast
+import io
+import logging
+import os
+import platform
+import sysconfig
+import textwrap
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import platformdirs
+import polars as pl
+
+from cogumi.core.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+"""Part of the cached file's name: raise it when the filter or the columns change."""
+MIN_LINES, MAX_LINES = 3, 40
+LICENCE = "PSF-2.0"
+SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "turtledemo", "lib2to3", "ensurepip"}
+    | {"__pycache__", "__phello__", "pydoc_data"}
+)
+SCHEMA = {"path": pl.String, "name": pl.String, "source": pl.String, "licence": pl.String}
+
+
+def sample_path() -> Path:
+    """The cached sample shard of the running Python, written on first use (seconds).
+
+    Raises UsageError when this Python ships no library source.
+    """
+    file_name = f"stdlib-functions-py{platform.python_version()}-v{FORMAT_VERSION}.parquet"
+    path = Path(platformdirs.user_cache_dir("cogumi")) / file_name
+    return path if path.exists() else write_sample(path)
+
+
+def write_sample(path: str | Path, *, max_rows: int | None = None, seed: int = 0) -> Path:
+    """Write the standard library's functions to one parquet file and return its path.
+
+    Columns: `path` (relative to the library's folder, with forward slashes), `name` (qualified, `Class.method`),
+    `source` (dedented, parses on its own), `licence`. Rows are sorted by file and position; the same Python gives the
+    same bytes. `max_rows` keeps that many rows drawn with `seed`, still sorted. The file appears whole or not at all.
+
+    Raises UsageError when `max_rows` is not positive or this Python ships no library source.
+    """
+    if max_rows is not None and max_rows < 1:
+        raise UsageError(
+            f"max_rows={max_rows}: the sample needs at least 1 row", fix="leave max_rows out for all of them"
+        )
+    path = Path(path)
+    rows, dropped = collect_functions(Path(sysconfig.get_paths()["stdlib"]))
+    if max_rows is not None and max_rows < rows.height:
+        chosen = np.random.default_rng(seed).choice(rows.height, size=max_rows, replace=False)
+        rows = rows[np.sort(chosen)]
+    buffer = io.BytesIO()
+    rows.write_parquet(buffer, compression="zstd")
+    write_atomically(path, buffer.getvalue())
+    left_out = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
+    log.info("sample %s: kept %s functions; left out %s", path.name, f"{rows.height:,}", left_out)
+    return path
+
+
+def collect_functions(library: Path) -> tuple[pl.DataFrame, dict[str, int]]:
+    """The functions below `library` that pass the filter, and how many were left out by reason.
+
+    The frame has the columns of `SCHEMA`. Raises UsageError when `library` holds no Python source.
+    """
+    dropped: Counter[str] = Counter()
+    seen: set[str] = set()
+    rows: list[tuple[str, str, str, str]] = []
+    for file in _source_files(library):
+        try:
+            text = file.read_bytes().decode("utf-8-sig")
+            with warnings.catch_warnings():  # the library's own invalid escapes are not this user's business
+                warnings.simplefilter("ignore")
+                tree = ast.parse(text)
+        except (UnicodeDecodeError, SyntaxError):
+            dropped["files that are not UTF-8 Python"] += 1
+            continue
+        relative = file.relative_to(library).as_posix()
+        # ast counts lines by \n, \r\n and \r only; str.splitlines would also split at form feeds and shift them.
+        lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+        for name, function in _functions(tree, ""):
+            first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
+            last = function.end_lineno or function.lineno
+            source = textwrap.dedent("\n".join(lines[first - 1 : last]) + "\n")
+            if last - first + 1 < MIN_LINES:
+                dropped[f"shorter than {MIN_LINES} lines"] += 1
+            elif last - first + 1 > MAX_LINES:
+                dropped[f"longer than {MAX_LINES} lines"] += 1
+            elif source[0].isspace():  # a string in it starts at column 0, so that no indent is common to all lines
+                dropped["that cannot be dedented"] += 1
+            elif source in seen:
+                dropped["copies"] += 1
+            else:
+                seen.add(source)
+                rows.append((relative, name, source, LICENCE))
+    if not rows:
+        raise UsageError(
+            "this Python ships no library source to make a sample of", place=library, fix="give your own parquet file"
+        )
+    return pl.DataFrame(rows, schema=SCHEMA, orient="row"), dict(dropped)
+
+
+def _source_files(library: Path) -> list[Path]:
+    """The .py files below `library`, sorted by their parts so that the order does not depend on the file system."""
+    files: list[Path] = []
+    for folder, subfolders, names in os.walk(library):
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
+        files.extend(Path(folder, name) for name in names if name.endswith(".py"))
+    return sorted(files, key=lambda file: file.relative_to(library).parts)
+
+
+def _functions(node: ast.AST, scope: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """(qualified name, node) of every function below `node`, in source order; functions are not entered."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield scope + child.name, child
+        elif isinstance(child, ast.ClassDef):
+            yield from _functions(child, f"{scope}{child.name}.")
+        elif isinstance(child, ast.stmt | ast.ExceptHandler):  # if TYPE_CHECKING: / try: ... except ImportError:
+            yield from _functions(child, scope)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write `content` to `path` such that a reader, a crash or a second writer never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Named by process, so that two first uses at once do not write into each other's file; not mkstemp, whose files
+    # only their owner may read.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

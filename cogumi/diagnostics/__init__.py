@@ -1,0 +1,1 @@
+"""What is wrong with this machine, and what the failures of the field mean."""

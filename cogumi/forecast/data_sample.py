@@ -1,0 +1,188 @@
+"""A sample of a run's data, made into examples as the run makes them: how long they are, how many there will be."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow.parquet as pq
+from datasets import Dataset
+
+from cogumi.config.schema import RunConfig
+from cogumi.core.errors import UsageError
+from cogumi.data.cache import Data, Source
+from cogumi.data.cache_files import Lengths, lengths_of
+from cogumi.data.packing import pack, rows_per_step, with_labels
+from cogumi.data.pipeline import entries_of
+from cogumi.data.selection import held_out_of
+from cogumi.forecast.preflight_report import Line
+from cogumi.methods.examples import date_of, longest_example, options_of, room_for_prompts, source_of
+from cogumi.methods.gspo import prompt_ids
+from cogumi.methods.sft import MAX_LENGTH
+
+ROWS = 1000  # that are looked at, in all
+MANY = 0.05  # of the rows: then it is worth a note
+
+
+@dataclass(frozen=True)
+class Sample:
+    """looked_at: rows that were read; examples: those that make one; dropped: the others, by reason.
+
+    lengths: of the examples in tokens, of gspo the prompts'. rows: in the files; trained: examples of the whole, by the
+    sample's share, that a pass over the data has.
+    """
+
+    looked_at: int
+    examples: int
+    truncated: int
+    dropped: Mapping[str, int]
+    lengths: Lengths
+    rows: int
+    trained: int
+    packed: "Rows | None"
+
+    @property
+    def too_long(self) -> int:
+        return sum(count for reason, count in self.dropped.items() if reason.startswith("longer than"))
+
+    @property
+    def longest(self) -> int:
+        return self.lengths.quantile(1.0)
+
+    @property
+    def mean(self) -> float:
+        return self.lengths.mean
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "rows": self.rows, "looked_at": self.looked_at, "examples": self.examples, "trained": self.trained,
+            "truncated": self.truncated, "dropped": dict(self.dropped), "mean_tokens": self.mean, "longest": self.longest,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Packed rows: examples in each, how many a micro-batch and how many micro-batches a step."""
+
+    examples_per_row: float
+    at_once: int
+    accumulated: int
+
+
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def has_no_tokenizer(base: str) -> bool:
+    """Whether a base is a directory with a config.json and nothing to make tokens with."""
+    return Path(base).is_dir() and not any((Path(base) / name).exists() for name in TOKENIZERS)
+
+
+def assumed(run: RunConfig) -> Sample:
+    """Of data that cannot be looked at: one length, the longest that the config lets through."""
+    length = int(run.train.get("max_length") or longest_example(run) or MAX_LENGTH)
+    return Sample(0, 0, 0, {}, Lengths.of([(length, 1)]), 0, 0, None)
+
+
+def sample(run: RunConfig, tokenizer: Any, of_base: Any = None) -> Sample:
+    """Make examples of the first rows of each source. Raises UsageError as the run would, for what cannot be read."""
+    today = date_of(run, tokenizer)
+    looked_at = examples = truncated = rows = 0
+    dropped: Counter[str] = Counter()
+    lengths: list[int] = []
+    tables = []
+    entries, room = entries_of(run.data), room_for_prompts(run, of_base)
+    for entry in entries:
+        options = options_of(run, entry, today, room)
+        source = source_of(entry, options, tokenizer)
+        first = first_rows(source, ROWS // len(entries))
+        chunk = source.tokenize(first, 0)
+        looked_at += first.height
+        examples += chunk.table.num_rows
+        truncated += chunk.truncated
+        dropped.update({reason: each.count for reason, each in chunk.dropped.items()})
+        if run.cogumi.method == "gspo":
+            lengths += of_prompts(chunk.table["prompt"].to_pylist(), tokenizer)
+        else:
+            lengths += lengths_of(chunk.table).tolist()
+        tables.append(chunk.table)
+        rows += sum(map(rows_in, source.files))
+    if not examples:
+        reasons = ", ".join(f"{count:,} are {reason}" for reason, count in dropped.items())
+        raise UsageError(
+            f"of the first {looked_at:,} rows none makes an example: {reasons or 'there are none'}", key="data"
+        )
+    chosen = max(0, round((rows - held_out_of(rows, run.data.eval_rows)) * run.data.fraction))
+    chosen = min(chosen, run.data.max_rows or chosen)
+    trained, counted = round(chosen * examples / looked_at), Lengths.of((length, 1) for length in lengths)
+    return Sample(looked_at, examples, truncated, dropped, counted, rows, trained, packed_rows(run, Dataset(tables[0])))
+
+
+def whole(run: RunConfig, data: Data, tokenizer: Any) -> Sample:
+    """What a run prepared, all of it; of gspo the prompts of ROWS examples from all over it are measured."""
+    examples, lengths = len(data.dataset), data.lengths
+    if run.cogumi.method == "gspo":
+        some = data.dataset.select(range(0, examples, max(1, examples // ROWS)))
+        lengths = Lengths.of((length, 1) for length in of_prompts(list(some["prompt"]), tokenizer))
+    dropped = {reason: each.count for reason, each in data.dropped.items()}
+    first = data.dataset.select(range(min(ROWS, examples)))
+    return Sample(data.total, examples, data.truncated, dropped, lengths, data.total, examples, packed_rows(run, first))
+
+
+def of_prompts(prompts: list[Any], tokenizer: Any) -> list[int]:
+    return [len(prompt_ids(prompt, tokenizer)) for prompt in prompts]
+
+
+def first_rows(source: Source, count: int) -> pl.DataFrame:
+    """The first rows of up to eight of the files, by field."""
+    chosen = source.files[:: max(1, len(source.files) // 8)][:8]
+    each = -(-count // len(chosen))
+    found = (next(source.batches([file]), None) for file in chosen)
+    frames = [frame.head(each) for frame in found if frame is not None and frame.height]
+    if not frames:
+        raise UsageError(f"{chosen[0]} has no rows", key="data.source", fix="check what wrote it, or give another file")
+    return pl.concat(frames, how="vertical_relaxed")
+
+
+def rows_in(file: Path) -> int:
+    """Rows of a file; a parquet file says how many, of any other the lines are read."""
+    if file.suffix == ".parquet":
+        return int(pq.ParquetFile(file).metadata.num_rows)
+    with file.open("rb") as lines:
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: lines.read(2**20), b""))
+
+
+def packed_rows(run: RunConfig, examples: Dataset) -> Rows | None:
+    """What packing makes of a micro-batch, by a sample; None where nothing is packed."""
+    if not run.train.get("packing") or run.cogumi.method != "sft":
+        return None
+    length = int(run.train.get("max_length") or longest_example(run) or 0)
+    found = pack(with_labels(examples), length, run.train.get("packing_strategy") or "bfd")
+    at_once = run.train.get("per_device_train_batch_size") or 8
+    step = rows_per_step(found, int(at_once), int(run.train.get("gradient_accumulation_steps") or 1))
+    return Rows(found.examples_per_row, step.per_device_train_batch_size, step.gradient_accumulation_steps)
+
+
+def line_of(found: Sample, run: RunConfig) -> Line:
+    what = "prompts" if run.cogumi.method == "gspo" else "examples"
+    if not found.looked_at:
+        said = f"not looked at: {run.model.name} has no tokenizer. {what} of {found.longest:,} tokens are assumed"
+        return Line("data", said, "unknown", "put the model's tokenizer files beside its config.json")
+    said = (
+        f"about {found.trained:,} {what} of {found.rows:,} rows; {found.examples:,} of the first {found.looked_at:,} make one, "
+        f"{found.mean:,.0f} tokens in the mean, half at most {found.lengths.quantile(0.5):,}, the longest {found.longest:,}"
+    )
+    others = {reason: n for reason, n in found.dropped.items() if not reason.startswith("longer than")}
+    if others:
+        said += "; left out: " + ", ".join(f"{n:,} {reason}" for reason, n in others.items())
+    lost = found.too_long + found.truncated
+    if lost:
+        verb = "truncated" if found.truncated else "longer than that, and dropped"
+        said += f"; {lost / found.looked_at:.1%} are {verb}"
+    if lost / found.looked_at >= MANY:
+        key = "data.fim.max_length" if run.data.format == "fim" else "train.max_length"
+        return Line("data", said, "yellow", f"raise {key}, if the memory allows, to keep them")
+    if sum(others.values()) / found.looked_at >= MANY:
+        return Line("data", said, "yellow", "`cogumi preview` shows the first of each kind")
+    return Line("data", said)

@@ -1,0 +1,209 @@
+"""How many steps and tokens a run is, how long it takes and what it costs.
+
+The time is that of ten steps made here (`--probe`), or an estimate: what the model computes for a token, over what the card
+can. Of a card's peak a good training reaches a third to a half, and no figure of this stack on a card has been measured
+yet, so an estimate is given for REACHED of the peak and says so. A rollout by transformers reads all weights for every
+token it adds to its documents: at best the card's bandwidth over their bytes.
+"""
+
+import json
+import logging
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cogumi.config.schema import RunConfig
+from cogumi.core.formatting import duration
+from cogumi.data.selection import held_out_of
+from cogumi.forecast.data_sample import Sample
+from cogumi.forecast.preflight_report import Line
+from cogumi.forecast.target import Target
+from cogumi.forecast.training_step import Work
+from cogumi.health.flags_sft import ENOUGH_ROWS
+from cogumi.methods.dpo import ReferencePass
+from cogumi.telemetry.throughput import Work as Arithmetic
+
+REACHED = 0.4  # of the card's dense bf16 peak, in hardware FLOP (PaLM, arXiv:2204.02311, appendix B: 46 to 58 % there)
+PROBED = 10
+
+
+@dataclass(frozen=True)
+class Pace:
+    """steps: optimizer steps. tokens: of all of them, without padding. seconds: None where nothing says how fast.
+
+    measured: steps that were made to know, 0 where it is an estimate. whole: the steps of the whole training, where
+    `cogumi.sanity` ends it earlier; None where it does not. reference: of the seconds, those before the first step that
+    dpo's reference takes (`train.precompute_ref_log_probs`).
+    """
+
+    steps: int
+    tokens: int
+    seconds: float | None
+    measured: int = 0
+    whole: int | None = None
+    reference: float = 0.0
+
+    def cost(self, per_hour: float | None) -> float | None:
+        return None if per_hour is None or self.seconds is None else self.seconds / 3600 * per_hour
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Steps that were made, and the seconds they took in all; and those of dpo's reference before them."""
+
+    steps: int
+    seconds: float
+    reference: float = 0.0
+
+
+def steps_of(run: RunConfig, work: Work, found: Sample) -> int:
+    """Optimizer steps: `train.max_steps`, or those of the epochs (transformers' 3 by default; TRL's GRPO has 3 too)."""
+    if said := said_steps(run):
+        return said
+    epochs = float(run.train.get("num_train_epochs") or 3)
+    rows = found.trained / (found.packed.examples_per_row if found.packed else 1)
+    if run.cogumi.method == "gspo":
+        rows *= int(run.train.get("num_generations") or 8)
+    return max(1, math.ceil(epochs * rows / (work.rows * work.micro_batches)))
+
+
+def until_the_end(run: RunConfig, work: Work, found: Sample) -> tuple[int, int | None]:
+    """(steps that will be made, steps of the whole training where `cogumi.sanity` makes fewer)."""
+    sanity, known = run.cogumi.sanity, found.looked_at or said_steps(run)
+    if not known:
+        return sanity or 0, None
+    whole = steps_of(run, work, found)
+    return (sanity, whole) if sanity is not None and sanity < whole else (whole, None)
+
+
+def said_steps(run: RunConfig) -> int:
+    """`train.max_steps`, 0 where it is left to the epochs."""
+    return max(0, int(run.train.get("max_steps") or 0))
+
+
+def tokens_of_a_step(run: RunConfig, work: Work, found: Sample) -> float:
+    """Of the mean example; of a rollout with completions as long as they may be."""
+    rows = work.rows * work.micro_batches
+    if run.cogumi.method == "gspo":
+        return rows * (found.mean + work.completion)
+    if found.packed:
+        return rows * found.packed.examples_per_row * found.mean
+    return rows * found.mean * (2 if run.cogumi.method == "dpo" else 1)
+
+
+def estimated(run: RunConfig, work: Work, found: Sample, arithmetic: Arithmetic, target: Target, weights: int) -> Pace:
+    """weights: bytes of the base as it is loaded."""
+    (steps, whole), tokens = until_the_end(run, work, found), tokens_of_a_step(run, work, found)
+    if not steps:
+        return Pace(0, 0, None)
+    card = target.card
+    if card is None or card.peak is None:
+        return Pace(steps, round(steps * tokens), None, whole=whole)
+    context = found.mean + work.completion
+    recomputed = run.train.get("gradient_checkpointing") is not False
+    passes = arithmetic.hardware(context, recomputed)
+    if run.cogumi.method == "dpo" and not run.train.get("precompute_ref_log_probs"):
+        passes += arithmetic.forward(context)
+    seconds = tokens * passes / (REACHED * card.peak)
+    if work.rollout:
+        documents = work.rows * work.micro_batches
+        seconds += documents / work.rollout * work.completion * weights / card.bandwidth
+    reference = 0.0
+    if run.cogumi.method == "dpo" and run.train.get("precompute_ref_log_probs"):
+        pairs = found.trained + held_out_of(found.rows, run.data.eval_rows)
+        reference = 2 * pairs * found.mean * arithmetic.forward(context) / (REACHED * card.peak)
+    return Pace(steps, round(steps * tokens), steps * seconds + reference, whole=whole, reference=reference)
+
+
+def continued(run: RunConfig, work: Work, found: Sample, probe: Probe) -> Pace:
+    steps, whole = until_the_end(run, work, found)
+    tokens = round(steps * tokens_of_a_step(run, work, found))
+    seconds = steps * probe.seconds / probe.steps + probe.reference
+    return Pace(steps, tokens, seconds, probe.steps, whole, probe.reference)
+
+
+def probed(run: RunConfig, train: Callable[..., Any], config: Any, overrides: dict[str, Any]) -> Probe:
+    """Ten steps of the run itself in a directory that is removed; downloads and loads the model.
+
+    Raises what the run would raise.
+    """
+    most = said_steps(run)
+    with tempfile.TemporaryDirectory(prefix="cogumi-probe-") as scratch:
+        place = Path(scratch) / "run"
+        ten = {
+            "train__max_steps": min(PROBED, most or PROBED),
+            "train__save_strategy": "no",
+            "train__eval_strategy": "no",
+            "cogumi__merge": False,
+            "cogumi__preflight": "off",
+            "cogumi__max_cost": None,
+            "cogumi__max_hours": None,
+            "cogumi__run_dir": str(place),
+            "cogumi__samples_every": 0,
+            "cogumi__sanity": None,
+        }
+        with quiet():
+            train(config, **{**overrides, **ten})
+        figures = json.loads((place / "metrics.json").read_text(encoding="utf-8"))
+    return Probe(figures["steps"], figures["step_seconds"], figures["seconds"].get(ReferencePass.STAGE, 0.0))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what a run says of itself: its directory will be gone, and the reader has not asked for a run."""
+    log = logging.getLogger("cogumi")
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def lines_of(pace: Pace, run: RunConfig, target: Target) -> list[Line]:
+    unpriced = "; cost: not known (set cogumi.price_per_hour)" * (run.cogumi.price_per_hour is None)
+    if not pace.steps:
+        said = f"how many steps are in the data is not known{unpriced}"
+        return [Line("time", said, "unknown", "set train.max_steps to plan with")]
+    ends = "" if pace.whole is None else f" of {pace.whole:,}, after which cogumi.sanity ends the run"
+    said = f"{pace.steps:,} steps{ends}, about {pace.tokens:,} tokens"
+    if pace.seconds is None:
+        limits = {"cogumi.max_hours": run.cogumi.max_hours, "cogumi.max_cost": run.cogumi.max_cost}
+        unjudged = "".join(f", nor what {name} allows" for name, limit in limits.items() if limit is not None)
+        said += f"; how fast is not known for {target.machine.name}{unjudged}{unpriced}"
+        return [Line("time", said, "unknown", "" if target.named else "--probe makes ten steps and says")]
+    assumed = f"if it reaches {REACHED:.0%} of the card's peak, not measured"
+    how = f"by {pace.measured} step{'s' * (pace.measured != 1)} made here" if pace.measured else assumed
+    cost = pace.cost(run.cogumi.price_per_hour)
+    price = "" if cost is None else f", {dollars(cost)} at ${run.cogumi.price_per_hour:g} an hour"
+    first = f", {duration(pace.reference)} of them for the reference before the first step" if pace.reference else ""
+    said += f": {duration(pace.seconds)} of training{first}{price} ({how}){unpriced}"
+    return [over_budget(pace, run, said) or Line("time", said)]
+
+
+def dollars(cost: float) -> str:
+    return f"${cost:,.2f}" if cost >= 0.01 else "less than a cent"
+
+
+def over_budget(pace: Pace, run: RunConfig, said: str) -> Line | None:
+    """A red line where the budget ends the run before its steps do."""
+    assert pace.seconds is not None
+    hours, money = run.cogumi.max_hours, run.cogumi.max_cost
+    shares = [hours * 3600 / pace.seconds] if hours is not None else []
+    cost = pace.cost(run.cogumi.price_per_hour)
+    if money is not None and cost:
+        shares.append(money / cost)
+    if not shares or min(shares) >= 1:
+        return None
+    left = min(shares) * pace.seconds - pace.reference
+    steps = max(1, int(left / (pace.seconds - pace.reference) * pace.steps))
+    limit = "cogumi.max_hours" if hours is not None and shares[0] == min(shares) else "cogumi.max_cost"
+    if pace.whole is not None and steps < ENOUGH_ROWS:  # a check of so few steps is refused
+        return Line("time", f"{said}; {limit} ends it at about step {steps:,}", "red", f"raise {limit}")
+    key = "train.max_steps" if pace.whole is None else "cogumi.sanity"
+    return Line("time", f"{said}; {limit} ends it at about step {steps:,}", "red",
+                f"set {key}: {steps}, or raise {limit}", {key: steps})  # fmt: skip

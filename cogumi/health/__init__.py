@@ -1,0 +1,1 @@
+"""What can be wrong with a training: flags, their causes, the verdict."""

@@ -1,0 +1,267 @@
+"""What is about to be trained on, checked before the first step: batches, and whether completions belong to their prompts.
+
+than with those of other examples. It needs no model, so that it tells a weak model from shuffled rows.
+
+Labels and masks are read from what the collator returns, on the CPU, so that whatever a user's trainer does to its
+examples is seen as the model will see it. The pairs are the one thing the model is asked.
+"""
+
+import logging
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cogumi.data.packing import padding_of
+from cogumi.health.flags import Answers, Batches, Pairs, Words
+from cogumi.models.completion import end_ids
+
+OTHERS = 16  # prompts of other examples that each completion is held against
+
+Tokens = Sequence[int]
+
+
+def shared_words(documents: Sequence[tuple[Tokens, Tokens]]) -> Words | None:
+    """Of (prompt, completion) token ids, in the order of the data. None for fewer than twice OTHERS examples.
+
+    The same is asked of a piece of each prompt and the rest of it, which do belong together: where these share words and
+    the completions are written in the same ones, but completions and prompts share none, the rows are in another order.
+    """
+    if len(documents) < 2 * OTHERS:
+        return None
+    prompts, completions = [set(prompt) for prompt, _ in documents], [set(rest) for _, rest in documents]
+    pieces, others = zip(*(piece_and_rest(prompt, len(rest)) for prompt, rest in documents), strict=True)
+    return Words(
+        examples=len(documents),
+        t=nearer_to_its_own(prompts, completions),
+        t_within=nearer_to_its_own(others, pieces),
+        alike=alike(completions, pieces),
+    )
+
+
+def shared_by_answers(documents: Sequence[tuple[Tokens, Tokens, Tokens]]) -> Answers | None:
+    """Of (prompt, chosen answer, rejected answer) token ids. None for fewer than twice OTHERS pairs.
+
+    Where only one answer of a pair is about its prompt, what the two share with it does not rise and fall together; where
+    both are, it does.
+    """
+    if len(documents) < 2 * OTHERS:
+        return None
+    prompts, chosen, rejected = ([set(each) for each in column] for column in zip(*documents, strict=True))
+    weight = weights([*zip(prompts, chosen, rejected, strict=True)])
+    right, wrong = gains(prompts, chosen, weight), gains(prompts, rejected, weight)
+    vary = len(set(right)) > 1 and len(set(wrong)) > 1
+    return Answers(
+        pairs=len(documents),
+        t=students_t([a - b for a, b in zip(right, wrong, strict=True)]),
+        t_either=students_t([a + b for a, b in zip(right, wrong, strict=True)]),
+        together=statistics.correlation(right, wrong) if vary else 1.0,
+    )
+
+
+def piece_and_rest(prompt: Tokens, length: int) -> tuple[set[int], set[int]]:
+    """As many tokens as the completion has, but at most half, from the middle of a prompt; and the tokens around them."""
+    length = min(length, len(prompt) // 2)
+    at = (len(prompt) - length) // 2
+    return set(prompt[at : at + length]), {*prompt[:at], *prompt[at + length :]}
+
+
+def nearer_to_its_own(prompts: Sequence[set[int]], completions: Sequence[set[int]]) -> float:
+    """Student's t of what completions share with their own prompt beyond what they share with others'."""
+    return students_t(gains(prompts, completions, weights([*zip(prompts, completions, strict=True)])))
+
+
+def weights(examples: Sequence[tuple[set[int], ...]]) -> dict[int, float]:
+    """What a shared token counts: log(n / examples that hold it), its inverse document frequency (Sparck Jones 1972,
+    doi:10.1108/eb026526). What every example holds, as a chat template's words, counts nothing."""
+    holds = Counter(token for parts in examples for token in set[int]().union(*parts))
+    return {token: math.log(len(examples) / count) for token, count in holds.items()}
+
+
+def gains(prompts: Sequence[set[int]], answers: Sequence[set[int]], weight: dict[int, float]) -> list[float]:
+    """For each example: what the answer shares with its own prompt, less what it shares with the next OTHERS on average."""
+    n = len(prompts)
+
+    def share(i: int, j: int) -> float:
+        return sum(weight[token] for token in prompts[i] & answers[j])
+
+    return [share(j, j) - statistics.fmean(share((j + k) % n, j) for k in range(1, OTHERS + 1)) for j in range(n)]
+
+
+def students_t(values: Sequence[float]) -> float:
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.fmean(values) / error if error > 0 else 0.0
+
+
+def alike(completions: Sequence[set[int]], pieces: Sequence[set[int]]) -> float:
+    """The share of the pieces' distinct tokens that completions use too: a few labels or digits use next to none of them."""
+    words = set[int]().union(*pieces)
+    return len(words & set[int]().union(*completions)) / len(words) if words else 0.0
+
+
+# ---------------------------------------------------------------------------------------------------------- data checks
+
+
+log = logging.getLogger("cogumi")
+
+EXAMPLES = 256
+DOCUMENTS = 512  # whose words are compared: packed rows hold several each
+PAIRS = 32
+IGNORED = -100
+
+
+def look_at_batches(trainer: Any) -> Batches | None:
+    """What the collator makes of some examples spread over the training data; None where they cannot be had one by one
+    (a stream), or are not tokens (prompts of a policy trainer)."""
+    dataset = trainer.train_dataset
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or not len(dataset):
+        return None
+    examples = [dataset[i] for i in spread(len(dataset), EXAMPLES)]
+    with torch.random.fork_rng(devices=[]):  # a collator may draw, and the training is to be the one without this look
+        batch = trainer.data_collator(examples)
+    if not isinstance(batch, Mapping) or "input_ids" not in batch:
+        return None
+    ids, labels = batch["input_ids"].cpu(), labels_of(batch)
+    if labels is None:
+        return None
+    tokenizer, ends = trainer.processing_class, end_ids(trainer.model, trainer.processing_class)
+    pad = getattr(tokenizer, "pad_token_id", None)
+    packed = "attention_mask" not in batch
+    if not packed:
+        inside = batch["attention_mask"].cpu().bool()
+    elif "position_ids" in batch:
+        inside = ~padding_of(batch["position_ids"].cpu())
+    else:
+        inside = torch.ones_like(ids, dtype=torch.bool)
+    learned = labels != IGNORED
+    longest = getattr(trainer.args, "max_length", None)
+    return Batches(
+        examples=len(examples),
+        masked=0 if packed else int((~learned.any(-1)).sum()),
+        learned=int(learned.sum()),
+        pads_learned=int((learned & ~inside).sum()),
+        pads_in_text=0 if pad is None else int(((ids == pad) & inside).sum()),
+        ends=int(torch.isin(labels[learned], torch.tensor(sorted(ends), dtype=labels.dtype)).sum()) if ends else 0,
+        pad_is_end=pad in ends,
+        cut=0 if packed or longest is None else cut_rows(ids, inside, longest, ends),
+        entropy=entropy_of(labels[learned]),
+    )
+
+
+def spread(length: int, wanted: int) -> list[int]:
+    """At most `wanted` indices, evenly over all: the first rows of a file are often alike."""
+    return sorted({int(i) for i in np.linspace(0, length - 1, min(length, wanted))})
+
+
+def labels_of(batch: Mapping[str, Any]) -> Tensor | None:
+    """Labels, or for preference pairs the ids that the completion mask leaves."""
+    if "labels" in batch:
+        return batch["labels"].cpu()
+    if "completion_mask" not in batch:
+        return None
+    return torch.where(batch["completion_mask"].cpu().bool(), batch["input_ids"].cpu(), IGNORED)
+
+
+def cut_rows(ids: Tensor, inside: Tensor, longest: int, ends: set[int]) -> int:
+    lengths = inside.sum(-1)
+    return sum(
+        length >= longest and int(row[mask][-1]) not in ends
+        for row, mask, length in zip(ids, inside, lengths.tolist(), strict=True)
+    )
+
+
+def entropy_of(tokens: Tensor) -> float:
+    """Entropy of the tokens' frequencies in nats, with Miller and Madow's correction for a finite sample (1955)."""
+    if not len(tokens):
+        return 0.0
+    counts = torch.unique(tokens, return_counts=True)[1].double()
+    shares = counts / counts.sum()
+    return float(-(shares * shares.log()).sum()) + (len(counts) - 1) / (2 * len(tokens))
+
+
+# --------------------------------------------------------------------------------------------------------------- the pairs
+
+
+def documents(examples: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[int], list[int]]]:
+    """(ids, labels) of each document, packed rows taken apart."""
+    for example in examples:
+        ids, labels = list(example["input_ids"]), list(example.get("labels", example["input_ids"]))
+        start = 0
+        for length in example.get("seq_lengths") or [len(ids)]:
+            yield ids[start : start + length], labels[start : start + length]
+            start += length
+
+
+def prompts_and_completions(trainer: Any, examples: int) -> list[tuple[list[int], list[int], list[int]]]:
+    """(prompt, rest, labels of the rest) of some examples; the rest begins with the first learned token."""
+    dataset, found = trainer.train_dataset, []
+    for ids, labels in documents([dataset[i] for i in spread(len(dataset), examples)]):
+        at = next((i for i, label in enumerate(labels) if label != IGNORED), 0)
+        if at > 1:  # without a prompt there is nothing to belong to
+            found.append((ids[:at], ids[at:], labels[at:]))
+    return found
+
+
+def words_of(trainer: Any) -> Words | None:
+    """What prompts share with the learned tokens of their completions."""
+    pieces = prompts_and_completions(trainer, EXAMPLES)
+    some = [pieces[i] for i in spread(len(pieces), DOCUMENTS)] if pieces else []
+    return shared_words([(prompt, [each for each in labels if each != IGNORED]) for prompt, _, labels in some])
+
+
+def answers_of(trainer: Any) -> Answers | None:
+    """The same of a preference trainer's chosen and rejected answers; None where its rows are no tokens."""
+    dataset = trainer.train_dataset
+    examples = [dataset[i] for i in spread(len(dataset), DOCUMENTS)]
+    if not {"prompt_ids", "chosen_ids", "rejected_ids"} <= examples[0].keys():
+        return None
+    return shared_by_answers([(each["prompt_ids"], each["chosen_ids"], each["rejected_ids"]) for each in examples])
+
+
+def ask_for_pairs(trainer: Any) -> Pairs | None:
+    """The loss of completions after their own prompts and after the next example's, by the trainer's own loss.
+
+    Some 2 * PAIRS forward passes of one example, without gradients; None where the data has no prompts, or only one.
+    """
+    pieces = prompts_and_completions(trainer, PAIRS)[:PAIRS]
+    if len(pieces) < PAIRS // 2 or len({tuple(prompt) for prompt, _, _ in pieces}) < len(pieces) // 2:
+        return None
+    others = [*pieces[1:], pieces[0]]
+    with not_training(trainer):
+        own = [loss_of(trainer, prompt, rest, labels) for prompt, rest, labels in pieces]
+        other = [loss_of(trainer, others[i][0], rest, labels) for i, (_, rest, labels) in enumerate(pieces)]
+    gains = [b - a for a, b in zip(own, other, strict=True)]
+    if not all(map(math.isfinite, gains)):
+        return None  # the flag for finite numbers will say so
+    error = statistics.stdev(gains) / math.sqrt(len(gains))
+    t = statistics.fmean(gains) / error if error > 0 else 0.0
+    return Pairs(len(gains), statistics.fmean(own), statistics.fmean(other), t, trainer.state.global_step)
+
+
+def loss_of(trainer: Any, prompt: list[int], rest: list[int], labels: list[int]) -> float:
+    ids = prompt + rest
+    example = {"input_ids": ids, "labels": [IGNORED] * len(prompt) + labels, "seq_lengths": [len(ids)]}
+    with torch.no_grad(), trainer.compute_loss_context_manager():
+        inputs = trainer._prepare_inputs(trainer.data_collator([example]))
+        return float(trainer.compute_loss(trainer.model, inputs))
+
+
+@contextmanager
+def not_training(trainer: Any) -> Iterator[None]:
+    """The model in evaluation mode, and afterwards the trainer's metrics and the generators as they were."""
+    training, logged = trainer.model.training, {key: list(values) for key, values in trainer._metrics["eval"].items()}
+    devices = [trainer.args.device] if trainer.args.device.type == "cuda" else []
+    trainer.model.eval()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        trainer.model.train(training)
+        trainer._metrics["eval"].clear()
+        trainer._metrics["eval"].update(logged)

@@ -1,0 +1,371 @@
+"""Watches one training: sees what the trainer does not log, judges it at each log, and does what the run asks for on red.
+
+Flags are in flags.json while the training runs. `cogumi.on_red`: warn says so; stop ends the training after the step, with
+a checkpoint; pause writes a checkpoint, and waits (`cogumi.training.control_files`). `cogumi.sanity` ends it after so many
+steps, with a checkpoint that the run can go on from, and an answer.
+
+What it costs: a clock read at each step, the rules at every fifth step at first and at every tenth then, windows of
+bounded length, and no waiting for the device but when the trainer has just waited for it.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+from torch import Tensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from cogumi.checkpoints.manifest import read_manifest, versions
+from cogumi.config.subsections import Thresholds
+from cogumi.core.run_directory import read_json, write_json
+from cogumi.health.data_checks import answers_of, ask_for_pairs, look_at_batches, words_of
+from cogumi.health.flags import Batches, Flag, Run, Setting, reds, written_in
+from cogumi.health.flags_common import SETTLED_STEPS, is_not_finite
+from cogumi.health.flags_sft import TELLS, rests_at_frequencies
+from cogumi.health.verdict import Scale, judge, safe_to_scale
+from cogumi.rl.watch import Watch
+from cogumi.telemetry.status import SANITY_CHECKED, STOPPED
+
+log = logging.getLogger("cogumi")
+
+FLAGS = "flags.json"
+FIRST_ROWS, LATEST_ROWS = 10, 100
+EVERY, EARLY = 5, 25  # optimizer steps between two judgements, at least; twice as many after the early ones
+WRITE_SECONDS = 30.0
+ASK_AGAIN = 80  # the step at which prompts and completions are compared once more, by the model as it is then
+SAMPLED = 64  # elements of each trained tensor that are remembered, to see whether it moves
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Why a training ended before its last step: the state of the run, and the reason."""
+
+    state: str
+    reason: str
+
+
+class Sentinel(TrainerCallback):
+    """Judges a trainer's training while it runs.
+
+    directory: where flags.json goes. excused: in whose block the training may be silent. pause: what on_red "pause" does,
+    with the reason. `begin()` looks at the data before the first step.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        directory: Path,
+        method: str,
+        thresholds: Thresholds | None = None,
+        on_red: Literal["warn", "pause", "stop"] = "warn",
+        sanity: int | None = None,
+        excused: Callable[[], AbstractContextManager[None]] = nullcontext,
+        pause: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self.trainer, self.directory, self.method = trainer, directory, method
+        self.thresholds = thresholds or Thresholds()
+        self.on_red, self.sanity = on_red, sanity
+        self.excused, self.pause = excused, pause
+        self.setting = setting_of(trainer, method)
+        self.batches: Batches | None = None
+        self.first: list[dict[str, Any]] = []
+        self.latest: deque[dict[str, Any]] = deque(maxlen=LATEST_ROWS)
+        self.flags: list[Flag] = []
+        self.was_red: dict[str, tuple[int, Flag]] = {}
+        self.acted_on: set[str] = set()
+        self.earlier: list[dict[str, Any]] = []
+        self.earlier_versions: tuple[str, ...] = ()
+        self.ended: Ended | None = None
+        self.judged_at = 0
+        self.written_at = 0.0
+        self.start_of: list[Tensor] | None = None
+        self.moved = False
+        self.forget_steps()
+        self.began = time.perf_counter()
+        self.tokens_seen, self.token_seconds = 0.0, 0.0
+        self.get_batch_samples = trainer.get_batch_samples
+        trainer.get_batch_samples = self.timed_batches
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, Watch):  # a flag of the same kind says it
+                callback.during.said |= {"variance", "unscored"}
+
+    def forget_steps(self) -> None:
+        """As after a logged row: nothing was seen since."""
+        self.steps = self.skipped = 0
+        self.seconds = self.waited = 0.0
+        self.learned: list[Tensor | int] = []
+
+    # ---------------------------------------------------------------------------------------------------- before the steps
+
+    def begin(self) -> list[Flag]:
+        """Look at what is about to be trained on, and say what is wrong with it. Call it before `trainer.train()`."""
+        path = self.directory / FLAGS  # of the part before, which the first look writes over
+        before = read_json(path) if path.exists() else {"was_red": []}
+        self.earlier = before["was_red"]
+        self.earlier_versions = tuple(before.get("other_versions", ()))
+        if self.method != "gspo":
+            with self.excused():
+                self.batches = look_at_batches(self.trainer)
+        if self.method == "sft" and self.batches is not None and self.batches.learned:
+            with self.excused():
+                self.batches = replace(self.batches, pairs=ask_for_pairs(self.trainer), words=words_of(self.trainer))
+        if self.method == "dpo" and self.batches is not None:
+            self.batches = replace(self.batches, answers=answers_of(self.trainer))
+        self.look(0)
+        return self.flags
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.setting = replace(
+            self.setting,
+            max_steps=state.max_steps,
+            warmup_steps=args.get_warmup_steps(state.max_steps),
+            other_versions=other_versions(args.output_dir, state.global_step),
+        )
+        self.first, self.moved, self.ended = [], False, None
+        self.latest.clear()
+        for row in state.log_history:  # of the part before, where the run goes on
+            if "loss" in row:
+                self.remember(dict(row))
+        if state.global_step and self.earlier_versions:  # of an earlier resume, which the later checkpoints do not tell
+            self.setting = replace(self.setting, other_versions=self.earlier_versions)
+        self.take_up_reds(state.global_step)
+        self.start_of = [sample(each) for each in trained(self.trainer.model)]
+        self.forget_steps()
+        self.judged_at = state.global_step
+
+    def take_up_reds(self, step: int) -> None:
+        """What was red in the part before stays known, up to the step that the run goes on from."""
+        for each in self.earlier:
+            if each["step"] <= step:
+                self.was_red[each["name"]] = each["step"], Flag(**{key: each[key] for key in each if key != "step"})
+
+    # ------------------------------------------------------------------------------------------------------ what is seen
+
+    def timed_batches(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the trainer's `get_batch_samples`: the batches of one optimizer step, and how long they took."""
+        began = time.perf_counter()
+        found = self.get_batch_samples(*args, **kwargs)
+        self.waited += time.perf_counter() - began
+        if found[1] is not None:  # learned tokens, on the device: read when a row is logged
+            self.learned.append(found[1])
+        return found
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.began = time.perf_counter()  # after a pause, if there was one
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.skipped += bool(self.trainer.accelerator.optimizer_step_was_skipped)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.steps += 1
+        self.seconds += time.perf_counter() - self.began
+        if self.sanity is not None and state.global_step >= self.sanity and state.global_step < state.max_steps:
+            control.should_save = control.should_training_stop = True
+            self.ended = self.ended or Ended(SANITY_CHECKED, f"the first {self.sanity} steps are done")
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs is None or "loss" not in logs:  # of an evaluation, or the summary
+            return
+        row = self.seen_with(logs, state.global_step)
+        self.remember(row)
+        every = EVERY if state.global_step <= EARLY else 2 * EVERY
+        due = state.global_step - self.judged_at >= every or state.global_step in (1, self.sanity, state.max_steps)
+        if not (due or "seen/broken" in row):
+            return
+        self.judged_at = state.global_step
+        if not self.moved and self.start_of is not None:
+            row["seen/moved"] = moved_by(trained(self.trainer.model), self.start_of)
+            self.moved = row["seen/moved"] > 0
+        row["seen/memory"] = memory_in_use(args.device)
+        if self.batches is not None and self.ask_again(self.batches, state.global_step):
+            with self.excused():
+                self.batches = replace(self.batches, pairs_now=ask_for_pairs(self.trainer))
+        self.look(state.global_step)
+        self.act_on_red(control)
+
+    def seen_with(self, logs: dict[str, Any], step: int) -> dict[str, Any]:
+        """A logged row with what was seen of its steps."""
+        row = {**logs, "step": step}
+        if self.steps:
+            row |= {"seen/steps": self.steps, "seen/seconds": self.seconds + self.waited, "seen/wait": self.waited}
+            row["seen/skipped"] = self.skipped
+        if self.learned:  # the trainer has just waited for the loss, so this waits for nothing
+            row["seen/empty"] = sum(int(each) == 0 for each in self.learned)
+        self.token_seconds += self.seconds + self.waited
+        if isinstance(tokens := logs.get("num_tokens"), (int, float)):
+            if tokens > self.tokens_seen > 0:
+                row["seen/tokens"], row["seen/token_seconds"] = tokens - self.tokens_seen, self.token_seconds
+            self.tokens_seen, self.token_seconds = tokens, 0.0
+        self.forget_steps()
+        if any(is_not_finite(logs.get(key)) for key in ("loss", "grad_norm")) and not self.is_red("finite numbers"):
+            row["seen/broken"] = broken_weight(self.trainer.model)
+        return row
+
+    def remember(self, row: dict[str, Any]) -> None:
+        """Among the first rows, the latest, or both: where every tenth step is logged a sanity check has ten rows in all."""
+        if len(self.first) < FIRST_ROWS:
+            self.first.append(row)
+        if row["step"] > SETTLED_STEPS:
+            self.latest.append(row)
+
+    def ask_again(self, batches: Batches, step: int) -> bool:
+        """Whether it is time to ask the model as it is now: once where the base could not tell prompts apart, and where it
+        could, when its loss comes to rest at the tokens' frequencies."""
+        if batches.pairs is None:
+            return False
+        asked = None if batches.pairs_now is None else batches.pairs_now.step
+        if batches.pairs.t < TELLS:
+            return asked is None and step >= min(ASK_AGAIN, self.sanity or ASK_AGAIN, self.setting.max_steps)
+        return rests_at_frequencies(self.run()) and (asked is None or step - asked >= ASK_AGAIN)
+
+    # ------------------------------------------------------------------------------------------------------- what is said
+
+    def look(self, step: int) -> None:
+        """Judge, say which flags are red for the first time, and keep flags.json."""
+        before = troubles(self.flags)
+        self.flags = judge(self.run())
+        for flag in reds(self.flags):
+            if flag.name not in self.was_red:
+                self.was_red[flag.name] = step, flag
+                log.error("step %d: %s", step, flag)
+        if before != troubles(self.flags) or time.monotonic() - self.written_at > WRITE_SECONDS:
+            self.write(step)
+
+    def run(self) -> Run:
+        written = (
+            written_in(self.directory) if self.start_of is not None else []
+        )  # not before the rows beside them are known
+        return Run(self.setting, self.first, list(self.latest), self.batches, self.thresholds, written)
+
+    def is_red(self, name: str) -> bool:
+        return name in self.was_red
+
+    def write(self, step: int) -> None:
+        was_red = [{"step": at, **asdict(flag)} for at, flag in self.was_red.values()]
+        value = {"step": step, "time": time.time(), "flags": [asdict(flag) for flag in self.flags], "was_red": was_red}
+        if other := self.setting.other_versions or self.earlier_versions:
+            value["other_versions"] = other
+        write_json(self.directory / FLAGS, value)
+        self.written_at = time.monotonic()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.conclude()
+
+    def conclude(self) -> None:
+        """Judge what there is at the end: of the steps, and then of the samples that are written after them."""
+        self.look(self.trainer.state.global_step)
+        self.write(self.trainer.state.global_step)
+
+    def answer(self) -> tuple[Scale, str]:
+        """Safe to scale: yes, no or not shown, and why."""
+        return safe_to_scale(self.run(), self.flags, (flag for _, flag in self.was_red.values()))
+
+    # ------------------------------------------------------------------------------------------------------- what is done
+
+    def act_on_red(self, control: TrainerControl) -> None:
+        """What `on_red` says, once for each flag: whoever lets a paused training go on has seen it."""
+        new = [flag for flag in reds(self.flags) if flag.name not in self.acted_on]
+        if not new or self.on_red == "warn":
+            return
+        self.acted_on |= {flag.name for flag in new}
+        control.should_save = True
+        if self.on_red == "pause":
+            self.pause(str(new[0]))
+            return
+        control.should_training_stop = True
+        self.ended = Ended(STOPPED, str(new[0]))
+
+
+# ------------------------------------------------------------------------------------------------------------ small answers
+
+
+def troubles(flags: list[Flag]) -> set[tuple[str, str]]:
+    """The flags that are not green: a file that only gains green ones is written later, since that waits for the disk."""
+    return {(flag.name, flag.level) for flag in flags if flag.level != "green"}
+
+
+def setting_of(trainer: Any, method: str) -> Setting:
+    args, model = trainer.args, trainer.model
+    adapter = (getattr(model, "peft_config", None) or {}).get(getattr(model, "active_adapter", None))
+    loss = getattr(args, "loss_type", "")
+    return Setting(
+        method=method,
+        learning_rate=args.learning_rate,
+        max_steps=args.max_steps,
+        examples_per_step=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        max_grad_norm=args.max_grad_norm or 0.0,
+        beta=getattr(args, "beta", 0.0) or 0.0,
+        vocabulary=model.get_input_embeddings().num_embeddings,
+        loss=",".join(loss) if isinstance(loss, list) else str(loss),
+        fp16=args.fp16,
+        optimizer=str(getattr(args.optim, "value", args.optim)),
+        hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0) or 0,
+        lora_rank=getattr(adapter, "r", 0) or 0,
+        lora_scale=lora_scale(adapter),
+        rollout=getattr(args, "generation_batch_size", 0) or 0,
+    )
+
+
+def lora_scale(adapter: Any) -> float:
+    """What the product of an adapter's matrices is multiplied by; 0 without a LoRA."""
+    rank = getattr(adapter, "r", 0) or 0
+    return adapter.lora_alpha / (rank**0.5 if adapter.use_rslora else rank) if rank else 0.0
+
+
+def other_versions(output_dir: str | None, step: int) -> tuple[str, ...]:
+    """What differs between the packages that the checkpoint of a step was saved with and those here; () of no checkpoint."""
+    manifest = read_manifest(Path(output_dir or ".") / f"checkpoint-{step}")
+    there, here = (manifest.versions if manifest else {}), versions()
+    return tuple(f"{name} {there[name]} -> {here.get(name)}" for name in there if there[name] != here.get(name))
+
+
+def trained(model: Any) -> list[Tensor]:
+    return [each for each in model.parameters() if each.requires_grad]
+
+
+def sample(weight: Tensor) -> Tensor:
+    """Some elements of a tensor, spread over it, copied."""
+    flat = weight.detach().flatten()
+    return flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].clone()
+
+
+def moved_by(weights: list[Tensor], before: list[Tensor]) -> float:
+    """The largest change of a remembered element."""
+    apart = [(sample(now) - then).abs().amax().float() for now, then in zip(weights, before, strict=True)]
+    return float(torch.stack(apart).nan_to_num(nan=1.0).max()) if apart else 0.0
+
+
+def broken_weight(model: Any) -> str:
+    """The first weight that is not finite, "frozen ..." before "trained ...", or "". Reads every weight: asked once."""
+    for wanted, word in ((False, "frozen"), (True, "trained")):
+        for name, weight in model.named_parameters():
+            if weight.requires_grad is wanted and weight.is_floating_point() and not bool(weight.isfinite().all()):
+                return f"{word} {name}"
+    return ""
+
+
+def memory_in_use(device: torch.device) -> float:
+    """Of the accelerator's memory, what is held by others or was allocated here at the highest; else of the machine's."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().percent / 100
+    free, total = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    return 1 - (free + max(0, cached)) / total

@@ -1,0 +1,223 @@
+"""From flags to their causes, and from checks to the verdict."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from cogumi.core.run_directory import read_json
+from cogumi.health.flags import Flag, Rule, Run, reds, settled
+from cogumi.health.flags_common import COMMON
+from cogumi.health.flags_rl import DPO, RL, rollouts
+from cogumi.health.flags_sft import ENOUGH_ROWS, SFT, TREND_STEPS
+from cogumi.health.trend import BEYOND_NOISE, USUAL_FALL, fall, trend
+from cogumi.rl.runtime_warnings import no_reward_was_scored
+from cogumi.rl.watch import RECORD
+
+RULES: dict[str, tuple[Rule, ...]] = {"sft": (*COMMON, *SFT), "dpo": (*COMMON, *DPO), "gspo": (*COMMON, *RL)}
+# Flags of the machine: yellow ones cost time, and say nothing of what is learned.
+OF_THE_MACHINE = {"waiting for data", "tokens per second", "memory"}
+
+
+class Scale(StrEnum):
+    """Safe to scale? Only YES is true."""
+
+    YES = "yes"
+    NO = "no"
+    NOT_SHOWN = "not shown"
+
+    def __bool__(self) -> bool:
+        return self is Scale.YES
+
+
+def judge(run: Run) -> list[Flag]:
+    """The flags of a run so far, red ones first. A rule that has too few rows yet gives none."""
+    return settled([flag for rule in RULES[run.setting.method] if (flag := rule(run)) is not None])
+
+
+def safe_to_scale(run: Run, flags: Sequence[Flag], was_red: Iterable[Flag] = ()) -> tuple[Scale, str]:
+    """The answer and its reason in one sentence. was_red: the flags that were red at any time.
+
+    No: a flag was red, or the loss rose, or stayed where it was over enough steps. Yes: the loss fell beyond its noise and
+    by USUAL_FALL of its start (gspo: the reward rose beyond its noise), and no flag speaks of what is learned.
+    """
+    now = {flag.name: flag for flag in flags}
+    # Equal rewards of one rollout may be chance, which the next ones show; any other red flag has told of a fault.
+    red = [flag for flag in was_red if flag.name != "reward varies" or now.get(flag.name, flag).level != "green"]
+    if red := list({flag.name: flag for flag in [*red, *reds(flags)]}.values()):
+        return Scale.NO, "; ".join(f"{flag.name}: {flag.cause} ({flag.knob})" for flag in red)
+    answer, why = reward_rose(run) if run.setting.method == "gspo" else loss_fell(run)
+    yellow = [flag for flag in flags if flag.level == "yellow" and flag.name not in OF_THE_MACHINE]
+    if answer and yellow:
+        return Scale.NOT_SHOWN, f"{why}, and {yellow[0].name} is yellow: {yellow[0].cause} ({yellow[0].knob})"
+    return answer, why
+
+
+def loss_fell(run: Run) -> tuple[Scale, str]:
+    steps, losses = run.series("loss")
+    if not losses:
+        return Scale.NOT_SHOWN, "no loss was logged"
+    found = fall(losses)
+    figures = f"from {found.start:.3f} to {found.end:.3f} in {len(losses)} logged losses to step {steps[-1]}"
+    beyond = f"{found.z:.1f} times what its noise explains"
+    if len(losses) < ENOUGH_ROWS:
+        few = f"{len(losses)} logged losses, from {losses[0]:.3f} to {losses[-1]:.3f}"
+        return Scale.NOT_SHOWN, f"{few}, are too few to tell, and {ENOUGH_ROWS} are needed"
+    half = len(losses) // 2
+    lately, latest = trend(steps[half:], losses[half:]), fall(losses[half:])
+    if found.z < -BEYOND_NOISE:
+        return Scale.NO, f"the loss rose {figures}, {-found.z:.1f} times what its noise explains"
+    if lately.z > run.thresholds.trend_z and latest.z < -BEYOND_NOISE:
+        return Scale.NO, f"the loss rose from {latest.start:.3f} to {latest.end:.3f} since step {steps[half]}"
+    if found.is_by(USUAL_FALL):
+        return Scale.YES, f"the loss fell by {found.share:.0%}, {figures}, {beyond}"
+    if found.z > BEYOND_NOISE:
+        return Scale.NOT_SHOWN, f"the loss fell by {found.share:.0%}, {figures}, and {USUAL_FALL:.0%} is usual"
+    most = found.start - found.end + 2 * found.error  # that it may have fallen by
+    if steps[-1] >= run.setting.warmup_steps + TREND_STEPS and most < USUAL_FALL * abs(found.start):
+        return Scale.NO, f"the loss stayed where it was, {figures}"
+    return Scale.NOT_SHOWN, f"the loss went {figures}, which its noise of {found.error:.3f} may explain"
+
+
+def reward_rose(run: Run) -> tuple[Scale, str]:
+    steps, rewards = run.series("reward", rollouts(run))
+    if len(rewards) < ENOUGH_ROWS:
+        return Scale.NOT_SHOWN, f"{len(rewards)} rollouts were scored, and {ENOUGH_ROWS} are needed"
+    found = fall(rewards)
+    figures = f"from {found.start:.3f} to {found.end:.3f} in {len(rewards)} rollouts to step {steps[-1]}"
+    if found.z < -BEYOND_NOISE:
+        return Scale.YES, f"the reward rose {figures}, {-found.z:.1f} times what its noise explains"
+    if found.z > BEYOND_NOISE:
+        return Scale.NO, f"the reward fell {figures}, {found.z:.1f} times what its noise explains"
+    return Scale.NOT_SHOWN, f"the reward went {figures}, which its noise of {found.error:.3f} may explain"
+
+
+# -------------------------------------------------------------------------------------------------------------- verdict
+
+
+@dataclass(frozen=True)
+class Check:
+    """One requirement and the figure that met or missed it. `fix`: what to do where it was missed, "" where it was met."""
+
+    name: str
+    figure: str
+    requirement: str
+    passed: bool
+    fix: str = ""
+
+    def __post_init__(self) -> None:
+        if self.passed:  # so that callers may give it whatever the figure is
+            object.__setattr__(self, "fix", "")
+
+    def __str__(self) -> str:
+        said = f"{'pass' if self.passed else 'FAIL'}  {self.name}: {self.figure} (required: {self.requirement})"
+        return f"{said}; {self.fix}" if self.fix else said
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The checks decide whether a run passed. `flags` are its last ones, red first, and `was_red` those that were red at
+    any time, with the step; `safe_to_scale` is the answer of a sanity check, true for yes alone."""
+
+    checks: tuple[Check, ...]
+    flags: tuple[Flag, ...] = ()
+    was_red: tuple[tuple[int, Flag], ...] = ()
+    safe_to_scale: Scale | None = None
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    def as_dict(self) -> dict[str, Any]:
+        answer = {} if self.safe_to_scale is None else {"safe_to_scale": self.safe_to_scale}
+        return {
+            "passed": self.passed,
+            **answer,
+            "checks": [asdict(check) for check in self.checks],
+            "flags": [asdict(flag) for flag in self.flags],
+            "was_red": [{"step": step, **asdict(flag)} for step, flag in self.was_red],
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.checks))
+
+
+def judge_training(metrics: list[dict[str, Any]], steps: int, max_steps: int, early: bool = False) -> list[Check]:
+    """Checks every run must pass: it trained to the end, on finite numbers. early: it was to end before, and does."""
+    done = Check("steps", f"{steps}", f"{max_steps}", steps == max_steps, "read in run.log what ended it")
+    if early:
+        done = Check("steps", f"{steps} of {max_steps}", "as far as it was to go", True)
+    losses = [row[key] for row in metrics for key in ("loss", "eval_loss") if key in row]
+    norms = [row["grad_norm"] for row in metrics if "grad_norm" in row]
+    trained = any("loss" in row for row in metrics)
+    finite = [x for x in losses + norms if isinstance(x, (int, float)) and math.isfinite(x)]
+    return [
+        done,
+        Check(
+            "loss and gradient norm",
+            f"{len(finite)} of {len(losses + norms)} logged values finite",
+            "all, and a training loss among them",
+            len(finite) == len(losses + norms) > 0 and trained,
+            "lower train.learning_rate" if trained else "set train.logging_steps to train.max_steps or less",
+        ),
+    ]
+
+
+def judge_adapter(largest_change: float, measured: str = "max |B|") -> Check:
+    """An adapter that was trained is no longer what it began as: zero, or what an earlier run left."""
+    fix = "raise train.learning_rate, or change lora.target_modules"
+    return Check("adapter", f"{measured} {largest_change:.2e}", "> 0", largest_change > 0, fix)
+
+
+def judge_gspo(metrics: list[dict[str, Any]], run_dir: Path) -> list[Check]:
+    """What GSPO adds: completions were scored, the loss that was asked for ran, and every ratio is a number."""
+    rewards = [row["reward"] for row in metrics if row.get("reward") is not None]
+    ratios = [
+        row[f"policy/{side}_ratio"] for row in metrics for side in ("min", "max") if f"policy/{side}_ratio" in row
+    ]
+    clipped = [row["policy/clipped_ratio_fraction"] for row in metrics if "policy/clipped_ratio_fraction" in row]
+    numbers = [x for x in ratios + clipped if isinstance(x, (int, float)) and math.isfinite(x)]
+    span = (
+        f"ratio {min(ratios):.5f} to {max(ratios):.5f}, {sum(clipped) / len(clipped):.1%} outside the clip"
+        if len(numbers) == len(ratios + clipped) > 0
+        else f"{len(numbers)} of {len(ratios + clipped)} values finite"
+    )
+    return [
+        Check(
+            "rewards",
+            no_reward_was_scored(metrics) or f"{len(rewards)} batches scored",
+            "at least one",
+            bool(rewards),
+            "change cogumi.rewards, so that one scores these completions",
+        ),
+        which_loss_ran(run_dir),
+        Check(
+            "ratio and clip fraction",
+            span,
+            "all finite",
+            len(numbers) == len(ratios + clipped) > 0,
+            "lower train.learning_rate",
+        ),
+    ]
+
+
+def which_loss_ran(run_dir: Path) -> Check:
+    """The first steps' loss as `cogumi.rl.loss_check` recorded it."""
+    path, required = run_dir / RECORD, "the formula's value and gradient"
+    if not path.exists():
+        return Check("loss that ran", "no step was made", required, False, "raise train.max_steps")
+    record = read_json(path)
+    what = f"{record['loss']} by {'.'.join(record['function'].split('.')[-2:])} ({record['backend']})"
+    if record["unproven"]:
+        return Check("loss that ran", f"{what}; not compared: {', '.join(record['unproven'])}", "its settings", True)
+    apart = record["relative_difference"]
+    figure = f"{what}, {max(apart['loss'], apart['gradient']):.1e} apart over {apart['steps']} steps"
+    if not record["asserted"]:
+        fix = "change cogumi.rewards, so that the rewards of a group differ"
+        return Check("loss that ran", f"{figure}, none with a gradient to compare", required, False, fix)
+    seen = record["clip_seen_at_step"]
+    return Check(
+        "loss that ran", f"{figure}, " + (f"clip seen at step {seen}" if seen else "no clip seen"), required, True
+    )

@@ -1,0 +1,1 @@
+"""Files from the hub: which there are, how large, and their download."""

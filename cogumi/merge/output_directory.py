@@ -1,0 +1,164 @@
+"""The output directory appears whole or not at all: a partial beside it, locked, allocated in full, renamed at the end."""
+
+import errno
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cogumi.core.durability import NO_SPACE, locked, sync_path
+from cogumi.core.errors import DiskFull, UsageError
+from cogumi.merge.executor import spoken
+from cogumi.merge.plan import MergePlan
+
+log = logging.getLogger(__name__)
+
+
+def check_target(target: Path) -> None:
+    """Raise UsageError unless `target` is free and its parent directory can be written."""
+    if os.path.lexists(target):
+        raise UsageError(f"out {target} exists", fix="choose another name or remove it (a merge never overwrites)")
+    parent = target.absolute().parent
+    if not parent.is_dir():
+        raise UsageError(f"out {target}: {parent} is not a directory", fix="create it first")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"out {target}: no permission to write in {parent}", fix="choose another out")
+
+
+def remove_stale(target: Path) -> None:
+    """Remove what killed merges into `target` left. Raises UsageError when another merge into it is running.
+
+    A running merge holds a lock on its partial directory, which the kernel lets go when the process dies, however it
+    dies; so a partial that can be locked is nobody's. Merging takes less time than telling which half of one is good.
+    """
+    for partial in partials_of(target):
+        try:
+            with locked(partial) as free:
+                if free is None:
+                    log.warning(
+                        "%s was left by a killed merge, or belongs to a running one; remove it if none runs", partial
+                    )
+                elif not free:
+                    raise being_written(target, partial)
+                else:
+                    size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+                    shutil.rmtree(partial)
+                    log.info("removed %s (%s), which a killed merge had left", partial, spoken(size))
+        except FileNotFoundError:
+            continue  # its own merge, or another one that cleans up, was faster
+        except PermissionError as error:
+            raise UsageError(
+                f"out {target}: {partial} was left by a merge and cannot be removed ({error.strerror})",
+                fix="remove it or choose another out",
+            ) from error
+
+
+def partials_of(target: Path) -> list[Path]:
+    """The directories beside `target` with a name that partial_directory gives. Links and files are somebody else's."""
+    name = re.compile(re.escape(f"{target.name}.partial-") + "[0-9a-f]{8}")
+    beside = target.absolute().parent.iterdir()
+    return sorted(path for path in beside if name.fullmatch(path.name) and path.is_dir() and not path.is_symlink())
+
+
+def being_written(target: Path, partial: Path) -> UsageError:
+    return UsageError(f"out {target}: another merge is writing {partial.name}", fix="wait for it or choose another out")
+
+
+@contextmanager
+def partial_directory(target: Path, needed: int) -> Iterator[Path]:
+    """A new, locked directory beside `target`, to be renamed to it; removed when the block fails.
+
+    KeyboardInterrupt too: a half-written model must not stay on a disk that is short of space. needed: bytes that the
+    output takes; a disk that is full at any moment is a DiskFull that says them.
+    """
+    partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
+    try:
+        partial.mkdir()
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            raise full(target, needed, 0, error) from error
+        raise UsageError(f"cannot write {partial}: {error.strerror}", fix="choose another out") from error
+    with locked(partial) as ours:
+        if ours is False:  # a merge that has begun at the same moment took it for a killed one's, and removes it
+            raise being_written(target, partial)
+        try:
+            yield partial
+        except BaseException as error:
+            taken = sum(path.stat().st_blocks * 512 for path in partial.rglob("*") if path.is_file())
+            refused = isinstance(error, OSError) and error.errno in NO_SPACE and full(target, needed, taken, error)
+            if partial.exists():
+                shutil.rmtree(partial)
+            if refused:
+                raise refused from error
+            raise
+
+
+def allocate(plan: MergePlan, partial: Path) -> None:
+    """Create every shard in its full size, with its blocks taken from the disk, before any work is done.
+
+    What `df` says is not what can be written (quotas, reserved blocks, thin volumes): asking for the blocks is the only
+    way to know. Raises OSError where they cannot be had.
+    """
+    reserve = partial / ".reserve"
+    for path, size in [(reserve, small_bytes(plan)), *((partial / shard.name, shard.bytes) for shard in plan.shards)]:
+        with path.open("xb") as file:
+            take_blocks(file.fileno(), size)
+    reserve.unlink()
+
+
+def needed_bytes(plan: MergePlan) -> int:
+    """What the output takes on the disk."""
+    return small_bytes(plan) + plan.shard_bytes
+
+
+def small_bytes(plan: MergePlan) -> int:
+    """The manifest and the index take some 600 bytes a tensor, and each small file up to a 4 KiB block more than its size."""
+    return 64 * 1024 + 600 * len(plan.tensors) + sum(path.stat().st_size + 4096 for path in plan.side_files.values())
+
+
+def take_blocks(descriptor: int, size: int) -> None:
+    """Give an empty file its size and its blocks. Where the filesystem cannot (ext2, some network filesystems), glibc
+    writes a byte into each block; other C libraries say so, and the file gets its size alone."""
+    if not size:
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.truncate(descriptor, size)
+
+
+def full(target: Path, needed: int, taken: int, error: OSError) -> DiskFull:
+    """Why `needed` bytes could not be had, in one line with the numbers. taken: what is given back, and counts as free."""
+    place = target.absolute().parent
+    status = os.statvfs(place)
+    free = taken + status.f_bavail * status.f_frsize
+    if error.errno == errno.ENOSPC and free < needed:
+        remedy = f"has {spoken(free)} free ({error.strerror}); free {spoken(needed - free)}"
+    else:  # a quota, a limit on the size of one file, blocks reserved for root
+        remedy = f"gave {spoken(taken)} ({error.strerror}) of {spoken(free)} free; raise that limit"
+    text = f"out {target} needs {spoken(needed)} and {place} {remedy} or choose another disk; nothing was written"
+    return DiskFull(text, place, needed)
+
+
+def commit(partial: Path, target: Path) -> None:
+    """Make `partial` durable and rename it: the output appears whole or not at all, power cuts included.
+
+    Raises UsageError when `target` has appeared meanwhile. In the instant between that look and the rename only an empty
+    directory could still be replaced, which holds nothing to lose: the kernel refuses to rename over anything else.
+    """
+    for directory in [path for path in partial.rglob("*") if path.is_dir()] + [partial]:
+        sync_path(directory)
+    check_target(target)
+    try:
+        partial.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise UsageError(f"out {target} has appeared during the merge", fix="choose another out") from error
+    sync_path(target.absolute().parent)

@@ -1,0 +1,214 @@
+"""Where each parameter of a model lies in its checkpoint.
+
+Names are the hard part of a merge. A checkpoint's tensors need not be the model's parameters: transformers renames,
+stacks, concatenates, splits and transposes on load. The model is built on the meta device (no memory) and transformers'
+own mapping is asked; from it follows which rows of which stored tensor hold which rows of which parameter, so that an
+update can be added to the stored tensors as they are, with no fusing.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cogumi.core.errors import UsageError
+from cogumi.core.safetensors_file import Span, matrix_shape
+from cogumi.merge.adapter_files import Base
+
+
+@dataclass(frozen=True)
+class Place:
+    """Rows `first` to `last` of a stored tensor, which hold one piece of a parameter.
+
+    The stored tensor is seen as a matrix of its last dimension (tensorfile.matrix_shape). A parameter is a stack of
+    matrices (experts), or one: the piece is `matrix`, from row `offset` on, all columns. transposed: the stored rows
+    are that matrix's columns.
+    """
+
+    tensor: str
+    first: int
+    last: int
+    matrix: int = 0
+    offset: int = 0
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A base's stored tensors, the places of its parameters in them, and its tied parameters (head -> embedding)."""
+
+    spans: dict[str, Span]
+    places: dict[str, tuple[Place, ...]]
+    tied: dict[str, str]
+
+
+def read_checkpoint(base: Base) -> Checkpoint:
+    """Map a base's checkpoint. Raises UsageError when transformers cannot build its model, or two tensors are one."""
+    model = meta_model(base)
+    return Checkpoint(base.tensors, parameter_places(model, base.tensors), dict(model.all_tied_weights_keys))
+
+
+def meta_model(base: Base) -> Any:
+    """The base's model, of the class its config names, on the meta device: names and shapes, no memory."""
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(base.path, trust_remote_code=False)
+        with torch.device("meta"):
+            known = getattr(transformers, (base.config.get("architectures") or [""])[0], None)
+            if known is not None:
+                return known(config)
+            return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    # The two ways transformers says that it knows no such architecture.
+    except (ValueError, KeyError) as error:
+        raise UsageError(
+            f"base {base.name} (model_type {base.config.get('model_type')!r}) is not a model that this transformers can "
+            f"build: {error}"
+        ) from error
+
+
+def parameter_places(model: Any, spans: dict[str, Span]) -> dict[str, tuple[Place, ...]]:
+    """Parameter -> its places, for every parameter that the stored tensors make up in a way known here.
+
+    A parameter is left out when a tensor of it is missing or has another size, or when transformers converts it in a
+    way that is not one of stack, concatenate, split and transpose (a permutation for rotary embeddings, say).
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    parameters = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    meta = model.state_dict()
+    plain: dict[str, str] = {}
+    converted: dict[tuple[str, int], dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
+    for tensor in sorted(spans, key=dot_natural_key):  # the order in which transformers stacks them
+        name, pattern = rename_source_key(tensor, renamings, converters, model.base_model_prefix, meta)
+        if name not in parameters and tensor in parameters:
+            name, pattern = tensor, None  # the loader's own rule: a name that exists is not renamed away
+        if pattern is not None:
+            # Of two converters with one pattern, transformers takes the last.
+            number = max(n for n, converter in enumerate(converters) if pattern in converter.source_patterns)
+            converted[name, number][pattern].append(spans[tensor])
+        elif name in parameters:
+            if name in plain:
+                raise UsageError(
+                    f"base tensors {plain[name]} and {tensor} both load as {name}", fix="the base is ambiguous"
+                )
+            plain[name] = tensor
+    places = {
+        name: whole_tensor(spans[tensor], parameters[name])
+        for name, tensor in plain.items()
+        if spans[tensor].shape == parameters[name]
+    }
+    for (name, number), stored in converted.items():
+        places |= converted_places(name, converters[number], stored, parameters)
+    return {name: found for name, found in places.items() if covers(found, parameters[name], spans)}
+
+
+def whole_tensor(span: Span, shape: tuple[int, ...]) -> tuple[Place, ...]:
+    """A parameter stored as it is: one place, or one for each of its matrices when it is a stack of them."""
+    if len(shape) != 3:
+        return (Place(span.name, 0, matrix_shape(span.shape)[0]),)
+    count, rows, _ = shape
+    return tuple(Place(span.name, number * rows, (number + 1) * rows, matrix=number) for number in range(count))
+
+
+def converted_places(
+    name: str, converter: Any, stored: dict[str, list[Span]], parameters: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[Place, ...]]:
+    """The places of what one converter makes: {parameter: places}, empty where the conversion is not known here.
+
+    stored: source pattern -> tensors, in transformers' order.
+    """
+    from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, Transpose
+
+    groups = [stored[pattern] for pattern in converter.source_patterns if pattern in stored]
+    match converter.operations:
+        case [Chunk(dim=0)] if len(groups) == 1:
+            return split_places(name, converter.target_patterns, groups[0][0], parameters)
+        case [Transpose(dim0=1, dim1=2, check_dims=True)] if len(groups) == 1 and name in parameters:
+            return {name: transposed_places(groups[0][0], parameters[name])}
+        case [MergeModulelist(dim=0)] if len(groups) == 1:
+            return {name: stacked_places(groups[0], 0)}
+        case [MergeModulelist(dim=0), Concatenate(dim=1)] if groups:
+            places: list[Place] = []
+            offset = 0
+            for group in groups:
+                places += stacked_places(group, offset)
+                offset += matrix_shape(group[0].shape)[0]
+            return {name: tuple(places)}
+        case [Concatenate(dim=dim)] if groups and dim == len(groups[0][0].shape) - 2:
+            return {name: concatenated_places([group[0] for group in groups])}
+    return {}
+
+
+def split_places(
+    name: str, targets: list[str], span: Span, parameters: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[Place, ...]]:
+    """One stored tensor that loads as several parameters, its rows shared out evenly. name: of the first of them."""
+    rows = -(-matrix_shape(span.shape)[0] // len(targets))
+    first = next((target for target in targets if target in name), None)
+    if first is None:
+        return {}
+    before, _, after = name.partition(first)
+    return {
+        parameter: (Place(span.name, number * rows, (number + 1) * rows),)
+        for number, parameter in enumerate(before + target + after for target in targets)
+        if parameter in parameters
+    }
+
+
+def transposed_places(span: Span, shape: tuple[int, ...]) -> tuple[Place, ...]:
+    """A stack of matrices that is stored transposed, unless it is stored as it is."""
+    if span.shape == shape or len(span.shape) != 3:
+        return whole_tensor(span, shape)
+    count, rows, _ = span.shape
+    return tuple(
+        Place(span.name, number * rows, (number + 1) * rows, matrix=number, transposed=True) for number in range(count)
+    )
+
+
+def stacked_places(group: list[Span], offset: int) -> tuple[Place, ...]:
+    """One tensor per matrix (expert) of the parameter, each holding that matrix's rows from `offset` on."""
+    return tuple(
+        Place(span.name, 0, matrix_shape(span.shape)[0], matrix=number, offset=offset)
+        for number, span in enumerate(group)
+    )
+
+
+def concatenated_places(tensors: list[Span]) -> tuple[Place, ...]:
+    """Tensors that follow each other in the parameter's rows; stacks follow each other in every matrix."""
+    places: list[Place] = []
+    offset = 0
+    for span in tensors:
+        count, rows = (span.shape[0], span.shape[1]) if len(span.shape) == 3 else (1, span.shape[0])
+        places += [
+            Place(span.name, number * rows, (number + 1) * rows, matrix=number, offset=offset)
+            for number in range(count)
+        ]
+        offset += rows
+    return tuple(places)
+
+
+def covers(places: tuple[Place, ...], shape: tuple[int, ...], spans: dict[str, Span]) -> bool:
+    """Whether the places hold exactly a parameter of this shape: every row of every matrix once."""
+    rows, columns = matrix_shape(shape)
+    count, height = (shape[0], shape[1]) if len(shape) == 3 else (1, rows)
+    held = []
+    for place in places:
+        stored_rows, stored_columns = matrix_shape(spans[place.tensor].shape)
+        high, wide = place.last - place.first, stored_columns
+        if place.transposed:
+            high, wide = wide, high
+        if wide != columns or place.last > stored_rows:
+            return False
+        held.append((place.matrix, place.offset, place.offset + high))
+    reached = [0] * count
+    for matrix, first, last in sorted(held):
+        if matrix >= count or reached[matrix] != first:
+            return False
+        reached[matrix] = last
+    return all(last == height for last in reached)

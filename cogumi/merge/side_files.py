@@ -1,0 +1,197 @@
+"""What a merged directory holds beside its weights: tokenizer, templates, licence, remote code, and its config.json.
+
+The model's own files are the base's. The tokenizer is the one that training used: the adapter's, where it has one.
+"""
+
+import copy
+import json
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from cogumi.core.errors import UsageError
+
+# Each of these is a vocabulary by itself, or half of one (vocab.json with merges.txt). Without one there is no tokenizer.
+VOCABULARY_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "*.tiktoken",
+    "tiktoken.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+TOKENIZER_FILES = (*VOCABULARY_FILES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+# custom_generate/ is where transformers looks for a model's own decoding loop.
+MODEL_FILES = ("generation_config.json", "*.py", "custom_generate/*")
+# Matched anywhere in a lower-case name, as no two publishers agree: LICENSE.txt, LLAMA_LICENSE, Notice, USE_POLICY.md.
+LICENCE_WORDS = ("license", "licence", "notice", "use_policy", "copying")
+
+
+def side_files(adapter: Path, base: Path) -> dict[str, Path]:
+    """Name in the output -> file to copy. Contents are to be copied: in the hub's cache the files are links.
+
+    The tokenizer is taken whole from one place, the adapter's if it has a vocabulary: mixing files of two tokenizers
+    gives a third that nobody trained with. Two exceptions, where the adapter's vocabulary is the base's token for
+    token, so that there is nothing to mix up: the base's other encodings of that vocabulary come too (a trainer saves
+    tokenizer.json only, and converters such as llama.cpp's ask for tokenizer.model), and so does its chat template if
+    the adapter's tokenizer has none. Without a tokenizer at the adapter, a template there still wins over the base's.
+
+    generation_config, licences and remote code are the base's. No README.md is copied: the adapter's describes the
+    adapter, the base's the base, and the merged model gets a card of its own.
+
+    Raises UsageError for a link in either directory that leads nowhere, as in an interrupted download.
+    """
+    home = tokenizer_home(adapter)
+    found = matches(base, MODEL_FILES) | licences(base) | remote_code(base)
+    found |= matches(home, PROCESSOR_FILES) or matches(base, PROCESSOR_FILES)
+    template = matches(home, TEMPLATE_FILES)
+    if not matches(home, VOCABULARY_FILES):
+        found |= matches(base, TOKENIZER_FILES) | (template or matches(base, TEMPLATE_FILES))
+    else:
+        own = matches(home, TOKENIZER_FILES)
+        if same_vocabulary(home, base):
+            own = matches(base, VOCABULARY_FILES) | own
+            if not template and not settings(home).get("chat_template"):
+                template = matches(base, TEMPLATE_FILES)
+        found |= own | template
+        if settings(home).get("auto_map"):  # the tokenizer's own classes, saved with it
+            found = matches(home, ("*.py",)) | found
+    return dict(sorted(found.items()))
+
+
+def has_tokenizer(names: Iterable[str]) -> bool:
+    """Whether there is a vocabulary among these files of a model."""
+    return any(fnmatch(name, pattern) for name in names for pattern in VOCABULARY_FILES)
+
+
+def tokenizer_home(adapter: Path) -> Path:
+    """Where the tokenizer that trained this adapter is: with it, or in the trainer's directory around a checkpoint.
+
+    transformers' Trainer writes `checkpoint-<step>` and training_args.bin into its output directory; an adapter in any
+    other directory has its own tokenizer or none, as what lies around it may be another model's.
+    """
+    run = adapter.resolve().parent
+    is_checkpoint = adapter.resolve().name.startswith("checkpoint-") or (run / "training_args.bin").is_file()
+    if is_checkpoint and not matches(adapter, VOCABULARY_FILES) and matches(run, VOCABULARY_FILES):
+        return run
+    return adapter
+
+
+def same_vocabulary(one: Path, other: Path) -> bool:
+    """Whether two tokenizer.json hold the same tokens under the same ids, with the same merges.
+
+    False where either is missing: nothing else can be compared without loading both tokenizers.
+    """
+    if not ((one / "tokenizer.json").is_file() and (other / "tokenizer.json").is_file()):
+        return False
+    vocabulary = tokens_of(one / "tokenizer.json")
+    return vocabulary is not None and vocabulary == tokens_of(other / "tokenizer.json")
+
+
+def tokens_of(path: Path) -> tuple[Any, list[Any], dict[str, int]] | None:
+    """(vocabulary, merges, added tokens) of a tokenizer.json, or None when it has no vocabulary to speak of."""
+    content = read_object(path)
+    model = content.get("model")
+    if not isinstance(model, dict) or not model.get("vocab"):
+        return None
+    # Older files write a merge as "a b", newer ones as ["a", "b"]: no token of the older ones holds a space.
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or []]
+    return model["vocab"], merges, {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+
+
+def settings(directory: Path) -> dict[str, Any]:
+    """tokenizer_config.json of a directory, or nothing when it has none."""
+    path = directory / "tokenizer_config.json"
+    return read_object(path) if path.is_file() else {}
+
+
+def licences(base: Path) -> dict[str, Path]:
+    names = [path.name for path in base.iterdir() if any(word in path.name.lower() for word in LICENCE_WORDS)]
+    return matches(base, tuple(names))
+
+
+def remote_code(base: Path) -> dict[str, Path]:
+    """The base's Python files in subdirectories, if its config.json says that its code is its own (auto_map).
+
+    Directories that begin with a dot, and virtual environments, are a person's working directory, not the model.
+    """
+    if not (base / "config.json").is_file() or not read_object(base / "config.json").get("auto_map"):
+        return {}
+    found = matches(base, ("**/*.py",))
+    foreign = {path.parent.relative_to(base).as_posix() for path in base.glob("*/pyvenv.cfg")}
+    return {name: path for name, path in found.items() if name.split("/")[0] not in foreign and "/." not in f"/{name}"}
+
+
+def matches(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
+    """Path within the directory -> file, sorted. Raises UsageError for a link that leads nowhere."""
+    # A pattern is a name, too: glob does not report a link that leads nowhere under its plain name.
+    found = sorted({path for pattern in patterns for path in (directory / pattern, *directory.glob(pattern))})
+    for path in found:
+        if path.is_symlink() and not path.exists():
+            raise UsageError(f"{path} is a link to a file that is not there", fix=f"download {directory} again")
+    return {path.relative_to(directory).as_posix(): path for path in found if path.is_file()}
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # UnicodeDecodeError is one too
+        raise UsageError(f"{path} is not valid JSON: {error}", fix="save or download it again") from error
+    if not isinstance(value, dict):
+        raise UsageError(
+            f"{path} should hold a JSON object, not a {type(value).__name__}", fix="save or download it again"
+        )
+    return value
+
+
+def output_config(config: dict[str, Any], *, dtype: str | None, untied: bool, vocab_size: int | None) -> dict[str, Any]:
+    """The merged model's config.json: a deep copy of the base's without its quantization.
+
+    dtype: written wherever the base records one (transformers 4 said torch_dtype), nested configs included. untied: the
+    head got a weight of its own, so tie_word_embeddings becomes false. vocab_size: of a resized vocabulary. The last
+    two are the language model's: they are set at the top and in text_config, never in a vision or audio config, whose
+    vocabulary and tied weights are other ones. None and False leave things as they are.
+    """
+    merged = without_quantization(config)
+    if dtype is not None:
+        set_dtype(merged, dtype)
+    language = language_configs(merged)
+    if untied:
+        for place in language:
+            place["tie_word_embeddings"] = False
+    if vocab_size is not None:
+        recorded = [place for place in language if "vocab_size" in place]
+        for place in recorded or language[-1:]:  # recorded nowhere, it was the class's default, and no longer is
+            place["vocab_size"] = vocab_size
+    return merged
+
+
+def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
+    dropped = ("quantization_config", "compression_config", "_pre_quantization_dtype")
+    return {
+        key: without_quantization(value) if isinstance(value, dict) else copy.deepcopy(value)
+        for key, value in config.items()
+        if key not in dropped
+    }
+
+
+def set_dtype(config: dict[str, Any], dtype: str) -> None:
+    """Set every recorded dtype in a config, in place, nested ones included."""
+    for key, value in config.items():
+        if key in ("dtype", "torch_dtype"):
+            config[key] = dtype
+        elif isinstance(value, dict):
+            set_dtype(value, dtype)
+
+
+def language_configs(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The config itself and, for a multimodal model, the one of its language model: the last one is that."""
+    text = config.get("text_config")
+    return [config, text] if isinstance(text, dict) else [config]

@@ -1,0 +1,1 @@
+"""SFT, DPO and GSPO: arguments, automatic settings, examples."""

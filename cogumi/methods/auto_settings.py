@@ -1,0 +1,259 @@
+"""What a run leaves open and the machine decides: attention, gradient checkpointing, optimizer, allocator, precision.
+
+`choose` is a function of values: what the machine has (Machine), what the model needs (Load). Each decision comes with its
+reason, for a key that the config leaves unset. The estimates for a GPU are those of rl/memory_plan.py and have not been
+compared with a card here.
+"""
+
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from cogumi.config.schema import RunConfig
+from cogumi.core.formatting import gib
+from cogumi.core.run_directory import read_json, write_json
+from cogumi.health.full_finetune import dtype_of_weights
+from cogumi.methods.gspo import is_planned, lora_parameters
+from cogumi.models.adapters import lora_config
+from cogumi.models.loading import loaded_in, meta_model
+from cogumi.rl.memory_plan import USABLE, ModelShape, free_memory_bytes, step_bytes
+from cogumi.stack.probes import flash_attention
+
+log = logging.getLogger("cogumi")
+CHOICES = "choices.json"  # in the run directory: what was chosen, which a run that goes on keeps
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+# Of what the estimate leaves free, activations may take this much for layers not to be computed twice.
+MARGIN = 0.7
+BATCH = 8  # transformers' per_device_train_batch_size
+COMPLETION, LENGTH = 256, 1024  # TRL's max_completion_length, max_length
+ADAPTER_BYTES, MOMENTS, MOMENTS_8BIT = 8, 8, 2  # per trained weight: an adapter's own float32 and gradient; two moments
+NO_FLASH = "flash attention needs bfloat16 and compute capability 8.0"
+FOUR_BIT = 0.55  # bytes of a weight under nf4 with its scales
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What decides. capability: (8, 0) for an A100, None without a GPU. flash: the flash attention that computes right here."""
+
+    name: str
+    capability: tuple[int, int] | None
+    free_bytes: int
+    packages: frozenset[str] = frozenset()
+    flash: str | None = None
+    why_flash: str = "no flash attention was tried"
+
+    @property
+    def bf16(self) -> bool:
+        return self.capability is not None and self.capability >= (8, 0)
+
+    @classmethod
+    def here(cls) -> "Machine":
+        """This machine. With a GPU it initialises CUDA, and runs flash attention in a process of its own."""
+        packages = frozenset({"bitsandbytes"} if importlib.util.find_spec("bitsandbytes") is not None else ())
+        if not torch.cuda.is_available():
+            return cls("CPU", None, free_memory_bytes(), packages)
+        capability = torch.cuda.get_device_capability()
+        flash = flash_attention(hopper=capability == (9, 0)) if capability >= (8, 0) else (None, NO_FLASH)
+        return cls(torch.cuda.get_device_name(), capability, free_memory_bytes(), packages, *flash)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a run asks of a machine. weights: bytes of all weights and their gradients. trained: how many are trained.
+
+    element: bytes of one activation; micro_batch examples of `length` tokens go through at once. attention: the
+    implementations that the model's class has.
+    """
+
+    shape: ModelShape
+    weights: int
+    trained: int
+    element: int
+    micro_batch: int
+    length: int
+    attention: frozenset[str]
+    own_kernels: tuple[str, ...] = ()
+    """Flash attention that the model's class asks for by name, where the plain one does not compute it."""
+
+    def step(self, checkpointing: bool) -> int:
+        """Bytes that one micro-batch takes beside weights and optimizer."""
+        return step_bytes(self.micro_batch, self.shape, self.length, 0, self.element, checkpointing)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A dotted key of the config, or the name of an environment variable; its value; and why."""
+
+    key: str
+    value: Any
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.value} ({self.reason})"
+
+
+def choose(run: RunConfig, machine: Machine, load: Load) -> list[Choice]:
+    """The decisions that the config leaves open, in the order in which they take effect."""
+    return [choice for choice in candidates(run, machine, load) if is_open(run, choice.key)]
+
+
+def is_open(run: RunConfig, key: str) -> bool:
+    section, _, name = key.partition(".")
+    if section == "model":
+        return getattr(run.model, name) is None
+    if name == "gradient_checkpointing" and run.train.get("gradient_checkpointing_kwargs") is not None:
+        return False  # whoever sets how wants it
+    return run.train.get(name) is None
+
+
+def candidates(run: RunConfig, machine: Machine, load: Load) -> Iterator[Choice]:
+    if machine.capability is not None:  # without a GPU transformers' own choice stays: sdpa, or eager where it has none
+        yield attention(machine, load)
+    checkpointing = recomputation(machine, load)
+    if not is_planned(run):  # there the planner cuts the micro-batch to the memory, with TRL's default
+        yield checkpointing
+    wanted = run.train.get("gradient_checkpointing")
+    yield from optimizer(machine, load, checkpointing.value if wanted is None else wanted)
+    if machine.bf16:
+        yield precision(run)
+
+
+def attention(machine: Machine, load: Load) -> Choice:
+    key = "model.attn_implementation"
+    there = "sdpa" if "sdpa" in load.attention else "eager"
+    if load.own_kernels:
+        return Choice(
+            key, there, f"of flash attention this model takes only {', '.join(load.own_kernels)}, which you may set"
+        )
+    if machine.flash is None or "flash" not in load.attention or not machine.bf16 or load.element != 2:
+        why = (
+            "this model's class has no flash attention"
+            if "flash" not in load.attention
+            else NO_FLASH
+            if not machine.bf16 or load.element != 2
+            else machine.why_flash
+        )
+        return Choice(key, there, why if there == "sdpa" else f"{why}; its class has no sdpa")
+    return Choice(key, machine.flash, machine.why_flash)
+
+
+def recomputation(machine: Machine, load: Load) -> Choice:
+    """Gradient checkpointing, off where everything fits with a margin: it costs about a third of the time."""
+    room = machine.free_bytes - load.weights - MOMENTS * load.trained
+    needed, budget = load.step(checkpointing=False), int(MARGIN * room)
+    estimate = f"{load.micro_batch} x {load.length} tokens are estimated at {gib(needed)} of activations"
+    if needed <= budget:
+        return Choice("train.gradient_checkpointing", False, f"{estimate}, and {gib(room)} are free beside the weights")
+    free = f"{gib(room)} are free beside the weights" if room > 0 else "nothing is free beside the weights"
+    return Choice("train.gradient_checkpointing", True, f"{estimate}, and {free}: {gib(load.step(True))} with it")
+
+
+def optimizer(machine: Machine, load: Load, checkpointing: bool) -> Iterator[Choice]:
+    """AdamW with moments in 8 bits where those in 32 do not fit; transformers' own (fused) stays where they do."""
+    if machine.capability is None:
+        return
+    room = int(USABLE * machine.free_bytes) - load.weights - load.step(checkpointing)
+    whole, small = MOMENTS * load.trained, MOMENTS_8BIT * load.trained
+    if whole <= room:
+        yield Choice("train.optim", "adamw_torch_fused", f"its moments are {gib(whole)}, and there is room")
+        return
+    short = f"AdamW's moments are {gib(whole)} in 32 bits, and {gib(max(room, 0))} are left"
+    if "bitsandbytes" not in machine.packages:
+        yield Choice(
+            "train.optim", "adamw_torch_fused", f"{short}; bitsandbytes, whose 8 bits are smaller, is not installed"
+        )
+    elif small <= room:
+        yield Choice("train.optim", "adamw_8bit", f"{short}; {gib(small)} in 8 bits")
+    else:
+        yield Choice("train.optim", "paged_adamw_8bit", f"{short}; in 8 bits {gib(small)}, paged into main memory")
+
+
+def precision(run: RunConfig) -> Choice:
+    if run.cogumi.method == "gspo":
+        return Choice("train.tf32", False, "TF32 rounds at 1e-3, and GSPO clips ratios at 3e-4")
+    return Choice(
+        "train.tf32", True, "what is in float32 is multiplied in TF32, which is finer than the bfloat16 around it"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- on this machine
+
+
+def with_choices(run: RunConfig, base: str) -> RunConfig:
+    """The run with what it left open decided, each decision logged; a run that goes on keeps the ones it made."""
+    place = run.run_dir / CHOICES
+    if place.exists():
+        choices = [Choice(each["key"], each["value"], "as when the run began") for each in read_json(place)]
+        choices = [choice for choice in choices if is_open(run, choice.key)]
+    else:
+        choices = choose(run, Machine.here(), load_of(run, base))
+        write_json(place, [{"key": each.key, "value": each.value, "reason": each.reason} for each in choices])
+    for choice in choices:
+        log.info("chosen: %s", choice)
+    return decided(run, choices)
+
+
+def decided(run: RunConfig, choices: list[Choice]) -> RunConfig:
+    """The run with these values where it had none."""
+    run = run.model_copy(deep=True)
+    for choice in choices:
+        section, _, name = choice.key.partition(".")
+        if section == "model":
+            setattr(run.model, name, choice.value)
+        else:
+            run.train[name] = choice.value
+    return run
+
+
+def before_cuda(run: RunConfig) -> list[Choice]:
+    """Set, and return, what must be set before CUDA is initialised; nothing where that is too late or the user has set it."""
+    if not torch.cuda.is_available() or torch.cuda.is_initialized():
+        return []
+    if ALLOCATOR in os.environ or "PYTORCH_ALLOC_CONF" in os.environ or run.train.get("use_vllm"):
+        return []  # vLLM's sleep mode has an allocator of its own, which refuses expandable segments
+    choice = Choice(
+        ALLOCATOR, "expandable_segments:True", "lengths differ from step to step, and fixed blocks fragment"
+    )
+    os.environ[choice.key] = choice.value
+    return [choice]
+
+
+def load_of(run: RunConfig, base: str) -> Load:
+    """What a run asks, from the base's config alone: nothing is loaded."""
+    config = AutoConfig.from_pretrained(base, revision=run.model.revision)
+    model = meta_model(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    whole = run.cogumi.tuning == "full"
+    element = loaded_in(dtype_of_weights(run) if whole else run.model.dtype).itemsize
+    if whole:  # with a gradient each, and DPO's reference model beside them
+        trained, weights = parameters, parameters * element * (3 if run.cogumi.method == "dpo" else 2)
+    else:
+        trained = lora_parameters(model, lora_config(run.lora).r)
+        four_bit = bool((run.model.quantization_config or {}).get("load_in_4bit"))
+        weights = int(parameters * (FOUR_BIT if four_bit else element)) + ADAPTER_BYTES * trained
+    names = {"sdpa": "_supports_sdpa", "flash": "_supports_flash_attn"}
+    at_once = run.train.get("per_device_train_batch_size") or BATCH
+    return Load(
+        shape=ModelShape.of(config),
+        weights=weights,
+        trained=trained,
+        element=element,
+        micro_batch=2 * at_once if run.cogumi.method == "dpo" else at_once,
+        length=longest(run),
+        attention=frozenset(name for name, attribute in names.items() if getattr(model, attribute, False)),
+        own_kernels=tuple(getattr(model, "_compatible_flash_implementations", None) or ()),
+    )
+
+
+def longest(run: RunConfig) -> int:
+    """Tokens of the longest example, as far as the config says."""
+    said = run.train.get("max_length") or (run.data.fim.max_length if run.data.format == "fim" else LENGTH)
+    if run.cogumi.method == "gspo":
+        return int(said + (run.train.get("max_completion_length") or COMPLETION))
+    return int(said)

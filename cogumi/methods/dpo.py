@@ -1,0 +1,162 @@
+"""Direct preference optimization (arXiv:2305.18290): TRL's DPOTrainer on tokenized pairs."""
+
+import copy
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from cogumi.config.schema import RunConfig
+from cogumi.core.errors import UsageError
+from cogumi.core.formatting import duration
+from cogumi.health.verdict import Check
+from cogumi.telemetry.heartbeat import Heartbeat, Progress
+from cogumi.telemetry.recorder import set_status
+
+log = logging.getLogger("cogumi")
+
+COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
+# TRL 1.15, dpo_trainer.py, _compute_loss: what these losses are where policy and reference are one, at beta.
+AT_THE_START = {
+    "sigmoid": lambda beta: math.log(2),
+    "sigmoid_norm": lambda beta: math.log(2),
+    "hinge": lambda beta: 1.0,
+    "ipo": lambda beta: (1 / (2 * beta)) ** 2,
+}
+NO_DISTANCE = 1e-3  # nats times beta: rounding of two passes through one model
+
+
+def arguments(run: RunConfig) -> dict[str, Any]:
+    """DPOConfig arguments. Raises UsageError for settings that would train on something else."""
+    if run.train.get("truncation_mode") == "keep_end":
+        raise UsageError(
+            "keep_end cuts prompts off their beginning",
+            key="train.truncation_mode",
+            fix="drop it (data.overlong says what becomes of long pairs)",
+        )
+    return dict(run.train)
+
+
+class ReferencePass:
+    """TRL's pass for the reference's log-probabilities (`train.precompute_ref_log_probs`) as a stage of the run.
+
+    It is made while the trainer is built, and can take as long as many steps. Where TRL has them from its cache there is
+    no stage. The heartbeat counts batches as steps meanwhile.
+    """
+
+    STAGE = "reference"
+
+    def __init__(self, heart: Heartbeat, batches: int) -> None:
+        self.heart, self.batches, self.done = heart, batches, 0
+        self.before, self.began, self.over = heart.meter.stage, 0.0, False
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        if not self.done:
+            self.began = time.monotonic()
+            self.enter(self.STAGE)
+            log.info("log-probabilities of the reference: %d batches before the first step", self.batches)
+        yield
+        self.done += 1
+        seconds = (time.monotonic() - self.began) / self.done * (self.batches - self.done)
+        self.heart.progress = Progress(self.done, self.batches, time.time(), seconds, of_a_stage=True)
+
+    def end(self) -> None:
+        self.over = True
+        if self.done:
+            log.info("log-probabilities of the reference: done in %s", duration(time.monotonic() - self.began))
+            self.heart.progress = Progress()
+            self.enter(self.before)
+
+    def enter(self, stage: str) -> None:
+        self.heart.meter.enter(stage)
+        set_status(self.heart.run_dir, "running", stage=stage)
+
+
+def batches_of_the_reference(args: Any, train: Any, held_out: Any) -> int:
+    """How many batches TRL takes through the reference (trl 1.15, dpo_trainer.py)."""
+    sizes = ((train, args.per_device_train_batch_size), (held_out, args.per_device_eval_batch_size))
+    return sum(-(-len(pairs) // (args.precompute_ref_batch_size or size)) for pairs, size in sizes if pairs is not None)
+
+
+def build_trainer(run: RunConfig, *, train_dataset: Any, heart: Heartbeat, **common: Any) -> Any:
+    import trl  # looked up here: unsloth may have put its own trainer on the module
+
+    batches = batches_of_the_reference(common["args"], train_dataset, common["eval_dataset"])
+    reference_pass = ReferencePass(heart, batches)
+
+    class OnTokenizedPairs(trl.DPOTrainer):  # type: ignore[misc, name-defined]
+        """Takes pairs that are tokenized already, and cached, where TRL would tokenize rows of text one at a time."""
+
+        def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+            return dataset
+
+        def compute_ref_log_probs(self, *args: Any, **kwargs: Any) -> Any:
+            if reference_pass.over:  # an evaluation computes those of its own rows
+                return super().compute_ref_log_probs(*args, **kwargs)
+            with reference_pass.batch():
+                return super().compute_ref_log_probs(*args, **kwargs)
+
+    reference = None
+    if run.cogumi.tuning == "full" and not run.train.get("precompute_ref_log_probs"):
+        reference = copy.deepcopy(common["model"])  # TRL would load it again, in whatever dtype that gives
+    trainer = OnTokenizedPairs(train_dataset=train_dataset, ref_model=reference, **common)
+    reference_pass.end()
+    refuse_other_tokens(trainer, train_dataset)
+    return trainer
+
+
+def refuse_other_tokens(trainer: Any, dataset: Any) -> None:
+    """Raise RuntimeError unless the trainer compares exactly the tokens that the data says: whoever's trainer it is."""
+    first = [dataset[i] for i in range(min(4, len(dataset)))]
+    wanted = [len(pair[side]) for side in ("chosen_ids", "rejected_ids") for pair in first]
+    limit = trainer.args.max_length
+    if limit is not None and any(
+        len(pair["prompt_ids"]) + n > limit for n, pair in zip(wanted, first * 2, strict=True)
+    ):
+        raise RuntimeError(f"a pair is longer than train.max_length {limit}, which would cut it")
+    compared = trainer.data_collator(first)["completion_mask"].sum(-1).tolist()
+    if compared != wanted:
+        raise RuntimeError(
+            f"{type(trainer).__name__} would compare {compared} tokens of the first pairs, whose completions have {wanted}"
+        )
+
+
+def judge_dpo(metrics: list[dict[str, Any]], args: Any) -> list[Check]:
+    """What DPO adds: before the first update the policy is its own reference, and the loss is what it then must be."""
+    first = next((row for row in metrics if "rewards/chosen" in row), None)
+    if first is None:
+        return [Check("reference", "no pair was compared", "the policy as it starts", False, "raise train.max_steps")]
+    apart = max(abs(first["rewards/chosen"]), abs(first["rewards/rejected"]))
+    margins = [row["rewards/margins"] for row in metrics if "rewards/margins" in row]
+    finite = sum(math.isfinite(margin) for margin in margins)
+    return [
+        Check(
+            "reference",
+            f"the policy's rewards are {apart:.1e} before the first update",
+            f"<= {NO_DISTANCE:g}: it starts as its own reference",
+            apart <= NO_DISTANCE,
+            "leave out the trainer's ref_model",
+        ),
+        loss_at_the_start(first["loss"], args),
+        Check(
+            "margins", f"{finite} of {len(margins)} finite", "all", finite == len(margins), "lower train.learning_rate"
+        ),
+    ]
+
+
+def loss_at_the_start(loss: float, args: Any) -> Check:
+    """The first step's loss beside the formula's value at rewards of 0."""
+    names, required = "+".join(args.loss_type), "the formula's value where nothing is learned yet"
+    if len(args.loss_type) > 1 or names not in AT_THE_START or args.loss_weights or args.use_weighting:
+        return Check("first loss", f"{names}: {loss:.4f}, not compared: it depends on the data", required, True)
+    expected = AT_THE_START[names](args.beta)
+    return Check(
+        "first loss",
+        f"{names}: {loss:.5f}, {expected:.5f} by the formula",
+        required,
+        abs(loss - expected) < 1e-2,
+        "set train.loss_type and train.beta to those of the loss that you meant",
+    )

@@ -1,0 +1,252 @@
+"""What a run trains on and is evaluated on: from `data:` of its config, through the formats, to prepared examples."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from cogumi.config.schema import RunConfig
+from cogumi.core.errors import UsageError
+from cogumi.core.redact import hide
+from cogumi.core.run_directory import read_json, write_json
+from cogumi.data.cache import Data, Prepared, Source, prepare
+from cogumi.data.cache_files import tokenizer_identity
+from cogumi.data.chat_templates import prints_the_date, read_template
+from cogumi.data.formats import FormatOptions, alike_in, columns_for, holds_messages, learned, note_of, tokenize_for
+from cogumi.data.pipeline import Entry, entries_of, selection_of
+from cogumi.data.sources import batches, column_names
+from cogumi.methods.gspo import prompt_ids, setting
+from cogumi.methods.sft import MAX_LENGTH
+from cogumi.rl.guards import POSITIONS, positions_of
+
+log = logging.getLogger("cogumi")
+RECORD = "data.json"  # in the run directory: the key of its prepared data, what became of its rows, how long they are
+BARS = 24  # of the histogram of lengths, at most
+SHOWN = 32  # held-out rows that may be completed for samples.jsonl
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What a run trains on, is evaluated on, and completes for samples.jsonl; the last two None without held-out rows."""
+
+    train: Data
+    held_out: Data | None
+    prompts: Dataset | None
+    """`prompt` (text, as the model sees it), `prompt_ids`, and what would be the answer."""
+    key: str
+    today: str | None
+    sources: tuple[str, ...] = ()
+    max_length: int | None = None
+    """In tokens; None of prompts, which the trainer tokenizes."""
+
+    def reports(self) -> list[str]:
+        parts = [data for data in (self.train, self.held_out) if data is not None]
+        return [
+            *self.sources,
+            *(data.report() for data in parts),
+            *(line for data in parts for line in data.examples_dropped()),
+        ]
+
+    def record(self, run_dir: Path) -> None:
+        """Keep what a run goes on with, the key and the date its chat template was told; the rest is to be looked at."""
+        held_out = None if self.held_out is None else account(self.held_out)
+        said = {"key": self.key, "today": self.today, "max_length": self.max_length}
+        write_json(run_dir / RECORD, {**said, "train": account(self.train), "held_out": held_out})
+
+
+def account(data: Data) -> dict[str, Any]:
+    """What became of every row, as JSON. `lengths`: (first, last, examples) in tokens, [] of prompts."""
+    return {
+        "name": hide(data.name),
+        "rows": data.total,
+        "examples": len(data.dataset),
+        "dropped": {reason: each.count for reason, each in data.dropped.items()},
+        "truncated": data.truncated,
+        "duplicated": data.duplicates,
+        "tokens": data.lengths.tokens,
+        "learned": data.learned,
+        "lengths": buckets(data, BARS),
+    }
+
+
+def buckets(data: Data, most: int) -> list[tuple[int, int, int]]:
+    """How many examples are how long, in at most so many steps: (first length, last length, examples)."""
+    width = max(1, -(-(data.lengths.quantile(1.0) + 1) // most))
+    return data.lengths.buckets(width) if data.lengths.examples else []
+
+
+def prepare_examples(
+    run: RunConfig, tokenizer: PreTrainedTokenizerBase, of_base: PretrainedConfig | None = None
+) -> Examples:
+    """The examples of a run, prepared now or found in the cache. Raises UsageError as the formats and sources do.
+
+    of_base: the model's config, by which gspo's prompts are held to the context; None holds them to nothing.
+    """
+    today = date_of(run, tokenizer)
+    entries = entries_of(run.data)
+    room = room_for_prompts(run, of_base)
+    options = [options_of(run, entry, today, room) for entry in entries]
+    sources = [source_of(entry, each, tokenizer) for entry, each in zip(entries, options, strict=True)]
+    parts = {"tokenizer": tokenizer_identity(tokenizer)}
+    prepared = prepare(sources, selection_of(run.data), parts, bad_rows=run.data.bad_rows)
+    notes = [note for each in options if (note := note_of(each, tokenizer))]
+    prompts = None
+    if prepared.held_out is not None:
+        prompts = prompts_to_complete(run, prepared, options[0], tokenizer)
+    longest = options[0].max_length
+    return Examples(
+        prepared.train, prepared.held_out, prompts, prepared.key, today, (*prepared.sources, *notes), longest
+    )
+
+
+def date_of(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The date for chat templates that print one: today's, or the one on which the run began, None for other formats."""
+    if run.data.format == "fim" or not tokenizer.chat_template or not prints_the_date(tokenizer):
+        return None
+    begun = run.run_dir / RECORD
+    known: str | None = read_json(begun)["today"] if begun.exists() else None
+    return known or date.today().isoformat()
+
+
+def options_of(run: RunConfig, entry: Entry, today: str | None, room: int | None = None) -> FormatOptions:
+    """room: tokens that a prompt of gspo may have (`room_for_prompts`)."""
+    fim = run.data.fim
+    if room is not None:
+        fim = fim.model_copy(update={"max_length": min(fim.max_length, room)})
+    return FormatOptions(
+        method=run.cogumi.method,
+        format=entry.format,
+        columns=entry.columns,
+        column=entry.column,
+        learn=learned(entry.format, run.train),
+        max_length=room if run.cogumi.method == "gspo" else longest_example(run),
+        overlong=run.data.overlong,
+        truncation_mode=run.train.get("truncation_mode") or "keep_start",
+        thinking=run.cogumi.thinking,
+        today=today,
+        fim=fim,
+    )
+
+
+def room_for_prompts(run: RunConfig, of_base: PretrainedConfig | None) -> int | None:
+    """Tokens of the context that a completion leaves to gspo's prompts; None for other methods, or without a limit."""
+    if run.cogumi.method != "gspo" or of_base is None:
+        return None
+    context, key = positions_of(of_base), POSITIONS
+    if run.train.get("use_vllm") and run.train.get("vllm_max_model_length") is not None:
+        context, key = run.train["vllm_max_model_length"], "train.vllm_max_model_length"
+    if context is None:
+        return None
+    completion = setting(run, "max_completion_length") or 0
+    if completion >= context:
+        raise UsageError(
+            f"train.max_completion_length {completion} leaves no room for a prompt: {key} is {context}", fix="lower it"
+        )
+    return int(context - completion)
+
+
+def longest_example(run: RunConfig) -> int | None:
+    """The budget of an example in tokens: `train.max_length`, or TRL's own; fill in the middle has one of its own."""
+    if run.data.format == "fim":
+        return run.data.fim.max_length
+    return int(run.train.get("max_length") or MAX_LENGTH)
+
+
+def beyond_the_model(run: RunConfig, examples: Examples, of_base: PretrainedConfig) -> str:
+    """What to say where examples are longer than what the model was made for; "" where none is, or nobody can say."""
+    positions = positions_of(of_base)
+    longest = examples.train.lengths.quantile(1.0)
+    if positions is None or longest <= positions:
+        return ""
+    key = "data.fim.max_length" if run.data.format == "fim" else "train.max_length"
+    return (
+        f"the longest example has {longest:,} tokens; the model was made for {positions:,} (max_position_embeddings), and "
+        f"positions beyond are new to it: {key}={positions} takes no longer ones"
+    )
+
+
+def source_of(entry: Entry, options: FormatOptions, tokenizer: PreTrainedTokenizerBase) -> Source:
+    files = entry.located.files
+    names = column_names(files)  # whose errors name the file
+    try:
+        columns = columns_for(options, names)
+    except UsageError as error:
+        raise UsageError(f"{error}", place=entry.located.name) from None
+    wanted = list(dict.fromkeys(columns.values()))
+    schema: Mapping[str, Any] = next((rows.schema for rows in batches(files, wanted) if rows.height), {})
+    return Source(
+        name=entry.located.name,
+        files=files,
+        columns=columns,
+        tokenize=tokenize_for(options, tokenizer, {name: name for name in columns}, holds_messages(columns, schema)),
+        identity=entry.located.identity,
+        options=options.as_json(),
+        weight=entry.weight,
+        text_only=options.format == "fim",
+        alike=alike_in(options, columns),
+    )
+
+
+# ----------------------------------------------------------------------------------------------- prompts, and rows of ids
+
+
+def prompts_to_complete(
+    run: RunConfig, prepared: Prepared, options: FormatOptions, tokenizer: PreTrainedTokenizerBase
+) -> Dataset | None:
+    """The first held-out rows as prompts, with what would be the answer, for samples.jsonl."""
+    assert prepared.held_out is not None
+    if run.cogumi.method == "dpo":
+        return prompts_of_pairs(prepared.held_out.dataset, tokenizer)
+    if run.cogumi.method == "gspo":
+        rows = prepared.held_out.dataset.select(range(min(SHOWN, len(prepared.held_out.dataset))))
+    else:
+        asked = FormatOptions(**{**vars(options), "method": "gspo"})
+        held_out = prepared.sample_rows()
+        columns = {name: name for name in held_out.columns}
+        tokenize = tokenize_for(asked, tokenizer, columns, holds_messages(columns, held_out.schema))
+        rows = Dataset(tokenize(held_out, 0).table)
+    if not len(rows):
+        return None
+    plain = isinstance(rows[0]["prompt"], str)
+    texts = list(rows["prompt"])
+    if not plain:
+        template = read_template(tokenizer, options.thinking, options.today)
+        texts = [template.prompt(prompt) for prompt in texts]
+    ids = tokenizer(texts, add_special_tokens=plain)["input_ids"]
+    return rows.remove_columns("prompt").add_column("prompt", texts).add_column("prompt_ids", ids)
+
+
+def prompts_of_pairs(pairs: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    first = pairs.select(range(min(SHOWN, len(pairs))))
+    return Dataset.from_dict(
+        {
+            "prompt": [tokenizer.decode(ids) for ids in first["prompt_ids"]],
+            "prompt_ids": list(first["prompt_ids"]),
+            **{
+                side: [tokenizer.decode(ids, skip_special_tokens=True) for ids in first[f"{side}_ids"]]
+                for side in ("chosen", "rejected")
+            },
+        }
+    )
+
+
+def first_tokens(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, rows: int) -> torch.Tensor:
+    """Token ids of the first examples, prompt and answer, cut to the shortest: (rows, tokens)."""
+    ids = [ids_of(row, tokenizer) for row in dataset.select(range(min(rows, len(dataset))))]
+    return torch.tensor([each[: min(map(len, ids))] for each in ids])
+
+
+def ids_of(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    if "input_ids" in row:
+        return list(row["input_ids"])
+    if "prompt_ids" in row:
+        return [*row["prompt_ids"], *row["chosen_ids"]]
+    if "middle" in row:
+        return list(tokenizer(row["prompt"] + row["middle"])["input_ids"])
+    return prompt_ids(row["prompt"], tokenizer)

@@ -1,0 +1,216 @@
+"""GSPO and its relatives: TRL's GRPOTrainer, or unsloth's, with a policy loss from `cogumi.config.loss_presets`, watched."""
+
+import logging
+from typing import Any
+
+from datasets import Dataset
+from torch import nn
+from transformers import PreTrainedTokenizerBase, TrainerState
+
+from cogumi.config.loss_presets import OURS, PRESETS
+from cogumi.config.schema import RunConfig
+from cogumi.core.errors import UsageError
+from cogumi.core.run_directory import read_json, write_json
+from cogumi.data.chat_templates import read_template
+from cogumi.models.adapters import lora_config
+from cogumi.patches.gspo_loss import defaults, spelled_out
+from cogumi.rewards.functions import on_visible
+from cogumi.rewards.named_rewards import refuse_missing_columns, rewards_of, what_is_wrong
+from cogumi.rl.fp32_head import fp32_lm_head
+from cogumi.rl.guards import clip_numbers
+from cogumi.rl.memory_plan import (
+    BatchPlan,
+    ModelShape,
+    check_groups,
+    documents_of,
+    free_memory_bytes,
+    nearest_multiples,
+    plan_batch,
+    refuse_small_group,
+    refuse_uneven,
+    whole_rollout,
+)
+from cogumi.rl.rollout_logprobs import use_rollout_logps
+from cogumi.rl.stop_strings import graded_without, stop_at
+from cogumi.rl.watch import RECORD, watch
+
+log = logging.getLogger("cogumi")
+PLANNED = ("gradient_accumulation_steps", "steps_per_generation")  # what a number of documents per step decides
+STEPS_PER_ROLLOUT = 4  # arXiv:2507.18071, section 5.1: four mini-batches
+PLAN = "batch.json"  # in the run directory: the batch that a run planned, and keeps when it goes on
+TRAINABLE_BYTES = 16  # per LoRA parameter: fp32 weight, gradient and two AdamW moments
+
+
+def arguments(run: RunConfig) -> dict[str, Any]:
+    """GRPOConfig arguments with the preset spelled out. Raises UsageError for what would not be the run it says."""
+    rewards_of(run.cogumi.rewards)
+    train = {"loss_type": "gspo", **run.train}
+    name = train["loss_type"]
+    for finding in clip_numbers(PRESETS[name].values | train | {"loss_type": PRESETS[name].values["loss_type"]}):
+        raise UsageError(finding.message)
+    wanted = PRESETS[name].values["importance_sampling_level"]
+    if name in OURS and (level := train.get("importance_sampling_level", wanted)) != wanted:
+        raise UsageError(
+            f"{level} contradicts train.loss_type: {name}", key="train.importance_sampling_level", fix="drop one"
+        )
+    if train.get("cast_lm_head_to_fp32"):
+        raise UsageError(
+            "TRL's switch fails on tied embeddings with PEFT",
+            key="train.cast_lm_head_to_fp32",
+            fix="set cogumi.fp32_lm_head: true instead",
+        )
+    if is_planned(run):
+        train |= provisional_batch(run)
+    elif name in OURS and all(train.get(key) is None for key in ("steps_per_generation", "generation_batch_size")):
+        train["steps_per_generation"] = STEPS_PER_ROLLOUT * setting(run, "gradient_accumulation_steps")
+    check_groups(train)
+    # Metrics are for every step. The names of ours stay in the config, which spells them out by itself.
+    return {"logging_steps": 1} | (train if name in OURS else spelled_out(name, train))
+
+
+def setting(run: RunConfig, key: str) -> Any:
+    """A key of `train:`, or TRL's default."""
+    value = run.train.get(key)
+    return defaults((key,))[key] if value is None else value
+
+
+def is_planned(run: RunConfig) -> bool:
+    """Whether the run says how large an optimizer step is, and leaves the batch to the planner."""
+    return run.cogumi.docs_per_step is not None or run.cogumi.prompts_per_step is not None
+
+
+def mini_batches_per_rollout(run: RunConfig, documents: int) -> int:
+    """Optimizer steps per rollout: `train.generation_batch_size` over the documents of a step, or the paper's 4."""
+    rollout = run.train.get("generation_batch_size")
+    if rollout is None:
+        return STEPS_PER_ROLLOUT
+    if rollout % documents or rollout < documents:
+        raise UsageError(
+            f"train.generation_batch_size {rollout} is no whole number of optimizer steps of {documents} documents",
+            fix=f"set {nearest_multiples(rollout, documents)}",
+        )
+    return int(rollout // documents)
+
+
+def provisional_batch(run: RunConfig) -> dict[str, Any]:
+    """The step's size checked, and a batch of that size for TRL's own checks until the model is there to plan with."""
+    for key in PLANNED:
+        if run.train.get(key) is not None:
+            raise UsageError(
+                f"train.{key} and cogumi.docs_per_step or prompts_per_step decide the same",
+                fix="drop one (documents per rollout are train.generation_batch_size)",
+            )
+    group = setting(run, "num_generations")
+    refuse_small_group(group)
+    documents = documents_of(run.cogumi.docs_per_step, run.cogumi.prompts_per_step, group)
+    mini_batches, fixed = mini_batches_per_rollout(run, documents), run.train.get("per_device_train_batch_size")
+    refuse_uneven(documents, run.cogumi.prompts_per_step, group, mini_batches, 1, fixed)
+    micro_batch = fixed or 1
+    return {
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": documents // micro_batch,
+        "steps_per_generation": documents // micro_batch * mini_batches,
+        "generation_batch_size": None,
+    }
+
+
+def plan(run: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Dataset) -> RunConfig:
+    """The run with its batch cut to the loaded model and the memory beside it; one that goes on keeps its batch."""
+    planned = run.run_dir / PLAN
+    if planned.exists():
+        return with_batch(run, read_json(planned))
+    longest = max(len(prompt_ids(prompt, tokenizer)) for prompt in prompts["prompt"])
+    free = free_memory_bytes() - TRAINABLE_BYTES * lora_parameters(model, lora_config(run.lora).r)
+    batch = batch_for(run, model.config, model.dtype.itemsize, longest, free)
+    log.info("%s", batch)
+    write_json(planned, batch.arguments)
+    return with_batch(run, batch.arguments)
+
+
+def batch_for(run: RunConfig, config: Any, itemsize: int, longest_prompt: int, free_bytes: int) -> BatchPlan:
+    """The batch of a run with a model of this config. free_bytes: left for activations, see `plan_batch`."""
+    group = setting(run, "num_generations")
+    documents = documents_of(run.cogumi.docs_per_step, run.cogumi.prompts_per_step, group)
+    return plan_batch(
+        documents_per_step=run.cogumi.docs_per_step,
+        prompts_per_step=run.cogumi.prompts_per_step,
+        num_generations=group,
+        per_device_train_batch_size=run.train.get("per_device_train_batch_size"),
+        mini_batches_per_rollout=mini_batches_per_rollout(run, documents),
+        shape=ModelShape.of(config),
+        longest_prompt=longest_prompt,
+        max_completion_length=setting(run, "max_completion_length"),
+        free_bytes=free_bytes,
+        bytes_per_element=itemsize,
+        gradient_checkpointing=setting(run, "gradient_checkpointing"),
+    )
+
+
+def prompt_ids(prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """A prompt as TRL sends it: text as it stands, messages through the chat template."""
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
+    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+
+
+def with_batch(run: RunConfig, arguments: dict[str, Any]) -> RunConfig:
+    decided = run.model_copy(deep=True)
+    decided.cogumi.docs_per_step = decided.cogumi.prompts_per_step = None
+    decided.train |= arguments
+    decided.train.pop("generation_batch_size", None)
+    return decided
+
+
+def lora_parameters(model: nn.Module, rank: int) -> int:
+    """At most: an adapter of this rank on every linear layer."""
+    linear = (module for module in model.modules() if isinstance(module, nn.Linear))
+    return sum(rank * (module.in_features + module.out_features) for module in linear)
+
+
+def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) -> Any:
+    import trl  # looked up here: unsloth puts its own trainer on the module
+
+    dataset, repeated = whole_rollout(train_dataset, args.generation_batch_size // args.num_generations)
+    if repeated:
+        log.warning("%s", repeated)
+    rewards, stops = rewards_of(run.cogumi.rewards), run.cogumi.stop
+    refuse_missing_columns(rewards, dataset.column_names)
+    if stops:
+        rewards = [graded_without(reward, stops) for reward in rewards]
+    if run.cogumi.thinking is not None:
+        rewards = apply_thinking(run.cogumi.thinking, rewards, args, common["processing_class"])
+    trainer: Any = trl.GRPOTrainer(reward_funcs=rewards, args=args, train_dataset=dataset, **common)
+    trainer.cogumi_run = True  # its messages name settings as the YAML does
+    if stops:
+        stop_at(trainer, stops)
+    if run.cogumi.fp32_lm_head:
+        fp32_lm_head(trainer)
+    if run.cogumi.behaviour_logps == "rollout":
+        use_rollout_logps(trainer)
+    watch(trainer, record=run.run_dir / RECORD).guard()
+    return trainer
+
+
+def try_rewards(run: RunConfig, prompts: Dataset) -> None:
+    """Call each reward once, before a model is fetched or loaded. Raises UsageError where it cannot score this data."""
+    rewards = rewards_of(run.cogumi.rewards)
+    refuse_missing_columns(rewards, prompts.column_names)
+    for reward in rewards if len(prompts) else ():
+        wrong = what_is_wrong(reward, prompts[0], setting(run, "num_generations"), trainer_state=TrainerState())
+        if wrong is not None and wrong[0]:
+            raise UsageError(wrong[1], key="cogumi.rewards")
+        if wrong is not None:
+            log.warning("cogumi.rewards: %s", wrong[1])
+
+
+def apply_thinking(flag: bool, rewards: list[Any], args: Any, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """Have rollouts rendered as `cogumi.thinking` says, and return the rewards that grade what is visible of them."""
+    template = read_template(tokenizer, flag)
+    wanted, given = template.thinking.template_kwargs, args.chat_template_kwargs or {}
+    for key in wanted.keys() & given.keys():
+        if wanted[key] != given[key]:
+            raise UsageError(
+                f"train.chat_template_kwargs.{key} is {given[key]!r} and cogumi.thinking is {flag}", fix="drop one"
+            )
+    args.chat_template_kwargs = {**given, **wanted}
+    return on_visible(rewards, tokenizer, template.thinking.style, template.prompt_opens_thought)

@@ -1,0 +1,165 @@
+"""Supervised fine-tuning: TRL's SFTTrainer on tokenized examples."""
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from cogumi.config.schema import RunConfig
+from cogumi.core.errors import UsageError
+from cogumi.core.run_directory import read_json, write_json
+from cogumi.data.packing import PAIRS, pack, probe, rows_apart, rows_per_step, wants_one_sequence, with_labels
+from cogumi.patches import unsloth_rl
+
+log = logging.getLogger("cogumi")
+PACKING = "packing.json"  # in the run directory: whether rows are packed, why, and what a step is then
+MAX_LENGTH = 1024  # trl.SFTConfig's own, and trl.DPOConfig's
+CLOSE = 0.1  # of the examples asked for: how far from them a step of whole rows may be without a warning
+
+
+def arguments(run: RunConfig) -> dict[str, Any]:
+    """SFTConfig arguments. Raises UsageError for settings that would quietly train on something else."""
+    length = run.train.get("max_length")
+    if run.data.format == "fim":
+        if run.train.get("completion_only_loss") is False or run.train.get("assistant_only_loss"):
+            raise UsageError(
+                "of a fill-in-the-middle example the middle is learned, and of a plain row "
+                "(data.fim.fim_rate) everything",
+                key="train.completion_only_loss",
+                fix="drop it",
+            )
+        budget = run.data.fim.max_length
+        if length is not None and length < budget:
+            raise UsageError(
+                f"train.max_length {length} would cut examples that data.fim.max_length {budget} lets through",
+                fix=f"set data.fim.max_length to {length}, which drops and counts them",
+            )
+        # The data's own budget has already dropped, and counted, what is too long.
+        length = length or (budget if run.train.get("packing") else None)
+    else:
+        length = run.train.get("max_length") or MAX_LENGTH
+    # What is learned is in the examples, and so is the chat template: TRL gets ids and masks.
+    ours = {"completion_only_loss": True, "assistant_only_loss": False, "chat_template_path": None}
+    return {**run.train, **ours, "max_length": length}
+
+
+def build_trainer(run: RunConfig, **common: Any) -> Any:
+    import trl  # looked up here: unsloth may have put its own trainer on the module
+
+    if run.train.get("packing") or run.train.get("padding_free"):
+        common |= packed(run, **common)
+    with without_warnings_the_probe_answers():
+        trainer = trl.SFTTrainer(**common)
+    end_to_end = common["args"].packing and getattr(trainer.data_collator, "padding_free", False)
+    if end_to_end and not wants_one_sequence(trainer.model) and not unsloth_rl.status().applied:
+        trainer.data_collator = partial(rows_apart, trainer.data_collator)
+    refuse_other_labels(trainer, common["train_dataset"])
+    return trainer
+
+
+@contextmanager
+def without_warnings_the_probe_answers() -> Iterator[None]:
+    """TRL warns of packing with any attention but flash attention: whether this model keeps examples apart was measured."""
+    theirs = logging.getLogger("trl.trainer.sft_trainer")
+
+    def is_another(record: logging.LogRecord) -> bool:
+        return "supported Flash Attention variant" not in record.getMessage()
+
+    theirs.addFilter(is_another)
+    try:
+        yield
+    finally:
+        theirs.removeFilter(is_another)
+
+
+def packed(
+    run: RunConfig, model: Any, args: Any, train_dataset: Any, eval_dataset: Any, processing_class: Any, **_: Any
+) -> dict[str, Any]:
+    """The trainer's `args` and data sets as packing makes them: rows, and as many of them a step as examples were asked for.
+
+    A run that goes on keeps what it decided before its first step.
+    """
+    args, place = copy.copy(args), run.run_dir / PACKING
+    if args.packing and args.packing_strategy == "wrapped":
+        log.warning(
+            "packing: `wrapped` cuts examples and lets them read each other, as it is meant to; `bfd` does neither"
+        )
+        safe = True
+        write_json(place, {"safe": None})
+    elif place.exists():
+        safe = read_json(place)["safe"]
+        log.info("packing: %s, as when the run began", "on" if safe else "off")
+    else:
+        first = [train_dataset[i]["input_ids"] for i in range(min(2 * PAIRS, len(train_dataset)))]
+        leak = probe(model, first if len(first) > 1 else first * 2, processing_class.pad_token_id)
+        safe = not leak
+        write_json(place, {"safe": safe, "distance": leak.distance, "bound": leak.bound})
+        if safe:
+            log.info("packing: packed logits differ from separate ones by %.1e (rounding explains %.1e)",
+                     leak.distance, leak.bound)  # fmt: skip
+        else:
+            log.warning("packing off: this model's packed logits differ from separate ones by %.2g, where rounding explains "
+                        "%.1e: examples would read each other", leak.distance, leak.bound)  # fmt: skip
+    if not safe:
+        args.packing = args.padding_free = False
+        return {"args": args}
+    if not args.packing:  # padding_free alone: batches stay as they are
+        return {"args": args}
+    rows = pack(with_labels(train_dataset), args.max_length, args.packing_strategy)
+    step = rows_per_step(rows, args.per_device_train_batch_size, args.gradient_accumulation_steps)
+    args.per_device_train_batch_size = step.per_device_train_batch_size
+    args.gradient_accumulation_steps = step.gradient_accumulation_steps
+    args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
+    args.eval_packing = False  # the held-out loss is that of an unpacked run
+    log.info("packing: %d examples in %d rows of %d tokens, %.1f %% of the slots used",
+             rows.examples, len(rows.rows), rows.row_length, 100 * rows.efficiency)  # fmt: skip
+    log.info("packing: asked %d examples a step; %.1f examples a row, %d rows a step (%d x %d accumulated) = %.1f examples",
+             step.asked, rows.examples_per_row, step.rows, step.per_device_train_batch_size,
+             step.gradient_accumulation_steps, step.examples)  # fmt: skip
+    if abs(step.examples - step.asked) > CLOSE * step.asked:
+        log.warning("packing: a step of %.1f examples is not the %d that were asked for; shorten train.max_length %d for rows "
+                    "of fewer examples", step.examples, step.asked, rows.row_length)  # fmt: skip
+    figures: dict[str, Any] = {
+        "examples": rows.examples,
+        "rows": len(rows.rows),
+        "row_length": rows.row_length,
+        "efficiency": rows.efficiency,
+        "asked_per_step": step.asked,
+        "rows_per_step": step.rows,
+        "examples_per_step": step.examples,
+    }
+    write_json(place, read_json(place) | figures)
+    held_out = None if eval_dataset is None else with_labels(eval_dataset)
+    return {"args": args, "train_dataset": rows.rows, "eval_dataset": held_out}
+
+
+def refuse_other_labels(trainer: Any, dataset: Any) -> None:
+    """Raise RuntimeError unless the trainer learns exactly the tokens the data says: whoever's trainer it is.
+
+    TRL 1.15 ignores `completion_mask` without `completion_only_loss`, and a trainer that unsloth generated may have a
+    preparation of its own. The prompts would be trained on without a word. The first token of an example predicts nobody's
+    next, so it does not count.
+    """
+    first = range(min(4, len(dataset)))
+    wanted = [learned_of(dataset[i]) for i in first]
+    learned = []
+    for i in first:
+        batch = trainer.data_collator([trainer.train_dataset[i]])
+        starts = batch["position_ids"] == 0 if "position_ids" in batch else torch.arange(batch["labels"].shape[1]) == 0
+        learned.append(int(((batch["labels"] != -100) & ~starts).sum()))
+    if learned != wanted:
+        raise RuntimeError(
+            f"{type(trainer).__name__} would learn {learned} tokens of the first examples, whose middles have {wanted}"
+        )
+
+
+def learned_of(row: dict[str, Any]) -> int:
+    """How many tokens of an example, or of the examples of a packed row, are to be predicted."""
+    learned = row["completion_mask"] if "completion_mask" in row else [label != -100 for label in row["labels"]]
+    ends = list(accumulate(row.get("seq_lengths") or [len(learned)], initial=0))
+    return sum(sum(learned[start + 1 : end]) for start, end in pairwise(ends))

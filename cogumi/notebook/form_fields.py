@@ -1,0 +1,175 @@
+"""The keys of each section, read from the signatures that a run binds them to: type, default, and what they are for."""
+
+import dataclasses
+import inspect
+import re
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from cogumi.config.binding import STRATEGIES, config_class, hints_imported
+from cogumi.config.schema import NOT_OF_THE_RUN, TRL_CONFIGS, CogumiSection, DataSection, ModelSection
+from cogumi.config.yaml_text import flow
+from cogumi.core.errors import UsageError
+
+Kind = Literal["choice", "check", "number", "text", "yaml"]
+# What YAML 1.1 reads where one of these words was meant.
+WORDS = {True: ("on",), False: ("off", "no")}
+
+
+@dataclass(frozen=True)
+class Field:
+    """A key, dotted below its section (`fim.seed`). default: as a YAML holds it. of: its type, in words."""
+
+    key: str
+    kind: Kind
+    of: str
+    choices: tuple[Any, ...] = ()
+    default: Any = None
+    doc: str = ""
+
+    def parse(self, text: str) -> Any:
+        """The value that was typed, as a YAML would hold it. Raises UsageError for what is no YAML."""
+        if self.kind == "text":
+            return None if not text and "null" in self.of else text
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            if self.kind == "number":
+                return text  # its binding says what it should be
+            problem = " ".join(str(getattr(error, "problem", None) or error).split())
+            raise UsageError(f"{text!r} is not valid YAML: {problem}", fix=f"it is {self.of}") from None
+
+    def shown(self, value: Any) -> str:
+        """A value as it is typed."""
+        if self.kind == "text":
+            return "" if value is None else str(value)
+        return value if self.kind == "number" and isinstance(value, str) else flow(value)
+
+    def chosen(self, value: Any) -> Any:
+        """The choice that a value is: YAML reads a bare `no` or `on` as a truth value."""
+        words = WORDS.get(value, ()) if isinstance(value, bool) and value not in self.choices else ()
+        return next((word for word in words if word in self.choices), value)
+
+
+def fields_of(method: str) -> dict[str, list[Field]]:
+    """Of every section, for a method. Imports trl, and with it torch."""
+    return {
+        "model": list(of_section(ModelSection)),
+        "data": list(of_section(DataSection)),
+        "lora": list(of_dataclass(config_class("LoraConfig"), NOT_OF_THE_RUN)),
+        "train": list(of_dataclass(config_class(TRL_CONFIGS[method]), ("output_dir",))),
+        "cogumi": list(of_section(CogumiSection)),
+    }
+
+
+def of_section(section: type[BaseModel], prefix: str = "") -> Iterator[Field]:
+    for name, info in section.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from of_section(info.annotation, f"{prefix}{name}.")
+        elif name == "quantization_config":
+            yield from of_quantization(f"{prefix}{name}.")
+        else:
+            default = None if info.default is PydanticUndefined else info.default
+            yield field(f"{prefix}{name}", info.annotation, default, info.description or "")
+
+
+def of_quantization(prefix: str) -> Iterator[Field]:
+    signature = config_class("BitsAndBytesConfig")
+    parameters = inspect.signature(signature).parameters
+    for name, hint in hints_imported("BitsAndBytesConfig").items():
+        # Its documentation is one text: `name (type): words` until the next name.
+        said = re.search(rf"^ +{name} \(.*?\):\n(.*?)(?=^ +\w+ \(|\Z)", signature.__doc__ or "", re.M | re.S)
+        yield field(f"{prefix}{name}", hint, parameters[name].default, said[1] if said else "")
+
+
+def of_dataclass(signature: type, left_out: Iterable[str]) -> Iterator[Field]:
+    hints = get_type_hints(signature)
+    for each in dataclasses.fields(signature):
+        if not each.init or each.name in left_out:
+            continue
+        default = None if each.default is dataclasses.MISSING else each.default
+        if each.default_factory is not dataclasses.MISSING:
+            default = each.default_factory()
+        yield field(each.name, hints[each.name], default, str(each.metadata.get("help", "")).replace("%%", "%"))
+
+
+def field(key: str, hint: Any, default: Any, doc: str) -> Field:
+    kind, choices = kind_of(hint)
+    if key in STRATEGIES and default is None:
+        default = "no"
+    of = "" if kind in ("choice", "check") else in_words(hint)  # the widget shows what there is
+    return Field(key, kind, of, choices, plain(default), " ".join(doc.split()))
+
+
+def kind_of(hint: Any) -> tuple[Kind, tuple[Any, ...]]:
+    """What a key of this type is entered with, and what there is to choose from."""
+    parts = parts_of(hint)
+    chosen: list[Any] = [None] if type(None) in parts else []
+    parts = [part for part in parts if part is not type(None)]
+    enums = [part for part in parts if isinstance(part, type) and issubclass(part, Enum)]
+    if enums and all(part in (str, *enums) for part in parts):  # by what its members are called in a YAML
+        return "choice", (*chosen, *(each.value for each in enums[0]))
+    if all(get_origin(part) is Literal or part is bool for part in parts):
+        if parts == [bool] and not chosen:
+            return "check", ()
+        for part in parts:
+            chosen += [True, False] if part is bool else get_args(part)
+        return "choice", tuple(chosen)
+    if all(part in (int, float) for part in parts):
+        return "number", ()
+    return ("text" if all(part in (str, Path) for part in parts) else "yaml"), ()
+
+
+def parts_of(hint: Any) -> list[Any]:
+    if get_origin(hint) is Annotated:
+        return parts_of(get_args(hint)[0])
+    if get_origin(hint) in (Union, types.UnionType):
+        return [part for each in get_args(hint) for part in parts_of(each)]
+    return [hint]
+
+
+def in_words(hint: Any) -> str:
+    """A type as one says it: `int or null`."""
+    said = []
+    for part in parts_of(hint):
+        if part is type(None):
+            said.append("null")
+        elif get_origin(part) is Literal:
+            said += [flow(each) for each in get_args(part)]
+        elif part is Any:
+            said.append("any value")
+        elif part is Path:
+            said.append("a path")
+        else:
+            said.append(part.__name__ if isinstance(part, type) and not get_args(part) else str(part))
+    said = [each.replace("typing.", "").replace("cogumi.config.schema.", "") for each in said]
+    return " or ".join(sorted(dict.fromkeys(said), key=lambda each: each == "null"))
+
+
+def plain(value: Any) -> Any:
+    """A value as a YAML holds it. Raises UsageError for one that it cannot hold."""
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    if dataclasses.is_dataclass(value):
+        return {}  # a part of LoraConfig's that has defaults of its own
+    if isinstance(value, BaseModel):
+        return plain(value.model_dump())
+    try:
+        yaml.safe_dump(value)
+    except yaml.representer.RepresenterError:
+        raise UsageError(f"{value!r} is nothing that a YAML can hold", fix="write it as text or numbers") from None
+    return value

@@ -1,0 +1,320 @@
+"""Pieces of HTML that a notebook and report.html share; text of others cannot become markup.
+
+Each returns HTML for inside of an element of the class `cogumi-piece`; `piece` makes it one that stands alone. Every state is a
+word beside its colour, and every kind of token a word, a background and an underline of its own.
+"""
+
+import re
+from base64 import b64encode
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cogumi.core.errors import UsageError
+from cogumi.core.formatting import gib
+from cogumi.core.redact import hide
+from cogumi.notebook import figures
+
+if TYPE_CHECKING:
+    from cogumi.merge import MergeReport
+    from cogumi.methods.preview import Preview
+
+ON_ANY_GROUND = "#767676"  # of a contrast above 4 with white and with JupyterLab's dark theme
+WORDS = {"green": "ok", "yellow": "yellow", "red": "RED", "unknown": "?"}
+
+
+def text(value: object) -> str:
+    """Any text as text of a page: without secrets, and with nothing in it that a browser would take for markup."""
+    return escape(hide(str(value)))
+
+
+def level(state: str, word: str | None = None) -> str:
+    """A word with an edge in the colour of its state: green, yellow, red or unknown."""
+    return f'<span class="level {state}">{text(word or WORDS[state])}</span>'
+
+
+def table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    caption: str = "",
+    numbers: Sequence[int] = (),
+    kind: str = "wide",
+) -> str:
+    """head: plain words. rows: cells of HTML, the first of each row its header. numbers: columns set to the right."""
+
+    def cell(tag: str, column: int, content: str, scope: str = "") -> str:
+        right = ' class="n"' if column in numbers else ""
+        return f"<{tag}{scope}{right}>{content}</{tag}>"
+
+    columns = "".join(cell("th", number, text(each), ' scope="col"') for number, each in enumerate(head))
+    body = "".join(
+        "<tr>"
+        + cell("th", 0, row[0], ' scope="row"')
+        + "".join(cell("td", number, each) for number, each in enumerate(row[1:], 1))
+        + "</tr>\n"
+        for row in rows
+    )
+    above = f"<caption>{text(caption)}</caption>" if caption else ""
+    return (
+        f'<div class="scrolls"><table class="{kind}">{above}<thead><tr>{columns}</tr></thead>\n'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def facts(rows: Iterable[tuple[str, str]], caption: str = "") -> str:
+    """A table of two columns: a name, and HTML. Rows without content are left out."""
+    said = "".join(
+        f'<tr><th scope="row">{text(name)}</th><td>{content}</td></tr>\n' for name, content in rows if content
+    )
+    above = f"<caption>{text(caption)}</caption>" if caption else ""
+    return f'<div class="scrolls"><table>{above}<tbody>{said}</tbody></table></div>' if said else ""
+
+
+def verbatim(value: object, most: int = 20_000) -> str:
+    """Text with its lines and spaces as they are; of very long text the end, and how much is before it."""
+    whole = hide(str(value))  # before it is cut: a part of a secret would not be known for one
+    cut = f"[{len(whole) - most:,} characters before]\n" if len(whole) > most else ""
+    return f"<pre>{text(cut + whole[-most:])}</pre>"
+
+
+def blank(said: str) -> str:
+    """Of a text that shows nothing what it is: `(nothing)`, or `(only white space: 64 spaces, 2 line ends)`."""
+    names = {" ": "space", "\n": "line end", "\t": "tab"}
+    of = Counter(names.get(each, "other") for each in said)
+    counts = ", ".join(f"{count:,} {name}{'s' if count > 1 else ''}" for name, count in of.items())
+    return f"(only white space: {counts})" if said else "(nothing)"
+
+
+def folded(summary: str, content: str, is_open: bool = False) -> str:
+    return f"<details{' open' if is_open else ''}><summary>{text(summary)}</summary>{content}</details>"
+
+
+def figure(svg: str) -> str:
+    return f"<figure>{svg}</figure>"
+
+
+@cache
+def style() -> str:
+    return files("cogumi.notebook").joinpath("style.css").read_text(encoding="utf-8")
+
+
+def piece(content: str) -> str:
+    """What a notebook shows of an object: without a style sheet, SVG and `mark`, which a page that does not trust the
+    notebook takes out or has in colours of its own."""
+    from bs4 import BeautifulSoup
+
+    drawn = re.sub(r"<svg.*?</svg>", lambda found: as_image(found[0]), content, flags=re.DOTALL)
+    page = BeautifulSoup(f'<div class="cogumi-piece">{drawn}</div>', "html.parser")
+    for selector, declarations in rules():
+        for element in page.select(selector):
+            element["style"] = f"{element.get('style', '')}{declarations}"
+    for element in page.select("mark"):
+        element.name = "span"
+    return str(page)
+
+
+@cache
+def rules() -> list[tuple[str, str]]:
+    """(selector, declarations) of the style sheet, in its order: a later one is the one that holds."""
+    plain = re.sub(r"/\*.*?\*/", "", style(), flags=re.DOTALL).replace(" !important", "")
+    found = re.findall(r"([^{}]+)\{([^{}]*)\}", plain)
+    return [(selector.strip(), f"{declarations.strip().rstrip(';')};") for selector, declarations in found]
+
+
+def as_image(svg: str) -> str:
+    """An SVG element as an image; its text, which cannot have the colour of the page, in one that reads on light and dark."""
+    style, words = (re.search(rf'<svg[^>]* {name}="([^"]*)"', svg) for name in ("style", "aria-label"))
+    whole = svg.replace("<svg ", f'<svg color="{ON_ANY_GROUND}" ', 1).encode()
+    data = b64encode(whole).decode()
+    said = f' alt="{words[1]}"' if words else ""
+    return f'<img{said} style="{style[1] if style else ""}" src="data:image/svg+xml;base64,{data}"/>'
+
+
+# ------------------------------------------------------------------------------------------------------ html components
+
+
+LEGEND = {
+    "context": "context, as it stands: read, not learned",
+    "learned": '<mark class="learned"><small class="tag">learned</small>green, underlined</mark>: learned',
+    "rejected": '<mark class="rejected"><small class="tag">rejected</small>orange, double line</mark>: the answer preferred less',
+}
+MOST_ROWS = 40  # of a table of tensors
+
+
+# ---------------------------------------------------------------------------------------------------------------- data
+
+
+def preview(found: "Preview") -> str:
+    """What a run would train on: examples with what is learned of them, lengths, what became of every row."""
+    accounts = [asdict(each) for each in (found.train, found.held_out) if each is not None]
+    said = "".join(f"<p>{text(line)}</p>" for line in found.reports)
+    return data(accounts, found.lengths, found.max_length) + said + examples(found.examples)
+
+
+def data(accounts: Sequence[Mapping[str, Any]], lengths: Sequence[Sequence[int]], max_length: int | None) -> str:
+    """accounts: of each part of the data, as `cogumi.methods.preview.Shares`."""
+    drawn = figure(figures.length_histogram(lengths, max_length).svg()) if lengths else ""
+    return f'<div class="beside"><div>{"".join(map(shares, accounts))}</div>{drawn}</div>'
+
+
+def shares(account: Mapping[str, Any]) -> str:
+    """What became of the rows of one part of the data, in numbers and shares."""
+    rows = account["rows"]
+    of_rows = {
+        "examples": account["examples"],
+        **{f"dropped: {reason}": count for reason, count in account["dropped"].items()},
+        "cut (truncated)": account["truncated"],
+        "equal to an earlier row": account["duplicated"],
+    }
+    cells = [["rows", f"{rows:,}", ""]]
+    cells += [[text(what), f"{count:,}", part(count, rows)] for what, count in of_rows.items() if count]
+    tokens, learned = account["tokens"], account["learned"]
+    if tokens:
+        cells.append(["tokens", f"{tokens:,}", ""])
+    if learned:
+        cells.append(["learned tokens", f"{learned:,}", part(learned, tokens)])
+    return table(["", "number", "share"], cells, caption=account["name"], numbers=(1, 2), kind="narrow")
+
+
+def part(count: int, whole: int) -> str:
+    """In percent; what is there is never 0.0%."""
+    return "&lt; 0.1%" if 0 < count < whole / 1000 else f"{count / max(1, whole):.1%}"
+
+
+def examples(found: Iterable[Sequence[tuple[str, str]]]) -> str:
+    """Examples as the model sees them: (kind, text) pieces, kind being context, learned or rejected."""
+    shown = list(found)
+    kinds = [kind for kind in LEGEND if any(kind == each for pieces in shown for each, _ in pieces)]
+    legend = "".join(f"<span>{LEGEND[kind]}</span>" for kind in kinds)
+    said = [f'<p class="legend">{legend}</p>'] if kinds else []
+    for number, pieces in enumerate(shown, 1):
+        said.append(f"<h4>Example {number}</h4><pre>{''.join(highlighted(kind, each) for kind, each in pieces)}</pre>")
+    return "\n".join(said)
+
+
+def highlighted(kind: str, content: str) -> str:
+    if kind == "context":
+        return f'<span class="context">{text(content)}</span>'
+    return f'<mark class="{kind}"><small class="tag">{kind}</small>{text(content)}</mark>'
+
+
+# ------------------------------------------------------------------------------------------------------ checks and flags
+
+
+def checks(found: Iterable[Mapping[str, Any]]) -> str:
+    """The checks of a verdict, those that failed first."""
+    in_order = sorted(found, key=lambda check: bool(check["passed"]))
+    rows = [
+        [
+            level("green", "pass") if check["passed"] else level("red", "FAIL"),
+            text(check["name"]),
+            text("; ".join(filter(None, (check["figure"], check.get("fix"))))),
+            text(check["requirement"]),
+        ]
+        for check in in_order
+    ]
+    return table(["", "check", "figure", "required"], rows)
+
+
+def flags(found: Iterable[Mapping[str, Any]], was_red: Iterable[Mapping[str, Any]] = ()) -> str:
+    """Flags that are red or yellow with their evidence and the key to turn, those that were red, and the names of the rest."""
+    shown = [each for each in found if each["level"] != "green"]
+    green = [str(each["name"]) for each in found if each["level"] == "green"]
+    now = {each["name"] for each in shown if each["level"] == "red"}
+    rows = [[level(each["level"]), text(each["name"]), *why(each)] for each in shown]
+    before = [
+        [level("red", f"RED from step {each['step']}"), text(each["name"]), *why(each)]
+        for each in was_red
+        if each["name"] not in now
+    ]
+    head = ["", "flag", "what was seen", "likely", "to turn"]
+    said = table(head, rows, kind="wide flags") if rows else "<p>No flag is red or yellow.</p>"
+    if before:
+        said += "<h4>Was red before</h4>" + table(head, before, kind="wide flags")
+    if green:
+        said += f"<p>{level('green')} {len(green)} green: {text(', '.join(green))}.</p>"
+    return said
+
+
+def why(flag: Mapping[str, Any]) -> tuple[str, str, str]:
+    return f"{text(flag['evidence'])} ({text(flag['threshold'])})", text(flag["cause"]), text(flag["knob"])
+
+
+# ------------------------------------------------------------------------------------------------------------- preflight
+
+
+def preflight(found: Mapping[str, Any], measured: float | None = None) -> str:
+    """A preflight as `PreflightReport.as_dict()` gives it. measured: what the run then took of the card, in bytes."""
+    verdict = level("green", "nothing is red") if found["fits"] else level("red", "RED: it does not fit")
+    rows = [
+        [
+            level(line["state"], "note" if line["state"] == "yellow" else None),
+            text(line["stage"]),
+            text(line["figure"]),
+            text(line["fix"]),
+        ]
+        for line in found["lines"]
+    ]
+    bar = found["figures"].get("memory")
+    drawn = figure(figures.memory_bar(bar, measured).svg()) if bar else ""
+    return f"<p>{verdict} Planned for: {text(found['target'])}.</p>{drawn}" + table(
+        ["", "stage", "found", "what to do"], rows
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------- merge
+
+
+def merged(directory: Path, report: "MergeReport | None" = None) -> str:
+    """What a merge did, from its manifest; with its report also how long it took."""
+    found = figures.merge_manifest(directory)
+    tensors = found["tensors"].values()
+    checked = sum(each.get("elements") or 0 for each in tensors)
+    beside = sum(each.get("not_nearest") or 0 for each in tensors)
+    merged_ones = sum("rank" in each for each in tensors)
+    worst = max((each["largest_error"] for each in tensors if each.get("largest_error") is not None), default=None)
+    rows = [
+        ("into", f"<code>{text(directory)}</code>"),
+        ("base", text(found["base"]["name"])),
+        ("adapters", text(", ".join(f"{each['path']} x {each['weight']:g}" for each in found["adapters"]))),
+        ("tensors", f"{merged_ones:,} merged, {found['tensors_copied']:,} copied byte by byte"),
+        ("size", gib(sum(shard["bytes"] for shard in found["shards"].values()))),
+        (
+            "verified",
+            f"{checked:,} elements read back from the disk, {beside:,} of them next to a tie, the worst at {worst:.2f} of "
+            "what rounding allows"
+            if worst is not None
+            else "not verified",
+        ),
+        ("q/delta", f"{found['q_over_delta']:.2f}" if found.get("q_over_delta") is not None else ""),
+        ("logits", text(report.logits) if report is not None and report.logits else ""),
+        ("written", text(found["created"]) + (f", in {report.seconds:.1f} s" if report is not None else "")),
+    ]
+    try:
+        drawn = figure(figures.delta_by_layer(directory).svg())
+    except UsageError as error:
+        drawn = f"<p>{text(error)}</p>"
+    _, outside = figures.deltas(directory)
+    others = [[text(name), f"{ratio:.2%}", f"{most:.3g}"] for name, (ratio, most) in list(outside.items())[:MOST_ROWS]]
+    rest = table(["outside the layers", "|change| / |weight|", "largest change"], others, numbers=(1, 2), kind="narrow")
+    return facts(rows) + drawn + (rest if others else "")
+
+
+# ------------------------------------------------------------------------------------------------------------- notebooks
+
+
+def html_of(report: Any) -> str:
+    """What a notebook shows of a report that a public function returned: a merge's, a preflight's, a preview."""
+    return piece(REPORTS[type(report).__name__](report))
+
+
+REPORTS: dict[str, Callable[[Any], str]] = {
+    "MergeReport": lambda report: merged(report.out, report),
+    "PreflightReport": lambda report: preflight(report.as_dict()),
+    "Preview": preview,
+}

@@ -1,0 +1,224 @@
+"""`loss_type="gspo"` in TRL's own words, before TRL or unsloth sees it, and the name kept wherever it is shown or saved.
+
+TRL 1.15 takes the string, pays for the first rollout and fails at the first loss. GSPO (Zheng et al. 2025,
+arXiv:2507.18071) is its `grpo` loss with a sequence-level ratio: the per-sequence mean of the clipped objective, averaged
+over sequences, R = exp(mean_t(new - old)). `cogumi.config.loss_presets` has the values.
+
+A trainer built from such a config is watched (`cogumi.rl.watch`): checked before its first rollout, measured, and its
+first loss compared with the formula.
+"""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from typing import Any
+
+from cogumi.config.loss_presets import OURS, PRESETS
+from cogumi.core.errors import UsageError
+from cogumi.patches.patch_status import PatchStatus
+
+NAME = "gspo"
+WRITTEN_FOR = "trl 1.15"
+# What else decides the objective or the update and has another default in unsloth's generated config: always passed,
+# with TRL's default. per_device_train_batch_size and steps_per_generation are among them because unsloth changes the
+# batch by itself where they are left out and the group does not divide it.
+SPELLED_OUT = (
+    "learning_rate",
+    "optim",
+    "weight_decay",
+    "warmup_steps",
+    "gradient_accumulation_steps",
+    "per_device_train_batch_size",
+    "seed",
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_clip_max",
+)
+_watches: list[Callable[[Any], None]] = []
+_originals: dict[type, dict[str, Any]] = {}  # class -> the attributes `apply` replaced, as found in its own namespace
+_ABSENT = object()
+
+
+def gspo_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """GRPOConfig keyword arguments with a loss type of ours spelled out; other loss types pass through unchanged.
+
+    Raises UsageError when another key contradicts it.
+    """
+    name = arguments.get("loss_type")
+    if name not in OURS:
+        return dict(arguments)
+    wanted = PRESETS[name].values["importance_sampling_level"]
+    if (level := arguments.get("importance_sampling_level", wanted)) != wanted:
+        ratio = "per sequence" if name != "gspo-token" else "the sequence's, with each token's gradient"
+        raise UsageError(
+            f"importance_sampling_level={level!r} contradicts loss_type={name!r}, whose ratio is {ratio}",
+            fix="drop one",
+        )
+    # As in TRL, a lone epsilon bounds both sides.
+    both = {"epsilon_high": arguments["epsilon"]} if arguments.get("epsilon") is not None else {}
+    # Elsewhere None is a value: max_grad_norm=None does not clip the gradient, a correction's clip_max=None has no bound.
+    given = {key: value for key, value in arguments.items() if value is not None or key not in PRESETS[name].values}
+    return spelled_out(name, both | given)
+
+
+def spelled_out(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """GRPOConfig keyword arguments of a preset under `arguments`, with everything that unsloth has other defaults for."""
+    preset = PRESETS[name].values
+    values = {**defaults(SPELLED_OUT), **preset, **arguments, "loss_type": preset["loss_type"]}
+    if values.get("generation_batch_size") is None and values.get("steps_per_generation") is None:
+        values["steps_per_generation"] = values["gradient_accumulation_steps"]  # TRL's default, said aloud
+    return values
+
+
+def defaults(names: tuple[str, ...]) -> dict[str, Any]:
+    """TRL's own defaults; a subclass that unsloth generates keeps the fields and changes only its `__init__`."""
+    fields = {field.name: field for field in dataclasses.fields(grpo_config())}
+    return {name: fields[name].default for name in names}
+
+
+def without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Without TRL's own defaults among the keys a preset decides, where all of those keys are passed.
+
+    Then an argument parser or a generated subclass passes them, which nobody said. A key or two are somebody's own.
+    """
+    if arguments.get("loss_type") not in OURS:
+        return dict(arguments)
+    upstream = defaults(tuple(PRESETS[arguments["loss_type"]].values.keys() - {"loss_type"}))
+    if not upstream.keys() <= arguments.keys():
+        return dict(arguments)
+    return {key: value for key, value in arguments.items() if key not in upstream or value != upstream[key]}
+
+
+def apply() -> PatchStatus:
+    """Make `trl.GRPOConfig(loss_type="gspo")` mean GSPO in this process. Applying twice is applying once.
+
+    To be applied again after unsloth has put its own classes on `trl`.
+    """
+    import trl
+
+    config: Any = trl.GRPOConfig
+    if config not in _originals:
+        showing = {name: _under_its_name(getattr(config, name)) for name in ("to_dict", "__repr__", "__str__")}
+        spelling_out = {
+            "__init__": _spelling_out(config.__init__),
+            "__post_init__": _spelling_out_later(config.__post_init__),
+        }
+        _replace(config, spelling_out | showing)
+    trainer: Any = trl.GRPOTrainer
+    if trainer not in _originals:
+        _replace(trainer, {"__init__": _watched(trainer.__init__)})
+    return status()
+
+
+def watch_trainers(watch: Callable[[Any], None]) -> None:
+    """Call `watch` with each trainer of one of our losses, as soon as it is built."""
+    if watch not in _watches:
+        _watches.append(watch)
+
+
+def undo() -> PatchStatus:
+    """Put TRL's own methods back."""
+    for patched, attributes in _originals.items():
+        for name, original in attributes.items():
+            if original is _ABSENT:
+                delattr(patched, name)
+            else:
+                setattr(patched, name, original)
+    _originals.clear()
+    return status()
+
+
+def status() -> PatchStatus:
+    applied = grpo_config() in _originals
+    values = PRESETS["gspo"].values
+    became = f"grpo + sequence-level ratio, beta 0, epsilon {values['epsilon']:g}/{values['epsilon_high']:g}"
+    reason = (
+        f"loss_type='gspo' becomes {became}"
+        if applied
+        else "loss_type='gspo' is left to TRL, which fails at the first loss"
+    )
+    return PatchStatus(NAME, applied, f"{reason} (trl {version('trl')}, written for {WRITTEN_FOR})")
+
+
+def loss_name(config: Any) -> str:
+    """The name a config was given ("gspo"), or TRL's `loss_type` where it was given none of ours or was changed since."""
+    name = getattr(config, "cogumi_loss_name", None)
+    if name is None:
+        return str(config.loss_type)
+    values = PRESETS[name].values
+    kept = all(getattr(config, key) == values[key] for key in ("loss_type", "importance_sampling_level"))
+    return name if kept else str(config.loss_type)
+
+
+def grpo_config() -> Any:
+    import trl
+
+    return trl.GRPOConfig
+
+
+def _replace(patched: type, attributes: Mapping[str, Any]) -> None:
+    _originals[patched] = {name: vars(patched).get(name, _ABSENT) for name in attributes}
+    for name, value in attributes.items():
+        setattr(patched, name, value)
+
+
+def _spelling_out(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **gspo_arguments(without_defaults(kwargs)))
+        if kwargs.get("loss_type") in OURS:
+            self.cogumi_loss_name = kwargs["loss_type"]
+
+    return __init__
+
+
+def _spelling_out_later(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """For subclasses of the config whose own generated `__init__` sets the fields and calls nothing but this."""
+
+    @functools.wraps(original)
+    def __post_init__(self: Any) -> None:
+        if (name := self.loss_type) in OURS:
+            given = without_defaults({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+            said = {key: given[key] for key in ("loss_type", *PRESETS[name].values) if key in given}
+            for key, value in gspo_arguments(said).items():
+                if key in PRESETS[name].values:
+                    setattr(self, key, value)
+            self.cogumi_loss_name = name
+        original(self)
+
+    return __post_init__
+
+
+def _under_its_name(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A method that shows or saves a config, shown a twin whose `loss_type` is the name it was given."""
+
+    @functools.wraps(original)
+    def show(self: Any) -> Any:
+        if loss_name(self) == self.loss_type:
+            return original(self)
+        twin = copy.copy(self)
+        twin.loss_type = loss_name(self)
+        return original(twin)
+
+    return show
+
+
+def _watched(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        for config in (*args, *kwargs.values()):
+            said = str(getattr(config, "loss_type", "")).lower()
+            if isinstance(config, grpo_config()) and said in OURS:  # TRL would fail after the first rollout
+                raise UsageError(
+                    f"loss_type is {config.loss_type!r}, set after the config was built",
+                    fix=f"pass it to it: GRPOConfig(loss_type={said!r}, ...)",
+                )
+        original(self, *args, **kwargs)
+        if loss_name(self.args) in OURS:
+            for watch in _watches:
+                watch(self)
+
+    return __init__

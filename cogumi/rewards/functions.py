@@ -1,0 +1,180 @@
+"""The reward functions that come with the package.
+
+Every function takes the batch as equally long lists and returns one float in 0..1 per completion. `middle`, `prefix`
+and `suffix` are the columns that `cogumi.data.fim.prompts_for_rl` writes. A completion is a string, or a list of chat
+messages of which the last one counts.
+
+A reply whose thinking never closes has no answer. It is unfinished: its reward is 0 whatever the reward function would
+say, and the share of such replies is logged as `unfinished`.
+"""
+
+import ast
+import functools
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from rapidfuzz.distance import Levenshtein
+
+from cogumi.data.chat_templates import CLOSE, OPEN, visible
+from cogumi.data.encoding import special_texts
+
+Completion = str | Sequence[dict[str, Any]]
+
+
+def exact_match(
+    prompts: Sequence[Any],
+    completions: Sequence[Completion],
+    middle: Sequence[str],
+    prefix: Sequence[str],
+    suffix: Sequence[str],
+    **kwargs: Any,
+) -> list[float]:
+    """1.0 where the completion is the middle, character for character, else 0.0."""
+    pairs = zip(completions, middle, strict=True)
+    return [float(text_of(completion) == expected) for completion, expected in pairs]
+
+
+def edit_similarity(
+    prompts: Sequence[Any],
+    completions: Sequence[Completion],
+    middle: Sequence[str],
+    prefix: Sequence[str],
+    suffix: Sequence[str],
+    **kwargs: Any,
+) -> list[float]:
+    """1 - Levenshtein(completion, middle) / max(len), in 0..1, over characters; two empty strings score 1.0.
+
+    Insertions, deletions and substitutions cost 1 each (rapidfuzz.distance.Levenshtein.normalized_similarity). Not
+    rapidfuzz's Indel ratio, where a substitution costs 2 over the sum of both lengths, so that unlike texts of unlike
+    lengths still score well.
+    """
+    pairs = zip(completions, middle, strict=True)
+    return [Levenshtein.normalized_similarity(text_of(completion), expected) for completion, expected in pairs]
+
+
+def parses(
+    prompts: Sequence[Any],
+    completions: Sequence[Completion],
+    middle: Sequence[str],
+    prefix: Sequence[str],
+    suffix: Sequence[str],
+    **kwargs: Any,
+) -> list[float]:
+    """1.0 where prefix + completion + suffix is valid Python for the running version, else 0.0.
+
+    Nothing is executed. Only meaningful where the source rows parse on their own (whole functions, dedented).
+    """
+    with warnings.catch_warnings():  # a completion's invalid escapes would print once per sample otherwise
+        warnings.simplefilter("ignore")
+        triples = zip(prefix, completions, suffix, strict=True)
+        return [float(_is_python(before + text_of(completion) + after)) for before, completion, after in triples]
+
+
+def text_of(completion: Completion) -> str:
+    """The completion's text; a chat message's content may be None (a bare tool call), which is no text."""
+    if isinstance(completion, str):
+        return completion
+    return (completion[-1].get("content") or "") if completion else ""
+
+
+def _is_python(source: str) -> bool:
+    try:
+        ast.parse(source)
+    # ValueError: null bytes or lone surrogates; RecursionError and MemoryError: nesting deeper than the parser's stack.
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+# -------------------------------------------------------------------------------------------------------------- answers
+
+
+# Digits with thousands separators, or without; a fraction; no exponent. GSM8K writes "#### 1,234".
+NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+")
+BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+
+
+def final_number(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
+    """1.0 where the last number of the completion (in the last \\boxed{} if there is one) is the last number of `answer`."""
+    pairs = zip(completions, answer, strict=True)
+    return [
+        float((found := last_number(text_of(each))) is not None and found == last_number(str(gold)))
+        for each, gold in pairs
+    ]
+
+
+def answer_similarity(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
+    """1 - Levenshtein(completion, answer) / max(len), in 0..1, over characters, without surrounding white space."""
+    pairs = zip(completions, answer, strict=True)
+    return [Levenshtein.normalized_similarity(text_of(each).strip(), str(gold).strip()) for each, gold in pairs]
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number in a text, exactly: 1,200 is 1200.0, and 0.1 is not a binary fraction."""
+    boxed = BOXED.findall(text)
+    numbers = NUMBER.findall(boxed[-1] if boxed else text)
+    try:
+        return Decimal(numbers[-1].replace(",", "")) if numbers else None
+    except InvalidOperation:
+        return None
+
+
+# ----------------------------------------------------------------------------------------------------- thinking rewards
+
+
+Reward = Callable[..., list[float | None]]
+
+
+def on_visible(rewards: Sequence[Reward], tokenizer: Any, style: str, opened: bool = False) -> list[Any]:
+    """The same reward functions, under their names, given the visible part of every completion.
+
+    `style` is that of `cogumi.data.chat_templates.Thinking`; `opened`: prompts end inside a thought. Text is read from
+    `completion_ids`, which TRL passes, since a completion's own text has lost the control tokens that separate thinking
+    from answer. Raises TypeError for a reward function that is asynchronous.
+    """
+    return [_on_visible(reward, tokenizer, style, opened) for reward in rewards]
+
+
+def _on_visible(reward: Reward, tokenizer: Any, style: str, opened: bool) -> Reward:
+    if inspect.iscoroutinefunction(reward):
+        raise TypeError(f"{reward.__name__} is asynchronous; rewards are wrapped as plain functions")
+
+    @functools.wraps(reward)
+    def on_visible_part(
+        prompts: Sequence[Any], completions: Sequence[Completion], **columns: Any
+    ) -> list[float | None]:
+        replies = _replies(completions, columns.get("completion_ids"), tokenizer, style)
+        answers = [visible(reply, style, opened) for reply in replies]
+        finished = [answer is not None for answer in answers]
+        shown = [_with_text(old, answer or "") for old, answer in zip(completions, answers, strict=True)]
+        scores = reward(prompts=prompts, completions=shown, **columns)
+        if log_metric := columns.get("log_metric"):
+            log_metric("unfinished", 1 - sum(finished) / max(len(finished), 1))
+        return [score if done else 0.0 for score, done in zip(scores, finished, strict=True)]
+
+    return on_visible_part
+
+
+def _replies(
+    completions: Sequence[Completion], ids: Sequence[Sequence[int]] | None, tokenizer: Any, style: str
+) -> list[str]:
+    """What the model wrote, with the marks of its thinking. Of several messages (calls of tools between) the last one."""
+    if ids is None or any(not isinstance(each, str) and len(each) != 1 for each in completions):
+        return [text_of(each) for each in completions]
+    texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=False)
+    if style == "harmony":
+        return texts
+    for control in special_texts(tokenizer):
+        if control not in (OPEN, CLOSE):
+            texts = [text.replace(control, "") for text in texts]
+    return texts
+
+
+def _with_text(completion: Completion, text: str) -> Completion:
+    if isinstance(completion, str):
+        return text
+    return [*completion[:-1], {**completion[-1], "content": text}] if completion else completion

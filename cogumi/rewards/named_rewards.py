@@ -1,0 +1,213 @@
+"""From the names in a YAML to reward functions, and the shape in which each gets completions.
+
+TRL 1.15 gives a function what the data is: strings for prompts that are strings, and for conversations a list of messages
+each, of which the last is the model's. A function annotated `completions: list[str]` is given the text of either, and one
+annotated `completions: list[list[dict]]` messages of either. Without such an annotation it gets what TRL gives.
+"""
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import re
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from cogumi.core.errors import UsageError
+from cogumi.rewards.functions import answer_similarity, edit_similarity, exact_match, final_number, parses, text_of
+
+# As `str` shows them: list[str], typing.List[str], collections.abc.Sequence[str]; an annotation may be a string itself.
+OF_TEXT = re.compile(r"(?:\w+\.)*(?:list|List|Sequence|Iterable)\[str\]")
+OF_MESSAGES = re.compile(r"(?:\w+\.)*(?:list|List|Sequence|Iterable)\[(?:\w+\.)*(?:list|List|Sequence)\[.*\]\]")
+SHAPED = ("prompts", "completions")
+# What a wrong shape raises in a function that reads it.
+OF_SHAPE = (TypeError, AttributeError, KeyError)
+SAMPLE = "The answer is 42."
+
+
+def as_annotated(reward: Any) -> Any:
+    """A reward function that is given its prompts and completions in the shape that it is annotated with."""
+    wanted = {name: shape for name in SHAPED if (shape := annotated_shape(reward, name)) is not None}
+    if not wanted:
+        return reward
+
+    def shaped(given: Mapping[str, Any]) -> dict[str, Any]:
+        return {**given, **{name: [wanted[name](each) for each in given[name]] for name in wanted if name in given}}
+
+    if inspect.iscoroutinefunction(reward):
+
+        @functools.wraps(reward)
+        async def awaited(**columns: Any) -> Any:
+            return await reward(**shaped(columns))
+
+        return awaited
+
+    @functools.wraps(reward)
+    def scored(**columns: Any) -> Any:
+        return reward(**shaped(columns))
+
+    return scored
+
+
+def annotated_shape(reward: Any, name: str) -> Callable[[Any], Any] | None:
+    """What turns a prompt or completion into the shape of a parameter's annotation; None where that asks for neither."""
+    annotation = getattr(reward, "__annotations__", {}).get(name)
+    said = annotation if isinstance(annotation, str) else str(annotation)
+    if OF_TEXT.fullmatch(said):
+        return text_of
+    role = "user" if name == "prompts" else "assistant"
+    return functools.partial(messages_of, role=role) if OF_MESSAGES.fullmatch(said) else None
+
+
+def messages_of(completion: Any, role: str) -> Any:
+    """A completion as messages: text becomes one."""
+    return [{"role": role, "content": completion}] if isinstance(completion, str) else completion
+
+
+def what_is_wrong(reward: Any, row: Mapping[str, Any], group: int, **given: Any) -> tuple[bool, str] | None:
+    """(whether it is the shape, one line) about a function that does not score completions of this data; None if it does.
+
+    It is called once, for `group` completions of a made-up text, in the shape that TRL will give it. `row`: the first of
+    the data. `given`: what TRL passes besides, such as `trainer_state`. An asynchronous one, such as a judge behind a paid
+    API, is not called.
+    """
+    conversational = not isinstance(row["prompt"], str)
+    error = raised_by(reward, row, group, conversational, given)
+    if error is None:
+        return None
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    name = getattr(reward, "__name__", type(reward).__name__)
+    said = f"reward {name} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno}) on a trial completion"
+    if not isinstance(error, OF_SHAPE) or raised_by(reward, row, group, not conversational, given) is not None:
+        return False, f"{said}; a function that cannot score every text ends the training in its first rollout"
+    if conversational:
+        got = "messages, so each completion is a list such as [{'role': 'assistant', 'content': '...'}]"
+        fix = "takes strings; annotate it `completions: list[str]` to be given the text, or read completion[-1]['content']"
+    else:
+        got = "text, so each completion is a string"
+        fix = "takes messages; annotate it `completions: list[list[dict]]` to be given them, or read the string"
+    return True, f"{said}: the prompts are {got}, and the function {fix}"
+
+
+def raised_by(reward: Any, row: Mapping[str, Any], group: int, messages: bool, given: Mapping[str, Any]) -> Any:
+    """What a reward function raises on made-up completions of one prompt; None where it scores them."""
+    if inspect.iscoroutinefunction(reward):
+        return None
+    text = text_of(row["prompt"])
+    prompt, completion = (
+        (messages_of(row["prompt"], "user"), messages_of(SAMPLE, "assistant")) if messages else (text, SAMPLE)
+    )
+    columns = {name: [value] * group for name, value in row.items() if name not in ("prompt", "completion")}
+    columns |= {"prompts": [prompt] * group, "completions": [completion] * group, "completion_ids": [[0]] * group}
+    logs = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
+    try:
+        list(as_annotated(reward)(**columns, **logs, **given))
+    except Exception as error:  # noqa: BLE001  the user's own code may raise anything; it is reported
+        # What is in a file is wrapped by `cogumi.rewards.named_rewards`, which says where.
+        return error.__cause__ if type(error) is RuntimeError and error.__cause__ is not None else error
+    return None
+
+
+# -------------------------------------------------------------------------------------------------------- named rewards
+
+
+Reward = Callable[..., list[float]]
+REWARDS: dict[str, Reward] = {
+    "exact_match": exact_match,
+    "edit_similarity": edit_similarity,
+    "parses": parses,
+    "final_number": final_number,
+    "answer_similarity": answer_similarity,
+}
+"""What a YAML may name, beside `file.py:function` and `package.module:function`."""
+ALWAYS_THERE = ("prompts", "completions", "completion_ids", "trainer_state")  # what TRL passes whatever the data has
+
+
+def rewards_of(names: Sequence[str]) -> list[Any]:
+    """The reward functions of these names, in this order. Raises UsageError for a name that stands for none.
+
+    Typed as Any, because trl's `reward_funcs` is an invariant list of a union that no list of functions matches.
+    """
+    if not names:
+        raise UsageError("cogumi.rewards is empty", fix="name at least one reward")
+    return [own_reward(name) if ":" in name else reward_here(name) for name in names]
+
+
+def reward_here(name: str) -> Reward:
+    if name not in REWARDS:
+        near = difflib.get_close_matches(name, REWARDS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UsageError(
+            f"no reward {name!r}",
+            key="cogumi.rewards",
+            fix=f"{hint}there are: {', '.join(REWARDS)}, and your own as file.py:function",
+        )
+    return REWARDS[name]
+
+
+def own_reward(name: str) -> Reward:
+    """The function of `path/to/file.py:function` or `package.module:function`, whose code is executed to get it."""
+    place, _, function = name.rpartition(":")
+    try:
+        module = module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except (FileNotFoundError, ModuleNotFoundError) as error:
+        raise UsageError(f"{name}: {error} (looked from {Path.cwd()})", key="cogumi.rewards") from None
+    except Exception as error:  # the user's own code, which may raise anything
+        raise UsageError(f"{name}: {place} raises {type(error).__name__}: {error}", key="cogumi.rewards") from error
+    found = getattr(module, function, None)
+    if not callable(found):
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise UsageError(
+            f"{place} has no function {function!r}",
+            key="cogumi.rewards",
+            fix=f"it has: {', '.join(functions) or 'none'}",
+        )
+    return saying_where(name, found)
+
+
+def saying_where(name: str, reward: Callable[..., Any]) -> Callable[..., Any]:
+    """A reward whose errors name it and the line: the trainer that calls it shows neither."""
+    if inspect.iscoroutinefunction(reward):  # trl awaits those
+        return reward
+
+    @functools.wraps(reward)
+    def scored(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return reward(*args, **kwargs)
+        except Exception as error:  # the user's own code, which may raise anything
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"{type(error).__name__}: {error}"
+            raise RuntimeError(f"cogumi.rewards: {name} raised {what} ({at.filename}:{at.lineno})") from error
+
+    return scored
+
+
+def module_of_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file: {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def refuse_missing_columns(rewards: Sequence[Reward], columns: Collection[str]) -> None:
+    """Raise UsageError where a reward asks for what the data has not: TRL would find out after the first rollout."""
+    for reward in rewards:
+        for parameter in inspect.signature(reward).parameters.values():
+            positional = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            if not positional or parameter.default is not parameter.empty or parameter.name in ALWAYS_THERE:
+                continue
+            if parameter.name not in columns:
+                raise UsageError(
+                    f"{reward.__name__} takes `{parameter.name}`, and the prompts come with "
+                    f"{', '.join(sorted(columns))}",
+                    key="cogumi.rewards",
+                    fix=f"say which column of the file it is: data.columns: {{{parameter.name}: ...}}",
+                )

@@ -1,0 +1,233 @@
+"""Which loss ran: the first optimizer steps' loss and gradient against the formula, before the weights are moved.
+
+A loss that is bypassed, scaled twice or called with somebody else's epsilon trains on without a word. So the loss that
+was asked for is computed once more, in float64, from the log-probabilities that the loss itself was given, and both the
+value it returned and the gradient that reached those log-probabilities must agree.
+"""
+
+import hashlib
+import inspect
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cogumi.rl.loss_call import LossCall
+from cogumi.rl.loss_capture import is_per_sequence, sequence_log_ratio
+from cogumi.rl.reference_loss import CLIPPED, loss_and_gradient
+
+TOLERANCE = 1e-4  # relative; the losses are computed in float32 from sums of up to thousands of terms
+LAST_STEP = 100  # by which a clip that has not acted is not waited for any longer
+BOUNDARY = 1e-6  # a ratio this close to the clip may fall on either side of it in another precision
+
+
+class WrongLossError(RuntimeError):
+    """The loss that ran is not the loss that was asked for."""
+
+
+class LossProof:
+    """Compares optimizer steps with the formula until one has exercised the clip, and describes what it found.
+
+    On the policy's own rollout every ratio is 1, and a loss with another epsilon, or with token ratios, has the same
+    value and gradient. So the proof goes on until a step has had a gradient to compare, and one a sequence (or token)
+    whose gradient the clip took away (for losses without a clip: a ratio other than 1): with the paper's four steps a
+    rollout, usually the second.
+    """
+
+    def __init__(
+        self, asked_for: dict[str, Any], token_ratio: bool, unproven: list[str], own: Any = None, written: Any = None
+    ) -> None:
+        """`asked_for`: the settings the loss must have been called with; `unproven`: terms the formula leaves out.
+
+        `own`: the function that computes an objective of the user's own, which is described and compared with nothing.
+        `written`: the user's function that the loss comes out of, which a message names; None where it is the library's.
+        """
+        self.own, self.written = own, written
+        self.asked_for, self.token_ratio, self.unproven = asked_for, token_ratio, unproven
+        self.calls: list[LossCall] = []
+        self.losses: list[Tensor] = []
+        self.gradients: dict[int, Tensor] = {}
+        self.step = 0
+        self.moved = False  # has any ratio been other than 1?
+        self.record: dict[str, Any] = {"unproven": unproven, "asserted": False, "clip_seen_at_step": None}
+        self.worst = {"loss": 0.0, "gradient": 0.0}
+
+    @property
+    def complete(self) -> bool:
+        """Nothing is left to be shown, or nothing can be."""
+        clips = self.record.get("arguments", {}).get("loss_type") in CLIPPED
+        seen = self.record["clip_seen_at_step"] is not None if clips else self.moved
+        return bool(self.step and (self.unproven or (self.record["asserted"] and seen) or self.step >= LAST_STEP))
+
+    def add(self, call: LossCall, loss: Tensor) -> None:
+        """One micro-batch: what went in, what came out; its gradient is noted when it passes."""
+        index = len(self.calls)
+
+        def note(gradient: Tensor) -> None:
+            self.gradients[index] = gradient.detach()
+
+        if call.new.requires_grad:
+            call.new.register_hook(note)
+        self.calls.append(replace(call, new=call.new.detach(), entropy=None))  # no graph: backward frees it
+        self.losses.append(loss.detach())
+
+    def check(self, scale: float = 1.0) -> dict[str, Any]:
+        """The record of the comparison, for `loss.json`; `scale` is the gradient scaler's, 1 without one.
+
+        Called before each optimizer step. Raises WrongLossError when a setting, the value or the gradient is not what
+        was asked for.
+        """
+        self.step += 1
+        if not self.calls and self.own is None:
+            raise WrongLossError(
+                f"{place_of(self.written) or 'compute_loss of the trainer'} made a step without asking for the new "
+                "log-probabilities: it is not the loss that was asked for"
+            )
+        if self.step == 1:
+            described = describe(self.calls) if self.calls else {}
+            self.record = described | ({} if self.own is None else named(self.own)) | self.record
+        self._check_settings()
+        if not self.unproven:
+            for index in range(len(self.calls)):
+                self._compare(index, scale)
+            self.record["relative_difference"] = self.worst | {"tolerance": TOLERANCE, "steps": self.step}
+        self.calls, self.losses, self.gradients = [], [], {}
+        return self.record
+
+    def _check_settings(self) -> None:
+        for name, wanted in self.asked_for.items():
+            found = self.calls[0].arguments.get(name)
+            same = math.isclose(found, wanted) if isinstance(wanted, float) and found is not None else found == wanted
+            if not same:
+                place = f" (in {place_of(self.written)})" if self.written is not None else ""
+                raise WrongLossError(f"the loss ran with {name}={found!r}{place}, and {wanted!r} was asked for")
+
+    def _compare(self, index: int, scale: float) -> None:
+        call, loss, gradient = self.calls[index], self.losses[index], self.gradients.get(index)
+        expected, size, slope = loss_and_gradient(call, self.token_ratio)
+        if not torch.isfinite(loss) and not torch.isfinite(expected):
+            return  # wrong together: it is the run that is not a number, which its verdict says
+        if gradient is not None and scale != 1 and not torch.isfinite(gradient).all():
+            return  # overflowed in float16: the gradient scaler drops this step and tries a smaller scale
+        sure = ~at_the_clip(call, self.token_ratio)
+        tiny = torch.finfo(torch.float32).tiny
+        apart = {"loss": ((loss.double() - expected).abs() / size.clamp(min=tiny)).item(), "gradient": math.nan}
+        if not slope.abs().max() > 0:
+            apart["gradient"] = 0.0 if gradient is None or not gradient[sure].any() else math.inf
+        elif gradient is not None:
+            difference = (gradient.double() / scale - slope)[sure].abs()
+            apart["gradient"] = (difference.max() / slope.abs().max()).item() if len(difference) else 0.0
+            self.record["asserted"] |= bool(len(difference))
+        for name, found in apart.items():
+            if not found <= TOLERANCE:  # NaN is not
+                raise WrongLossError(
+                    f"the {name} of step {self.step} is not that of the loss that was asked for: {found:.2g} apart "
+                    f"(relative; at most {TOLERANCE:g}). "
+                    f"{place_of(self.written) or self.record['function']} ran with {self.record['arguments']}"
+                )
+            self.worst[name] = max(self.worst[name], found)
+        self.moved |= bool(((call.new - call.old_or_new()).abs() * (call.mask > 0) > BOUNDARY).any())
+        if self.record["clip_seen_at_step"] is None and clip_cut(call, self.token_ratio):
+            self.record["clip_seen_at_step"] = self.step
+
+
+def describe(calls: list[LossCall]) -> dict[str, Any]:
+    """What computed the loss of a step, with what, and how far from 1 its ratios were."""
+    return {
+        **named(calls[0].function),
+        "arguments": {name: plain(value) for name, value in calls[0].arguments.items()},
+        "micro_batches": len(calls),
+        **first_ratios(calls),
+    }
+
+
+def named(function: Any) -> dict[str, Any]:
+    return {"function": f"{function.__module__}.{function.__qualname__}", "source": source_of(function)}
+
+
+def place_of(function: Any) -> str:
+    """A function with its file and line, as in `Mine.compute_loss (train.py:12)`; "" of None."""
+    if function is None:
+        return ""
+    function = inspect.unwrap(function)
+    name, code = getattr(function, "__qualname__", repr(function)), getattr(function, "__code__", None)
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def clip_cut(call: LossCall, token_ratio: bool = False) -> bool:
+    """Whether the clip took the policy term's gradient from a token that counts.
+
+    Asked of the ratios, not of the gradient: a KL term has one of its own inside and outside the clip, and a token whose
+    weight is zero (vLLM's correction) has none on either side.
+    """
+    if call.arguments.get("loss_type") not in CLIPPED:
+        return False
+    ratio, low, high = clip_of(call, token_ratio)
+    advantages = call.advantages[:, None] if call.advantages.dim() == 1 else call.advantages
+    cut = ((ratio > high + BOUNDARY) & (advantages > 0)) | ((ratio < low - BOUNDARY) & (advantages < 0))
+    return bool((cut & (call.mask > 0)).any())
+
+
+def at_the_clip(call: LossCall, token_ratio: bool = False) -> Tensor:
+    """(B, T) tokens whose ratio is on a bound of the clip, up to rounding."""
+    ratio, low, high = clip_of(call, token_ratio)
+    return ((ratio - low).abs() < BOUNDARY) | ((ratio - high).abs() < BOUNDARY)
+
+
+def clip_of(call: LossCall, token_ratio: bool) -> tuple[Tensor, float, float]:
+    """(ratio (B, T) in float64, the clip's lower bound, its upper bound)."""
+    if is_per_sequence(call, token_ratio):
+        log_ratio = sequence_log_ratio(call)[:, None].expand_as(call.new)
+    else:
+        log_ratio = call.new - call.old_or_new()
+    return log_ratio.double().exp(), 1 - call.arguments["epsilon_low"], 1 + call.arguments["epsilon_high"]
+
+
+def first_ratios(calls: list[LossCall]) -> dict[str, float]:
+    """How far the ratios of the first step are from 1: nothing has been learned yet, so it is numerics.
+
+    `ratio_max_deviation` is max |R - 1| over the step's sequences, `ratio_outside_clip` the share beyond the clip.
+    """
+    nonempty = [call.mask.sum(-1) > 0 for call in calls]
+    pairs = zip(calls, nonempty, strict=True)
+    deviation = torch.cat([sequence_log_ratio(call).double().exp()[rows] - 1 for call, rows in pairs])
+    low, high = calls[0].arguments["epsilon_low"], calls[0].arguments["epsilon_high"]
+    if not deviation.numel():
+        return {"ratio_max_deviation": math.nan, "ratio_outside_clip": math.nan}
+    outside = (deviation < -low) | (deviation > high)
+    return {
+        "ratio_max_deviation": deviation.abs().amax().item(),
+        "ratio_outside_clip": outside.double().mean().item(),
+    }
+
+
+def unproven_terms(trainer: Any) -> list[str]:
+    """Terms of the trainer's loss that the formula does not have; with any of them only the settings are asserted."""
+    args = trainer.args
+    terms = {
+        "entropy_coef": args.entropy_coef != 0,
+        "use_adaptive_entropy": args.use_adaptive_entropy,
+        "top_entropy_quantile": args.top_entropy_quantile < 1,
+        "off_policy_mask_threshold": args.off_policy_mask_threshold is not None,
+        "router_aux_loss_coef": getattr(trainer, "aux_loss_enabled", False),
+    }
+    return [name for name, present in terms.items() if present]
+
+
+def source_of(function: Any) -> dict[str, Any]:
+    """Where the code that ran is, and its hash: a cache generated yesterday is not the library installed today."""
+    try:
+        lines, first = inspect.getsourcelines(function)
+    except OSError:  # typed into an interpreter, or piped into it
+        return {"file": function.__code__.co_filename, "line": function.__code__.co_firstlineno, "sha256": None}
+    digest = hashlib.sha256("".join(lines).encode()).hexdigest()
+    return {"file": inspect.getsourcefile(function), "line": first, "sha256": digest}
+
+
+def plain(value: Any) -> Any:
+    """A JSON value: tensors of one element as numbers, what is not data by its name."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else f"tensor{tuple(value.shape)}"
+    return value if isinstance(value, (int, float, str, bool, type(None))) else getattr(value, "__name__", str(value))

@@ -1,0 +1,1 @@
+"""A run as a thing one holds: started, attached to, stopped."""

@@ -1,0 +1,458 @@
+"""Runs in processes of their own: start one, close the notebook, come back to it.
+
+What happens on the other side is in `cogumi.runs.supervisor`; how a run stands, in `cogumi.telemetry.status`. Neither this
+module nor what it imports loads torch: to read a run takes milliseconds, and holds no memory of the GPU that it trains on.
+"""
+
+import json
+import logging
+import math
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import psutil
+
+from cogumi.core.errors import RunFailed, UsageError
+from cogumi.core.formatting import visible
+from cogumi.core.notices import said, working
+from cogumi.core.process_id import is_running, same_process
+from cogumi.core.redact import Shown
+from cogumi.core.run_directory import CHECKPOINT, PAUSE, PAUSED, START, read_jsonl, write_atomic
+from cogumi.notebook.kernel_messages import sleep
+from cogumi.stack.gpus import as_the_user_set_it
+from cogumi.telemetry.status import (
+    BROKEN_OFF,
+    Status,
+    how_to_go_on,
+    in_short,
+    in_words,
+    near_here,
+    read_if_there,
+    status_of,
+    tail_lines,
+)
+
+log = logging.getLogger("cogumi")
+# How long a start waits for the first step, once the configuration is found good: most of what a library refuses shows by
+# then, and a long download is not waited for.
+PATIENCE_SECONDS = 20.0
+POLL_SECONDS = 0.25
+TELLING = ("status.json", "heartbeat.json", START)  # how a run stands
+# How long a process may take from its last word to its end, and its supervisor to write how it ended.
+ENDING_SECONDS = 30.0
+SUPERVISOR_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run in a directory, whoever trains it: `cogumi.start`, or `cogumi train` in another terminal."""
+
+    run_dir: Path
+
+    def __str__(self) -> str:
+        return in_short(self.status())
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # as the last word of a cell
+        printer.text(str(self))
+
+    def status(self) -> Status:
+        """How it stands now. Raises UsageError where the directory holds no run any more."""
+        return status_of(self.run_dir)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """What was logged so far, in order; each row with its step and time."""
+        return read_jsonl(self.run_dir / "metrics.jsonl")
+
+    def dashboard(self) -> None:
+        """Show the run: in a notebook a panel that follows it, with buttons; elsewhere one screen of text.
+
+        Plots with what was red marked, time and money, machine and disk, the newest samples, checkpoints. It reads the
+        run's directory, so it shows any run, one that has ended too.
+        """
+        from cogumi.notebook.panel import show
+
+        show(self)
+
+    def report(self, out: str | os.PathLike[str] | None = None) -> Path:
+        """Write report.html into its directory, or the file `out`: all there is to know of the run. Returns its path."""
+        from cogumi.notebook.report import write_report
+
+        return write_report(self.run_dir, out)
+
+    def logs(self, last: int = 50) -> str:
+        """The last lines of what the run said: decisions with their reasons, warnings, and the traceback if it failed."""
+        return "\n".join(tail_lines(Path(self.status().log), size=last * 1000)[-last:])
+
+    def follow(self, last: int = 20) -> Iterator[str]:
+        """The last lines of the log, and then each piece of text as it is written, until the run has ended."""
+        status = self.status()
+        while not Path(status.log).exists() and not status.ended:
+            sleep(POLL_SECONDS)
+            status = self.status()
+        with Path(status.log).open(encoding="utf-8", errors="replace", newline="") as file:
+            recent = "".join(file.readlines()[-last:]) if last else file.seek(0, os.SEEK_END) and ""
+            while True:
+                ended = self.status().ended  # before reading: what was written up to its end is read
+                text = recent or file.read()
+                recent = ""
+                if text:
+                    yield text
+                elif ended:
+                    return
+                else:
+                    sleep(POLL_SECONDS)
+
+    def wait(self, timeout: float | None = None) -> Status:
+        """Wait until the run has ended, and show how far it is. An interrupt ends the waiting, never the run.
+
+        In a notebook the panel can be used meanwhile, also after a reload of the page.
+        timeout: in seconds; raises TimeoutError where the run is still at work after them.
+        """
+        from tqdm.auto import tqdm
+
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        status = self.status()
+        with working(f"{self.run_dir.name}: the first step is being waited for"):
+            while status.steps is None and not status.ended:  # a bar without a total would stay one
+                status = self._waited(until)
+        hidden = True if status.steps is None else None  # of a run that ended before a step
+        with tqdm(
+            desc=visible(self.run_dir.name), unit="step", total=status.steps, initial=status.step or 0, disable=hidden
+        ) as bar:
+            while not status.ended:
+                status = self._waited(until)
+                bar.total = status.steps
+                bar.set_postfix_str(status.stage or status.state, refresh=False)
+                bar.update((status.step or 0) - bar.n)
+        return status
+
+    def _waited(self, until: float) -> Status:
+        """How it stands a moment later. Raises TimeoutError where it is later than `until`."""
+        sleep(POLL_SECONDS)
+        status = self.status()
+        if not status.ended and time.monotonic() > until:
+            raise TimeoutError(f"{in_short(status)}; it is still at work")
+        return status
+
+    def stop(self, kill_after: float | None = None) -> Status:
+        """Ask the run to finish its step, save a checkpoint and end (SIGTERM); wait until it has, and say what was saved.
+
+        A run that is asked twice ends at once, without saving, as after a second Ctrl-C. kill_after: end it with SIGKILL
+        if it takes longer, in seconds. Raises UsageError where its process cannot be told for certain, or is on another
+        machine: nothing else is ever sent a signal.
+        """
+        status = self.status()
+        with heard():
+            if status.ended:
+                log.info("%s; there is nothing to stop", in_short(status))
+                return status
+            process = self.ask_to_stop()
+            log.info("%s: asked to finish its step, save and end (asked again, it ends at once)", self.run_dir)
+            if not ends_within(status, kill_after):
+                log.warning("%s: still there after %g s; it is killed", self.run_dir, kill_after)
+                kill_with_children(process)
+                ends_within(status, None)
+            status = self.status()
+            log.info("%s", in_words(status))
+        return status
+
+    def ask_to_stop(self) -> psutil.Process:
+        """Send SIGTERM to the process of the run, and return at once: `stop` without its waiting."""
+        return ask_to_end(self.status())
+
+    def checkpoint(self) -> None:
+        """Ask the run for a checkpoint after the step that it is at. Raises UsageError where it has ended, or waits."""
+        self.ask(CHECKPOINT)
+
+    def pause(self) -> None:
+        """Ask the run to save after the step that it is at, and to wait until `resume()`. Raises UsageError where it has
+        ended, or waits already.
+
+        It keeps its memory and its machine, which costs what training costs; `stop()` gives both back.
+        """
+        self.ask(PAUSE)
+
+    def resume(self) -> None:
+        """Have a paused run go on, and take back a pause that it has not come to. Raises UsageError where there is neither."""
+        status, asked = self._asked(), [self.run_dir / name for name in (PAUSE, PAUSED)]
+        if not any(path.exists() for path in asked):
+            raise UsageError(in_short(status), fix="it is not paused")
+        for path in asked:
+            path.unlink(missing_ok=True)
+
+    def ask(self, name: str) -> None:
+        status = self._asked()
+        if (self.run_dir / PAUSED).exists():
+            raise UsageError(in_short(status), fix="it waits already, with a checkpoint: `cogumi resume` has it go on")
+        (self.run_dir / name).touch()
+
+    def _asked(self) -> Status:
+        """How it stands. Raises UsageError where it has ended."""
+        status = self.status()
+        if status.ended:
+            but = f"; {how_to_go_on(status)}" if status.state in BROKEN_OFF else ""
+            raise UsageError(in_short(status), fix=f"there is no training to ask{but}")
+        return status
+
+
+@said("start: the run is being prepared in a process of its own")
+def start(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> Run:
+    """Train one configuration in a process that outlives this one, the notebook, the terminal and the connection.
+
+    config, overrides: as for `cogumi.train`; COGUMI_* of the environment hold as well. Returns when the first step is done,
+    or some seconds after the configuration was found good. A run that is under way already is attached to, and one that
+    has finished is left as it is; both are said. An unfinished one is resumed from its last good checkpoint. An interrupt
+    (Ctrl-C) before it returns cancels the start: its processes are ended, and the directory is as it was before.
+    Raises UsageError for what `cogumi.train` refuses, and RunFailed where the run ends otherwise before its first step.
+    """
+    from cogumi.runs.entry import refuse_mistakes
+
+    refuse_mistakes(config, overrides, trains=True)  # at once; what libraries and data say, on the other side
+    with heard(), TemporaryFile() as output:
+        log.info("configuration and data are being checked, in the process that will train")
+        ours, theirs = socket.socketpair()
+        with ours, cancelled_by_interrupt() as begun:
+            with theirs:
+                what = (dict(config) if isinstance(config, Mapping) else config, overrides)
+                launch(theirs.fileno(), what, output, begun)
+            word: dict[str, str] | None = {"begins": ""}
+            while word is None or "begins" in word:
+                word = listen(ours, 0, begun)
+                if word is None:
+                    sleep(POLL_SECONDS)
+            if not word:
+                output.seek(0)
+                raise RunFailed(f"the process ended before it had a run: {last_line(output.read().decode())}")
+            refuse(word, ours)
+            run = Run(Path(word["run_dir"]))
+            if "already" in word:
+                log.info("%s", word["already"])
+                return run
+            await_first_step(run, ours)
+        log.info("%s", in_short(run.status()))
+    return run
+
+
+def attach(run_dir: str | os.PathLike[str]) -> Run:
+    """The run in a directory, under way or over. Raises UsageError, with the nearest name, where there is none."""
+    path = Path(run_dir)
+    status_of(path)
+    return Run(path.absolute())
+
+
+@dataclass
+class Begun:
+    """What a start has begun, so that it can be undone: a session of processes, and a directory."""
+
+    session: int | None = None
+    run_dir: Path | None = None
+    before: dict[str, bytes] = field(default_factory=dict)
+    """What the files of the directory that tell how a run stands held before."""
+
+    def begins(self, run_dir: Path) -> None:
+        """Called before the trainer writes there."""
+        self.before = {name: (run_dir / name).read_bytes() for name in TELLING if (run_dir / name).exists()}
+        self.run_dir = run_dir
+
+    def undo(self) -> str:
+        """End the processes, and leave the directory as it was. Returns what was done with it, in words."""
+        left = in_session(self.session)
+        started = {} if self.run_dir is None else read_if_there(self.run_dir / START)
+        is_its_own = any(each.pid == started.get("pid") for each in left)  # not of another start, at the same time
+        until = time.monotonic() + ENDING_SECONDS
+        while left and time.monotonic() < until:
+            for process in left:
+                kill_with_children(process)
+            psutil.wait_procs(left, POLL_SECONDS)
+            left = in_session(self.session)
+        if self.run_dir is None or not is_its_own:
+            return "nothing was written"
+        where = near_here(str(self.run_dir))
+        if "status.json" not in self.before:
+            shutil.rmtree(self.run_dir)
+            return f"{where} is removed"
+        for name, content in self.before.items():
+            write_atomic(self.run_dir / name, content.decode())
+        if START not in self.before:
+            (self.run_dir / START).unlink()
+        return f"{where} is as it was before"
+
+
+@contextmanager
+def cancelled_by_interrupt() -> Iterator[Begun]:
+    """While in the block, an interrupt undoes what was begun."""
+    begun = Begun()
+    try:
+        yield begun
+    except KeyboardInterrupt:
+        log.warning("the start is cancelled: its processes are ended, and %s", begun.undo())
+        raise
+
+
+def in_session(session: int | None) -> list[psutil.Process]:
+    """The living processes of a session."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):  # it has ended just now
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def launch(descriptor: int, what: Any, output: Any, begun: Begun) -> None:
+    """Leave a trainer behind, in a session of its own. what: pickled, on its standard input, so that no file holds it."""
+    with interrupted_later():  # not before the number of the process is known
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "cogumi.runs.supervisor", str(descriptor)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            pass_fds=(descriptor,),
+            # A progress bar that goes to a file is a line for each of its refreshes.
+            env={"TQDM_DISABLE": "1", **as_the_user_set_it(os.environ), "PYTHONUNBUFFERED": "1"},
+        )
+        begun.session = launcher.pid
+    with launcher:
+        launcher.communicate(pickle.dumps(what))  # one that cannot begin at all says so in its output
+
+
+@contextmanager
+def interrupted_later() -> Iterator[None]:
+    """An interrupt that comes while in the block is raised at its end."""
+    if threading.current_thread() is not threading.main_thread():  # no other is interrupted
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            raise KeyboardInterrupt
+
+
+def listen(ours: socket.socket, seconds: float | None, begun: Begun | None = None) -> dict[str, str] | None:
+    """What the trainer says within some seconds; {} where it has ended, None where it says nothing."""
+    if not select.select([ours], [], [], seconds)[0]:
+        return None
+    said = ours.recv(65536)
+    if not said:
+        return {}
+    word: dict[str, str] = json.loads(said)
+    if begun is not None and "begins" in word:
+        begun.begins(Path(word["begins"]))
+    with suppress(BrokenPipeError):  # it has been ended since it spoke
+        ours.sendall(b"1")  # heard
+    return word
+
+
+def refuse(word: dict[str, str], ours: socket.socket) -> None:
+    """Raise what the trainer refuses, once it has hung up: until then it may be taking its directory away."""
+    if "refused" in word:
+        select.select([ours], [], [], ENDING_SECONDS)
+        raise UsageError(word["refused"])
+
+
+def await_first_step(run: Run, ours: socket.socket) -> None:
+    """Wait until the run has made a step, has ended, or patience is over. Raises what it ended in."""
+    began, until = time.time(), time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < until:
+        sleep(POLL_SECONDS)
+        word = listen(ours, 0)
+        if word == {}:  # its process is ending
+            ends_within(run.status(), ENDING_SECONDS)
+            break
+        if word:
+            refuse(word, ours)
+        with suppress(UsageError):  # a refusal takes the directory away just before it is told
+            status = run.status()
+            stepped = status.heartbeat.get("step", 0) > 0 and status.heartbeat["time"] > began
+            if status.ended or stepped:
+                break
+    status = run.status()
+    if status.state in ("died", "failed"):
+        raise RunFailed(f"{in_words(status)}; {near_here(status.log)} ends in: {last_line(run.logs(5))}")
+
+
+def ask_to_end(status: Status) -> psutil.Process:
+    """Send the process of a status SIGTERM. Raises UsageError where it cannot be told for certain."""
+    process = process_of(status)
+    with suppress(psutil.NoSuchProcess):  # it has ended just now
+        process.terminate()
+    return process
+
+
+def process_of(status: Status) -> psutil.Process:
+    """The process that a status is of. Raises UsageError where it cannot be told for certain."""
+    record = status.process
+    if is_running(record):
+        return psutil.Process(record["pid"])
+    if status.host and status.alive is None:
+        raise UsageError(f"its process {status.pid} is on {status.host}", place=status.run_dir, fix="stop it there")
+    raise UsageError(
+        f"{status.run_dir} is held by a process, but not by number {status.pid}, which its status names",
+        fix="end that one where it was started",
+    )
+
+
+def ends_within(status: Status, seconds: float | None) -> bool:
+    """Wait until the process of a status is over, and its supervisor, if it has one, has said how. False: it takes longer."""
+    until = None if seconds is None else time.monotonic() + seconds
+    while is_running(status.process):
+        if until is not None and time.monotonic() >= until:
+            return False
+        sleep(POLL_SECONDS)
+    until = time.monotonic() + SUPERVISOR_SECONDS
+    while is_untold(status) and time.monotonic() < until:
+        sleep(POLL_SECONDS / 5)
+    return True
+
+
+def is_untold(status: Status) -> bool:
+    """Whether the record of a start names the process of a status, and not yet how it ended."""
+    started = read_if_there(Path(status.run_dir) / START)
+    return same_process(started, status.process) and "exit" not in started
+
+
+def kill_with_children(process: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):
+        for each in (*process.children(recursive=True), process):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+
+
+def last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["it said nothing"])[-1]
+
+
+@contextmanager
+def heard() -> Iterator[None]:
+    """While in the block, log lines are shown on the screen if nobody else shows them, as in a notebook."""
+    if log.hasHandlers():
+        yield
+        return
+    level, handler = log.level, logging.StreamHandler(sys.stdout)
+    handler.setFormatter(Shown())
+    log.addHandler(handler)
+    log.setLevel(level or logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)

@@ -1,0 +1,293 @@
+"""What a training shows: metrics.jsonl, one progress bar, and a line in run.log every so often; run.log and status.json."""
+
+import logging
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from cogumi.core.durability import NO_SPACE
+from cogumi.core.errors import FINISHED_AND_SAVED, RefusedAtSetup
+from cogumi.core.formatting import count, duration
+from cogumi.core.process_id import this_process
+from cogumi.core.redact import Hiding, Shown, hide
+from cogumi.core.run_directory import append_jsonl, line_of, read_jsonl, write_atomic, write_json
+from cogumi.telemetry.heartbeat import Heartbeat
+from cogumi.telemetry.stage_timer import Pace
+from cogumi.telemetry.status import read_if_there
+from cogumi.telemetry.throughput import Throughput
+
+log = logging.getLogger("cogumi")
+LINE_SECONDS = 30.0
+
+
+class Telemetry(TrainerCallback):
+    """Follows one trainer: adds perf/... to what it logs, writes that into the run directory, and shows it.
+
+    perf/tokens_per_second (without padding), perf/mfu (a share; where it is known), perf/gpu_memory_gb (the most that was
+    reserved, 10^9 bytes) and perf/cost are in each row with a loss, for every reporter.
+    """
+
+    SHOWN = ("loss", "eval_loss", "reward", "grad_norm")
+
+    def __init__(self, heart: Heartbeat, name: str) -> None:
+        self.heart, self.run_dir, self.meter, self.name = heart, heart.run_dir, heart.meter, name
+        self.bar: tqdm | None = None
+        self.pace = Pace()
+        self.throughput: Throughput | None = None
+        self.last_line = 0.0
+        self.shown: dict[str, str] = {}
+        self.unwritten: list[dict[str, Any]] = []
+        self.full = False
+
+    def attach(self, trainer: Any) -> None:
+        """Take the place of transformers' own progress output, which prints every logged dictionary.
+
+        Before the reporters that `report_to` brought in, which would otherwise read a row before it is whole.
+        """
+        trainer.pop_callback(ProgressCallback)
+        trainer.pop_callback(PrinterCallback)
+        trainer.callback_handler.callbacks.insert(0, self)
+        self.pace = Pace(steps_per_rollout(trainer))
+        self.throughput = self.heart.throughput = Throughput(trainer, self.meter)
+        if self.throughput.no_mfu:
+            log.info("no MFU: %s", self.throughput.no_mfu)
+        evaluate = trainer.evaluate
+
+        @wraps(evaluate)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.aside("eval"):
+                return evaluate(*args, **kwargs)
+
+        trainer.evaluate = timed
+
+    @contextmanager
+    def aside(self, stage: str) -> Iterator[None]:
+        """Work between two steps that is no part of either."""
+        with self.meter.inside(stage):
+            yield
+        self.pace.between_ended()
+
+    @contextmanager
+    def once(self, stage: str) -> Iterator[None]:
+        """A pause, or work that the rest of the run will not have again: no part of a step, and nothing that is to go."""
+        began = time.monotonic()
+        with self.meter.inside(stage):
+            yield
+        self.pace.stood_still(time.monotonic() - began)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        take_up_metrics(self.run_dir, state)
+        self.heart.progress.step, self.heart.progress.steps = state.global_step, state.max_steps
+        self.pace.begin()
+        self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc=self.name, unit="step", mininterval=0.5)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.heart.refuse_silence()
+        seconds = self.pace.step_ended()
+        if self.throughput is not None:
+            self.throughput.total.step_seconds += seconds
+        progress = self.heart.progress
+        progress.step, progress.steps, progress.step_time = state.global_step, state.max_steps, time.time()
+        progress.eta_seconds = self.pace.eta(state.max_steps - state.global_step)
+        assert self.bar is not None
+        self.bar.update(state.global_step - self.bar.n)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.pace.between_ended()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        logs = {} if logs is None else logs
+        if "loss" in logs:
+            logs |= self.performance()
+        self.unwritten.append({"step": state.global_step, "time": time.time(), **logs})
+        self.unless_full(self.write_rows)
+        self.shown |= {k: f"{float(logs[k]):.4g}" for k in self.SHOWN if logs.get(k) is not None}
+        if self.bar is not None:
+            self.bar.set_postfix(self.shown, refresh=False)
+        now = time.monotonic()
+        if "loss" in logs and (now - self.last_line >= LINE_SECONDS or state.global_step >= state.max_steps):
+            log.info("%s", self.line(state, logs))
+            self.last_line = now
+        self.pace.between_ended()
+
+    def performance(self) -> dict[str, float]:
+        """What the steps since the last such row came to."""
+        found: dict[str, float | None] = {"perf/cost": self.meter.cost()}
+        if self.throughput is not None:
+            done = self.throughput.window()
+            if self.name == "sft":  # TRL 1.15 counts one row of a packed batch, and from nothing where a run goes on
+                found["num_tokens"] = int(self.throughput.total.tokens)
+            progress = self.heart.progress
+            progress.tokens_per_second = found["perf/tokens_per_second"] = self.throughput.tokens_per_second(done)
+            progress.mfu = found["perf/mfu"] = self.throughput.mfu(done)
+        if torch.cuda.is_available():
+            found["perf/gpu_memory_gb"] = torch.cuda.max_memory_reserved() / 1e9
+        return {key: value for key, value in found.items() if value is not None}
+
+    def line(self, state: TrainerState, logs: dict[str, Any]) -> str:
+        """`step 120/1000, loss 1.23, grad 0.8, lr 1e-04, 12.3k tok/s, MFU 41 %, mem 61/80 GB, eta 1 h 12 min, $3.10 of $8.90`"""
+        names = {"loss": "loss", "reward": "reward", "grad_norm": "grad", "learning_rate": "lr"}
+        said = [f"step {state.global_step}/{state.max_steps}"]
+        said += [f"{name} {float(logs[key]):.3g}" for key, name in names.items() if logs.get(key) is not None]
+        if "perf/tokens_per_second" in logs:
+            said.append(f"{count(logs['perf/tokens_per_second'])} tok/s")
+        if "perf/mfu" in logs:
+            said.append(f"MFU {logs['perf/mfu']:.0%}")
+        if "perf/gpu_memory_gb" in logs:
+            said.append(f"mem {logs['perf/gpu_memory_gb']:.0f}/{torch.cuda.mem_get_info()[1] / 1e9:.0f} GB")
+        left = self.heart.progress.eta_seconds
+        if left is not None and state.global_step < state.max_steps:
+            said.append(f"eta {duration(left)}")
+        if "perf/cost" in logs:
+            at_end = f" of ${self.meter.cost(left):.2f}" if left else ""
+            said.append(f"${logs['perf/cost']:.2f}{at_end}")
+        return ", ".join(said)
+
+    def write_rows(self) -> None:
+        while self.unwritten:
+            append_jsonl(self.run_dir / "metrics.jsonl", self.unwritten[0])
+            del self.unwritten[0]
+
+    def unless_full(self, write: Callable[[], None]) -> None:
+        """Write, or on a full disk leave it for later: a training does not end for want of a line about it."""
+        try:
+            write()
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            if not self.full:
+                log.error("metrics wait in memory until there is space again: %s", error)
+            self.full = True
+        else:
+            self.full = False
+
+    def close(self) -> None:
+        self.unless_full(self.write_rows)
+        if self.bar is not None:
+            self.bar.close()
+
+
+class RunLog(logging.FileHandler):
+    """run.log. Where it takes no line (a full disk, one that became read-only) that is said once, in one line."""
+
+    said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.said:
+            self.said = True
+            print(f"cogumi: {self.baseFilename} cannot be written: {error.strerror}", file=sys.stderr)
+
+
+@contextmanager
+def recorded(run_dir: Path, goes_on: bool = False) -> Iterator[None]:
+    """Log lines go to run.log, and to the screen if nobody else shows them; status.json says how the run ended.
+
+    goes_on: there was something of this run in the directory before, which is kept whatever happens.
+    """
+    to_file = RunLog(run_dir / "run.log", encoding="utf-8")
+    to_file.setFormatter(Hiding("%(asctime)s %(levelname)s %(message)s"))
+    on_stdout = logging.StreamHandler(sys.stdout)
+    on_stdout.setFormatter(Shown())
+    handlers: list[logging.Handler] = [to_file] if log.hasHandlers() else [to_file, on_stdout]
+    level = log.level
+    log.setLevel(level or logging.INFO)
+    for handler in handlers:
+        log.addHandler(handler)
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, RefusedAtSetup) and not goes_on:
+            shutil.rmtree(run_dir)  # nothing in it is worth keeping, and the corrected run may want its name
+            raise
+        if by := asked_by(error):
+            stage = read_if_there(run_dir / "status.json").get("stage")
+            what = FINISHED_AND_SAVED if stage == "train" else f"before or after the training (stage: {stage})"
+            state, reason = "stopped", f"asked to by {by}: {what}"
+        else:
+            state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            reason = f"{type(error).__name__}: {error}"
+        log.log(logging.WARNING if state == "stopped" else logging.ERROR, "%s: %s", state, reason)
+        try:
+            set_status(run_dir, state, reason=hide(reason))
+        except OSError as unwritten:  # a full disk must not hide what went wrong first
+            log.error("status.json could not be written: %s", unwritten)
+        raise
+    finally:
+        for handler in handlers:
+            log.removeHandler(handler)
+        log.setLevel(level)
+        to_file.close()
+
+
+def asked_by(error: BaseException) -> str:
+    """What asked the run to end, where it was asked and has put everything in order; else ""."""
+    if FINISHED_AND_SAVED in error.args:
+        return "Ctrl-C"
+    asked = {128 + signal.SIGTERM: "SIGTERM", 128 + signal.SIGHUP: "SIGHUP (the terminal was closed)"}
+    return asked.get(error.code, "") if isinstance(error, SystemExit) else ""  # type: ignore[arg-type]
+
+
+def steps_per_rollout(trainer: Any) -> int:
+    """After how many optimizer steps a trainer generates again; 1 for one that never does."""
+    args = trainer.args
+    if getattr(args, "steps_per_generation", None) is None:  # a key of GRPOConfig
+        return 1
+    return max(1, args.steps_per_generation * trainer.num_iterations // args.gradient_accumulation_steps)
+
+
+def on_screen() -> list[logging.Logger]:
+    """The loggers of ours that print on a terminal."""
+    streams = (sys.stdout, sys.stderr)
+    return [
+        logger
+        for logger in (logging.root, log)
+        if any(isinstance(each, logging.StreamHandler) and each.stream in streams for each in logger.handlers)
+    ]
+
+
+def set_status(run_dir: Path, state: str, **more: Any) -> None:
+    try:
+        write_json(run_dir / "status.json", {"state": state, "time": time.time(), **this_process(), **more})
+    except OSError as error:  # how a run ends is not left unsaid
+        if error.errno not in NO_SPACE or state not in ("running", "paused"):
+            raise
+        log.error("status.json stays as it was: %s", error)
+
+
+def take_up_metrics(run_dir: Path, state: Any) -> None:
+    """Let the metrics end at the step that the training goes on from: what was logged later is logged again.
+
+    On a machine that fetched its checkpoint there are none: then they are what that checkpoint remembers.
+    """
+    path = run_dir / "metrics.jsonl"
+    rows = read_jsonl(path)
+    if not any("loss" in row for row in rows):
+        rows += state.log_history
+    # A summary at the end of a training that a signal ended is of a part of it.
+    kept = [row for row in rows if row["step"] <= state.global_step and "train_runtime" not in row]
+    text = "".join(map(line_of, kept))
+    if text and not (path.exists() and text == path.read_text(encoding="utf-8")):
+        write_atomic(path, text)

@@ -1,0 +1,193 @@
+"""What the model writes: samples for held-out prompts, and the completions of each rollout.
+
+A row: step (the first that trained on it), rewards (by function, one number a completion), reward (their weighted sum),
+shown (a few completions from the worst to the best: prompt, completion, reward).
+
+Greedy completions. The training is as it would be without them: the random states and each module's mode are put back.
+"""
+
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch import nn
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from cogumi.core.run_directory import ROLLOUTS, SAMPLES_FILE, append_jsonl, line_of, read_jsonl, write_atomic
+from cogumi.models.completion import complete_to_end
+
+SHOWN = 4
+MOST_CHARACTERS = 4000  # of a prompt, its end; of a completion, its beginning
+
+
+class Rollouts(TrainerCallback):
+    """Writes what one trainer's rollouts came to. What TRL keeps for its own table of completions is read, not computed."""
+
+    def __init__(self, trainer: Any, run_dir: Path, unless_full: Callable[[Callable[[], None]], None]) -> None:
+        self.trainer, self.run_dir, self.unless_full = trainer, run_dir, unless_full
+        self.generate = trainer._generate_and_score_completions
+        trainer._generate_and_score_completions = self.noted
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        keep_until(self.run_dir, state.global_step, ROLLOUTS)
+
+    def noted(self, inputs: Any) -> Any:
+        found = self.generate(inputs)
+        if self.trainer.model.training:
+            row = {"step": self.trainer.state.global_step + 1, **earned(self.trainer)}
+            self.unless_full(lambda: append_jsonl(self.run_dir / ROLLOUTS, row))
+        return found
+
+
+def earned(trainer: Any) -> dict[str, Any]:
+    """Of the rollout that a trainer has just made, which is what its logs hold. NaN where no function scored a completion."""
+    logs, weights = trainer._logs, trainer.reward_weights.tolist()
+    rewards = {name: [round(value, 6) for value in values] for name, values in logs["rewards"].items()}
+    total = [weighted(each, weights) for each in zip(*rewards.values(), strict=True)]
+    prompts, completions = list(logs["prompt"]), list(logs["completion"])
+    return {
+        "reward": total,
+        "rewards": rewards,
+        "shown": [
+            {
+                "prompt": text_of(prompts[n])[-MOST_CHARACTERS:],
+                "completion": text_of(completions[n])[:MOST_CHARACTERS],
+                "reward": total[n],
+            }
+            for n in spread(total)
+        ],
+    }
+
+
+def weighted(rewards: tuple[float, ...], weights: list[float]) -> float:
+    """As TRL adds them up: those that are numbers, and NaN where none is."""
+    scored = [reward * weight for reward, weight in zip(rewards, weights, strict=True) if not math.isnan(reward)]
+    return round(math.fsum(scored), 6) if scored else math.nan
+
+
+def spread(rewards: list[float]) -> list[int]:
+    """The places of a few rewards, from the lowest to the highest."""
+    ranked = sorted((n for n, reward in enumerate(rewards) if not math.isnan(reward)), key=rewards.__getitem__)
+    if len(ranked) <= SHOWN:
+        return ranked
+    return [ranked[round((len(ranked) - 1) * n / (SHOWN - 1))] for n in range(SHOWN)]
+
+
+def text_of(said: Any) -> str:
+    """A text as it is; messages with who says them."""
+    if isinstance(said, str):
+        return said
+    return "\n".join(f"{each['role']}: {each.get('content') or each.get('tool_calls', '')}" for each in said)
+
+
+# -------------------------------------------------------------------------------------------------------------- samples
+
+
+log = logging.getLogger("cogumi")
+
+SAMPLES = 4
+# Where the config does not say: so often on the way, and not more often than every so many steps.
+TIMES, FEWEST = 10, 50
+SHARE = 0.02  # of the training's time, at most, for those
+
+
+class Samples(TrainerCallback):
+    """Writes samples after every `every` steps of a training. `aside` is entered while it does.
+
+    every: None for each tenth of the steps, not more often than every FEWEST, as long as it takes no more than SHARE of the
+    time. spent: the seconds by stage so far.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Dataset,
+        every: int | None,
+        aside: Callable[[str], AbstractContextManager[None]],
+        spent: Callable[[], dict[str, float]],
+        stops: Sequence[str] = (),
+    ) -> None:
+        self.run_dir, self.tokenizer, self.prompts, self.every, self.aside = run_dir, tokenizer, prompts, every, aside
+        self.spent, self.stops = spent, stops
+        self.limited = every is None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        keep_until(self.run_dir, state.global_step)
+        if self.every is None:
+            self.every = max(FEWEST, math.ceil(state.max_steps / TIMES))
+        on_the_way = f"every {self.every} steps " if self.every < state.max_steps else ""
+        limit = f", at most {SHARE:.0%} of the time" if on_the_way and self.limited else ""
+        log.info("samples: %d held-out prompts before the first step, %sand at the end%s (cogumi.samples_every)",
+                 min(SAMPLES, len(self.prompts)), on_the_way, limit)  # fmt: skip
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        assert self.every is not None
+        if state.global_step % self.every == 0 and state.global_step < state.max_steps and self.is_cheap():
+            with self.aside("samples"):
+                write_samples(self.run_dir, model, self.tokenizer, self.prompts, state.global_step, self.stops)
+
+    def is_cheap(self) -> bool:
+        """Whether samples have taken no more than their share of the time so far."""
+        spent = self.spent()
+        return not self.limited or spent.get("samples", 0.0) <= SHARE * spent.get("train", 0.0)
+
+
+def write_samples(
+    run_dir: Path,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Dataset,
+    step: int,
+    stops: Sequence[str] = (),
+) -> None:
+    """Add completions of the first prompts to samples.jsonl: rows of step, the prompt's columns, completion.
+
+    prompts: `prompt` (text), `prompt_ids`, and what would be the answer.
+
+    Those of this step and of later ones, of a part of the run that is made again, are replaced.
+    """
+    keep_until(run_dir, step - 1)
+    examples = prompts.select(range(min(SAMPLES, len(prompts))))
+    with as_before(model):
+        written = complete_to_end(model, tokenizer, list(examples["prompt_ids"]), stops=stops)
+    for example, (completion, ended) in zip(examples.remove_columns("prompt_ids"), written, strict=True):
+        append_jsonl(run_dir / SAMPLES_FILE, {"step": step, **example, "completion": completion, "ended": ended})
+
+
+def keep_until(run_dir: Path, step: int, file: str = SAMPLES_FILE) -> None:
+    """Drop the rows of later steps: they are of a training that is made again from here."""
+    path = run_dir / file
+    rows = read_jsonl(path)
+    kept = [row for row in rows if row.get("step", step + 1) <= step]
+    if len(kept) < len(rows):
+        write_atomic(path, "".join(map(line_of, kept)))
+
+
+@contextmanager
+def as_before(model: nn.Module) -> Iterator[None]:
+    """Put back, after the block, what it may have moved: every random state, and which modules were in training mode."""
+    modes = {module: module.training for module in model.modules()}
+    states = random.getstate(), np.random.get_state()
+    devices = list(range(torch.cuda.device_count()))
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        for module, training in modes.items():
+            module.training = training

@@ -1,0 +1,418 @@
+"""How a run stands, from its directory and the table of processes alone: milliseconds, no torch, nothing changed."""
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+from cogumi.checkpoints.commit import step_of
+from cogumi.checkpoints.retention import checkpoints_in
+from cogumi.core.durability import locked
+from cogumi.core.errors import UsageError
+from cogumi.core.formatting import duration, flag_sentence, visible
+from cogumi.core.process_id import host, is_running, same_process
+from cogumi.core.run_directory import CONSOLE, START, finite, is_empty, read_json
+
+# What status.json says while a process is at work. It also says so of one that was killed.
+AT_WORK = ("starting", "running", "paused")
+# How a run ends that was to go on, and what is said of a process that is gone without a word.
+# How cogumi itself ends a run before its end.
+SANITY_CHECKED, STOPPED, BUDGET_SPENT = "sanity checked", "stopped by a red flag", "budget spent"
+BROKEN_OFF = ("interrupted", "failed", "stopped", "died")
+# A run on another machine counts as living as long as its last sign of life is no older.
+FRESH_SECONDS = 300.0
+TAIL_BYTES = 65536
+NAMED = 3  # of the runs that a hint could name
+
+
+@dataclass(frozen=True)
+class Status:
+    """One look at a run. Times are seconds since 1970; what the run does not say (yet) is None."""
+
+    run_dir: str
+    state: str
+    """As in status.json (starting, running, finished, failed, stopped ...); died: it says running, and the process is gone;
+    refused: a start ended in a mistake of the configuration, and there is no run."""
+    stage: str | None
+    """While it runs: load, train, samples, merge ..."""
+    step: int | None
+    steps: int | None
+    eta_seconds: float | None
+    reason: str | None
+    """Why it ended as it did, and what to do."""
+    alive: bool | None
+    """Whether its process lives. None where that cannot be said from this machine."""
+    pid: int | None
+    host: str | None
+    began: float | None
+    """When the process began."""
+    last_sign: float | None
+    """When the run last wrote its status or heartbeat."""
+    checkpoint: str | None
+    """The newest checkpoint, which the run goes on from if it is whole."""
+    heartbeat: dict[str, Any]
+    """heartbeat.json as it is."""
+    latest: dict[str, Any]
+    """The last value of each metric among the last logged rows."""
+    latest_steps: dict[str, int]
+    """The step that each of them is of: a held-out loss may be many steps older than the loss."""
+    log: str
+    """The file with what the run says."""
+
+    def __str__(self) -> str:
+        return in_words(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # as the last word of a cell
+        printer.text(str(self))
+
+    @property
+    def process(self) -> dict[str, Any]:
+        """The record of its process, as in `cogumi.core.process_id`."""
+        return {"pid": self.pid, "host": self.host, "began": self.began}
+
+    @property
+    def ended(self) -> bool:
+        return self.state not in AT_WORK or self.alive is False
+
+    @property
+    def passed(self) -> bool:
+        """Whether the run came to its end and every check of its verdict passed."""
+        verdict = read_if_there(Path(self.run_dir) / "verdict.json")
+        return self.ended and self.state not in (*BROKEN_OFF, "refused") and verdict.get("passed") is True
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the fields, with `ended` and `passed`."""
+        values: dict[str, Any] = finite({**asdict(self), "ended": self.ended, "passed": self.passed})
+        return values
+
+
+def status_of(run_dir: Path) -> Status:
+    """How the run in a directory stands. Raises UsageError where there is none."""
+    said, started = read_if_there(run_dir / "status.json"), read_if_there(run_dir / START)
+    if not said and not started:
+        if not is_run(run_dir):
+            raise UsageError(f"no run there{near(run_dir)}", place=run_dir)
+        said = {"state": "starting"}  # a directory that is just being begun
+    beat = read_if_there(run_dir / "heartbeat.json")
+    last_sign = max((each["time"] for each in (said, started, beat) if "time" in each), default=None)
+    # A start that has not come as far as a status of its own is what there is to tell, whatever was before it.
+    newest = started if started and started["time"] > said.get("time", 0) and not same_process(started, said) else said
+    alive = is_alive(run_dir, newest, last_sign)
+    state, reason = said.get("state", "starting"), said.get("reason")
+    if newest is started:
+        state, reason = before_a_status(state if said else None, reason, started, alive)
+    elif state in AT_WORK and alive is False:
+        state, reason = "died", how_it_died(started if same_process(started, said) else {}, state, said.get("stage"))
+    there, (latest, latest_steps) = checkpoints_in(run_dir / "checkpoints"), latest_metrics(run_dir / "metrics.jsonl")
+    # The heartbeat is written at most once a second: the last step of a run that was stopped is in its metrics, or saved.
+    reached = [each["step"] for each in (beat, latest) if "step" in each] + [step_of(path) for path in there[:1]]
+    return Status(
+        run_dir=str(run_dir),
+        state=state,
+        stage=said.get("stage") if state in AT_WORK and newest is said else None,
+        step=max(reached, default=None),
+        steps=beat.get("steps"),
+        eta_seconds=beat.get("eta_seconds") if state in AT_WORK else None,
+        reason=reason,
+        alive=alive,
+        pid=newest.get("pid"),
+        host=newest.get("host"),
+        began=newest.get("began"),
+        last_sign=last_sign,
+        checkpoint=there[0].name if there else None,
+        heartbeat=beat,
+        latest=latest,
+        latest_steps=latest_steps,
+        log=str(log_of(run_dir, said, started)),
+    )
+
+
+def before_a_status(
+    before: str | None, reason: str | None, started: dict[str, Any], alive: bool | None
+) -> tuple[str, str | None]:
+    """State and reason while the newest word is that of a start. before: the state of the run that it was to go on with."""
+    if started.get("refused"):
+        return before or "refused", f"the last start was refused: {started['refused']}"
+    if started.get("exit") == 128 + Signals.SIGTERM:
+        return before or "stopped", "it was stopped before it had begun"
+    if alive is False:
+        return (before if before and before not in AT_WORK else "died"), how_it_died(started, "starting", None)
+    return "starting", None
+
+
+def how_it_died(started: dict[str, Any], state: str, stage: str | None) -> str:
+    """Of a process that left no word itself: what its supervisor saw, or what is left to think."""
+    during = stage or state
+    code = started.get("exit")
+    if code is None:
+        return f"its process is gone without a word (during: {during}): killed, or the machine went down"
+    if code >= 0:
+        return f"its process ended with exit status {code} (during: {during})"
+    by = ", as the kernel does when memory runs out, or somebody's kill -9" if -code == Signals.SIGKILL else ""
+    return f"its process was ended by {Signals(-code).name} (during: {during}){by}"
+
+
+def is_alive(run_dir: Path, record: dict[str, Any], last_sign: float | None) -> bool | None:
+    """Whether the process of a record lives. Where its number does not tell, whether somebody holds the directory's lock."""
+    known = is_running(record)
+    if known is not None or is_empty(run_dir):
+        return known
+    with locked(run_dir) as ours:
+        if ours is False:
+            return True
+        if ours and record.get("host") in (None, host()):
+            return False
+    # Not every network filesystem passes locks on from machine to machine.
+    return None if last_sign is not None and time.time() - last_sign < FRESH_SECONDS else False
+
+
+def log_of(run_dir: Path, said: dict[str, Any], started: dict[str, Any]) -> Path:
+    """What a detached process prints, which has its errors too; run.log of a run in somebody's terminal."""
+    detached = started and (not said or same_process(started, said) or started["time"] > said.get("time", 0))
+    return run_dir / (CONSOLE if detached else "run.log")
+
+
+def read_if_there(path: Path) -> dict[str, Any]:
+    """The object in a file; {} where there is no file, or nothing in it yet."""
+    try:
+        return dict(read_json(path)) if path.stat().st_size else {}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+
+
+def latest_metrics(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The last value of each metric in the end of a file of metrics, which may be long, and the step that it is of."""
+    latest: dict[str, Any] = {}
+    steps: dict[str, int] = {}
+    for line in tail_lines(path):
+        row = {key: value for key, value in json.loads(line).items() if value is not None}
+        latest |= row
+        steps |= dict.fromkeys(row, row.get("step", 0))
+    return latest, steps
+
+
+def tail_lines(path: Path, size: int = TAIL_BYTES) -> list[str]:
+    """The whole lines in the last `size` bytes of a file; none where there is no file."""
+    try:
+        with path.open("rb") as file:
+            begin = max(0, os.fstat(file.fileno()).st_size - size)
+            file.seek(begin)
+            lines = file.read().decode(errors="replace").split("\n")
+    except FileNotFoundError:
+        return []
+    return lines[1 if begin else 0 : -1]
+
+
+def is_run(directory: Path) -> bool:
+    """Whether a directory is that of a run, be it one that is just being begun."""
+    return any((directory / name).exists() for name in ("status.json", START, CONSOLE))
+
+
+def runs_in(path: Path) -> list[Path]:
+    """The run in a directory, or those below it. Raises UsageError, with what is near, where there is none."""
+    found = [path] if is_run(path) else runs_below(path)
+    if not found:
+        raise UsageError(f"no run there{near(path)}", place=path)
+    return found
+
+
+def runs_below(directory: Path) -> list[Path]:
+    """The run directories below a directory, by name: right below it, and one further down, as stages of one project."""
+    places = [f"{depth}/{mark}" for depth in ("*", "*/*") for mark in ("status.json", START)]
+    return sorted({path.parent for place in places for path in directory.glob(place)})
+
+
+def near(run_dir: Path) -> str:
+    """A hint for a name that is none of a run: runs below it, or right beside it; one that it nearly names, if it is none."""
+    import difflib
+
+    if below := runs_below(run_dir):
+        return f"; below it there is {named(below)}"
+    beside = {path.name: path for path in runs_below(run_dir.parent) if path.parent == run_dir.parent}
+    misspelled = [] if run_dir.exists() else difflib.get_close_matches(run_dir.name, beside, n=1)
+    found = [beside[name] for name in misspelled or beside]
+    return f"; there is {named(found)}" if found else ""
+
+
+def named(runs: list[Path]) -> str:
+    return ", ".join(map(str, runs[:NAMED]))
+
+
+# -------------------------------------------------------------------------------------------------------------- in words
+
+BAR_WIDTH = 40
+LOG_LINES = 8
+# Of what trainers log, in this order; the rest is in metrics.jsonl.
+SHOWN = (
+    "loss",
+    "eval_loss",
+    "reward",
+    "reward_std",
+    "rewards/margins",
+    "rewards/accuracies",
+    "grad_norm",
+    "learning_rate",
+    "entropy",
+    "kl",
+)
+
+
+def in_short(status: Status) -> str:
+    """One line: where, what, how far."""
+    said = [f"{near_here(status.run_dir)}: {state_of(status)}"]
+    if status.step is not None and status.steps is not None:
+        said.append(f"step {status.step}/{status.steps}")
+    if status.eta_seconds is not None and not status.ended:
+        said.append(f"{duration(status.eta_seconds)} to go")
+    if status.alive and not status.ended:
+        said.append(f"process {status.pid}")
+    return visible(", ".join(said))
+
+
+def in_words(status: Status) -> str:
+    """The line, with what was checked, why it ended and what it would go on from."""
+    judged = [checked(status), f"flags: {flagged(status)}"] if status.ended and flagged(status) else []
+    told = [
+        each for each in missed(checks(status)) if each["figure"] not in (status.reason or "")
+    ]  # which is said below
+    said = "; ".join([in_short(status), *filter(None, judged), *map(failure, told)])
+    if status.reason:
+        said += f"; {' '.join(status.reason.split())}"
+    if status.state in BROKEN_OFF:
+        said += f"; {how_to_go_on(status)}"
+    merged = Path(status.run_dir) / "merged"
+    if status.ended and merged.is_dir():
+        said += f"; the merged model is {near_here(str(merged))}"
+    return visible(said)
+
+
+def how_to_go_on(status: Status) -> str:
+    """Of a run that was broken off: what it has, and what starting it again does."""
+    there = f"the newest checkpoint is {status.checkpoint}" if status.checkpoint else "there is no checkpoint yet"
+    return f"{there}; started again with the same words it {'goes on' if status.checkpoint else 'begins anew'}"
+
+
+def on_a_screen(status: Status) -> str:
+    """Everything worth a look, as plain text of some twenty lines."""
+    lines = [in_short(status)]
+    if status.reason:
+        lines.append(f"  {' '.join(status.reason.split())}")
+    if status.step is not None and status.steps:
+        done = min(1.0, status.step / status.steps)
+        bar = "#" * round(done * BAR_WIDTH)
+        lines.append(f"[{bar:.<{BAR_WIDTH}}] {done:.0%}")
+    if status.last_sign is not None and not status.ended:
+        lines.append(f"last sign of life {duration(time.time() - status.last_sign)} ago")
+    lines += [row for row in (figures(status), machine(status.heartbeat)) if row]
+    if status.heartbeat.get("stalled"):
+        lines.append(status.heartbeat["stalled"])
+    lines += [f"{each['level']}: {each['name']}: {flag_sentence(each)}" for each in flags(status)]
+    if status.state in BROKEN_OFF:
+        lines.append(how_to_go_on(status))
+    elif status.checkpoint:
+        lines.append(f"newest checkpoint: {status.checkpoint}")
+    lines += [f"FAIL  {failed(each)}" for each in missed(checks(status))]
+    log = tail_lines(Path(status.log), size=LOG_LINES * 1000)[-LOG_LINES:]
+    return visible("\n".join([*lines, *([f"--- {near_here(status.log)}", *log] if log else [])]))
+
+
+def state_of(status: Status) -> str:
+    if status.alive is None and not status.ended:
+        return f"{status.state} on {status.host or 'another machine'} (whether it still is cannot be seen from here)"
+    return f"{status.state} ({status.stage})" if status.stage else status.state
+
+
+def figures(status: Status) -> str:
+    """The last values, with the step of each that is older than the newest: beside it, it would read as of now."""
+    steps = {key: status.latest_steps[key] for key in SHOWN if key in status.latest}
+    newest = max(steps.values(), default=0)
+    return "  ".join(
+        f"{key} {number(status.latest[key])}{'' if step == newest else f' (step {step})'}"
+        for key, step in steps.items()
+    )
+
+
+def machine(heartbeat: dict[str, Any]) -> str:
+    """What a heartbeat says beside the step, as far as it does: speed, money, GPU, memory, disk."""
+    gpu, memory, disk = (heartbeat.get(key) or {} for key in ("gpu", "memory", "disk"))
+    said = {
+        "{:,.0f} tokens/s": heartbeat.get("tokens_per_second"),
+        "MFU {:.0%}": heartbeat.get("mfu"),
+        "${:.2f} so far": heartbeat.get("cost_so_far"),
+        "${:.2f} at the end": heartbeat.get("cost_at_end"),
+        "GPU {:.0f} %": gpu.get("utilization_percent"),
+        "GPU memory {:.0%}": gpu and gpu["used"] / gpu["total"],
+        "memory {:.0%}": memory and memory["used"] / memory["total"],
+        "{:.0f} GB of disk free": disk and disk["free"] / 1e9,
+    }
+    return "  ".join(words.format(value) for words, value in said.items() if isinstance(value, int | float))
+
+
+def cost(status: Status) -> str:
+    """What it cost so far, "" where no price was given."""
+    so_far = status.heartbeat.get("cost_so_far")
+    return "" if so_far is None else f"${so_far:.2f}"
+
+
+def flags(status: Status) -> list[dict[str, Any]]:
+    """What the verdict has raised so far, but for what is green."""
+    found = read_if_there(Path(status.run_dir) / "flags.json").get("flags", [])
+    return [each for each in found if each.get("level") != "green"]
+
+
+def reds(status: Status) -> list[str]:
+    """The names of the flags that are red now."""
+    return [str(each["name"]) for each in flags(status) if each["level"] == "red"]
+
+
+def flagged(status: Status) -> str:
+    """The flags in a few words: `12 green`, or `RED loss trend, 1 yellow, 10 green`; "" where nothing was judged yet."""
+    levels: dict[str, list[str]] = {}
+    for each in read_if_there(Path(status.run_dir) / "flags.json").get("flags", []):
+        levels.setdefault(each["level"], []).append(each["name"])
+    red = [f"RED {' and '.join(levels['red'])}"] if "red" in levels else []
+    return ", ".join([*red, *(f"{len(levels[level])} {level}" for level in ("yellow", "green") if level in levels)])
+
+
+def checks(status: Status) -> list[dict[str, Any]]:
+    """What was checked of an ended run."""
+    return list(read_if_there(Path(status.run_dir) / "verdict.json").get("checks", [])) if status.ended else []
+
+
+def missed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [each for each in found if not each["passed"]]
+
+
+def failure(check: dict[str, Any]) -> str:
+    """A check that was missed in one clause: its name and its fix; its figure, of a run whose verdict names no fix."""
+    return f"FAIL {check['name']}: {check.get('fix') or check['figure']}"
+
+
+def failed(check: dict[str, Any]) -> str:
+    """A check that was missed: its name, the figure, the fix."""
+    fix = check.get("fix")
+    return f"{check['name']}: {check['figure']}" + (f"; {fix}" if fix else "")
+
+
+def checked(status: Status) -> str:
+    """`9 of 9 checks passed`, or "" before there is a verdict. While a flag is red, nothing is said to have passed."""
+    return counted(found, reds(status)) if (found := checks(status)) else ""
+
+
+def counted(found: list[dict[str, Any]], red: list[str]) -> str:
+    """How many of the checks of a verdict passed, beside the names of the red flags."""
+    met = f"{sum(each['passed'] for each in found)} of {len(found)} checks"
+    return f"{met} are met, but {' and '.join(red)} {'is' if len(red) == 1 else 'are'} RED" if red else f"{met} passed"
+
+
+def number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def near_here(path: str) -> str:
+    """A path below the working directory as one would type it."""
+    short = os.path.relpath(path)
+    return path if short.startswith("..") else short

@@ -1,0 +1,383 @@
+"""Tokens per second, the floating-point operations behind them, and what they take of the machine.
+
+FLOP per token = 4 N + 2 N_trained + 12 L d_attn T
+
+N counts the weights that a token is multiplied with: all matrices, the LM head among them (tied or not), without the
+embedding table, which is only looked up; of a mixture of experts the share of the experts that are routed to. Each
+multiplies and adds once in the forward pass (2 N) and once more in the backward pass for the gradient of its input
+(2 N); the gradient of the weights (2 N_trained) is only for those that are trained. So full fine-tuning is 6 N, and LoRA
+on a frozen base 4 N plus 6 of the adapter's own. 12 L d_attn T is attention: scores and their product with the values are
+2 d_attn T each in the forward pass, and twice that in the backward pass, for L layers, d_attn = heads x head_dim (not the
+hidden size, from which it differs in Qwen3 and gpt-oss), and T tokens attended to; no half for causality, as in PaLM. T is
+the mean length of the documents weighted by tokens, sum n^2 / sum n; a layer with a sliding window sees min(T, window).
+A layer without attention (Mamba, linear attention) counts none.
+
+Sources: Kaplan et al. 2020, arXiv:2001.08361, section 2.1 (2 N forward, 6 N in all); Chowdhery et al. 2022 (PaLM),
+arXiv:2204.02311, appendix B (12 L H Q T, MFU); Hu et al. 2021, arXiv:2106.09685 (what is frozen has no gradient).
+
+MFU counts what the model needs, HFU what the hardware does: gradient checkpointing makes the forward pass a second time
+(2 N + 4 L d_attn T more), so that a perfect machine shows an MFU of 67 % with LoRA and 75 % without. Not counted, so that
+both are lower bounds: norms, softmax and optimizer, dequantizing 4-bit weights, the reference model's forward pass of DPO
+and GRPO. TRL's chunked losses multiply the LM head only with tokens that are learned: there both are an upper bound in
+the head's share.
+
+Tokens are those of the batches that the loss is computed on, prompts and completions, each time that they are: a step that
+was made again after a kill counts again, as do its seconds.
+"""
+
+import functools
+import importlib.util
+import logging
+import math
+import resource
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from cogumi.core.formatting import pip
+from cogumi.data.packing import padding_of
+from cogumi.stack.gpus import card_of
+from cogumi.telemetry.stage_timer import Meter
+
+NOT_MULTIPLIED = ("original_module", "lora_embedding_A", "lora_embedding_B")  # PEFT's: replaced by a copy, looked up
+EXPERTS_ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a token costs: `weights` and `trained` are N and N_trained, `attention` the windows of the layers that attend.
+
+    attention: for each such layer d_attn and its window, math.inf where it sees everything.
+    """
+
+    weights: float
+    trained: float
+    attention: tuple[tuple[float, float], ...]
+
+    def forward(self, context: float) -> float:
+        """FLOP of a token's forward pass among `context` tokens."""
+        return 2 * self.weights + sum(4 * width * min(context, window) for width, window in self.attention)
+
+    def model(self, context: float) -> float:
+        """FLOP of a token in training, forward and backward, as the formula above has it."""
+        attending = sum(12 * width * min(context, window) for width, window in self.attention)
+        return 4 * self.weights + 2 * self.trained + attending
+
+    def hardware(self, context: float, recomputed: bool) -> float:
+        """The same with the forward pass that gradient checkpointing repeats."""
+        return self.model(context) + (self.forward(context) if recomputed else 0.0)
+
+
+def work_of(model: nn.Module) -> Work:
+    """What a token of a loaded model costs in training, adapters included.
+
+    Raises ValueError, naming it, for what it cannot count: an expert layer whose routing the configuration does not
+    give, weights stored in a form whose number of elements is not that of the matrix.
+    """
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        raise ValueError(f"{type(model).__name__} has no config")
+    config = config.get_text_config()
+    weights = trained = 0.0
+    for elements, learned, share in matrices(model, config):
+        weights += elements * share
+        trained += elements * share * learned
+    return Work(weights, trained, attention_of(config))
+
+
+def matrices(model: nn.Module, config: Any) -> Iterator[tuple[float, bool, float]]:
+    """(elements, trained or not, share of the tokens that meet it) of every matrix. A tied head counts once, as the head."""
+    counted = set()
+    for name, module in model.named_modules():
+        parts = name.split(".")
+        if isinstance(module, nn.Embedding) or any(each in parts for each in NOT_MULTIPLIED):
+            continue
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() < 2 or leaf.endswith("bias") or id(parameter) in counted:
+                continue
+            counted.add(id(parameter))
+            share = routed_share(config, name) if "experts" in parts else 1.0
+            yield elements_of(module, f"{name}.{leaf}", parameter), parameter.requires_grad, share
+
+
+def elements_of(module: nn.Module, name: str, parameter: nn.Parameter) -> float:
+    """The elements of the matrix that a parameter stands for; a 4-bit one is stored packed, two to a byte."""
+    if isinstance(module, nn.Linear):
+        return float(module.in_features * module.out_features)
+    if not parameter.is_floating_point():
+        raise ValueError(f"{name} is stored as {parameter.dtype}, and its elements are not those of the matrix")
+    return float(parameter.numel())
+
+
+def routed_share(config: Any, name: str) -> float:
+    routed = next((getattr(config, key) for key in EXPERTS_ROUTED if getattr(config, key, None)), None)
+    among = next((getattr(config, key) for key in EXPERTS if getattr(config, key, None)), None)
+    if not isinstance(routed, int) or not isinstance(among, int):
+        raise ValueError(f"{name} is a mixture of experts, and its config does not say how many of them a token meets")
+    return routed / among
+
+
+def attention_of(config: Any) -> tuple[tuple[float, float], ...]:
+    """(d_attn, window) of every layer that attends."""
+    window, kinds = getattr(config, "sliding_window", None) or math.inf, getattr(config, "layer_types", None)
+    if kinds is None:  # one kind for all layers: a window where the config has one that is in use
+        slides = getattr(config, "use_sliding_window", True)
+        kinds = ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers
+    windows = {"full_attention": math.inf, "sliding_attention": window, "chunked_attention": chunk_of(config)}
+    attending = [windows[kind] for kind in kinds if kind in windows]
+    return tuple((attention_width(config), limit) for limit in attending)
+
+
+def chunk_of(config: Any) -> float:
+    return float(getattr(config, "attention_chunk_size", None) or math.inf)
+
+
+def attention_width(config: Any) -> float:
+    """d_attn: heads x head_dim; with a latent cache (DeepSeek) keys and values differ, and it is the mean of both."""
+    heads = config.num_attention_heads
+    if getattr(config, "qk_head_dim", None) and getattr(config, "v_head_dim", None):
+        return heads * (config.qk_head_dim + config.v_head_dim) / 2
+    return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
+def peak_flops(card: str) -> float | None:
+    """Dense bf16 FLOP/s of a card by torch's name of it; None for one that is not known, or that has no bf16."""
+    known = card_of(card)
+    return None if known is None else known.peak
+
+
+# ---------------------------------------------------------------------------------------------------------- machine use
+
+
+log = logging.getLogger("cogumi")
+
+
+class MachineUse:
+    """Reads what the machine is doing, about a millisecond a time. Made in the thread that asks.
+
+    Utilization, temperature and power come from NVML (nvidia-ml-py), and are left out, with one line of log, where it
+    is not installed or does not answer, as in some containers.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.process = psutil.Process()
+        self.process.cpu_percent()  # the first call starts the interval of the next
+        psutil.cpu_percent()
+        self.nvml = torch.cuda.is_available() and nvml_answers()
+
+    def now(self) -> dict[str, Any]:
+        """Bytes are bytes, percentages 0 to 100; `cpu.process_percent` is of one core, so 8 busy cores are 800."""
+        memory, disk = psutil.virtual_memory(), shutil.disk_usage(self.directory)
+        return {
+            "gpu": self.gpu(),
+            "cpu": {
+                "percent": psutil.cpu_percent(),
+                "process_percent": self.process.cpu_percent(),
+                "cores": psutil.cpu_count(),
+            },
+            "memory": {"used": memory.total - memory.available, "total": memory.total, "process": self.process.memory_info().rss},
+            "disk": {"free": disk.free, "total": disk.total},
+        }  # fmt: skip
+
+    def gpu(self) -> dict[str, Any] | None:
+        """None without one. `used` is everybody's, `allocated` and `reserved` are of this process."""
+        if not torch.cuda.is_available():
+            return None
+        free, total = torch.cuda.mem_get_info()
+        found = {"name": torch.cuda.get_device_name(), "used": total - free, "total": total, **gpu_peaks()}
+        if self.nvml:
+            found |= {
+                "utilization_percent": torch.cuda.utilization(),
+                "temperature_celsius": torch.cuda.temperature(),
+                "power_watts": torch.cuda.power_draw() / 1000,
+            }
+        return found
+
+
+def nvml_answers() -> bool:
+    if importlib.util.find_spec("pynvml") is None:
+        install = pip("install nvidia-ml-py")
+        log.info("no GPU utilization in heartbeat.json: nvidia-ml-py is not installed (%s)", install)
+        return False
+    import pynvml
+
+    try:
+        torch.cuda.utilization(), torch.cuda.temperature(), torch.cuda.power_draw()
+    except (pynvml.NVMLError, RuntimeError) as error:
+        log.info("no GPU utilization in heartbeat.json: NVML does not answer: %s", error)
+        return False
+    return True
+
+
+def gpu_peaks() -> dict[str, int]:
+    """Bytes that torch has held at most since the run began; {} without a GPU."""
+    if not torch.cuda.is_available():
+        return {}
+    return {
+        "peak_allocated": torch.cuda.max_memory_allocated(),
+        "peak_reserved": torch.cuda.max_memory_reserved(),
+    }
+
+
+def peak_rss() -> int:
+    """The most memory this process has had resident, in bytes, over its whole life."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024  # getrusage(2): kilobytes on Linux, bytes on macOS
+
+
+# ----------------------------------------------------------------------------------------------------------- throughput
+
+
+ROLLOUT = "rollout"
+
+
+@dataclass
+class Counts:
+    """Sums over the batches of a training."""
+
+    tokens: float = 0.0
+    """Without padding."""
+    padded_tokens: float = 0.0
+    """With it."""
+    squared: float = 0.0
+    """Of the lengths of the documents: over `tokens` it is the mean length among which a token attends."""
+    completions: float = 0.0
+    step_seconds: float = 0.0
+    """Of the steps, rollouts and reading data in them; not what lies between them: saving, logging, evaluation."""
+    rollout_seconds: float = 0.0
+
+    def since(self, before: "Counts") -> "Counts":
+        return Counts(**{key: value - getattr(before, key) for key, value in asdict(self).items()})
+
+
+class Throughput:
+    """Counts what one trainer's loss is computed on, by looking at the batches that its `compute_loss` is given.
+
+    Sums stay on the device until `read`, which waits for it: call it where the trainer has just waited for a loss.
+    """
+
+    def __init__(self, trainer: Any, meter: Meter) -> None:
+        self.meter = meter
+        self.total = Counts(**meter.counts)
+        self.last = Counts(**meter.counts)
+        self.on_device: Tensor | None = None
+        self.recomputes = bool(trainer.args.gradient_checkpointing)
+        self.work, self.peak, self.no_mfu = costs_of(trainer.model)
+        self.count_tokens(trainer)
+        if hasattr(trainer, "_generate_and_score_completions"):  # TRL 1.15's GRPOTrainer, and unsloth's
+            self.time_rollouts(trainer)
+
+    def count_tokens(self, trainer: Any) -> None:
+        compute_loss = trainer.compute_loss
+
+        @functools.wraps(compute_loss)
+        def counting(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            if model.training:
+                self.add(inputs)
+            return compute_loss(model, inputs, *args, **kwargs)
+
+        trainer.compute_loss = counting
+
+    def time_rollouts(self, trainer: Any) -> None:
+        """A rollout ends in texts and rewards, on the host: its seconds are the clock's."""
+        generate = trainer._generate_and_score_completions
+
+        @functools.wraps(generate)
+        def timed(inputs: Any) -> Any:
+            if not trainer.model.training:  # of an evaluation
+                return generate(inputs)
+            before = self.meter.seconds().get(ROLLOUT, 0.0)
+            with self.meter.inside(ROLLOUT):
+                batch = generate(inputs)
+            self.total.rollout_seconds += self.meter.seconds()[ROLLOUT] - before
+            self.total.completions += len(batch["completion_ids"])
+            return batch
+
+        trainer._generate_and_score_completions = timed
+
+    def add(self, inputs: dict[str, Any]) -> None:
+        lengths_squared, tokens, padded = documents_of(inputs)
+        self.total.padded_tokens += padded
+        sums = torch.stack([tokens, lengths_squared])
+        self.on_device = sums if self.on_device is None else self.on_device + sums
+
+    def read(self) -> None:
+        """Take what is on the device into the totals, and leave them where the heartbeat finds them."""
+        if self.on_device is not None:
+            tokens, squared = self.on_device.tolist()
+            self.total.tokens += tokens
+            self.total.squared += squared
+            self.on_device = None
+        self.meter.counts = asdict(self.total)
+
+    def window(self) -> Counts:
+        """What was done since this was last asked."""
+        self.read()
+        done = self.total.since(self.last)
+        self.last = Counts(**asdict(self.total))
+        return done
+
+    def tokens_per_second(self, done: Counts) -> float | None:
+        """Tokens without padding, over steps and the rollouts in them."""
+        return done.tokens / done.step_seconds if done.tokens and done.step_seconds > 0 else None
+
+    def mfu(self, done: Counts) -> float | None:
+        """The share of the card's peak, of the seconds of steps without their rollouts (which no formula here counts)."""
+        return (
+            self.share_of_peak(done, self.work.model(done.squared / done.tokens)) if self.work and done.tokens else None
+        )
+
+    def hfu(self, done: Counts) -> float | None:
+        """The same of the work done, what gradient checkpointing repeats with it."""
+        if not self.work or not done.tokens:
+            return None
+        return self.share_of_peak(done, self.work.hardware(done.squared / done.tokens, self.recomputes))
+
+    def share_of_peak(self, done: Counts, flop_per_token: float) -> float | None:
+        seconds = done.step_seconds - done.rollout_seconds
+        return done.tokens * flop_per_token / seconds / self.peak if self.peak and seconds > 0 else None
+
+
+def costs_of(model: Any) -> tuple[Work | None, float | None, str | None]:
+    """(what a token costs, the card's peak in FLOP/s, why there is no MFU)."""
+    try:
+        work = work_of(model)
+    except ValueError as error:
+        return None, None, f"{error}"
+    if not torch.cuda.is_available():
+        return work, None, "no GPU"
+    card = torch.cuda.get_device_name()
+    peak = peak_flops(card)
+    return work, peak, None if peak else f"the peak of {card} is not in cogumi's table (cogumi/telemetry/throughput.py)"
+
+
+def documents_of(inputs: dict[str, Any]) -> tuple[Tensor, Tensor, int]:
+    """(sum of the squared lengths of the documents, tokens, tokens with padding) of a batch, the first two on its device.
+
+    inputs: of TRL's trainers: prompt and completion apart (GRPO), rows with an attention mask (SFT, DPO), or rows without
+    mask whose positions start anew with each document (packing): there the sum over positions p of 2 p + 1 is n^2, and
+    rows beside each other are padded.
+    """
+    if "completion_ids" in inputs:
+        lengths = inputs["prompt_mask"].sum(-1) + inputs["completion_mask"].sum(-1)
+        padded = inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
+        return lengths.square().sum(), lengths.sum(), padded
+    ids: Tensor = inputs["input_ids"]
+    if inputs.get("attention_mask") is not None:
+        lengths = inputs["attention_mask"].sum(-1)
+        return lengths.square().sum(), lengths.sum(), ids.numel()
+    if inputs.get("position_ids") is not None:
+        positions: Tensor = inputs["position_ids"]
+        padding = padding_of(positions).sum()
+        return (2 * positions + 1).sum() - padding, ids.numel() - padding, ids.numel()
+    tokens = torch.tensor(ids.numel(), device=ids.device)
+    return tokens * ids.shape[-1], tokens, ids.numel()

@@ -1,0 +1,178 @@
+"""What a run leaves behind: the adapter, the merged model, and checks of both."""
+
+import logging
+import shlex
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from cogumi.checkpoints.disk_full import remove_if_there, written_aside
+from cogumi.checkpoints.saving import REMIND_SECONDS, RETRY_SECONDS
+from cogumi.config.schema import RunConfig
+from cogumi.core.disk_space import space_of
+from cogumi.core.errors import DiskFull, UsageError
+from cogumi.core.formatting import one_line
+from cogumi.core.run_directory import read_json
+from cogumi.health.verdict import Check
+from cogumi.merge import LogitCheck, MergeError, MergeReport, check_logits, merge_adapter
+from cogumi.merge.logits_disk import check_directory
+from cogumi.merge.provenance import quantization_of, record_base
+from cogumi.models.adapters import TRAINED, unlike_saved
+from cogumi.telemetry.recorder import set_status
+
+log = logging.getLogger("cogumi")
+Result = TypeVar("Result")
+
+
+def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, revision: str | None) -> Path:
+    """Adapter, tokenizer and a record of the base, written aside and renamed: `adapter/` is whole or not there."""
+    unfinished, adapter = run_dir / ".adapter", run_dir / "adapter"
+    with written_aside(unfinished):
+        model.save_pretrained(unfinished, selected_adapters=[TRAINED])  # and not the frozen reference of a warm start
+        tokenizer.save_pretrained(unfinished)
+        record_base(unfinished, model, revision)
+    remove_if_there(adapter)  # the same one: the run had come as far as this, and ended before its end
+    unfinished.rename(adapter)
+    return adapter
+
+
+def when_there_is_room(run: RunConfig, stage: str, act: Callable[..., Result], *given: Any) -> Result:
+    """Do what writes a result. On a full disk it waits for space where `cogumi.on_full` is "pause"; otherwise DiskFull."""
+    while True:
+        try:
+            return act(*given)
+        except DiskFull as full:
+            if run.cogumi.on_full != "pause":
+                raise
+            log.error("%s waits: %s", stage, full)
+            set_status(run.run_dir, "running", stage=stage, reason=f"{stage} waits for space: {full}")
+            wait_for(full)
+        set_status(run.run_dir, "running", stage=stage)
+
+
+def wait_for(full: DiskFull) -> None:
+    """Until a disk has the space by its own numbers; where these say so already, as with a quota, for a while."""
+    until = time.monotonic() + REMIND_SECONDS
+    time.sleep(RETRY_SECONDS)
+    while full.needed and space_of(Path(full.place)).free < full.needed and time.monotonic() < until:
+        time.sleep(RETRY_SECONDS)
+
+
+def merged_or_why_not(
+    run: RunConfig, run_dir: Path, adapter: Path, base: str, live: Any, tokens: torch.Tensor
+) -> tuple[Path | None, list[Check]]:
+    """The merged model and its checks; a merge that is refused is a failed check, because the adapter was paid for."""
+    try:
+        return when_there_is_room(run, "merge", merge_and_check, run, run_dir, adapter, base, live, tokens)
+    except (UsageError, MergeError) as error:
+        later = f"{one_line(error)} (later: cogumi merge {shlex.quote(str(adapter))} OUT)"
+        fix = "change what it names, and merge by that command"
+        return None, [Check("merge", later, "the adapter goes into its base", False, fix)]
+
+
+def merge_and_check(
+    run: RunConfig, run_dir: Path, adapter: Path, base: str, live: Any, tokens: torch.Tensor
+) -> tuple[Path, list[Check]]:
+    """Merge into the full-precision base, load the result, and compare its logits with the live adapter's."""
+    remove_if_there(run_dir / "merged")
+    report = merge_adapter(adapter, run_dir / "merged", base=base, base_revision=run.model.revision)
+    assert report.largest_error is not None  # the merge above verifies
+    for line in str(report).splitlines():
+        log.info("%s", line)
+    weights = Check(
+        "merged weights",
+        f"{report.elements:,} elements in {report.tensors_merged} tensors, {report.not_nearest:,} of them next to a tie, "
+        f"the worst at {report.largest_error:.2f} of what rounding allows",
+        "<= 1",
+        report.largest_error <= 1,
+        merge_again(adapter),
+    )
+    if quantization_of(live.config) is not None:
+        revision = run.model.revision if report.base == base else None
+        return report.out, [weights, *compare_unquantized(live, adapter, report, revision, tokens)]
+    merged = AutoModelForCausalLM.from_pretrained(report.out, dtype="auto", device_map={"": live.device})
+    return report.out, [
+        weights,
+        *judge_logits(check_logits(live, merged, tokens), "the live adapter's", report, adapter),
+    ]
+
+
+def compare_unquantized(
+    live: Any, adapter: Path, report: MergeReport, revision: str | None, tokens: torch.Tensor
+) -> list[Check]:
+    """Compare the merged model with the adapter on the full-precision base, and that adapter with the live one.
+
+    The live model's own logits are of quantized weights, which the merged model is to be rid of.
+    """
+    other = unlike_saved(live, adapter)
+    saved = Check(
+        "saved adapter",
+        f"{len(other)} tensors differ from the live adapter's" + (f", the first is {other[0]}" if other else ""),
+        "0, bit for bit",
+        not other,
+        "merge the adapter of the last checkpoint",
+    )
+    try:
+        logits = check_directory(adapter, report.out, report.base, revision, tokens)
+    except UsageError as error:  # too little memory, say; the merge is there all the same
+        required = "compared with the adapter on the base"
+        return [
+            saved,
+            Check("merged logits", one_line(error), required, False, merge_again(adapter, "--verify logits")),
+        ]
+    trained_on = quantization_of(live.config)
+    assert trained_on is not None
+    return [
+        saved,
+        *judge_logits(
+            logits,
+            f"those of the adapter on the full-precision base (it was trained on {trained_on.type or trained_on.method}"
+            + (f", q/delta {report.q_over_delta:.2f})" if report.q_over_delta is not None else ")"),
+            report,
+            adapter,
+        ),
+    ]
+
+
+def merge_again(adapter: Path, options: str = "") -> str:
+    return f"merge again: cogumi merge {shlex.quote(str(adapter))} OUT {options}".rstrip()
+
+
+def lost_in_rounding(report: MergeReport) -> str:
+    """The merge's largest update beside the rounding of its dtype, where the update is the smaller of the two; else "".
+
+    Rounding moves an element by half the spacing of the dtype: up to eps / 2 of the element. An update below that is lost in
+    most elements, and what is lost has the update's own direction, so the logits may miss more than random rounding explains.
+    """
+    stored = read_json(report.out / "config.json")
+    dtype = str(stored.get("dtype") or stored.get("torch_dtype") or "float32").removeprefix("torch.")
+    rounding = torch.finfo(getattr(torch, dtype)).eps / 2
+    if report.max_delta_ratio >= rounding:
+        return ""
+    return f"the update is at most {report.max_delta_ratio:.1e} of a tensor, and {dtype} rounds up to {rounding:.1e} of it away"
+
+
+def judge_logits(logits: LogitCheck, beside: str, report: MergeReport, adapter: Path) -> list[Check]:
+    lost = lost_in_rounding(report)
+    again = merge_again(adapter, "--dtype float32" if lost else "--verify logits")
+    fix = f"{lost}; raise train.learning_rate, or {again}" if lost else again
+    return [
+        Check(
+            "merged differs from the base",
+            f"logits rms {logits.base_distance:.2e} apart",
+            f"> {logits.bound:.2e}, what rounding explains",
+            logits.base_distance > logits.bound,
+            fix,
+        ),
+        Check(
+            "merged logits",
+            f"rms {logits.measured:.2e}, KL {logits.kl:.1e} from {beside}",
+            f"<= {logits.bound:.2e}, {logits.kl_bound:.1e}",
+            logits.passed,
+            fix,
+        ),
+    ]

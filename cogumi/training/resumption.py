@@ -1,0 +1,146 @@
+"""Going on with a run that ended before its end: is there one in the directory, and is it this one?"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cogumi.checkpoints.identity import differences
+from cogumi.config.schema import RunConfig, dump_config
+from cogumi.config.subsections import Thresholds
+from cogumi.core.durability import locked, why_unwritable
+from cogumi.core.errors import UsageError
+from cogumi.core.run_directory import is_empty, read_json, read_jsonl, refuse_occupied, unwritable
+from cogumi.telemetry.status import BUDGET_SPENT, SANITY_CHECKED, STOPPED
+
+HOW_TO_GO_ON = {
+    SANITY_CHECKED: "the same command without cogumi.sanity continues from here",
+    STOPPED: "change what is red and start again in another cogumi.run_dir; the same command would continue this run",
+    BUDGET_SPENT: "the same command with a larger budget continues from here",
+}
+# Where a run stopped that can go on. "running" is one that was killed: a living one holds the directory's lock.
+UNFINISHED = (
+    "starting",
+    "running",
+    "interrupted",
+    "failed",
+    "stopped",
+    "paused",
+    STOPPED,
+    SANITY_CHECKED,
+    BUDGET_SPENT,
+)
+# What may differ when a run goes on: where it is, what is kept of it and shown of it; nothing that shapes what is learned.
+MAY_CHANGE = {
+    "cogumi.run_dir",
+    "cogumi.resume",
+    "cogumi.merge",
+    "cogumi.compile",
+    "cogumi.preflight",
+    "cogumi.on_full",
+    "cogumi.on_hung",
+    "cogumi.fallback",
+    "cogumi.mirror",
+    "cogumi.sanity",
+    "cogumi.on_red",
+    *(f"cogumi.flags.{name}" for name in Thresholds.model_fields),
+    "cogumi.price_per_hour",
+    "cogumi.max_hours",
+    "cogumi.max_cost",
+    "cogumi.samples_every",
+    *(f"train.{key}" for key in ("save_steps", "save_strategy", "save_total_limit", "report_to", "run_name")),
+}
+
+
+def goes_on(run: RunConfig) -> bool:
+    """Whether run.run_dir holds this run, unfinished; False where there is nothing. Changes nothing.
+
+    Raises UsageError for anything else: a finished run, one that is under way, one of another configuration, other files.
+    """
+    if is_empty(run.run_dir):
+        return False
+    with alone_in(run.run_dir):
+        refuse_unless_unfinished(run)
+        refuse_unwritable(run.run_dir)
+    return True
+
+
+def refuse_unwritable(run_dir: Path) -> None:
+    """Raise UsageError where the directory takes no more files, and not because its disk is full."""
+    if error := why_unwritable(run_dir):
+        raise unwritable(run_dir, error)
+
+
+def refuse_unless_unfinished(run: RunConfig) -> None:
+    """Raise UsageError where the run directory holds anything but this run, unfinished."""
+    if run.cogumi.resume == "never" or not is_unfinished(run.run_dir):
+        refuse_occupied(run.run_dir)
+    refuse_another(run)
+    refuse_a_second_check(run)
+
+
+@contextmanager
+def alone_in(run_dir: Path) -> Iterator[None]:
+    """Hold the directory of a run. Raises UsageError where a living process does."""
+    with locked(run_dir) as ours:
+        if ours is False:
+            raise UsageError(
+                "this run is under way in another process", place=run_dir, fix="wait for it, or end that one"
+            )
+        yield
+
+
+def is_unfinished(run_dir: Path) -> bool:
+    status, config = run_dir / "status.json", run_dir / "config.yaml"
+    if not config.exists() or not status.exists() or not status.stat().st_size:
+        return False
+    return read_json(status).get("state") in UNFINISHED
+
+
+def refuse_another(run: RunConfig) -> None:
+    """Raise UsageError, with what differs, when the run in the directory is not the one that was asked for."""
+    other = what_differs(run)
+    if other:
+        raise UsageError(
+            f"{run.run_dir} holds an unfinished run of another configuration ({other})",
+            fix="set cogumi.run_dir to a new directory, or set these back to go on with that run",
+        )
+
+
+def what_differs(run: RunConfig) -> str:
+    """What of the run in the directory is not as it was asked for, in words; "" where only MAY_CHANGE is."""
+    there = flat(yaml.safe_load((run.run_dir / "config.yaml").read_text(encoding="utf-8")))
+    here = flat(yaml.safe_load(dump_config(run)))
+    return differences(*({key: side[key] for key in side.keys() - MAY_CHANGE} for side in (there, here)))
+
+
+def refuse_a_second_check(run: RunConfig) -> None:
+    """Raise UsageError where the first steps that are to be checked were: its answer is there already."""
+    status, sanity = read_json(run.run_dir / "status.json"), run.cogumi.sanity
+    if sanity is None or status["state"] != SANITY_CHECKED:
+        return
+    checked = read_json(run.run_dir / "flags.json")["step"]
+    if sanity <= checked:
+        raise UsageError(
+            f"its first steps were checked, {status['reason']}",
+            place=run.run_dir,
+            fix=(
+                f"leave cogumi.sanity out and the run resumes there, set it above {checked} to "
+                "check more steps, or set cogumi.run_dir to a new directory"
+            ),
+        )
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one with dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return found
+
+
+def was_evaluated(run_dir: Path, step: int) -> bool:
+    """Whether the held-out loss after a step is in the metrics already."""
+    return any("eval_loss" in row and row["step"] == step for row in read_jsonl(run_dir / "metrics.jsonl"))
