@@ -1,0 +1,118 @@
+"""Write docs/reference.md from the signatures and docstrings of what cogumi offers: `make reference`."""
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import cogumi
+from cogumi.cli.app import app
+from cogumi.notebook import completions, figures
+from cogumi.notebook.form_fields import Field, fields_of
+
+PAGE = Path(__file__).with_name("reference.md")
+
+
+def page() -> str:
+    fields = fields_of("gspo")
+    return "\n".join(
+        [
+            "# Reference",
+            "",
+            "Every name, command and key, from its own signature and docstring (`make reference`). The files of a run are in",
+            "[architecture.md](architecture.md#a-run-directory); `train:` and `lora:` are TRL's configs and peft's LoraConfig.",
+            "",
+            "## Python",
+            "",
+            *table("name", [(f"cogumi.{name}", value) for name, value in public() if callable(value)]),
+            "",
+            "A run, as `cogumi.start` and `cogumi.attach` return it:",
+            "",
+            *table("method", [(f"run.{name}", value) for name, value in methods(cogumi.Run)]),
+            "",
+            "Figures for a notebook:",
+            "",
+            *table("function", [(f"cogumi.notebook.{name}", value) for name, value in drawn()]),
+            "",
+            "## Command line",
+            "",
+            "| command | what it does |",
+            "|---|---|",
+            *(f"| `cogumi {name}` | {text} |" for name, text in sorted(commands(typer.main.get_command(app)))),
+            "",
+            "## Configuration",
+            "",
+            *(line for section in ("model", "data", "cogumi") for line in keys(section, fields[section])),
+        ]
+    )
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    for name in sorted(cogumi.__all__, key=str.lower):
+        yield name, getattr(cogumi, name)
+
+
+def methods(of: type) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(of).items():
+        if not name.startswith("_") and inspect.isfunction(value) and value.__doc__:
+            yield name, value
+
+
+def drawn() -> Iterator[tuple[str, Any]]:
+    for module in (figures, completions):
+        short = module.__name__.removeprefix("cogumi.notebook.")
+        for name, value in vars(module).items():
+            made = inspect.isfunction(value) and value.__module__ == module.__name__
+            if made and value.__annotations__.get("return") in ("Drawing", completions.SideBySide):
+                yield f"{short}.{name}", value
+
+
+def table(head: str, rows: list[tuple[str, Any]]) -> list[str]:
+    return [
+        f"| {head} | what it does |",
+        "|---|---|",
+        *(f"| `{name}{call(value)}` | {sentence(value)} |" for name, value in rows),
+    ]
+
+
+def call(value: Any) -> str:
+    """How it is called, without types."""
+    if inspect.isclass(value):
+        return ""
+    parameters = [each for each in inspect.signature(value).parameters.values() if each.name != "self"]
+    shown = [str(each.replace(annotation=inspect.Parameter.empty)) for each in parameters]
+    stars = next((n for n, each in enumerate(parameters) if each.kind is inspect.Parameter.KEYWORD_ONLY), None)
+    if stars is not None:
+        shown.insert(stars, "*")
+    return f"({', '.join(shown)})".replace("|", "\\|")
+
+
+def sentence(value: Any) -> str:
+    """The first sentence of a docstring."""
+    text = " ".join((inspect.getdoc(value) or "").split())
+    return text.partition(". ")[0].removesuffix(".").replace("|", "\\|")
+
+
+def commands(of: Any, before: str = "") -> Iterator[tuple[str, str]]:
+    for name, each in of.commands.items():
+        if hasattr(each, "commands"):
+            yield from commands(each, f"{name} ")
+        elif not each.hidden:
+            yield f"{before}{name}", " ".join((each.help or "").split()).replace("|", "\\|")
+
+
+def keys(section: str, fields: list[Field]) -> Iterator[str]:
+    yield from (f"`{section}:`", "", "| key | default | what it is |", "|---|---|---|")
+    for field in fields:
+        if field.key.startswith(("flags.", "quantization_config.")):  # docs/runs.md; bitsandbytes' own
+            continue
+        choices = " (" + ", ".join(map(field.shown, field.choices)) + ")" if field.choices else ""
+        words = " ".join(field.doc.split()) + choices
+        yield f"| `{field.key}` | `{field.shown(field.default)}` | {words} |"
+    yield ""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
