@@ -3,7 +3,7 @@ SHELL := /bin/sh
 PYTHON_IN := .venv/bin/python
 LANES := requirements-stable-precompiled.txt $(wildcard requirements/*.txt) requirements/install.sh pyproject.toml
 
-.PHONY: smoke lab test test-slow test-all golden test-unsloth test-torch27 lint browser notebooks bench faults lock lock-check elf check-urls clean
+.PHONY: reference size smoke lab test test-slow test-all golden test-unsloth test-torch27 lint browser notebooks bench faults lock lock-check elf check-urls clean
 
 smoke: .venv/lane
 	$(PYTHON_IN) -m cogumi.smoke
@@ -41,6 +41,18 @@ lint: .venv/test
 	$(PYTHON_IN) -m ruff check .
 	$(PYTHON_IN) -m ruff format --check .
 	$(PYTHON_IN) -m mypy
+	.venv/bin/lint-imports --no-logo --no-cache
+
+# docs/reference.md: every name, command and key, from signatures and docstrings.
+reference: .venv/test
+	$(PYTHON_IN) docs/reference.py
+
+# How large the house is: files and lines of each part, and how long a file of the package is.
+size:
+	@for part in cogumi benchmarks tests; do \
+		git ls-files "$$part/*.py" | xargs wc -l | sort -n | awk -v part=$$part '$$2 != "total" { lines[n++] = $$1; all += $$1; name = $$2 } \
+			END { printf "%-10s %3d files, %6d lines; median %d, longest %d (%s)\n", part, n, all, lines[int(n / 2)], lines[n - 1], name }'; \
+	done
 
 # Debian's chromium, for the tests that look at notebooks as a person does. Without it those are skipped, and fail where CI is set.
 browser:
