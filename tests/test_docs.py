@@ -68,6 +68,7 @@ MINE = "cogumi train configs/smoke/sft.yaml data.source=my_code.parquet data.col
 BEFORE = {
     "docs/quickstart.md": ["cogumi cp qwen3-4b-sft my-run.yaml"],
     "docs/disk-space.md": START,
+    "docs/runs.md": START,
     "docs/form.md": ["rm -f my.yaml; cogumi cp smoke/sft my.yaml"],
     "docs/merging.md": [MINE],
     "docs/preflight.md": ["rm -f my.yaml; cogumi cp smoke/llama-3.1-8b-sft my.yaml"],
@@ -101,7 +102,7 @@ SHORT = {
     "COLUMNS": "160",
 }
 # A sanity check of a hundred steps, and the same command without it, which trains the rest.
-LONGER = {"cogumi start my-sft.yaml": {"COGUMI_TRAIN__MAX_STEPS": "104"}}
+LONGER = {"cogumi start my-sft.yaml": {"COGUMI_TRAIN__MAX_STEPS": "104", "COGUMI_COGUMI__RUN_DIR": "runs/my-sft"}}
 SECONDS = 300  # for one command, on a machine that others use as well
 # These pages are what people paste first.
 QUICK = {"README.md", "docs/quickstart.md", "docs/contributing.md"}
