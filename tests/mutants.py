@@ -84,7 +84,8 @@ def caught(mutant: Mutant, copy: Path, near_alone: bool = False) -> str:
     module = ".".join(mutant.path.with_suffix("").parts).removesuffix(".__init__")
     files = sorted((copy / "tests").glob("test_*.py"))
     near = [path for path in files if named(module, path)]
-    near = near or [path for path in files if named(module.rpartition(".")[0], path)]  # whose package they import
+    if not near and module.count(".") > 1:
+        near = [path for path in files if named(module.rpartition(".")[0], path)]  # they import its package
     ways = {"its own tests": (FIRST, near), "the first tier": (FIRST, []), "the second tier": (SECOND, [])}
     for way, (tier, files) in ways.items():
         if way == "its own tests" and not near:
