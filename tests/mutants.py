@@ -48,7 +48,9 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
         starts.append(starts[-1] + len(line))
     for node in ast.walk(ast.parse(source)):
         changed: tuple[ast.AST, str] | None = None
-        if isinstance(node, ast.If | ast.While | ast.IfExp) and "TYPE_CHECKING" not in ast.unparse(node.test):
+        if isinstance(node, ast.If | ast.While | ast.IfExp) and not re.search(
+            "TYPE_CHECKING|__name__", ast.unparse(node.test)
+        ):
             changed = node.test, f"not ({ast.unparse(node.test)})"
         elif isinstance(node, ast.Raise) and node.exc is not None:
             changed = node, "pass"
