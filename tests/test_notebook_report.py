@@ -1,5 +1,6 @@
 """report.html: one file with the facts of a run, at whatever stage it is, that holds no script, no link out and no secret."""
 
+import importlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ from base64 import b64decode
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -390,6 +392,20 @@ def test_a_preview_tells_tokens_apart_by_words_and_underlines_too() -> None:
 def test_a_preview_of_prompts_has_no_histogram() -> None:
     found = Preview(Shares("p", 1, 1, {}, 0, 0, 0, 0), None, (), (), ((("context", "x"),),))
     assert "<svg" not in html_of(found)
+
+
+def test_a_notebook_draws_the_reports_of_public_functions() -> None:
+    """They have no HTML of their own: IPython is told the names of their classes, whose modules it then finds."""
+    from IPython.core.formatters import DisplayFormatter
+
+    import cogumi
+
+    shell = SimpleNamespace(display_formatter=DisplayFormatter())
+    cogumi._draw_reports(shell)
+    for name, module in cogumi._REPORTS.items():
+        assert getattr(importlib.import_module(module), name).__module__ == module
+    drawn, _ = shell.display_formatter.format(PreflightReport("a T4", (Line("stack", "all pinned"),), {}))
+    assert "all pinned" in drawn["text/html"]
 
 
 def test_a_preflight_says_its_states_in_words() -> None:
