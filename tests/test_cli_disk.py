@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from cogumi.checkpoints import verify
 from cogumi.checkpoints.manifest import write_manifest
+from cogumi.core.disk_space import space_of
 from cogumi.disk import usage_by_owner
 
 Run = Callable[..., tuple[int, str, str]]
@@ -127,6 +128,8 @@ def test_status_says_what_is_full_and_who_uses_it(checkpoints: Path, tmp_path: P
     for title in ("filesystems", "who uses the space", "deleted, but held open", "left by cogumi"):
         assert title in said
     assert re.search(r"run directory.* \d+ % ", said)
+    inodes_are_known = space_of(tmp_path).inodes_share is not None
+    assert bool(re.search(r"run directory.* \d+ % .* \d+ % *$", said, re.MULTILINE)) is inodes_are_known
     assert re.search(r"HF hub cache .* 2\.0 MB +2\b", said)
     assert re.search(r"checkpoints +here +\d+ kB ", said)
     assert re.search(r"unfinished save +checkpoints/\.cogumi-saving +1\d\d kB ", said)
