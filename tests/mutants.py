@@ -22,7 +22,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 FIRST, SECOND = "not slow and not sweep", "slow and not sweep"
 BOUNDS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
-NOT_COPIED = shutil.ignore_patterns(".venv*", ".git", "runs", "__pycache__", ".*_cache")
+LEFT_OUT = shutil.ignore_patterns(".venv*", ".git", "__pycache__", ".*_cache")
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,11 @@ def chosen(count: int, seed: int) -> list[Mutant]:
     return found[:count]
 
 
+def not_copied(folder: str, names: list[str]) -> set[str]:
+    """Of a folder of the repository: runs/ at its top is of users, cogumi/runs/ is a part of the package."""
+    return LEFT_OUT(folder, names) | ({"runs"} if Path(folder) == REPOSITORY else set())
+
+
 def caught(mutant: Mutant, copy: Path, near_alone: bool = False) -> str:
     """What ran when a test failed: the file's own tests, a tier, or nothing."""
     module = ".".join(mutant.path.with_suffix("").parts).removesuffix(".__init__")
@@ -133,7 +138,7 @@ def main() -> None:
     for number, mutant in enumerate(chosen(asked.count, asked.seed), 1):
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder) / "cogumi"
-            shutil.copytree(REPOSITORY, copy, ignore=NOT_COPIED, symlinks=True)
+            shutil.copytree(REPOSITORY, copy, ignore=not_copied, symlinks=True)
             mutant.apply(copy)
             way = caught(mutant, copy, asked.near)
         tally[way] = tally.get(way, 0) + 1
