@@ -625,5 +625,33 @@ def test_recorders_bind_to_the_recorded_signatures(release: str) -> None:
     assert call.arguments == {"beta": 0.0, "loss_type": "grpo", "epsilon_low": 3e-4}
 
 
+COMMANDS = {
+    "preflight": "preflight smoke/sft",
+    "disk predict": f"disk predict {HERE.parents[1] / 'cogumi/configs/smoke/sft.yaml'}",
+    "preview": "preview smoke/sft",
+    "train": "train smoke/sft",
+}
+IMPORTS_TORCH = pytest.mark.slow("imports torch in a process of its own; preflight does in the first tier")
+
+
+@pytest.mark.parametrize(
+    "command", ["preflight", *(pytest.param(each, marks=IMPORTS_TORCH) for each in COMMANDS if each != "preflight")]
+)
+def test_a_command_imports_nothing_that_unsloth_has_to_come_before(command: str, tmp_path: Path) -> None:
+    """With a package of that name the order is looked at, also where unsloth itself is not installed."""
+    (tmp_path / "unsloth").mkdir()
+    (tmp_path / "unsloth/__init__.py").touch()
+    environment = os.environ | {"PYTHONPATH": f"{HERE.parents[1]}{os.pathsep}{tmp_path}", unsloth_rl.CPU_SWITCH: "1"}
+    words = [sys.executable, "-m", "cogumi", *COMMANDS[command].split()]
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=200
+    )
+    assert "before unsloth" not in done.stderr
+    if command == "disk predict":  # shapes alone: it asks for no unsloth
+        assert done.returncode == 0, done.stderr
+    else:  # the order is right, and what is asked for next is not there
+        assert "unsloth/models/rl.py" in done.stderr
+
+
 if __name__ == "__main__":
     SCRIPTS[sys.argv[1]](*sys.argv[2:])

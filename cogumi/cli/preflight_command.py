@@ -35,7 +35,7 @@ def preflight(
         raise UsageError(f"no such directory as {fix.parent}", key=f"--fix {fix}", fix="make it, or name another place")
     if fix is not None and fix.exists():
         raise UsageError("there is such a file already", key=f"--fix {fix}", fix="name another, or remove it")
-    from cogumi.runs.entry import import_unsloth_first, refuse_mistakes
+    from cogumi.runs.entry import import_unsloth_first, probing_with, refuse_mistakes
     from cogumi.stack.gpus import use_one_gpu
 
     refuse_mistakes(config, words, trains=probe)
@@ -45,11 +45,10 @@ def preflight(
         from cogumi.forecast.fixes import fixed, write_fixed
         from cogumi.forecast.preflight_worker import here
         from cogumi.forecast.run_forecast import foresee
-        from cogumi.training import train
 
         if fix is None:
             changes: dict[str, object] = {}
-            report = foresee(config, card, train if probe else None, words, here)
+            report = foresee(config, card, probing_with(probe), words, here)
         else:
             report, changes = fixed(config, card, **words)
     show(report, as_json)

@@ -95,9 +95,9 @@ def planned(run: RunConfig) -> tuple[Any, list[str]]:
     from cogumi.models.adapters import keep_float32, lora_config
     from cogumi.models.loading import load_tokenizer, loaded_in, refuse_quantized_already, resolve_model
     from cogumi.models.warm_start import lora_of
-    from cogumi.rl.patching import patch
+    from cogumi.patches import gspo_loss
 
-    patch(graph_break="off")  # without it TRL takes no gspo
+    gspo_loss.apply()  # without it TRL takes no gspo; unsloth, which must be imported first, is of no use to shapes
     args = trl_arguments(run)
     if run.model.adapter is not None:
         run.lora = lora_of(run.model.adapter, run.lora)

@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,9 +64,17 @@ def preflight(config: Config, card: str | None = None, probe: bool = False, **ov
     with importing():
         import_unsloth_first()
         from cogumi.forecast.preflight_worker import preflight as preflight_here
-        from cogumi.training import train as train_here
 
-    return preflight_here(config, card, train_here if probe else None, **overrides)
+    return preflight_here(config, card, probing_with(probe), **overrides)
+
+
+def probing_with(probe: bool) -> "Callable[..., RunResult] | None":
+    """What makes the steps of a probe, the import of the training included; None where there is none."""
+    if not probe:
+        return None
+    from cogumi.training import train as train_here
+
+    return train_here
 
 
 def import_unsloth_first() -> None:
