@@ -160,7 +160,7 @@ class Run:
             if status.ended:
                 log.info("%s; there is nothing to stop", in_short(status))
                 return status
-            process = self.ask_to_stop()
+            process = ask_to_end(status)
             log.info("%s: asked to finish its step, save and end (asked again, it ends at once)", self.run_dir)
             if not ends_within(status, kill_after):
                 log.warning("%s: still there after %g s; it is killed", self.run_dir, kill_after)
