@@ -298,7 +298,7 @@ def test_what_a_page_tells_to_type_runs(page: str, clone: Clone) -> None:
             clone.run([*python, "-c", GIVEN.get(page, "") + block], f"{page}: {block}")
 
 
-def test_the_reference_is_written_from_what_there_is() -> None:
-    sys.path.insert(0, str(REPOSITORY / "docs"))
+def test_the_reference_is_written_from_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "docs")
     reference = importlib.import_module("reference")
     assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "make reference"
