@@ -100,12 +100,6 @@ def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A training leaves no report.html, whose drawings take a third of a tiny one: for tests that read none."""
-    monkeypatch.setattr("cogumi.training.run.leave_report", lambda run_dir: None)
-
-
-@pytest.fixture
 def none_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Detached runs compute on one thread, as here, and those still at work at the end of a test are killed."""
     from cogumi.core.process_id import is_running

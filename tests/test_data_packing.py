@@ -289,7 +289,6 @@ def test_other_labels_in_a_packed_row_are_refused(tiny_model: Path, tmp_path: Pa
         refuse_other_labels(trainer, pack(half, 200).rows)
 
 
-@pytest.mark.usefixtures("without_report")
 def test_a_run_packs_and_says_what_a_step_is(
     tiny_model: Path, code_parquet: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -311,7 +310,6 @@ def test_a_run_packs_and_says_what_a_step_is(
     assert result.series("eval_loss")[0] == pytest.approx(apart.series("eval_loss")[0], rel=1e-5)
 
 
-@pytest.mark.usefixtures("without_report")
 def test_a_run_of_a_model_that_leaks_is_not_packed_and_says_why(
     tiny_model: Path, code_parquet: Path, tmp_path: Path
 ) -> None:

@@ -21,8 +21,6 @@ from cogumi.config.catalog import PACKAGE
 from cogumi.core.run_directory import read_jsonl
 from cogumi.data.stdlib_tasks import chat_path, pairs_path
 
-pytestmark = pytest.mark.usefixtures("without_report")
-
 STEPS = 24
 TRAIN: dict[str, Any] = {
     "max_steps": STEPS,

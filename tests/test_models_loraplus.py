@@ -19,8 +19,6 @@ from cogumi.checkpoints.sizes import coming_optimizer
 from cogumi.core.errors import UsageError
 from cogumi.models.adapters import loraplus_groups, use_loraplus
 
-pytestmark = pytest.mark.usefixtures("without_report")
-
 RATIO = 16.0
 Make = Callable[..., Any]
 

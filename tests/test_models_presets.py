@@ -18,8 +18,6 @@ from cogumi.core.run_directory import read_json
 from cogumi.models.adapters import DEFAULTS, lora_config
 from cogumi.training import run as training_run
 
-pytestmark = pytest.mark.usefixtures("without_report")
-
 Config = dict[str, Any]
 
 

@@ -26,8 +26,6 @@ from cogumi.models.adapters import keep_float32, largest_change
 from cogumi.telemetry import recorder
 from cogumi.training.run import save_adapter
 
-pytestmark = pytest.mark.usefixtures("without_report")
-
 Config = dict[str, Any]
 Alter = Callable[[Path], None]
 WEIGHTS = "adapter_model.safetensors"

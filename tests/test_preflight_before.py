@@ -63,7 +63,7 @@ def forked(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     monkeypatch.setattr("cogumi.forecast.preflight_worker.sys.executable", str(program))
 
 
-@pytest.mark.usefixtures("forked", "without_report")
+@pytest.mark.usefixtures("forked")
 def test_a_run_keeps_what_was_forecast(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert cogumi.train(config_of(tiny_model, code_parquet, run_dir)).passed
@@ -97,7 +97,6 @@ def test_what_cannot_fit_is_refused_before_it_is_loaded(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["wide"]
 
 
-@pytest.mark.usefixtures("without_report")
 def test_four_bits_train_after_they_were_forecast(tmp_path: Path, tiny_model: Path, code_parquet: Path) -> None:
     """In one process: what libraries cache while fake tensors are computed with must not be what they train with."""
     config = config_of(tiny_model, code_parquet, tmp_path / "run")

@@ -38,8 +38,6 @@ from cogumi.telemetry.samples import as_before, write_samples
 from cogumi.telemetry.stage_timer import Meter, Pace
 from cogumi.telemetry.throughput import documents_of
 
-pytestmark = pytest.mark.usefixtures("without_report")
-
 Config = dict[str, Any]
 TOKEN = "hf_" + "Qk7" * 12
 

@@ -18,8 +18,6 @@ from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json, read_jsonl
 from cogumi.models.adapters import lora_config, refuse_unmatched
 
-pytestmark = pytest.mark.usefixtures("without_report")
-
 Config = dict[str, Any]
 
 

@@ -11,8 +11,6 @@ import cogumi
 from cogumi.core.errors import UsageError
 from cogumi.health import full_finetune
 
-pytestmark = pytest.mark.usefixtures("without_report")
-
 Config = dict[str, Any]
 
 

@@ -16,8 +16,6 @@ from cogumi.forecast.disk_lines import planned
 from cogumi.merge.provenance import BaseRecord, Quantization, read_base, weights_sample
 from cogumi.telemetry.recorder import Telemetry
 
-pytestmark = pytest.mark.usefixtures("without_report")
-
 BF16 = torch.bfloat16
 
 

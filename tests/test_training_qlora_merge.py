@@ -16,8 +16,6 @@ from cogumi.core.run_directory import read_json
 from cogumi.training import artifacts
 from cogumi.training import run as training_run
 
-pytestmark = pytest.mark.usefixtures("without_report")
-
 BF16 = torch.bfloat16
 
 

@@ -16,8 +16,6 @@ from cogumi.core.run_directory import read_json, read_jsonl
 from cogumi.health import sentinel as module
 from cogumi.methods.limits import logging_settings, refuse_blind_check, rows_to_judge
 
-pytestmark = pytest.mark.usefixtures("without_report")
-
 Config = dict[str, Any]
 
 

@@ -95,7 +95,6 @@ def the_same(one: Path, other: Path) -> bool:
     return all(ours[name].equal(theirs[name]) for name in ours)
 
 
-@pytest.mark.usefixtures("without_report")
 @pytest.mark.parametrize(("method", "fails_at"), [("sft", 4), ("sft", 1), ("gspo", 5)])
 def test_a_failed_run_goes_on(
     method: str,
@@ -121,7 +120,6 @@ def test_a_failed_run_goes_on(
     assert "goes on where it stopped" in said
 
 
-@pytest.mark.usefixtures("without_report")
 def test_a_checkpoint_inside_a_rollout_is_taken_and_resumed_from(
     gspo: Config, whole_gspo: Any, stop_after: Callable[[int], None]
 ) -> None:
@@ -139,7 +137,6 @@ def test_a_checkpoint_inside_a_rollout_is_taken_and_resumed_from(
     assert the_same(result.run_dir, whole_gspo.run_dir)
 
 
-@pytest.mark.usefixtures("without_report")
 def test_a_run_that_failed_after_its_training_trains_no_step(
     sft: Config, whole_sft: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +156,6 @@ def test_a_run_that_failed_after_its_training_trains_no_step(
     assert result.merged is not None
 
 
-@pytest.mark.usefixtures("without_report")
 def test_a_killed_run_goes_on(sft: Config, whole_sft: Any, tmp_path: Path, for_commands: dict[str, str]) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(sft))
     waits = "import os, time, cogumi.telemetry.recorder as t\n" \
@@ -183,7 +179,6 @@ def test_a_killed_run_goes_on(sft: Config, whole_sft: Any, tmp_path: Path, for_c
     assert the_same(run_dir, whole_sft.run_dir)
 
 
-@pytest.mark.usefixtures("without_report")
 def test_what_differs_is_named_and_nothing_changes(sft: Config, stop_after: Callable[[int], None]) -> None:
     stop_after(3)
     with pytest.raises(RuntimeError):
@@ -219,7 +214,6 @@ def test_a_setting_refused_when_a_run_goes_on_loses_nothing(
     assert (run_dir / "checkpoints" / "checkpoint-2").is_dir()
 
 
-@pytest.mark.usefixtures("without_report")
 def test_a_held_directory_is_not_touched(sft: Config, stop_after: Callable[[int], None]) -> None:
     stop_after(1)
     with pytest.raises(RuntimeError):
@@ -238,7 +232,6 @@ def fill_last_page(path: Path) -> None:
         file.write(row % ("x" * (missing - len(row % ""))))
 
 
-@pytest.mark.usefixtures("without_report")
 def test_a_full_disk_does_not_end_a_run(
     sft: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -287,7 +280,6 @@ def test_a_report_that_finds_no_room_takes_nothing_from_the_run(
         assert elsewhere.read_text().startswith("<!doctype html>")
 
 
-@pytest.mark.usefixtures("without_report")
 def test_a_line_that_was_cut_off_is_logged_again(sft: Config, stop_after: Callable[[int], None]) -> None:
     stop_after(3)
     with pytest.raises(RuntimeError):
@@ -300,7 +292,6 @@ def test_a_line_that_was_cut_off_is_logged_again(sft: Config, stop_after: Callab
     assert [row["step"] for row in result.metrics if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.usefixtures("without_report")
 def test_a_fresh_machine_takes_up_a_finished_training_from_its_mirror(sft: Config, tmp_path: Path) -> None:
     first = cogumi.train(sft, cogumi__mirror=str(tmp_path / "mirror"))
     there = cogumi.train(sft, cogumi__mirror=str(tmp_path / "mirror"), cogumi__run_dir=str(tmp_path / "there"))
@@ -323,7 +314,6 @@ def test_a_verdict_needs_a_training_loss() -> None:
     assert all(check.passed for check in judge_training([*evaluated, {"step": 6, "loss": 1.5}], 6, 6))
 
 
-@pytest.mark.usefixtures("without_report")
 def test_gspo_that_goes_on_inside_a_rollout_raises_no_false_alarm(
     gspo: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
