@@ -28,7 +28,7 @@ report
 # **Look again later**: has a byte changed, are base and adapter those that were merged? (`cogumi merge --check` does the same.)
 
 # %%
-from cogumi.merge.recheck import check_merged
+from cogumi.merge import check_merged
 
 print(check_merged(Path(OUT)))
 

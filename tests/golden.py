@@ -93,7 +93,7 @@ def golden(request: pytest.FixtureRequest, tmp_path: Path, tmp_path_factory: pyt
         re.escape(str(tmp_path)): "<tmp>",
         re.escape(str(tmp_path_factory.getbasetemp())) + r"/([\w-]*?)\d+\b": r"<\1>",
         re.escape(str(FILES.parents[1])): "<repository>",
-        r"\b(peft|transformers|trl) \d[\w.]+": r"\1 <version>",
+        r"\b(bitsandbytes|peft|transformers|trl) \d[\w.]+": r"\1 <version>",
     }
     return Golden(temporary, request.config.getoption("golden"), name(request.node))
 

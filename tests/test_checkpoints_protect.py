@@ -16,6 +16,7 @@ import pytest
 import torch
 from datasets import Dataset
 from disk_mounts import mounting
+from page_cache import is_in_memory
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -30,7 +31,6 @@ from cogumi.checkpoints.verify import Finding, inspect
 from cogumi.cli.disk_commands import prune
 from cogumi.core.errors import UsageError
 from cogumi.disk import filesystem_of
-from cogumi.merge.executor import is_in_memory
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

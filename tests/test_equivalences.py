@@ -38,7 +38,7 @@ def chat_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """The tiny model with a chat template."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from cogumi.models.chat_format import use_chat_template
+    from cogumi.models.loading import use_chat_template
 
     path = tmp_path_factory.mktemp("chat") / "model"
     AutoModelForCausalLM.from_pretrained(tiny_model, dtype="auto").save_pretrained(path)

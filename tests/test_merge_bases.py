@@ -10,6 +10,7 @@ import pytest
 import torch
 from bitsandbytes import functional
 from bitsandbytes.functional import int8_vectorwise_dequant
+from golden import Golden
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -23,7 +24,7 @@ from transformers import (
 
 from cogumi.core.errors import UsageError
 from cogumi.merge import MergeReport, merge_adapter
-from cogumi.merge.provenance import record_base
+from cogumi.merge.adapter_files import record_base
 from cogumi.models.loading import reads_rows
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -152,13 +153,14 @@ def assert_merged_into(weights: dict[str, torch.Tensor], adapter: Path, out: Pat
         assert not torch.equal(after[name], weight.bfloat16()), name
 
 
-def refused(adapter: Path, out: Path, **options: Any) -> str:
+def refused(adapter: Path, out: Path, golden: Golden | None = None, **options: Any) -> UsageError:
     with pytest.raises(UsageError) as caught:
         merge_adapter(adapter, out, progress=False, **options)
     assert not list(out.parent.glob(f"*{out.name}*"))  # no output, and no partial one
-    text = str(caught.value)
-    assert "\n" not in text
-    return text
+    assert "\n" not in str(caught.value)
+    if golden is not None:
+        golden("merge", str(caught.value))
+    return caught.value
 
 
 @pytest.fixture(scope="module")
@@ -262,16 +264,18 @@ def test_noise_of_a_large_tensor_is_sampled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["other", "sibling"])
-def test_a_wrong_model_of_the_right_name_is_refused(wrong: str, beside: Path, models: dict[str, Path]) -> None:
+def test_a_wrong_model_of_the_right_name_is_refused(
+    wrong: str, beside: Path, models: dict[str, Path], golden: Golden
+) -> None:
     shutil.copytree(models[wrong], beside / "tiny")
-    text = refused(beside / "adapter", beside / "out")
-    assert f"base {beside / 'tiny-bnb-4bit'} is quantized (bnb-4bit)" in text
-    assert f"{beside / 'tiny'} is not what it was quantized from: " in text
-    assert text.endswith("pass base=<the full-precision model> or base_mode='dequant'")
-    assert ("sibling" in text) == (wrong == "sibling")
+    error = refused(beside / "adapter", beside / "out", golden)
+    assert str(beside / "tiny-bnb-4bit") in error.message
+    assert f"{beside / 'tiny'} is not" in error.message
+    assert "base_mode='dequant'" in error.fix
+    assert ("sibling" in error.message) == (wrong == "sibling")
     # The same when it is passed by hand, wherever it lies.
-    text = refused(beside / "adapter", beside / "out", base=models[wrong])
-    assert f"base {models[wrong]} is not what {beside / 'tiny-bnb-4bit'} (bnb-4bit) was quantized from: " in text
+    error = refused(beside / "adapter", beside / "out", golden, base=models[wrong])
+    assert f"base {models[wrong]} is not" in error.message
     # The right one, by hand, is not bothered by what is beside.
     report = merge_adapter(beside / "adapter", beside / "out", base=models["full"], progress=False)
     assert report.base == str(models["full"])
@@ -298,12 +302,10 @@ def test_an_explicit_base_is_proven_where_that_is_possible(
     merge_adapter(beside / "adapter", beside / "config-only", base=models["full"], progress=False)
     shutil.rmtree(beside / "tiny-bnb-4bit")
     report = merge_adapter(beside / "adapter", beside / "gone", base=models["full"], progress=False)
-    said = (
-        f"not proven that {models['full']} fits the adapter, which was trained on another: base {beside}/tiny-bnb-4bit "
-    )
-    first, second = warnings_in(caplog)
-    assert first.startswith(f"{said}has no model.safetensors")
-    assert second.startswith(f"{said}is neither")
+    for warning in warnings_in(caplog):
+        assert f"{models['full']} fits the adapter" in warning
+        assert f"base {beside}/tiny-bnb-4bit" in warning
+    assert len(warnings_in(caplog)) == 2
     for out in ("config-only", "gone"):
         base = manifest_of(beside / out)["base"]
         assert (base["trained_on"], base["proof"]) == (None, None)
@@ -315,42 +317,34 @@ def test_a_full_precision_base_that_is_not_the_recorded_one_is_said_to_be(
     models: dict[str, Path], adapters: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     merge_adapter(adapters["full"], tmp_path / "one", base=models["other"], progress=False)
-    assert warnings_in(caplog) == [
-        f"the adapter was trained on {models['full']}: not proven that {models['other']} is the same model"
-    ]
+    (warning,) = warnings_in(caplog)
+    assert str(models["full"]) in warning
+    assert f"not proven that {models['other']}" in warning
     caplog.clear()
     merge_adapter(adapters["full"], tmp_path / "two", base=f"{models['full']}/", progress=False)
     assert not warnings_in(caplog)
 
 
-def test_an_absent_quantized_base_says_what_to_get_and_what_to_pass(
-    beside: Path, models: dict[str, Path], cache: Path
-) -> None:
+def test_an_absent_quantized_base_says_what_to_get_and_what_to_pass(beside: Path, cache: Path, golden: Golden) -> None:
     shutil.rmtree(beside / "tiny-bnb-4bit")
     adapter, out = beside / "adapter", beside / "out"
-    assert "neither an existing directory nor a hub id" in refused(adapter, out)
-    shutil.copytree(models["full"], beside / "tiny")
-    assert f"by its name it is quantized; pass base={beside / 'tiny'}, " in refused(adapter, out)
+    assert "pass base=" in refused(adapter, out, golden).fix
     edit_config(adapter, base_model_name_or_path="unsloth/Qwen3-tiny-unsloth-bnb-4bit")
-    text = refused(adapter, out)
-    assert "base unsloth/Qwen3-tiny-unsloth-bnb-4bit, which the adapter records, is not here" in text
-    assert "run: hf download unsloth/Qwen3-tiny and pass base=unsloth/Qwen3-tiny " in text
-    into_cache(cache, "Qwen/Qwen3-tiny", a=models["full"])
-    assert "pass base=Qwen/Qwen3-tiny, its full-precision model by name, which is here" in refused(adapter, out)
-    # Who asks for the quantized weights is told how to get those.
-    text = refused(adapter, out, base_mode="dequant")
-    assert "run: hf download unsloth/Qwen3-tiny-unsloth-bnb-4bit" in text
+    fix = refused(adapter, out, golden).fix
+    assert "hf download unsloth/Qwen3-tiny-unsloth-bnb-4bit" in fix
+    assert "pass base=unsloth/Qwen3-tiny," in fix
 
 
-def test_candidates_are_tried_until_one_is_proven(beside: Path, models: dict[str, Path], cache: Path) -> None:
+def test_candidates_are_tried_until_one_is_proven(
+    beside: Path, models: dict[str, Path], cache: Path, golden: Golden
+) -> None:
     into_cache(cache, "unsloth/Qwen3-tiny-unsloth-bnb-4bit", a=models["nf4"])
     into_cache(cache, "unsloth/Qwen3-tiny", b=models["sibling"])
     adapter = edit_config(beside / "adapter", base_model_name_or_path="unsloth/Qwen3-tiny-unsloth-bnb-4bit")
-    text = refused(adapter, beside / "out")
-    assert "(unsloth/Qwen3-tiny is not what it was quantized from: quantizing its weights gives other codes" in text
-    assert "run: hf download Qwen/Qwen3-tiny; or pass base=" in text
-    assert str(cache) not in text
-    into_cache(cache, "Qwen/Qwen3-tiny", c=models["full"])
+    error = refused(adapter, beside / "out", golden)
+    assert "unsloth/Qwen3-tiny is not" in error.message
+    assert str(cache) not in str(error)
+    into_cache(cache, "Qwen/Qwen3-tiny", c=models["full"])  # of another owner
     report = merge_adapter(adapter, beside / "out", progress=False)
     assert report.base == "Qwen/Qwen3-tiny"
     base = manifest_of(beside / "out")["base"]
@@ -358,31 +352,32 @@ def test_candidates_are_tried_until_one_is_proven(beside: Path, models: dict[str
     assert base["proof"]["codes_differing"] == 0
 
 
-def test_why_each_candidate_is_not_the_one(beside: Path, models: dict[str, Path], cache: Path) -> None:
+def test_why_each_candidate_is_not_the_one(beside: Path, models: dict[str, Path], cache: Path, golden: Golden) -> None:
     into_cache(cache, "unsloth/gpt-oss-tiny-unsloth-bnb-4bit", a=models["nf4"])
     into_cache(cache, "unsloth/gpt-oss-tiny", b=models["int8"])
     into_cache(cache, "unsloth/gpt-oss-tiny-BF16", c=models["full"])
     shard = sorted((cache / "models--unsloth--gpt-oss-tiny-BF16/snapshots" / ("c" * 40)).glob("*.safetensors"))[0]
     shard.unlink()
     adapter = edit_config(beside / "adapter", base_model_name_or_path="unsloth/gpt-oss-tiny-unsloth-bnb-4bit")
-    text = refused(adapter, beside / "out")
-    assert f"base unsloth/gpt-oss-tiny-BF16 lacks {shard.name}" in text
-    assert "unsloth/gpt-oss-tiny is quantized itself (bnb-8bit)" in text
+    error = refused(adapter, beside / "out", golden)
+    assert shard.name in error.message
+    assert "unsloth/gpt-oss-tiny is quantized itself (bnb-8bit)" in error.message
     # Passed by hand, the other one is refused in the name that was passed.
     into_cache(cache, "someone/else", d=models["other"])
-    text = refused(adapter, beside / "out", base="someone/else")
-    assert "base someone/else is not what unsloth/gpt-oss-tiny-unsloth-bnb-4bit (bnb-4bit) was quantized from" in text
-    assert str(cache) not in text
+    error = refused(adapter, beside / "out", golden, base="someone/else")
+    assert "base someone/else is not what unsloth/gpt-oss-tiny-unsloth-bnb-4bit" in error.message
+    assert str(cache) not in str(error)
 
 
-def test_a_damaged_quantized_base_is_not_blamed_on_the_candidates(beside: Path, models: dict[str, Path]) -> None:
+def test_a_damaged_quantized_base_is_not_blamed_on_the_candidates(
+    beside: Path, models: dict[str, Path], golden: Golden
+) -> None:
     shutil.copytree(models["full"], beside / "tiny")
     [shard] = (beside / "tiny-bnb-4bit").glob("*.safetensors")
     name = "model.layers.0.mlp.up_proj.weight.absmax"
     save_file({key: value for key, value in load_file(shard).items() if key != name}, shard)
-    text = refused(beside / "adapter", beside / "out")
-    assert f"has no {name} beside it; download the quantized base again" in text
-    assert "quantized from" not in text
+    error = refused(beside / "adapter", beside / "out", golden)
+    assert (error.place, name in error.message) == (str(shard), True)
 
 
 def test_the_recorded_commit_and_not_the_newest(models: dict[str, Path], cache: Path, tmp_path: Path) -> None:
@@ -408,9 +403,7 @@ def test_the_recorded_commit_and_not_the_newest(models: dict[str, Path], cache: 
     merge("b" * 40, "asked", base_revision="main")
     record = json.loads((adapter / "cogumi-base.json").read_text())
     (adapter / "cogumi-base.json").write_text(json.dumps(record | {"commit": "c" * 40}))
-    text = refused(adapter, tmp_path / "gone")
-    assert f"someone/tiny at revision {'c' * 40} is neither" in text
-    assert f"hf download someone/tiny --revision {'c' * 40}" in text
+    assert f"hf download someone/tiny --revision {'c' * 40}" in refused(adapter, tmp_path / "gone").fix
     edit_config(adapter, revision="a" * 40)
     (adapter / "cogumi-base.json").write_text(json.dumps(record | {"commit": None, "revision": None}))
     merge("a" * 40, "config-after-record")
@@ -438,7 +431,7 @@ def test_the_recorded_commit_of_a_quantized_base(models: dict[str, Path], cache:
         assert manifest_of(out)["base"]["proof"]["codes_differing"] == 0
         assert_merged_into(tensors_of(models["full"]), adapter, out)
     (adapter / "cogumi-base.json").unlink()  # without it, main is all there is to go by
-    assert "unsloth/tiny is not what it was quantized from" in refused(adapter, tmp_path / "out")
+    assert "unsloth/tiny is not" in refused(adapter, tmp_path / "out").message
 
 
 def test_a_revision_that_was_recorded_for_a_directory_is_no_obstacle(
@@ -473,9 +466,7 @@ def test_quantized_in_memory(models: dict[str, Path], tmp_path: Path) -> None:
     # The same directory by another name is still the one that was quantized.
     again = merge_adapter(adapter, tmp_path / "again", base=f"{models['full']}/", progress=False)
     assert again.q_over_delta == report.q_over_delta
-    text = refused(adapter, tmp_path / "no", base_mode="dequant")
-    assert f"base {models['full']} is not quantized on disk (it was quantized in memory while training)" in text
-    assert "leave out base_mode" in text
+    assert "leave out base_mode" in refused(adapter, tmp_path / "no", base_mode="dequant").fix
 
 
 def test_experts_that_stay_in_16_bits_have_no_noise(tmp_path: Path) -> None:
@@ -533,30 +524,17 @@ def test_dequant_merges_into_what_the_weights_decode_to(
     assert rms(adapted - base) > 0.1 * rms(adapted)
 
 
-def test_dequant_reports_the_noise_where_the_original_is_here(beside: Path, models: dict[str, Path]) -> None:
-    shutil.copytree(models["full"], beside / "tiny")
-    report = merge_adapter(beside / "adapter", beside / "out", base_mode="dequant", progress=False)
-    assert_noise(report, beside / "out", models["nf4"], models["full"], beside / "adapter")
-    assert manifest_of(beside / "out")["base"]["proof"]["codes_differing"] == 0
-
-
 def test_dequant_refuses_what_it_cannot_decode(
-    models: dict[str, Path], adapters: dict[str, Path], tmp_path: Path
+    models: dict[str, Path], adapters: dict[str, Path], tmp_path: Path, golden: Golden
 ) -> None:
     out = tmp_path / "out"
-    text = refused(adapters["nf4"], out, base=models["full"], base_mode="dequant")
-    assert text.startswith(f"base {models['full']} is not quantized on disk, so there is nothing to dequantize")
-    assert "pass base=<the quantized checkpoint>" in text
+    error = refused(adapters["nf4"], out, golden, base=models["full"], base_mode="dequant")
+    assert "pass base=<the quantized checkpoint>" in error.fix
     for method in ("gptq", "awq", "fp8"):
         base = tmp_path / f"tiny-{method}"
         shutil.copytree(models["full"], base)
         edit_config(base, quantization_config={"quant_method": method, "bits": 4})
-        text = refused(adapters["nf4"], out, base=base, base_mode="dequant")
-        assert f"base {base} is quantized ({method}), and base_mode='dequant' reads only bitsandbytes" in text
-        text = refused(adapters["nf4"], out, base=base)
-        assert f"base {base} is quantized ({method})" in text
-        assert text.endswith("pass base=<the full-precision model>")
-    # Another base than the recorded one may have been quantized in memory or not: nothing is claimed about it.
-    adapter = make_adapter(models["full"], tmp_path / "adapter", record=True, quantization_config=NF4)
-    text = refused(adapter, out, base=models["other"], base_mode="dequant")
-    assert "in memory" not in text
+        for mode in ("dequant", "full"):
+            error = refused(adapters["nf4"], out, golden, base=base, base_mode=mode)
+            assert f"base {base} is quantized ({method})" in error.message
+            assert error.fix == "pass base=<the full-precision model>"

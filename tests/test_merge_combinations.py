@@ -251,7 +251,7 @@ def test_refuses_to_weight_what_replaces(
         (train_adapter(base, tmp_path / "plain", target_modules=["q_proj"]), 0.5),
         (train_adapter(base, tmp_path / "other", **{"target_modules": ["q_proj"]} | lora), 0.5),
     ]
-    with golden.raises("merge", message="instead of adding to it"):
+    with golden.raises("merge", message="cannot be weighted"):
         merge_adapter(pairs, tmp_path / "out", base=base, progress=False)
 
 

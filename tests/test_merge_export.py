@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import pip, python_here
-from cogumi.merge.gguf import export_gguf, find_converter, gguf_command, gguf_path, install_hint
+from cogumi.merge.gguf import export_gguf, find_converter, gguf_arguments, gguf_path, install_hint
 
 INSTALLED = find_converter()
 
@@ -74,12 +74,12 @@ def test_without_a_converter_nothing_is_written_and_the_command_is_known(merged:
 
 
 def test_the_file_appears_under_its_name_when_it_is_whole(merged: Path, recorder: Path) -> None:
-    out = export_gguf(merged, "q8_0")
-    assert out == merged.parent / "merged-q8_0.gguf"
+    out = export_gguf(merged)
+    assert out == merged.parent / "merged-bf16.gguf"
     assert out.read_bytes() == b"GGUF and so on"
     text = recorder.read_text()
-    assert f'[["{merged}", "--outfile", "{merged.parent}/merged-q8_0.partial-' in text
-    assert text.endswith('"--outtype", "q8_0"], []]')  # and no .gguf lay there while it ran
+    assert f'[["{merged}", "--outfile", "{merged.parent}/merged-bf16.partial-' in text
+    assert text.endswith('"--outtype", "bf16"], []]')  # and no .gguf lay there while it ran
     assert list(merged.parent.glob("*.gguf")) == [out]
 
 
@@ -87,7 +87,7 @@ def test_paths_with_spaces_and_relative_ones(tmp_path: Path, recorder: Path, mon
     (tmp_path / "my model").mkdir()
     monkeypatch.chdir(tmp_path)
     assert export_gguf(Path("my model")) == tmp_path / "my model-bf16.gguf"
-    command = gguf_command(Path("my model"), Path("o.gguf"))
+    command = gguf_arguments(Path("my model"), Path("o.gguf"))
     assert shlex.split(shlex.join(command)) == command
     assert str(tmp_path / "my model") in command
 
@@ -112,9 +112,7 @@ def test_a_failed_conversion_leaves_no_file_and_says_why(
     assert not list(merged.parent.glob("*.gguf"))
 
 
-def test_an_existing_file_and_an_unknown_type_are_refused(merged: Path, recorder: Path, golden: Golden) -> None:
-    with golden.raises("merge", message="outtype='q4_k_m'"):
-        export_gguf(merged, "q4_k_m")
+def test_an_existing_file_is_refused(merged: Path, recorder: Path, golden: Golden) -> None:
     gguf_path(merged).write_bytes(b"mine")
     with golden.raises("merge", message="merged-bf16.gguf exists"):
         export_gguf(merged)

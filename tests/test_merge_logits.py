@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from golden import Golden
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
@@ -34,8 +33,7 @@ from transformers import (
 )
 
 from cogumi.core.errors import UsageError
-from cogumi.merge.logits import KL_SHARE, LOGIT_GATE, check_logits
-from cogumi.merge.logits_disk import check_directory, prompt_tokens, trained_tokens
+from cogumi.merge.logits import KL_SHARE, LOGIT_GATE, check_directory, check_logits, prompt_tokens, trained_tokens
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SIZES: dict[str, Any] = {
@@ -327,7 +325,7 @@ def test_flipped_experts_do_not_decide(tmp_path: Path) -> None:
     assert free > check.bound  # the same comparison with each model's own choices: 5 times what rounding explains
 
 
-def test_check_leaves_models_alone_and_repeats(bases: Callable[[str], Path], tmp_path: Path, golden: Golden) -> None:
+def test_check_leaves_models_alone_and_repeats(bases: Callable[[str], Path], tmp_path: Path) -> None:
     base = bases("llama")
     adapter = make_adapter(base, tmp_path / "adapter", {"target_modules": LINEARS})
     live, merged = load_live(base, adapter), load(peft_merge(base, adapter, tmp_path / "merged"), torch.bfloat16)
@@ -342,13 +340,8 @@ def test_check_leaves_models_alone_and_repeats(bases: Callable[[str], Path], tmp
     weight = "model.layers.1.self_attn.v_proj.weight"
     merged.get_parameter(weight).data.copy_(original.get_parameter(weight).data)  # one update forgotten
     assert not check_logits(live, merged, INPUT_IDS).passed
-    with golden.raises("merge", message="PEFT model"):
-        check_logits(merged, merged, INPUT_IDS)
     with pytest.raises(UsageError, match=r"merged model has no .*q_norm|other shape|no model\.layers|another shape"):
         check_logits(live, BASES["mixtral"](), INPUT_IDS)
-    live.merge_adapter()
-    with golden.raises("merge", fix="unmerged"):
-        check_logits(live, original, INPUT_IDS)
 
 
 def test_check_runs_the_copys_weights_under_trls_patched_forward(bases: Callable[[str], Path], tmp_path: Path) -> None:
@@ -423,33 +416,22 @@ def test_prompt(bases: Callable[[str], Path], tmp_path: Path) -> None:
         base, tmp_path / "adapter", {"target_modules": ["q_proj"], "trainable_token_indices": [200, 5, 9]}
     )
     config = load(base).config
-    random = prompt_tokens(base, config, trained_tokens([adapter]), 2, 0)
+    random = prompt_tokens(base, config, trained_tokens([adapter]))
     assert random.shape == (2, 128)
     assert random[0, :2].tolist() == [5, 200]
     assert random[1, 0].item() == 9
-    assert torch.equal(random, prompt_tokens(base, config, [5, 9, 200], 2, 0))
+    assert torch.equal(random, prompt_tokens(base, config, [5, 9, 200]))
     shutil.copytree(base, tmp_path / "merged")
     letters = Tokenizer(models.WordLevel({chr(code): code for code in range(128)}, unk_token="?"))
     letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(tmp_path / "merged")
-    text = "".join(map(chr, prompt_tokens(tmp_path / "merged", config, [], 2, 0).flatten().tolist()))
-    assert text.startswith("The harbour was quiet when the first boats came in.")
+    text = "".join(map(chr, prompt_tokens(tmp_path / "merged", config, []).flatten().tolist()))
+    assert text.startswith('"""The logits of a merged model')
 
 
-def test_directory_refusals(bases: Callable[[str], Path], tmp_path: Path, golden: Golden) -> None:
+def test_too_little_memory_is_refused_before_loading(bases: Callable[[str], Path], tmp_path: Path) -> None:
     base = bases("llama")
     adapter = make_adapter(base, tmp_path / "adapter", {"target_modules": ["q_proj"]})
-    with golden.raises("merge", message="nowhere has no adapter_config.json"):
-        check_directory(tmp_path / "nowhere", base, base)
-    with golden.raises("merge", message="adapter has no config.json"):
-        check_directory(adapter, adapter, base)
-    quantized = shutil.copytree(base, tmp_path / "quantized")
-    config = json.loads((base / "config.json").read_text())
-    (quantized / "config.json").write_text(
-        json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}})
-    )
-    with golden.raises("merge", message="quantized is quantized", fix="full-precision"):
-        check_directory(adapter, base, quantized)
     # A tensor of 2 TB, in a file of holes: 4 bytes and a quarter more for each of 10^12 elements.
     huge = shutil.copytree(base, tmp_path / "huge")
     header = json.dumps({"w": {"dtype": "BF16", "shape": [10**6, 10**6], "data_offsets": [0, 2 * 10**12]}}).encode()

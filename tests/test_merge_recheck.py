@@ -16,8 +16,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from cogumi.cli.app import main
-from cogumi.merge import MergeError, merge_adapter
-from cogumi.merge.recheck import check_merged
+from cogumi.merge import MergeError, check_merged, merge_adapter
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -174,17 +173,17 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "manifest cut off": (
         lambda out: (out / "cogumi-merge.json").write_text((out / "cogumi-merge.json").read_text()[:-40]),
-        r"{out}/cogumi-merge\.json is damaged: ",
+        r"{out}/cogumi-merge\.json is damaged ",
     ),
     "manifest not text": (
         lambda out: (out / "cogumi-merge.json").write_bytes(b"\xff\xfe\x00"),
-        r"{out}/cogumi-merge\.json is damaged: ",
+        r"{out}/cogumi-merge\.json is damaged ",
     ),
-    "manifest without shards": (lambda out: edit_manifest(out, lambda m: m.pop("shards")), r"is damaged: .*'shards'"),
-    "manifest without base": (lambda out: edit_manifest(out, lambda m: m.update(base=None)), "is damaged: an entry"),
+    "manifest without shards": (lambda out: edit_manifest(out, lambda m: m.pop("shards")), r"is damaged .*'shards'"),
+    "manifest without base": (lambda out: edit_manifest(out, lambda m: m.update(base=None)), r"is damaged \(TypeError"),
     "manifest of adapters without path": (
         lambda out: edit_manifest(out, lambda m: m["adapters"][0].pop("path")),
-        r"is damaged: .*'path'",
+        r"is damaged .*'path'",
     ),
 }
 

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 
 import cogumi.merge
 from cogumi.core.errors import DiskFull, UsageError
-from cogumi.merge import MergeError, executor, merge_adapter
+from cogumi.merge import MergeError, merge_adapter, stream
 
 commit: Any = importlib.import_module(
     "cogumi.merge.output_directory"
@@ -143,7 +143,7 @@ def test_torch_is_as_it_was_after_a_failure(
         assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"  # type: ignore[attr-defined]
         raise failure("stop")
 
-    monkeypatch.setattr(executor, "verify_run", fail)
+    monkeypatch.setattr(stream, "verify_run", fail)
     try:
         torch.set_num_threads(3)
         torch.set_float32_matmul_precision("medium")
@@ -160,7 +160,7 @@ def test_torch_is_as_it_was_after_a_failure(
 COUNT_THREADS = """
 import os, sys, torch
 from cogumi.merge.arithmetic import one_thread_each
-from cogumi.merge.executor import threads
+from cogumi.merge.stream import threads
 def product(matrix):
     before = len(os.listdir("/proc/self/task"))
     matrix @ matrix
@@ -190,7 +190,7 @@ def test_a_worker_brings_in_no_threads_of_its_own_and_a_merge_no_training() -> N
 
 
 def merge_and_say(base: Path, adapter: Path, out: Path, pipe: Connection, slow: str | None) -> None:
-    """Runs in a child. slow: a function of the merge, such as "executor.write_run"; each call is announced and then held up."""
+    """Runs in a child. slow: a function of the merge, such as "stream.write_run"; each call is announced and then held up."""
     slow_down(slow, pipe)
     pipe.send("started")
     merge_adapter(adapter, out, base=str(base), progress=False)
@@ -358,9 +358,7 @@ def test_a_partial_that_another_merge_took_is_refused(
     os.close(held[0])
 
 
-@pytest.mark.parametrize(
-    "during", ["executor.write_run", "executor.verify_run", "write_side_files", "write_description"]
-)
+@pytest.mark.parametrize("during", ["stream.write_run", "stream.verify_run", "write_side_files", "write_description"])
 def test_ctrl_c_stops_the_workers_and_leaves_nothing(
     during: str, inputs: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
@@ -394,10 +392,10 @@ def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
 
 def kilobytes(message: str) -> tuple[int, int, int]:
-    """(needed, free, to be freed) in bytes, as a refusal says them in kB or GB."""
+    """(needed, free, to be freed) in bytes, as a refusal says them."""
     found = re.search(r"needs ([\d.]+ \w+) and .* has ([\d.]+ \w+) free .*; free ([\d.]+ \w+) or", message)
     assert found, message
-    needed, free, more = (float(n) * {"kB": 1e3, "GB": 1e9}[unit] for n, unit in map(str.split, found.groups()))
+    needed, free, more = (float(n) * {"B": 1, "kB": 1e3, "MB": 1e6}[unit] for n, unit in map(str.split, found.groups()))
     return int(needed), int(free), int(more)
 
 
@@ -414,7 +412,7 @@ def test_too_small_a_disk_is_refused_before_a_byte_is_written(
     shards = sum(path.stat().st_size for path in base.glob("*.safetensors"))
     disk = mount("tmpfs", f"size={int(share * shards)}")
     room = os.statvfs(disk).f_bavail * 4096
-    monkeypatch.setattr(executor, "write_header", lambda *_: pytest.fail("wrote"))
+    monkeypatch.setattr(stream, "write_header", lambda *_: pytest.fail("wrote"))
     with pytest.raises(UsageError, match="nothing was written") as caught:
         merge_adapter(adapter, disk / "merged", base=base, progress=False)
     assert "\n" not in str(caught.value)
@@ -448,7 +446,7 @@ def test_a_limit_on_file_size_is_refused(inputs: Callable[[str], tuple[Path, Pat
     child.join(60)
     assert child.exitcode == 2, said.read_text()
     assert re.fullmatch(
-        rf"cogumi: out {out} needs \S+ kB and {out.parent} gave \d+ kB \(File too large\) of \S+ GB free; raise that "
+        rf"cogumi: out {out} needs \S+ MB and {out.parent} gave \S+ [kM]?B \(File too large\) of \S+ [GT]B free; raise that "
         r"limit or choose another disk; nothing was written\n",
         said.read_text(),
     )
@@ -553,7 +551,7 @@ def test_a_quota_is_refused(plain: tuple[Path, Path], tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "posix_fallocate", limited)
     with pytest.raises(
-        UsageError, match=r"^out .* needs .* gave \d+ kB \(Disk quota exceeded\) of .* raise that limit"
+        UsageError, match=r"^out .* needs .* gave [\d.]+ k?B \(Disk quota exceeded\) of .* raise that limit"
     ):
         merge_adapter(adapter, tmp_path / "merged", base=base, progress=False)
     assert nothing_left(tmp_path / "merged")

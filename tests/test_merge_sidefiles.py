@@ -1,7 +1,9 @@
 """Which files end up beside the merged weights, judged by what transformers makes of them; config.json; the card."""
 
+import hashlib
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Gemma3Config, LlamaConfig
 from transformers import Gemma3ForConditionalGeneration as Gemma3
 
-from cogumi.merge.merge_manifest import CardAdapter, hub_id_of, licence_of, model_card
+from cogumi.merge import LogitCheck
+from cogumi.merge.merge_manifest import hub_id_of, licence_of, model_card
 from cogumi.merge.side_files import has_tokenizer, output_config, side_files
 
 BASE_TEMPLATE = "base: {{ messages[0]['content'] }}"
@@ -306,26 +309,35 @@ def test_a_multimodal_config_changes_in_its_language_model(recorded: bool, tmp_p
 # -------------------------------------------------------------------------------------------------------------- card
 
 
-def card(**changes: Any) -> str:
-    facts: dict[str, Any] = {
-        "base": "org/model",
-        "base_commit": "c" * 40,
-        "base_sha256": "b" * 64,
-        "adapters": [CardAdapter("style", "a" * 64)],
+def card(licence: dict[str, str] | None = None, **changes: Any) -> str:
+    manifest: dict[str, Any] = {
+        "base": {"name": "org/model", "commit": "c" * 40, "sha256": {"config.json": "b" * 64}},
+        "adapters": [adapter_entry("/somewhere/style", "a")],
         "dtype": "keep",
+        "base_mode": "full",
+        "q_over_delta": None,
+        "logits": None,
         "tensors_merged": 14,
         "tensors_copied": 7,
         "elements": 1234567,
         "not_nearest": 89,
+        "largest_error": 0.5,
+        "tensors": {},
     }
-    return model_card(**(facts | changes))
+    return model_card(manifest | changes, licence or {})
+
+
+def adapter_entry(path: str, digit: str, weight: float = 1.0) -> dict[str, Any]:
+    return {"path": path, "weight": weight, "sha256": {"adapter_model.safetensors": digit * 64}}
 
 
 def test_the_card_says_base_commit_adapter_and_checks(base: Path) -> None:
     (base / "README.md").write_text(
         "---\nlicense: other\nlicense_name: mine\nlicense_link: LICENSE\ntags: [x]\n---\n# Model\n\n---\nlicense: mit\n---\n"
     )
-    text = card(licence=licence_of(base), delta_retained=0.9987, noise_ratio=5.7, logits="rms 1e-3, allowed 3e-3")
+    logits = LogitCheck(1e-3, 2e-3, 1e-3, 3e-3, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0)
+    retained = {"one": {"delta_retained": 0.9987}, "other": {"delta_retained": 1.0}, "whole": {"replaced": True}}
+    text = card(licence_of(base), tensors=retained, q_over_delta=5.7, logits=asdict(logits))
     parsed = ModelCard(text)
     assert parsed.data.to_dict() == {
         "base_model": "org/model",
@@ -336,9 +348,10 @@ def test_the_card_says_base_commit_adapter_and_checks(base: Path) -> None:
         "license_link": "LICENSE",
         "tags": ["cogumi", "merged"],
     }
+    files = hashlib.sha256(json.dumps({"config.json": "b" * 64}).encode()).hexdigest()
     for fact in (
         "c" * 40,
-        "b" * 64,
+        files,
         "a" * 64,
         "1,234,567",
         "for 89 that",
@@ -346,14 +359,14 @@ def test_the_card_says_base_commit_adapter_and_checks(base: Path) -> None:
         "7 tensors",
         "99.87%",
         "5.7 times",
-        "rms 1e-3",
     ):
         assert fact in parsed.text
+    assert str(logits) in parsed.text
     assert "times 0.5" not in text
 
 
 def test_the_card_admits_what_was_not_checked() -> None:
-    text = card(elements=None, dtype="bfloat16")
+    text = card(largest_error=None, dtype="bfloat16")
     assert "not compared with base and adapter" in text
     assert "float64" not in text
     assert "Logits of this model were not compared" in text
@@ -363,7 +376,8 @@ def test_a_local_base_leaves_no_path_in_the_card(tmp_path: Path) -> None:
     home = tmp_path / "my-base"
     home.mkdir()
     text = card(
-        base=str(home), base_commit=None, adapters=[CardAdapter("a", "1" * 64, 0.5), CardAdapter("b", "2" * 64)]
+        base={"name": str(home), "commit": None, "sha256": {}},
+        adapters=[adapter_entry(f"{tmp_path}/a", "1", 0.5), adapter_entry(f"{tmp_path}/b", "2")],
     )
     assert str(tmp_path) not in text
     assert "my-base, a local directory" in text

@@ -7,8 +7,7 @@ from golden import Golden
 from transformers import AutoTokenizer
 
 from cogumi.core.errors import UsageError
-from cogumi.models.chat_format import use_chat_template, use_end_token
-from cogumi.models.loading import load_model, resolve_model
+from cogumi.models.loading import load_model, resolve_model, use_chat_template, use_end_token
 from cogumi.models.small_base import KINDS, PREFIX
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}, {"role": "user", "content": "so?"}]

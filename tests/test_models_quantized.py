@@ -8,8 +8,8 @@ import pytest
 import torch
 from bitsandbytes import functional
 from bitsandbytes.nn import Linear4bit
+from golden import Golden
 from qlora_runs import qlora
-from test_config import refusal
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -65,40 +65,30 @@ COMPUTE = "bnb_4bit_compute_dtype: bfloat16"
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "line", "says"),
+    ("old", "new", "line", "key"),
     [
-        (
-            "load_in_4bit",
-            "load_in_4bits",
-            4,
-            " (BitsAndBytesConfig, transformers 5.17.0); did you mean KEY.load_in_4bit?",
-        ),
-        ("true", "soon", 4, "KEY.load_in_4bit = 'soon': Input should be a valid boolean"),
-        ("bfloat16", "bf16", 5, "dtype = 'bf16': Input should be 'float32', 'bfloat16' or 'float16'"),
-        (COMPUTE, "bnb_4bit_quant_type: nf5", 5, "KEY.bnb_4bit_quant_type = 'nf5': Input should be 'nf4' or 'fp4'"),
-        (COMPUTE, "llm_int8_skip_modules: head", 5, "KEY.llm_int8_skip_modules = 'head': Input should be a valid list"),
-        (
-            COMPUTE,
-            "llm_int8_threshold: 5",
-            5,
-            "KEY.llm_int8_threshold would be ignored with load_in_4bit: true; drop it",
-        ),
-        (
-            "load_in_4bit",
-            "load_in_8bit",
-            5,
-            "KEY.bnb_4bit_compute_dtype would be ignored with load_in_8bit: true; drop",
-        ),
-        (COMPUTE, "load_in_8bit: yes", 3, "KEY: load_in_4bit and load_in_8bit are both true; drop one"),
-        ("load_in_4bit: true\n    ", "", 3, "KEY: load_in_4bit and load_in_8bit are both false; set one, or drop"),
-        (f"\n    load_in_4bit: true\n    {COMPUTE}", " 4", 3, "KEY: must be a section (keys and values), is 4"),
+        ("load_in_4bit", "load_in_4bits", 4, "load_in_4bits"),
+        ("true", "soon", 4, "load_in_4bit"),
+        ("bfloat16", "bf16", 5, "bnb_4bit_compute_dtype"),
+        (COMPUTE, "bnb_4bit_quant_type: nf5", 5, "bnb_4bit_quant_type"),
+        (COMPUTE, "llm_int8_skip_modules: head", 5, "llm_int8_skip_modules"),
+        (COMPUTE, "llm_int8_threshold: 5", 5, "llm_int8_threshold"),
+        ("load_in_4bit", "load_in_8bit", 5, "bnb_4bit_compute_dtype"),
+        (COMPUTE, "load_in_8bit: yes", 3, ""),
+        ("load_in_4bit: true\n    ", "", 3, ""),
+        (f"\n    load_in_4bit: true\n    {COMPUTE}", " 4", 3, ""),
     ],
 )
-def test_a_mistake_is_one_line_with_file_line_and_key(config: Path, old: str, new: str, line: int, says: str) -> None:
+def test_a_mistake_is_one_line_with_file_line_and_key(
+    config: Path, old: str, new: str, line: int, key: str, golden: Golden
+) -> None:
     assert old in GOOD
-    said = refusal(config, GOOD.replace(old, new))
-    assert said.startswith(f"{config}:{line}: ")
-    assert says.replace("KEY", "model.quantization_config") in said
+    config.write_text(GOOD.replace(old, new))
+    whole = "model.quantization_config" + (f".{key}" if key else "")
+    with golden.raises("models", place=f"{config}:{line}", message="") as raised:
+        load_config(config)
+    assert whole in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_four_bits_alone_are_qlora() -> None:
@@ -120,59 +110,61 @@ def test_four_bits_alone_are_qlora() -> None:
 # ------------------------------------------------------------------------------------------------------------ loading
 
 
-def refused(name: Path, **settings: Any) -> str:
+def refused(golden: Golden, name: Path, **settings: Any) -> UsageError:
     with pytest.raises(UsageError) as caught:
         load_model(str(name), quantization=FOUR | settings)
     assert "\n" not in str(caught.value)
-    return str(caught.value)
+    golden("models", str(caught.value))
+    return caught.value
 
 
-def test_a_base_that_is_quantized_already_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_base_that_is_quantized_already_is_refused(tiny_model: Path, tmp_path: Path, golden: Golden) -> None:
     AutoModelForCausalLM.from_pretrained(
         tiny_model, quantization_config=BitsAndBytesConfig(load_in_8bit=True)
     ).save_pretrained(tmp_path / "eight")
-    assert refused(tmp_path / "eight") == (
-        f"model.quantization_config: {tmp_path / 'eight'} is quantized already (bitsandbytes); drop "
-        "model.quantization_config to train on that, or set model.name to the full-precision model"
-    )
+    error = refused(golden, tmp_path / "eight")
+    assert error.key == "model.quantization_config"
+    assert str(tmp_path / "eight") in error.message
     config = LlamaConfig.from_pretrained(tiny_model)
     config.quantization_config = {"quant_method": "mxfp4"}
     config.save_pretrained(tmp_path / "mxfp4")
-    assert "is quantized already (mxfp4)" in refused(tmp_path / "mxfp4")
+    assert "mxfp4" in refused(golden, tmp_path / "mxfp4").message
 
 
-def test_a_list_of_skipped_modules_without_the_head_is_refused(tiny_model: Path) -> None:
-    assert refused(tiny_model, llm_int8_skip_modules=["down_proj"]).endswith(
-        "replaces transformers' own list, so lm_head would be quantized, which TRL's losses read as it is; "
-        "add lm_head to the list"
-    )
+def test_a_list_of_skipped_modules_without_the_head_is_refused(tiny_model: Path, golden: Golden) -> None:
+    error = refused(golden, tiny_model, llm_int8_skip_modules=["down_proj"])
+    assert error.key == "model.quantization_config.llm_int8_skip_modules"
+    assert "lm_head" in error.fix
     model = load_model(str(tiny_model), quantization={**FOUR, "llm_int8_skip_modules": ["lm_head", "down_proj"]})
     four = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, Linear4bit)}
     assert four == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
 
 
-def test_a_model_without_linear_layers_is_refused(tiny_model: Path) -> None:
-    every = ["lm_head", "_proj"]
-    assert "has no linear layers that bitsandbytes could quantize" in refused(tiny_model, llm_int8_skip_modules=every)
+def test_a_model_without_linear_layers_is_refused(tiny_model: Path, golden: Golden) -> None:
+    error = refused(golden, tiny_model, llm_int8_skip_modules=["lm_head", "_proj"])
+    assert error.key == "model.quantization_config"
 
 
-def test_rows_that_bitsandbytes_misreads_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_bitsandbytes_misreads_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
+) -> None:
     config = LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
         tie_word_embeddings=True,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     monkeypatch.setattr(loading, "reads_rows", lambda columns: columns % 64 == 0)
-    said = refused(tmp_path)
-    assert "misreads 4-bit weights of 96 columns on this CPU, as model.layers.0.mlp.down_proj has (2 layers" in said
-    assert said.endswith("llm_int8_skip_modules: [lm_head, down_proj], or run on a GPU")
+    error = refused(golden, tmp_path)
+    assert error.key == "model"
+    assert "model.layers.0.mlp.down_proj" in error.message
+    assert "llm_int8_skip_modules: [lm_head, down_proj]" in error.fix
     model = load_model(str(tmp_path), quantization={**FOUR, "llm_int8_skip_modules": ["lm_head", "down_proj"]})
     model.save_pretrained(tmp_path / "four")
     load_model(str(tmp_path / "four"))
     AutoModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=BitsAndBytesConfig(load_in_4bit=True)
     ).save_pretrained(tmp_path / "misread")
-    with pytest.raises(UsageError, match="run on a GPU, or set model"):
+    with golden.raises("models", key="model", fix="set model.name"):
         load_model(str(tmp_path / "misread"))
 
 
@@ -242,4 +234,4 @@ def test_the_disk_is_not_forecast_for_a_base_that_is_quantized_already(tiny_mode
     (tmp_path / "run.yaml").write_text(GOOD.replace("cogumi:small-base", str(tmp_path / "mxfp4")))
     result = CliRunner().invoke(app, ["disk", "predict", str(tmp_path / "run.yaml")])
     assert isinstance(result.exception, UsageError)
-    assert "is quantized already (mxfp4)" in str(result.exception)
+    assert result.exception.key == "model.quantization_config"

@@ -20,7 +20,7 @@ import cogumi
 from cogumi.checkpoints import protect
 from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.core.run_directory import read_json
-from cogumi.merge.provenance import record_base
+from cogumi.merge.adapter_files import record_base
 from cogumi.models import warm_start
 from cogumi.models.adapters import keep_float32, largest_change
 from cogumi.telemetry import recorder

@@ -211,7 +211,7 @@ def test_a_bar_in_a_notebook_has_its_total(tmp_path: Path) -> None:
     write_json(tmp_path / "run" / "status.json", {"state": "finished", "time": time.time()})
     assert page.reply(sent)["status"] == "ok"
     merging = page.outputs(
-        "from cogumi.merge.executor import progress_bar\nwith progress_bar(True, 'merging', 4000) as done: done(4000)"
+        "from cogumi.merge.stream import progress_bar\nwith progress_bar(True, 'merging', 4000) as done: done(4000)"
     )
     page.close()
     assert "/100 [" in bar["data"]["text/plain"]

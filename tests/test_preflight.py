@@ -30,8 +30,7 @@ from cogumi.forecast.throughput_probe import Pace, Probe, continued, lines_of, s
 from cogumi.forecast.training_step import Work, run_step
 from cogumi.forecast.vram import autocast_of, fewer_at_once, period_of, planned_work, vllm_of
 from cogumi.methods.building import tokenizer_of
-from cogumi.models.chat_format import use_chat_template
-from cogumi.models.loading import load_tokenizer, meta_model, resolve_model
+from cogumi.models.loading import load_tokenizer, meta_model, resolve_model, use_chat_template
 from cogumi.stack import lanes
 from cogumi.stack.gpus import CARDS, card_called, card_of
 

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from cogumi.core.errors import UsageError
-from cogumi.merge.provenance import BaseRecord, Quantization, quantization_of, read_base, record_base, weights_sample
+from cogumi.merge.adapter_files import BaseRecord, Quantization, quantization_of, read_base, record_base, weights_sample
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 BNB_NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
@@ -111,26 +111,27 @@ WHOLE = {"format": 1, "name": "a/b", "commit": None, "revision": None, "quantiza
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "key"),
     [
-        ('{"format": 1, "na', "is not valid JSON"),
-        ("[1]", "format 'list' where this version knows 1"),
-        (WHOLE | {"format": 2}, "format 2 where this version knows 1"),
-        (WHOLE | {"name": ""}, "has no name"),
-        (WHOLE | {"dtype": None}, "has no dtype"),
-        (WHOLE | {"commit": 7}, "commit=7, which is no str"),
-        (WHOLE | {"quantization": "nf4"}, "quantization without a method"),
-        (WHOLE | {"quantization": {"method": "bitsandbytes", "bits": "4"}}, "bits='4', which is no int"),
-        (WHOLE | {"quantization": {"method": "bitsandbytes", "bits": True}}, "bits=True, which is no int"),
+        ('{"format": 1, "na', ""),
+        ("[1]", ""),
+        (WHOLE | {"format": 2}, "format"),
+        (WHOLE | {"name": ""}, "name"),
+        (WHOLE | {"dtype": None}, "dtype"),
+        (WHOLE | {"commit": 7}, "commit"),
+        (WHOLE | {"quantization": "nf4"}, "quantization"),
+        (WHOLE | {"quantization": {"bits": 4}}, "quantization.method"),
+        (WHOLE | {"quantization": {"method": "bitsandbytes", "bits": "4"}}, "quantization.bits"),
+        (WHOLE | {"quantization": {"method": "bitsandbytes", "bits": True}}, "quantization.bits"),
     ],
 )
-def test_a_damaged_record_is_one_line(content: Any, says: str, tmp_path: Path) -> None:
+def test_a_damaged_record_is_one_line(content: Any, key: str, tmp_path: Path) -> None:
     text = content if isinstance(content, str) else json.dumps(content)
     (tmp_path / "cogumi-base.json").write_text(text)
     with pytest.raises(UsageError) as error:
         read_base(tmp_path)
-    assert says in str(error.value)
-    assert "pass base=" in str(error.value)
+    assert (error.value.place, error.value.key) == (str(tmp_path / "cogumi-base.json"), key)
+    assert "pass base=" in error.value.fix
     assert "\n" not in str(error.value)
     (tmp_path / "cogumi-base.json").write_text(json.dumps(WHOLE))
     assert read_base(tmp_path) == BaseRecord("a/b", None, None, None, "bfloat16")

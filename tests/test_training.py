@@ -141,7 +141,7 @@ def test_what_a_model_was_made_for_counts_the_scaling_of_its_positions() -> None
 
 @pytest.mark.parametrize("method", ["sft", "gspo"])
 def test_the_adapter_says_what_it_was_trained_on(method: str, request: pytest.FixtureRequest) -> None:
-    from cogumi.merge.provenance import BaseRecord, read_base, weights_sample
+    from cogumi.merge.adapter_files import BaseRecord, read_base, weights_sample
 
     result = request.getfixturevalue(f"finished_{method}").result
     dtype = "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"

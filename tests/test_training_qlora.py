@@ -13,7 +13,7 @@ import cogumi
 from cogumi.checkpoints.sizes import checkpoint_bytes, size_of
 from cogumi.config.schema import load_config
 from cogumi.forecast.disk_lines import planned
-from cogumi.merge.provenance import BaseRecord, Quantization, read_base, weights_sample
+from cogumi.merge.adapter_files import BaseRecord, Quantization, read_base, weights_sample
 from cogumi.telemetry.recorder import Telemetry
 
 BF16 = torch.bfloat16

@@ -135,7 +135,7 @@ def merge(
         if adapter is not None or add or export:
             raise UsageError(f"--check {check} merges nothing", fix=f"leave out {adapter or 'the options of a merge'}")
         with waiting("loading the libraries"):
-            from cogumi.merge.recheck import check_merged
+            from cogumi.merge import check_merged
 
         with failures_in_one_line():
             show(check_merged(check, workers), as_json)

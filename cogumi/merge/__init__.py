@@ -13,26 +13,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cogumi.core.disk_space import spoken
 from cogumi.core.errors import MergeError, UsageError
 from cogumi.core.notices import said
 from cogumi.merge.adapter_files import resolve_adapter
 from cogumi.merge.bases import resolve_base
-from cogumi.merge.executor import FileDigest, cores, hashing_ahead, progress_bar, spoken, write_and_verify
-from cogumi.merge.logits import LogitCheck, check_logits
-from cogumi.merge.merge_manifest import Facts, write_description, write_side_files
-from cogumi.merge.output_directory import (
-    allocate,
-    check_target,
-    commit,
-    needed_bytes,
-    partial_directory,
-    remove_stale,
-)
-from cogumi.merge.plan import OUTPUT_DTYPES, MergePlan, build_plan
-from cogumi.merge.quantization_error import median, q_over_delta, quantization_noise
+from cogumi.merge.logits import LogitCheck, check_directory, check_logits
+from cogumi.merge.merge_manifest import build_manifest, check_merged, totals, write_description, write_side_files
+from cogumi.merge.output_directory import check_target, commit, partial_directory, remove_stale
+from cogumi.merge.plan import OUTPUT_DTYPES, build_plan
 from cogumi.merge.side_files import has_tokenizer
+from cogumi.merge.stream import cores, progress_bar, write_and_verify
 
-__all__ = ["LogitCheck", "MergeError", "MergeReport", "check_logits", "merge_adapter"]
+__all__ = [
+    "LogitCheck",
+    "MergeError",
+    "MergeReport",
+    "check_directory",
+    "check_logits",
+    "check_merged",
+    "merge_adapter",
+]
 
 log = logging.getLogger(__name__)
 
@@ -44,14 +45,14 @@ class MergeReport:
     """What a finished merge did.
 
     tensors_merged: with an update; tensors_replaced: trained whole, so taken from the adapter; tensors_copied: the base's
-    bytes; tensors_converted: the rest, decoded or stored in another dtype.
-    bytes: of all output shards. max_delta: the largest change of an element before rounding; max_delta_ratio: the
-    largest Frobenius |delta| / |W| of a tensor. elements: how many were compared with W + delta on disk;
-    not_nearest: those of them that are not the nearest value of their dtype to it, and largest_error: the largest
-    |out - (W + delta)| of these as a share of what float32 arithmetic and one rounding allow (more than 1 raises
-    MergeError); None when the merge was asked not to verify. q_over_delta: the quantization error that training saw
-    beside what it learned (median over tensors of the ratio of rms values), None where training saw none or it is not
-    known. logits: with verify="logits", how the merged model compared with the live one.
+    bytes; tensors_converted: the rest, decoded or stored in another dtype. bytes: of all output shards. max_delta: the
+    largest change of an element before rounding; max_delta_ratio: the largest Frobenius |delta| / |W| of a tensor.
+
+    elements: how many were compared with W + delta on disk; not_nearest: those of them that are not the nearest value of
+    their dtype to it; largest_error: the largest |out - (W + delta)| of these as a share of what float32 arithmetic and
+    one rounding allow, None when the merge was asked not to verify. q_over_delta: the quantization error that training
+    saw beside what it learned (median over tensors), None where there was none or it is not known. logits: with
+    verify="logits".
     """
 
     out: Path
@@ -104,62 +105,58 @@ def merge_adapter(
     base's, and tensors without an update are its bytes; a head that no longer equals the embedding it was tied to gets a
     tensor of its own. Memory stays at one layer's factors and a few megabytes of blocks for each worker.
 
-    adapter: a directory written by PEFT's save_pretrained, or (directory, weight) pairs whose updates are added up.
-    base: a directory, or a hub id that is in the local cache; by default what the adapter records, at the commit it
-    records. base_mode: "full" merges into full precision, also where the adapter was trained on a quantized base, whose
+    adapter: a directory written by PEFT's save_pretrained, or (directory, weight) pairs whose updates are added up. base:
+    a directory, or a hub id that is in the local cache; by default what the adapter records, at the commit it records.
+    base_mode: "full" merges into full precision, also where the adapter was trained on a quantized base, whose
     full-precision original is found by name and proven; "dequant" merges into the quantized base's decoded weights.
     dtype: "keep", "bfloat16", "float16" or "float32". verify: "elements" re-reads every output tensor and compares it
     with W + delta in float64; "logits" then also runs base + adapter and the merged model, each in float32 in memory;
     "none" does neither. workers: threads, by default one for each core. progress: show a bar in a terminal or a notebook.
 
     Raises UsageError, with nothing written, when the adapter or base is not one that merges exactly, they do not fit
-    together, or `out` exists or cannot be written; DiskFull, which is one, when the disk is too full, or others fill it
-    meanwhile; MergeError when the verification fails; OSError when the disk does. In every case, interruption included,
-    `out` exists afterwards only if it is whole.
+    together, or `out` exists or cannot be written; DiskFull, which is one, when the disk is too full; MergeError when the
+    verification fails; OSError when the disk does. In every case, interruption included, `out` exists afterwards only if
+    it is whole.
     """
     started = time.monotonic()
     check_choice("base_mode", base_mode, ("full", "dequant"))
     check_choice("dtype", dtype, ("keep", *OUTPUT_DTYPES))
     check_choice("verify", verify, ("elements", "logits", "none"))
     if base_mode == "dequant" and verify == "logits":
-        raise UsageError(
-            "verify='logits' runs the full-precision base", fix="with base_mode='dequant' use verify='elements'"
-        )
+        fix = "with base_mode='dequant' use verify='elements'"
+        raise UsageError("verify='logits' runs the full-precision base", fix=fix)
     target = Path(out)
     check_target(target)
-    adapters = [(resolve_adapter(path), weight) for path, weight in weighted(adapter)]
+    pairs = weighted(adapter)
+    adapters = [(resolve_adapter(path), weight) for path, weight in pairs]
     found = resolve_base(adapters[0][0], None if base is None else os.fspath(base), base_revision, base_mode)
-    sources = {shard.path.name: FileDigest(shard.path) for shard in found.shards}
-    with hashing_ahead(sources.values()):  # which needs nothing of what planning waits for: transformers, imported
-        plan = build_plan(adapters, found, dtype)
+    plan = build_plan(adapters, found, dtype)
     remove_stale(target)
-    with partial_directory(target, needed_bytes(plan)) as partial:
-        allocate(plan, partial)
+    with partial_directory(plan, target) as partial:
         with progress_bar(progress, "merging", plan.shard_bytes) as merged:
-            outcome = write_and_verify(plan, partial, sources, workers or cores(), verify != "none", merged)
+            outcome = write_and_verify(plan, partial, workers or cores(), verify != "none", merged)
         write_side_files(plan, partial)
-        facts = Facts(
-            dtype=dtype,
-            base_mode=base_mode,
-            verify=verify,
-            outcome=outcome,
-            inputs={name: digest.finish() for name, digest in sources.items()},
-            noise=q_over_delta(quantization_noise(plan), outcome.stats),
-            logits=logits_agree(plan, partial) if verify == "logits" else None,
-        )
-        write_description(plan, partial, facts)
+        logits = check_directory(pairs, partial, found.path) if verify == "logits" else None
+        if logits is not None and not logits.passed:
+            raise MergeError(f"{logits}; nothing was committed")
+        options = {"dtype": dtype, "base_mode": base_mode, "verify": verify}
+        manifest = build_manifest(plan, outcome, options, logits)
+        write_description(plan, partial, manifest)
         commit(partial, target)
     if not has_tokenizer(plan.side_files):
-        log.warning("neither %s nor the base has a tokenizer, so the merged model has none", adapters[0][0].path)
+        log.warning("neither %s nor the base has a tokenizer, so the merged model has none", pairs[0][0])
     unchanged = [name for name, stat in outcome.stats.items() if stat.max_abs_delta == 0]
     if unchanged:
-        log.warning(
-            "%d of %d updates are zero (never trained?), the first is %s",
-            len(unchanged),
-            len(outcome.stats),
-            unchanged[0],
-        )
-    return report_of(plan, target, facts, time.monotonic() - started)
+        what = "%d of %d updates are zero (never trained?), the first is %s"
+        log.warning(what, len(unchanged), len(outcome.stats), unchanged[0])
+    return MergeReport(
+        out=target,
+        base=found.name,
+        q_over_delta=manifest["q_over_delta"],
+        logits=logits,
+        seconds=time.monotonic() - started,
+        **totals(plan, outcome, verify != "none"),
+    )
 
 
 def weighted(adapter: AdapterPath | Sequence[tuple[AdapterPath, float]]) -> list[tuple[Path, float]]:
@@ -173,38 +170,6 @@ def weighted(adapter: AdapterPath | Sequence[tuple[AdapterPath, float]]) -> list
     if not pairs:
         raise UsageError("no adapter was given", fix="pass a directory or (directory, weight) pairs")
     return pairs
-
-
-def logits_agree(plan: MergePlan, partial: Path) -> LogitCheck:
-    """Run base + adapters and the merged model. Raises MergeError where they differ by more than rounding explains."""
-    from cogumi.merge.logits_disk import check_directory
-
-    pairs = [(adapter.path, weight) for adapter, weight in plan.adapters]
-    check = check_directory(pairs, partial, plan.base.path)
-    if not check.passed:
-        raise MergeError(f"{check}; nothing was committed")
-    return check
-
-
-def report_of(plan: MergePlan, target: Path, facts: Facts, seconds: float) -> MergeReport:
-    stats, checks = facts.outcome.stats.values(), facts.outcome.checks.values()
-    return MergeReport(
-        out=target,
-        base=plan.base.name,
-        tensors_merged=sum(tensor.updated for tensor in plan.tensors),
-        tensors_replaced=sum(tensor.replaced for tensor in plan.tensors),
-        tensors_copied=sum(tensor.copied for tensor in plan.tensors),
-        tensors_converted=sum(not (tensor.updated or tensor.replaced or tensor.copied) for tensor in plan.tensors),
-        bytes=plan.shard_bytes,
-        max_delta=max((stat.max_abs_delta for stat in stats), default=0.0),
-        max_delta_ratio=max((stat.ratio or 0.0 for stat in stats), default=0.0),
-        elements=sum(check.elements for check in checks),
-        not_nearest=sum(check.not_nearest for check in checks),
-        largest_error=None if facts.verify == "none" else max((check.largest_error for check in checks), default=0.0),
-        q_over_delta=median(facts.noise),
-        logits=facts.logits,
-        seconds=seconds,
-    )
 
 
 def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -1,59 +1,43 @@
-"""Which adapter: found, read and judged fit for an exact merge before anything else happens."""
+"""What an adapter's directory holds: weights that are fit for an exact merge, and a record of the base it was trained on.
 
+adapter_config.json has the base's name, a `revision` that is usually null, and nothing of quantization. The record,
+cogumi-base.json, is written while the model is in memory: afterwards the commit can only be guessed.
+"""
+
+import hashlib
 import json
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import safe_open
 
 from cogumi.core.errors import UsageError
-from cogumi.core.safetensors_file import FLOAT_DTYPES, Shard, Span, read_shard
-from cogumi.merge.base_proof import BaseProof
-from cogumi.merge.quantized import Bnb4bit, Bnb8bit
+from cogumi.core.run_directory import write_json
+from cogumi.core.safetensors_file import FLOAT_DTYPES, Span, read_shard
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-
-# adapter_config.json entries of the kinds that are merged, or that do not change what a trained adapter computes. Any other
-# entry that is set to something is refused: a LoRA variant this module has never heard of must not merge as plain LoRA.
-KNOWN_ENTRIES = {
-    "alpha_pattern",
-    "auto_mapping",
-    "base_model_name_or_path",
-    "bias",
-    "ensure_weight_tying",
-    "exclude_modules",
-    "fan_in_fan_out",
-    "inference_mode",
-    "init_lora_weights",
-    "layers_pattern",
-    "layers_to_transform",
-    "lora_alpha",
-    "lora_bias",
-    "lora_dropout",
-    "megatron_core",
-    "modules_to_save",
-    "peft_type",
-    "peft_version",
-    "qalora_group_size",
-    "r",
-    "rank_pattern",
-    "revision",
-    "target_modules",
-    "target_parameters",
-    "task_type",
-    "trainable_token_indices",
-    "use_dora",
-    "use_rslora",
-}
+PREFIX = "base_model.model."
+WITH_PEFT = "load it with PEFT on the base instead"
+OTHER_BASE = "is this the base the adapter was trained on?"
+FACTOR_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+FACTOR = re.compile(r"(.*)\.lora_(?:embedding_)?[AB](?:\.weight)?")
 # Initialisations that leave the base weights as they are and train an ordinary LoRA pair.
 PLAIN_INITS = (True, False, "gaussian", "orthogonal")
-REFUSED_ENTRIES = {
-    "alora_invocation_tokens": "activated LoRA applies to some positions only, which no merged weight can express",
-    "layer_replication": "layer_replication changes the number of layers",
-}
+# adapter_config.json entries of the kinds that are merged, or that do not change what a trained adapter computes. Any other
+# entry that is set to something is refused: a LoRA variant this module has never heard of must not merge as plain LoRA.
+# fmt: off
+KNOWN_ENTRIES = frozenset([
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "exclude_modules",
+    "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha",
+    "lora_bias", "lora_dropout", "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r",
+    "rank_pattern", "revision", "target_modules", "target_parameters", "task_type", "trainable_token_indices", "use_dora",
+    "use_rslora",
+])
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -68,77 +52,46 @@ class Adapter:
     def weights(self) -> Path:
         return self.path / ADAPTER_WEIGHTS
 
-
-@dataclass(frozen=True)
-class Base:
-    """A model on disk. `name` is what it was asked for as; `indexed` says if it has an index.
-
-    quantized: stored tensors that are decoded before the update (base_mode="dequant"); empty otherwise. original: what
-    such a model was quantized from, where that is at hand. trained_on: the
-    quantized model that the adapter was trained on, where it is another one and at hand; proof: that this is what it was
-    quantized from. trained_in: how the base was quantized in memory while the adapter was trained ("nf4").
-    """
-
-    name: str
-    path: Path
-    commit: str | None
-    config: dict[str, Any]
-    shards: tuple[Shard, ...]
-    indexed: bool
-    quantized: dict[str, Bnb4bit | Bnb8bit] = field(default_factory=dict)
-    original: "Base | None" = None
-    trained_on: "Base | None" = None
-    proof: BaseProof | None = None
-    trained_in: str | None = None
-
-    @property
-    def tensors(self) -> dict[str, Span]:
-        """The tensors of the model by name; quantized ones with the shape and dtype that they decode to."""
-        auxiliary = {name for tensor in self.quantized.values() for name in tensor.auxiliary}
-        spans = {span.name: span for shard in self.shards for span in shard.spans if span.name not in auxiliary}
-        for name, tensor in self.quantized.items():
-            dtype = next(label for label, known in FLOAT_DTYPES.items() if known == tensor.dtype)
-            spans[name] = replace(spans[name], shape=tensor.shape, dtype=dtype)
-        return spans
+    def refused(self, what: str, fix: str = WITH_PEFT) -> UsageError:
+        return UsageError(f"adapter {self.path}: {what}", fix=fix)
 
 
-def read_json(path: Path, what: str) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises UsageError for anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"{path} ({what}) is not valid JSON: {error}") from error
+    except ValueError as error:  # UnicodeDecodeError is one too
+        raise UsageError(f"{path} is not valid JSON: {error}", fix="save or download it again") from error
     if not isinstance(value, dict):
-        raise UsageError(f"{path} ({what}) should hold a JSON object, not a {type(value).__name__}")
+        kind = type(value).__name__
+        raise UsageError(f"{path} should hold a JSON object, not a {kind}", fix="save or download it again")
     return value
 
 
-def resolve_adapter(path: Path) -> Adapter:
-    """Read an adapter directory. Raises UsageError when it is missing, damaged, untrained, or of a refused kind."""
+def resolve_adapter(path: Path, factors_alone: bool = False) -> Adapter:
+    """Read an adapter directory. Raises UsageError when it is missing, damaged, untrained, or of a refused kind.
+
+    factors_alone: untrained is one whose every update is zero, whatever else is in the file.
+    """
     if not path.is_dir():
-        raise UsageError(
-            f"adapter {path} is not a directory", fix="pass the directory that PEFT's save_pretrained wrote"
-        )
+        fix = "pass the directory that PEFT's save_pretrained wrote"
+        raise UsageError(f"adapter {path} is not a directory", fix=fix)
     if not (path / "adapter_config.json").is_file():
-        raise UsageError(
-            f"adapter {path} has no adapter_config.json", fix="pass the directory PEFT's save_pretrained wrote"
-        )
-    config = read_json(path / "adapter_config.json", "adapter config")
+        fix = "pass the directory PEFT's save_pretrained wrote"
+        raise UsageError(f"adapter {path} has no adapter_config.json", fix=fix)
+    config = read_json(path / "adapter_config.json")
     refuse_unsupported(path, config)
     if not (path / ADAPTER_WEIGHTS).is_file():
-        raise UsageError(
-            f"adapter {path} has no {ADAPTER_WEIGHTS}", fix="save it again with save_pretrained (safetensors)"
-        )
-    spans = read_shard(path / ADAPTER_WEIGHTS).spans
-    refuse_broken_names(path, spans)
-    refuse_empty_or_broken(path, spans)
-    return Adapter(path, config, spans)
+        fix = "save it again with save_pretrained (safetensors)"
+        raise UsageError(f"adapter {path} has no {ADAPTER_WEIGHTS}", fix=fix)
+    return Adapter(path, config, read_trained(path, factors_alone))
 
 
 def refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
     """Raise UsageError unless the config describes LoRA of a kind that is known here: anything else would merge wrongly."""
 
     def refuse(reason: str) -> UsageError:
-        return UsageError(f"adapter {path} cannot be merged yet: {reason}", fix="load it with PEFT on the base instead")
+        return UsageError(f"adapter {path} cannot be merged yet: {reason}", fix=WITH_PEFT)
 
     if config.get("peft_type") != "LORA":
         raise refuse(f"it is a {config.get('peft_type')} adapter and only LORA is supported")
@@ -148,55 +101,158 @@ def refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
             f"init_lora_weights={init!r}: only adapters started from {PLAIN_INITS} are proven to belong to an "
             "unaltered base (PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change it when training starts)"
         )
-    for entry, reason in REFUSED_ENTRIES.items():
-        if config.get(entry):
-            raise refuse(reason)
     for entry in sorted(config.keys() - KNOWN_ENTRIES):
         if config[entry]:
             raise refuse(f"adapter_config.json sets {entry}={config[entry]!r}, which this merge does not know")
 
 
-PREFIX = "base_model.model."
-FACTOR_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+def read_trained(path: Path, factors_alone: bool) -> tuple[Span, ...]:
+    """The tensors of an adapter's file. Raises UsageError for names that PEFT does not write, half a pair, NaN and
+    infinity, and for an adapter that changes nothing.
+
+    A single zero module is allowed: a layer that never receives gradient keeps its B at zero, and merges exactly.
+    """
+    spans = read_shard(path / ADAPTER_WEIGHTS).spans
+    refuse_broken_names(path, {span.name for span in spans})
+    pairs, zero = set(), set()
+    with safe_open(path / ADAPTER_WEIGHTS, framework="pt") as weights:
+        for span in spans:
+            if span.dtype not in FLOAT_DTYPES:
+                raise UsageError(f"adapter {path}: {span.name} is {span.dtype}, which no adapter is trained in")
+            tensor = weights.get_tensor(span.name)
+            if not bool(torch.isfinite(tensor).all()):
+                raise UsageError(f"adapter {path}: {span.name} holds NaN or infinity", fix="take an earlier checkpoint")
+            if factor := FACTOR.fullmatch(span.name):
+                pairs.add(factor[1])
+                if not bool(tensor.any()):
+                    zero.add(factor[1])
+    if pairs == zero and (factors_alone or len(spans) == 2 * len(pairs)):
+        what = (
+            "every lora_A or lora_B is zero, as right after initialisation"
+            if pairs
+            else "it holds no lora_A and lora_B"
+        )
+        raise UsageError(f"adapter {path} changes nothing: {what}", fix="was this adapter saved before training?")
+    return spans
 
 
-def refuse_broken_names(path: Path, spans: tuple[Span, ...]) -> None:
+def refuse_broken_names(path: Path, keys: set[str]) -> None:
     """Raise UsageError for keys that PEFT does not write, and for one factor without its other half."""
-    keys = {span.name for span in spans}
     if not keys:
         raise UsageError(f"adapter {path}: {ADAPTER_WEIGHTS} holds no tensors")
     for key in sorted(keys):
         if not key.startswith(PREFIX):
-            raise UsageError(
-                f"adapter {path}: {key} is not a name that PEFT writes", fix="save it again with save_pretrained"
-            )
-        for one, other in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")):
-            for side, missing in ((one, other), (other, one)):
-                if (f".{side}." in f"{key}." and not key.endswith(".bias")) and key.replace(side, missing) not in keys:
+            fix = "save it with save_pretrained"
+            raise UsageError(f"adapter {path}: {key} is not a name that PEFT writes", fix=fix)
+        for side, missing in (("A", "B"), ("B", "A")):
+            for kind in (".lora_{}.", ".lora_embedding_{}."):
+                one, other = kind.format(side), kind.format(missing)
+                if one in f"{key}." and not key.endswith(".bias") and f"{key}.".replace(one, other)[:-1] not in keys:
                     raise UsageError(f"adapter {path}: {key} is alone", fix="the other half of its update is gone")
 
 
-def refuse_empty_or_broken(path: Path, spans: tuple[Span, ...]) -> None:
-    """Raise UsageError for NaN or infinite values, and for an adapter whose every update is zero.
+# ---------------------------------------------------------------------------------------------------- record of the base
 
-    A single zero module is allowed: a layer that never receives gradient keeps its B at zero, and merges exactly.
+
+BASE_RECORD_NAME = "cogumi-base.json"
+SAMPLED_BLOCKS, BLOCK_BYTES = 16, 1 << 16  # of each file, spread from its first byte to its last
+Text = Annotated[str, Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How the base was quantized while the adapter was trained.
+
+    method: transformers' word for it (bitsandbytes, gptq, fp8). type: nf4 or fp4 for bitsandbytes' 4 bit. double: whether
+    its block scales were quantized too. None where the method does not say.
     """
-    factor = re.compile(r".*\.lora_(embedding_)?[AB](\.weight)?")
-    zero: set[str] = set()
-    with safe_open(path / ADAPTER_WEIGHTS, framework="pt") as weights:
-        for span in spans:
-            if span.dtype not in FLOAT_DTYPES:
-                raise UsageError(
-                    f"adapter {path}: {span.name} is stored as {span.dtype}, which no adapter is trained in"
-                )
-            tensor = weights.get_tensor(span.name)
-            if not bool(torch.isfinite(tensor).all()):
-                raise UsageError(f"adapter {path}: {span.name} holds NaN or infinity", fix="take an earlier checkpoint")
-            if factor.fullmatch(span.name) and not bool(tensor.any()):
-                zero.add(re.sub(r"lora_(embedding_)?[AB]", "", span.name))
-    pairs = {re.sub(r"lora_(embedding_)?[AB]", "", span.name) for span in spans if factor.fullmatch(span.name)}
-    if pairs == zero and len(spans) == 2 * len(pairs):
-        raise UsageError(
-            f"adapter {path} changes nothing: every lora_A or lora_B is zero, as right after initialisation",
-            fix="was this adapter saved before training?",
-        )
+
+    method: str
+    bits: int | None = None
+    type: str | None = None
+    double: bool | None = None
+
+
+@dataclass(frozen=True)
+class BaseRecord:
+    """The base as it was loaded.
+
+    name: directory or hub id. commit: of the hub's repository, None for a directory outside the hub's cache. revision:
+    what was asked for. dtype: of the weights that were not quantized. weights: `weights_sample` of a directory without a
+    commit.
+    """
+
+    name: Text
+    commit: str | None
+    revision: str | None
+    quantization: Quantization | None
+    dtype: Text
+    weights: str | None = None
+    format: Literal[1] = 1
+
+
+def record_base(adapter: Path, model: Any, revision: str | None = None) -> BaseRecord:
+    """Write cogumi-base.json into the adapter's directory, from the model that was trained (PEFT's or the base itself).
+
+    revision: what the model was loaded with, a branch or tag; the commit it was then is in the model's config. Raises
+    ValueError when the model does not know what it was loaded from.
+    """
+    config = model.config
+    if not config._name_or_path:
+        raise ValueError("the model does not know its base: it was not loaded with from_pretrained")
+    dtype = str(config.dtype or model.dtype).removeprefix("torch.")
+    name, commit = config._name_or_path, config._commit_hash
+    weights = weights_sample(name) if commit is None else None
+    record = BaseRecord(name, commit, revision, quantization_of(config), dtype, weights)
+    write_json(adapter / BASE_RECORD_NAME, asdict(record))
+    return record
+
+
+def weights_sample(name: str) -> str | None:
+    """SHA-256 of what tells one model's safetensors files from another's; None where there are none in a directory.
+
+    Of each file: name, size, header, and 16 blocks of 64 KiB, so that the largest model takes a moment. A model that was
+    trained further differs everywhere and has another sample; a few altered elements can be missed.
+    """
+    files = sorted(Path(name).glob("*.safetensors")) if Path(name).is_dir() else []
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            length = file.read(8)
+            digest.update(length + file.read(int.from_bytes(length, "little")))
+            last = max(0, size - BLOCK_BYTES)
+            for block in range(SAMPLED_BLOCKS):
+                file.seek(last * block // (SAMPLED_BLOCKS - 1))
+                digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest() if files else None
+
+
+def quantization_of(config: Any) -> Quantization | None:
+    """From a loaded model's config, where transformers leaves the quantization that it applied or found."""
+    found = getattr(config, "quantization_config", None)  # the attribute is absent, not None, on a plain model
+    if found is None:
+        return None
+    entries = found if isinstance(found, dict) else found.to_dict()
+    method = entries["quant_method"]
+    name = str(getattr(method, "value", method))
+    if entries.get("load_in_4bit"):
+        return Quantization(name, 4, entries["bnb_4bit_quant_type"], entries["bnb_4bit_use_double_quant"])
+    return Quantization(name, 8 if entries.get("load_in_8bit") else entries.get("bits"))
+
+
+def read_base(adapter: Path) -> BaseRecord | None:
+    """The record beside an adapter, or None when there is none, as for adapters that cogumi did not train.
+
+    Raises UsageError when the record is damaged or of a format that this version does not know.
+    """
+    path = adapter / BASE_RECORD_NAME
+    if not path.is_file():
+        return None
+    try:
+        return TypeAdapter(BaseRecord).validate_json(path.read_bytes(), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        entry, fix = ".".join(map(str, first["loc"])), "delete it and pass base=<the model this adapter was trained on>"
+        raise UsageError(f"no record of a base: {first['msg']}", place=path, key=entry, fix=fix) from error

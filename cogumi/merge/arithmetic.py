@@ -17,14 +17,14 @@ import torch
 from safetensors import safe_open
 
 from cogumi.core.safetensors_file import FLOAT_DTYPES, Span, matrix_shape, read_into
-from cogumi.merge.parameter_map import Place
+from cogumi.merge.parameter_map import LowRank, Place
 from cogumi.merge.plan import MergePlan, Piece, Source, TensorPlan
 from cogumi.merge.quantized import dequantize_rows
-from cogumi.merge.updates import LowRank
 
 # Rows are merged in blocks of about this many elements: 1 MiB in float32, so that temporaries stay in the cache and
 # memory does not grow with the tensor. Fixed, because the block's shape can change the last bit of a matrix product.
 BLOCK_ELEMENTS = 1 << 18
+COPY_BYTES = 1 << 22
 
 # Adapter file -> its open tensors, as safe_open gives them: views of the file, in no memory of ours until they are used.
 Weights = Mapping[Path, Any]
@@ -139,24 +139,22 @@ def load_update(piece: Piece, tensor: TensorPlan, weights: Weights, dtype: torch
     assert change is not None
     columns = matrix_shape(tensor.source.shape)[1]
     sides = [factors(term, place, weights[term.file], dtype) for term in change.terms]
-    left = (
-        torch.cat([side[0] for side in sides], dim=1)
-        if sides
-        else torch.zeros(place.last - place.first, 0, dtype=dtype)
-    )
-    right = torch.cat([side[1] for side in sides], dim=0) if sides else torch.zeros(0, columns, dtype=dtype)
-    rows = values = None
+    left, right = torch.zeros(place.last - place.first, 0, dtype=dtype), torch.zeros(0, columns, dtype=dtype)
+    if sides:
+        left = torch.cat([side[0] for side in sides], dim=1)
+        right = torch.cat([side[1] for side in sides], dim=0)
+    rows = values = magnitude = factor = None
     if change.rows is not None:
         rows = torch.tensor(change.rows.indices)
         values = weights[change.rows.file].get_tensor(change.rows.key).to(dtype)
-    update = Update(left, right, rows=rows, values=values)
-    if change.magnitude is None:
-        return update
-    magnitude = weights[change.magnitude[0]].get_tensor(change.magnitude[1]).double()
-    if not change.terms[0].transposed:
-        return Update(left, right, magnitude[place.offset :][: place.last - place.first, None], None, rows, values)
-    norms = column_norms(piece, tensor, weights, file)
-    return Update(left, right, None, (magnitude / norms).to(dtype)[None, :], rows, values)
+    if change.magnitude is not None:
+        magnitude = weights[change.magnitude[0]].get_tensor(change.magnitude[1]).double()
+        if change.terms[0].transposed:
+            factor = (magnitude / column_norms(piece, tensor, weights, file)).to(dtype)[None, :]
+            magnitude = None
+        else:
+            magnitude = magnitude[place.offset :][: place.last - place.first, None]
+    return Update(left, right, magnitude, factor, rows, values)
 
 
 def factors(term: LowRank, place: Place, weights: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,35 +1,104 @@
-"""Which base: found, read, and, where the adapter was trained on a quantized one, proven to be what that was made from."""
+"""Which base: found, read, and, where the adapter was trained on a quantized one, proven to be what that was made from.
+
+A name proves nothing: repositories change, and base and instruct models have the same shapes. Two things do prove it. What
+the quantizer left alone (embeddings, norms, heads, router weights) must be the candidate's, bit for bit. And quantization is
+deterministic: quantizing the candidate's weights must give the codes that are stored, which a fine-tuned sibling's do not.
+"""
 
 import logging
-import os
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from cogumi.core.errors import UsageError
-from cogumi.core.safetensors_file import Shard, read_shard
-from cogumi.merge.adapter_files import Adapter, Base, read_json
-from cogumi.merge.base_proof import BaseProof, Mismatch, prove_base
-from cogumi.merge.provenance import BaseRecord, read_base
+from cogumi.core.safetensors_file import FLOAT_DTYPES, Shard, Span, element_count, read_elements, read_shard
+from cogumi.merge.adapter_files import Adapter, BaseRecord, read_base, read_json
 from cogumi.merge.quantized import (
     DEQUANTIZED_KINDS,
+    Mismatch,
+    Quantized,
     full_precision_names,
+    is_hub_id,
     quantization,
     quantized_tensors,
-    refuse_dequantize,
+    read_stored,
+    sampled_error,
 )
 
 log = logging.getLogger(__name__)
+
+BLOCK_BYTES = 1 << 22
+# Methods that may move a scale from a quantized weight into the norm before it (AWQ: scale_ln_fcs, and llm-compressor's
+# AWQ and SmoothQuant modifiers), so that vectors of the right base need not be equal. Matrices must be.
+SCALES_FOLDED = ("awq", "compressed-tensors", "modelopt")
+# Fields that decide how equal shapes are used. Sizes are compared where they matter: in the tensors.
+IDENTITY = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+@dataclass(frozen=True)
+class BaseProof:
+    """Why the full-precision base is the right one.
+
+    tensors_equal, bytes_equal: of the tensors that the quantized checkpoint holds unquantized, all equal to the full
+    ones. tensors_unmatched: tensors of the full model in modules that the quantized checkpoint lacks altogether (a tied
+    head, multi-token prediction), about which nothing is proven.
+
+    sampled_tensors: bitsandbytes only, else 0, and then the rest is None. nf4_error: |dequantized - W| / |W| in Frobenius
+    norms over the sample, in whichever format; largest_tensor_error: the worst tensor's. codes_differing: share of the
+    sampled codes that are not what quantizing W gives.
+    """
+
+    tensors_equal: int
+    bytes_equal: int
+    tensors_unmatched: int
+    sampled_tensors: int
+    nf4_error: float | None
+    largest_tensor_error: float | None
+    codes_differing: float | None
+
+
+@dataclass(frozen=True)
+class Base:
+    """A model on disk. `name` is what it was asked for as; `indexed` says if it has an index.
+
+    quantized: stored tensors that are decoded before the update (base_mode="dequant"); empty otherwise. trained_on: the
+    quantized model that the adapter was trained on, where it is another one and at hand; proof: that this is what it was
+    quantized from. trained_in: how the base was quantized in memory while the adapter was trained ("nf4").
+    """
+
+    name: str
+    path: Path
+    commit: str | None
+    config: dict[str, Any]
+    shards: tuple[Shard, ...]
+    indexed: bool
+    quantized: dict[str, Quantized] = field(default_factory=dict)
+    trained_on: "Base | None" = None
+    proof: BaseProof | None = None
+    trained_in: str | None = None
+
+    @property
+    def tensors(self) -> dict[str, Span]:
+        """The tensors of the model by name; quantized ones with the shape and dtype that they decode to."""
+        auxiliary = {name for tensor in self.quantized.values() for name in tensor.auxiliary}
+        spans = {span.name: span for shard in self.shards for span in shard.spans if span.name not in auxiliary}
+        for name, tensor in self.quantized.items():
+            dtype = next(label for label, known in FLOAT_DTYPES.items() if known == tensor.dtype)
+            spans[name] = replace(spans[name], shape=tensor.shape, dtype=dtype)
+        return spans
 
 
 def resolve_base(adapter: Adapter, base: str | None, revision: str | None, base_mode: str) -> Base:
     """The model to merge into: a directory, or a hub id whose snapshot is in the local cache.
 
     Without `base`, what the adapter records: in cogumi-base.json (the commit it was trained on), else in its config. A
-    quantized one is never merged into as it is: with base_mode="full" the full-precision model is looked for by name
-    and proven to be what it was quantized from; with "dequant" its weights are decoded, and the update goes on those.
+    quantized one is never merged into as it is: with base_mode="full" the full-precision model is looked for by name and
+    proven to be what it was quantized from; with "dequant" its weights are decoded, and the update goes on those.
 
     Raises UsageError when there is none, it is incomplete or not in safetensors, or the proof fails.
     """
@@ -37,76 +106,34 @@ def resolve_base(adapter: Adapter, base: str | None, revision: str | None, base_
     recorded = record.name if record else adapter.config.get("base_model_name_or_path")
     name = base if base is not None else recorded
     if not name:
-        raise UsageError(
-            f"adapter {adapter.path} does not record its base model", fix="pass base=<directory or hub id>"
-        )
+        raise adapter.refused("it does not record its base model", fix="pass base=<directory or hub id>")
+    trained_at = (record and (record.commit or record.revision)) or adapter.config.get("revision")
     if revision is None and name == recorded and not Path(name).is_dir():
-        revision = recorded_revision(adapter, record)
-    if base is None and base_mode == "full":
-        refuse_absent_quantized(name, revision)
+        revision = trained_at
     found = read_model(name, revision)
-    kind = quantization(found.config)
     if base_mode == "dequant":
-        return dequantized(found, kind, record)
-    if kind is None:
-        return trained_elsewhere(found, adapter, record, recorded)
-    return find_full_precision(found, kind)
+        return decoded(found)
+    kind = quantization(found.config)
+    return find_full_precision(found, kind) if kind else compare_with_recorded(found, record, recorded, trained_at)
 
 
-def refuse_absent_quantized(name: str, revision: str | None) -> None:
-    """Raise UsageError, with what to pass, where a recorded base is not here and its name says that it is quantized."""
-    candidates = full_precision_names(name, None)
-    if not candidates or is_here(name, revision):
-        return
-    what = f"base {name}, which the adapter records, is not here, and by its name it is quantized; "
-    proof = f" (with {name} here too, cogumi proves that the two belong together)"
-    here = next((candidate for candidate in candidates if is_here(candidate, None)), None)
-    if here is not None:
-        raise UsageError(f"{what}pass base={here}, its full-precision model by name, which is here{proof}")
-    hub = next((candidate for candidate in candidates if is_hub_id(candidate)), None)
-    if hub is not None:
-        raise UsageError(f"{what}run: hf download {hub} and pass base={hub}{proof}")
-
-
-def is_hub_id(name: str) -> bool:
-    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
-
-
-def recorded_revision(adapter: Adapter, record: BaseRecord | None) -> str | None:
-    """The commit of the base's repository that the adapter was trained on, or else the branch or tag."""
-    known: str | None = (record.commit or record.revision) if record is not None else None
-    return known or adapter.config.get("revision")
-
-
-def trained_elsewhere(found: Base, adapter: Adapter, record: BaseRecord | None, recorded: str | None) -> Base:
+def compare_with_recorded(found: Base, record: BaseRecord | None, recorded: str | None, revision: str | None) -> Base:
     """A full-precision base with what is known of the one that the adapter was trained on."""
     trained_on = found
     if recorded and recorded != found.name:
         try:
-            revision = None if Path(recorded).is_dir() else recorded_revision(adapter, record)
-            trained_on = read_model(recorded, revision)
+            trained_on = read_model(recorded, None if Path(recorded).is_dir() else revision)
         except UsageError as error:  # the base was passed because of that, maybe
             log.warning("not proven that %s fits the adapter, which was trained on another: %s", found.name, error)
             return found
     if quantization(trained_on.config) is not None:
-        return replace(found, trained_on=trained_on, proof=prove(trained_on, found))
+        return replace(found, trained_on=trained_on, proof=prove_base(trained_on, found))
     if trained_on.path.resolve() != found.path.resolve():
         log.warning("the adapter was trained on %s: not proven that %s is the same model", recorded, found.name)
     if record is None or record.quantization is None:
         return found
     in_memory = record.quantization
     return replace(found, trained_in=in_memory.type or f"{in_memory.method} {in_memory.bits}-bit")
-
-
-def prove(quantized: Base, full: Base) -> BaseProof:
-    """prove_base in the names that were asked for: it knows only the files, which for a hub id are in the hub's cache."""
-    try:
-        return prove_base(quantized.shards, quantized.config, full.shards, full.config)
-    except UsageError as error:
-        text = str(error)
-        for base in (quantized, full):
-            text = text.replace(os.fspath(base.path), base.name)
-        raise UsageError(text) from error.__cause__
 
 
 def find_full_precision(found: Base, kind: str) -> Base:
@@ -116,102 +143,90 @@ def find_full_precision(found: Base, kind: str) -> Base:
     """
     names = full_precision_names(found.name, kind)
     refused = []
-    for name in names:
-        if not is_here(name, None):
-            continue
+    for name in filter(is_here, names):
         try:
             candidate = read_model(name, None)
         except UsageError as error:
             refused.append(f"not whole: {error}")
             continue
-        own = quantization(candidate.config)
-        if own is not None:
+        if own := quantization(candidate.config):
             refused.append(f"{name} is quantized itself ({own})")
             continue
         try:
-            proof = prove(found, candidate)
-        except UsageError as error:
-            if not isinstance(error.__cause__, Mismatch):  # the quantized base itself is damaged
-                raise
-            refused.append(f"{name} is not what it was quantized from: {error.__cause__}")
+            proof = compare_models(found, candidate)
+        except Mismatch as mismatch:
+            refused.append(f"{name} is not what it was quantized from: {mismatch}")
             continue
         log.info("base %s is quantized (%s); merging into %s", found.name, kind, name)
         return replace(candidate, trained_on=found, proof=proof)
     why = f" ({'; '.join(refused)})" if refused else ""
-    hub = next((name for name in names if is_hub_id(name) and not is_here(name, None)), None)
+    hub = next((name for name in names if is_hub_id(name) and not is_here(name)), None)
     fetch = f"run: hf download {hub}; or " if hub else ""
-    instead = " or base_mode='dequant'" if kind in DEQUANTIZED_KINDS else ""
     raise UsageError(
         f"base {found.name} is quantized ({kind}), and merging into it would lose nearly all of the "
         f"update; its full-precision model is not here{why}",
-        fix=f"{fetch}pass base=<the full-precision model>{instead}",
+        fix=f"{fetch}pass base=<the full-precision model>{or_dequantize(kind)}",
     )
 
 
-def dequantized(found: Base, kind: str | None, record: BaseRecord | None) -> Base:
-    """A quantized base whose weights are to be decoded. Raises UsageError where there is nothing to decode."""
-    if kind is None:
-        in_memory = ""
-        if record is not None and record.quantization is not None and record.name == found.name:
-            in_memory = " (it was quantized in memory while training)"
-        raise UsageError(
-            f"base {found.name} is not quantized on disk{in_memory}, so there is nothing to dequantize",
-            fix="leave out base_mode, or pass base=<the quantized checkpoint>",
-        )
-    refuse_dequantize(found.name, kind)
-    try:
-        original = find_full_precision(found, kind)
-    except UsageError:  # it is wanted for a figure only
-        log.info("q/delta is not known: the full-precision model of %s is not here, or not proven to be it", found.name)
-        return decoded(found)
-    return replace(decoded(found), original=original, proof=original.proof)
+def or_dequantize(kind: str) -> str:
+    return " or base_mode='dequant'" if kind in DEQUANTIZED_KINDS else ""
 
 
 def decoded(found: Base) -> Base:
-    """A bitsandbytes checkpoint with what is needed to read its weights as floats."""
+    """A bitsandbytes checkpoint with what is needed to read its weights as floats. Raises UsageError for any other."""
+    kind = quantization(found.config)
+    if kind is None:
+        raise UsageError(
+            f"base {found.name} is not quantized on disk, so there is nothing to dequantize",
+            fix="leave out base_mode, or pass base=<the quantized checkpoint>",
+        )
+    if kind not in DEQUANTIZED_KINDS:
+        raise UsageError(
+            f"base {found.name} is quantized ({kind}), and base_mode='dequant' reads only bitsandbytes' 4 and 8 bits",
+            fix="pass base=<the full-precision model>",
+        )
     return replace(found, quantized=quantized_tensors(found.shards, found.config))
+
+
+# ------------------------------------------------------------------------------------------------------------- on disk
 
 
 def read_model(name: str, revision: str | None) -> Base:
     """Read a model's config and tensor headers. Raises UsageError when it is not here, or not whole."""
-    if Path(name).is_dir():
-        path = Path(name)
-        if revision is not None and snapshot_commit(path) != revision:
-            raise UsageError(f"base {name} is a directory, which has no revisions", fix="leave out base_revision")
-    else:
+    path = Path(name)
+    if not path.is_dir():
         path = cached_snapshot(name, revision)
+    elif revision is not None and snapshot_commit(path) != revision:
+        raise UsageError(f"base {name} is a directory, which has no revisions", fix="leave out base_revision")
     if not (path / "config.json").is_file():
         raise UsageError(f"base {path} has no config.json", fix="pass base=<a model directory or hub id>")
-    config = read_json(path / "config.json", "base config")
     shards, indexed = base_shards(name, path)
-    return Base(name, path, snapshot_commit(path), config, shards, indexed)
+    return Base(name, path, snapshot_commit(path), read_json(path / "config.json"), shards, indexed)
 
 
-def is_here(name: str, revision: str | None) -> bool:
+def is_here(name: str, revision: str | None = None) -> bool:
     """Whether there is a model of this name, whole or not: a directory with a config, or a snapshot in the hub's cache."""
     if Path(name).is_dir():
         return (Path(name) / "config.json").is_file()
-    try:
-        path = snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=["config.json"])
-    except (LocalEntryNotFoundError, HFValidationError):
-        return False
-    return (Path(path) / "config.json").is_file()
+    return is_hub_id(name) and isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
 
 
 def cached_snapshot(name: str, revision: str | None) -> Path:
     """The hub cache's directory for `name`. Nothing is downloaded: a merge must not fill the disk by surprise."""
-    at = f" at revision {revision}" if revision else ""
     try:
-        # Which weight files are there is checked against the index below; from_pretrained caches no more than it needs.
-        found = snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=["config.json"])
-    except LocalEntryNotFoundError as error:
-        extra = f" --revision {revision}" if revision else ""
-        raise UsageError(
-            f"base {name}{at} is neither a directory nor in the hub cache", fix=f"run: hf download {name}{extra}"
-        ) from error
+        validate_repo_id(name)
     except HFValidationError as error:
-        raise UsageError(f"base {name} is neither an existing directory nor a hub id") from error
-    return Path(found)
+        fix = "pass base=<a directory or hub id>"
+        raise UsageError(f"base {name} is neither an existing directory nor a hub id", fix=fix) from error
+    config = try_to_load_from_cache(name, "config.json", revision=revision)
+    if not isinstance(config, str):
+        at, extra = (f" at revision {revision}", f" --revision {revision}") if revision else ("", "")
+        fix = f"run: hf download {name}{extra}"
+        if full := full_precision_names(name, None):
+            fix += f", or pass base={full[0]}, its full-precision model by name"
+        raise UsageError(f"base {name}{at} is neither a directory nor in the hub cache", fix=fix)
+    return Path(config).parent
 
 
 def snapshot_commit(path: Path) -> str | None:
@@ -231,25 +246,112 @@ def base_shards(name: str, path: Path) -> tuple[tuple[Shard, ...], bool]:
             f"base {name} has no model.safetensors and no index of shards in {path}",
             fix="download all of it, as safetensors: nothing else is merged",
         )
-    weight_map = read_json(index, "shard index").get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UsageError(f"{index} has no weight_map", fix="download the base again")
     files = sorted(set(weight_map.values()))
     missing = [file for file in files if not (path / file).is_file()]
     if missing:
-        raise UsageError(
-            f"base {name} lacks {missing[0]} ({len(missing)} of {len(files)} shards)", fix="download it again"
-        )
+        what = f"base {name} lacks {missing[0]} ({len(missing)} of {len(files)} shards)"
+        raise UsageError(what, fix="download it again")
     shards = tuple(read_shard(path / file) for file in files)
-    place: dict[str, str] = {}
-    for shard in shards:
-        for span in shard.spans:
-            if span.name in place:
-                raise UsageError(f"base {name} holds {span.name} twice, in {place[span.name]} and {shard.path.name}")
-            place[span.name] = shard.path.name
-    for tensor, file in weight_map.items():
-        if place.get(tensor) != file:
-            raise UsageError(
-                f"{index} places {tensor} in {file}, which does not hold it", fix="download the base again"
-            )
+    held = [(span.name, span.path.name) for shard in shards for span in shard.spans]
+    if sorted(held) != sorted(weight_map.items()):
+        name = min(set(held) ^ set(weight_map.items()), default=("a tensor", ""))[0]
+        raise UsageError(
+            f"{index} and the shards differ in where {name} is, or hold it twice", fix="download the base again"
+        )
     return shards, True
+
+
+# --------------------------------------------------------------------------------------------------------------- proof
+
+
+def prove_base(quantized: Base, full: Base) -> BaseProof:
+    """compare_models, with a UsageError of one line where they do not match."""
+    try:
+        return compare_models(quantized, full)
+    except Mismatch as mismatch:
+        kind = quantization(quantized.config) or ""
+        raise UsageError(
+            f"base {full.name} is not what {quantized.name} ({kind}) was quantized from: {mismatch}",
+            fix=f"pass base=<the full-precision model that it was>{or_dequantize(kind)}",
+        ) from mismatch
+
+
+def compare_models(quantized: Base, full: Base) -> BaseProof:
+    """Prove that a quantized checkpoint was made from a full-precision one. Raises Mismatch where it was not.
+
+    Compared are the identity fields of the configs; every tensor that both hold in a plain float dtype (equal bytes,
+    after rounding the full one to the quantized file's dtype); and, for bitsandbytes, names and shapes of all tensors,
+    and a sample of the codes. Of GPTQ, AWQ, FP8, MXFP4 and others only embeddings, heads, norms and biases speak: a
+    sibling that was trained with all of those frozen would pass.
+    """
+    kind = quantization(quantized.config) or ""
+    ours, theirs = (model.config.get("text_config") or model.config for model in (quantized, full))
+    for entry in IDENTITY:
+        if None not in (ours.get(entry), theirs.get(entry)) and ours[entry] != theirs[entry]:
+            raise Mismatch(f"its config says {entry}={theirs[entry]!r} where the quantized one says {ours[entry]!r}")
+    packed = quantized_tensors(quantized.shards, quantized.config)
+    stored, wanted = quantized.tensors, full.tensors
+    unmatched = match_names(packed, stored, wanted) if kind in DEQUANTIZED_KINDS else 0
+    equal = [
+        span
+        for name, span in stored.items()
+        if name in wanted and name not in packed and carries_proof(kind, span, wanted[name])
+    ]
+    # Small ones first: a norm that differs is found before gigabytes of embeddings are read.
+    for span in sorted(equal, key=lambda span: span.end - span.start):
+        compare_span(span, wanted[span.name])
+    if not equal:
+        raise Mismatch("no tensor is stored unquantized in both, so nothing can be compared")
+    sample = sampled_error(packed, wanted) if packed else (0, None, None, None)
+    return BaseProof(len(equal), sum(span.end - span.start for span in equal), unmatched, *sample)
+
+
+def match_names(packed: dict[str, Quantized], quantized: dict[str, Span], full: dict[str, Span]) -> int:
+    """Compare names and shapes of a bitsandbytes checkpoint; return how many full tensors lie in modules it lacks."""
+    auxiliary = {name for tensor in packed.values() for name in tensor.auxiliary}
+    for name in sorted(quantized.keys() - auxiliary):
+        if name not in full:
+            raise Mismatch(f"it has no {name}")
+        shape = packed[name].shape if name in packed else quantized[name].shape
+        if name in packed and full[name].dtype not in FLOAT_DTYPES:
+            raise Mismatch(f"{name} is stored as {full[name].dtype} in it")
+        if full[name].shape != shape:
+            raise Mismatch(f"{name} is {list(full[name].shape)} where the quantized one has {list(shape)}")
+    modules = {name.rpartition(".")[0] for name in quantized}
+    extra = full.keys() - quantized.keys()
+    for name in sorted(extra):
+        if name.rpartition(".")[0] in modules:  # e.g. a bias: the quantized model would not have computed with it
+            raise Mismatch(f"it has {name}, which the quantized one lacks")
+    return len(extra)
+
+
+def carries_proof(kind: str, quantized: Span, full: Span) -> bool:
+    """Whether two tensors of one name must be equal. Raises Mismatch where their shapes or kinds of dtype rule it out."""
+    plain = quantized.dtype in FLOAT_DTYPES and full.dtype in FLOAT_DTYPES
+    if kind in DEQUANTIZED_KINDS:
+        if not plain and quantized.dtype != full.dtype:
+            raise Mismatch(f"{full.name} is {full.dtype} where the quantized one has {quantized.dtype}")
+        return True
+    if plain and quantized.shape != full.shape:
+        raise Mismatch(f"{full.name} is {list(full.shape)} where the quantized one has {list(quantized.shape)}")
+    return plain and not (kind in SCALES_FOLDED and len(full.shape) < 2)
+
+
+def compare_span(quantized: Span, full: Span) -> None:
+    """Raise Mismatch unless the tensors are equal, the full one rounded to the quantized one's dtype."""
+    same = quantized.dtype == full.dtype
+    total = quantized.end - quantized.start if same else element_count(full.shape)
+    how = "has other bytes in it" if same else f"differs after rounding to {quantized.dtype}"
+    step = BLOCK_BYTES if same else BLOCK_BYTES // 4
+    for first in range(0, total, step):
+        count = min(step, total - first)
+        if same:
+            ours, theirs = (read_stored(span, torch.uint8, first, count) for span in (quantized, full))
+        else:
+            ours = read_elements(quantized, first, count).view(torch.uint8)
+            theirs = read_elements(full, first, count).to(FLOAT_DTYPES[quantized.dtype]).view(torch.uint8)
+        if not torch.equal(ours, theirs):
+            raise Mismatch(f"{full.name}, which is stored unquantized, {how}")

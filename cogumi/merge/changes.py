@@ -6,24 +6,24 @@ own rules, and the exact keys and shapes that PEFT would save: a file that holds
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import Span, leading_rows_equal
-from cogumi.merge.adapter_files import PREFIX, Adapter, Base
-from cogumi.merge.parameter_map import Checkpoint, meta_model
+from cogumi.merge.adapter_files import OTHER_BASE, PREFIX, Adapter
+from cogumi.merge.bases import Base
+from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Rows, base_on_meta
 from cogumi.merge.per_expert import layers_with_factors, stored_changes, stored_modules
-from cogumi.merge.updates import Change, Changes, LowRank, Rows
 
 
 def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint) -> Changes:
     """Every change that the adapter makes. Each of its keys is used exactly once, or UsageError names it."""
     from peft import LoraConfig
 
-    model = meta_model(base)  # PEFT changes the model it is given, so each adapter gets its own
+    model = base_on_meta(base)  # PEFT changes the model it is given, so each adapter gets its own
     held = {span.name: span for span in adapter.spans}
     changes = Changes(vocabulary=resize_vocabulary(adapter, base, model, held))
     config = LoraConfig.from_pretrained(str(adapter.path))
@@ -39,8 +39,8 @@ def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint) -> Cha
             refuse_leftover(adapter, base, held)
             return changes
     layers = inject(adapter, base, config, model)
-    expected, embeddings = expected_keys(layers)
-    check_keys(adapter, base, held, expected, embeddings)
+    expected = saved_shapes(layers, save_embedding_layers=False)
+    check_keys(adapter, base, held, expected, saved_shapes(layers, save_embedding_layers=True) | expected)
     changes.parameters, used = layer_changes(adapter, base, layers.get_base_model(), held)
     for key in expected.keys() - used:
         changes.parameters[bias_parameter(adapter, key)] = Change(whole=held[key])
@@ -69,9 +69,8 @@ def resize_vocabulary(adapter: Adapter, base: Base, model: Any, held: dict[str, 
         model.resize_token_embeddings(found, mean_resizing=False)
         return found
     if head is not None and rows(head) not in (None, before):
-        raise UsageError(
-            f"adapter {adapter.path} holds a head of {rows(head)} rows for base {base.name} with "
-            f"{before}, and no embedding of that size",
+        raise adapter.refused(
+            f"it holds a head of {rows(head)} rows, base {base.name} {before}, and no embedding of that size",
             fix="resize the base's vocabulary as in training, save it, and pass that as the base",
         )
     return None
@@ -84,32 +83,25 @@ def inject(adapter: Adapter, base: Base, config: Any, model: Any) -> Any:
     try:
         with without_advice():
             return get_peft_model(model, config, low_cpu_mem_usage=True)
-    except (
-        ValueError,
-        TypeError,
-    ) as error:  # "no target module found"; a setting that is none, in a damaged adapter_config.json
+    except (ValueError, TypeError) as error:  # no target module found; a setting that PEFT does not have
         raise UsageError(f"adapter {adapter.path} does not fit base {base.name}: {error}") from error
 
 
 @contextmanager
 def without_advice() -> Iterator[None]:
-    """PEFT warns those who train and save, of tied weights and the like: what a merge has to know of it is checked here."""
+    """Without PEFT's warnings for those who train and save, of tied weights for one: the merge checks them itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
 
 
-def expected_keys(layers: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """(keys that PEFT saves for this adapter, keys of embeddings that it adds at times), with their shapes."""
+def saved_shapes(layers: Any, save_embedding_layers: bool) -> dict[str, tuple[int, ...]]:
+    """The keys that PEFT saves for this adapter, with their shapes. save_embedding_layers: those it adds at times, too."""
     from peft import get_peft_model_state_dict
 
-    def shapes(save_embedding_layers: bool) -> dict[str, tuple[int, ...]]:
-        state = get_peft_model_state_dict(layers, save_embedding_layers=save_embedding_layers)
-        return {key: tuple(tensor.shape) for key, tensor in state.items()}
-
     with without_advice():
-        expected, with_embeddings = shapes(False), shapes(True)
-    return expected, {key: shape for key, shape in with_embeddings.items() if key not in expected}
+        state = get_peft_model_state_dict(layers, save_embedding_layers=save_embedding_layers)
+    return {key: tuple(tensor.shape) for key, tensor in state.items()}
 
 
 def check_keys(
@@ -117,36 +109,26 @@ def check_keys(
     base: Base,
     held: dict[str, Span],
     expected: dict[str, tuple[int, ...]],
-    embeddings: dict[str, tuple[int, ...]],
+    allowed: dict[str, tuple[int, ...]],
 ) -> None:
     """Raise UsageError unless the file holds exactly what PEFT would save for this adapter on this base."""
-    refuse_leftover(adapter, base, {key: span for key, span in held.items() if key not in expected | embeddings})
+    refuse_leftover(adapter, base, held.keys() - allowed.keys())
     for key in sorted(expected.keys() - held.keys()):
-        raise UsageError(
-            f"adapter {adapter.path} lacks {key}, which its configuration promises for base {base.name}",
-            fix="is this the base the adapter was trained on?",
-        )
+        raise adapter.refused(f"it lacks {key}, which its configuration promises for base {base.name}", fix=OTHER_BASE)
     for key, span in held.items():
-        shape = (expected | embeddings)[key]
-        if span.shape != shape:
-            raise UsageError(
-                f"adapter {adapter.path}: {key} has shape {span.shape} where base {base.name} and "
-                f"the adapter's configuration need {shape}",
-                fix="is this the base it was trained on?",
-            )
+        if span.shape != allowed[key]:
+            what = f"{key} has shape {span.shape} where base {base.name} and the adapter's configuration need {allowed[key]}"
+            raise adapter.refused(what, fix=OTHER_BASE)
 
 
-def refuse_leftover(adapter: Adapter, base: Base, unknown: dict[str, Span]) -> None:
+def refuse_leftover(adapter: Adapter, base: Base, unknown: Iterable[str]) -> None:
     task = adapter.config.get("task_type")
-    advice = "is this the base the adapter was trained on?"
+    advice = OTHER_BASE
     if task not in (None, "CAUSAL_LM"):
         advice = f"it is a {task} adapter: save the model it was trained on, head included, and pass that as the base"
     for key in sorted(unknown):
-        raise UsageError(
-            f"adapter {adapter.path}: {key} belongs to nothing that the adapter's configuration "
-            f"puts on base {base.name}",
-            fix=advice,
-        )
+        what = f"{key} belongs to nothing that the adapter's configuration puts on base {base.name}"
+        raise adapter.refused(what, fix=advice)
 
 
 def layer_changes(
@@ -163,7 +145,7 @@ def layer_changes(
 
     def add(parameter: str, change: Change, *keys: str) -> None:
         if parameter in changes:
-            raise UsageError(f"adapter {adapter.path} cannot be merged: it changes {parameter} in two ways at once")
+            raise adapter.refused(f"it changes {parameter} in two ways at once")
         changes[parameter] = change
         used.update(keys)
 
@@ -173,25 +155,24 @@ def layer_changes(
             term = expert_term(adapter, key, module)
             add(f"{parameter}.{module.parameter_name}", Change(terms=(term,)), term.key_b, str(term.key_a))
         elif isinstance(module, Linear | Embedding):
-            kind = "lora_embedding_{}" if isinstance(module, Embedding) else "lora_{}.weight"
-            term = layer_term(adapter, f"{key}.{kind.format('A')}", f"{key}.{kind.format('B')}", module)
+            embedding = isinstance(module, Embedding)  # PEFT's update of one is (B @ A).T on a weight [rows, dim]
+            kind = "lora_embedding_{}" if embedding else "lora_{}.weight"
+            key_a, key_b = (f"{key}.{kind.format(side)}" for side in "AB")
+            rank, scaling = module.r["default"], float(module.scaling["default"])
+            transposed = embedding or bool(module.fan_in_fan_out)
+            term = LowRank(adapter.weights, key_a, key_b, rank, scaling, transposed=transposed)
             magnitude = f"{key}.lora_magnitude_vector" if module.use_dora["default"] else None
             change = Change(terms=(term,), magnitude=(adapter.weights, magnitude) if magnitude else None)
             add(f"{parameter}.weight", change, term.key_b, str(term.key_a), *([magnitude] if magnitude else []))
             if f"{key}.lora_B.bias" in held:
                 if f"{name}.base_layer.bias" not in own:
-                    raise UsageError(
-                        f"adapter {adapter.path} cannot be merged: lora_bias trained a bias on "
-                        f"{name}, which has none in base {base.name}",
-                        fix="load it with PEFT on the base instead",
-                    )
+                    what = f"lora_bias trained a bias on {name}, which has none in base {base.name}"
+                    raise adapter.refused(what)
                 bias = LowRank(adapter.weights, None, f"{key}.lora_B.bias", 1, module.scaling["default"])
                 add(f"{parameter}.bias", Change(terms=(bias,)), bias.key_b)
         elif isinstance(module, LoraLayer):
-            raise UsageError(
-                f"adapter {adapter.path} cannot be merged yet: {name} is a {type(module.get_base_layer()).__name__}, not "
-                "a linear layer, an embedding or a stack of experts"
-            )
+            kind = type(module.get_base_layer()).__name__
+            raise adapter.refused(f"{name} is a {kind}, not a linear layer, an embedding or a stack of experts")
         elif isinstance(module, ModulesToSaveWrapper):
             for part in module.modules_to_save["default"].state_dict():
                 add(f"{parameter}.{part}", Change(whole=held[f"{key}.{part}"]), f"{key}.{part}")
@@ -205,49 +186,31 @@ def layer_changes(
     return changes, used
 
 
-def layer_term(adapter: Adapter, key_a: str, key_b: str, layer: Any) -> LowRank:
-    """The update of a linear layer or an embedding. PEFT's embedding update is (B @ A).T on a weight [rows, dim]."""
-    from peft.tuners.lora.layer import Embedding
-
-    transposed = isinstance(layer, Embedding) or bool(layer.fan_in_fan_out)
-    return LowRank(
-        adapter.weights, key_a, key_b, layer.r["default"], float(layer.scaling["default"]), transposed=transposed
-    )
-
-
 def expert_term(adapter: Adapter, key: str, layer: Any) -> LowRank:
     """The update of a bare parameter (target_parameters): a matrix, or a stack of experts in PEFT's layout.
 
     PEFT knows by the layer's `is_transposed` whether the experts are [out, in] or [in, out] and then swaps its idea of
     in and out; guessing it from shapes would be ambiguous.
     """
-    stacked = len(layer.get_param().shape) == 3
-    return LowRank(
-        adapter.weights,
-        f"{key}.lora_A.weight",
-        f"{key}.lora_B.weight",
-        layer.r["default"],
-        float(layer.scaling["default"]),
-        count=layer.num_experts,
-        transposed=stacked and not layer._did_swap_in_out_features,
-    )
+    transposed = len(layer.get_param().shape) == 3 and not layer._did_swap_in_out_features
+    rank, scaling = layer.r["default"], float(layer.scaling["default"])
+    key_a, key_b = (f"{key}.lora_{side}.weight" for side in "AB")
+    return LowRank(adapter.weights, key_a, key_b, rank, scaling, layer.num_experts, transposed)
 
 
 def bias_parameter(adapter: Adapter, key: str) -> str:
     """The parameter behind a key that no adapter layer uses: a bias trained whole (bias="all" or "lora_only")."""
     if not key.endswith(".bias"):
-        raise UsageError(
-            f"adapter {adapter.path} cannot be merged yet: {key} is of a kind that this merge does not know"
-        )
+        raise adapter.refused(f"{key} is of a kind that this merge does not know")
     return key.removeprefix(PREFIX).replace(".base_layer", "")
 
 
 def keep_embedding(adapter: Adapter, base: Base, changes: Changes, span: Span, checkpoint: Checkpoint) -> None:
     """An embedding that PEFT saved beside the factors (targeted, or resized): the base's rows, and perhaps new ones.
 
-    It was not trained, so its rows must be the base's; anything else is another base. A resized one takes the place of
-    the base's, and the adapter's updates come on top; a head that is tied to it and not in the file does likewise. What
-    PEFT saved a second time (a module that was trained whole, tokens of a tied head) must be the same tensor.
+    It was not trained, so its rows must be the base's. A resized one takes the place of the base's, and the adapter's
+    updates come on top; a head that is tied to it and not in the file does likewise. What PEFT saved a second time (a
+    module that was trained whole, tokens of a tied head) must be the same tensor.
     """
     key = re.sub(r"(\.modules_to_save|\.original_module|\.token_adapter)?(\.base_layer)?\.[^.]+$", ".weight", span.name)
     parameter = key.removeprefix(PREFIX)
@@ -258,19 +221,14 @@ def keep_embedding(adapter: Adapter, base: Base, changes: Changes, span: Span, c
         again = held[change.rows.key]
     if again is not None:
         if again.shape != span.shape or not leading_rows_equal(span, again):
-            raise UsageError(
-                f"adapter {adapter.path}: {span.name} and {again.name} should be the same and differ",
-                fix="save it again",
-            )
+            what = f"{span.name} and {again.name} should be the same and differ"
+            raise adapter.refused(what, fix="save it again")
         return
     home = parameter if parameter in checkpoint.places else checkpoint.tied.get(parameter, parameter)
     stored = [checkpoint.spans[place.tensor] for place in checkpoint.places.get(home, ())]
     if len(stored) != 1 or not leading_rows_equal(span, stored[0]):
-        raise UsageError(
-            f"adapter {adapter.path}: {span.name} holds a whole embedding that is not the one in "
-            f"base {base.name} (and is not among modules_to_save)",
-            fix="is this the base the adapter was trained on?",
-        )
+        what = f"{span.name} is not the embedding of base {base.name} (and is not among modules_to_save)"
+        raise adapter.refused(what, fix=OTHER_BASE)
     if span.shape == stored[0].shape or span.name.endswith(".original_module.weight"):
         return
     changes.parameters[parameter] = replace(change, whole=span)

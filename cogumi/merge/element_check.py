@@ -9,9 +9,17 @@ import torch
 
 from cogumi.core.errors import MergeError
 from cogumi.core.safetensors_file import FLOAT_DTYPES, Span, matrix_shape, read_into
-from cogumi.merge.arithmetic import Update, Weights, apply_update, load_update, read_rows, row_blocks, scratch
-from cogumi.merge.plan import Piece, ShardPlan, TensorPlan
-from cogumi.merge.stream import COPY_BYTES, Run, row_bytes
+from cogumi.merge.arithmetic import (
+    COPY_BYTES,
+    Update,
+    Weights,
+    apply_update,
+    load_update,
+    read_rows,
+    row_blocks,
+    scratch,
+)
+from cogumi.merge.plan import Piece, Run, ShardPlan, TensorPlan
 
 # Stored mantissa bits and smallest normal exponent. (float64 is never an output dtype.)
 MANTISSA = {torch.bfloat16: (7, -126), torch.float16: (10, -14), torch.float32: (23, -126)}
@@ -24,8 +32,8 @@ class ElementCheck:
     """The elements of one tensor, re-read from the written file.
 
     not_nearest: those that are not the nearest value of the output dtype to W + delta (as computed in float64) but as
-    near as float32 arithmetic can tell, which happens close to the middle between two values. largest_error: the
-    largest |out - (W + delta)| of these, as a share of what is allowed (more than 1 raises MergeError).
+    near as float32 arithmetic can tell, close to the middle between two. largest_error: the largest |out - (W + delta)|
+    of these, as a share of what is allowed (more than 1 raises MergeError).
     """
 
     elements: int = 0
@@ -62,9 +70,8 @@ def verify_header(plan: ShardPlan, directory: Path) -> None:
 def verify_run(run: Run, directory: Path, weights: Weights) -> ElementCheck:
     """Re-read one run's rows and compare every element with base and adapter. Raises MergeError naming the first bad.
 
-    Updated rows: |out - (W + delta)|, in float64, is at most half an ulp of the output dtype at W + delta, plus the
-    float32 arithmetic's own error, see rounding_bound. Other rows: the same bytes as the source, or the nearest value
-    where the dtype was converted.
+    Updated rows: |out - (W + delta)|, in float64, is within rounding_bound. Other rows: the same bytes as the source, or
+    the nearest value where the dtype was converted.
     """
     tensor = run.tensor
     source_path = tensor.source.path if isinstance(tensor.source, Span) else tensor.source.weight.path
@@ -88,7 +95,7 @@ def verify_run(run: Run, directory: Path, weights: Weights) -> ElementCheck:
 
 def check_rows(run: Run, update: Update, source: BinaryIO, written: BinaryIO) -> ElementCheck:
     """Compare rows with W + delta. Those that are not the nearest value are set aside, and held to the bound at the end."""
-    tensor, kind, width = run.tensor, FLOAT_DTYPES[run.tensor.target.dtype], row_bytes(run.tensor)
+    tensor, kind, width = run.tensor, FLOAT_DTYPES[run.tensor.target.dtype], run.tensor.row_bytes
     columns = matrix_shape(tensor.source.shape)[1]
     found = []
     for first, last in row_blocks(run.first, run.last, columns):
@@ -124,10 +131,11 @@ class Suspects(NamedTuple):
 def suspects_of(
     expected: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, nearest: torch.Tensor, position: int
 ) -> Suspects:
-    """The elements of a block that differ from the nearest value, or are not finite.
+    """The elements of a block, the first of which is at `position`, that differ from the nearest value, or are not
+    finite.
 
-    Compared 8 bytes at a time, and looked for 64 at a time, as few differ. Where a value is not finite every element is
-    looked at: an overflow is the nearest value too, and is not what it should be. position: the first element's.
+    Compared 8 bytes at a time, as few differ; one by one where a value is not finite: an overflow is the nearest value
+    too, and is not what it should be.
     """
     group = 64 // out.element_size()
     # A sum is not finite where an element is not, and costs less than asking each.
@@ -181,7 +189,7 @@ def largest_share(tensor: TensorPlan, found: Suspects, bound: torch.Tensor, colu
 
 
 def check_copied(run: Run, span: Span, source: BinaryIO, written: BinaryIO) -> None:
-    width, shift = row_bytes(run.tensor), run.tensor.target.start - span.start
+    width, shift = run.tensor.row_bytes, run.tensor.target.start - span.start
     begin, end = span.start + run.first * width, span.start + run.last * width
     for start in range(begin, end, COPY_BYTES):
         length = min(COPY_BYTES, end - start)

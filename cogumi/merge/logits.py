@@ -1,52 +1,55 @@
 """The logits of a merged model against the live, unmerged adapter, with a tolerance that is predicted, not chosen.
 
 Rounding moves each element of a touched weight by at most half an ulp. Moving the merged weights by that much at random
-says how far the logits of a right merge may be from the live adapter's; LOGIT_GATE times that passes. Measured over
-predicted, on tiny random models in bfloat16 (tests/test_merge_logits.py prints them): LoRA 0.88, rsLoRA 0.89, DoRA
-1.16, lora_bias 0.80, bias=all 0.91, modules_to_save 1.01, trained tokens 0.92 (tied 1.03), embedding 0.99, head 1.00,
-experts of Qwen3-MoE 0.98, Mixtral 0.99, gpt-oss 0.91; of a Llama of 201 M 0.97.
-
-The check sees a wrong share x of the update when x * base_distance > bound. A faint update, of the size of the
-rounding, can be wrong by much before its logits tell; the element bound (verify.py) is what excludes that.
+says how far the logits of a right merge may be; LOGIT_GATE times that passes. Measured over predicted, on tiny random
+models in bfloat16: 0.80 to 1.16. A wrong share x of the update shows when x * base_distance > bound; for fainter ones
+there is the check of every element.
 """
 
 import copy
+import functools
+import gc
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.overrides import TorchFunctionMode
 
 from cogumi.core.errors import UsageError
+from cogumi.core.safetensors_file import FLOAT_DTYPES, Span, element_count, read_shard
+from cogumi.merge.adapter_files import ADAPTER_WEIGHTS, read_json
 from cogumi.merge.arithmetic import ieee_matmul
-from cogumi.merge.element_check import MANTISSA, half_ulp
+from cogumi.merge.bases import cached_snapshot
+from cogumi.merge.element_check import half_ulp
 
+SAME_BASE = "is it the merge of the same base?"
 # How many times the predicted rounding noise the logits may differ.
 LOGIT_GATE = 3.0
 # How much of what the adapter does, KL(live || base), may be lost: KL(live || merged) at most this share of it.
 KL_SHARE = 0.01
 BLOCK_ELEMENTS = 1 << 20  # float64 temporaries of 8 MB each while weights are moved
 POSITIONS_AT_ONCE = 64  # float64 statistics of [64, vocabulary] logits: 80 MB a copy where the vocabulary is 150 000
+PROMPT_TOKENS = 128  # a row of the built-in prompt
+PROMPT = Path(__file__).read_text(encoding="utf-8")[:2000]  # prose and code
 
 
 @dataclass(frozen=True)
 class LogitCheck:
     """How far the merged model's logits are from the live adapter's, and how far rounding may take them.
 
-    In logits, over every position and vocabulary entry: `measured` is the rms difference and `measured_max` the
-    largest; `predicted` is the rms that rounding the touched weights once should cause; `bound` is what passes;
-    `base_distance` is the rms difference between merged and base.
+    In logits, over every position and vocabulary entry: rms and largest difference; the rms that one rounding of the
+    touched weights should cause; what passes; and the rms difference between merged and base. In nats, means over
+    positions: KL(live || merged); what rounding should cause; what passes, 1 % of the adapter's own KL or, where rounding
+    loses more, LOGIT_GATE**2 times the predicted; and KL(live || base).
 
-    In nats, means over positions: `kl` is KL(live || merged), `predicted_kl` what rounding should cause, `base_kl`
-    KL(live || base), which is what the adapter does, and `kl_bound` what passes: 1 % of `base_kl`, or LOGIT_GATE**2
-    times `predicted_kl` (KL goes with the square of a small difference) where the adapter does so little that rounding
-    to the output dtype loses more than that 1 %. Then the merge is as good as it can be and `kl > 0.01 * base_kl` says
-    that it is not good: choose a wider dtype.
-
-    `rerouted`: of a mixture of experts, the share of routing decisions in which merged, left alone, chooses another set
-    of experts than live does; 0 for other models. The figures above are taken with live's choices, see check_logits.
+    `rerouted`: of a mixture of experts, the share of routing decisions in which merged, left alone, chooses other experts
+    than live does. The other figures are taken with live's choices.
     """
 
     measured: float
@@ -87,9 +90,8 @@ class Difference:
 class Live:
     """What is kept of the live model once it is out of memory.
 
-    logits, base_logits: float32 [batch, sequence, vocabulary]. choices: the experts each router chose, one int64 tensor
-    per decision in the order they were made. adapted: merged names of the parameters that get a low-rank update. rows:
-    for every parameter of the model by its merged name, row_hashes of what live has there apart from such updates.
+    logits, base_logits: float32 [batch, sequence, vocabulary]. choices: the experts each router chose, in order. adapted:
+    merged names of the parameters with a low-rank update. rows: row_hashes of all others, by merged name.
     """
 
     logits: torch.Tensor
@@ -102,8 +104,8 @@ class Live:
 class Routing(TorchFunctionMode):
     """While active, records the indices of every topk, which is how routers choose experts, and can impose others.
 
-    given: the indices of an earlier forward of the same model on the same tokens; they are then what topk returns, with
-    the values that its own input has there, so that a weight that differs still shows.
+    given: the indices of an earlier forward on the same tokens. topk then returns them with the values that its own input
+    has there, so that a weight that differs still shows.
     """
 
     def __init__(self, given: list[torch.Tensor] | None = None) -> None:
@@ -121,82 +123,44 @@ class Routing(TorchFunctionMode):
         if self.given is None:
             return result
         if place >= len(self.given) or self.given[place].shape != result.indices.shape:
-            raise UsageError(
-                "merged model routes to experts where live does not", fix="is it the merge of the same base?"
-            )
+            raise UsageError("merged model routes to experts where live does not", fix=SAME_BASE)
         values = args[0] if args else kwargs["input"]
         indices = self.given[place].to(values.device)
         dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
         return torch.return_types.topk((values.gather(dim, indices), indices))
 
 
-def check_logits(
-    live: Any,
-    merged: Any,
-    input_ids: torch.Tensor,
-    *,
-    dtype: torch.dtype | None = None,
-    draws: int = 4,
-    seed: int = 0,
-) -> LogitCheck:
+def check_logits(live: Any, merged: Any, input_ids: torch.Tensor, draws: int = 4) -> LogitCheck:
     """Compare the reloaded merged model with the live, unmerged PEFT model on the same tokens.
 
-    input_ids: int64 [batch, sequence]. dtype: what the merged weights were rounded to; by default the dtype that each
-    parameter of the merged model is loaded in, so pass it when a bfloat16 checkpoint was loaded as float32.
+    input_ids: int64 [batch, sequence]. The merged weights were rounded to the dtype that each parameter of it is loaded
+    in.
 
-    Everything runs in float32 (weights upcast, which is exact), so that what remains is the one rounding of the touched
-    weights. Its size is predicted rather than chosen: those weights are moved by uniform noise of +-half an ulp,
-    `draws` times, and the rms change of the logits is the prediction; the bound is LOGIT_GATE times that. Where the
-    dtype is float32 itself, the order of float32 sums matters as much as the rounding: the noise is then added in
-    float64, where half a float32 ulp is representable, and the difference between the float32 and the float64 forward
-    (sqrt(2) of it: live and merged each have their own) is added in quadrature.
+    Everything runs in float32, so that what remains is the one rounding of the touched weights. They are moved by uniform
+    noise of +-half an ulp, `draws` times, to predict its effect. Where the dtype is float32 itself, the order of float32
+    sums matters as much: the noise is then added in float64, and sqrt(2) of the difference between the float32 and the
+    float64 forward, as live and merged each have their own, is added in quadrature.
 
-    In a mixture of experts a rounding can tip a near-tie between two experts, which moves the logits by much more than
-    the rounding itself, in few and unpredictable places. So merged and its noisy copies run with the experts that live
-    chose (weighted by their own router), and how often they would have chosen others is reported apart.
+    In a mixture of experts a rounding can tip a near-tie, which moves the logits by much more. So merged and its noisy
+    copies run with the experts that live chose, weighted by their own router. Base logits are live's with the adapter
+    disabled, in which PEFT leaves the biases that bias="all" or "lora_only" trained.
 
-    Base logits are live's with the adapter disabled. PEFT cannot give back the biases that bias="all" or "lora_only"
-    trained, so there `base_kl` and `base_distance` leave them out.
-
-    Works on copies: needs memory for one float32 (float64) copy of a model at a time and leaves the given ones alone.
-    Raises UsageError when live is not a PEFT model with its adapter applied and unmerged, or merged is another model.
+    Works on copies, one in memory at a time. Raises UsageError when merged is another model.
     """
-    refuse_unless_applied(live)
     with ieee_matmul(), torch.no_grad():
         working = precise_copy(live, torch.float32)
         with working.disable_adapter():
             base_logits = forward(working, input_ids)
         seen = observe(working, input_ids, base_logits)
         del working
-        return compare(
-            seen,
-            lambda kind: precise_copy(merged, kind),
-            lambda name: dtype or merged.get_parameter(name).dtype,
-            input_ids,
-            draws,
-            seed,
-        )
-
-
-def refuse_unless_applied(live: Any) -> None:
-    from peft import PeftModel
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    if not isinstance(live, PeftModel):
-        raise UsageError(f"live should be a PEFT model with its adapter applied, not a {type(live).__name__}")
-    for name, module in live.get_base_model().named_modules():
-        if isinstance(module, BaseTunerLayer) and module.merged:
-            raise UsageError(f"live model: {name} has its adapter merged", fix="pass it unmerged")
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) and module.disable_adapters:
-            raise UsageError(f"live model: {name} has its adapter disabled", fix="pass it applied")
+        loaded = functools.partial(precise_copy, merged)
+        return compare(seen, loaded, lambda name: merged.get_parameter(name).dtype, input_ids, draws)
 
 
 def precise_copy(model: Any, dtype: torch.dtype) -> Any:
     """A copy in another dtype that runs its own weights.
 
-    TRL and accelerate replace `forward` on the instance by a closure over the original model; a copy would inherit that
-    closure and run the original's weights, in the original's dtype. The class's own forward is what is wanted.
+    TRL and accelerate replace `forward` on the instance by a closure over the original model, which a copy would run.
     """
     copied = copy.deepcopy(model)
     for module in copied.modules():
@@ -211,33 +175,26 @@ def forward(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
 
 def observe(live: Any, input_ids: torch.Tensor, base_logits: torch.Tensor) -> Live:
     """Run the live model (float32, ours) and note its logits, its choices of experts, and its weights."""
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
+
     with Routing() as routing:
         logits = forward(live, input_ids)
     adapted, rows = set(), {}
     model = live.get_base_model()
     for name, module in model.named_modules():
-        adapted |= set(adapted_parameters(name, module))
+        owner = name.replace(".base_layer", "")
+        if isinstance(module, ParamWrapper):  # LoRA on a bare parameter: the experts of a mixture
+            adapted.add(f"{owner}.{module.parameter_name}")
+        elif isinstance(module, LoraLayer):
+            adapted.add(f"{owner}.weight")
+            if any(module.lora_bias.values()):
+                adapted.add(f"{owner}.bias")
     for name, parameter in model.named_parameters(remove_duplicate=False):
         merged_name = name_without_adapter(name, live.active_adapters)
         if merged_name is not None:
             rows[merged_name] = row_hashes(parameter)
     return Live(logits, base_logits, routing.own, adapted, rows)
-
-
-def adapted_parameters(name: str, module: Any) -> Iterator[str]:
-    """Merged names of the parameters that the module called `name` in the live model changes by a low-rank update."""
-    from peft.tuners.lora import LoraLayer
-    from peft.tuners.lora.layer import ParamWrapper
-
-    if not isinstance(module, LoraLayer):
-        return
-    owner = name.replace(".base_layer", "")
-    if isinstance(module, ParamWrapper):  # LoRA on a bare parameter: the experts of a mixture
-        yield f"{owner}.{module.parameter_name}"
-    else:
-        yield f"{owner}.weight"
-        if any(module.lora_bias.values()):
-            yield f"{owner}.bias"
 
 
 def name_without_adapter(name: str, active: list[str]) -> str | None:
@@ -267,9 +224,8 @@ def blocks(matrix: torch.Tensor) -> Iterator[slice]:
 
 
 def row_hashes(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """A 64-bit hash of the bits of each row of a float32 parameter (see as_rows), int64 [rows].
-
-    The live model's weights are gone when the merged model's arrive; 8 bytes a row still tell which rows differ.
+    """A 64-bit hash of the bits of each row of a float32 parameter (see as_rows), int64 [rows]: the live model's weights
+    are gone when the merged model's arrive.
     """
     matrix = as_rows(parameter)
     generator = torch.Generator().manual_seed(0)
@@ -279,21 +235,18 @@ def row_hashes(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def touched_rows(live: Live, merged: Any) -> dict[str, torch.Tensor]:
-    """Merged name -> bool [rows] of the rows that were rounded: wholly where there is a low-rank update (which may be
-    too small to show), else where merged differs from live, as in trained tokens, biases and modules_to_save."""
+    """Merged name -> bool [rows] of the rows that were rounded: all where there is a low-rank update, else where merged
+    differs from live, as in trained tokens, biases and modules_to_save.
+    """
     names = {name for name, _ in merged.named_parameters(remove_duplicate=False)}
     for name in sorted(live.adapted - names):
-        raise UsageError(
-            f"merged model has no {name}, which live's adapter changes", fix="is it the merge of the same base?"
-        )
+        raise UsageError(f"merged model has no {name}, which live's adapter changes", fix=SAME_BASE)
     touched = {}
     for name, parameter in merged.named_parameters():
         rows = row_hashes(parameter)
         before = live.rows.get(name)
         if before is not None and before.shape != rows.shape:
-            raise UsageError(
-                f"merged model has {name} in another shape than live", fix="is it the merge of the same base?"
-            )
+            raise UsageError(f"merged model has {name} in another shape than live", fix=SAME_BASE)
         changed = torch.ones_like(rows, dtype=torch.bool) if before is None or name in live.adapted else rows != before
         if bool(changed.any()):
             touched[name] = changed
@@ -306,19 +259,17 @@ def compare(
     dtype_of: Callable[[str], torch.dtype],
     input_ids: torch.Tensor,
     draws: int,
-    seed: int,
 ) -> LogitCheck:
     """dtype_of: what a parameter of the merged model was rounded to, by its name."""
     model = load_merged(torch.float32)
     touched = touched_rows(live, model)
     dtypes = {name: dtype_of(name) for name in touched}
-    for name, dtype in dtypes.items():
-        if dtype not in MANTISSA:
-            raise UsageError(
-                f"merged model holds {name} in {dtype}", fix=f"the check knows {[str(kind) for kind in MANTISSA]}"
-            )
     with Routing(live.choices) as routing:
         logits = forward(model, input_ids)
+    rerouted = [
+        (one.sort(dim=-1).values != other.sort(dim=-1).values).any(dim=-1).flatten().double()
+        for one, other in zip(live.choices, routing.own, strict=True)
+    ]
     found = difference(live.logits, logits)
     from_base = difference(logits, live.base_logits)
     base_kl = difference(live.logits, live.base_logits).kl
@@ -330,7 +281,21 @@ def compare(
             centre = forward(model, input_ids)
         arithmetic = difference(logits, centre)
         noise, noise_kl = math.sqrt(2) * arithmetic.rms, 2 * arithmetic.kl
-    effects = rounding_effects(model, touched, dtypes, live.choices, input_ids, centre, draws, seed)
+    # Each draw starts where the last one left the weights: a few half ulps away the effect is the same, and no copy is needed.
+    effects = []
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(draws):
+        for name, rows in touched.items():
+            matrix = as_rows(model.get_parameter(name))
+            for block in blocks(matrix):
+                exact = matrix[block].double()
+                unit = torch.rand(exact.shape, generator=generator, dtype=torch.float64).mul_(2).sub_(1)
+                unit *= rows[block][:, None]
+                matrix[block] = exact + unit.to(exact.device) * half_ulp(exact, dtypes[name])
+        with Routing(live.choices):
+            moved = forward(model, input_ids)
+        effects.append(difference(centre, moved))
+        centre = moved
     predicted = math.hypot(math.sqrt(sum(effect.rms**2 for effect in effects) / draws), noise)
     predicted_kl = sum(effect.kl for effect in effects) / draws + noise_kl
     return LogitCheck(
@@ -343,40 +308,8 @@ def compare(
         predicted_kl=predicted_kl,
         kl_bound=max(KL_SHARE * base_kl, LOGIT_GATE**2 * predicted_kl),
         base_kl=base_kl,
-        rerouted=share_rerouted(live.choices, routing.own),
+        rerouted=torch.cat(rerouted).mean().item() if rerouted else 0.0,
     )
-
-
-def rounding_effects(
-    model: Any,
-    touched: dict[str, torch.Tensor],
-    dtypes: dict[str, torch.dtype],
-    choices: list[torch.Tensor],
-    input_ids: torch.Tensor,
-    centre: torch.Tensor,
-    draws: int,
-    seed: int,
-) -> list[Difference]:
-    """How the logits move when the touched weights do, by uniform +-half an ulp. `model` is ours and is left moved.
-
-    Each draw goes on from where the last one left the weights, and is compared with the logits there: a few half ulps
-    from the start the effect of the next is the same, and no copy of the weights is needed to go back.
-    """
-    effects = []
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(draws):
-        for name, rows in touched.items():
-            matrix = as_rows(model.get_parameter(name))
-            for block in blocks(matrix):
-                exact = matrix[block].double()
-                unit = torch.rand(exact.shape, generator=generator, dtype=torch.float64).mul_(2).sub_(1)
-                unit *= rows[block][:, None]
-                matrix[block] = exact + unit.to(exact.device) * half_ulp(exact, dtypes[name])
-        with Routing(choices):
-            moved = forward(model, input_ids)
-        effects.append(difference(centre, moved))
-        centre = moved
-    return effects
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> Difference:
@@ -397,12 +330,120 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> Difference:
     )
 
 
-def share_rerouted(live: list[torch.Tensor], merged: list[torch.Tensor]) -> float:
-    """Of all routing decisions, those whose set of experts differs."""
-    if not live:
-        return 0.0
-    differs = [
-        (one.sort(dim=-1).values != other.sort(dim=-1).values).any(dim=-1).flatten()
-        for one, other in zip(live, merged, strict=True)
-    ]
-    return torch.cat(differs).double().mean().item()
+# ------------------------------------------------------------------------------------------------------------- on disk
+
+
+def check_directory(
+    adapter: Path | Sequence[tuple[Path, float]],
+    merged: Path,
+    base: str | Path,
+    revision: str | None = None,
+    input_ids: torch.Tensor | None = None,
+) -> LogitCheck:
+    """check_logits for a merged directory: base + adapter as PEFT runs them, on the CPU, one model in memory at a time.
+
+    adapter: a PEFT directory, or several with their weights, which are added. base: the full-precision base, as a
+    directory or as a hub id in the local cache at `revision`. input_ids: int64 [batch, sequence]; by default see
+    prompt_tokens.
+
+    Raises UsageError before loading when the machine has less memory available than memory_needed counts.
+    """
+    from transformers import AutoConfig
+
+    adapters = [(adapter, 1.0)] if isinstance(adapter, Path) else list(adapter)
+    source = Path(base) if Path(base).is_dir() else cached_snapshot(str(base), revision)
+    config = AutoConfig.from_pretrained(merged).get_text_config()
+    if input_ids is None:
+        input_ids = prompt_tokens(merged, config, trained_tokens([path for path, _ in adapters]))
+    spans = [span for file in sorted(merged.glob("*.safetensors")) for span in read_shard(file).spans]
+    needed = memory_needed([path for path, _ in adapters], spans, input_ids.numel() * config.vocab_size)
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise UsageError(
+            f"verify='logits' of {merged} needs {needed / 1e9:.1f} GB of memory and this machine has "
+            f"{available / 1e9:.1f} GB available",
+            fix="free some, or merge with verify='logits' on a larger machine",
+        )
+    with ieee_matmul(), torch.no_grad():
+        seen = observe_from_disk(adapters, source, config.vocab_size, input_ids)
+        dtypes = {span.name: FLOAT_DTYPES[span.dtype] for span in spans if span.dtype in FLOAT_DTYPES}
+        return compare(
+            seen, functools.partial(load, merged), lambda name: dtypes.get(name, config.dtype), input_ids, draws=2
+        )
+
+
+def memory_needed(adapters: list[Path], merged: list[Span], logits: int) -> int:
+    """Bytes that check_directory allocates at most, from the tensors' headers; `logits` is their number.
+
+    One model in float32 (float64 for the second half of the check of a float32 one); the adapter, whole modules twice; a
+    weight with its update and their sum; five sets of logits. A quarter more, because the allocator keeps what it is
+    given back: measured 5.4 to 8.0 bytes per parameter, counted 8.7.
+    """
+    sizes: Counter[str] = Counter()
+    for span in merged:
+        sizes[re.sub(r"\.experts\.\d+\.", ".experts.", span.name)] += element_count(span.shape)
+    parameters = sum(sizes.values())
+    wide = sum(element_count(span.shape) for span in merged if span.dtype == "F32")
+    itemsize = 8 if wide > parameters / 100 else 4  # many bfloat16 models keep a few small vectors in float32
+    files = [file for path in adapters for file in path.glob(ADAPTER_WEIGHTS)]
+    trained = sum(element_count(span.shape) for file in files for span in read_shard(file).spans)
+    return 5 * itemsize // 4 * (parameters + 2 * trained + 3 * max(sizes.values(), default=0) + 5 * logits)
+
+
+def trained_tokens(adapters: list[Path]) -> list[int]:
+    """The tokens that the adapters train one by one (trainable_token_indices), ascending."""
+    tokens: set[int] = set()
+    for path in adapters:
+        chosen = read_json(path / "adapter_config.json").get("trainable_token_indices") or []
+        for indices in chosen.values() if isinstance(chosen, dict) else [chosen]:
+            tokens |= set(indices)
+    return sorted(tokens)
+
+
+def prompt_tokens(merged: Path, config: Any, first: list[int], rows: int = 2) -> torch.Tensor:
+    """int64 [rows, 128 or what the model has positions for]: a built-in text in merged's tokenizer, or seeded random
+    tokens. `first`, the tokens that an adapter trains one by one, leads the rows, in turns, to half of each.
+    """
+    from transformers import AutoTokenizer
+
+    columns = min(PROMPT_TOKENS, getattr(config, "max_position_embeddings", PROMPT_TOKENS))
+    if any((merged / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
+        text = AutoTokenizer.from_pretrained(merged)(PROMPT)["input_ids"]
+        known = [token for token in text if token < config.vocab_size]
+        tokens = torch.tensor((known * (1 + rows * columns // len(known)))[: rows * columns]).view(rows, columns)
+    else:
+        tokens = torch.randint(config.vocab_size, (rows, columns), generator=torch.Generator().manual_seed(0))
+    for row in range(rows):
+        share = first[row::rows][: columns // 2]
+        tokens[row, : len(share)] = torch.tensor(share, dtype=torch.int64)
+    return tokens
+
+
+def load(path: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    gc.collect()  # models hold reference cycles: what was dropped must go before the next one comes
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map="cpu").eval()
+
+
+def observe_from_disk(adapters: list[tuple[Path, float]], base: Path, vocabulary: int, input_ids: torch.Tensor) -> Live:
+    """Base logits and live logits of base + adapters; the model is gone when this returns."""
+    from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
+
+    model = load(base, torch.float32)
+    if vocabulary != model.get_input_embeddings().weight.shape[0]:  # the adapter brings the new rows
+        model.resize_token_embeddings(vocabulary, mean_resizing=False)
+    base_logits = forward(model, input_ids)
+    names = ["default", *(f"adapter{place}" for place in range(1, len(adapters)))]
+    # Low memory: PEFT then leaves out an initialisation that the weights replace; DoRA's takes a float32 model more.
+    live = PeftModel.from_pretrained(model, adapters[0][0], adapter_name=names[0], low_cpu_mem_usage=True)
+    for name, (path, _) in zip(names[1:], adapters[1:], strict=True):
+        live.load_adapter(path, adapter_name=name, low_cpu_mem_usage=True)
+    tuner: Any = live.base_model
+    tuner.set_adapter(names if len(names) > 1 else names[0])
+    for module in live.modules():
+        if isinstance(module, LoraLayer):
+            for name, (_, weight) in zip(names, adapters, strict=True):
+                module.set_scale(name, weight)
+    return observe(live.eval(), input_ids, base_logits)

@@ -1,190 +1,38 @@
-"""What is written beside a merged model: cogumi's manifest, and README.md."""
+"""What stands beside merged weights: cogumi-merge.json, a model card, and later the check that the directory is still that."""
 
 import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+import statistics
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from huggingface_hub import ModelCardData
+from huggingface_hub.repocard import metadata_load
 
-from cogumi.core.durability import sha256_file, write_synced
-from cogumi.merge.adapter_files import ADAPTER_WEIGHTS
-from cogumi.merge.executor import Outcome
+from cogumi.core.disk_space import spoken
+from cogumi.core.durability import drop_from_memory, sha256_file, write_synced
+from cogumi.core.errors import MergeError, UsageError
+from cogumi.core.notices import said
+from cogumi.core.safetensors_file import Span
+from cogumi.merge.adapter_files import ADAPTER_WEIGHTS, resolve_adapter
+from cogumi.merge.bases import Base, decoded, read_model
 from cogumi.merge.logits import LogitCheck
-from cogumi.merge.plan import INDEX_NAME, MergePlan, TensorPlan
-from cogumi.merge.quantization_error import median
-
-FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|\Z)", re.DOTALL)
-LICENCE_KEYS = ("license", "license_name", "license_link")
-HUB_SNAPSHOT = re.compile(r"models--(.+)/snapshots/[0-9a-f]{40}/?$")
-
-
-@dataclass(frozen=True)
-class CardAdapter:
-    """One merged adapter. weight: what its update was multiplied by, 1 unless several were combined."""
-
-    name: str
-    sha256: str
-    weight: float = 1.0
-
-
-def model_card(
-    *,
-    base: str,
-    base_commit: str | None,
-    base_sha256: str,
-    adapters: Sequence[CardAdapter],
-    dtype: str,
-    tensors_merged: int,
-    tensors_copied: int,
-    elements: int | None,
-    not_nearest: int = 0,
-    delta_retained: float | None = None,
-    noise_ratio: float | None = None,
-    dequantized: bool = False,
-    logits: str | None = None,
-    licence: dict[str, str] | None = None,
-) -> str:
-    """Markdown with YAML front matter, in the words of https://huggingface.co/docs/hub/model-cards.
-
-    base: hub id or directory; of a directory, only the last part of its path appears, as people publish their
-    cards. base_sha256: of the list of the base's files with their sha256, as the manifest has it. dtype: what the
-    merged weights are stored in, or "keep". elements, not_nearest: MergeReport's; elements None when nothing was
-    verified. delta_retained: the smallest share of an update that arrived. noise_ratio: q/delta, the size of the
-    quantization error that training saw relative to the update. dequantized: the base is that quantized one,
-    dequantized (base_mode="dequant"). logits: LogitCheck in words. licence: licence_of(base).
-
-    The relation is `finetune`: on the hub, `merge` means several models made into one.
-    """
-    hub_id = hub_id_of(base)
-    shown = hub_id or Path(base).name
-    data = ModelCardData(
-        base_model=hub_id,
-        base_model_relation="finetune" if hub_id else None,
-        library_name="transformers",
-        tags=["cogumi", "merged"],
-        **dict(licence or {}),  # type: ignore[arg-type]
-    )
-    parts = [
-        f"---\n{data.to_yaml()}\n---",
-        f"# {shown} with {'an adapter' if len(adapters) == 1 else f'{len(adapters)} adapters'} merged in",
-        made_of(shown, hub_id, base_commit, base_sha256, adapters, dtype),
-        "## What was checked\n\n"
-        + "\n".join(
-            checked(tensors_merged, tensors_copied, elements, not_nearest)
-            + measured(delta_retained, noise_ratio, dequantized, logits)
-        ),
-        "## Use\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("<this directory or repository>", dtype="auto")\n'
-        'tokenizer = AutoTokenizer.from_pretrained("<this directory or repository>")\n```\n\n'
-        "To check it again, against the hashes in `cogumi-merge.json`: `cogumi merge --check <this directory>`.",
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def made_of(
-    shown: str, hub_id: str | None, commit: str | None, sha256: str, adapters: Sequence[CardAdapter], dtype: str
-) -> str:
-    base = f"[{shown}](https://huggingface.co/{shown})" if hub_id else f"{shown}, a local directory"
-    lines = [
-        "| | |\n|---|---|",
-        f"| base | {base} |",
-        f"| base commit | {f'`{commit}`' if commit else 'none: not from the hub'} |",
-        f"| base files (sha256 of their sha256) | `{sha256}` |",
-    ]
-    for adapter in adapters:
-        weight = "" if adapter.weight == 1 else f", times {adapter.weight:g}"
-        lines.append(f"| adapter {adapter.name}{weight} (sha256) | `{adapter.sha256}` |")
-    lines.append(f"| stored as | {'the dtypes of the base' if dtype == 'keep' else dtype} |")
-    lines.append(f"| made by | cogumi {version('cogumi')} |")
-    return "\n".join(lines)
-
-
-def checked(tensors_merged: int, tensors_copied: int, elements: int | None, not_nearest: int) -> list[str]:
-    counts = f"{tensors_merged} tensors hold base + update, computed in float32 and rounded once"
-    if elements is None:
-        return [f"- {counts}. **The written files were not compared with base and adapter.**"]
-    ties = f", but for {not_nearest:,} that lie between two as closely as float32 can tell" if not_nearest else ""
-    return [
-        f"- {counts}. All {elements:,} elements that were computed (or decoded, or converted) were read back from disk and "
-        f"compared with the base, and its update, in float64: each is the nearest value that can be stored{ties}.",
-        f"- {tensors_copied} tensors are the bytes of the base; that was compared too.",
-    ]
-
-
-def measured(
-    delta_retained: float | None, noise_ratio: float | None, dequantized: bool, logits: str | None
-) -> list[str]:
-    lines = []
-    if delta_retained is not None:
-        lines.append(f"- Of each tensor's update, at least {delta_retained:.2%} arrived in the rounded weights.")
-    error = "" if noise_ratio is None else f", whose error is {noise_ratio:.2g} times as large as the update"
-    if dequantized:
-        lines.append(
-            f"- The base is a quantized model, dequantized again{error}: what training saw is what is stored here."
-        )
-    elif noise_ratio is not None:
-        lines.append(
-            f"- The adapter was trained on a quantized base{error}. This model has the update without that error."
-        )
-    lines.append(f"- Logits: {logits}." if logits else "- Logits of this model were not compared with the adapter's.")
-    lines.append("- What the model is good for was not measured here.")
-    return lines
-
-
-def hub_id_of(base: str) -> str | None:
-    """`owner/name` of a base on the hub, also where it was given as a snapshot in the hub's cache; else None."""
-    snapshot = HUB_SNAPSHOT.search(Path(base).as_posix())
-    if snapshot:
-        return snapshot[1].replace("--", "/", 1)
-    if Path(base).is_dir() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base) or base.startswith("."):
-        return None
-    return base
-
-
-def licence_of(base: Path) -> dict[str, str]:
-    """license, license_name and license_link from the front matter of the base's README.md, as far as they are there.
-
-    A front matter that is not YAML says nothing that could be repeated, so it yields nothing.
-    """
-    path = base / "README.md"
-    if not path.is_file():
-        return {}
-    block = FRONT_MATTER.match(path.read_text(encoding="utf-8", errors="replace"))
-    try:
-        data: Any = yaml.safe_load(block[1]) if block else None
-    except yaml.YAMLError:
-        return {}
-    if not isinstance(data, dict):
-        return {}
-    return {key: data[key] for key in LICENCE_KEYS if isinstance(data.get(key), str)}
-
-
-# ------------------------------------------------------------------------------------------------------- merge manifest
-
+from cogumi.merge.parameter_map import base_on_meta, parameter_places
+from cogumi.merge.plan import INDEX_NAME, MergePlan, TensorPlan, build_plan
+from cogumi.merge.quantized import quantized_tensors, rms_error
+from cogumi.merge.stream import DeltaStats, Outcome, cores, progress_bar, threads, verify_shards
 
 MANIFEST_NAME = "cogumi-merge.json"
 CARD_NAME = "README.md"
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What was asked and what came of it. inputs: sha256 by base shard; noise: q/delta by tensor."""
-
-    dtype: str
-    base_mode: str
-    verify: str
-    outcome: Outcome
-    inputs: dict[str, str]
-    noise: dict[str, float]
-    logits: LogitCheck | None
+LICENCE_KEYS = ("license", "license_name", "license_link")
+HUB_SNAPSHOT = re.compile(r"models--(.+)/snapshots/[0-9a-f]{40}/?$")
 
 
 def write_side_files(plan: MergePlan, partial: Path) -> None:
@@ -197,10 +45,9 @@ def write_side_files(plan: MergePlan, partial: Path) -> None:
         write_synced(partial / name, source.read_bytes())
 
 
-def write_description(plan: MergePlan, partial: Path, facts: Facts) -> None:
+def write_description(plan: MergePlan, partial: Path, manifest: dict[str, Any]) -> None:
     """Write the model card and, last of all files, the manifest."""
-    manifest = build_manifest(plan, facts)
-    write_synced(partial / CARD_NAME, card_of(plan, facts, manifest).encode())
+    write_synced(partial / CARD_NAME, model_card(manifest, licence_of(plan.base.path)).encode())
     manifest["files"] = {
         path.relative_to(partial).as_posix(): sha256_file(path)
         for path in sorted(partial.rglob("*"))
@@ -210,32 +57,12 @@ def write_description(plan: MergePlan, partial: Path, facts: Facts) -> None:
     write_synced(partial / MANIFEST_NAME, (json.dumps(manifest, indent=2) + "\n").encode())
 
 
-def card_of(plan: MergePlan, facts: Facts, manifest: dict[str, Any]) -> str:
-    checks, retained = facts.outcome.checks.values(), [stats.retained for stats in facts.outcome.stats.values()]
-    return model_card(
-        base=plan.base.name,
-        base_commit=plan.base.commit,
-        base_sha256=hashlib.sha256(json.dumps(manifest["base"]["sha256"], sort_keys=True).encode()).hexdigest(),
-        adapters=[
-            CardAdapter(Path(entry["path"]).name, entry["sha256"][ADAPTER_WEIGHTS], entry["weight"])
-            for entry in manifest["adapters"]
-        ],
-        dtype=facts.dtype,
-        tensors_merged=sum(tensor.updated for tensor in plan.tensors),
-        tensors_copied=manifest["tensors_copied"],
-        elements=None if facts.verify == "none" else sum(check.elements for check in checks),
-        not_nearest=sum(check.not_nearest for check in checks),
-        delta_retained=min((share for share in retained if share is not None), default=None),
-        noise_ratio=median(facts.noise),
-        dequantized=facts.base_mode == "dequant",
-        logits=str(facts.logits) if facts.logits else None,
-        licence=licence_of(plan.base.path),
-    )
-
-
-def build_manifest(plan: MergePlan, facts: Facts) -> dict[str, Any]:
-    """The manifest as plain JSON values."""
+def build_manifest(
+    plan: MergePlan, outcome: Outcome, options: dict[str, str], logits: LogitCheck | None
+) -> dict[str, Any]:
+    """The manifest as plain JSON values. options: dtype, base_mode and verify, as they were asked for."""
     base = plan.base
+    noise = q_over_delta(plan, outcome.stats)
     return {
         "format": 2,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -244,7 +71,7 @@ def build_manifest(plan: MergePlan, facts: Facts) -> dict[str, Any]:
             "name": base.name,
             "path": str(base.path.resolve()),
             "commit": base.commit,
-            "sha256": {"config.json": sha256_file(base.path / "config.json")} | facts.inputs,
+            "sha256": {"config.json": sha256_file(base.path / "config.json")} | outcome.inputs,
             "trained_on": base.trained_on.name if base.trained_on else base.trained_in,
             "proof": asdict(base.proof) if base.proof else None,
         },
@@ -258,38 +85,266 @@ def build_manifest(plan: MergePlan, facts: Facts) -> dict[str, Any]:
             }
             for adapter, weight in plan.adapters
         ],
-        "dtype": facts.dtype,
-        "base_mode": facts.base_mode,
-        "verify": facts.verify,
-        "logits": asdict(facts.logits) if facts.logits else None,
-        "q_over_delta": median(facts.noise),
-        "shards": {
-            shard.name: {"bytes": shard.bytes, "sha256": facts.outcome.digests[shard.name]} for shard in plan.shards
-        },
+        **options,
+        "logits": asdict(logits) if logits else None,
+        "q_over_delta": statistics.median(noise.values()) if noise else None,
+        "shards": {shard.name: {"bytes": shard.bytes, "sha256": outcome.digests[shard.name]} for shard in plan.shards},
         "side_files": {name: os.fspath(source.resolve()) for name, source in sorted(plan.side_files.items())},
-        "tensors_copied": sum(tensor.copied for tensor in plan.tensors),
+        **totals(plan, outcome, verified=options["verify"] != "none"),
         "tensors": {
-            tensor.target.name: tensor_entry(tensor, facts)
+            tensor.target.name: tensor_entry(tensor, outcome, noise)
             for tensor in plan.tensors
             if tensor.updated or tensor.replaced
         },
     }
 
 
-def tensor_entry(tensor: TensorPlan, facts: Facts) -> dict[str, Any]:
+def totals(plan: MergePlan, outcome: Outcome, verified: bool) -> dict[str, Any]:
+    """The figures of a MergeReport."""
+    stats, checks = outcome.stats.values(), outcome.checks.values()
+    return {
+        "tensors_merged": sum(tensor.updated for tensor in plan.tensors),
+        "tensors_replaced": sum(tensor.replaced for tensor in plan.tensors),
+        "tensors_copied": sum(tensor.copied for tensor in plan.tensors),
+        "tensors_converted": sum(not (tensor.updated or tensor.replaced or tensor.copied) for tensor in plan.tensors),
+        "bytes": plan.shard_bytes,
+        "max_delta": max((stat.max_abs_delta for stat in stats), default=0.0),
+        "max_delta_ratio": max((stat.ratio or 0.0 for stat in stats), default=0.0),
+        "elements": sum(check.elements for check in checks),
+        "not_nearest": sum(check.not_nearest for check in checks),
+        "largest_error": max((check.largest_error for check in checks), default=0.0) if verified else None,
+    }
+
+
+def tensor_entry(tensor: TensorPlan, outcome: Outcome, noise: dict[str, float]) -> dict[str, Any]:
     """One changed tensor: what was put on it, and how much."""
-    name, outcome = tensor.target.name, facts.outcome
+    name = tensor.target.name
     terms = [term for piece in tensor.pieces if piece.change for term in piece.change.terms]
     entry: dict[str, Any] = {"replaced": True} if tensor.replaced else {}
     if terms:
         entry |= {"rank": max(term.rank for term in terms), "scaling": sorted({term.scaling for term in terms})}
-    if name in outcome.stats:
-        stats = outcome.stats[name]
-        entry |= {
-            "max_abs_delta": stats.max_abs_delta,
-            "delta_over_weight": stats.ratio,
-            "delta_retained": stats.retained,
-        }
-    if name in facts.noise:
-        entry["q_over_delta"] = facts.noise[name]
+    if stats := outcome.stats.get(name):
+        entry |= {"max_abs_delta": stats.max_abs_delta, "delta_over_weight": stats.ratio}
+        entry["delta_retained"] = stats.retained
+    if name in noise:
+        entry["q_over_delta"] = noise[name]
     return entry | (asdict(outcome.checks[name]) if name in outcome.checks else {})
+
+
+# ------------------------------------------------------------------------------------------------------------- q/delta
+
+
+def q_over_delta(plan: MergePlan, stats: dict[str, DeltaStats]) -> dict[str, float]:
+    """The quantization error that training saw beside what it learned: rms of q over rms of the update, by tensor.
+
+    Empty where training saw no quantized weights, or they are not at hand: those of the checkpoint that the adapter was
+    trained on, or what NF4 makes of a base that was quantized in memory. docs/merging.md says what the ratio means.
+    """
+    base = plan.base
+    packed = quantized_tensors(base.trained_on.shards, base.trained_on.config) if base.trained_on else {}
+    names = quantized_on_load(base) if base.trained_in == "nf4" else packed.keys()
+    return {
+        tensor.target.name: rms_error(tensor.source, packed.get(tensor.target.name))
+        / stats[tensor.target.name].delta_rms
+        for tensor in plan.tensors
+        # What was left unquantized (embeddings, heads, fused experts) has no error.
+        if tensor.target.name in names and tensor.updated and not tensor.replaced and isinstance(tensor.source, Span)
+        if stats[tensor.target.name].delta_rms
+    }
+
+
+def quantized_on_load(base: Base) -> set[str]:
+    """The stored tensors that transformers' load_in_4bit quantizes, by its own rule: weights of linear layers, less the
+    head and what is tied. What the training was told to leave out besides (llm_int8_skip_modules) is not recorded."""
+    from transformers.pytorch_utils import Conv1D
+    from transformers.quantizers.base import get_keys_to_not_convert
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    model = base_on_meta(base)
+    places = parameter_places(model, base.tensors)
+    kept = get_keys_to_not_convert(model)
+    return {
+        place.tensor
+        for name, module in model.named_modules()
+        if (type(module) is torch.nn.Linear or isinstance(module, Conv1D)) and should_convert_module(name, kept)
+        for place in places.get(f"{name}.weight", ())
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------- model card
+
+
+def model_card(manifest: dict[str, Any], licence: dict[str, str]) -> str:
+    """Markdown with YAML front matter, in the words of https://huggingface.co/docs/hub/model-cards.
+
+    Of a base in a directory only the last part of its path appears, as people publish their cards. The relation is
+    `finetune`: on the hub, `merge` means several models made into one.
+    """
+    base, adapters, noise = manifest["base"], manifest["adapters"], manifest["q_over_delta"]
+    hub_id = hub_id_of(base["name"])
+    shown = hub_id or Path(base["name"]).name
+    data = ModelCardData(
+        base_model=hub_id,
+        base_model_relation="finetune" if hub_id else None,
+        library_name="transformers",
+        tags=["cogumi", "merged"],
+        **licence,  # type: ignore[arg-type]
+    )
+    facts = {
+        "base": f"[{shown}](https://huggingface.co/{shown})" if hub_id else f"{shown}, a local directory",
+        "base commit": f"`{base['commit']}`" if base["commit"] else "none: not from the hub",
+        "base files (sha256 of their sha256)": f"`{sha256_of(base['sha256'])}`",
+    }
+    for adapter in adapters:
+        weight = "" if adapter["weight"] == 1 else f", times {adapter['weight']:g}"
+        facts[f"adapter {Path(adapter['path']).name}{weight} (sha256)"] = f"`{adapter['sha256'][ADAPTER_WEIGHTS]}`"
+    facts["stored as"] = "the dtypes of the base" if manifest["dtype"] == "keep" else manifest["dtype"]
+    facts["made by"] = f"cogumi {version('cogumi')}"
+    checks = [f"{manifest['tensors_merged']} tensors hold base + update, computed in float32 and rounded once."]
+    if manifest["largest_error"] is None:
+        checks.append("**The written files were not compared with base and adapter.**")
+    else:
+        near = manifest["not_nearest"]
+        ties = f", but for {near:,} that lie between two as closely as float32 can tell" if near else ""
+        checks += [
+            f"All {manifest['elements']:,} elements that were computed (or decoded, or converted) were read back from disk "
+            f"and compared with the base, and its update, in float64: each is the nearest value that can be stored{ties}.",
+            f"{manifest['tensors_copied']} tensors are the bytes of the base; that was compared too.",
+        ]
+    retained = [entry.get("delta_retained") for entry in manifest["tensors"].values()]
+    if arrived := [share for share in retained if share is not None]:
+        checks.append(f"Of each tensor's update, at least {min(arrived):.2%} arrived in the rounded weights.")
+    if manifest["base_mode"] == "dequant":
+        checks.append("The base is a quantized model, dequantized again: what training saw is what is stored here.")
+    elif noise is not None:
+        checks.append(
+            f"The adapter was trained on a quantized base, whose error is {noise:.2g} times as large as the update. "
+            "This model has the update without that error."
+        )
+    logits = manifest["logits"]
+    checks.append(
+        f"{LogitCheck(**logits)}." if logits else "Logits of this model were not compared with the adapter's."
+    )
+    checks.append("What the model is good for was not measured here.")
+    parts = [
+        f"---\n{data.to_yaml()}\n---",
+        f"# {shown} with {'an adapter' if len(adapters) == 1 else f'{len(adapters)} adapters'} merged in",
+        "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in facts.items()),
+        "## What was checked\n\n" + "\n".join(f"- {check}" for check in checks),
+        "## Use\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model = AutoModelForCausalLM.from_pretrained("<this directory or repository>", dtype="auto")\n'
+        'tokenizer = AutoTokenizer.from_pretrained("<this directory or repository>")\n```\n\n'
+        f"To check it again, against the hashes in `{MANIFEST_NAME}`: `cogumi merge --check <this directory>`.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def sha256_of(digests: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
+def hub_id_of(base: str) -> str | None:
+    """`owner/name` of a base on the hub, also where it was given as a snapshot in the hub's cache; else None."""
+    snapshot = HUB_SNAPSHOT.search(Path(base).as_posix())
+    if snapshot:
+        return snapshot[1].replace("--", "/", 1)
+    if Path(base).is_dir() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base) or base.startswith("."):
+        return None
+    return base
+
+
+def licence_of(base: Path) -> dict[str, str]:
+    """license, license_name and license_link from the front matter of the base's README.md, as far as they are there."""
+    try:
+        data = metadata_load(base / CARD_NAME) or {}
+    except (OSError, ValueError, yaml.YAMLError):  # none, or one that says nothing that could be repeated
+        return {}
+    return {key: data[key] for key in LICENCE_KEYS if isinstance(data.get(key), str)}
+
+
+# --------------------------------------------------------------------------------------------------------------- check
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """files: compared with the manifest's hashes. elements: compared with base + adapter again, None where these are
+    not where the manifest says, or have changed; `missing` then names what and why."""
+
+    directory: Path
+    files: int
+    bytes: int
+    elements: int | None
+    missing: str | None
+
+    def __str__(self) -> str:
+        again = f"not compared with base + adapter again: {self.missing}"
+        if self.elements is not None:
+            again = f"{self.elements:,} computed elements compared with base + adapter again"
+        return f"{self.directory}: {self.files} files ({spoken(self.bytes)}) are what the manifest says; {again}"
+
+
+@said("check: the merged directory is being read")
+def check_merged(directory: Path, workers: int | None = None, *, progress: bool = True) -> CheckReport:
+    """Re-read a merged directory: every hash, and every element where base and adapter are still at hand.
+
+    Raises UsageError when the directory holds no manifest; MergeError naming the first file or tensor that is not what it
+    was.
+    """
+    workers = workers or cores()
+    path = directory / MANIFEST_NAME
+    if not path.is_file():
+        raise UsageError(f"{directory} holds no {MANIFEST_NAME}, so it is not a directory that cogumi merged")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(manifest, dict) or manifest.get("format") != 2:
+            raise UsageError(f"{path} has a format that this version does not know", fix="merge again")
+        entries = [manifest["base"], *manifest["adapters"]]
+        inputs = {Path(each["path"]) / name: digest for each in entries for name, digest in each["sha256"].items()}
+        shards = {name: shard["sha256"] for name, shard in manifest["shards"].items()}
+        outputs = {directory / name: digest for name, digest in (manifest["files"] | shards).items()}
+        weights, dtype, base_mode = [each["weight"] for each in entries[1:]], manifest["dtype"], manifest["base_mode"]
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise MergeError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+    total = 0
+    for path, found in sha256_on_disk(list(outputs), workers, progress, "hashing").items():
+        if found is None:
+            raise MergeError(f"{path} is gone; the directory is not whole: fetch it again, or merge again")
+        if found != outputs[path]:
+            was = f"its sha256 is {found}, not {outputs[path]}"
+            raise MergeError(f"{path} is not the file that was merged: {was}; fetch it again, or merge again")
+        total += path.stat().st_size
+    extra = sorted(path for path in directory.glob("*.safetensors") if path not in outputs)
+    if extra:
+        raise MergeError(f"{extra[0]} was not written by the merge")
+    missing = next((f"{path} is gone" for path in inputs if not path.is_file()), None)
+    if missing is None:
+        digests = sha256_on_disk(list(inputs), workers, progress, "inputs")
+        missing = next((f"{path} has changed since" for path in inputs if inputs[path] != digests[path]), None)
+    if missing is not None:
+        return CheckReport(directory, len(outputs), total, None, missing)
+    base, *adapters = (Path(each["path"]) for each in entries)
+    found_base = read_model(str(base), None)
+    plan = build_plan(
+        [(resolve_adapter(path), weight) for path, weight in zip(adapters, weights, strict=True)],
+        decoded(found_base) if base_mode == "dequant" else found_base,
+        dtype,
+    )
+    with progress_bar(progress, "verifying", plan.shard_bytes) as checked:
+        checks = verify_shards(plan, directory, workers, checked)
+    return CheckReport(directory, len(outputs), total, sum(check.elements for check in checks.values()), None)
+
+
+def sha256_on_disk(paths: list[Path], workers: int, progress: bool, name: str) -> dict[Path, str | None]:
+    """The sha256 of files, read from the disk rather than from memory; None where one is gone."""
+
+    def read_back(path: Path) -> str | None:
+        if not path.is_file():
+            return None
+        drop_from_memory(path)
+        digest = sha256_file(path)
+        hashed(path.stat().st_size)
+        return digest
+
+    present = sum(path.stat().st_size for path in paths if path.is_file())
+    with threads(workers) as pool, progress_bar(progress, name, present) as hashed:
+        return dict(zip(paths, pool.map(read_back, paths), strict=True))

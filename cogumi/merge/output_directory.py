@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from cogumi.core.disk_space import space_of, spoken
 from cogumi.core.durability import NO_SPACE, locked, sync_path
 from cogumi.core.errors import DiskFull, UsageError
-from cogumi.merge.executor import spoken
 from cogumi.merge.plan import MergePlan
 
 log = logging.getLogger(__name__)
@@ -32,10 +32,13 @@ def check_target(target: Path) -> None:
 def remove_stale(target: Path) -> None:
     """Remove what killed merges into `target` left. Raises UsageError when another merge into it is running.
 
-    A running merge holds a lock on its partial directory, which the kernel lets go when the process dies, however it
-    dies; so a partial that can be locked is nobody's. Merging takes less time than telling which half of one is good.
+    A running merge holds a lock on its partial directory, which dies with the process; so a partial that can be locked is
+    a killed merge's. Merging again takes less time than finding its good half.
     """
-    for partial in partials_of(target):
+    name = re.compile(re.escape(f"{target.name}.partial-") + "[0-9a-f]{8}")
+    for partial in sorted(target.absolute().parent.iterdir()):
+        if not name.fullmatch(partial.name) or not partial.is_dir() or partial.is_symlink():
+            continue
         try:
             with locked(partial) as free:
                 if free is None:
@@ -45,7 +48,7 @@ def remove_stale(target: Path) -> None:
                 elif not free:
                     raise being_written(target, partial)
                 else:
-                    size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+                    size = bytes_taken(partial)
                     shutil.rmtree(partial)
                     log.info("removed %s (%s), which a killed merge had left", partial, spoken(size))
         except FileNotFoundError:
@@ -57,11 +60,8 @@ def remove_stale(target: Path) -> None:
             ) from error
 
 
-def partials_of(target: Path) -> list[Path]:
-    """The directories beside `target` with a name that partial_directory gives. Links and files are somebody else's."""
-    name = re.compile(re.escape(f"{target.name}.partial-") + "[0-9a-f]{8}")
-    beside = target.absolute().parent.iterdir()
-    return sorted(path for path in beside if name.fullmatch(path.name) and path.is_dir() and not path.is_symlink())
+def bytes_taken(directory: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
 
 
 def being_written(target: Path, partial: Path) -> UsageError:
@@ -69,13 +69,13 @@ def being_written(target: Path, partial: Path) -> UsageError:
 
 
 @contextmanager
-def partial_directory(target: Path, needed: int) -> Iterator[Path]:
-    """A new, locked directory beside `target`, to be renamed to it; removed when the block fails.
-
-    KeyboardInterrupt too: a half-written model must not stay on a disk that is short of space. needed: bytes that the
-    output takes; a disk that is full at any moment is a DiskFull that says them.
+def partial_directory(plan: MergePlan, target: Path) -> Iterator[Path]:
+    """A new, locked directory beside `target` with every shard in its full size, to be renamed to it; removed when the
+    block fails, by KeyboardInterrupt too. A disk that is full at any moment is a DiskFull that says what the output
+    takes.
     """
     partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
+    needed = small_bytes(plan) + plan.shard_bytes
     try:
         partial.mkdir()
     except OSError as error:
@@ -86,9 +86,10 @@ def partial_directory(target: Path, needed: int) -> Iterator[Path]:
         if ours is False:  # a merge that has begun at the same moment took it for a killed one's, and removes it
             raise being_written(target, partial)
         try:
+            allocate(plan, partial)
             yield partial
         except BaseException as error:
-            taken = sum(path.stat().st_blocks * 512 for path in partial.rglob("*") if path.is_file())
+            taken = bytes_taken(partial)
             refused = isinstance(error, OSError) and error.errno in NO_SPACE and full(target, needed, taken, error)
             if partial.exists():
                 shutil.rmtree(partial)
@@ -101,18 +102,20 @@ def allocate(plan: MergePlan, partial: Path) -> None:
     """Create every shard in its full size, with its blocks taken from the disk, before any work is done.
 
     What `df` says is not what can be written (quotas, reserved blocks, thin volumes): asking for the blocks is the only
-    way to know. Raises OSError where they cannot be had.
+    way to know. Where the filesystem cannot take them, glibc writes a byte into each; other C libraries say so, and the
+    file gets its size alone. Raises OSError where they cannot be had.
     """
     reserve = partial / ".reserve"
     for path, size in [(reserve, small_bytes(plan)), *((partial / shard.name, shard.bytes) for shard in plan.shards)]:
         with path.open("xb") as file:
-            take_blocks(file.fileno(), size)
+            try:
+                if size:
+                    os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+                file.truncate(size)
     reserve.unlink()
-
-
-def needed_bytes(plan: MergePlan) -> int:
-    """What the output takes on the disk."""
-    return small_bytes(plan) + plan.shard_bytes
 
 
 def small_bytes(plan: MergePlan) -> int:
@@ -120,24 +123,10 @@ def small_bytes(plan: MergePlan) -> int:
     return 64 * 1024 + 600 * len(plan.tensors) + sum(path.stat().st_size + 4096 for path in plan.side_files.values())
 
 
-def take_blocks(descriptor: int, size: int) -> None:
-    """Give an empty file its size and its blocks. Where the filesystem cannot (ext2, some network filesystems), glibc
-    writes a byte into each block; other C libraries say so, and the file gets its size alone."""
-    if not size:
-        return
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-        os.truncate(descriptor, size)
-
-
 def full(target: Path, needed: int, taken: int, error: OSError) -> DiskFull:
     """Why `needed` bytes could not be had, in one line with the numbers. taken: what is given back, and counts as free."""
     place = target.absolute().parent
-    status = os.statvfs(place)
-    free = taken + status.f_bavail * status.f_frsize
+    free = taken + space_of(place).free
     if error.errno == errno.ENOSPC and free < needed:
         remedy = f"has {spoken(free)} free ({error.strerror}); free {spoken(needed - free)}"
     else:  # a quota, a limit on the size of one file, blocks reserved for root
@@ -149,8 +138,8 @@ def full(target: Path, needed: int, taken: int, error: OSError) -> DiskFull:
 def commit(partial: Path, target: Path) -> None:
     """Make `partial` durable and rename it: the output appears whole or not at all, power cuts included.
 
-    Raises UsageError when `target` has appeared meanwhile. In the instant between that look and the rename only an empty
-    directory could still be replaced, which holds nothing to lose: the kernel refuses to rename over anything else.
+    Raises UsageError when `target` has appeared meanwhile. Between that look and the rename only an empty directory could
+    still be replaced: the kernel refuses to rename over anything else.
     """
     for directory in [path for path in partial.rglob("*") if path.is_dir()] + [partial]:
         sync_path(directory)

@@ -1,29 +1,30 @@
-"""Where each parameter of a model lies in its checkpoint.
+"""Where each parameter of a model lies in its checkpoint, and what an adapter can do to it.
 
-Names are the hard part of a merge. A checkpoint's tensors need not be the model's parameters: transformers renames,
-stacks, concatenates, splits and transposes on load. The model is built on the meta device (no memory) and transformers'
-own mapping is asked; from it follows which rows of which stored tensor hold which rows of which parameter, so that an
-update can be added to the stored tensors as they are, with no fusing.
+A checkpoint's tensors need not be the model's parameters: transformers renames, stacks, concatenates, splits and
+transposes on load. From its own mapping, asked with a model on the meta device, follows which rows of which stored tensor
+hold which rows of which parameter. An update is added to the stored tensors as they are, without fusing.
 """
 
+import copy
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import Span, matrix_shape
-from cogumi.merge.adapter_files import Base
+from cogumi.merge.bases import Base
 
 
 @dataclass(frozen=True)
 class Place:
-    """Rows `first` to `last` of a stored tensor, which hold one piece of a parameter.
+    """Rows `first` to `last` of a stored tensor, seen as a matrix of its last dimension, which hold one piece of a
+    parameter.
 
-    The stored tensor is seen as a matrix of its last dimension (tensorfile.matrix_shape). A parameter is a stack of
-    matrices (experts), or one: the piece is `matrix`, from row `offset` on, all columns. transposed: the stored rows
-    are that matrix's columns.
+    A parameter is a stack of matrices (experts), or one: the piece is `matrix`, from row `offset` on, all columns.
+    transposed: the stored rows are that matrix's columns.
     """
 
     tensor: str
@@ -43,36 +44,93 @@ class Checkpoint:
     tied: dict[str, str]
 
 
+@dataclass(frozen=True)
+class LowRank:
+    """scaling * B @ A on one parameter, from the tensors `key_a` [count * r, in] and `key_b` [out, r * count] of a file.
+
+    count: how many matrices the parameter stacks (experts); A holds their factors one after the other, B interleaved (r,
+    count), as PEFT stores target_parameters. transposed: the parameter's matrices are [in, out]. key_a None: B is a bias
+    [out], added as it is (lora_bias).
+    """
+
+    file: Path
+    key_a: str | None
+    key_b: str
+    rank: int
+    scaling: float
+    count: int = 1
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a parameter that are replaced by those of a tensor [len(indices), columns] (trainable tokens)."""
+
+    file: Path
+    key: str
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What happens to one parameter, in this order: replaced whole, updated, rescaled (DoRA), rows replaced.
+
+    magnitude: (file, key) of DoRA's magnitude, one for each output: a row, or a column where the low rank is transposed.
+    """
+
+    whole: Span | None = None
+    terms: tuple[LowRank, ...] = ()
+    magnitude: tuple[Path, str] | None = None
+    rows: Rows | None = None
+
+
+@dataclass
+class Changes:
+    """Changes of one adapter: by parameter, and by stored tensor for modules that only the checkpoint still has.
+
+    vocabulary: the number of rows of the embedding where the adapter resized it.
+    """
+
+    parameters: dict[str, Change] = field(default_factory=dict)
+    tensors: dict[str, Change] = field(default_factory=dict)
+    vocabulary: int | None = None
+
+
 def read_checkpoint(base: Base) -> Checkpoint:
     """Map a base's checkpoint. Raises UsageError when transformers cannot build its model, or two tensors are one."""
-    model = meta_model(base)
+    model = base_on_meta(base)
     return Checkpoint(base.tensors, parameter_places(model, base.tensors), dict(model.all_tied_weights_keys))
 
 
-def meta_model(base: Base) -> Any:
-    """The base's model, of the class its config names, on the meta device: names and shapes, no memory."""
-    import transformers
+def base_on_meta(base: Base) -> Any:
+    """meta_model of a base on disk."""
+    from transformers import AutoConfig
 
     try:
-        config = transformers.AutoConfig.from_pretrained(base.path, trust_remote_code=False)
-        with torch.device("meta"):
-            known = getattr(transformers, (base.config.get("architectures") or [""])[0], None)
-            if known is not None:
-                return known(config)
-            return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    # The two ways transformers says that it knows no such architecture.
+        return meta_model(AutoConfig.from_pretrained(base.path, trust_remote_code=False))
     except (ValueError, KeyError) as error:
-        raise UsageError(
-            f"base {base.name} (model_type {base.config.get('model_type')!r}) is not a model that this transformers can "
-            f"build: {error}"
-        ) from error
+        kind = base.config.get("model_type")
+        raise UsageError(f"base {base.name} has model_type {kind!r}, which this transformers lacks: {error}") from error
+
+
+def meta_model(config: Any) -> Any:
+    """The unquantized model of a config, of the class it names, on the meta device: names and shapes, no memory."""
+    import transformers
+
+    config = copy.deepcopy(config)  # building one writes into it
+    known = getattr(transformers, (config.architectures or [""])[0], None)
+    try:
+        with torch.device("meta"):
+            return known(config) if known is not None else transformers.AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError) as error:
+        raise UsageError(f"this transformers builds no {config.model_type!r} model: {error}") from error
 
 
 def parameter_places(model: Any, spans: dict[str, Span]) -> dict[str, tuple[Place, ...]]:
     """Parameter -> its places, for every parameter that the stored tensors make up in a way known here.
 
-    A parameter is left out when a tensor of it is missing or has another size, or when transformers converts it in a
-    way that is not one of stack, concatenate, split and transpose (a permutation for rotary embeddings, say).
+    Left out are parameters of which a tensor is missing or has another size, and those that transformers converts by more
+    than stack, concatenate, split and transpose (a permutation for rotary embeddings, say).
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -80,8 +138,8 @@ def parameter_places(model: Any, spans: dict[str, Span]) -> dict[str, tuple[Plac
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    parameters = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     meta = model.state_dict()
+    parameters = {name: tuple(tensor.shape) for name, tensor in meta.items()}
     plain: dict[str, str] = {}
     converted: dict[tuple[str, int], dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for tensor in sorted(spans, key=dot_natural_key):  # the order in which transformers stacks them

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import Span
-from cogumi.merge.adapter_files import FACTOR_KEY, PREFIX, Adapter
-from cogumi.merge.updates import Change, LowRank
+from cogumi.merge.adapter_files import FACTOR_KEY, OTHER_BASE, PREFIX, Adapter
+from cogumi.merge.parameter_map import Change, LowRank
 
 EXPERT = re.compile(r".+\.experts\.\d+\.[^.]+")
 
@@ -26,8 +25,7 @@ def stored_modules(
 ) -> dict[str, tuple[str, str]]:
     """Stored tensor -> (key of A, key of B), for factors of modules that this transformers no longer builds as layers.
 
-    Adapters that were saved before transformers stacked the experts of a layer name one linear layer per expert (and
-    the router); the checkpoint still stores them so, and there the update can be added.
+    The checkpoint still stores one matrix per expert (and the router), and there the update can be added.
     """
     layers = layer_names(model)
     parameters = tuple(config.target_parameters or ())
@@ -56,9 +54,7 @@ def layers_with_factors(adapter: Adapter, config: Any, model: Any, held: dict[st
         elif f"{layer}.weight" in done or config.target_modules == "all-linear":
             continue
         elif check_target_module_exists(config, layer):
-            raise UsageError(
-                f"adapter {adapter.path} targets {layer} but holds no factors for it", fix="is it damaged?"
-            )
+            raise adapter.refused(f"it targets {layer} but holds no factors for it", fix="is it damaged?")
     return found
 
 
@@ -73,28 +69,19 @@ def stored_changes(
     for tensor in spans:
         layer = tensor.removesuffix(".weight")
         if EXPERT.fullmatch(layer) and tensor not in stored and check_target_module_exists(config, layer):
-            raise UsageError(
-                f"adapter {adapter.path} targets {layer} but holds no factors for it", fix="is it damaged?"
-            )
+            raise adapter.refused(f"it targets {layer} but holds no factors for it", fix="is it damaged?")
     changes = {}
     for tensor, (key_a, key_b) in stored.items():
         module = tensor.removesuffix(".weight")
         if config.use_dora or config.lora_bias:
-            raise UsageError(
-                f"adapter {adapter.path} cannot be merged yet: {key_a} is DoRA or has a bias on a "
-                "layer that only the checkpoint still names",
-                fix="load it with PEFT on the base instead",
-            )
+            raise adapter.refused(f"{key_a} is DoRA or has a bias on a layer that only the checkpoint still names")
         rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), module), config.r)
         alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), module), config.lora_alpha)
         outputs, inputs = spans[tensor].shape
         for key, shape in ((key_a, (rank, inputs)), (key_b, (outputs, rank))):
             if held[key].shape != shape:
-                raise UsageError(
-                    f"adapter {adapter.path}: {key} has shape {held[key].shape} where {tensor} "
-                    f"{spans[tensor].shape} and rank {rank} need {shape}",
-                    fix="is this the base it was trained on?",
-                )
+                what = f"{key} has shape {held[key].shape} where {tensor} {spans[tensor].shape} and rank {rank} need {shape}"
+                raise adapter.refused(what, fix=OTHER_BASE)
         scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
         changes[tensor] = Change(terms=(LowRank(adapter.weights, key_a, key_b, rank, scaling),))
     return changes

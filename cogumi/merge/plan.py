@@ -21,19 +21,19 @@ from cogumi.core.safetensors_file import (
     leading_rows_equal,
     matrix_shape,
 )
-from cogumi.merge.adapter_files import Adapter, Base
+from cogumi.merge.adapter_files import Adapter
+from cogumi.merge.bases import Base
 from cogumi.merge.changes import adapter_changes
-from cogumi.merge.parameter_map import Checkpoint, Place, read_checkpoint
-from cogumi.merge.quantized import Bnb4bit, Bnb8bit
+from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Place, read_checkpoint
+from cogumi.merge.quantized import Quantized
 from cogumi.merge.side_files import output_config, side_files
-from cogumi.merge.updates import Change, Changes, LowRank
 
 OUTPUT_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 MERGEABLE_DTYPES = tuple(OUTPUT_DTYPES.values())
 INDEX_NAME = "model.safetensors.index.json"
 
 # Where a tensor's values before the update come from: bytes in a file, or a quantized tensor, decoded.
-Source = Span | Bnb4bit | Bnb8bit
+Source = Span | Quantized
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,38 @@ class TensorPlan:
         """Whether the output has the base's bytes: no update, nothing of the adapter's, no other dtype, not decoded."""
         same = isinstance(self.source, Span) and self.source.dtype == self.target.dtype
         return same and not (self.updated or self.replaced)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of the output, seen as a matrix."""
+        return (self.target.end - self.target.start) // max(1, matrix_shape(self.target.shape)[0])
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows `first` to `last` of one piece of one tensor: what one thread writes and verifies in one go."""
+
+    tensor: TensorPlan
+    piece: Piece
+    first: int
+    last: int
+
+    @property
+    def bytes(self) -> int:
+        """Of the output."""
+        return (self.last - self.first) * self.tensor.row_bytes
+
+    @property
+    def end(self) -> int:
+        """The byte of the output shard after the last one."""
+        return self.tensor.target.start + self.last * self.tensor.row_bytes
+
+    def source_end(self, path: Path) -> int:
+        """The byte of the base's file `path` after the last one that is read of it; 0 where another file is read."""
+        source = self.tensor.source
+        if not isinstance(source, Span) or source.path != path:
+            return 0
+        return source.start + self.last * ((source.end - source.start) // max(1, matrix_shape(source.shape)[0]))
 
 
 @dataclass(frozen=True)
@@ -130,17 +162,12 @@ def weighted_sum(each: list[tuple[Changes, Adapter, float]]) -> Changes:
     total = Changes()
     for changes, adapter, weight in each:
         if changes.vocabulary is not None:
-            raise UsageError(
-                f"adapter {adapter.path} resized the vocabulary, so it cannot be weighted", fix="merge it alone"
-            )
+            raise adapter.refused("it resized the vocabulary, so it cannot be weighted", fix="merge it alone")
         for into, found in ((total.parameters, changes.parameters), (total.tensors, changes.tensors)):
             for name, change in found.items():
                 if change.whole or change.magnitude or change.rows:
-                    raise UsageError(
-                        f"adapter {adapter.path} sets {name} instead of adding to it (DoRA, a "
-                        "module trained whole, or trained tokens), so it cannot be weighted",
-                        fix="merge it alone, with weight 1",
-                    )
+                    what = f"it sets {name} (DoRA, a module trained whole, or trained tokens), so it cannot be weighted"
+                    raise adapter.refused(what, fix="merge it alone, with weight 1")
                 terms = tuple(replace(term, scaling=term.scaling * weight) for term in change.terms)
                 into[name] = Change(terms=into.get(name, Change()).terms + terms)
     return total
@@ -160,10 +187,8 @@ def untie(changes: Changes, checkpoint: Checkpoint, base: Base) -> tuple[bool, d
             continue
         homes = checkpoint.places.get(embedding, ())
         if len(homes) != 1 or not head.endswith(".weight"):
-            raise UsageError(
-                f"the adapter changes {embedding} or {head}, which are tied in base {base.name}, in a layout that this merge "
-                "does not know"
-            )
+            tied = f"{embedding} and {head} are tied in base {base.name}"
+            raise UsageError(f"{tied}, in a layout that this merge does not know, and the adapter changes one")
         own = checkpoint.places.get(head)
         # transformers ties two stored tensors only where they are equal, whatever the config says.
         if own and not leading_rows_equal(checkpoint.spans[own[0].tensor], checkpoint.spans[homes[0].tensor]):
@@ -190,14 +215,13 @@ def same_change(one: Change | None, other: Change | None) -> bool:
         return one == other
     if (one.whole is None) != (other.whole is None) or len(one.terms) != len(other.terms):
         return False
-    if one.whole and other.whole and not same_tensor(one.whole, other.whole):
+    if (
+        one.whole
+        and other.whole
+        and not (one.whole.shape == other.whole.shape and leading_rows_equal(one.whole, other.whole))
+    ):
         return False
     return all(same_term(left, right) for left, right in zip(one.terms, other.terms, strict=True))
-
-
-def same_tensor(one: Span, other: Span) -> bool:
-    with safe_open(one.path, framework="pt") as left, safe_open(other.path, framework="pt") as right:
-        return torch.equal(left.get_tensor(one.name), right.get_tensor(other.name))
 
 
 def same_term(one: LowRank, other: LowRank) -> bool:
@@ -223,10 +247,8 @@ def changes_by_tensor(changes: Changes, checkpoint: Checkpoint, base: Base, adap
             home = checkpoint.places[checkpoint.tied[parameter]][0]
             places = (replace(home, tensor=parameter),)
         if not places:
-            raise UsageError(
-                f"adapter {adapter.path} cannot be merged: it changes {parameter}, which base {base.name} does not store, "
-                "or stores in a layout that this merge does not know"
-            )
+            what = f"it changes {parameter}, which base {base.name} lacks or stores in a layout that is not known here"
+            raise adapter.refused(what)
         for place in places:
             refuse_partial(place, change, places, parameter, checkpoint, adapter)
             part = change if len(places) == 1 else part_of(change, place, checkpoint.spans[place.tensor])
@@ -234,10 +256,8 @@ def changes_by_tensor(changes: Changes, checkpoint: Checkpoint, base: Base, adap
     for tensor, pieces in stored.items():
         pieces.sort(key=lambda piece: piece.place.first)
         if any(one.place.last > other.place.first for one, other in itertools.pairwise(pieces)):
-            raise UsageError(
-                f"{tensor} of base {base.name} is changed both as it is stored and as part of a parameter",
-                fix="merge one adapter after the other",
-            )
+            what = f"{tensor} of base {base.name} is changed both as it is stored and as part of a parameter"
+            raise UsageError(what, fix="merge one adapter after the other")
     return stored
 
 
@@ -248,18 +268,13 @@ def refuse_partial(
     apart = len(places) > 1 or place.transposed
     if apart and (change.rows or change.magnitude):
         kind = "DoRA" if change.magnitude else "trained tokens"
-        raise UsageError(
-            f"adapter {adapter.path} cannot be merged yet: {kind} on {parameter}, which is stored in parts"
-        )
+        raise adapter.refused(f"{kind} on {parameter}, which is stored in parts")
     if change.whole is None:
         return
     span = checkpoint.spans.get(place.tensor)  # None: a head that gets a tensor of its own
     filled = span is None or (place.first, place.last) == (0, matrix_shape(span.shape)[0])
     if place.transposed or not (filled or (span and span.shape == change.whole.shape)):
-        raise UsageError(
-            f"adapter {adapter.path} cannot be merged yet: {parameter} is trained whole, and stored in {place.tensor} "
-            "transposed or with others"
-        )
+        raise adapter.refused(f"{parameter} is trained whole, and stored in {place.tensor} transposed or with others")
 
 
 def part_of(change: Change, place: Place, span: Span) -> Change:

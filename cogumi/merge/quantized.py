@@ -1,8 +1,7 @@
 """Quantized base models: what they are called, how bitsandbytes stores them, and their weights as floats again.
 
-An update that is added to a quantized weight is lost when the sum is quantized again, so a merge needs either the
-full-precision model (full_precision_names, and base_proof.py for the proof that it is the one) or, on request, the
-quantized weights turned back into floats (dequantize_rows).
+An update that is added to a quantized weight is lost when the sum is quantized again. So a merge needs the full-precision
+model (full_precision_names, proven by bases.py) or, on request, the quantized weights as floats (dequantize_rows).
 
 The 4-bit format is QLoRA's (https://arxiv.org/abs/2305.14314, section 3): blocks of 64 consecutive elements share one
 absmax, and "double quantization" stores the absmax values in 8 bits themselves. The 8-bit one is LLM.int8()'s
@@ -10,17 +9,28 @@ absmax, and "double quantization" stores the absmax values in 8 bits themselves.
 """
 
 import json
+import math
 import re
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
+from huggingface_hub import constants
 
 from cogumi.core.errors import UsageError
-from cogumi.core.safetensors_file import FLOAT_DTYPES, Shard, Span, element_count, read_into
+from cogumi.core.safetensors_file import (
+    FLOAT_DTYPES,
+    Shard,
+    Span,
+    element_count,
+    matrix_shape,
+    read_elements,
+    read_into,
+)
 
 DEQUANTIZED_KINDS = ("bnb-4bit", "bnb-8bit")
+OTHER_MODEL = "pass base=<the full-precision model>"
 
 # What publishers append to the name of a quantized copy, as seen in real names: Qwen2.5-7B-Instruct-GPTQ-Int4,
 # Meta-Llama-3.1-8B-Instruct-AWQ-INT4, Llama-3.2-1B-Instruct-FP8-Dynamic, Qwen3-4B-Instruct-2507-FP8,
@@ -30,30 +40,21 @@ QUANTIZED_SUFFIX = re.compile(
     r"|[-.](quantized\.)?w\d+a\d+$|-int[48]$|-[48]bit$",
     re.IGNORECASE,
 )
-# Who published the model that a quantizer's copy (unsloth/Qwen3-8B, TheBloke/Llama-2-7B) has the name of.
-PUBLISHERS = (
-    ("qwen", "Qwen"),
-    ("qwq", "Qwen"),
-    ("llama-2", "meta-llama"),
-    ("llama-3", "meta-llama"),
-    ("meta-llama", "meta-llama"),
-    ("codellama", "codellama"),
-    ("gemma", "google"),
-    ("codegemma", "google"),
-    ("medgemma", "google"),
-    ("mistral", "mistralai"),
-    ("mixtral", "mistralai"),
-    ("ministral", "mistralai"),
-    ("devstral", "mistralai"),
-    ("magistral", "mistralai"),
-    ("pixtral", "mistralai"),
-    ("phi", "microsoft"),
-    ("smollm", "HuggingFaceTB"),
-    ("deepseek", "deepseek-ai"),
-    ("granite", "ibm-granite"),
-    ("olmo", "allenai"),
-    ("lfm2", "LiquidAI"),
-)
+# At most this many quantized tensors, spread over the model, are sampled for the proof of a base, each in this many places
+# of this many elements (8 bits: the whole rows that they touch).
+SAMPLED_TENSORS = 512
+SAMPLED_RUNS = 4
+RUN_ELEMENTS = 2048
+# Rows of a tensor whose error is measured: as many runs of this many elements give NF4's rms to about 1 %.
+ERROR_ELEMENTS = 1 << 16
+# Relative error |dequantized - W| / |W| that the format makes: see sampled_error for the measurements.
+ERROR_RANGE = {"nf4": (0.05, 0.35), "fp4": (0.06, 0.5), "int8": (0.002, 0.1)}
+# Share of sampled codes that may differ from the candidate's own.
+CODES_DIFFERING = 0.001
+
+
+class Mismatch(Exception):
+    """What differs between a quantized checkpoint and a full-precision one, in words."""
 
 
 def quantization(config: dict[str, Any]) -> str | None:
@@ -70,38 +71,31 @@ def quantization(config: dict[str, Any]) -> str | None:
     return None
 
 
-def full_precision_names(name: str, quant_method: str | None) -> tuple[str, ...]:
-    """Where the full-precision model of the quantized base `name` may be, likeliest first.
+def is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
-    name: a hub id, or a directory (then its siblings come before hub ids). quant_method: what quantization() said of
-    it. These are guesses from how publishers name things: a candidate may not exist, may be quantized itself
-    (unsloth/gpt-oss-20b is MXFP4), or another model, so each one is for prove_base to judge.
+
+def full_precision_names(name: str, quant_method: str | None) -> tuple[str, ...]:
+    """Where the full-precision model of the quantized base `name` (a hub id or a directory) may be, likeliest first.
+
+    quant_method: what quantization() said of it. These are guesses from how publishers name things, and what the hub's
+    cache holds under the same name. A candidate may be quantized itself or another model, so each one is for the proof to
+    judge.
     """
     path = PurePath(name.rstrip("/"))
-    owner, model = str(path.parent), path.name
-    stem = model
+    stem = path.name
     while (shorter := QUANTIZED_SUFFIX.sub("", stem)) != stem and shorter:
         stem = shorter
-    hub_id = name.count("/") == 1 and not name.startswith((".", "~", "/"))
     found: list[str] = []
-    # Published in 4 or 8 bits only: the 16-bit weights are somebody's conversion, by custom named -BF16.
-    if stem.lower().startswith("gpt-oss") or (stem == model and quant_method in ("fp8", "mxfp4")):
+    # Published in 4 or 8 bits only: the 16-bit weights are a conversion by others, by custom named -BF16.
+    if stem.lower().startswith("gpt-oss") or (stem == path.name and quant_method in ("fp8", "mxfp4")):
         found += [f"unsloth/{stem}-BF16", str(path.with_name(f"{stem}-BF16"))]
-    if stem != model:
-        found.append(str(path.with_name(stem)))
-        found += [f"{publisher}/{stem}" for start, publisher in PUBLISHERS if stem.lower().startswith(start)]
-    if not hub_id:
-        found.sort(key=lambda candidate: not candidate.startswith(owner))
+    if stem != path.name:
+        cached = sorted(Path(constants.HF_HUB_CACHE).glob(f"models--*--{stem}"))
+        found += [str(path.with_name(stem)), *(each.name[len("models--") :].replace("--", "/", 1) for each in cached)]
+    if not is_hub_id(name):
+        found.sort(key=lambda candidate: not candidate.startswith(str(path.parent)))
     return tuple(dict.fromkeys(candidate for candidate in found if candidate != name))
-
-
-def refuse_dequantize(name: str, kind: str) -> None:
-    """Raise UsageError unless dequantize_rows reads checkpoints of this kind (see quantization)."""
-    if kind not in DEQUANTIZED_KINDS:
-        raise UsageError(
-            f"base {name} is quantized ({kind}), and base_mode='dequant' reads only bitsandbytes' 4 and 8 bits",
-            fix="pass base=<the full-precision model>",
-        )
 
 
 @dataclass(frozen=True)
@@ -139,18 +133,21 @@ class Bnb8bit:
     auxiliary: tuple[str, ...]
 
 
-def quantized_tensors(shards: tuple[Shard, ...], config: dict[str, Any]) -> dict[str, Bnb4bit | Bnb8bit]:
+Quantized = Bnb4bit | Bnb8bit
+
+
+def quantized_tensors(shards: tuple[Shard, ...], config: dict[str, Any]) -> dict[str, Quantized]:
     """The quantized weights of a bitsandbytes checkpoint by name; the names are those of the full-precision one.
 
-    What is neither here nor in an `auxiliary` is stored unquantized. Empty for any other kind of checkpoint. Raises
-    UsageError for a checkpoint that is incomplete or in a layout of bitsandbytes that this module does not know.
+    Empty for any other kind of checkpoint. Raises UsageError for one that is incomplete or in a layout that is not known
+    here.
     """
     kind = quantization(config)
     spans = {span.name: span for shard in shards for span in shard.spans}
     text = config.get("text_config") or {}
     loaded = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES.values()}
-    found: dict[str, Bnb4bit | Bnb8bit] = {}
+    found: dict[str, Quantized] = {}
     for name in spans:
         if kind == "bnb-4bit" and ".quant_state.bitsandbytes__" in name:
             four = read_4bit(spans, name)
@@ -161,20 +158,18 @@ def quantized_tensors(shards: tuple[Shard, ...], config: dict[str, Any]) -> dict
     return found
 
 
+def unknown_layout(what: str, path: Path) -> UsageError:
+    return UsageError(f"{what}: a layout of bitsandbytes that is not known here", place=path, fix=OTHER_MODEL)
+
+
 def part_of(spans: dict[str, Span], name: str, dtype: str, elements: int, beside: Span) -> Span:
     """The span called `name`, with the dtype and number of elements that the format wants; UsageError otherwise."""
     span = spans.get(name)
     if span is None:
-        raise UsageError(
-            f"{beside.name} has no {name} beside it", place=beside.path, fix="download the quantized base again"
-        )
+        fix = "download the quantized base again"
+        raise UsageError(f"{beside.name} has no {name} beside it", place=beside.path, fix=fix)
     if span.dtype != dtype or element_count(span.shape) != elements:
-        raise UsageError(
-            f"{name} is {span.dtype} {list(span.shape)} and not {elements} x {dtype}: a layout of "
-            "bitsandbytes that is not known here",
-            place=span.path,
-            fix="pass base=<the full-precision model>",
-        )
+        raise unknown_layout(f"{name} is {span.dtype} {list(span.shape)} and not {elements} x {dtype}", span.path)
     return span
 
 
@@ -188,29 +183,22 @@ def read_4bit(spans: dict[str, Span], state_name: str) -> Bnb4bit:
         nested_dtype, nested_blocksize = state.get("nested_dtype", "float32"), state.get("nested_blocksize", 1)
         nested_offset = float(state.get("nested_offset", 0.0))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"{state_name} is not a bitsandbytes quant state ({error})", place=state_span.path, fix="download it again"
-        ) from error
+        what = f"{state_name} is not a bitsandbytes quant state ({error})"
+        raise UsageError(what, place=state_span.path, fix="download it again") from error
     if dtype not in FLOAT_DTYPES.values() or nested_dtype != "float32" or blocksize % 2:
-        raise UsageError(
-            f"{state_name} has dtype {state['dtype']}, nested_dtype {nested_dtype} and blocksize "
-            f"{blocksize}: a layout of bitsandbytes that is not known here",
-            place=state_span.path,
-            fix="pass base=<the full-precision model>",
-        )
+        what = f"{state_name} has dtype {state['dtype']}, nested_dtype {nested_dtype} and blocksize {blocksize}"
+        raise unknown_layout(what, state_span.path)
     elements = element_count(shape)
     blocks = -(-elements // blocksize)
     weight = spans.get(name)
     # The bytes may be stored under another dtype (bnb_4bit_quant_storage), so only their number counts.
     if weight is None or weight.end - weight.start != (elements + 1) // 2:
         raise UsageError(f"{name} is missing or does not hold {elements} 4-bit elements", place=state_span.path)
-    nested = f"{name}.nested_absmax" in spans
     nested_absmax = nested_map = None
-    if nested:
-        nested_blocks = -(-blocks // nested_blocksize)
-        nested_absmax = part_of(spans, f"{name}.nested_absmax", "F32", nested_blocks, weight)
+    if f"{name}.nested_absmax" in spans:
+        nested_absmax = part_of(spans, f"{name}.nested_absmax", "F32", -(-blocks // nested_blocksize), weight)
         nested_map = part_of(spans, f"{name}.nested_quant_map", "F32", 256, weight)
-    absmax = part_of(spans, f"{name}.absmax", "U8" if nested else "F32", blocks, weight)
+    absmax = part_of(spans, f"{name}.absmax", "U8" if nested_absmax else "F32", blocks, weight)
     quant_map = part_of(spans, f"{name}.quant_map", "F32", 16, weight)
     parts = [absmax, quant_map, nested_absmax, nested_map, state_span]
     auxiliary = tuple(span.name for span in parts if span is not None)
@@ -225,18 +213,12 @@ def read_8bit(spans: dict[str, Span], module: str, dtype: torch.dtype) -> Bnb8bi
     if weight is None or weight.dtype != "I8" or len(weight.shape) != 2:
         raise UsageError(f"{module}.SCB stands without an int8 {module}.weight", place=spans[f"{module}.SCB"].path)
     row_absmax = part_of(spans, f"{module}.SCB", "F32", weight.shape[0], weight)
-    auxiliary = [row_absmax.name]
     layout = spans.get(f"{module}.weight_format")
-    if layout is not None:
-        auxiliary.append(layout.name)
-        # 0 is row-major. The others are GPU tile orders of old releases, which bitsandbytes itself reads no more.
-        if read_stored(layout, torch.uint8, 0, layout.end - layout.start).any():
-            raise UsageError(
-                f"{module}.weight is in a tiled order of an old bitsandbytes",
-                place=layout.path,
-                fix="pass base=<the full-precision model>",
-            )
-    return Bnb8bit(weight.name, weight.shape, dtype, weight, row_absmax, tuple(auxiliary))
+    # 0 is row-major. The others are GPU tile orders of old releases, which bitsandbytes itself reads no more.
+    if layout is not None and read_stored(layout, torch.uint8, 0, layout.end - layout.start).any():
+        raise unknown_layout(f"{module}.weight is in a tiled order", layout.path)
+    auxiliary = tuple(span.name for span in (row_absmax, layout) if span is not None)
+    return Bnb8bit(weight.name, weight.shape, dtype, weight, row_absmax, auxiliary)
 
 
 def read_stored(span: Span, dtype: torch.dtype, first: int, count: int) -> torch.Tensor:
@@ -245,27 +227,22 @@ def read_stored(span: Span, dtype: torch.dtype, first: int, count: int) -> torch
         return read_into(file, span.start + first * dtype.itemsize, torch.empty(count, dtype=dtype))
 
 
-def row_size(tensor: Bnb4bit | Bnb8bit) -> int:
-    return tensor.shape[-1] if tensor.shape else 1
-
-
-def dequantize_rows(tensor: Bnb4bit | Bnb8bit, first_row: int, last_row: int) -> torch.Tensor:
+def dequantize_rows(tensor: Quantized, first_row: int, last_row: int) -> torch.Tensor:
     """Rows first_row..last_row-1 as floats, [rows, columns]: what the quantized model computes with, bit for bit.
 
     4 bits: in the dtype that was quantized, as bitsandbytes.functional.dequantize_4bit returns it. 8 bits: float32, as
-    int8_vectorwise_dequant (PEFT's and transformers' way) does. Of a tensor with more than two axes, rows are counted
-    over all but the last. Reads only these rows' bytes; any thread may call it.
+    int8_vectorwise_dequant does. Of a tensor with more than two axes, rows are counted over all but the last.
     """
-    columns = row_size(tensor)
+    columns = tensor.shape[-1] if tensor.shape else 1
     return dequantize_elements(tensor, first_row * columns, (last_row - first_row) * columns).view(-1, columns)
 
 
-def dequantize_elements(tensor: Bnb4bit | Bnb8bit, first: int, count: int) -> torch.Tensor:
+def dequantize_elements(tensor: Quantized, first: int, count: int) -> torch.Tensor:
     """`count` elements from element `first` of the flattened tensor; see dequantize_rows. 8 bits: whole rows only."""
     if count == 0:
         return torch.empty(0, dtype=tensor.dtype if isinstance(tensor, Bnb4bit) else torch.float32)
     if isinstance(tensor, Bnb8bit):
-        columns = row_size(tensor)
+        columns = tensor.shape[-1]
         values = read_stored(tensor.weight, torch.int8, first, count).view(-1, columns)
         scale = read_stored(tensor.row_absmax, torch.float32, first // columns, len(values))
         # bitsandbytes multiplies by its own decimal for 1/127, in this order.
@@ -310,9 +287,7 @@ def nf4_round_trip(weight: torch.Tensor) -> torch.Tensor:
     """What load_in_4bit (NF4, blocks of 64, double quantization) makes of full-precision rows: same shape and dtype.
 
     weight: float, [rows, columns], on the CPU. Computed by bitsandbytes, which is imported here. Exact for a whole
-    tensor. For some rows of one, double quantization centres the block scales on the mean over these rows instead of
-    the tensor, and blocks begin with the first row: where 64 does not divide the columns, or to the bit, pass it whole.
-    Slow on a CPU (some 20 million elements a second and core), so meant for samples.
+    tensor; of some rows, double quantization centres the block scales on these rows, and blocks begin with the first one.
     """
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
@@ -321,3 +296,103 @@ def nf4_round_trip(weight: torch.Tensor) -> torch.Tensor:
     packed, state = quantize_4bit(flat, blocksize=64, compress_statistics=True, quant_type="nf4")
     restored: torch.Tensor = dequantize_4bit(packed, state)
     return restored.view(weight.shape)
+
+
+def rms_error(source: Span, quantized: Quantized | None) -> float:
+    """The rms of quantized - W, sampled in a few runs of rows. quantized None: what NF4 makes of these rows by themselves."""
+    rows, columns = matrix_shape(source.shape)
+    length = min(rows, max(1, ERROR_ELEMENTS // columns))
+    squares, count = 0.0, 0
+    for first in sorted({(rows - length) * run // (SAMPLED_RUNS - 1) for run in range(SAMPLED_RUNS)}):
+        weight = read_elements(source, first * columns, length * columns).view(length, columns)
+        seen = nf4_round_trip(weight) if quantized is None else dequantize_rows(quantized, first, first + length)
+        squares += (weight.double() - seen.double()).square().sum().item()
+        count += weight.numel()
+    return math.sqrt(squares / count)
+
+
+def sampled_error(packed: dict[str, Quantized], full: dict[str, Span]) -> tuple[int, float, float, float]:
+    """(tensors sampled, overall error, largest error of a tensor, share of codes that differ); Mismatch outside limits.
+
+    Measured relative errors in bfloat16 (NF4 / FP4 / INT8): Gaussian 0.092 / 0.122 / 0.008; with 8 columns of 1024 ten
+    times larger 0.141 / 0.225 / 0.032, at blocksize 512 0.284 / 0.454; another model of the same shapes 1.41. An error
+    near zero is the dequantized checkpoint itself. A fine-tuned sibling has nearly the right error.
+
+    The codes tell it. For the right model none differ. Weights that are 0.1 % away (relative rms) change 0.15 % of the
+    NF4 codes, 1 % change 3 %; 8 bits change more. A sibling closer than that passes, as does one that differs in a few
+    tensors only.
+    """
+    names = sorted(packed)
+    sampled = [names[index] for index in spread(len(names), SAMPLED_TENSORS)]
+    errors: dict[str, float] = {}
+    off_squares = squares = 0.0
+    codes = differing = 0
+    for name in sampled:
+        off, norm, count, other = sample_tensor(packed[name], full[name])
+        errors[name] = math.sqrt(off / norm) if norm else 0.0
+        off_squares, squares, codes, differing = off_squares + off, squares + norm, codes + count, differing + other
+    error = math.sqrt(off_squares / squares) if squares else 0.0
+    worst = max(errors, key=lambda name: errors[name])
+    first = packed[sampled[0]]
+    kind = first.kind if isinstance(first, Bnb4bit) else "int8"
+    low, high = ERROR_RANGE[kind]
+    if not low <= error <= high:
+        raise Mismatch(
+            f"the quantized weights are {error:.3g} from its weights, relative, where {kind} makes {low} to {high}"
+            + (" (is it the dequantized checkpoint?)" if error < low else f" (worst: {worst})")
+        )
+    if differing > CODES_DIFFERING * codes:
+        share = f"{differing / codes:.2%} of a sample of {codes}"
+        raise Mismatch(f"quantizing its weights gives other codes for {share} (a fine-tuned sibling?)")
+    return len(sampled), error, errors[worst], differing / codes
+
+
+def spread(total: int, wanted: int) -> list[int]:
+    """Up to `wanted` of range(total), evenly spread, the first and the last among them."""
+    if total <= wanted:
+        return list(range(total))
+    return sorted({round(index * (total - 1) / (wanted - 1)) for index in range(wanted)})
+
+
+def sample_tensor(tensor: Quantized, full: Span) -> tuple[float, float, int, int]:
+    """(sum (dequantized - W)^2, sum W^2, codes compared, codes that differ) over the sampled runs, W in float64."""
+    total = element_count(tensor.shape)
+    unit = tensor.blocksize if isinstance(tensor, Bnb4bit) else tensor.shape[-1]
+    units, each = -(-total // unit), max(1, RUN_ELEMENTS // unit)
+    off = norm = 0.0
+    codes = differing = 0
+    for run in spread(-(-units // each), SAMPLED_RUNS):
+        first = run * each * unit
+        count = min(each * unit, total - first)
+        weight = read_elements(full, first, count)
+        restored = dequantize_elements(tensor, first, count)
+        off += (restored.double() - weight.double()).square_().sum().item()
+        norm += weight.double().square_().sum().item()
+        codes += count
+        differing += differing_codes(tensor, weight, first)
+    return off, norm, codes, differing
+
+
+def differing_codes(tensor: Quantized, weight: torch.Tensor, first: int) -> int:
+    """How many stored codes are not what quantizing `weight`, the elements from `first` on, gives.
+
+    `first` begins a block (4 bits) or a row (8 bits). A code is right when no other is nearer: where two are equally
+    near, as for FP4's simple fractions, kernels choose differently. In blocks and rows that are all zero all codes count
+    as right.
+    """
+    if isinstance(tensor, Bnb8bit):
+        columns = tensor.shape[-1]
+        # bitsandbytes converts to float16 before it quantizes to 8 bits, whatever the dtype the model was loaded in.
+        values = weight.to(tensor.dtype).to(torch.float16).float().view(-1, columns)
+        stored = read_stored(tensor.weight, torch.int8, first, weight.numel()).view(-1, columns)
+        scale = read_stored(tensor.row_absmax, torch.float32, first // columns, len(values))[:, None]
+        right = (values * (127.0 / scale) - stored).abs() <= 0.5 + 1e-3
+        return int((~right & (scale > 0)).sum())
+    values = weight.to(tensor.dtype).float()
+    blocks = torch.nn.functional.pad(values, (0, -len(values) % tensor.blocksize)).view(-1, tensor.blocksize)
+    absmax = blocks.abs().amax(dim=1, keepdim=True).expand_as(blocks).flatten()[: len(values)]
+    values = values / absmax.clamp(min=1e-38)
+    levels = read_stored(tensor.quant_map, torch.float32, 0, 16).sort().values
+    nearest = levels[torch.bucketize(values, (levels[:-1] + levels[1:]) / 2)]
+    right = (values - stored_levels(tensor, first, len(values))).abs() <= (values - nearest).abs() + 1e-5
+    return int((~right & (absmax > 0)).sum())

@@ -4,13 +4,13 @@ The model's own files are the base's. The tokenizer is the one that training use
 """
 
 import copy
-import json
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from cogumi.core.errors import UsageError
+from cogumi.merge.adapter_files import read_json
 
 # Each of these is a vocabulary by itself, or half of one (vocab.json with merges.txt). Without one there is no tokenizer.
 VOCABULARY_FILES = (
@@ -37,19 +37,17 @@ LICENCE_WORDS = ("license", "licence", "notice", "use_policy", "copying")
 def side_files(adapter: Path, base: Path) -> dict[str, Path]:
     """Name in the output -> file to copy. Contents are to be copied: in the hub's cache the files are links.
 
-    The tokenizer is taken whole from one place, the adapter's if it has a vocabulary: mixing files of two tokenizers
-    gives a third that nobody trained with. Two exceptions, where the adapter's vocabulary is the base's token for
-    token, so that there is nothing to mix up: the base's other encodings of that vocabulary come too (a trainer saves
-    tokenizer.json only, and converters such as llama.cpp's ask for tokenizer.model), and so does its chat template if
-    the adapter's tokenizer has none. Without a tokenizer at the adapter, a template there still wins over the base's.
+    The tokenizer is taken whole from one place, the adapter's if it has a vocabulary: files of two tokenizers mixed are a
+    third. Two exceptions, where the adapter's vocabulary is the base's token for token: the base's other encodings of it
+    come too (converters such as llama.cpp's ask for tokenizer.model), and so does its chat template if the adapter's
+    tokenizer has none. Without a tokenizer at the adapter, a template there still wins over the base's.
 
-    generation_config, licences and remote code are the base's. No README.md is copied: the adapter's describes the
-    adapter, the base's the base, and the merged model gets a card of its own.
-
-    Raises UsageError for a link in either directory that leads nowhere, as in an interrupted download.
+    generation_config, licences and remote code are the base's. No README.md is copied: the merged model gets a card of
+    its own. Raises UsageError for a link in either directory that leads nowhere, as in an interrupted download.
     """
     home = tokenizer_home(adapter)
-    found = matches(base, MODEL_FILES) | licences(base) | remote_code(base)
+    licences = [path.name for path in base.iterdir() if any(word in path.name.lower() for word in LICENCE_WORDS)]
+    found = matches(base, (*MODEL_FILES, *licences)) | remote_code(base)
     found |= matches(home, PROCESSOR_FILES) or matches(base, PROCESSOR_FILES)
     template = matches(home, TEMPLATE_FILES)
     if not matches(home, VOCABULARY_FILES):
@@ -74,8 +72,8 @@ def has_tokenizer(names: Iterable[str]) -> bool:
 def tokenizer_home(adapter: Path) -> Path:
     """Where the tokenizer that trained this adapter is: with it, or in the trainer's directory around a checkpoint.
 
-    transformers' Trainer writes `checkpoint-<step>` and training_args.bin into its output directory; an adapter in any
-    other directory has its own tokenizer or none, as what lies around it may be another model's.
+    transformers' Trainer writes `checkpoint-<step>` and training_args.bin there. Around any other adapter there may be
+    another model's.
     """
     run = adapter.resolve().parent
     is_checkpoint = adapter.resolve().name.startswith("checkpoint-") or (run / "training_args.bin").is_file()
@@ -85,9 +83,8 @@ def tokenizer_home(adapter: Path) -> Path:
 
 
 def same_vocabulary(one: Path, other: Path) -> bool:
-    """Whether two tokenizer.json hold the same tokens under the same ids, with the same merges.
-
-    False where either is missing: nothing else can be compared without loading both tokenizers.
+    """Whether two tokenizer.json hold the same tokens under the same ids, with the same merges; False where either is
+    missing.
     """
     if not ((one / "tokenizer.json").is_file() and (other / "tokenizer.json").is_file()):
         return False
@@ -97,7 +94,7 @@ def same_vocabulary(one: Path, other: Path) -> bool:
 
 def tokens_of(path: Path) -> tuple[Any, list[Any], dict[str, int]] | None:
     """(vocabulary, merges, added tokens) of a tokenizer.json, or None when it has no vocabulary to speak of."""
-    content = read_object(path)
+    content = read_json(path)
     model = content.get("model")
     if not isinstance(model, dict) or not model.get("vocab"):
         return None
@@ -109,12 +106,7 @@ def tokens_of(path: Path) -> tuple[Any, list[Any], dict[str, int]] | None:
 def settings(directory: Path) -> dict[str, Any]:
     """tokenizer_config.json of a directory, or nothing when it has none."""
     path = directory / "tokenizer_config.json"
-    return read_object(path) if path.is_file() else {}
-
-
-def licences(base: Path) -> dict[str, Path]:
-    names = [path.name for path in base.iterdir() if any(word in path.name.lower() for word in LICENCE_WORDS)]
-    return matches(base, tuple(names))
+    return read_json(path) if path.is_file() else {}
 
 
 def remote_code(base: Path) -> dict[str, Path]:
@@ -122,7 +114,7 @@ def remote_code(base: Path) -> dict[str, Path]:
 
     Directories that begin with a dot, and virtual environments, are a person's working directory, not the model.
     """
-    if not (base / "config.json").is_file() or not read_object(base / "config.json").get("auto_map"):
+    if not (base / "config.json").is_file() or not read_json(base / "config.json").get("auto_map"):
         return {}
     found = matches(base, ("**/*.py",))
     foreign = {path.parent.relative_to(base).as_posix() for path in base.glob("*/pyvenv.cfg")}
@@ -139,30 +131,16 @@ def matches(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
     return {path.relative_to(directory).as_posix(): path for path in found if path.is_file()}
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # UnicodeDecodeError is one too
-        raise UsageError(f"{path} is not valid JSON: {error}", fix="save or download it again") from error
-    if not isinstance(value, dict):
-        raise UsageError(
-            f"{path} should hold a JSON object, not a {type(value).__name__}", fix="save or download it again"
-        )
-    return value
-
-
 def output_config(config: dict[str, Any], *, dtype: str | None, untied: bool, vocab_size: int | None) -> dict[str, Any]:
     """The merged model's config.json: a deep copy of the base's without its quantization.
 
     dtype: written wherever the base records one (transformers 4 said torch_dtype), nested configs included. untied: the
-    head got a weight of its own, so tie_word_embeddings becomes false. vocab_size: of a resized vocabulary. The last
-    two are the language model's: they are set at the top and in text_config, never in a vision or audio config, whose
-    vocabulary and tied weights are other ones. None and False leave things as they are.
+    head got a weight of its own. vocab_size: of a resized vocabulary. The last two are the language model's: they are set
+    at the top and in text_config, never in a vision or audio config. None and False leave things as they are.
     """
-    merged = without_quantization(config)
-    if dtype is not None:
-        set_dtype(merged, dtype)
-    language = language_configs(merged)
+    merged = changed_config(config, dtype)
+    text = merged.get("text_config")
+    language = [merged, text] if isinstance(text, dict) else [merged]
     if untied:
         for place in language:
             place["tie_word_embeddings"] = False
@@ -173,25 +151,13 @@ def output_config(config: dict[str, Any], *, dtype: str | None, untied: bool, vo
     return merged
 
 
-def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
-    dropped = ("quantization_config", "compression_config", "_pre_quantization_dtype")
-    return {
-        key: without_quantization(value) if isinstance(value, dict) else copy.deepcopy(value)
-        for key, value in config.items()
-        if key not in dropped
-    }
-
-
-def set_dtype(config: dict[str, Any], dtype: str) -> None:
-    """Set every recorded dtype in a config, in place, nested ones included."""
+def changed_config(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
+    """A deep copy without quantization, with every recorded dtype set, nested configs included."""
+    merged: dict[str, Any] = {}
     for key, value in config.items():
-        if key in ("dtype", "torch_dtype"):
-            config[key] = dtype
-        elif isinstance(value, dict):
-            set_dtype(value, dtype)
-
-
-def language_configs(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The config itself and, for a multimodal model, the one of its language model: the last one is that."""
-    text = config.get("text_config")
-    return [config, text] if isinstance(text, dict) else [config]
+        if key in ("quantization_config", "compression_config", "_pre_quantization_dtype"):
+            continue
+        merged[key] = changed_config(value, dtype) if isinstance(value, dict) else copy.deepcopy(value)
+        if dtype is not None and key in ("dtype", "torch_dtype"):
+            merged[key] = dtype
+    return merged

@@ -1,43 +1,89 @@
-"""Writing the merged shards, run by run: float32 arithmetic and one rounding to the output dtype."""
+"""Writing the merged shards: threads write runs of rows and verify them, others hash and sync each shard behind them.
+
+float32 arithmetic and one rounding to the output dtype. The output's bits do not depend on the number of threads: the
+blocks are fixed, and each is computed on one thread.
+"""
 
 import errno
+import hashlib
 import math
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
+from tqdm.auto import tqdm
 
+from cogumi.core.durability import drop_from_memory, sync_path
 from cogumi.core.errors import MergeError
-from cogumi.core.safetensors_file import FLOAT_DTYPES, Span, matrix_shape, read_into, write_at
-from cogumi.merge.arithmetic import BLOCK_ELEMENTS, Weights, apply_update, load_update, read_rows, row_blocks, scratch
-from cogumi.merge.plan import Piece, ShardPlan, TensorPlan
+from cogumi.core.notices import in_a_kernel
+from cogumi.core.safetensors_file import FLOAT_DTYPES, Span, as_bytes, matrix_shape, read_into, write_at, write_header
+from cogumi.merge.arithmetic import (
+    BLOCK_ELEMENTS,
+    COPY_BYTES,
+    Weights,
+    apply_update,
+    ieee_matmul,
+    load_update,
+    one_thread_each,
+    open_weights,
+    read_rows,
+    row_blocks,
+    scratch,
+)
+from cogumi.merge.element_check import ElementCheck, verify_header, verify_run
+from cogumi.merge.plan import MergePlan, Run, ShardPlan
 
 # The unit of work of a thread: long enough that opening files and loading factors do not show, short enough to share out.
 RUN_ELEMENTS = 32 * BLOCK_ELEMENTS
-COPY_BYTES = 1 << 22
+# What was just read or written is hashed in pieces that stay in a core's cache.
+HASH_BYTES = 1 << 18
+# How much of a shard is hashed before the disk is asked to take it.
+SYNC_BYTES = 1 << 26
 # What the kernel says where it cannot copy between two files by itself (other filesystem, or none that supports it).
 NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
+Advance = Callable[[int], None]
 
-@dataclass(frozen=True)
-class Run:
-    """Rows `first` to `last` of one piece of one tensor."""
 
-    tensor: TensorPlan
-    piece: Piece
-    first: int
-    last: int
+@contextmanager
+def progress_bar(wanted: bool, name: str, total: int) -> Iterator[Advance]:
+    """A bar over `total` bytes in a terminal or a notebook; yields a function that takes the bytes just done."""
+    shown = wanted and (in_a_kernel() or sys.stderr.isatty())
+    with tqdm(desc=name, total=total, unit="B", unit_scale=True, leave=in_a_kernel(), disable=not shown) as bar:
+        yield bar.update
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def threads(workers: int) -> Iterator[ThreadPoolExecutor]:
+    """A pool that, when the block fails, drops what has not begun and waits for what has.
+
+    A new thread does not know of torch.set_num_threads until it is asked for: matrix products would bring in OpenMP
+    threads.
+    """
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="cogumi-merge", initializer=torch.get_num_threads)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 @dataclass
 class DeltaStats:
     """What the updates of one tensor did, added up over its runs.
 
-    max_abs_delta: the largest change of an element before rounding. The rest is of a sample, the first block of each
-    run: elements; squares of delta and of W; along_delta, the sum of rounding error times delta.
+    max_abs_delta: the largest change of an element before rounding. The rest is of a sample, the first block of each run:
+    elements; squares of delta and of W; along_delta, the sum of rounding error times delta.
     """
 
     max_abs_delta: float = 0.0
@@ -68,6 +114,139 @@ class DeltaStats:
         return 1 + self.along_delta / self.delta_squares if self.delta_squares else None
 
 
+@dataclass
+class Outcome:
+    """What was done: statistics by updated tensor, checks by tensor with arithmetic, sha256 of shards by name: of the
+    output's, and of the base's."""
+
+    stats: dict[str, DeltaStats] = field(default_factory=dict)
+    checks: dict[str, ElementCheck] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    inputs: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, stats: DeltaStats | None, check: ElementCheck | None) -> None:
+        """Count one run of the tensor `name`."""
+        if stats is not None:
+            self.stats.setdefault(name, DeltaStats()).add(stats)
+        if check is not None and check.elements:
+            self.checks.setdefault(name, ElementCheck()).add(check)
+
+
+# What a run gives: statistics where it updates, a check where it was verified.
+Merged = tuple[DeltaStats | None, ElementCheck | None]
+
+
+def write_and_verify(plan: MergePlan, directory: Path, workers: int, verify: bool, advance: Advance) -> Outcome:
+    """Write, check, hash and sync every shard into `directory`, where the files exist in full size.
+
+    advance: called with the bytes just done, from any thread.
+    """
+    outcome = Outcome()
+    # The writers come last, as the first to stop when something fails: the others wait for them.
+    with (
+        ieee_matmul(),
+        one_thread_each(),
+        open_weights(plan) as weights,
+        threads(1) as disk,
+        threads(workers) as followers,
+        threads(workers) as pool,
+    ):
+
+        def merge(run: Run) -> Merged:
+            stats = write_run(run, directory, weights)
+            check = verify_run(run, directory, weights) if verify else None
+            advance(run.bytes)
+            return stats, check
+
+        merging, hashing = [], []
+        for shard in plan.shards:
+            write_header(directory / shard.name, shard.header)
+            runs = [(run, pool.submit(merge, run)) for run in runs_of(shard)]
+            merging += runs
+            source = plan.base.path / shard.name
+            hashing.append((shard, followers.submit(follow, directory / shard.name, source, runs, disk)))
+        for run, merged in merging:
+            outcome.add(run.tensor.target.name, *merged.result())
+        for shard, hashed in hashing:
+            outcome.digests[shard.name], outcome.inputs[shard.name] = hashed.result()
+            if verify:
+                verify_header(shard, directory)
+    return outcome
+
+
+class FileDigest:
+    """The sha256 of a file, as far as it was worked out. position: how many bytes that is. One thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.position = 0
+        self.digest = hashlib.sha256()
+
+    def extend(self, end: int) -> None:
+        """Continue to byte `end`, if it is not there yet."""
+        buffer = torch.empty(max(0, min(HASH_BYTES, end - self.position)), dtype=torch.uint8)
+        with self.path.open("rb", buffering=0) as file:
+            while self.position < end:
+                piece = buffer[: end - self.position]
+                self.digest.update(as_bytes(read_into(file, self.position, piece)))
+                self.position += len(piece)
+
+    def finish(self) -> str:
+        """The digest of the whole file, as `sha256sum` prints it."""
+        self.extend(self.path.stat().st_size)
+        return self.digest.hexdigest()
+
+
+def follow(
+    path: Path, source: Path, runs: list[tuple[Run, Future[Merged]]], disk: ThreadPoolExecutor
+) -> tuple[str, str]:
+    """The sha256 of a shard and of its source, worked out behind the writers while both are in memory; see `settle`."""
+    target, base = FileDigest(path), FileDigest(source)
+    settled, waiting = 0, []
+    for run, merged in runs:
+        merged.result()
+        target.extend(run.end)
+        base.extend(run.source_end(source))
+        if target.position - settled >= SYNC_BYTES:
+            settled = target.position
+            waiting.append(disk.submit(settle, path, settled, source, base.position))
+    digests = target.finish(), base.finish()
+    waiting.append(disk.submit(settle, path, 0, source, 0))
+    for each in waiting:
+        each.result()
+    return digests
+
+
+def settle(path: Path, length: int, source: Path, used: int) -> None:
+    """Wait until a shard is on the disk, and let its first `length` bytes, and `used` of its source, leave the page cache.
+
+    Where the kernel has to find new pages for two whole models, that takes longer than the arithmetic.
+    """
+    sync_path(path)
+    drop_from_memory(path, length)
+    drop_from_memory(source, used)
+
+
+def verify_shards(plan: MergePlan, directory: Path, workers: int, advance: Advance) -> dict[str, ElementCheck]:
+    """Check every shard of a finished directory again."""
+    outcome = Outcome()
+    with ieee_matmul(), one_thread_each(), open_weights(plan) as weights, threads(workers) as pool:
+
+        def check(run: Run) -> ElementCheck:
+            found = verify_run(run, directory, weights)
+            advance(run.bytes)
+            return found
+
+        for shard in plan.shards:
+            verify_header(shard, directory)
+        for run, found in [(run, pool.submit(check, run)) for shard in plan.shards for run in runs_of(shard)]:
+            outcome.add(run.tensor.target.name, None, found.result())
+    return outcome.checks
+
+
+# ------------------------------------------------------------------------------------------------------------- one run
+
+
 def runs_of(plan: ShardPlan) -> Iterator[Run]:
     """A shard's work, in file order, cut at places that depend on the shapes alone."""
     for tensor in plan.tensors:
@@ -79,30 +258,6 @@ def runs_of(plan: ShardPlan) -> Iterator[Run]:
             length = piece.place.last - piece.place.first if whole else step  # norms of columns need every row
             for first in range(piece.place.first, piece.place.last, max(1, length)):
                 yield Run(tensor, piece, first, min(first + length, piece.place.last))
-
-
-def run_bytes(run: Run) -> int:
-    """Bytes of the output that a run is about."""
-    return (run.last - run.first) * row_bytes(run.tensor)
-
-
-def run_end(run: Run) -> int:
-    """The byte of the output shard after a run's last one."""
-    return run.tensor.target.start + run.last * row_bytes(run.tensor)
-
-
-def source_end(run: Run, path: Path) -> int:
-    """The byte of the base's file `path` after the last one that a run reads of it; 0 where it reads something else."""
-    source = run.tensor.source
-    if not isinstance(source, Span) or source.path != path:
-        return 0
-    return source.start + run.last * ((source.end - source.start) // max(1, matrix_shape(source.shape)[0]))
-
-
-def row_bytes(tensor: TensorPlan) -> int:
-    """Bytes of one row of the output tensor, seen as a matrix."""
-    rows = matrix_shape(tensor.target.shape)[0]
-    return (tensor.target.end - tensor.target.start) // max(1, rows)
 
 
 def write_run(run: Run, directory: Path, weights: Weights) -> DeltaStats | None:
@@ -128,7 +283,7 @@ def write_run(run: Run, directory: Path, weights: Weights) -> DeltaStats | None:
 
 def merge_run(run: Run, source: BinaryIO, target: BinaryIO, weights: Weights) -> DeltaStats:
     """The update in float32, rounded once (to nearest even) to the output dtype."""
-    tensor, width = run.tensor, row_bytes(run.tensor)
+    tensor, width = run.tensor, run.tensor.row_bytes
     update = load_update(run.piece, tensor, weights, torch.float32, source)
     kind = FLOAT_DTYPES[tensor.target.dtype]
     stats = DeltaStats()
@@ -165,7 +320,7 @@ def measure(stats: DeltaStats, weight: torch.Tensor, merged: torch.Tensor, out: 
 
 def copy_run(run: Run, span: Span, source: BinaryIO, target: BinaryIO) -> None:
     """Copy bytes without decoding them: by the kernel (which shares the blocks where the filesystem can), or by hand."""
-    width = row_bytes(run.tensor)
+    width = run.tensor.row_bytes
     position, shift = span.start + run.first * width, run.tensor.target.start - span.start
     end = span.start + run.last * width
     while position < end:
@@ -183,7 +338,7 @@ def copy_run(run: Run, span: Span, source: BinaryIO, target: BinaryIO) -> None:
 
 def convert_run(run: Run, source: BinaryIO, target: BinaryIO) -> None:
     """Untouched rows in another dtype, rounded once."""
-    width, kind = row_bytes(run.tensor), FLOAT_DTYPES[run.tensor.target.dtype]
+    width, kind = run.tensor.row_bytes, FLOAT_DTYPES[run.tensor.target.dtype]
     for first, last in row_blocks(run.first, run.last, matrix_shape(run.tensor.source.shape)[1]):
         block = read_rows(run.tensor.source, first, last, source, kind)
         write_at(target, run.tensor.target.start + first * width, block)

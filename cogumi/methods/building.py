@@ -10,14 +10,13 @@ from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json
 from cogumi.health import full_finetune
 from cogumi.hub.model_files import find_commit
-from cogumi.merge.provenance import quantization_of
+from cogumi.merge.adapter_files import quantization_of
 from cogumi.methods import gspo
 from cogumi.methods.arguments import METHODS, trl_arguments
 from cogumi.methods.examples import Examples
 from cogumi.models import warm_start
 from cogumi.models.adapters import keep_float32, lora_config, use_loraplus
-from cogumi.models.chat_format import use_chat_template, use_end_token
-from cogumi.models.loading import load_model, load_tokenizer
+from cogumi.models.loading import load_model, load_tokenizer, use_chat_template, use_end_token
 from cogumi.patches import unsloth_rl
 from cogumi.telemetry.heartbeat import Heartbeat
 

@@ -20,12 +20,16 @@ from transformers.pytorch_utils import Conv1D
 from transformers.trainer_optimizer import is_optimizer_factory
 
 from cogumi.core.errors import UsageError
-from cogumi.merge.provenance import quantization_of
+from cogumi.merge.adapter_files import quantization_of
 
 # Rank 16 on every linear layer with alpha = 2r; dropout 0, because GSPO's ratio must be 1 before the first update.
 DEFAULTS: dict[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
 WEIGHTS = "adapter_model.safetensors"
 TRAINED = "default"  # PEFT's name for the adapter that is trained
+# What transformers hands over beside the class where an optimizer makes groups, or steps, of its own.
+GROUPS_OF_ITS_OWN = ("params", "model", "optimizer_dict")
+
+log = logging.getLogger("cogumi")
 
 
 def lora_config(lora: dict[str, Any], revision: str | None = None) -> LoraConfig:
@@ -99,14 +103,6 @@ def unlike_saved(model: Any, adapter: Path) -> list[str]:
     return sorted((live.keys() | saved.keys()) - same)
 
 
-# ------------------------------------------------------------------------------------------------------------- loraplus
-
-
-log = logging.getLogger("cogumi")
-# What transformers hands over beside the class where an optimizer makes groups, or steps, of its own.
-GROUPS_OF_ITS_OWN = ("params", "model", "optimizer_dict")
-
-
 def use_loraplus(trainer: Any, ratio: float) -> None:
     """Have a trainer make its optimizer with peft's LoRA+ groups. Before it has one; with its adapter on.
 
@@ -119,9 +115,7 @@ def use_loraplus(trainer: Any, ratio: float) -> None:
     if not isinstance(trainer.model, PeftModel):
         raise UsageError("cogumi.loraplus_lr_ratio is for LoRA, and this run trains the whole model", fix="drop it")
     if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
-        raise UsageError(
-            "LoRA+ chooses the groups of the optimizer that train.optim names", fix="give the trainer none"
-        )
+        raise UsageError("LoRA+ chooses the optimizer's groups", key="train.optim", fix="give the trainer no optimizer")
     plain = trainer.get_optimizer_cls_and_kwargs
 
     # Asked again for each optimizer: a forecast makes one too, and transformers takes "params" out of what it is given.
@@ -145,14 +139,9 @@ def loraplus_groups(model: Any, lr: float, ratio: float, weight_decay: float) ->
     """peft's groups of an adapter's parameters, each with its `lr` and `weight_decay`; A first, none empty."""
     groups = create_loraplus_optimizer(
         model,
-        only_groups,  # type: ignore[arg-type]  # it is called, and named, as an optimizer's class is
+        lambda groups, **_: groups,  # type: ignore[arg-type]  # it is called as an optimizer's class is
         lr=lr,
         loraplus_lr_ratio=ratio,
         loraplus_weight_decay=weight_decay,
     )
     return [group for group in groups if group["params"]]  # type: ignore[attr-defined]
-
-
-def only_groups(groups: list[dict[str, Any]], **_: Any) -> list[dict[str, Any]]:
-    """In the place of an optimizer's class, for the groups that it would be given."""
-    return groups

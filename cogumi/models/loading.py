@@ -1,6 +1,5 @@
 """Models and tokenizers: where they are, how they are loaded, and models of shapes alone."""
 
-import copy
 import functools
 import importlib.util
 import logging
@@ -21,30 +20,14 @@ from transformers import (
 
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import pip
-from cogumi.merge.provenance import quantization_of
+from cogumi.merge.adapter_files import quantization_of
+from cogumi.merge.parameter_map import meta_model as meta_model
 from cogumi.models.small_base import KINDS, PREFIX, random_base_path, small_base_path
-
-
-def meta_model(config: Any) -> Any:
-    """The unquantized model of a config, of the class it names, on the meta device: names and shapes, no memory."""
-    import torch
-    import transformers
-
-    config = copy.deepcopy(config)  # building one writes into it
-    known = getattr(transformers, (config.architectures or [""])[0], None)
-    try:
-        with torch.device("meta"):
-            return known(config) if known is not None else transformers.AutoModelForCausalLM.from_config(config)
-    except ValueError as error:  # AutoModel has no class for it
-        raise UsageError(f"the merged size of a {config.model_type!r} model is not known: {error}") from error
-
-
-# -------------------------------------------------------------------------------------------------------------- loading
-
 
 log = logging.getLogger(__name__)
 
 SMALL_BASE = "cogumi:small-base"
+TEMPLATES = {"cogumi:tulu": Path(__file__).parents[1] / "data" / "tulu.jinja"}
 # What QLoRA is (https://arxiv.org/abs/2305.14314, section 3). transformers' own defaults are fp4, quantized once.
 QLORA = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
@@ -56,36 +39,27 @@ def resolve_model(name: str, revision: str | None = None) -> str:
     if name.startswith(PREFIX):
         kind = name.removeprefix(PREFIX)
         if kind not in KINDS:
-            raise UsageError(
-                f"{name} is not known", key="model.name", fix=f"there are {', '.join(PREFIX + each for each in KINDS)}"
-            )
+            fix = f"there are {', '.join(PREFIX + each for each in KINDS)}"
+            raise UsageError(f"{name} is not known", key="model.name", fix=fix)
         return str(random_base_path(name))
     if name.startswith(("/", "./", "../", "~")) and not Path(name).is_dir():
-        raise UsageError(
-            f"{name}: no such directory", key="model.name", fix=f"give one that is there, a hub id or {SMALL_BASE}"
-        )
+        fix = f"give one that is there, a hub id or {SMALL_BASE}"
+        raise UsageError(f"{name}: no such directory", key="model.name", fix=fix)
     if Path(name).is_dir() and not (Path(name) / "config.json").exists():
-        raise UsageError(
-            f"{name} holds no config.json, so it is no model",
-            key="model.name",
-            fix="an adapter goes into its base by `cogumi merge`",
-        )
+        fix = "an adapter goes into its base by `cogumi merge`"
+        raise UsageError(f"{name} holds no config.json, so it is no model", key="model.name", fix=fix)
     try:
         AutoConfig.from_pretrained(name, revision=revision)
     except (OSError, ValueError) as error:
-        raise UsageError(why_not(name, str(error).splitlines()[0]), key="model.name") from None
+        first = str(error).splitlines()[0]
+        what, fix = f"no model at {name!r}: {first}", f"give a directory, a hub id or {SMALL_BASE}"
+        if Path(name).is_dir():
+            what, fix = f"{name}: transformers {version('transformers')} cannot read its config.json: {first}", ""
+        elif name.count("/") > 1 or name.startswith("runs/"):
+            what = f"no model at {name!r}: no such directory"
+            fix = "is it what an earlier run is to leave? Then train that one first"
+        raise UsageError(what, key="model.name", fix=fix) from None
     return name
-
-
-def why_not(name: str, said: str) -> str:
-    """What is wrong with a model that transformers finds none at, or cannot read, in one line."""
-    if Path(name).is_dir():
-        return f"{name}: transformers {version('transformers')} cannot read its config.json: {said}"
-    if name.count("/") > 1 or name.startswith("runs/"):
-        return (
-            f"no model at {name!r}: no such directory; is it what an earlier run is to leave? Then train that one first"
-        )
-    return f"no model at {name!r}: {said} Give a directory, a hub id or {SMALL_BASE}"
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
@@ -96,11 +70,8 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
         first = str(error).strip().splitlines()[0].removesuffix(" from one of: ")
         raise UsageError(f"{name!r} has no tokenizer that can be loaded: {first}", key="model.name") from None
     if tokenizer.eos_token is None:
-        raise UsageError(
-            f"the tokenizer of {name!r} has no eos_token, so no completion could end",
-            key="model.name",
-            fix="set one in its config",
-        )
+        what = f"the tokenizer of {name!r} has no eos_token, so no completion could end"
+        raise UsageError(what, key="model.name", fix="set one in its config")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
         log.info("padding with the end token %r: the tokenizer has no pad token", tokenizer.eos_token)
@@ -147,11 +118,9 @@ def refuse_quantized_already(name: str, config: PreTrainedConfig) -> None:
     """Raise UsageError for a base whose weights on disk are quantized: transformers keeps them as they are."""
     found = quantization_of(config)
     if found is not None:
-        raise UsageError(
-            f"{name} is quantized already ({found.type or found.method})",
-            key="model.quantization_config",
-            fix=("drop model.quantization_config to train on that, or set model.name to the full-precision model"),
-        )
+        fix = "drop model.quantization_config to train on that, or set model.name to the full-precision model"
+        what = f"{name} is quantized already ({found.type or found.method})"
+        raise UsageError(what, key="model.quantization_config", fix=fix)
 
 
 def quantized_layers(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
@@ -167,19 +136,13 @@ def refuse_wrong_layers(model: PreTrainedModel) -> None:
     """Raise UsageError where nothing was quantized, or the LM head was."""
     layers = quantized_layers(model)
     if not layers:
-        raise UsageError(
-            f"{type(model).__name__} has no linear layers that bitsandbytes could quantize "
-            "(transformers' experts are none)",
-            key="model.quantization_config",
-            fix="drop it",
-        )
+        what = f"{type(model).__name__} has no linear layers that bitsandbytes could quantize (stacked experts are not)"
+        raise UsageError(what, key="model.quantization_config", fix="drop it")
     head = next((name for name, module in layers.items() if module is model.get_output_embeddings()), None)
     if head is not None:
-        raise UsageError(
-            "model.quantization_config.llm_int8_skip_modules replaces transformers' own list, so "
-            f"{head} would be quantized, which TRL's losses read as it is",
-            fix=f"add {head} to the list",
-        )
+        what = f"it replaces transformers' own list, so {head} would be quantized, which TRL's losses read as it is"
+        key = "model.quantization_config.llm_int8_skip_modules"
+        raise UsageError(what, key=key, fix=f"add {head} to the list")
 
 
 def refuse_misread(model: PreTrainedModel) -> None:
@@ -195,13 +158,9 @@ def refuse_misread(model: PreTrainedModel) -> None:
         skipped = model.config.quantization_config.llm_int8_skip_modules or ["lm_head"]
         skip = ", ".join(dict.fromkeys([*skipped, *(name.rpartition(".")[2] for name in misread)]))
         fix = f"set model.quantization_config.llm_int8_skip_modules: [{skip}], or run on a GPU"
-    raise UsageError(
-        f"bitsandbytes {version('bitsandbytes')} misreads 4-bit weights of "
-        f"{layers[misread[0]].in_features} columns on this CPU, as {misread[0]} has ({len(misread)} "
-        "layers in all)",
-        key="model",
-        fix=fix,
-    )
+    columns, reader = layers[misread[0]].in_features, f"bitsandbytes {version('bitsandbytes')}"
+    where = f"as {misread[0]} has ({len(misread)} layers in all)"
+    raise UsageError(f"{reader} misreads 4-bit weights of {columns} columns on this CPU, {where}", key="model", fix=fix)
 
 
 @functools.cache
@@ -236,3 +195,50 @@ def loaded_in(dtype: str) -> torch.dtype:
         dtype = "bfloat16" if on_gpu else "float32"
     found: torch.dtype = getattr(torch, dtype)
     return found
+
+
+# ------------------------------------------------------------------------------------------------ template and end token
+
+
+def use_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Set the template of `train.chat_template_path`: a .jinja file, another model's (directory or hub id), or `cogumi:tulu`.
+
+    Raises UsageError where there is none, or where it writes control tokens that this vocabulary has not: they would be read
+    as a handful of ordinary tokens, and adding them means new rows of embeddings, which an adapter does not train.
+    """
+    path = TEMPLATES.get(name, Path(name))
+    tokens: list[str] = []
+    if path.is_file():
+        template = path.read_text(encoding="utf-8")
+    elif name.startswith("cogumi:"):
+        raise UsageError(f"{name} is not known", key="train.chat_template_path", fix=f"there is {', '.join(TEMPLATES)}")
+    else:
+        template, tokens = template_of(name)
+    missing = [token for token in tokens if token in template and token not in tokenizer.get_vocab()]
+    if missing:
+        raise UsageError(
+            f"the template of {name} writes {', '.join(missing)}, which {tokenizer.name_or_path} has no tokens for",
+            key="train.chat_template_path",
+            fix="take one without control tokens, such as cogumi:tulu, or that model itself",
+        )
+    tokenizer.chat_template = template
+
+
+def template_of(name: str) -> tuple[str, list[str]]:
+    """(chat template, control tokens) of another model's tokenizer."""
+    try:
+        other: Any = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        what = f"{name} is no .jinja file, and no model with a tokenizer: {str(error).strip().splitlines()[0]}"
+        raise UsageError(what, key="train.chat_template_path") from None
+    if not isinstance(other.chat_template, str):
+        raise UsageError(f"the tokenizer of {name} has no chat template", key="train.chat_template_path")
+    return other.chat_template, list(other.get_added_vocab())
+
+
+def use_end_token(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
+    """Let `train.eos_token` end a turn. Raises UsageError where the vocabulary has no such token."""
+    if token not in tokenizer.get_vocab():
+        what = f"{token!r} is not in the vocabulary of {tokenizer.name_or_path}"
+        raise UsageError(what, key="train.eos_token", fix="name one that is")
+    tokenizer.eos_token = token

@@ -9,12 +9,11 @@ They write noise. What a run on one shows is that everything works with this arc
 """
 
 import hashlib
-import inspect
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +41,30 @@ SAID_EVERY = 200
 
 def small_base_path() -> Path:
     """The directory of the small base (bfloat16 weights, tokenizer), trained on first use (under a minute on two cores)."""
-    sample = sample_path()
-    # The recipe is this file: whoever changes it gets a new model, not a stale one.
-    recipe = inspect.getsource(inspect.getmodule(small_base_path)) + sample.name  # type: ignore[arg-type]
-    key = hashlib.sha256(recipe.encode()).hexdigest()[:12]
-    home = Path(platformdirs.user_cache_dir("cogumi")) / f"small-base-{key}"
+
+    def make(out: Path) -> None:
+        log.info("the small base is made, once on a machine: a minute or two on two CPU cores")
+        train_small_base(pl.read_parquet(sample_path())["source"].to_list(), out)
+
+    return made_once("small-base", make)
+
+
+def random_base_path(name: str) -> Path:
+    """The directory of `cogumi:random-<kind>` (bfloat16 weights, tokenizer, chat template), made on first use."""
+    kind = name.removeprefix(PREFIX)
+    return made_once(f"random-{kind}", lambda out: make_random_base(kind, out))
+
+
+def made_once(name: str, make: Callable[[Path], object]) -> Path:
+    """A directory in the user's cache, whole or absent; made by `make` where it is not there."""
+    # The recipe is this file: a change of it gives a new model, not a stale one.
+    recipe = Path(__file__).read_text(encoding="utf-8") + sample_path().name
+    home = Path(platformdirs.user_cache_dir("cogumi")) / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if not home.exists():
         home.parent.mkdir(parents=True, exist_ok=True)
-        log.info("the small base is made, once on a machine: a minute or two on two CPU cores")
-        unfinished = Path(tempfile.mkdtemp(prefix=".small-base-", dir=home.parent))
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=home.parent))
         try:
-            train_small_base(pl.read_parquet(sample)["source"].to_list(), unfinished)
+            make(unfinished)
             unfinished.chmod(0o755)
             if not home.exists():  # another first use may have been faster
                 os.replace(unfinished, home)
@@ -162,25 +174,6 @@ KINDS: dict[str, tuple[str, dict[str, Any], list[str], str, str]] = {
     "qwen3": ("qwen3", {"tie_word_embeddings": True}, QWEN_CHAT, "<|im_end|>", "qwen3_chat_template"),
     "gpt-oss": ("gpt_oss", EXPERTS, HARMONY, "<|return|>", "gptoss_chat_template"),
 }
-
-
-def random_base_path(name: str) -> Path:
-    """The directory of `cogumi:random-<kind>` (bfloat16 weights, tokenizer, chat template), made on first use."""
-    kind = name.removeprefix(PREFIX)
-    recipe = inspect.getsource(inspect.getmodule(random_base_path)) + sample_path().name  # type: ignore[arg-type]
-    key = hashlib.sha256(recipe.encode()).hexdigest()[:12]
-    home = Path(platformdirs.user_cache_dir("cogumi")) / f"random-{kind}-{key}"
-    if not home.exists():
-        home.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=".random-", dir=home.parent))
-        try:
-            make_random_base(kind, unfinished)
-            unfinished.chmod(0o755)
-            if not home.exists():  # another first use may have been faster
-                os.replace(unfinished, home)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-    return home
 
 
 def make_random_base(kind: str, out: Path) -> None:

@@ -9,7 +9,6 @@ a reference policy, that is a frozen copy of the same adapter, proven in the sam
 import logging
 import re
 import warnings
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +17,31 @@ from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 
 from cogumi.core.errors import UsageError
-from cogumi.core.safetensors_file import read_shard
 from cogumi.merge.adapter_files import (
     ADAPTER_WEIGHTS,
-    PLAIN_INITS,
     PREFIX,
+    BaseRecord,
+    Quantization,
+    quantization_of,
+    read_base,
     read_json,
-    refuse_broken_names,
-    refuse_empty_or_broken,
+    resolve_adapter,
+    weights_sample,
 )
-from cogumi.merge.provenance import BaseRecord, Quantization, quantization_of, read_base, weights_sample
 from cogumi.models.adapters import DEFAULTS, TRAINED
 
 log = logging.getLogger("cogumi")
 
 REFERENCE = "ref"  # TRL's name for the frozen copy of the adapter that is trained
 # Entries of adapter_config.json that say where an adapter is from, and not what it is.
+# fmt: off
 NOT_OF_THE_LORA = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "inference_mode",
-    "peft_type",
-    "peft_version",
-    "revision",
-    "task_type",
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision", "task_type",
 }
+# fmt: on
 HASH = re.compile(r"[0-9a-f]{40}")
 NAMED = 3  # tensors that an error names
+MERGE_FIRST = "merge it (cogumi merge) and set model.name to the result"
 
 
 # --------------------------------------------------------------------------------------------------- before the model
@@ -58,74 +55,37 @@ def lora_of(adapter: Path, given: dict[str, Any]) -> dict[str, Any]:
     """
     config = read_adapter_config(adapter)
     own = {key: value for key, value in config.items() if key not in NOT_OF_THE_LORA}
-    theirs = complete(own, adapter)
-    ours = complete(given, Path("lora:"))
+    theirs, ours = complete(own, adapter), complete(given, Path("lora:"))
     for key in given:
-        expands = (
-            key == "target_modules" and given[key] == "all-linear"
-        )  # compared when the model is there to expand it
-        if not expands and ours[key] != theirs[key]:
+        if key == "target_modules" and given[key] == "all-linear":
+            continue  # compared when the model is there to expand it
+        if ours[key] != theirs[key]:
             raise UsageError(
                 f"lora.{key} is {shown(ours[key])}, and model.adapter {adapter} was trained with {shown(theirs[key])}",
                 fix=f"drop lora.{key}: the run takes it from the adapter",
             )
     plain = complete({}, adapter)
-    kept = {key: jsonable(value) for key, value in theirs.items() if value != plain[key] or key in DEFAULTS}
+    kept = {
+        key: sorted(value) if isinstance(value, frozenset) else value
+        for key, value in theirs.items()
+        if value != plain[key] or key in DEFAULTS
+    }
     return kept | ({"target_modules": "all-linear"} if given.get("target_modules") == "all-linear" else {})
 
 
 def read_adapter_config(adapter: Path) -> dict[str, Any]:
-    """adapter_config.json of an adapter that can be gone on from; its weights are looked through for NaN and zeros."""
-    if not (adapter / "adapter_config.json").is_file():
-        inside = adapter / "adapter"
-        hint = f"; did you mean {inside}?" if (inside / "adapter_config.json").is_file() else ""
-        what = "holds no adapter_config.json" if adapter.is_dir() else "is not a directory"
-        raise UsageError(f"{adapter} {what}{hint or '; give the adapter/ of an earlier run'}", key="model.adapter")
-    config = read_json(adapter / "adapter_config.json", "adapter config")
-    refuse_kind(adapter, config)
-    if not (adapter / ADAPTER_WEIGHTS).is_file():
-        raise UsageError(
-            f"{adapter} has no {ADAPTER_WEIGHTS}", key="model.adapter", fix="save it again with save_pretrained"
-        )
-    spans = read_shard(adapter / ADAPTER_WEIGHTS).spans
-    refuse_broken_names(adapter, spans)
-    refuse_empty_or_broken(adapter, spans)
-    refuse_unchanging(adapter)
+    """adapter_config.json of an adapter that a run can start from; its weights are searched for NaN and zeros."""
+    inside = adapter / "adapter"
+    if not (adapter / "adapter_config.json").is_file() and (inside / "adapter_config.json").is_file():
+        raise UsageError(f"{adapter} holds no adapter_config.json", key="model.adapter", fix=f"did you mean {inside}?")
+    try:
+        config = resolve_adapter(adapter, factors_alone=True).config
+    except UsageError as error:
+        raise UsageError(error.message, place=error.place, key="model.adapter", fix=error.fix) from error
+    if config.get("bias", "none") != "none":
+        what = f"{adapter} was trained with bias={config['bias']!r}, which changes the base's own biases"
+        raise UsageError(what, key="model.adapter", fix=MERGE_FIRST)
     return config
-
-
-def refuse_kind(adapter: Path, config: dict[str, Any]) -> None:
-    """Raise UsageError, which names the kind, for adapters that change the base, or are no LoRA."""
-    init = config.get("init_lora_weights", True)
-    if config.get("peft_type") != "LORA":
-        what = f"is a {config.get('peft_type')} adapter, and a run trains LoRA"
-    elif init not in PLAIN_INITS:
-        what = f"was started with init_lora_weights={init!r}, which takes a part out of the base's weights"
-    elif config.get("bias", "none") != "none":
-        what = f"was trained with bias={config['bias']!r}, which changes the base's own biases"
-    elif config.get("layer_replication"):
-        what = "was trained with layer_replication, on more layers than the base has"
-    elif config.get("alora_invocation_tokens"):
-        what = "is an activated LoRA, which is on for some positions only"
-    elif unknown := sorted(config.keys() - NOT_OF_THE_LORA - {each.name for each in fields(LoraConfig)}):
-        what = f"sets {unknown[0]}, which the installed PEFT does not know"
-    else:
-        return
-    raise UsageError(
-        f"{adapter} {what}", key="model.adapter", fix="merge it (cogumi merge) and set model.name to the result"
-    )
-
-
-def refuse_unchanging(adapter: Path) -> None:
-    """Raise UsageError where every product B A is zero: nothing was learned there, whatever else is in the file."""
-    tensors = load_file(adapter / ADAPTER_WEIGHTS)
-    pairs = {key: key.replace("lora_B", "lora_A").replace("embedding_B", "embedding_A") for key in tensors}
-    pairs = {up: down for up, down in pairs.items() if up != down and not up.endswith(".bias")}
-    if not any(bool(tensors[up].any()) and bool(tensors[down].any()) for up, down in pairs.items()):
-        what = "every lora_A or lora_B is zero" if pairs else "it holds no lora_A and lora_B"
-        raise UsageError(
-            f"{adapter} changes nothing ({what})", key="model.adapter", fix="was it saved before training?"
-        )
 
 
 def complete(lora: dict[str, Any], where: Path) -> dict[str, Any]:
@@ -141,10 +101,6 @@ def comparable(value: Any) -> Any:
     return frozenset(value) if isinstance(value, (list, set, tuple)) and all(type(v) is str for v in value) else value
 
 
-def jsonable(value: Any) -> Any:
-    return sorted(value) if isinstance(value, frozenset) else value
-
-
 def shown(value: Any) -> str:
     return f"[{', '.join(sorted(value))}]" if isinstance(value, frozenset) else repr(value)
 
@@ -157,52 +113,32 @@ def refuse_other_base(adapter: Path, config: Any, revision: str | None) -> str:
 
     The base is known by name and commit, or, outside the hub's cache, by directory and a sample of its weights.
     """
-    record = read_base(adapter) or recorded_by_peft(adapter)
+
+    def refused(what: str, fix: str) -> UsageError:
+        return UsageError(f"{adapter} {what}", key="model.adapter", fix=fix)
+
+    peft = read_json(adapter / "adapter_config.json")  # of adapters that cogumi did not train
+    recorded = peft.get("base_model_name_or_path")
+    record = read_base(adapter) or (recorded and BaseRecord(recorded, None, peft.get("revision"), None, ""))
     name, commit = config._name_or_path, getattr(config, "_commit_hash", None)
-    if record is None:
-        raise UsageError(
-            f"{adapter} does not record its base",
-            key="model.adapter",
-            fix=(f"if it is {name}, write that into its adapter_config.json as base_model_name_or_path"),
-        )
+    if not record:
+        fix = f"if it is {name}, write that into its adapter_config.json as base_model_name_or_path"
+        raise refused("does not record its base", fix)
     sample = weights_sample(name)
     if None not in (record.weights, sample):
         if record.weights != sample:
-            raise UsageError(
-                f"{adapter} was trained on other weights than {name} holds now",
-                key="model.adapter",
-                fix=f"set model.name to the model it was trained on (then at {record.name})",
-            )
+            fix = f"set model.name to the model it was trained on (then at {record.name})"
+            raise refused(f"was trained on other weights than {name} holds now", fix)
         return f"the weights of {name} are those that it was trained on"
-    if not same_place(record.name, name):
-        raise UsageError(
-            f"{adapter} was trained on {record.name}, and model.name is {name}",
-            key="model.adapter",
-            fix=f"set model.name: {record.name}",
-        )
+    if record.name != name and not (Path(name).is_dir() and Path(record.name).resolve() == Path(name).resolve()):
+        raise refused(f"was trained on {record.name}, and model.name is {name}", f"set model.name: {record.name}")
     known = record.commit or (record.revision if HASH.fullmatch(record.revision or "") else None)
-    if None not in (known, commit) and known != commit:
-        raise UsageError(
-            f"{adapter} was trained on commit {known} of {name}, and this is {commit}",
-            key="model.adapter",
-            fix=f"set model.revision: {known}",
-        )
     if known is not None and known == commit:
         return f"it was trained on {name} at commit {known}"
+    if None not in (known, commit):
+        raise refused(f"was trained on commit {known} of {name}, and this is {commit}", f"set model.revision: {known}")
     asked = f" (revision {record.revision} then, {revision} now)" if record.revision or revision else ""
     return f"it was trained on {name}; not known is whether at this commit{asked}"
-
-
-def recorded_by_peft(adapter: Path) -> BaseRecord | None:
-    """What adapter_config.json says of the base, for adapters that cogumi did not train."""
-    config = read_json(adapter / "adapter_config.json", "adapter config")
-    name = config.get("base_model_name_or_path")
-    return BaseRecord(name, None, config.get("revision"), None, "") if name else None
-
-
-def same_place(one: str, other: str) -> bool:
-    """Whether two names are of one hub repository, or of one directory."""
-    return one == other or (Path(other).is_dir() and Path(one).resolve() == Path(other).resolve())
 
 
 # ----------------------------------------------------------------------------------------------------------- the model
@@ -213,20 +149,20 @@ def load_adapter(model: Any, adapter: Path, lora: dict[str, Any], revision: str 
 
     Raises UsageError where the adapter does not fit the model, or trains fewer layers than `lora:` says.
     """
-    log.info("going on from %s: %s", adapter, refuse_other_base(adapter, model.config, revision))
+    log.info("starting from adapter %s: %s", adapter, refuse_other_base(adapter, model.config, revision))
     record, now = read_base(adapter), quantization_of(model.config)
     if record is not None and record.quantization != now:
-        log.warning("it was trained on the base in %s, and goes on in %s", *map(in_words, (record.quantization, now)))
+        log.warning(
+            "it was trained on the base in %s; this run has it in %s", *map(describe, (record.quantization, now))
+        )
     refuse_other_base_weights(model, adapter)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of missing keys: `settle` raises
             adapted = PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
     except RuntimeError as error:  # torch's, where shapes differ
-        first = " ".join(str(error).split())[:300]
-        raise UsageError(
-            f"{adapter} does not fit {model.config._name_or_path}: {first}", key="model.adapter"
-        ) from error
+        what = f"{adapter} does not fit {model.config._name_or_path}: {' '.join(str(error).split())[:300]}"
+        raise UsageError(what, key="model.adapter") from error
     if lora.get("target_modules") == "all-linear":
         refuse_left_out(adapted, adapter)
     config: Any = adapted.peft_config[TRAINED]
@@ -235,7 +171,7 @@ def load_adapter(model: Any, adapter: Path, lora: dict[str, Any], revision: str 
     return adapted
 
 
-def in_words(found: Quantization | None) -> str:
+def describe(found: Quantization | None) -> str:
     return "full precision" if found is None else f"{found.type or found.method} {found.bits}-bit"
 
 
@@ -246,18 +182,17 @@ def refuse_other_base_weights(model: Any, adapter: Path) -> None:
     base's when it loads.
     """
     base = model.state_dict()
-    trained_whole = read_json(adapter / "adapter_config.json", "adapter config").get("modules_to_save") or ()
+    trained_whole = read_json(adapter / "adapter_config.json").get("modules_to_save") or ()
     for key, saved in load_file(adapter / ADAPTER_WEIGHTS).items():
         name = key.removeprefix(PREFIX)
         if name not in base or any(f".{module}." in f".{name}" for module in trained_whole):
             continue
         if base[name].shape != saved.shape or not torch.equal(base[name].cpu(), saved.to(base[name].dtype)):
-            raise UsageError(
-                f"{adapter} brings a {name} {list(saved.shape)} that is not the base's "
-                f"{list(base[name].shape)}: a resized or retrained vocabulary",
-                key="model.adapter",
-                fix="merge it and set model.name to the result",
+            ours, theirs = list(base[name].shape), list(saved.shape)
+            what = (
+                f"{adapter} brings a {name} {theirs} that is not the base's {ours}: a resized or retrained vocabulary"
             )
+            raise UsageError(what, key="model.adapter", fix=MERGE_FIRST)
 
 
 def refuse_left_out(model: Any, adapter: Path) -> None:
@@ -270,11 +205,8 @@ def refuse_left_out(model: Any, adapter: Path) -> None:
         if isinstance(module, torch.nn.Linear) and module is not head and not any(part in name for part in inside)
     ]
     if left:
-        raise UsageError(
-            f"lora.target_modules is all-linear, and model.adapter {adapter} leaves out {left[0]} "
-            f"({len(left)} layers in all)",
-            fix="drop lora.target_modules: the run takes it from the adapter",
-        )
+        what = f"is all-linear, and model.adapter {adapter} leaves out {left[0]} ({len(left)} layers in all)"
+        raise UsageError(what, key="lora.target_modules", fix="drop it: the run takes it from the adapter")
 
 
 def settle(trainer: Any, adapter: Path, compares: bool) -> None:
@@ -287,12 +219,10 @@ def settle(trainer: Any, adapter: Path, compares: bool) -> None:
     """
     model, saved = trainer.model, load_file(adapter / ADAPTER_WEIGHTS)
     if compares and trainer.ref_model is not None:
-        raise UsageError(
-            f"{type(trainer).__name__} compares with a model of its own, where the reference is the "
-            f"policy in {adapter}",
-            key="model.adapter",
-            fix="merge that and set model.name to the result",
+        what = (
+            f"{type(trainer).__name__} compares with a model of its own, where the reference is the policy in {adapter}"
         )
+        raise UsageError(what, key="model.adapter", fix=MERGE_FIRST)
     if compares and REFERENCE not in model.peft_config:
         model.add_adapter(REFERENCE, model.peft_config[TRAINED])
     names = [TRAINED, REFERENCE] if REFERENCE in model.peft_config else [TRAINED]

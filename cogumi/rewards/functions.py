@@ -26,31 +26,19 @@ Completion = str | Sequence[dict[str, Any]]
 
 
 def exact_match(
-    prompts: Sequence[Any],
-    completions: Sequence[Completion],
-    middle: Sequence[str],
-    prefix: Sequence[str],
-    suffix: Sequence[str],
-    **kwargs: Any,
+    prompts: Sequence[Any], completions: Sequence[Completion], middle: Sequence[str], **kwargs: Any
 ) -> list[float]:
     """1.0 where the completion is the middle, character for character, else 0.0."""
-    pairs = zip(completions, middle, strict=True)
-    return [float(text_of(completion) == expected) for completion, expected in pairs]
+    return [float(text_of(completion) == expected) for completion, expected in zip(completions, middle, strict=True)]
 
 
 def edit_similarity(
-    prompts: Sequence[Any],
-    completions: Sequence[Completion],
-    middle: Sequence[str],
-    prefix: Sequence[str],
-    suffix: Sequence[str],
-    **kwargs: Any,
+    prompts: Sequence[Any], completions: Sequence[Completion], middle: Sequence[str], **kwargs: Any
 ) -> list[float]:
     """1 - Levenshtein(completion, middle) / max(len), in 0..1, over characters; two empty strings score 1.0.
 
-    Insertions, deletions and substitutions cost 1 each (rapidfuzz.distance.Levenshtein.normalized_similarity). Not
-    rapidfuzz's Indel ratio, where a substitution costs 2 over the sum of both lengths, so that unlike texts of unlike
-    lengths still score well.
+    Insertions, deletions and substitutions cost 1 each. Not rapidfuzz's Indel ratio, where a substitution costs 2 over
+    the sum of both lengths, so that unlike texts of unlike lengths still score well.
     """
     pairs = zip(completions, middle, strict=True)
     return [Levenshtein.normalized_similarity(text_of(completion), expected) for completion, expected in pairs]
@@ -59,7 +47,6 @@ def edit_similarity(
 def parses(
     prompts: Sequence[Any],
     completions: Sequence[Completion],
-    middle: Sequence[str],
     prefix: Sequence[str],
     suffix: Sequence[str],
     **kwargs: Any,
@@ -68,10 +55,8 @@ def parses(
 
     Nothing is executed. Only meaningful where the source rows parse on their own (whole functions, dedented).
     """
-    with warnings.catch_warnings():  # a completion's invalid escapes would print once per sample otherwise
-        warnings.simplefilter("ignore")
-        triples = zip(prefix, completions, suffix, strict=True)
-        return [float(_is_python(before + text_of(completion) + after)) for before, completion, after in triples]
+    triples = zip(prefix, completions, suffix, strict=True)
+    return [float(is_python(before + text_of(completion) + after)) for before, completion, after in triples]
 
 
 def text_of(completion: Completion) -> str:
@@ -81,12 +66,14 @@ def text_of(completion: Completion) -> str:
     return (completion[-1].get("content") or "") if completion else ""
 
 
-def _is_python(source: str) -> bool:
-    try:
-        ast.parse(source)
-    # ValueError: null bytes or lone surrogates; RecursionError and MemoryError: nesting deeper than the parser's stack.
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
+def is_python(source: str) -> bool:
+    with warnings.catch_warnings():  # a completion's invalid escapes would print once per sample otherwise
+        warnings.simplefilter("ignore")
+        try:
+            ast.parse(source)
+        # ValueError: null bytes or lone surrogates; RecursionError and MemoryError: nesting deeper than the parser's stack.
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return False
     return True
 
 
@@ -100,11 +87,10 @@ BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 def final_number(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
     """1.0 where the last number of the completion (in the last \\boxed{} if there is one) is the last number of `answer`."""
-    pairs = zip(completions, answer, strict=True)
-    return [
-        float((found := last_number(text_of(each))) is not None and found == last_number(str(gold)))
-        for each, gold in pairs
+    found = [
+        (last_number(text_of(each)), last_number(str(gold))) for each, gold in zip(completions, answer, strict=True)
     ]
+    return [float(one is not None and one == other) for one, other in found]
 
 
 def answer_similarity(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
@@ -149,12 +135,11 @@ def _on_visible(reward: Reward, tokenizer: Any, style: str, opened: bool) -> Rew
     ) -> list[float | None]:
         replies = _replies(completions, columns.get("completion_ids"), tokenizer, style)
         answers = [visible(reply, style, opened) for reply in replies]
-        finished = [answer is not None for answer in answers]
         shown = [_with_text(old, answer or "") for old, answer in zip(completions, answers, strict=True)]
         scores = reward(prompts=prompts, completions=shown, **columns)
         if log_metric := columns.get("log_metric"):
-            log_metric("unfinished", 1 - sum(finished) / max(len(finished), 1))
-        return [score if done else 0.0 for score, done in zip(scores, finished, strict=True)]
+            log_metric("unfinished", answers.count(None) / max(len(answers), 1))
+        return [0.0 if answer is None else score for score, answer in zip(scores, answers, strict=True)]
 
     return on_visible_part
 

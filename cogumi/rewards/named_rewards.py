@@ -112,9 +112,6 @@ def raised_by(reward: Any, row: Mapping[str, Any], group: int, messages: bool, g
     return None
 
 
-# -------------------------------------------------------------------------------------------------------- named rewards
-
-
 Reward = Callable[..., list[float]]
 REWARDS: dict[str, Reward] = {
     "exact_match": exact_match,
@@ -134,19 +131,13 @@ def rewards_of(names: Sequence[str]) -> list[Any]:
     """
     if not names:
         raise UsageError("cogumi.rewards is empty", fix="name at least one reward")
-    return [own_reward(name) if ":" in name else reward_here(name) for name in names]
-
-
-def reward_here(name: str) -> Reward:
-    if name not in REWARDS:
-        near = difflib.get_close_matches(name, REWARDS, n=1, cutoff=0.4)
+    unknown = [name for name in names if ":" not in name and name not in REWARDS]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], REWARDS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UsageError(
-            f"no reward {name!r}",
-            key="cogumi.rewards",
-            fix=f"{hint}there are: {', '.join(REWARDS)}, and your own as file.py:function",
-        )
-    return REWARDS[name]
+        fix = f"{hint}there are: {', '.join(REWARDS)}, and your own as file.py:function"
+        raise UsageError(f"no reward {unknown[0]!r}", key="cogumi.rewards", fix=fix)
+    return [own_reward(name) if ":" in name else REWARDS[name] for name in names]
 
 
 def own_reward(name: str) -> Reward:
@@ -161,11 +152,8 @@ def own_reward(name: str) -> Reward:
     found = getattr(module, function, None)
     if not callable(found):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise UsageError(
-            f"{place} has no function {function!r}",
-            key="cogumi.rewards",
-            fix=f"it has: {', '.join(functions) or 'none'}",
-        )
+        fix = f"it has: {', '.join(functions) or 'none'}"
+        raise UsageError(f"{place} has no function {function!r}", key="cogumi.rewards", fix=fix)
     return saying_where(name, found)
 
 
@@ -205,9 +193,6 @@ def refuse_missing_columns(rewards: Sequence[Reward], columns: Collection[str]) 
             if not positional or parameter.default is not parameter.empty or parameter.name in ALWAYS_THERE:
                 continue
             if parameter.name not in columns:
-                raise UsageError(
-                    f"{reward.__name__} takes `{parameter.name}`, and the prompts come with "
-                    f"{', '.join(sorted(columns))}",
-                    key="cogumi.rewards",
-                    fix=f"say which column of the file it is: data.columns: {{{parameter.name}: ...}}",
-                )
+                what = f"{reward.__name__} takes `{parameter.name}`, and the prompts come with {', '.join(sorted(columns))}"
+                fix = f"say which column of the file it is: data.columns: {{{parameter.name}: ...}}"
+                raise UsageError(what, key="cogumi.rewards", fix=fix)

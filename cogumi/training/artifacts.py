@@ -19,8 +19,8 @@ from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import read_json
 from cogumi.health.verdict import Check
 from cogumi.merge import LogitCheck, MergeError, MergeReport, check_logits, merge_adapter
-from cogumi.merge.logits_disk import check_directory
-from cogumi.merge.provenance import quantization_of, record_base
+from cogumi.merge.adapter_files import quantization_of, record_base
+from cogumi.merge.logits import check_directory
 from cogumi.models.adapters import TRAINED, unlike_saved
 from cogumi.telemetry.recorder import set_status
 
