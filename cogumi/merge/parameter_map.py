@@ -157,21 +157,20 @@ def parameter_places(model: Any, spans: dict[str, Span]) -> dict[str, tuple[Plac
                 )
             plain[name] = tensor
     places = {
-        name: whole_tensor(spans[tensor], parameters[name])
-        for name, tensor in plain.items()
-        if spans[tensor].shape == parameters[name]
+        name: matrices_of(spans[tensor]) for name, tensor in plain.items() if spans[tensor].shape == parameters[name]
     }
     for (name, number), stored in converted.items():
         places |= converted_places(name, converters[number], stored, parameters)
     return {name: found for name, found in places.items() if covers(found, parameters[name], spans)}
 
 
-def whole_tensor(span: Span, shape: tuple[int, ...]) -> tuple[Place, ...]:
-    """A parameter stored as it is: one place, or one for each of its matrices when it is a stack of them."""
-    if len(shape) != 3:
-        return (Place(span.name, 0, matrix_shape(span.shape)[0]),)
-    count, rows, _ = shape
-    return tuple(Place(span.name, number * rows, (number + 1) * rows, matrix=number) for number in range(count))
+def matrices_of(span: Span, offset: int = 0, transposed: bool = False) -> tuple[Place, ...]:
+    """One place for each matrix of a stored tensor: of a stack, or the tensor itself."""
+    count = span.shape[0] if len(span.shape) == 3 else 1
+    rows = matrix_shape(span.shape)[0] // max(1, count)
+    return tuple(
+        Place(span.name, number * rows, (number + 1) * rows, number, offset, transposed) for number in range(count)
+    )
 
 
 def converted_places(
@@ -184,23 +183,31 @@ def converted_places(
     from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, Transpose
 
     groups = [stored[pattern] for pattern in converter.source_patterns if pattern in stored]
+    places: list[Place] = []
+    offset = 0
     match converter.operations:
         case [Chunk(dim=0)] if len(groups) == 1:
             return split_places(name, converter.target_patterns, groups[0][0], parameters)
         case [Transpose(dim0=1, dim1=2, check_dims=True)] if len(groups) == 1 and name in parameters:
-            return {name: transposed_places(groups[0][0], parameters[name])}
-        case [MergeModulelist(dim=0)] if len(groups) == 1:
-            return {name: stacked_places(groups[0], 0)}
-        case [MergeModulelist(dim=0), Concatenate(dim=1)] if groups:
-            places: list[Place] = []
-            offset = 0
-            for group in groups:
-                places += stacked_places(group, offset)
-                offset += matrix_shape(group[0].shape)[0]
-            return {name: tuple(places)}
+            span = groups[0][0]
+            return {name: matrices_of(span, transposed=len(span.shape) == 3 and span.shape != parameters[name])}
+        case [MergeModulelist(dim=0)] | [MergeModulelist(dim=0), Concatenate(dim=1)]:
+            if len(groups) > 1 and len(converter.operations) == 1:
+                return {}
+            for group in groups:  # one tensor for each matrix (expert), which together hold its rows from `offset` on
+                heights = [matrix_shape(span.shape)[0] for span in group]
+                places += [
+                    Place(span.name, 0, height, matrix=number, offset=offset)
+                    for number, (span, height) in enumerate(zip(group, heights, strict=True))
+                ]
+                offset += heights[0]
         case [Concatenate(dim=dim)] if groups and dim == len(groups[0][0].shape) - 2:
-            return {name: concatenated_places([group[0] for group in groups])}
-    return {}
+            for group in groups:  # tensors that follow each other in the rows of every matrix
+                places += matrices_of(group[0], offset)
+                offset += group[0].shape[-2]
+        case _:
+            return {}
+    return {name: tuple(places)}
 
 
 def split_places(
@@ -217,38 +224,6 @@ def split_places(
         for number, parameter in enumerate(before + target + after for target in targets)
         if parameter in parameters
     }
-
-
-def transposed_places(span: Span, shape: tuple[int, ...]) -> tuple[Place, ...]:
-    """A stack of matrices that is stored transposed, unless it is stored as it is."""
-    if span.shape == shape or len(span.shape) != 3:
-        return whole_tensor(span, shape)
-    count, rows, _ = span.shape
-    return tuple(
-        Place(span.name, number * rows, (number + 1) * rows, matrix=number, transposed=True) for number in range(count)
-    )
-
-
-def stacked_places(group: list[Span], offset: int) -> tuple[Place, ...]:
-    """One tensor per matrix (expert) of the parameter, each holding that matrix's rows from `offset` on."""
-    return tuple(
-        Place(span.name, 0, matrix_shape(span.shape)[0], matrix=number, offset=offset)
-        for number, span in enumerate(group)
-    )
-
-
-def concatenated_places(tensors: list[Span]) -> tuple[Place, ...]:
-    """Tensors that follow each other in the parameter's rows; stacks follow each other in every matrix."""
-    places: list[Place] = []
-    offset = 0
-    for span in tensors:
-        count, rows = (span.shape[0], span.shape[1]) if len(span.shape) == 3 else (1, span.shape[0])
-        places += [
-            Place(span.name, number * rows, (number + 1) * rows, matrix=number, offset=offset)
-            for number in range(count)
-        ]
-        offset += rows
-    return tuple(places)
 
 
 def covers(places: tuple[Place, ...], shape: tuple[int, ...], spans: dict[str, Span]) -> bool:

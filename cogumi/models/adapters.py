@@ -1,8 +1,4 @@
-"""The LoRA that a run trains, its learning rates, and what it did.
-
-A and B are far from alike: B starts at zero and is a factor of the layer's width larger in effect, so that one learning
-rate for both is too small for B wherever it suits A. peft sorts the parameters; transformers makes the optimizer.
-"""
+"""The LoRA that a run trains, its learning rates, and what it did."""
 
 import copy
 import difflib
@@ -84,9 +80,9 @@ def largest_change(model: torch.nn.Module, start: Path | None = None) -> float:
 def keep_float32(model: Any) -> None:
     """Give the adapter on a quantized base the float32 back that PEFT made it in. Before there is an optimizer.
 
-    TRL 1.15 (sft_trainer.py, grpo_trainer.py) casts it to bfloat16, where an update below 2^-9 of a weight is lost: at
-    the learning rates of RL that is most of them. And PEFT loads a checkpoint's in float32, so that a run that goes on
-    would not be the one that stopped. What is trained whole (modules_to_save) gets the base's dtype.
+    TRL 1.15 (sft_trainer.py, grpo_trainer.py) casts it to bfloat16, where an update below 2^-9 of a weight is lost; PEFT
+    loads a checkpoint's in float32, so a resumed run would differ. What is trained whole (modules_to_save) gets the
+    base's dtype.
     """
     if quantization_of(model.config) is None:
         return
@@ -106,11 +102,13 @@ def unlike_saved(model: Any, adapter: Path) -> list[str]:
 def use_loraplus(trainer: Any, ratio: float) -> None:
     """Have a trainer make its optimizer with peft's LoRA+ groups. Before it has one; with its adapter on.
 
-    The class and its arguments stay what `args.optim` says (8 bits, paged, betas, `optim_args`); `args.weight_decay` holds
-    for A and B. A gets `args.learning_rate`, which is the one that is logged, B and one-dimensional parameters (DoRA's
-    magnitudes) `ratio` times as much, adapters on embeddings peft's 1e-6. The schedule scales all of them.
+    The class and its arguments stay what `args.optim` says; `args.weight_decay` holds for A and B. A gets
+    `args.learning_rate`, B and one-dimensional parameters (DoRA's magnitudes) `ratio` times as much, adapters on
+    embeddings peft's 1e-6. B starts at zero and has a larger effect, so that one rate for both is too small for it. The
+    schedule scales all of them.
 
-    Raises UsageError where there is no LoRA, for an optimizer that makes its own groups, and for one that is there already.
+    Raises UsageError where there is no LoRA, for an optimizer that makes its own groups, and for one that is there
+    already.
     """
     if not isinstance(trainer.model, PeftModel):
         raise UsageError("cogumi.loraplus_lr_ratio is for LoRA, and this run trains the whole model", fix="drop it")

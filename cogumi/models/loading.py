@@ -167,8 +167,8 @@ def refuse_misread(model: PreTrainedModel) -> None:
 def reads_rows(columns: int) -> bool:
     """Whether bitsandbytes gets back, on this CPU, 4-bit weights of so many columns.
 
-    0.50.2 counts whole blocks of 64 to a row where a CPU has AVX512, and scales what is in the others by a neighbour's:
-    an error of 0.25 of the weights where 4 bits make 0.09. Here each block is one number, which it would get back exactly.
+    0.50.2 counts whole blocks of 64 to a row where a CPU has AVX512, and scales the others by a neighbour's: an error of
+    0.25 where 4 bits make 0.09. Here each block is one number, which it would get back exactly.
     """
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
@@ -177,10 +177,8 @@ def reads_rows(columns: int) -> bool:
 
 
 def train_on_what_was_loaded(model: torch.nn.Module) -> int:
-    """Keep bitsandbytes from repacking 4-bit weights at the first forward without gradients, as a rollout is.
-
-    It does on CPUs with AVX512-BF16, and the backward pass then finds no gradient for what came before the layer. Returns
-    of how many layers it was kept.
+    """Keep bitsandbytes from repacking 4-bit weights at the first forward without gradients, on CPUs with AVX512-BF16:
+    the backward pass then finds no gradient for what came before the layer. Returns of how many layers it was kept.
     """
     repacking = [module for module in model.modules() if getattr(module, "support_avx512bf16_for_cpu", False)]
     for module in repacking:
@@ -201,10 +199,11 @@ def loaded_in(dtype: str) -> torch.dtype:
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Set the template of `train.chat_template_path`: a .jinja file, another model's (directory or hub id), or `cogumi:tulu`.
+    """Set the template of `train.chat_template_path`: a .jinja file, another model's (directory or hub id), or
+    `cogumi:tulu`.
 
-    Raises UsageError where there is none, or where it writes control tokens that this vocabulary has not: they would be read
-    as a handful of ordinary tokens, and adding them means new rows of embeddings, which an adapter does not train.
+    Raises UsageError where there is none, or where it writes control tokens that this vocabulary has not: adding them
+    means new rows of embeddings, which an adapter does not train.
     """
     path = TEMPLATES.get(name, Path(name))
     tokens: list[str] = []

@@ -1,11 +1,8 @@
 """Small models that are made here: random ones of a family, and the base that smoke runs start from.
 
-A byte-level BPE of 1,024 tokens (with StarCoder's FIM tokens) and a Llama of 1.8 million parameters, trained left to right
-on the sample shard (`cogumi.data.stdlib_sample`): it writes code-shaped text and knows nothing of fill-in-the-middle. Seeded;
-cached under the user's cache directory and made once.
-
-They write noise. What a run on one shows is that everything works with this architecture: loading, adapters on its layers
-(experts too), its chat template and control tokens, its losses, the merge.
+The base is a byte-level BPE of 1,024 tokens (with StarCoder's FIM tokens) and a Llama of 1.8 million parameters, trained
+left to right on the sample shard: it writes code-shaped text and knows nothing of fill-in-the-middle. The random ones
+write noise: a run shows that everything works with this architecture. Seeded; made once, in the user's cache directory.
 """
 
 import hashlib

@@ -1,9 +1,9 @@
-"""Going on from an adapter (`model.adapter`): DPO or GSPO on what SFT learned, or never a step.
+"""Starting from an adapter (`model.adapter`): DPO or GSPO on what SFT learned, or never a step.
 
-A LoRA that is loaded onto another base, or whose keys find no place, trains all the same: PEFT warns, what is missing stays as
-it was drawn, and the run starts from something nobody chose. Here the adapter has to record the base that is loaded, every
-tensor of its file has to be in the live model bit for bit, and nothing else may be trained. Where the method compares with
-a reference policy, that is a frozen copy of the same adapter, proven in the same way.
+A LoRA that is loaded onto another base, or whose keys find no place, trains all the same: PEFT warns, and what is missing
+stays as it was drawn. Here the adapter has to record the base that is loaded, every tensor of its file has to be in the
+live model bit for bit, and nothing else may be trained. A reference policy is a frozen copy of the same adapter, proven
+in the same way.
 """
 
 import logging
@@ -48,10 +48,10 @@ MERGE_FIRST = "merge it (cogumi merge) and set model.name to the result"
 
 
 def lora_of(adapter: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """The `lora:` section of a run that goes on from an adapter: the adapter's own, complete.
+    """The `lora:` section of a run that starts from an adapter: the adapter's own, complete.
 
     given: what the configuration says; every key of it has to agree. Raises UsageError where one does not, and for a
-    directory that holds no LoRA, a damaged or untrained one, or one of a kind that cannot be gone on from.
+    directory that holds no LoRA that a run can start from.
     """
     config = read_adapter_config(adapter)
     own = {key: value for key, value in config.items() if key not in NOT_OF_THE_LORA}
@@ -178,8 +178,8 @@ def describe(found: Quantization | None) -> str:
 def refuse_other_base_weights(model: Any, adapter: Path) -> None:
     """Raise UsageError where the file holds weights of the base itself, and others than the base has.
 
-    PEFT saves the embeddings along where an adapter is on them or the vocabulary was resized, and writes them over the
-    base's when it loads.
+    PEFT saves the embeddings along where an adapter is on them or the vocabulary was resized, and loads them over the
+    base's.
     """
     base = model.state_dict()
     trained_whole = read_json(adapter / "adapter_config.json").get("modules_to_save") or ()
@@ -212,10 +212,10 @@ def refuse_left_out(model: Any, adapter: Path) -> None:
 def settle(trainer: Any, adapter: Path, compares: bool) -> None:
     """Put the file's own bits into the trainer's model, and prove that they are there. Before there is an optimizer.
 
-    TRL 1.15 rounds the adapter of a quantized base to bfloat16, and its copy for the reference misses what PEFT keeps in
-    dictionaries (adapters on embeddings, trained tokens). unsloth's GRPO makes no copy, to compare with the bare base.
-    compares: whether the loss has a reference policy. Raises UsageError where that would not be this adapter, RuntimeError
-    for a tensor that found no place, or one that is trained and is not from the file.
+    TRL 1.15 rounds the adapter of a quantized base to bfloat16, and its copy for the reference misses adapters on
+    embeddings and trained tokens. unsloth's GRPO makes no copy. compares: whether the loss has a reference policy. Raises
+    UsageError where that would not be this adapter, RuntimeError for a tensor that found no place, or one that is trained
+    and is not from the file.
     """
     model, saved = trainer.model, load_file(adapter / ADAPTER_WEIGHTS)
     if compares and trainer.ref_model is not None:

@@ -1,11 +1,11 @@
 """The reward functions that come with the package.
 
-Every function takes the batch as equally long lists and returns one float in 0..1 per completion. `middle`, `prefix`
-and `suffix` are the columns that `cogumi.data.fim.prompts_for_rl` writes. A completion is a string, or a list of chat
-messages of which the last one counts.
+Every function takes the batch as equally long lists and returns one float in 0..1 per completion: a string, or a list of
+chat messages of which the last one counts. `middle`, `prefix` and `suffix` are the columns of
+`cogumi.data.fim.prompts_for_rl`.
 
-A reply whose thinking never closes has no answer. It is unfinished: its reward is 0 whatever the reward function would
-say, and the share of such replies is logged as `unfinished`.
+A reply whose thinking never closes has no answer: its reward is 0, and the share of such replies is logged as
+`unfinished`.
 """
 
 import ast
@@ -77,9 +77,6 @@ def is_python(source: str) -> bool:
     return True
 
 
-# -------------------------------------------------------------------------------------------------------------- answers
-
-
 # Digits with thousands separators, or without; a fraction; no exponent. GSM8K writes "#### 1,234".
 NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+")
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
@@ -109,9 +106,6 @@ def last_number(text: str) -> Decimal | None:
         return None
 
 
-# ----------------------------------------------------------------------------------------------------- thinking rewards
-
-
 Reward = Callable[..., list[float | None]]
 
 
@@ -119,8 +113,8 @@ def on_visible(rewards: Sequence[Reward], tokenizer: Any, style: str, opened: bo
     """The same reward functions, under their names, given the visible part of every completion.
 
     `style` is that of `cogumi.data.chat_templates.Thinking`; `opened`: prompts end inside a thought. Text is read from
-    `completion_ids`, which TRL passes, since a completion's own text has lost the control tokens that separate thinking
-    from answer. Raises TypeError for a reward function that is asynchronous.
+    `completion_ids`, as a completion's own text has lost the control tokens. Raises TypeError for an asynchronous
+    function.
     """
     return [_on_visible(reward, tokenizer, style, opened) for reward in rewards]
 

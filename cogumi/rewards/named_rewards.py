@@ -1,8 +1,8 @@
 """From the names in a YAML to reward functions, and the shape in which each gets completions.
 
-TRL 1.15 gives a function what the data is: strings for prompts that are strings, and for conversations a list of messages
-each, of which the last is the model's. A function annotated `completions: list[str]` is given the text of either, and one
-annotated `completions: list[list[dict]]` messages of either. Without such an annotation it gets what TRL gives.
+TRL 1.15 gives strings for prompts that are strings, and for conversations a list of messages each, of which the last is
+the model's. A function annotated `completions: list[str]` is given the text of either, and one annotated `completions:
+list[list[dict]]` messages of either. Without such an annotation it gets what TRL gives.
 """
 
 import difflib
@@ -72,8 +72,8 @@ def what_is_wrong(reward: Any, row: Mapping[str, Any], group: int, **given: Any)
     """(whether it is the shape, one line) about a function that does not score completions of this data; None if it does.
 
     It is called once, for `group` completions of a made-up text, in the shape that TRL will give it. `row`: the first of
-    the data. `given`: what TRL passes besides, such as `trainer_state`. An asynchronous one, such as a judge behind a paid
-    API, is not called.
+    the data. `given`: what TRL passes besides, such as `trainer_state`. An asynchronous one, such as a paid judge, is not
+    called.
     """
     conversational = not isinstance(row["prompt"], str)
     error = raised_by(reward, row, group, conversational, given)
@@ -189,10 +189,9 @@ def refuse_missing_columns(rewards: Sequence[Reward], columns: Collection[str]) 
     """Raise UsageError where a reward asks for what the data has not: TRL would find out after the first rollout."""
     for reward in rewards:
         for parameter in inspect.signature(reward).parameters.values():
-            positional = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            if not positional or parameter.default is not parameter.empty or parameter.name in ALWAYS_THERE:
-                continue
-            if parameter.name not in columns:
+            named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            needed = named and parameter.default is parameter.empty and parameter.name not in ALWAYS_THERE
+            if needed and parameter.name not in columns:
                 what = f"{reward.__name__} takes `{parameter.name}`, and the prompts come with {', '.join(sorted(columns))}"
                 fix = f"say which column of the file it is: data.columns: {{{parameter.name}: ...}}"
                 raise UsageError(what, key="cogumi.rewards", fix=fix)
