@@ -262,7 +262,6 @@ def test_the_right_base_is_proven(name: str, full: Path, quantized: dict[str, Pa
     norms = {key: weights[key].double().norm().item() for key in packed}
     overall = sum(o.square().sum().item() for o in off.values()) / sum(norm**2 for norm in norms.values())
     assert proof.nf4_error == pytest.approx(overall**0.5, rel=1e-9)
-    assert proof.largest_tensor_error == pytest.approx(max(off[key].norm().item() / norms[key] for key in packed))
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -380,7 +379,7 @@ def as_gptq(full: Path, out: Path, method: str, changes: dict[str, torch.Tensor 
 def test_other_formats_are_proven_by_what_they_leave_alone(full: Path, tmp_path: Path) -> None:
     weights = tensors_of(full)
     proof = prove(as_gptq(full, tmp_path / "gptq", "gptq"), full)
-    assert proof == BaseProof(7, 2 * (2 * 256 * 64 + 5 * 64), 0, 0, None, None, None)
+    assert proof == BaseProof(7, 2 * (2 * 256 * 64 + 5 * 64), 0, 0, None, None)
     norm = "model.layers.0.input_layernorm.weight"
     scaled = {norm: weights[norm].half() / 2}
     assert norm in refused(as_gptq(full, tmp_path / "gptq-other", "gptq", scaled), full)

@@ -172,11 +172,10 @@ def test_a_text_tokenizer_at_the_adapter_does_not_lose_the_image_processor(base:
     assert "preprocessor_config.json" not in found
 
 
-def test_remote_code_is_the_bases_where_its_config_says_so(base: Path, adapter: Path) -> None:
-    for name in ("modeling_own.py", "layers/mixer.py", "custom_generate/generate.py", ".git/hook.py", "env/lib/six.py"):
+def test_remote_code_is_the_bases(base: Path, adapter: Path) -> None:
+    for name in ("modeling_own.py", "custom_generate/generate.py"):
         (base / name).parent.mkdir(parents=True, exist_ok=True)
         (base / name).write_text("the base's")
-    (base / "env" / "pyvenv.cfg").write_text("")
     save_tokenizer(base, adapter, None)
     for name in ("modeling_own.py", "tokenization_own.py"):
         (adapter / name).write_text("the adapter's")
@@ -186,12 +185,9 @@ def test_remote_code_is_the_bases_where_its_config_says_so(base: Path, adapter: 
 
     plain = {"modeling_own.py": "base", "custom_generate/generate.py": "base"}
     assert code() == plain
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "modeling_own.Own"}}))
-    assert code() == plain | {"layers/mixer.py": "base"}
     settings = {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
     (adapter / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert code() == plain | {"layers/mixer.py": "base", "tokenization_own.py": "adapter"}
+    assert code() == plain | {"tokenization_own.py": "adapter"}
 
 
 def test_links_of_the_hubs_cache_are_followed_and_dangling_ones_refused(

@@ -49,8 +49,8 @@ class BaseProof:
     head, multi-token prediction), about which nothing is proven.
 
     sampled_tensors: bitsandbytes only, else 0, and then the rest is None. nf4_error: |dequantized - W| / |W| in Frobenius
-    norms over the sample, in whichever format; largest_tensor_error: the worst tensor's. codes_differing: share of the
-    sampled codes that are not what quantizing W gives.
+    norms over the sample, in whichever format. codes_differing: share of the sampled codes that are not what quantizing
+    W gives.
     """
 
     tensors_equal: int
@@ -58,7 +58,6 @@ class BaseProof:
     tensors_unmatched: int
     sampled_tensors: int
     nf4_error: float | None
-    largest_tensor_error: float | None
     codes_differing: float | None
 
 
@@ -305,7 +304,7 @@ def compare_models(quantized: Base, full: Base) -> BaseProof:
         compare_span(span, wanted[span.name])
     if not equal:
         raise Mismatch("no tensor is stored unquantized in both, so nothing can be compared")
-    sample = sampled_error(packed, wanted) if packed else (0, None, None, None)
+    sample = sampled_error(packed, wanted) if packed else (0, None, None)
     return BaseProof(len(equal), sum(span.end - span.start for span in equal), unmatched, *sample)
 
 

@@ -119,7 +119,7 @@ def check_rows(run: Run, update: Update, source: BinaryIO, written: BinaryIO) ->
 
 
 class Suspects(NamedTuple):
-    """Elements to be looked at: their positions in the stored tensor, int64 [n], W + delta and (for DoRA alone) W in
+    """Suspect elements: their positions in the stored tensor, int64 [n], W + delta and (for DoRA alone) W in
     float64, and what is in the file."""
 
     where: torch.Tensor

@@ -47,7 +47,7 @@ def side_files(adapter: Path, base: Path) -> dict[str, Path]:
     """
     home = tokenizer_home(adapter)
     licences = [path.name for path in base.iterdir() if any(word in path.name.lower() for word in LICENCE_WORDS)]
-    found = matches(base, (*MODEL_FILES, *licences)) | remote_code(base)
+    found = matches(base, (*MODEL_FILES, *licences))
     found |= matches(home, PROCESSOR_FILES) or matches(base, PROCESSOR_FILES)
     template = matches(home, TEMPLATE_FILES)
     if not matches(home, VOCABULARY_FILES):
@@ -107,18 +107,6 @@ def settings(directory: Path) -> dict[str, Any]:
     """tokenizer_config.json of a directory, or nothing when it has none."""
     path = directory / "tokenizer_config.json"
     return read_json(path) if path.is_file() else {}
-
-
-def remote_code(base: Path) -> dict[str, Path]:
-    """The base's Python files in subdirectories, if its config.json says that its code is its own (auto_map).
-
-    Directories that begin with a dot, and virtual environments, are a person's working directory, not the model.
-    """
-    if not (base / "config.json").is_file() or not read_json(base / "config.json").get("auto_map"):
-        return {}
-    found = matches(base, ("**/*.py",))
-    foreign = {path.parent.relative_to(base).as_posix() for path in base.glob("*/pyvenv.cfg")}
-    return {name: path for name, path in found.items() if name.split("/")[0] not in foreign and "/." not in f"/{name}"}
 
 
 def matches(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:

@@ -53,24 +53,17 @@ def lora_of(adapter: Path, given: dict[str, Any]) -> dict[str, Any]:
     given: what the configuration says; every key of it has to agree. Raises UsageError where one does not, and for a
     directory that holds no LoRA that a run can start from.
     """
-    config = read_adapter_config(adapter)
-    own = {key: value for key, value in config.items() if key not in NOT_OF_THE_LORA}
-    theirs, ours = complete(own, adapter), complete(given, Path("lora:"))
+    own = {key: value for key, value in read_adapter_config(adapter).items() if key not in NOT_OF_THE_LORA}
+    theirs, ours, plain = parse(own, str(adapter)), parse(given, "lora:"), LoraConfig()
     for key in given:
         if key == "target_modules" and given[key] == "all-linear":
-            continue  # compared when the model is there to expand it
-        if ours[key] != theirs[key]:
-            raise UsageError(
-                f"lora.{key} is {shown(ours[key])}, and model.adapter {adapter} was trained with {shown(theirs[key])}",
-                fix=f"drop lora.{key}: the run takes it from the adapter",
+            own[key] = given[key]  # compared when the model is there to expand it
+        elif getattr(ours, key) != getattr(theirs, key):
+            what = (
+                f"it is {getattr(ours, key)!r}, and model.adapter {adapter} was trained with {getattr(theirs, key)!r}"
             )
-    plain = complete({}, adapter)
-    kept = {
-        key: sorted(value) if isinstance(value, frozenset) else value
-        for key, value in theirs.items()
-        if value != plain[key] or key in DEFAULTS
-    }
-    return kept | ({"target_modules": "all-linear"} if given.get("target_modules") == "all-linear" else {})
+            raise UsageError(what, key=f"lora.{key}", fix=f"drop lora.{key}: the run takes it from the adapter")
+    return {key: value for key, value in own.items() if key in DEFAULTS or getattr(theirs, key) != getattr(plain, key)}
 
 
 def read_adapter_config(adapter: Path) -> dict[str, Any]:
@@ -88,21 +81,12 @@ def read_adapter_config(adapter: Path) -> dict[str, Any]:
     return config
 
 
-def complete(lora: dict[str, Any], where: Path) -> dict[str, Any]:
-    """A `lora:` section with PEFT's defaults for the rest, in values that compare. Raises UsageError for what PEFT refuses."""
+def parse(lora: dict[str, Any], where: str) -> LoraConfig:
+    """A `lora:` section as PEFT reads it. Raises UsageError for what it refuses."""
     try:
-        found = LoraConfig(**lora).to_dict()
+        return LoraConfig(**lora)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{where} {' '.join(str(error).split())}") from error
-    return {key: comparable(value) for key, value in found.items() if key not in NOT_OF_THE_LORA}
-
-
-def comparable(value: Any) -> Any:
-    return frozenset(value) if isinstance(value, (list, set, tuple)) and all(type(v) is str for v in value) else value
-
-
-def shown(value: Any) -> str:
-    return f"[{', '.join(sorted(value))}]" if isinstance(value, frozenset) else repr(value)
 
 
 # ------------------------------------------------------------------------------------------------------------ the base
