@@ -37,7 +37,7 @@ def chats(shuffled: bool = False, longest: int = 128) -> Any:
     """Tokenized examples of what a function is to do, and the function; shuffled: another row's."""
     from datasets import Dataset
 
-    from cogumi.data.stdlib_tasks import chat_path
+    from cogumi.data.stdlib_sample import chat_path
 
     words, rows = tokenizer(), pl.read_parquet(chat_path())["messages"].to_list()
     asked = [words(f"# {user['content']}\n")["input_ids"] for user, _ in rows]
@@ -52,7 +52,7 @@ def answers(mixed: bool = False, longest: int = 300) -> Any:
     """Pairs of `cogumi:stdlib-chat` as text: the function that was asked for, and the next row's."""
     from datasets import Dataset
 
-    from cogumi.data.stdlib_tasks import chat_path
+    from cogumi.data.stdlib_sample import chat_path
 
     rows, draw, made = pl.read_parquet(chat_path())["messages"].to_list(), random.Random(SEED), []
     for i, (asked, told) in enumerate(rows):

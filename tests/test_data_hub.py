@@ -14,17 +14,16 @@ import polars as pl
 import pytest
 from golden import Golden
 
-from cogumi.data.pipeline import locate
-from cogumi.hub.dataset_files import choose_split
-from cogumi.hub.source_files import is_hub_id
+from cogumi.data.source_files import is_hub_id, locate
+from cogumi.hub.downloads import choose_split
 from tests.hub_server import HubServer, hub_server
 
 # HF_ENDPOINT is read when huggingface_hub is imported: whoever asks runs in a process of its own, which takes several calls.
 ASK = textwrap.dedent(
     """
     import json, logging, sys
-    from cogumi.data.pipeline import locate
-    from cogumi.data.sources import read_rows
+    from cogumi.data.source_files import locate
+    from cogumi.data.sources import batches
     from cogumi.core.errors import UsageError
     lines = []
     handler = logging.Handler()
@@ -38,7 +37,7 @@ ASK = textwrap.dedent(
         except UsageError as error:
             print(json.dumps({"error": str(error)}))
             continue
-        texts = [text for file in found.files for text in read_rows(file, ["text"])["text"]]
+        texts = [text for frame in batches(found.files, ["text"]) for text in frame["text"]]
         print(json.dumps({"name": found.name, "identity": found.identity, "texts": texts, "log": lines}))
     """
 )

@@ -23,7 +23,7 @@ import json, logging, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 logging.getLogger("httpx").setLevel(logging.ERROR)
 from cogumi.core.errors import UsageError
-from cogumi.hub import model_files as download
+from cogumi.hub import downloads as download
 name, revision = sys.argv[1], sys.argv[2] or None
 try:
     plan = download.plan_download(name, download.find_commit(name, revision))
@@ -201,8 +201,8 @@ def test_a_hub_that_stops_answering_ends_it_in_one_line_and_what_came_stays(hub:
         "cut" if path.endswith("1-of-00002.safetensors") and headers.get("Range") == "bytes=0-" else None
     )
     code = FETCH.replace(
-        "from cogumi.hub import model_files as download",
-        "from cogumi.hub import model_files as download\ndownload.TRIES = 2",
+        "from cogumi.hub import downloads as download",
+        "from cogumi.hub import downloads as download\ndownload.TRIES = 2",
     )
     process = started(hub, tmp_path / "cache", code=code)
     while weights_sent(hub) < BIG + BIG // 2:
@@ -252,7 +252,7 @@ def test_a_model_that_could_not_be_loaded_is_refused(hub: HubServer, tmp_path: P
 
 def test_without_network_or_room_it_is_refused_before_a_byte_is_fetched(hub: HubServer, tmp_path: Path) -> None:
     hub.publish("someone/model", repository(1000))
-    room = FETCH.replace("from cogumi.hub import model_files as download", """from cogumi.hub import model_files as download
+    room = FETCH.replace("from cogumi.hub import downloads as download", """from cogumi.hub import model_files as download
 from cogumi.core import disk_space
 from dataclasses import replace
 found = disk_space.filesystem_of

@@ -22,7 +22,7 @@ from jinja2 import TemplateError
 
 from cogumi.core.errors import UsageError
 from cogumi.data.chat import Conversation, Message
-from cogumi.data.dropped_rows import BadRow
+from cogumi.data.rows import BadRow
 
 OPEN, CLOSE = "<think>", "</think>"
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"

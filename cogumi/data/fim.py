@@ -30,8 +30,6 @@ import pyarrow as pa
 
 from cogumi.config.subsections import FimConfig
 from cogumi.core.errors import UsageError
-from cogumi.data.dropped_rows import excerpt_of
-from cogumi.data.example_kinds import Chunk, Dropped
 from cogumi.data.fim_tokens import (
     INSTRUCTION,
     PLAIN,
@@ -44,6 +42,7 @@ from cogumi.data.fim_tokens import (
     read_controls,
     tokenize_pieces,
 )
+from cogumi.data.rows import Chunk, Dropped, excerpt_of
 
 if TYPE_CHECKING:
     from datasets import Dataset

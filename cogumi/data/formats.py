@@ -30,15 +30,12 @@ from cogumi.data.chat import (
     tools_of,
 )
 from cogumi.data.chat_templates import ChatTemplate, Spans, as_the_template_takes_it, read_template, split_thought
-from cogumi.data.dropped_rows import BadRow, drop
-from cogumi.data.encoding import encode_rendered, special_texts
-from cogumi.data.example_kinds import Chunk, Dropped, Tokenize
+from cogumi.data.encoding import Budget, encode, learn_completions, learn_spans, masked_chunk, special_texts
 from cogumi.data.fim import FimConfig, fim_prompts_chunk, fim_sft_chunk
 from cogumi.data.fim_tokens import order_note, read_controls
-from cogumi.data.parsing import parsed, without_special_texts
 from cogumi.data.preference import preference_chunk
+from cogumi.data.rows import BadRow, Chunk, Dropped, Tokenize, drop, parsed
 from cogumi.data.sources import Alike
-from cogumi.data.supervised import Budget, learn_completions, learn_spans, masked_chunk
 
 FORMATS = {
     "sft": ("fim", "chat", "prompt_completion"),
@@ -235,8 +232,7 @@ def supervised_chunk(
     """`input_ids` and `completion_mask` of conversations, or of prompts and completions."""
     dropped: dict[str, Dropped] = {}
     make = partial(conversation_of, learn=options.learn) if options.format == "chat" else completion_of
-    made, at = parsed(rows, first_row, columns, make, dropped)
-    made, at = without_special_texts(made, at, special, dropped)
+    made, at = parsed(rows, first_row, columns, make, dropped, special)
     by_turns = options.learn == "turns" and not any(isinstance(each, tuple) for each in made)
     texts: list[str] = []
     prompts: list[str] = []
@@ -326,8 +322,7 @@ def prompts_chunk(
     """
     dropped: dict[str, Dropped] = {}
     chat = "prompt" not in columns
-    made, at = parsed(rows, first_row, columns, question_of if chat else prompt_of, dropped)
-    made, at = without_special_texts(made, at, special, dropped)
+    made, at = parsed(rows, first_row, columns, question_of if chat else prompt_of, dropped, special)
     text = not any(isinstance(each["prompt"], list) for each in made)
     usable: list[tuple[Any, str, str | None, int]] = []
     for each, row in zip(made, at, strict=True):
@@ -342,7 +337,7 @@ def prompts_chunk(
             continue
         usable.append((prompt, shown, each["answer"], row))
     if budget.max_length is not None:
-        _, lengths = encode_rendered(tokenizer, [shown for _, shown, _, _ in usable], special_tokens=text)
+        _, lengths = encode(tokenizer, [shown for _, shown, _, _ in usable], special_tokens=text)
         for (prompt, _, _, row), length in zip(usable, lengths, strict=True):
             if length > budget.max_length:
                 drop(dropped, budget.too_long, row, prompt)

@@ -14,11 +14,8 @@ from numpy.typing import NDArray
 
 from cogumi.data.chat import Message, messages_of, refuse_empty_answers, string_of, tools_of
 from cogumi.data.chat_templates import ChatTemplate
-from cogumi.data.dropped_rows import BadRow, drop
-from cogumi.data.encoding import encode_rendered, shared_prefixes
-from cogumi.data.example_kinds import Chunk, Dropped
-from cogumi.data.parsing import parsed, without_special_texts
-from cogumi.data.supervised import Budget, batches, lists
+from cogumi.data.encoding import Budget, batches, encode, lists, shared_prefixes
+from cogumi.data.rows import BadRow, Chunk, Dropped, drop, parsed
 
 Side = str | list[Message]
 
@@ -35,8 +32,7 @@ def preference_chunk(
 ) -> Chunk:
     """`prompt_ids`, `chosen_ids`, `rejected_ids`. `template` may be None where no row holds messages."""
     dropped: dict[str, Dropped] = {}
-    pairs, at = parsed(rows, first_row, columns, pair_of, dropped)
-    pairs, at = without_special_texts(pairs, at, special, dropped)
+    pairs, at = parsed(rows, first_row, columns, pair_of, dropped, special)
     texts: list[tuple[str, str, str]] = []
     at_text: list[int] = []
     for pair, row in zip(pairs, at, strict=True):
@@ -126,7 +122,7 @@ def tokenized(
     texts: list[tuple[str, str, str]], tokenizer: Any, plain: bool
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]]:
     """(prompt, chosen, rejected) in ids: the prompt ends where its own tokens part from either whole's."""
-    prompts, chosen, rejected = (encode_rendered(tokenizer, side, plain) for side in zip(*texts, strict=True))
+    prompts, chosen, rejected = (encode(tokenizer, side, plain) for side in zip(*texts, strict=True))
     length = np.minimum(shared_prefixes(*prompts, *chosen), shared_prefixes(*prompts, *rejected))
     starts = [np.cumsum(lengths) - lengths for _, lengths in (prompts, chosen, rejected)]
     for at, n in enumerate(length):
