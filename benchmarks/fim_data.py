@@ -18,8 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.harness import Row, interleave, ratio, row, summary
-from cogumi.data.fim import FimConfig, tokenize_for_sft
+from cogumi.data.fim import FimConfig
 from cogumi.data.stdlib_sample import write_sample
+from tests.fim_examples import tokenize_for_sft
 
 CASE = "stdlib -> parquet -> tokenized FIM"
 

@@ -366,7 +366,8 @@ def own_code(rows: int = 600) -> list[str]:
 
 
 def own_middles() -> Any:
-    from cogumi.data.fim import FimConfig, tokenize_for_sft
+    from cogumi.data.fim import FimConfig
+    from tests.fim_examples import tokenize_for_sft
 
     fim = FimConfig(max_length=96, middle_chars=(4, 24), overlong="trim")
     return tokenize_for_sft(pl.DataFrame({"source": own_code()}), tokenizer(), fim, name="own").dataset
@@ -384,7 +385,8 @@ def own_pairs() -> Any:
 
 
 def own_prompts() -> Any:
-    from cogumi.data.fim import FimConfig, prompts_for_rl
+    from cogumi.data.fim import FimConfig
+    from tests.fim_examples import prompts_for_rl
 
     fim = FimConfig(max_length=96, middle_chars=(4, 16), overlong="trim")
     return prompts_for_rl(pl.DataFrame({"source": own_code(16)}), tokenizer(), fim, name="own").dataset

@@ -22,9 +22,10 @@ from cogumi.core.errors import UsageError
 from cogumi.data import cache as module
 from cogumi.data.cache import Data, Prepared, Selection, Source, prepare
 from cogumi.data.cache_files import tokenizer_identity
-from cogumi.data.fim import FimConfig, tokenize_for_sft
+from cogumi.data.fim import FimConfig
 from cogumi.data.rows import Chunk, Dropped
 from cogumi.data.source_files import files_identity
+from tests.fim_examples import tokenize_for_sft
 
 
 def words(rows: pl.DataFrame, first_row: int) -> Chunk:

@@ -9,9 +9,10 @@ from golden import Golden
 
 from cogumi.core.errors import UsageError
 from cogumi.data import sources
-from cogumi.data.fim import FimConfig, tokenize_for_sft
+from cogumi.data.fim import FimConfig
 from cogumi.data.source_files import find_files
 from cogumi.data.sources import batches, column_names
+from tests.fim_examples import tokenize_for_sft
 
 
 def read_rows(path: Path | str, columns: list[str], *, text_only: bool = True) -> pl.DataFrame:

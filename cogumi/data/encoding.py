@@ -111,6 +111,8 @@ def encode_by_words(tokenizer: Any, texts: Sequence[str]) -> tuple[Ids, Places]:
     Characters beyond ASCII never take part, so no cut falls into one or depends on what Unicode calls a
     letter or a space.
     """
+    if not any(texts):
+        return encode(tokenizer, texts)
     array = pa.array(texts, pa.large_string())
     _, offsets, content = array.buffers()
     bounds = np.frombuffer(offsets, np.int64)[: len(texts) + 1]

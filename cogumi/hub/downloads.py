@@ -43,6 +43,7 @@ log = logging.getLogger("cogumi")
 AT_ONCE = 2  # files
 TRIES = 5  # of a download that breaks off; 1, 2, 4, 8 seconds between them
 KEYS = {"model": "model.name", "dataset": "data.source"}
+NAMES = {"model": "model", "dataset": "data set"}
 MORE_ROOM = "make room, or set HF_HOME to a directory on another disk"
 BUSY = (None, 408, 429, 500, 502, 503, 504)  # None: a connection that broke
 
@@ -98,13 +99,15 @@ class Download:
 def fetch(download: Download, told: Callable[[int, int], None] | None = None) -> Path:
     """Download what is missing and return the snapshot's directory. Files that an earlier download finished stay.
 
-    told: called with the bytes that are here and the bytes there will be, at most once a second. Raises UsageError when
+    told: called with the bytes that are here and the bytes there will be, first and then once a second. Raises UsageError when
     the hub does not answer any more or the disk is full.
     """
     log.info("download: %s", download)
     if not download.missing:
         return download.snapshot
     began, before = time.monotonic(), download.here
+    if told is not None:
+        told(before, download.total)
     remove_leftovers(download)
     for attempt in range(1, TRIES + 1):
         try:
@@ -220,7 +223,7 @@ def plan_download(name: str, commit: str | None) -> Download | None:
     if not answered and (absent or not weights):
         what = f"{len(absent)} of {len(weights)} files of its weights, the first {absent[0]}" if absent else "weights"
         raise UsageError(
-            f"{hub_cache()} has {name} without {what}, and nobody answers at {hf.constants.ENDPOINT}",
+            f"{hub_cache()} has {name} without {what}, and {hf.constants.ENDPOINT} does not answer",
             key="model.name",
             fix="connect, or unset HF_HUB_OFFLINE",
         )
@@ -348,7 +351,7 @@ def refusal(name: str, revision: str | None, error: Exception, kind: str) -> Usa
         text, fix = f"{name} has no revision {revision!r}", f"see {page}/commits/main, or drop {section}.revision"
     elif isinstance(error, RepositoryNotFoundError):
         how = "HF_TOKEN may not see it" if token else "it is private and no HF_TOKEN is set"
-        text, fix = f"no {kind} at {name!r} on the hub, or {how}", nearest(name, kind)
+        text, fix = f"no {NAMES[kind]} at {name!r} on the hub, or {how}", nearest(name, kind)
     elif status == 401:
         text, fix = f"{endpoint} refuses HF_TOKEN", f"make another at {endpoint}/settings/tokens, or unset it"
     elif status is not None:
@@ -356,10 +359,8 @@ def refusal(name: str, revision: str | None, error: Exception, kind: str) -> Usa
     elif isinstance(error, ValueError | RuntimeError) or type(error).__module__.startswith("datasets"):
         text, fix = f"{name}: {one_line(error)}", "data.subset names one of several" * isinstance(error, ValueError)
     else:
-        text = (
-            f"no {kind} at {name!r}: there is no such file or directory (looked from {Path.cwd()}), the cache {hub_cache()} "
-            f"does not have it, and nobody answers at {endpoint}"
-        )
+        here = f"there is no such file or directory (looked from {Path.cwd()})"
+        text = f"no {NAMES[kind]} at {name!r}: {here}, {hub_cache()} does not have it, and {endpoint} does not answer"
         fix = "give a directory, connect, or unset HF_HUB_OFFLINE"
     return UsageError(text, key=key, fix=fix)
 
