@@ -7,7 +7,7 @@ as TRL's SFTTrainer finds it (trl 1.15, sft_trainer.py, tokenize_fn). *Every tur
 
 import json
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, TypeVar
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from cogumi.core.errors import UsageError
-from cogumi.data.chat_templates import Spans
+from cogumi.data.chat_templates import ChatTemplate, Spans
 from cogumi.data.rows import Chunk, Dropped, drop
 
 Ids = npt.NDArray[np.int32]
@@ -176,6 +176,21 @@ class Budget:
     @property
     def too_long(self) -> str:
         return f"longer than {self.max_length} tokens"
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """What rows of conversations, prompts or pairs become token ids with."""
+
+    columns: Mapping[str, str]
+    """Field -> column of the rows."""
+    tokenizer: Any
+    template: ChatTemplate | None
+    """None where no row holds messages."""
+    special: list[str]
+    """What the tokenizer reads as control tokens."""
+    budget: Budget
+    learn: Literal["turns", "completion", "all"]
 
 
 @dataclass(frozen=True)
