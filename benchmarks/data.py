@@ -26,11 +26,13 @@ import pyarrow.parquet as pq
 from benchmarks.fim_data import row_at_a_time, starcoder_like
 from benchmarks.harness import Row, interleave, missing, ratio, row, summary
 from cogumi.data.cache import Prepared, Source, prepare
-from cogumi.data.cache_files import files_identity, tokenizer_identity
-from cogumi.data.example_kinds import Chunk, Dropped
-from cogumi.data.fim import FimConfig, tokenize_for_sft
+from cogumi.data.cache_files import tokenizer_identity
+from cogumi.data.fim import FimConfig
+from cogumi.data.rows import Chunk, Dropped
 from cogumi.data.selection import Selection
+from cogumi.data.source_files import files_identity
 from cogumi.data.stdlib_sample import sample_path, write_sample
+from tests.fim_examples import tokenize_for_sft
 
 CASE = "stdlib parquet -> tokenized FIM on the disk"
 CONFIG = FimConfig(fim_rate=0.9)

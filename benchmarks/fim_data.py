@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.harness import Row, interleave, ratio, row, summary
-from cogumi.data.fim import FimConfig, tokenize_for_sft
-from cogumi.data.sources import read_rows
+from cogumi.data.fim import FimConfig
 from cogumi.data.stdlib_sample import write_sample
+from tests.fim_examples import tokenize_for_sft
 
 CASE = "stdlib -> parquet -> tokenized FIM"
 
@@ -32,10 +32,10 @@ def run(quick: bool = False) -> list[Row]:
         start = time.process_time()
         sample = write_sample(Path(folder) / "sample.parquet")
         sample_seconds = time.process_time() - start
-        tokenizer = starcoder_like(read_rows(sample, ["source"])["source"].to_list())
+        tokenizer = starcoder_like(pl.read_parquet(sample)["source"].to_list())
 
         def ours() -> datasets.Dataset:
-            return tokenize_for_sft(read_rows(sample, ["source"]), tokenizer, config).dataset
+            return tokenize_for_sft(pl.read_parquet(sample, columns=["source"]), tokenizer, config).dataset
 
         def peer() -> datasets.Dataset:
             return row_at_a_time(sample, tokenizer, config)

@@ -37,7 +37,7 @@ def chats(shuffled: bool = False, longest: int = 128) -> Any:
     """Tokenized examples of what a function is to do, and the function; shuffled: another row's."""
     from datasets import Dataset
 
-    from cogumi.data.stdlib_tasks import chat_path
+    from cogumi.data.stdlib_sample import chat_path
 
     words, rows = tokenizer(), pl.read_parquet(chat_path())["messages"].to_list()
     asked = [words(f"# {user['content']}\n")["input_ids"] for user, _ in rows]
@@ -52,7 +52,7 @@ def answers(mixed: bool = False, longest: int = 300) -> Any:
     """Pairs of `cogumi:stdlib-chat` as text: the function that was asked for, and the next row's."""
     from datasets import Dataset
 
-    from cogumi.data.stdlib_tasks import chat_path
+    from cogumi.data.stdlib_sample import chat_path
 
     rows, draw, made = pl.read_parquet(chat_path())["messages"].to_list(), random.Random(SEED), []
     for i, (asked, told) in enumerate(rows):
@@ -366,7 +366,8 @@ def own_code(rows: int = 600) -> list[str]:
 
 
 def own_middles() -> Any:
-    from cogumi.data.fim import FimConfig, tokenize_for_sft
+    from cogumi.data.fim import FimConfig
+    from tests.fim_examples import tokenize_for_sft
 
     fim = FimConfig(max_length=96, middle_chars=(4, 24), overlong="trim")
     return tokenize_for_sft(pl.DataFrame({"source": own_code()}), tokenizer(), fim, name="own").dataset
@@ -384,7 +385,8 @@ def own_pairs() -> Any:
 
 
 def own_prompts() -> Any:
-    from cogumi.data.fim import FimConfig, prompts_for_rl
+    from cogumi.data.fim import FimConfig
+    from tests.fim_examples import prompts_for_rl
 
     fim = FimConfig(max_length=96, middle_chars=(4, 16), overlong="trim")
     return prompts_for_rl(pl.DataFrame({"source": own_code(16)}), tokenizer(), fim, name="own").dataset

@@ -150,7 +150,8 @@ def sources() -> list[str]:
 
 def middles_of(words: Any, rows: int, seed: int = 0) -> Any:
     """Tokenized fill-in-the-middle examples: input_ids, completion_mask."""
-    from cogumi.data.fim import FimConfig, tokenize_for_sft
+    from cogumi.data.fim import FimConfig
+    from tests.fim_examples import tokenize_for_sft
 
     fim = FimConfig(max_length=LENGTH, middle_chars=(4, 24), overlong="trim", seed=seed)
     return tokenize_for_sft(pl.DataFrame({"source": sources()[:rows]}), words, fim, name="sample").dataset
@@ -163,7 +164,8 @@ def middles(rows: int = 2048) -> Any:
 
 @cache
 def prompts(rows: int = 64) -> Any:
-    from cogumi.data.fim import FimConfig, prompts_for_rl
+    from cogumi.data.fim import FimConfig
+    from tests.fim_examples import prompts_for_rl
 
     fim = FimConfig(max_length=LENGTH, middle_chars=(4, 24), overlong="trim")
     return prompts_for_rl(pl.DataFrame({"source": sources()[:rows]}), tokenizer(), fim, name="sample").dataset

@@ -223,15 +223,15 @@ def check_data(report: Report) -> None:
 
 def check_base(report: Report) -> str:
     """The small base's loss on code must be well below that of guessing."""
+    import polars as pl
     import torch
 
-    from cogumi.config.schema import DataSection
-    from cogumi.data.pipeline import STDLIB, load_rows
+    from cogumi.data.stdlib_sample import sample_path
     from cogumi.models.loading import SMALL_BASE, load_model, load_tokenizer, resolve_model
 
     path = resolve_model(SMALL_BASE)
     model, tokenizer = load_model(path), load_tokenizer(path)
-    texts = load_rows(DataSection(source=STDLIB, max_rows=32))[0]["source"].to_list()
+    texts = pl.read_parquet(sample_path())["source"].sample(32, seed=0).to_list()
     batch = tokenizer(texts, return_tensors="pt", padding=True, truncation=True, max_length=128).to(model.device)
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     with torch.no_grad():
@@ -292,17 +292,16 @@ def check_gspo(report: Report, model: str) -> Any:
 def compare(report: Report, models: dict[str, str]) -> None:
     """Greedy completions of held-out prompts by each model, and their mean edit similarity with what was cut out."""
     from cogumi.config.schema import load_config
-    from cogumi.data.fim import prompts_for_rl
-    from cogumi.data.pipeline import load_rows
+    from cogumi.methods.examples import prepare_examples
     from cogumi.models.completion import complete
     from cogumi.models.loading import load_model, load_tokenizer
     from cogumi.rewards.functions import edit_similarity
 
     run = load_config(CONFIGS / "gspo.yaml")
-    _, held_out = load_rows(run.data)
     tokenizer = load_tokenizer(models["base"])
-    examples = prompts_for_rl(held_out, tokenizer, run.data.fim, column=run.data.column).dataset
-    examples = examples.select(range(min(COMPARED, len(examples))))
+    held_out = prepare_examples(run, tokenizer).held_out
+    assert held_out is not None
+    examples = held_out.dataset.select(range(min(COMPARED, len(held_out.dataset))))
     columns = {name: examples[name] for name in ("middle", "prefix", "suffix")}
     prompts, written = list(examples["prompt"]), {}
     for name, path in models.items():

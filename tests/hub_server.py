@@ -26,7 +26,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 LARGE = (".safetensors", ".pt", ".pth", ".bin", ".parquet", ".gguf", ".onnx")
 BLOCK = 1 << 14
-NAME, ASKED = r"((?:[^/]+/)?[^/]+?)", r"(revision|tree|paths-info|refs|discussions)"
+NAME, ASKED = r"((?:[^/]+/)?[^/]+?)", r"(revision|tree|paths-info|refs|discussions|auth-check)"
 # In place of the answer: a status, or "cut", which sends half of the body and closes the connection.
 Fault = int | Literal["cut"]
 Kind = Literal["model", "dataset"]
@@ -98,8 +98,8 @@ class HubServer:
             (home / "refs.json").write_text(json.dumps(refs | {branch: commit}), encoding="utf-8")
         return commit
 
-    def models(self, owner: str) -> list[str]:
-        below = self.root / "model" / owner
+    def names(self, kind: str, owner: str) -> list[str]:
+        below = self.root / kind / owner
         return sorted(f"{owner}/{path.name}" for path in below.iterdir()) if owner and below.is_dir() else []
 
     def refs(self, kind: str, name: str) -> dict[str, str]:
@@ -166,8 +166,9 @@ class Answering(BaseHTTPRequestHandler):
             known = self.may_see_all()
             self.reply(200 if known else 401, {"name": "someone", "type": "user"} if known else {"error": "no"})
             return
-        if path == "/api/models":
-            self.reply(200, [{"id": name} for name in self.hub.models(query.get("author", [""])[0])])
+        if path in ("/api/models", "/api/datasets"):
+            kind = path.removeprefix("/api/").removesuffix("s")
+            self.reply(200, [{"id": name} for name in self.hub.names(kind, query.get("author", [""])[0])])
             return
         found = re.fullmatch(rf"/api/(model|dataset)s/{NAME}(?:/{ASKED}(?:/(.*))?)?", path)
         if found is not None:
@@ -212,7 +213,22 @@ class Answering(BaseHTTPRequestHandler):
 
     # -------------------------------------------------------------------------------------------------- about a repository
 
+    def may_read(self, kind: str, name: str) -> bool:
+        """Whether the files of a repository are for whoever asks; answered if not."""
+        if name in self.hub.gated and not self.may_see_all():
+            self.refuse(
+                401 if "Authorization" not in self.headers else 403,
+                "GatedRepo",
+                f"Access to {kind} {name} is restricted. You must have access to it and be authenticated.",
+            )
+            return False
+        return True
+
     def about(self, kind: str, name: str, what: str, rest: str, query: dict[str, list[str]], body: bytes) -> None:
+        if what == "auth-check":
+            if self.may_read(kind, name):
+                self.reply(200, {})
+            return
         if what == "discussions":
             self.reply(200, {"discussions": [], "count": 0, "start": 0})
             return
@@ -297,12 +313,7 @@ class Answering(BaseHTTPRequestHandler):
         commit = self.commit_of(kind, name, revision)
         if commit is None:
             return
-        if name in self.hub.gated and not self.may_see_all():
-            self.refuse(
-                401 if "Authorization" not in self.headers else 403,
-                "GatedRepo",
-                f"Access to {kind} {name} is restricted. You must have access to it and be authenticated.",
-            )
+        if not self.may_read(kind, name):
             return
         path = self.hub.root / kind / name / commit / file
         if not path.is_file():

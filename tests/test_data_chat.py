@@ -7,8 +7,8 @@ import polars as pl
 import pytest
 
 from cogumi.data.chat import messages_of
-from cogumi.data.dropped_rows import BadRow
 from cogumi.data.formats import FormatOptions, columns_for, tokenize_for
+from cogumi.data.rows import BadRow
 from tests.chat_tokenizers import chat_tokenizer
 
 QUESTION = {"role": "user", "content": "2 + 3?"}

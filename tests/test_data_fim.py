@@ -13,9 +13,10 @@ from transformers import PreTrainedTokenizerFast
 from cogumi.core.errors import UsageError
 from cogumi.data import encoding as encoding
 from cogumi.data import fim
-from cogumi.data.fim import INSTRUCTION, FimConfig, prompts_for_rl, tokenize_for_sft
-from cogumi.data.fim_tokens import FAMILIES, FimTokens, detect_fim_tokens
+from cogumi.data.fim import FimConfig
+from cogumi.data.fim_tokens import FAMILIES, INSTRUCTION, FimTokens, detect_fim_tokens
 from cogumi.data.stdlib_sample import sample_path
+from tests.fim_examples import FimData, prompts_for_rl, tokenize_for_sft
 
 EOS = "<|endoftext|>"
 BOS = "<|begin|>"
@@ -115,7 +116,7 @@ def one_by_one(
     return examples
 
 
-def columns(data: fim.FimData) -> list[tuple[list[int], list[int]]]:
+def columns(data: FimData) -> list[tuple[list[int], list[int]]]:
     return list(zip(data.dataset["input_ids"][:], data.dataset["completion_mask"][:], strict=True))
 
 
@@ -256,7 +257,7 @@ def starcoder(byte_level) -> PreTrainedTokenizerFast:
     return with_tokens(byte_level, FAMILIES[0].texts())
 
 
-def test_the_result_does_not_depend_on_chunks_or_other_rows(rows, starcoder, monkeypatch):
+def test_the_result_does_not_depend_on_chunks_or_other_rows(rows, starcoder):
     config = FimConfig(fim_rate=0.7, seed=3)
     whole = columns(tokenize_for_sft(rows, starcoder, config))
     assert whole == columns(tokenize_for_sft(rows, starcoder, config))
@@ -265,8 +266,6 @@ def test_the_result_does_not_depend_on_chunks_or_other_rows(rows, starcoder, mon
         for at in range(0, rows.height, 37)
     ]
     assert [example for part in parts for example in part] == whole
-    monkeypatch.setattr(fim, "CHUNK_BYTES", 2000)
-    assert columns(tokenize_for_sft(rows, starcoder, config)) == whole
     nulled = rows.with_columns(pl.when(pl.int_range(pl.len()) == 0).then(None).otherwise("source").alias("source"))
     assert columns(tokenize_for_sft(nulled, starcoder, config)) == whole[1:]
     assert whole != columns(tokenize_for_sft(rows, starcoder, FimConfig(fim_rate=0.7, seed=4)))

@@ -6,11 +6,12 @@ import polars as pl
 import pytest
 from golden import Golden
 
-from cogumi.data.example_kinds import Chunk
-from cogumi.data.fim import FimConfig, prompts_for_rl, tokenize_for_sft
+from cogumi.data.fim import FimConfig
 from cogumi.data.fim_tokens import FAMILIES
 from cogumi.data.formats import FormatOptions, columns_for, learned, note_of, tokenize_for
+from cogumi.data.rows import Chunk
 from tests.chat_tokenizers import chat_tokenizer, texts
+from tests.fim_examples import prompts_for_rl, tokenize_for_sft
 
 
 def options(method: str, format: str, **more: Any) -> FormatOptions:

@@ -14,17 +14,16 @@ import polars as pl
 import pytest
 from golden import Golden
 
-from cogumi.data.pipeline import locate
-from cogumi.hub.dataset_files import choose_split
-from cogumi.hub.source_files import is_hub_id
+from cogumi.data.source_files import is_hub_id, locate
+from cogumi.hub.downloads import choose_split
 from tests.hub_server import HubServer, hub_server
 
 # HF_ENDPOINT is read when huggingface_hub is imported: whoever asks runs in a process of its own, which takes several calls.
 ASK = textwrap.dedent(
     """
     import json, logging, sys
-    from cogumi.data.pipeline import locate
-    from cogumi.data.sources import read_rows
+    from cogumi.data.source_files import locate
+    from cogumi.data.sources import batches
     from cogumi.core.errors import UsageError
     lines = []
     handler = logging.Handler()
@@ -36,9 +35,9 @@ ASK = textwrap.dedent(
         try:
             found = locate(asked.pop("source"), **asked)
         except UsageError as error:
-            print(json.dumps({"error": str(error)}))
+            print(json.dumps({"key": error.key, "message": error.message, "fix": error.fix, "place": error.place}))
             continue
-        texts = [text for file in found.files for text in read_rows(file, ["text"])["text"]]
+        texts = [text for frame in batches(found.files, ["text"]) for text in frame["text"]]
         print(json.dumps({"name": found.name, "identity": found.identity, "texts": texts, "log": lines}))
     """
 )
@@ -91,9 +90,9 @@ def test_splits_commits_and_a_cache_that_needs_no_network(hub, tmp_path):
     assert pinned["identity"][1] == first
     assert not any("data.revision" in line for line in pinned["log"])
     assert pinned["name"] == f"some/data@{first[:7]}"
-    assert any("downloading some/data: 2 of its files" in line for line in pinned["log"])
+    assert any(f"download: some/data at {first[:7]}: 2 files" in line for line in pinned["log"])
     assert test["texts"] == ["t"]
-    assert wrong["error"] == "data.split: some/data has no split 'dev'; it has: train, test"
+    assert (wrong["key"], wrong["fix"]) == ("data.split", "it has: train, test")
     # What is pinned and there asks nobody.
     hub.requests.clear()
     again = ask(hub, tmp_path / "cache", {"source": "some/data", "revision": first})
@@ -127,10 +126,10 @@ configs:
         {"source": "some/subsets", "subset": "medium"},
     )
     assert (easy["texts"], hard["texts"]) == (["e1", "e2"], ["h"])
-    assert "easy" in neither["error"]
-    assert "data.subset" in neither["error"]
-    assert "medium" in other["error"]
-    assert "hard" in other["error"]
+    assert "easy" in neither["message"]
+    assert "data.subset" in neither["fix"]
+    assert "medium" in other["message"]
+    assert "hard" in other["message"]
 
 
 def test_what_cannot_be_had_is_one_line_each(hub, tmp_path):
@@ -146,14 +145,19 @@ def test_what_cannot_be_had_is_one_line_each(hub, tmp_path):
         {"source": "some/pictures"},
         {"source": "some/fine", "revision": "v7"},
     )
-    assert "no such data set on the hub, or it is private: hf auth login" in missing["error"]
-    assert "is a gated dataset on the Hub. You must be authenticated to access it. (hf auth login" in gated["error"]
-    assert "of a kind that is not read" in pictures["error"]
-    assert "some/fine: it has no revision 'v7' (data.revision)" in revision["error"]
-    assert not any("\n" in each["error"] for each in (missing, gated, pictures, revision))
+    assert "'some/missing'" in missing["message"]
+    assert missing["fix"] == "did you mean some/fine?"
+    assert "no HF_TOKEN is set" in gated["message"]
+    assert f"{hub.url}/datasets/some/gated" in gated["fix"]
+    assert (pictures["place"], "train/a.png" in pictures["message"]) == ("some/pictures", True)
+    assert not any(path.endswith(".png") for path in hub.sent)
+    assert "'v7'" in revision["message"]
+    assert "data.revision" in revision["fix"]
+    assert not any("\n" in text for each in (missing, gated, pictures, revision) for text in each.values())
 
     (unreachable,) = ask(hub, tmp_path / "other", {"source": "some/fine"}, HF_ENDPOINT="http://127.0.0.1:9")
-    assert "http://127.0.0.1:9 could not be read" in unreachable["error"]
+    assert "http://127.0.0.1:9" in unreachable["message"]
+    assert "HF_HUB_OFFLINE" in unreachable["fix"]
 
 
 def test_a_local_file_wins_over_a_hub_id(tmp_path, monkeypatch, golden: Golden):

@@ -9,8 +9,8 @@ import pytest
 import trl
 from datasets import Dataset
 
-from cogumi.data.example_kinds import Chunk
 from cogumi.data.formats import FormatOptions, columns_for, holds_messages, tokenize_for
+from cogumi.data.rows import Chunk
 from tests.chat_tokenizers import chat_tokenizer, texts, tiny_for
 
 Rows = list[dict[str, Any]]

@@ -21,9 +21,11 @@ from golden import Golden
 from cogumi.core.errors import UsageError
 from cogumi.data import cache as module
 from cogumi.data.cache import Data, Prepared, Selection, Source, prepare
-from cogumi.data.cache_files import files_identity, tokenizer_identity
-from cogumi.data.example_kinds import Chunk, Dropped
-from cogumi.data.fim import FimConfig, tokenize_for_sft
+from cogumi.data.cache_files import tokenizer_identity
+from cogumi.data.fim import FimConfig
+from cogumi.data.rows import Chunk, Dropped
+from cogumi.data.source_files import files_identity
+from tests.fim_examples import tokenize_for_sft
 
 
 def words(rows: pl.DataFrame, first_row: int) -> Chunk:
@@ -396,10 +398,10 @@ def test_leftovers_of_other_keys_are_swept_unless_somebody_writes_there(tmp_path
 
 
 def test_too_small_a_disk_is_refused_by_the_first_batch(tmp_path, monkeypatch):
-    from cogumi.data import arrow_writer
+    from cogumi.data import cache_files
 
-    real = arrow_writer.space_of
-    monkeypatch.setattr(arrow_writer, "space_of", lambda path: replace(real(path), free=100))
+    real = cache_files.space_of
+    monkeypatch.setattr(cache_files, "space_of", lambda path: replace(real(path), free=100))
     with pytest.raises(UsageError, match=r"prepared data will take about .* and 100 B are free"):
         run([source(tmp_path / "rows.parquet", numbered(20))], tmp_path)
     assert list((tmp_path / "cache").iterdir()) == []
@@ -457,19 +459,3 @@ def test_trl_maps_prepared_data_without_changing_it(tmp_path, tiny_model):
     assert (made.directory / "train.arrow").read_bytes() == before
     shutil.rmtree(made.directory)
     assert trainer.train_dataset[3]["input_ids"] == expected(numbered(20))[3]  # mapped files outlive their names
-
-
-def test_rows_that_wait_do_not_keep_their_batch_in_memory():
-    def held_by(take: Any) -> int:
-        before = pa.total_allocated_bytes()
-        rows = pl.DataFrame(pa.table({"a": [f"{i} " * 1000 for i in range(1000)]}))
-        taken = take(rows, np.array([3, 7]))
-        del rows
-        assert taken["a"][1].startswith("7 7")
-        return int(pa.total_allocated_bytes() - before)
-
-    assert held_by(lambda rows, chosen: rows[chosen]) > 10**6  # why it is copied
-    assert held_by(module._taken) < 10**5
-    mixed = pl.DataFrame({"o": pl.Series([{"x": 1}, {"y": 2}], dtype=pl.Object), "t": ["a", "b"]})
-    assert module._taken(mixed, np.array([1])).rows() == [({"y": 2}, "b")]
-    assert module._taken(mixed.select("o"), np.array([1])).rows() == [({"y": 2},)]

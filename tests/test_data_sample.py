@@ -50,20 +50,6 @@ def test_two_runs_give_the_same_bytes_and_leave_nothing_behind(tmp_path):
     assert {file.name for file in tmp_path.iterdir()} == {"a.parquet", "b.parquet"}
 
 
-@pytest.mark.usefixtures("small_library")
-def test_max_rows_draws_from_all_and_stays_sorted(tmp_path):
-    everything = pl.read_parquet(write_sample(tmp_path / "all.parquet")).with_row_index()
-    few = pl.read_parquet(write_sample(tmp_path / "few.parquet", max_rows=50, seed=1))
-    assert few.height == 50
-    at = few.join(everything, on=["path", "name", "source"], maintain_order="left")["index"]
-    assert at.is_sorted()
-    assert at.max() > everything.height / 2
-    other = pl.read_parquet(write_sample(tmp_path / "other.parquet", max_rows=50, seed=2))
-    assert not other.equals(few)
-    with pytest.raises(UsageError, match="max_rows=0"):
-        write_sample(tmp_path / "none.parquet", max_rows=0)
-
-
 def test_what_is_taken_and_what_is_left_out(tmp_path):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_a.py").write_text("def t():\n    a = 1\n    return a\n")
@@ -118,5 +104,5 @@ def test_a_failed_write_leaves_neither_file_nor_temporary(tmp_path, monkeypatch)
 
     monkeypatch.setattr(stdlib_sample.os, "fsync", fail)
     with pytest.raises(OSError, match="disk full"):
-        stdlib_sample.write_atomically(tmp_path / "a.parquet", b"x")
+        stdlib_sample.write_frame(tmp_path / "a.parquet", pl.DataFrame({"a": [1]}))
     assert list(tmp_path.iterdir()) == []

@@ -12,8 +12,8 @@ from tokenizers import normalizers
 
 from cogumi.core.errors import UsageError
 from cogumi.data.chat_templates import read_template
-from cogumi.data.example_kinds import Chunk
 from cogumi.data.formats import FormatOptions, columns_for, tokenize_for
+from cogumi.data.rows import Chunk
 from tests.chat_tokenizers import chat_tokenizer, learned_texts, texts, tiny_for
 
 Rows = list[dict[str, Any]]
@@ -225,16 +225,6 @@ def test_what_follows_the_last_answer_is_cut_off_unless_all_is_learned() -> None
 
 
 @pytest.mark.parametrize("learn", ["turns", "completion"])
-@pytest.mark.parametrize("name", ["llama3", "llama3_1", "qwen3", "gptoss"])
-def test_tokenizers_that_are_read_whole_give_the_same(name: str, learn: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Word by word with byte counts, and whole with the tokenizer's offsets."""
-    rows = conversations()
-    by_words = chunk_of(rows, chat_tokenizer(name), learn=learn)
-    monkeypatch.setattr("cogumi.data.encoding._added_tokens", lambda tokenizer: None)
-    assert chunk_of(rows, chat_tokenizer(name), learn=learn).table.equals(by_words.table)
-
-
-@pytest.mark.parametrize("learn", ["turns", "completion"])
 def test_texts_that_the_tokenizer_normalizes(learn: str, tmp_path: Path) -> None:
     """Their bytes are not the tokens', so the tokenizer's offsets say where the turns are."""
     decomposed = {"role": "assistant", "content": "caf\u0065\u0301 \u0065\u0301\u0065\u0301"}
@@ -290,7 +280,7 @@ def test_chunks_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> No
     assert [row for part in parts for row in part.table.to_pylist()] == whole.table.to_pylist()
     assert parts[1].dropped["without any assistant turn"] == whole.dropped["without any assistant turn"]
     assert whole.dropped["without any assistant turn"].row == 5
-    monkeypatch.setattr("cogumi.data.supervised.CHUNK_CHARACTERS", 100)
+    monkeypatch.setattr("cogumi.data.encoding.CHUNK_CHARACTERS", 100)
     assert make(frame, 0).table.equals(whole.table)
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import cogumi
 from cogumi.config.catalog import PACKAGE
 from cogumi.core.run_directory import read_jsonl
-from cogumi.data.stdlib_tasks import chat_path, pairs_path
+from cogumi.data.stdlib_sample import chat_path, pairs_path
 
 STEPS = 24
 TRAIN: dict[str, Any] = {

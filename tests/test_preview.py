@@ -11,8 +11,8 @@ import pytest
 import cogumi
 from cogumi.cli.app import main
 from cogumi.config.schema import load_config
-from cogumi.data.dropped_rows import in_words
-from cogumi.data.stdlib_tasks import chat_path
+from cogumi.data.rows import in_words
+from cogumi.data.stdlib_sample import chat_path
 from cogumi.methods.preview import Preview
 
 Config = dict[str, Any]

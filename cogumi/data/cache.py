@@ -18,26 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
+import platformdirs
 import polars as pl
 
 from cogumi.core.disk_space import spoken
 from cogumi.core.durability import NO_SPACE, sync_path, write_synced
 from cogumi.core.errors import UsageError
-from cogumi.data.arrow_writer import Part, told
-from cogumi.data.cache_files import (
-    RECORD,
-    Lengths,
-    alone,
-    cache_key,
-    code_and_libraries,
-    is_whole,
-    prepared_home,
-    size_of,
-    span,
-)
-from cogumi.data.dropped_rows import excerpt_of
-from cogumi.data.example_kinds import Dropped, Tokenize
+from cogumi.core.formatting import duration
+from cogumi.data.cache_files import RECORD, Lengths, Part, alone, cache_key, code_and_libraries, is_whole, told
+from cogumi.data.rows import Dropped, Tokenize, excerpt_of
 from cogumi.data.selection import COPY, HELD_OUT, LIKE_HELD_OUT, TRAIN, Counts, Selection, States, choose, row_hashes
 from cogumi.data.sources import Alike, batches
 
@@ -97,7 +86,12 @@ class Data:
 
     def report(self) -> str:
         """One line: "sample.parquet: 9,421 rows, 9,100 used; dropped 300 longer than 512 tokens, 21 null"."""
-        return f"{_accounts(self)} ({self.note})" if self.note else _accounts(self)
+        line = told(self.name, self.total, len(self.dataset), self.dropped)
+        if self.truncated:
+            line += f"; truncated {self.truncated:,}"
+        if self.duplicates and EQUAL[COPY] not in self.dropped:
+            line += f"; {self.duplicates:,} equal to an earlier row are kept (data.deduplicate: true drops them)"
+        return f"{line} ({self.note})" if self.note else line
 
     def examples_dropped(self) -> list[str]:
         """A line for each reason, with the first row that was dropped for it."""
@@ -129,15 +123,12 @@ class Prepared:
     def sample_rows(self) -> pl.DataFrame:
         """The first held-out rows by their fields, at most SAMPLE_ROWS; values that are no text as Python objects."""
         rows = json.loads((self.directory / RECORD).read_text(encoding="utf-8"))["sample_rows"]
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        columns = {name: [row.get(name) for row in rows] for name in names}
+        columns = {
+            name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)
+        }
+        text = {name for name, values in columns.items() if all(v is None or isinstance(v, str) for v in values)}
         return pl.DataFrame(
-            {
-                name: pl.Series(name, values, dtype=pl.String)
-                if all(value is None or isinstance(value, str) for value in values)
-                else pl.Series(name, values, dtype=pl.Object)
-                for name, values in columns.items()
-            }
+            [pl.Series(name, v, dtype=pl.String if name in text else pl.Object) for name, v in columns.items()]
         )
 
 
@@ -158,7 +149,7 @@ def prepare(
     Raises UsageError when a source cannot be read (see `sources.batches`), no row is left to train on, none is usable,
     the disk is too small, or bad rows are to be refused.
     """
-    home = Path(cache_dir) if cache_dir is not None else prepared_home()
+    home = Path(cache_dir or Path(platformdirs.user_cache_dir("cogumi")) / "prepared")
     described = [[each.name, each.identity, each.options, dict(each.columns), each.weight] for each in sources]
     key = cache_key(
         {"sources": described, "selection": asdict(selection), "parts": parts, "code": code_and_libraries()}
@@ -167,7 +158,7 @@ def prepare(
     if is_whole(directory):
         prepared = _load(directory)
         age = time.time() - (directory / RECORD).stat().st_mtime
-        log.info("prepared data from cache %s (%s old, %s)", directory, span(age), spoken(size_of(directory)))
+        log.info("prepared data from cache %s (%s old, %s)", directory, duration(age), size_of(directory))
     else:
         with alone(home, key) as unfinished:
             if unfinished is not None:
@@ -175,7 +166,7 @@ def prepare(
                 os.rename(unfinished, directory)
                 sync_path(home)
         prepared = _load(directory)
-        log.info("prepared data is kept in %s (%s)", directory, spoken(size_of(directory)))
+        log.info("prepared data is kept in %s (%s)", directory, size_of(directory))
     if bad_rows == "fail":
         refuse_bad_rows([data for data in (prepared.train, prepared.held_out) if data is not None])
     return prepared
@@ -275,11 +266,10 @@ def _tokenize(
         for state, part in ((TRAIN, train), (HELD_OUT, held_out)):
             chosen = np.flatnonzero(here == state)
             if len(chosen):
-                kept = rows if len(chosen) == rows.height else _taken(rows, chosen)
-                part.add(sources[number].tokenize, kept, first_row + chosen, kept.height / rows.height)
+                kept = rows if len(chosen) == rows.height else rows[chosen]
+                part.add(sources[number].tokenize, kept, first_row + chosen)
                 if part is held_out and len(sample_rows) < SAMPLE_ROWS:
                     sample_rows.extend(_plain(kept.head(SAMPLE_ROWS - len(sample_rows))))
-    held_out.flush()
     wanted = selection.eval_rows or held_out.file is not None  # a default that makes no example refuses no run
     duplicates = sum(each.duplicates for each in counts)
     name = sources[0].name if len(sources) == 1 else f"{len(sources)} sources"
@@ -301,14 +291,6 @@ def _numbered(sources: Sequence[Source], doing: str, total: int | None) -> Itera
                 yield number, row, frame
                 row += frame.height
                 bar.update(frame.height)
-
-
-def _taken(rows: pl.DataFrame, chosen: npt.NDArray[np.int64]) -> pl.DataFrame:
-    """These rows in memory of their own: polars' text would keep that of the whole batch alive for as long as one waits."""
-    taken = rows[chosen]
-    objects = [name for name, kind in rows.schema.items() if kind == pl.Object]
-    copied = pl.DataFrame(taken.drop(objects).to_arrow(compat_level=pl.CompatLevel.oldest()))
-    return pl.DataFrame([taken[name] if name in objects else copied[name] for name in rows.columns])
 
 
 def _source_lines(sources: Sequence[Source], counts: Sequence[Counts]) -> list[str]:
@@ -336,10 +318,5 @@ def _plain(rows: pl.DataFrame) -> list[dict[str, Any]]:
     ]
 
 
-def _accounts(data: Data) -> str:
-    line = told(data.name, data.total, len(data.dataset), data.dropped)
-    if data.truncated:
-        line += f"; truncated {data.truncated:,}"
-    if data.duplicates and EQUAL[COPY] not in data.dropped:
-        line += f"; {data.duplicates:,} equal to an earlier row are kept (data.deduplicate: true drops them)"
-    return line
+def size_of(directory: Path) -> str:
+    return spoken(sum(path.stat().st_size for path in directory.iterdir()))

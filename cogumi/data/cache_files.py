@@ -1,11 +1,11 @@
-"""The cache of prepared data on the disk: its keys, its directory, and the lengths of its examples."""
+"""Prepared data on the disk: the key of its directory, the directory itself, the arrow file of a part, the lengths."""
 
 import hashlib
 import json
 import logging
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,15 +14,20 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import platformdirs
+import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cogumi.core.durability import locked, why_unwritable
+from cogumi.core.disk_space import space_of, spoken
+from cogumi.core.durability import locked, sync_path, why_unwritable
 from cogumi.core.errors import UsageError
+from cogumi.data.rows import Chunk, Dropped, Tokenize
 
-EDGE_BYTES = 2**20
-"""Of a local file's start and end, hashed: who changes a file and sets its time back is found out most of the time."""
+log = logging.getLogger("cogumi")
+Indices = npt.NDArray[np.int64]
+
+# ---------------------------------------------------------------------------------------------------------------- keys
+
 LIBRARIES = ("tokenizers", "transformers", "trl", "polars", "pyarrow", "datasets")
 
 
@@ -38,24 +43,6 @@ def code_and_libraries() -> dict[str, str]:
     for file in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(file.read_bytes())
     return {"cogumi.data": digest.hexdigest()} | {name: version(name) for name in LIBRARIES}
-
-
-def files_identity(files: Sequence[Path]) -> list[list[Any]]:
-    """Of each file: where it really is, its size, when it was written, and a hash of its first and last MiB."""
-    return [[str(file.resolve()), *_stat(file), _edges(file)] for file in files]
-
-
-def _stat(file: Path) -> tuple[int, int]:
-    found = file.stat()
-    return found.st_size, found.st_mtime_ns
-
-
-def _edges(file: Path) -> str:
-    with file.open("rb") as data:
-        digest = hashlib.sha256(data.read(EDGE_BYTES))
-        data.seek(max(EDGE_BYTES, file.stat().st_size - EDGE_BYTES))
-        digest.update(data.read())
-    return digest.hexdigest()
 
 
 def tokenizer_identity(tokenizer: Any) -> str:
@@ -78,18 +65,10 @@ def tokenizer_identity(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-# ------------------------------------------------------------------------------------------------------ cache directory
-
-
-log = logging.getLogger("cogumi")
+# ----------------------------------------------------------------------------------------------------------- directory
 
 RECORD = "prepared.json"
 WAIT_SECONDS = 0.5
-
-
-def prepared_home() -> Path:
-    """Where prepared data is kept: one directory a key, to be deleted whole by whoever wants the space."""
-    return Path(platformdirs.user_cache_dir("cogumi")) / "prepared"
 
 
 def is_whole(directory: Path) -> bool:
@@ -107,18 +86,22 @@ def is_whole(directory: Path) -> bool:
 
 @contextmanager
 def alone(home: Path, key: str) -> Iterator[Path | None]:
-    """An empty directory to write into while nobody else does, or None where somebody else has finished meanwhile."""
-    begin(home)
-    sweep(home)
+    """An empty directory to write into while no other process does, or None where another has finished meanwhile."""
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        error = why_unwritable(home)
+    except OSError as refused:
+        error = refused
+    if error:
+        fix = "set XDG_CACHE_HOME to another directory"
+        raise UsageError(f"prepared data cannot be written there ({error.strerror})", place=home, fix=fix)
+    remove_leftovers(home)
     unfinished, told = home / f"{key}.unfinished", False
-    while True:
-        if (home / key).exists():
-            yield None
-            return
+    while not (home / key).exists():
         unfinished.mkdir(exist_ok=True)
         number = unfinished.stat().st_ino
         with locked(unfinished) as held:
-            # Whoever had the lock before may have renamed the directory, or removed it.
+            # The process that had the lock before may have renamed the directory, or removed it.
             if held is not False and unfinished.exists() and unfinished.stat().st_ino == number:
                 for left in unfinished.iterdir():
                     left.unlink()
@@ -131,47 +114,143 @@ def alone(home: Path, key: str) -> Iterator[Path | None]:
             log.info("another process prepares the same data: waiting for it")
             told = True
         time.sleep(WAIT_SECONDS)
+    yield None
 
 
-def begin(home: Path) -> None:
-    """Make the directory. Raises UsageError where it takes no files."""
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        error = why_unwritable(home)
-    except OSError as refused:
-        error = refused
-    if error:
-        raise UsageError(
-            f"prepared data cannot be written there ({error.strerror})",
-            place=home,
-            fix="set XDG_CACHE_HOME to another directory",
-        )
-
-
-def sweep(home: Path) -> None:
-    """Remove what processes left that were killed: nobody holds its lock."""
+def remove_leftovers(home: Path) -> None:
+    """Remove what processes left that were killed: their locks are free."""
     for left in home.glob("*.unfinished"):
         try:
             with locked(left) as held:
                 if held:
                     shutil.rmtree(left)
-        except FileNotFoundError:  # renamed or swept by another process
+        except FileNotFoundError:  # renamed or removed by another process
             continue
 
 
-def size_of(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.iterdir())
+# ---------------------------------------------------------------------------------------------------------- arrow file
 
 
-def span(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} seconds"
+class Part:
+    """Takes the rows of one part (trained on, or held out) and writes the examples that they become to an arrow stream.
+
+    expected_rows: how many will come, by which the first batch says whether the disk has room for them.
+    """
+
+    def __init__(self, path: Path, expected_rows: int) -> None:
+        self.path = path
+        self.expected_rows = expected_rows
+        self.position = 0
+        self.total = self.truncated = self.learned = 0
+        self.dropped: dict[str, Dropped] = {}
+        self.counts = np.zeros(LONGEST + 1, np.int64)
+        self.file: Any = None
+        self.schema: pa.Schema | None = None
+
+    def drop(self, reason: str, at: Indices, first: str) -> None:
+        """Count rows that are not to become examples. at: their places in the source; first: what the first holds."""
+        if len(at):
+            self.total += len(at)
+            self.count(reason, Dropped(len(at), int(at[0]), first))
+
+    def count(self, reason: str, dropped: Dropped) -> None:
+        self.dropped[reason] = self.dropped[reason] + dropped if reason in self.dropped else dropped
+
+    def add(self, tokenize: Tokenize, rows: pl.DataFrame, at: Indices) -> None:
+        """Write the examples made of rows at these places of the source, and count what became of the others."""
+        chunk: Chunk = tokenize(rows, self.position)
+        table = chunk.table.replace_schema_metadata(None)
+        lost = sum(dropped.count for dropped in chunk.dropped.values())
+        if len(table) + lost != len(at):
+            raise RuntimeError(f"{len(at)} rows became {len(table)} examples and {lost} dropped")
+        self.total += len(at)
+        self.truncated += chunk.truncated
+        for reason, dropped in chunk.dropped.items():
+            # `tokenize` numbers the chosen rows; a report names the place in the source.
+            self.count(reason, Dropped(dropped.count, int(at[dropped.row - self.position]), dropped.excerpt))
+        self.position += len(at)
+        if len(table):
+            self.counts += np.bincount(np.minimum(lengths_of(table), LONGEST), minlength=LONGEST + 1)
+            if "completion_mask" in table.column_names:
+                masks = table["completion_mask"].chunks
+                self.learned += sum(int(np.count_nonzero(part.flatten())) for part in masks)
+            self.write(table)
+        if self.expected_rows:
+            self.check_disk(table.nbytes / len(at))
+
+    def write(self, table: pa.Table) -> None:
+        if self.schema is None:
+            self.schema = table.schema
+            self.file = pa.ipc.new_stream(str(self.path), self.schema)
+        elif table.schema != self.schema:
+            schema = one_schema(self.schema, table.schema)
+            if schema != self.schema:
+                self.rewrite(schema)
+            table = table.select(schema.names).cast(schema)
+        self.file.write_table(table.combine_chunks())
+
+    def rewrite(self, schema: pa.Schema) -> None:
+        """What is written so far, in the types that later rows need: a column may have begun with nulls alone."""
+        self.file.close()
+        before = self.path.rename(self.path.with_suffix(".before"))
+        self.file, self.schema = pa.ipc.new_stream(str(self.path), schema), schema
+        with pa.memory_map(str(before)) as mapped:
+            for batch in pa.ipc.open_stream(mapped):
+                self.file.write_table(pa.Table.from_batches([batch]).cast(schema))
+        before.unlink()
+
+    def check_disk(self, bytes_a_row: float) -> None:
+        """Refuse, by the first chunk, what will not fit on the disk."""
+        needed = int(bytes_a_row * self.expected_rows)
+        self.expected_rows = 0
+        free = space_of(self.path.parent).free
+        if needed > free:
+            raise UsageError(
+                f"prepared data will take about {spoken(needed)} and {spoken(free)} are free",
+                place=self.path.parents[1],
+                fix="free some, set XDG_CACHE_HOME to another disk, or use fewer rows (data.max_rows)",
+            )
+
+    def close(self, name: str, duplicates: int, note: str) -> dict[str, Any]:
+        """The record of this part. Raises UsageError where no row was usable."""
+        if self.file is None:
+            longer = any(reason.startswith("longer than") for reason in self.dropped)
+            allow = ", or allow longer examples (of gspo: lower train.max_completion_length)" if longer else ""
+            raise UsageError(told(name, self.total, 0, self.dropped), fix=f"give other rows{allow}")
+        self.file.close()
+        sync_path(self.path)
+        return {
+            "name": name,
+            "total": self.total,
+            "dropped": {reason: [each.count, each.row, each.excerpt] for reason, each in self.dropped.items()},
+            "truncated": self.truncated,
+            "duplicates": duplicates,
+            "lengths": Lengths(self.counts).pairs(),
+            "learned": self.learned,
+            "note": note,
+        }
 
 
-# -------------------------------------------------------------------------------------------------------------- lengths
+def one_schema(before: pa.Schema, now: pa.Schema) -> pa.Schema:
+    """The types that hold both chunks' values; UsageError names a column for which there are none."""
+    fields = []
+    for name in before.names:
+        pair = [pa.schema([schema.field(name)]) for schema in (before, now)]
+        try:
+            fields.append(pa.unify_schemas(pair, promote_options="permissive").field(name))
+        except pa.ArrowException as error:
+            kinds = " and ".join(str(schema.field(name).type) for schema in pair)
+            raise UsageError(f"column {name!r} holds {kinds} in different rows", fix="write them alike") from error
+    return pa.schema(fields)
 
+
+def told(name: str, total: int, used: int, dropped: Mapping[str, Dropped]) -> str:
+    """ "sample.parquet: 9,421 rows, 9,100 used; dropped 300 longer than 512 tokens, 21 null"."""
+    reasons = ", ".join(f"{each.count:,} {reason}" for reason, each in dropped.items())
+    return f"{name}: {total:,} rows, {used:,} used" + (f"; dropped {reasons}" if reasons else "")
+
+
+# ------------------------------------------------------------------------------------------------------------- lengths
 
 LONGEST = 2**17
 """In tokens; what is longer counts as this."""

@@ -13,11 +13,11 @@ where a message has them. What is decided here:
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cogumi.data.dropped_rows import BadRow, decoded
+from cogumi.data.rows import BadRow, decoded
 
 Message = dict[str, Any]
 
@@ -173,19 +173,6 @@ def refuse_empty_answers(messages: Sequence[Message], first: int = 0) -> None:
     for message in messages[first:]:
         if message["role"] == "assistant" and not message["content"].strip() and "tool_calls" not in message:
             raise BadRow("with an empty answer")
-
-
-def strings_in(value: Any) -> Iterator[str]:
-    """Every text in a value of messages or tools, however deep, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from strings_in(key)
-            yield from strings_in(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from strings_in(inner)
 
 
 def json_of(text: str, reason: str) -> Any:

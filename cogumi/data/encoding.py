@@ -1,156 +1,55 @@
-"""Texts with spans that are learned, and their tokens.
+"""Texts as token ids, and which of them are learned.
 
-A tokenizer finds its added tokens (the controls that a chat template writes) before it cuts anything else, so the text
-between two of them is a text of its own, for which `encode_by_words` is exact. A byte-level token stands for as many
-bytes as its spelling has letters; where the bytes of a text's tokens add up to the text's own, they say where each token
-lies, without the tokenizer's offsets, which cost several times the ids.
+Two ways lead to a mask. *The last turn, or a completion*: what follows the prompt's own tokens in prompt and completion,
+as TRL's SFTTrainer finds it (trl 1.15, sft_trainer.py, tokenize_fn). *Every turn*: the tokens of the spans that
+`ChatTemplate.turns` gives; a token that only begins before a span, or ends behind it, is learned.
 """
 
 import json
-import re
 import string
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from cogumi.core.errors import UsageError
+from cogumi.data.chat_templates import ChatTemplate, Spans
+from cogumi.data.rows import Chunk, Dropped, drop
 
 Ids = npt.NDArray[np.int32]
 Places = npt.NDArray[np.int64]
-
-
-def encode_rendered(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False) -> tuple[Ids, Places]:
-    """(all ids one after the other, ids per text), exactly as the tokenizer gives them.
-
-    `special_tokens`: with those it puts around every text by itself.
-    """
-    added = _added_tokens(tokenizer)
-    around = _around(tokenizer) if special_tokens else ([], [])
-    if added is None or around is None:
-        encoded = [each.ids for each in encodings(tokenizer, texts, special_tokens, offsets=False)]
-        lengths = np.fromiter(map(len, encoded), np.int64, len(texts))
-        flat = [token for ids in encoded for token in ids]
-        return np.array(flat, np.int32), lengths
-    pattern, ids_of = added
-    pieces: list[str] = []
-    controls: list[int] = []
-    runs_of_text = np.empty(len(texts), np.int64)
-    for at, text in enumerate(texts):
-        parts = pattern.split(text)  # text, control, text, ..., text
-        pieces += parts[::2]
-        controls += [ids_of[each] for each in parts[1::2]]
-        controls.append(-1)  # nothing behind the last piece
-        runs_of_text[at] = len(parts) // 2 + 1
-    ids, lengths = encode_by_words(tokenizer, pieces)
-    # Runs of one pool: around, pieces and controls in turn.
-    followed = np.array(controls, np.int32)
-    pool = np.concatenate([ids, np.maximum(followed, 0)])
-    starts = np.column_stack([np.cumsum(lengths) - lengths, len(ids) + np.arange(len(followed))])
-    run_lengths = np.column_stack([lengths, followed >= 0])
-    inner = gather(pool, starts.ravel(), run_lengths.ravel())
-    per_text = np.add.reduceat(run_lengths.sum(axis=1), np.cumsum(runs_of_text) - runs_of_text)
-    before, after = around
-    if not before and not after:
-        return inner, per_text
-    pool = np.concatenate([inner, np.array(before, np.int32), np.array(after, np.int32)])
-    n = len(texts)
-    starts = np.column_stack(
-        [np.full(n, len(inner)), np.cumsum(per_text) - per_text, np.full(n, len(inner) + len(before))]
-    )
-    run_lengths = np.column_stack([np.full(n, len(before)), per_text, np.full(n, len(after))])
-    return gather(pool, starts.ravel(), run_lengths.ravel()), run_lengths.sum(axis=1)
-
-
-def token_ends(tokenizer: Any, ids: Ids, lengths: Places, texts: Sequence[str]) -> tuple[Places, npt.NDArray[np.bool_]]:
-    """(the end of every token in its text, in bytes; per text whether that is known).
-
-    It is not known where the tokenizer is no byte-level one, or changed the text before it cut it.
-    """
-    in_bytes = np.array([len(text) if text.isascii() else len(text.encode()) for text in texts], np.int64)
-    if _added_tokens(tokenizer) is None:
-        return np.zeros(len(ids), np.int64), np.zeros(len(texts), bool)
-    ends = np.cumsum(_byte_lengths(tokenizer, len(tokenizer))[ids])
-    last = np.cumsum(lengths)
-    before = np.concatenate([[0], ends])[last - lengths]
-    own = np.concatenate([[0], ends])[last] - before
-    return ends - np.repeat(before, lengths), own == in_bytes
-
-
-def shared_prefixes(first: Ids, first_lengths: Places, second: Ids, second_lengths: Places) -> Places:
-    """Of every pair of runs, the number of ids with which both begin."""
-    lengths = np.minimum(first_lengths, second_lengths)
-    begin = np.cumsum(lengths) - lengths
-    left = gather(first, np.cumsum(first_lengths) - first_lengths, lengths)
-    right = gather(second, np.cumsum(second_lengths) - second_lengths, lengths)
-    unlike = np.append(np.flatnonzero(left != right), len(left))
-    return np.minimum(unlike[np.searchsorted(unlike, begin)] - begin, lengths)
-
-
-def _added_tokens(tokenizer: Any) -> tuple[re.Pattern[str], dict[str, int]] | None:
-    return _added_tokens_of(tokenizer, len(tokenizer)) if tokenizer.is_fast else None
-
-
-@lru_cache(maxsize=4)
-def _added_tokens_of(tokenizer: Any, size: int) -> tuple[re.Pattern[str], dict[str, int]] | None:
-    """A pattern that finds this tokenizer's added tokens as it does, and their ids; None where words are no way.
-
-    `size`: the tokenizer's, so that one to which tokens were added is looked at again.
-    """
-    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
-    normalizes = tokenizer.backend_tokenizer.normalizer is not None
-    if not cuts_at_spaces(tokenizer) or any(
-        each.single_word or (each.normalized and normalizes) for each in added.values()
-    ):
-        return None
-    ids = {token.content: number for number, token in added.items()}
-    longest_first = sorted(ids, key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, longest_first))})" if ids else "((?!))"), ids
-
-
-@lru_cache(maxsize=4)
-def _byte_lengths(tokenizer: Any, size: int) -> Places:
-    """By id: how many bytes of text it stands for. A byte-level vocabulary spells each byte as one letter."""
-    vocabulary = tokenizer.get_vocab()
-    lengths = np.zeros(max(vocabulary.values()) + 1, np.int64)
-    for token, number in vocabulary.items():
-        lengths[number] = len(token)
-    for number, added in tokenizer.backend_tokenizer.get_added_tokens_decoder().items():
-        lengths[number] = len(added.content.encode())
-    return lengths
-
-
-def _around(tokenizer: Any) -> tuple[list[int], list[int]] | None:
-    """The ids the tokenizer puts before and after every text."""
-    bare, dressed = (tokenizer("a", add_special_tokens=each)["input_ids"] for each in (False, True))
-    found = [at for at in range(len(dressed)) if dressed[at : at + len(bare)] == bare]
-    return (dressed[: found[0]], dressed[found[0] + len(bare) :]) if found else None
-
-
-# ------------------------------------------------------------------------------------------------------------- encoding
-
-
 Integer = TypeVar("Integer", bound=np.integer[Any])
+CHUNK_CHARACTERS = 2 * 2**20
+"""Text tokenized at a time: the tokenizer's own objects take some 50 times the text."""
 
 
-def encode(tokenizer: Any, texts: Sequence[str]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """(all ids one after the other, ids per text), without special tokens."""
+def encode(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False) -> tuple[Ids, Places]:
+    """(all ids one after the other, ids per text). special_tokens: with those that it puts around every text by itself."""
     if tokenizer.is_fast:
         # Straight to the Rust tokenizer: the Python layer would build an attention mask and a list copy per text.
-        backend = tokenizer.backend_tokenizer
-        backend.no_padding()  # an earlier padded call leaves these set; transformers sets them anew on every call
-        backend.no_truncation()
-        encoded: Iterator[list[int]] | list[list[int]] = [
-            each.ids for each in backend.encode_batch_fast(texts, add_special_tokens=False)
-        ]
+        found = as_whole_texts(tokenizer).encode_batch_fast(list(texts), add_special_tokens=special_tokens)
+        encoded = [each.ids for each in found]
     else:
-        encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    lengths = np.fromiter(map(len, encoded), np.int64, len(texts))
-    return np.fromiter(chain.from_iterable(encoded), np.int32, int(lengths.sum())), lengths
+        encoded = tokenizer(texts, add_special_tokens=special_tokens)["input_ids"]
+    return joined(encoded, np.int32)
+
+
+def joined(rows: Sequence[Sequence[int]], dtype: type[Integer]) -> tuple[npt.NDArray[Integer], Places]:
+    """(the rows one after the other, their lengths)."""
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    return np.fromiter(chain.from_iterable(rows), dtype, int(lengths.sum())), lengths
+
+
+def as_whole_texts(tokenizer: Any) -> Any:
+    """The Rust tokenizer without what an earlier padded call left set; transformers sets it anew on every call."""
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
 
 
 OTHER, LETTER, DIGIT, MARK, SPACE, NOT_ASCII = range(6)
@@ -198,7 +97,7 @@ def cuts_at_spaces(tokenizer: Any) -> bool:
     )
 
 
-def encode_by_words(tokenizer: Any, texts: Sequence[str]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+def encode_by_words(tokenizer: Any, texts: Sequence[str]) -> tuple[Ids, Places]:
     """`encode`, but every distinct word is tokenized once: code repeats its words many times over.
 
     Cuts lie only where these tokenizers cut in any case, whatever is around:
@@ -212,6 +111,8 @@ def encode_by_words(tokenizer: Any, texts: Sequence[str]) -> tuple[npt.NDArray[n
     Characters beyond ASCII never take part, so no cut falls into one or depends on what Unicode calls a
     letter or a space.
     """
+    if not any(texts):
+        return encode(tokenizer, texts)
     array = pa.array(texts, pa.large_string())
     _, offsets, content = array.buffers()
     bounds = np.frombuffer(offsets, np.int64)[: len(texts) + 1]
@@ -244,25 +145,163 @@ def gather(
     return pool[np.arange(lengths.sum()) + np.repeat(shift, lengths)]
 
 
-def encodings(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False, offsets: bool = True) -> list[Any]:
-    """The Rust tokenizer's own values (`ids`; with offsets `char_to_token`), one per text.
-
-    `special_tokens`: with those that the tokenizer puts around every text. Raises UsageError for a tokenizer that is not
-    a fast one: it has no offsets.
-    """
-    if not tokenizer.is_fast:
-        raise UsageError(
-            f"{type(tokenizer).__name__} is not a fast tokenizer and cannot say which characters a token stands for",
-            fix="use a model that has a tokenizer.json",
-        )
-    backend = tokenizer.backend_tokenizer
-    backend.no_padding()
-    backend.no_truncation()
-    encode_them = backend.encode_batch if offsets else backend.encode_batch_fast
-    return list(encode_them(list(texts), add_special_tokens=special_tokens))
+def shared_prefixes(first: Ids, first_lengths: Places, second: Ids, second_lengths: Places) -> Places:
+    """Of every pair of runs, the number of ids with which both begin."""
+    lengths = np.minimum(first_lengths, second_lengths)
+    begin = np.cumsum(lengths) - lengths
+    left = gather(first, np.cumsum(first_lengths) - first_lengths, lengths)
+    right = gather(second, np.cumsum(second_lengths) - second_lengths, lengths)
+    unlike = np.append(np.flatnonzero(left != right), len(left))
+    return np.minimum(unlike[np.searchsorted(unlike, begin)] - begin, lengths)
 
 
 def special_texts(tokenizer: Any) -> list[str]:
     """The texts that this tokenizer reads as control tokens: as part of somebody's text they would become some."""
     added = tokenizer.added_tokens_decoder.values()
     return list(dict.fromkeys([*tokenizer.all_special_tokens, *(token.content for token in added if token.special)]))
+
+
+# ---------------------------------------------------------------------------------------------------- masks
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long an example may be, in tokens, and what becomes of longer ones."""
+
+    max_length: int | None = None
+    overlong: Literal["drop", "truncate"] = "drop"
+    keep: Literal["keep_start", "keep_end"] = "keep_start"
+    """The part that truncation leaves, in TRL's words (`train.truncation_mode`)."""
+
+    @property
+    def too_long(self) -> str:
+        return f"longer than {self.max_length} tokens"
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """What rows of conversations, prompts or pairs become token ids with."""
+
+    columns: Mapping[str, str]
+    """Field -> column of the rows."""
+    tokenizer: Any
+    template: ChatTemplate | None
+    """None where no row holds messages."""
+    special: list[str]
+    """What the tokenizer reads as control tokens."""
+    budget: Budget
+    learn: Literal["turns", "completion", "all"]
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Tokenized examples one after the other."""
+
+    ids: Ids
+    mask: npt.NDArray[np.int8]
+    lengths: Places
+
+
+def learn_spans(tokenizer: Any, texts: Sequence[str], spans: Sequence[Spans]) -> Masked:
+    """Each text with its spans learned. Raises UsageError for a tokenizer that does not say where its tokens lie."""
+    if not tokenizer.is_fast:
+        raise UsageError(
+            f"{type(tokenizer).__name__} is not a fast tokenizer and cannot say which characters a token stands for",
+            fix="use a model that has a tokenizer.json",
+        )
+    ids: list[list[int]] = []
+    masks: list[npt.NDArray[np.int8]] = []
+    for start, end in batches(texts):
+        found = as_whole_texts(tokenizer).encode_batch(list(texts[start:end]), add_special_tokens=False)
+        for encoding, text, its_spans in zip(found, texts[start:end], spans[start:end], strict=True):
+            mask = np.zeros(len(encoding.ids), np.int8)
+            for span in its_spans:
+                first, last = _tokens_of(encoding, span, len(text))
+                mask[first:last] = 1
+            ids.append(encoding.ids)
+            masks.append(mask)
+    flat, lengths = joined(ids, np.int32)
+    return Masked(flat, np.concatenate([np.zeros(0, np.int8), *masks]), lengths)
+
+
+def _tokens_of(encoding: Any, span: tuple[int, int], length: int) -> tuple[int, int]:
+    """The range of tokens that hold a character of this span. Where several hold one character, all of them do."""
+    start, end = span
+    if start == end:
+        return 0, 0
+    last = encoding.char_to_token(end - 1)
+    return _token_at(encoding, start, length), max(_token_at(encoding, end, length), 0 if last is None else last + 1)
+
+
+def _token_at(encoding: Any, character: int, length: int) -> int:
+    """The first token of this character, or of the next one that has any (some tokenizers drop spaces)."""
+    found = (encoding.char_to_token(at) for at in range(character, length))
+    return next((int(token) for token in found if token is not None), len(encoding.ids))
+
+
+def learn_completions(
+    tokenizer: Any, prompts: Sequence[str], wholes: Sequence[str], special_tokens: bool, everything: bool = False
+) -> Masked:
+    """Each whole text, of which all is learned behind the tokens it shares with its prompt's, or `everything`.
+
+    `special_tokens`: the tokenizer adds its own (a beginning of sequence), which a chat template does by itself.
+    """
+    parts = [Masked(np.zeros(0, np.int32), np.zeros(0, np.int8), np.zeros(0, np.int64))]
+    for start, end in batches(wholes):
+        ids, lengths = encode(tokenizer, wholes[start:end], special_tokens)
+        shared = np.zeros(end - start, np.int64)
+        if not everything:
+            shared = shared_prefixes(*encode(tokenizer, prompts[start:end], special_tokens), ids, lengths)
+        within = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        parts.append(Masked(ids, (within >= np.repeat(shared, lengths)).astype(np.int8), lengths))
+    return Masked(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "mask", "lengths")))
+
+
+def batches(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Ranges of texts with about CHUNK_CHARACTERS in them."""
+    start = size = 0
+    for at, text in enumerate(texts):
+        size += len(text)
+        if size >= CHUNK_CHARACTERS:
+            yield start, at + 1
+            start, size = at + 1, 0
+    if start < len(texts):
+        yield start, len(texts)
+
+
+def masked_chunk(
+    examples: Masked, budget: Budget, rows: Sequence[int], values: Sequence[Any], dropped: dict[str, Dropped]
+) -> Chunk:
+    """The examples that fit and have something to learn; `rows` and `values` name those that are dropped."""
+    starts = np.cumsum(examples.lengths) - examples.lengths
+    learned_before = np.concatenate([[0], np.cumsum(examples.mask, dtype=np.int64)])
+    lengths = examples.lengths
+    over = np.zeros(len(lengths), bool)
+    if budget.max_length is not None:
+        over = lengths > budget.max_length
+        if budget.overlong == "truncate":
+            cut = np.minimum(lengths, budget.max_length)
+            starts = starts + (lengths - cut if budget.keep == "keep_end" else 0)
+            lengths = cut
+    learned = learned_before[starts + lengths] - learned_before[starts]
+    too_long = over & (budget.overlong == "drop")
+    for at in np.flatnonzero(too_long | (learned == 0)):
+        if too_long[at]:
+            reason = budget.too_long
+        elif over[at]:
+            reason = f"with nothing to learn within {budget.max_length} tokens"
+        else:
+            reason = "with nothing to learn"
+        drop(dropped, reason, rows[at], values[at])
+    kept = ~too_long & (learned > 0)
+    starts, lengths = starts[kept], lengths[kept]
+    columns = {
+        "input_ids": lists(gather(examples.ids, starts, lengths), lengths),
+        "completion_mask": lists(gather(examples.mask, starts, lengths), lengths),
+    }
+    return Chunk(pa.table(columns), dropped, int((over & kept).sum()))
+
+
+def lists(flat: npt.NDArray[Any], lengths: Places) -> pa.ListArray:
+    """Lists of these lengths over a flat array."""
+    return pa.ListArray.from_arrays(pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32()), pa.array(flat))

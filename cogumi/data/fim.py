@@ -12,7 +12,7 @@ What is decided here:
   code.
 - Row i draws from its own block of a counter-based generator keyed by the seed, so its cut depends on (seed, i, text)
   alone: not on other rows, dropped rows or how the rows are chunked.
-- No FIM tokens in the vocabulary: a plain-text instruction (`INSTRUCTION`) asks for the missing part, prefix first.
+- No FIM tokens in the vocabulary: a plain-text instruction (`fim_tokens.INSTRUCTION`) asks for the missing part, prefix first.
 - The budget `max_length` counts the whole example: beginning of sequence, control tokens, text and end token.
 - Tokenizers of the SentencePiece kind put a "▁" before a text's first word. Pieces are tokenized as they stand after
   a control token, which is how the same tokenizer reads the prompt at inference, so training and inference agree.
@@ -20,9 +20,8 @@ What is decided here:
   pretraining had none; it vanishes in decoding.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -30,25 +29,18 @@ import pyarrow as pa
 
 from cogumi.config.subsections import FimConfig
 from cogumi.core.errors import UsageError
-from cogumi.data.dropped_rows import excerpt_of
-from cogumi.data.example_kinds import Chunk, Dropped
+from cogumi.data.encoding import lists
 from cogumi.data.fim_tokens import (
-    INSTRUCTION,
     PLAIN,
     PSM,
     SPM,
     Controls,
+    Segments,
     check_prompts_read_back,
-    order_note,
     prompt_texts,
-    read_controls,
     tokenize_pieces,
 )
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-    from cogumi.config.subsections import FimConfig
+from cogumi.data.rows import Chunk, Dropped, excerpt_of
 
 PIECES = ("prefix", "middle", "suffix")
 
@@ -76,14 +68,13 @@ def cut_rows(
     rows: pl.DataFrame,
     columns: Mapping[str, str],
     controls: Controls,
-    config: "FimConfig",
+    config: FimConfig,
     fim_rate: float,
-    first_row: int,
     dropping: Dropping,
 ) -> pl.DataFrame:
     """Examples: `row`, `order`, `prefix`, `middle`, `suffix`, and `shown_prefix` and `shown_suffix`, which trimming may
     shorten. A plain row is all middle. `columns` is {"source": column}, or names the three pieces."""
-    frame = _draws(rows.height, first_row, config.seed)
+    frame = _draws(rows.height, dropping.first_row, config.seed)
     for name, column in columns.items():
         frame = _with_text(frame, rows, name, column, dropping)
     if "source" in columns:
@@ -115,7 +106,7 @@ def _with_text(frame: pl.DataFrame, rows: pl.DataFrame, name: str, column: str, 
 
 
 def _cut(
-    frame: pl.DataFrame, controls: Controls, config: "FimConfig", fim_rate: float, dropping: Dropping
+    frame: pl.DataFrame, controls: Controls, config: FimConfig, fim_rate: float, dropping: Dropping
 ) -> pl.DataFrame:
     frame = frame.with_columns(
         n=pl.col("source").str.len_chars(),
@@ -146,7 +137,7 @@ def _cut(
     )
 
 
-def _given(frame: pl.DataFrame, controls: Controls, config: "FimConfig", dropping: Dropping) -> pl.DataFrame:
+def _given(frame: pl.DataFrame, controls: Controls, config: FimConfig, dropping: Dropping) -> pl.DataFrame:
     """The pieces as they stand in the source: the cut is somebody's, only the order is drawn."""
     frame = frame.with_columns(order=_order(controls, config))
     frame = dropping.keep(frame, pl.col("middle") != "", "with an empty middle", "prefix")
@@ -156,7 +147,7 @@ def _given(frame: pl.DataFrame, controls: Controls, config: "FimConfig", droppin
     return frame.select("row", "order", *PIECES)
 
 
-def _order(controls: Controls, config: "FimConfig") -> pl.Expr:
+def _order(controls: Controls, config: FimConfig) -> pl.Expr:
     return pl.when(pl.col("spm") < controls.spm_rate(config.spm_rate)).then(SPM).otherwise(PSM)
 
 
@@ -173,74 +164,7 @@ def _decode(value: bytes | None) -> str | None:
         return None
 
 
-# ------------------------------------------------------------------------------------------------------------------ fim
-
-
-__all__ = ["INSTRUCTION", "PLAIN", "PSM", "SPM", "FimConfig", "FimData", "prompts_for_rl", "tokenize_for_sft"]
-
-CHUNK_BYTES = 8 * 2**20
-"""Text tokenized at a time: bounds what is held in the tokenizer's own objects (some 50 times the text)."""
-
-
-@dataclass(frozen=True)
-class FimData:
-    """Examples, and what became of every row: `total` = len(dataset) + sum(dropped.values())."""
-
-    dataset: "Dataset"
-    dropped: dict[str, int]
-    total: int
-    name: str = "rows"
-    note: str = ""
-
-    def report(self) -> str:
-        """One line: "sample.parquet: 9,421 rows, 9,100 used; dropped 300 longer than 512 tokens, 21 null"."""
-        return _report(self.name, self.total, len(self.dataset), self.dropped) + (
-            f" ({self.note})" if self.note else ""
-        )
-
-
-def tokenize_for_sft(
-    rows: pl.DataFrame,
-    tokenizer: Any,
-    config: FimConfig,
-    column: str = "source",
-    *,
-    name: str = "rows",
-    first_row: int = 0,
-) -> FimData:
-    """Tokenized examples for TRL's SFTTrainer, in row order.
-
-    The dataset has `input_ids` (list of int32) and `completion_mask` (list of int8): 1 on the middle and its end
-    token, or on all of a plain row but its beginning of sequence. SFTTrainer (trl 1.15, sft_trainer.py, build_labels)
-    takes these columns as they are but reads the mask only when SFTConfig.completion_only_loss is True; for tokenized
-    data its default is False.
-
-    `first_row` is the index of `rows[0]` in the whole source, so that chunks give what the whole would. Raises
-    UsageError when the column is missing or not text, the tokenizer has no end token, or no row is usable.
-    """
-    return _whole(fim_sft_chunk, rows, tokenizer, config, column, name, first_row)
-
-
-def prompts_for_rl(
-    rows: pl.DataFrame,
-    tokenizer: Any,
-    config: FimConfig,
-    column: str = "source",
-    *,
-    name: str = "rows",
-    first_row: int = 0,
-) -> FimData:
-    """Prompts for TRL's GRPOTrainer, with what the rewards need, in row order.
-
-    The dataset has the strings `prompt`, `prefix`, `suffix` and `middle`. `tokenizer(prompt)` gives the ids that
-    `tokenize_for_sft` puts before the middle of the same row. prefix + middle + suffix is the source even where
-    `overlong="trim"` shortened what the prompt shows. `fim_rate` does not apply: a plain row has nothing to ask for.
-    The budget is that of the whole example, so `max_length` less the longest middle bounds the prompt.
-
-    Raises UsageError as `tokenize_for_sft`, and when the tokenizer reads a prompt's text as other ids (for instance
-    because it appends an end token to every text).
-    """
-    return _whole(fim_prompts_chunk, rows, tokenizer, config, column, name, first_row)
+# ------------------------------------------------------------------------------------------------------------ examples
 
 
 def fim_sft_chunk(
@@ -252,31 +176,21 @@ def fim_sft_chunk(
     config: FimConfig,
     columns: Mapping[str, str],
 ) -> Chunk:
-    """`tokenize_for_sft` of some rows, of which none need be usable.
+    """Tokenized examples: `input_ids`, and `completion_mask`, which is 1 on the middle and its end token, or on all of a
+    plain row but its beginning of sequence.
 
     `columns` is {"source": the column of code}, or names the columns of `prefix`, `middle` and `suffix`, which are then
     laid out as they are: `fim_rate` and `middle_chars` do not apply.
     """
     dropping = Dropping(first_row)
-    examples = cut_rows(rows, columns, controls, config, config.fim_rate, first_row, dropping)
-    if config.overlong == "trim":
-        examples = _trim(examples, tokenizer, controls, config.max_length)
-    ids: list[pa.Array] = []
-    masks: list[pa.Array] = []
-    truncated = 0
-    for chunk in _chunks(examples):
-        segments = tokenize_pieces(chunk, tokenizer, controls)
-        fits = segments.lengths.sum(axis=1) <= config.max_length
-        truncated += _trimmed(dropping.keep(chunk, pl.Series(fits), _too_long(config), "middle"))
-        segments = segments.take(fits)
-        offsets = pa.array(np.concatenate([[0], np.cumsum(segments.lengths.sum(axis=1))]), pa.int32())
-        ids.append(pa.ListArray.from_arrays(offsets, pa.array(segments.gather())))
-        masks.append(pa.ListArray.from_arrays(offsets, pa.array(segments.completion_mask())))
-    columns_made = {
-        "input_ids": pa.chunked_array(ids, pa.list_(pa.int32())),
-        "completion_mask": pa.chunked_array(masks, pa.list_(pa.int8())),
+    examples = cut_rows(rows, columns, controls, config, config.fim_rate, dropping)
+    kept, segments = _fitting(examples, tokenizer, controls, config, dropping)
+    lengths = segments.lengths.sum(axis=1)
+    table = {
+        "input_ids": lists(segments.gather(), lengths),
+        "completion_mask": lists(segments.completion_mask(), lengths),
     }
-    return Chunk(pa.table(columns_made), dropping.dropped, truncated)
+    return Chunk(pa.table(table), dropping.dropped, _trimmed(kept))
 
 
 def fim_prompts_chunk(
@@ -288,21 +202,19 @@ def fim_prompts_chunk(
     config: FimConfig,
     columns: Mapping[str, str],
 ) -> Chunk:
-    """`prompts_for_rl` of some rows, of which none need be usable; `columns` as in `fim_sft_chunk`, and whatever else
-    they name is passed on."""
+    """Prompts for TRL's GRPOTrainer: the strings `prompt`, `prefix`, `suffix` and `middle`, and whatever else `columns`
+    names.
+
+    `tokenizer(prompt)` gives the ids that `fim_sft_chunk` puts before the middle of the same row. prefix + middle +
+    suffix is the source even where `overlong="trim"` shortened what the prompt shows. `fim_rate` does not apply: a plain
+    row has nothing to ask for. The budget is that of the whole example, so `max_length` less the longest middle bounds
+    the prompt. Raises UsageError when the tokenizer reads a prompt's text as other ids.
+    """
     dropping = Dropping(first_row)
     of_fim = {name: column for name, column in columns.items() if name in ("source", *PIECES)}
-    examples = cut_rows(rows, of_fim, controls, config, 1.0, first_row, dropping)
-    if config.overlong == "trim":
-        examples = _trim(examples, tokenizer, controls, config.max_length)
-    fitting: list[pl.DataFrame] = [examples.clear()]
-    for chunk in _chunks(examples):
-        segments = tokenize_pieces(chunk, tokenizer, controls)
-        fits = segments.lengths.sum(axis=1) <= config.max_length
-        if not any(map(len, fitting)):
-            check_prompts_read_back(chunk.filter(fits).head(32), segments.take(fits), tokenizer, controls)
-        fitting.append(dropping.keep(chunk, pl.Series(fits), _too_long(config), "middle"))
-    kept = pl.concat(fitting)
+    examples = cut_rows(rows, of_fim, controls, config, 1.0, dropping)
+    kept, segments = _fitting(examples, tokenizer, controls, config, dropping)
+    check_prompts_read_back(kept.head(32), segments, tokenizer, controls)
     table = pa.table({"prompt": pa.array(prompt_texts(kept, controls), pa.string())})
     for piece in ("prefix", "suffix", "middle"):
         table = table.append_column(piece, pa.array(kept[piece].to_list(), pa.string()))
@@ -311,26 +223,18 @@ def fim_prompts_chunk(
     return Chunk(table, dropping.dropped, _trimmed(kept))
 
 
-def _whole(
-    make: Callable[..., Chunk],
-    rows: pl.DataFrame,
-    tokenizer: Any,
-    config: FimConfig,
-    column: str,
-    name: str,
-    first_row: int,
-) -> FimData:
-    """What `make` makes of all rows. Raises UsageError where that is nothing."""
-    from datasets import Dataset
-
-    controls = read_controls(tokenizer)
-    chunk = make(rows, first_row, tokenizer=tokenizer, controls=controls, config=config, columns={"source": column})
-    dropped = {reason: rows_of_it.count for reason, rows_of_it in chunk.dropped.items()}
-    if not len(chunk.table):
-        said = _report(name, rows.height, 0, dropped)
-        raise UsageError(said, fix="give other rows, or change max_length or middle_chars")
-    note = order_note(controls, config.spm_rate)
-    return FimData(Dataset(chunk.table), dropped, rows.height, name, note)
+def _fitting(
+    examples: pl.DataFrame, tokenizer: Any, controls: Controls, config: FimConfig, dropping: Dropping
+) -> tuple[pl.DataFrame, Segments]:
+    """The examples that fit the budget, trimmed for it where the config says so, and their tokens."""
+    if config.overlong == "trim":
+        examples = _trim(examples, tokenizer, controls, config.max_length)
+    segments = tokenize_pieces(examples, tokenizer, controls)
+    fits = segments.lengths.sum(axis=1) <= config.max_length
+    kept = dropping.keep(
+        examples, pl.Series(fits, dtype=pl.Boolean), f"longer than {config.max_length} tokens", "middle"
+    )
+    return kept, segments.take(fits)
 
 
 def _trim(examples: pl.DataFrame, tokenizer: Any, controls: Controls, max_length: int) -> pl.DataFrame:
@@ -343,7 +247,7 @@ def _trim(examples: pl.DataFrame, tokenizer: Any, controls: Controls, max_length
     done: list[pl.DataFrame] = []
     left = examples.with_row_index("at")
     while left.height:
-        lengths = np.concatenate([tokenize_pieces(chunk, tokenizer, controls).lengths for chunk in _chunks(left)])
+        lengths = tokenize_pieces(left, tokenizer, controls).lengths
         context_tokens = lengths[:, 1] + lengths[:, 3]
         n_prefix, n_suffix = (
             left[each].str.len_chars().cast(pl.Int64).to_numpy() for each in ("shown_prefix", "shown_suffix")
@@ -363,23 +267,7 @@ def _trim(examples: pl.DataFrame, tokenizer: Any, controls: Controls, max_length
     return pl.concat(done).sort("at").drop("at") if done else examples
 
 
-def _chunks(examples: pl.DataFrame) -> Iterator[pl.DataFrame]:
-    """Consecutive rows with about CHUNK_BYTES of text each."""
-    texts = examples.select(pl.col("middle", "shown_prefix", "shown_suffix").str.len_bytes().cast(pl.Int64).sum())
-    count = 1 + sum(texts.row(0)) // CHUNK_BYTES
-    return examples.iter_slices(max(1, -(-examples.height // count)))
-
-
 def _trimmed(examples: pl.DataFrame) -> int:
     """How many of these show less than they have."""
     shorter = (pl.col("shown_prefix") != pl.col("prefix")) | (pl.col("shown_suffix") != pl.col("suffix"))
     return examples.filter(shorter).height
-
-
-def _too_long(config: FimConfig) -> str:
-    return f"longer than {config.max_length} tokens"
-
-
-def _report(name: str, total: int, used: int, dropped: dict[str, int]) -> str:
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
-    return f"{name}: {total:,} rows, {used:,} used" + (f"; dropped {reasons}" if reasons else "")

@@ -29,16 +29,21 @@ from cogumi.data.chat import (
     string_of,
     tools_of,
 )
-from cogumi.data.chat_templates import ChatTemplate, Spans, as_the_template_takes_it, read_template, split_thought
-from cogumi.data.dropped_rows import BadRow, drop
-from cogumi.data.encoding import encode_rendered, special_texts
-from cogumi.data.example_kinds import Chunk, Dropped, Tokenize
+from cogumi.data.chat_templates import as_the_template_takes_it, read_template, split_thought
+from cogumi.data.encoding import (
+    Budget,
+    Rendering,
+    encode,
+    learn_completions,
+    learn_spans,
+    masked_chunk,
+    special_texts,
+)
 from cogumi.data.fim import FimConfig, fim_prompts_chunk, fim_sft_chunk
 from cogumi.data.fim_tokens import order_note, read_controls
-from cogumi.data.parsing import parsed, without_special_texts
 from cogumi.data.preference import preference_chunk
+from cogumi.data.rows import BadRow, Chunk, Dropped, Tokenize, drop, parsed
 from cogumi.data.sources import Alike
-from cogumi.data.supervised import Budget, learn_completions, learn_spans, masked_chunk
 
 FORMATS = {
     "sft": ("fim", "chat", "prompt_completion"),
@@ -193,17 +198,9 @@ def tokenize_for(
             "rendered with a chat template",
             fix="drop it, or give messages",
         )
-    common: dict[str, Any] = {
-        "columns": dict(columns),
-        "tokenizer": tokenizer,
-        "template": template,
-        "special": special_texts(tokenizer),
-    }
-    if options.method == "dpo":
-        return partial(preference_chunk, **common, budget=options.budget)
-    if options.method == "gspo":
-        return partial(prompts_chunk, **common, budget=options.budget)
-    return partial(supervised_chunk, **common, options=options)
+    using = Rendering(dict(columns), tokenizer, template, special_texts(tokenizer), options.budget, options.learn)
+    make_chunk = {"sft": supervised_chunk, "dpo": preference_chunk, "gspo": prompts_chunk}[options.method]
+    return partial(make_chunk, using=using)
 
 
 def note_of(options: FormatOptions, tokenizer: Any) -> str:
@@ -214,60 +211,42 @@ def note_of(options: FormatOptions, tokenizer: Any) -> str:
 def holds_messages(columns: Mapping[str, str], schema: Mapping[str, Any]) -> bool:
     """Whether a column of prompts or completions holds lists, hence messages."""
     kinds = [schema[columns[each]] for each in ("prompt", "completion", "chosen", "rejected") if each in columns]
-    return any(is_list(kind) for kind in kinds)
+    return any(isinstance(kind, pl.List) or kind == pl.Object for kind in kinds)  # Object: of nested JSON lines
 
 
-def is_list(kind: Any) -> bool:
-    """Whether a column of this type holds lists: polars' own, or Python's, as nested JSON lines are read."""
-    return isinstance(kind, pl.List) or kind == pl.Object
-
-
-def supervised_chunk(
-    rows: pl.DataFrame,
-    first_row: int,
-    *,
-    columns: Mapping[str, str],
-    tokenizer: Any,
-    template: ChatTemplate | None,
-    special: list[str],
-    options: FormatOptions,
-) -> Chunk:
+def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk:
     """`input_ids` and `completion_mask` of conversations, or of prompts and completions."""
     dropped: dict[str, Dropped] = {}
-    make = partial(conversation_of, learn=options.learn) if options.format == "chat" else completion_of
-    made, at = parsed(rows, first_row, columns, make, dropped)
-    made, at = without_special_texts(made, at, special, dropped)
-    by_turns = options.learn == "turns" and not any(isinstance(each, tuple) for each in made)
+    make = completion_of if "prompt" in using.columns else partial(conversation_of, learn=using.learn)
+    made, at = parsed(rows, first_row, using.columns, make, dropped, using.special)
+    plain = any(isinstance(each, tuple) for each in made)
+    by_turns = using.learn == "turns" and not plain
     texts: list[str] = []
-    prompts: list[str] = []
-    spans: list[Spans] = []
+    learned_of: list[Any] = []  # of each text its prompt, or the spans of its turns
     kept: list[int] = []
     for each, row in zip(made, at, strict=True):
         try:
             if isinstance(each, tuple):
-                prompt, text = each[0], each[0] + each[1] + tokenizer.eos_token
-            elif by_turns:
-                assert template is not None
-                text, its_spans = template.turns(each)
-                spans.append(its_spans)
+                prompt, text = each[0], each[0] + each[1] + using.tokenizer.eos_token
             else:
-                assert template is not None
-                asked = each.messages[: each.prompt_length]
-                prompt = "" if options.learn == "all" else template.prompt(asked, each.tools)
-                text = template.whole(each.messages, each.tools)
+                assert using.template is not None
+                if by_turns:
+                    text, prompt = using.template.turns(each)
+                else:
+                    asked = each.messages[: each.prompt_length]
+                    prompt = "" if using.learn == "all" else using.template.prompt(asked, each.tools)
+                    text = using.template.whole(each.messages, each.tools)
         except BadRow as error:
             drop(dropped, error.reason, row, error.excerpt or (each if isinstance(each, tuple) else each.messages))
             continue
         texts.append(text)
+        learned_of.append(prompt)
         kept.append(row)
-        if not by_turns:
-            prompts.append(prompt)
     if by_turns:
-        examples = learn_spans(tokenizer, texts, spans)
+        examples = learn_spans(using.tokenizer, texts, learned_of)
     else:
-        plain = bool(made) and isinstance(made[0], tuple)
-        examples = learn_completions(tokenizer, prompts, texts, plain, everything=options.learn == "all")
-    return masked_chunk(examples, options.budget, kept, texts, dropped)
+        examples = learn_completions(using.tokenizer, learned_of, texts, plain, everything=using.learn == "all")
+    return masked_chunk(examples, using.budget, kept, texts, dropped)
 
 
 def conversation_of(row: dict[str, Any], learn: str = "turns") -> Conversation:
@@ -310,24 +289,15 @@ def completion_of(row: dict[str, Any]) -> Conversation | tuple[str, str]:
     return Conversation(asked + answered, tools_of(row.get("tools")), len(asked))
 
 
-def prompts_chunk(
-    rows: pl.DataFrame,
-    first_row: int,
-    *,
-    columns: Mapping[str, str],
-    tokenizer: Any,
-    template: ChatTemplate | None,
-    special: list[str],
-    budget: Budget,
-) -> Chunk:
+def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk:
     """`prompt`, and for the rewards `answer` (the gold answer, null where a row has none) and the other columns.
 
     A prompt carries roles and contents only: GRPOTrainer renders it with its own tools. One over the budget is dropped.
     """
+    columns, template, most = using.columns, using.template, using.budget.max_length
     dropped: dict[str, Dropped] = {}
     chat = "prompt" not in columns
-    made, at = parsed(rows, first_row, columns, question_of if chat else prompt_of, dropped)
-    made, at = without_special_texts(made, at, special, dropped)
+    made, at = parsed(rows, first_row, columns, question_of if chat else prompt_of, dropped, using.special)
     text = not any(isinstance(each["prompt"], list) for each in made)
     usable: list[tuple[Any, str, str | None, int]] = []
     for each, row in zip(made, at, strict=True):
@@ -341,24 +311,20 @@ def prompts_chunk(
             drop(dropped, error.reason, row, error.excerpt or each["prompt"])
             continue
         usable.append((prompt, shown, each["answer"], row))
-    if budget.max_length is not None:
-        _, lengths = encode_rendered(tokenizer, [shown for _, shown, _, _ in usable], special_tokens=text)
+    if most is not None:
+        _, lengths = encode(using.tokenizer, [shown for _, shown, _, _ in usable], special_tokens=text)
         for (prompt, _, _, row), length in zip(usable, lengths, strict=True):
-            if length > budget.max_length:
-                drop(dropped, budget.too_long, row, prompt)
-        usable = [each for each, length in zip(usable, lengths, strict=True) if length <= budget.max_length]
-    prompts, answers = [each[0] for each in usable], [each[2] for each in usable]
-    kept = [each[3] - first_row for each in usable]
+            if length > most:
+                drop(dropped, using.budget.too_long, row, prompt)
+        usable = [each for each, length in zip(usable, lengths, strict=True) if length <= most]
     others = [name for name in columns if name not in (*FIELDS["chat"], *FIELDS["prompt_completion"])]
-    table = pa.table({"prompt": pa.array(prompts, pa.string() if text else PROMPT_MESSAGES)})
+    made_of = {"prompt": pa.array([each[0] for each in usable], pa.string() if text else PROMPT_MESSAGES)}
     if "answer" not in others and (chat or "completion" in columns):
-        table = table.append_column("answer", pa.array(answers, pa.string()))
+        made_of["answer"] = pa.array([each[2] for each in usable], pa.string())
     for name in others:
-        values = rows[columns[name]][kept]
-        table = table.append_column(
-            name, pa.array(values.to_list()) if values.dtype == pl.Object else values.to_arrow()
-        )
-    return Chunk(table, dropped)
+        values = rows[columns[name]][[each[3] - first_row for each in usable]]
+        made_of[name] = pa.array(values.to_list()) if values.dtype == pl.Object else values.to_arrow()
+    return Chunk(pa.table(made_of), dropped)
 
 
 def question_of(row: dict[str, Any]) -> dict[str, Any]:

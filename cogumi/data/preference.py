@@ -4,7 +4,7 @@
 the prompt. A pair whose two sides are, or become by truncation, the same says nothing and is dropped.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,35 +13,21 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from cogumi.data.chat import Message, messages_of, refuse_empty_answers, string_of, tools_of
-from cogumi.data.chat_templates import ChatTemplate
-from cogumi.data.dropped_rows import BadRow, drop
-from cogumi.data.encoding import encode_rendered, shared_prefixes
-from cogumi.data.example_kinds import Chunk, Dropped
-from cogumi.data.parsing import parsed, without_special_texts
-from cogumi.data.supervised import Budget, batches, lists
+from cogumi.data.encoding import Budget, Rendering, batches, encode, shared_prefixes
+from cogumi.data.rows import BadRow, Chunk, Dropped, drop, parsed
 
 Side = str | list[Message]
 
 
-def preference_chunk(
-    rows: pl.DataFrame,
-    first_row: int,
-    *,
-    columns: Mapping[str, str],
-    tokenizer: Any,
-    template: ChatTemplate | None,
-    special: list[str],
-    budget: Budget,
-) -> Chunk:
-    """`prompt_ids`, `chosen_ids`, `rejected_ids`. `template` may be None where no row holds messages."""
+def preference_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk:
+    """`prompt_ids`, `chosen_ids`, `rejected_ids`. The template may be None where no row holds messages."""
     dropped: dict[str, Dropped] = {}
-    pairs, at = parsed(rows, first_row, columns, pair_of, dropped)
-    pairs, at = without_special_texts(pairs, at, special, dropped)
+    pairs, at = parsed(rows, first_row, using.columns, pair_of, dropped, using.special)
     texts: list[tuple[str, str, str]] = []
     at_text: list[int] = []
     for pair, row in zip(pairs, at, strict=True):
         try:
-            texts.append(rendered(pair, template, tokenizer.eos_token))
+            texts.append(rendered(pair, using))
             at_text.append(row)
         except BadRow as error:
             drop(dropped, error.reason, row, error.excerpt or tuple(pair.values()))
@@ -49,17 +35,18 @@ def preference_chunk(
     truncated = 0
     plain = bool(pairs) and isinstance(pairs[0]["prompt"], str)
     for start, end in batches([chosen for _, chosen, _ in texts]):
-        sides = tokenized(texts[start:end], tokenizer, plain)
+        sides = tokenized(texts[start:end], using.tokenizer, plain)
         for (prompt, chosen, rejected), row, shown in zip(sides, at_text[start:end], texts[start:end], strict=True):
             try:
-                chosen, rejected, cut = within(budget, prompt, chosen, rejected)
+                chosen, rejected, cut = within(using.budget, prompt, chosen, rejected)
             except BadRow as error:
                 drop(dropped, error.reason, row, shown[0])
                 continue
             truncated += cut
             for name, part in zip(ids, (prompt, chosen, rejected), strict=True):
                 ids[name].append(part)
-    return Chunk(pa.table({name: list_array(parts) for name, parts in ids.items()}), dropped, truncated)
+    columns = {name: pa.array(parts, pa.list_(pa.int32())) for name, parts in ids.items()}
+    return Chunk(pa.table(columns), dropped, truncated)
 
 
 def pair_of(row: dict[str, Any]) -> dict[str, Any]:
@@ -112,11 +99,13 @@ def implicit_prompt(chosen: Side, rejected: Side) -> int:
     return length
 
 
-def rendered(pair: dict[str, Any], template: ChatTemplate | None, eos: str) -> tuple[str, str, str]:
+def rendered(pair: dict[str, Any], using: Rendering) -> tuple[str, str, str]:
     """(prompt, prompt and chosen, prompt and rejected). Raises BadRow."""
     prompt, chosen, rejected, tools = (pair[key] for key in ("prompt", "chosen", "rejected", "tools"))
     if isinstance(prompt, str):
+        eos = using.tokenizer.eos_token
         return prompt, prompt + chosen + eos, prompt + rejected + eos
+    template = using.template
     assert template is not None
     asked = template.prompt(prompt, tools)
     return asked, template.whole(prompt + chosen, tools), template.whole(prompt + rejected, tools)
@@ -126,7 +115,7 @@ def tokenized(
     texts: list[tuple[str, str, str]], tokenizer: Any, plain: bool
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]]:
     """(prompt, chosen, rejected) in ids: the prompt ends where its own tokens part from either whole's."""
-    prompts, chosen, rejected = (encode_rendered(tokenizer, side, plain) for side in zip(*texts, strict=True))
+    prompts, chosen, rejected = (encode(tokenizer, side, plain) for side in zip(*texts, strict=True))
     length = np.minimum(shared_prefixes(*prompts, *chosen), shared_prefixes(*prompts, *rejected))
     starts = [np.cumsum(lengths) - lengths for _, lengths in (prompts, chosen, rejected)]
     for at, n in enumerate(length):
@@ -156,8 +145,3 @@ def within(
     if not len(chosen) or not len(rejected):
         raise BadRow("with nothing to compare")
     return chosen, rejected, int(cut)
-
-
-def list_array(parts: list[NDArray[np.int32]]) -> pa.ListArray:
-    lengths: NDArray[np.int64] = np.fromiter(map(len, parts), np.int64, len(parts))
-    return lists(np.concatenate(parts) if parts else np.zeros(0, np.int32), lengths)

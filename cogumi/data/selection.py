@@ -4,8 +4,8 @@ Every row has a hash of its used columns, keyed with the seed. The rows with the
 next smallest are trained on where not all are wanted. So the choice does not depend on the order of the rows or on how they
 are spread over files, a row added to the source moves few others, and rows that are equal are never on both sides.
 
-The hashes lie in a file (8 bytes a row), the choice in another (1 byte a row); both are read in blocks, and sorted bucket by
-bucket, so that memory does not grow with the rows.
+The hashes lie in a file (8 bytes a row), the choice in another (1 byte a row). They are sorted bucket by bucket, so that memory
+grows with the rows that are equal to each other at most.
 """
 
 import hashlib
@@ -14,11 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
+
+if TYPE_CHECKING:
+    from cogumi.config.schema import DataSection
 
 Hashes = npt.NDArray[np.uint64]
 States = npt.NDArray[np.uint8]
@@ -28,7 +31,7 @@ UNUSED, TRAIN, HELD_OUT, LIKE_HELD_OUT, COPY = range(5)
 NOTHING = 2**64 - 1
 """The hash of rows whose columns are all null. They are no copies of each other, and the last to be chosen."""
 BLOCK = 2**20
-"""Hashes looked at, or sorted, at a time."""
+"""Hashes sorted at a time."""
 ONE_IN, MOST_HELD_OUT = 50, 64
 """Rows that are held out where the configuration does not say."""
 
@@ -44,6 +47,11 @@ class Selection:
     """Of the rows of each source that may be trained on."""
     deduplicate: bool = False
     seed: int = 0
+
+
+def selection_of(data: "DataSection") -> Selection:
+    """Which rows a config's `data:` asks for."""
+    return Selection(data.eval_rows, data.max_rows, data.fraction, data.deduplicate, data.fim.seed)
 
 
 @dataclass(frozen=True)
@@ -121,33 +129,70 @@ def choose(
     shares = [Fraction(str(weight)) for weight in weights]
     shares = [share / sum(shares) for share in shares]
     parts = [slice(start, stop) for start, stop in pairwise(bounds)]
-    if held_out := held_out_of(len(hashes), selection.eval_rows):
-        wanted = divided(held_out, shares)
-        taken = np.empty(0, np.uint64)
-        for part, count in zip(parts, wanted, strict=True):
-            mine = np.setdiff1d(smallest_distinct(hashes[part], count + len(taken)), taken)[:count]
-            mark_first(hashes[part], states[part], mine)
-            taken = np.union1d(taken, mine)
-        mark_others(hashes, states, taken)
-    duplicates = find_copies(hashes, states, bounds, drop=selection.deduplicate)
+    held_out = np.empty(0, np.uint64)
+    wanted = divided(held_out_of(len(hashes), selection.eval_rows), shares)
+    for part, count in zip(parts, wanted, strict=True):
+        held_out = np.union1d(held_out, hold_out(hashes[part], states[part], count, held_out))
+    duplicates = np.zeros(len(parts), np.int64)
+    for rows in ascending(hashes):
+        states[rows[np.isin(hashes[rows], held_out) & (states[rows] == UNUSED)]] = LIKE_HELD_OUT
+        rows = rows[(states[rows] == UNUSED) & (hashes[rows] != NOTHING)]
+        copies = rows[~is_first(hashes[rows])]
+        duplicates += np.histogram(copies, np.asarray(bounds))[0]
+        if selection.deduplicate:
+            states[copies] = COPY
 
-    free = [count_state(states[part], UNUSED) for part in parts]
-    limits = [_share_of(count, selection.fraction) for count in free]
+    limits = [_share_of(count_state(states[part], UNUSED), selection.fraction) for part in parts]
     total = min(int(limit / share) for limit, share in zip(limits, shares, strict=True))
     if selection.max_rows is not None:
         total = min(total, selection.max_rows)
     for part, count in zip(parts, divided(total, shares), strict=True):
-        take_smallest(hashes[part], states[part], count)
+        for rows in ascending(hashes[part]):
+            chosen = rows[states[part][rows] == UNUSED][:count]
+            states[part][chosen] = TRAIN
+            count -= len(chosen)
     return [
         Counts(
             part.stop - part.start,
             count_state(states[part], TRAIN),
             count_state(states[part], HELD_OUT),
             count_state(states[part], LIKE_HELD_OUT),
-            copies,
+            int(copies),
         )
         for part, copies in zip(parts, duplicates, strict=True)
     ]
+
+
+def hold_out(hashes: Hashes, states: States, count: int, taken: Hashes) -> Hashes:
+    """HELD_OUT for the first row with each of the `count` smallest hashes that are not `taken`. Returns those hashes."""
+    chosen = [np.empty(0, np.int64)]
+    for rows in ascending(hashes):
+        if not count:
+            break
+        here = hashes[rows]
+        new = rows[is_first(here) & (here != NOTHING) & ~np.isin(here, taken)][:count]
+        chosen.append(new)
+        count -= len(new)
+    places = np.concatenate(chosen)
+    states[places] = HELD_OUT
+    return np.asarray(hashes[places])
+
+
+def ascending(hashes: Hashes) -> Iterator[npt.NDArray[np.int64]]:
+    """The numbers of all rows in the order of their hashes, equal ones in theirs, about BLOCK of them at a time."""
+    shift = np.uint64(64 - max(0, (len(hashes) - 1) // BLOCK).bit_length())
+    for bucket in range(1 << (64 - int(shift))):
+        found = [
+            block.start + np.flatnonzero(hashes[block] >> shift == bucket if shift < 64 else hashes[block] >= 0)
+            for block in _blocks(len(hashes))
+        ]
+        rows = np.concatenate(found)
+        yield rows[np.argsort(hashes[rows], kind="stable")]
+
+
+def is_first(hashes: Hashes) -> npt.NDArray[np.bool_]:
+    """Of sorted hashes, which are not equal to the one before."""
+    return np.concatenate([[True], hashes[1:] != hashes[:-1]])[: len(hashes)]
 
 
 def divided(total: int, shares: Sequence[Fraction]) -> list[int]:
@@ -170,93 +215,3 @@ def _blocks(length: int) -> Iterator[slice]:
 
 def count_state(states: States, state: int) -> int:
     return sum(int(np.count_nonzero(states[block] == state)) for block in _blocks(len(states)))
-
-
-def smallest_distinct(hashes: Hashes, count: int) -> Hashes:
-    """The `count` smallest of the distinct hashes (fewer where there are no more), sorted."""
-    found = np.empty(0, np.uint64)
-    for block in _blocks(len(hashes)):
-        here = hashes[block]
-        here = here[here < (found[-1] if len(found) == count and count else np.uint64(NOTHING))]
-        found = np.unique(np.concatenate([found, here]))[:count]
-    return found
-
-
-def mark_first(hashes: Hashes, states: States, chosen: Hashes) -> None:
-    """HELD_OUT for the first row with each of the `chosen` (sorted) hashes."""
-    left = np.asarray(chosen)
-    for block in _blocks(len(hashes)):
-        distinct, first = np.unique(hashes[block], return_index=True)
-        here = np.isin(distinct, left, assume_unique=True)
-        states[block.start + first[here]] = HELD_OUT
-        left = np.setdiff1d(left, distinct[here], assume_unique=True)
-        if not len(left):
-            return
-
-
-def mark_others(hashes: Hashes, states: States, held_out: Hashes) -> None:
-    """LIKE_HELD_OUT for all rows with one of the `held_out` (sorted) hashes that are not held out themselves."""
-    if not len(held_out):
-        return
-    for block in _blocks(len(hashes)):
-        at = np.minimum(np.searchsorted(held_out, hashes[block]), len(held_out) - 1)
-        like = (held_out[at] == hashes[block]) & (states[block] == UNUSED)
-        states[block][like] = LIKE_HELD_OUT
-
-
-def find_copies(hashes: Hashes, states: States, bounds: Sequence[int], *, drop: bool) -> list[int]:
-    """By source, how many UNUSED rows are equal to an earlier one of any source; marked as COPY where they are dropped.
-
-    One bucket of the hashes' range after the other, whose distinct hashes fit in a block on average.
-    """
-    bits = max(0, (len(hashes) - 1) // BLOCK).bit_length()
-    found = np.zeros(len(bounds) - 1, np.int64)
-    for bucket in range(2**bits):
-        seen = np.empty(0, np.uint64)
-        for block in _blocks(len(hashes)):
-            here = hashes[block]
-            wanted = (states[block] == UNUSED) & (here != NOTHING)
-            if bits:
-                wanted &= here >> np.uint64(64 - bits) == bucket
-            rows = np.flatnonzero(wanted)
-            distinct, first = np.unique(here[rows], return_index=True)
-            new = ~np.isin(distinct, seen, assume_unique=True)
-            copy = np.ones(len(rows), bool)
-            copy[first[new]] = False
-            copies = rows[copy] + block.start
-            found += np.histogram(copies, np.asarray(bounds))[0]
-            if drop:
-                states[copies] = COPY
-            seen = np.sort(np.concatenate([seen, distinct[new]]), kind="stable")  # two sorted runs are merged
-    return [int(count) for count in found]
-
-
-def take_smallest(hashes: Hashes, states: States, count: int) -> None:
-    """TRAIN for the `count` UNUSED rows with the smallest hashes; of equal ones, those that come first."""
-    if count == 0:
-        return
-    threshold, ties = _kth_smallest(hashes, states, count)
-    for block in _blocks(len(hashes)):
-        here, free = hashes[block], states[block] == UNUSED
-        states[block][free & (here < threshold)] = TRAIN
-        equal = np.flatnonzero(free & (here == threshold))[:ties]
-        states[block.start + equal] = TRAIN
-        ties -= len(equal)
-
-
-def _kth_smallest(hashes: Hashes, states: States, k: int) -> tuple[np.uint64, int]:
-    """(the k-th smallest hash of the UNUSED rows, how many of those equal to it are among the k): 16 bits at a time."""
-    prefix = 0
-    for shift in (48, 32, 16, 0):
-        counts = np.zeros(2**16, np.int64)
-        for block in _blocks(len(hashes)):
-            here = hashes[block][states[block] == UNUSED]
-            if shift < 48:
-                here = here[here >> np.uint64(shift + 16) == prefix]
-            digits = (here >> np.uint64(shift)) & np.uint64(0xFFFF)
-            counts += np.bincount(digits.astype(np.int64), minlength=2**16)
-        up_to = np.cumsum(counts)
-        digit = int(np.searchsorted(up_to, k))
-        k -= int(up_to[digit] - counts[digit])
-        prefix = prefix << 16 | digit
-    return np.uint64(prefix), k

@@ -1,7 +1,7 @@
 """Read columns of parquet, JSON-lines and CSV files as a stream, with errors that say what to change.
 
-A batch is some 8 MiB, whatever the size of the file. pyarrow reads it, page by page through a small buffer: on two cores
-polars' own batches held 130 MB of a 260 MB file, and more of a larger one, where these hold 60 MB of either.
+A batch is some 8 MiB, whatever the size of the file. pyarrow reads it, page by page through a small buffer: polars' own
+batches held 130 MB of a 260 MB file, and more of a larger one, where these hold 60 MB of either.
 """
 
 import difflib
@@ -18,7 +18,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from cogumi.core.errors import UsageError
-from cogumi.hub.source_files import CSV, JSON_LINES, PARQUET, find_files, kind_of
+from cogumi.data.source_files import CSV, JSON_LINES, PARQUET, kind_of
 
 BATCH_BYTES = 8 * 2**20
 """Of a file's data at a time. Tokenizing a batch takes some 50 times its text."""
@@ -26,28 +26,9 @@ MOST_ROWS = 16_384
 """Rows of a batch at most: a parquet footer counts a repeated text once, so its size may say too little."""
 BUFFER_BYTES = 2**20
 
-KINDS = {
-    str: "text",
-    bool: "true or false",
-    int: "a number",
-    float: "a number",
-    list: "a list",
-    dict: "an object",
-}  # of JSON
+KINDS = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 Alike = Literal["throughout", "text or messages"]
 """How alike the values of a column have to be: in all that they hold, or not text here and a list of messages there."""
-
-
-def read_rows(path: str | Path, columns: Sequence[str], *, text_only: bool = True) -> pl.DataFrame:
-    """The named `columns` of a source, in file order and all in memory; see `find_files` and `batches`.
-
-    Raises UsageError, naming the file and the fix: nothing there, not what its suffix says, damaged, no rows, a missing
-    column, a column of another type.
-    """
-    frames = [frame for frame in batches(find_files(path), columns, text_only=text_only) if frame.height]
-    if not frames:
-        raise UsageError("it has no rows", place=path, fix="check what wrote it, or give another file")
-    return pl.concat(frames, how="vertical_relaxed")
 
 
 def column_names(files: Sequence[Path]) -> list[str]:
@@ -75,9 +56,9 @@ def batches(
 ) -> Iterator[pl.DataFrame]:
     """The named `columns` of all files as frames of some `BATCH_BYTES`, in file order; other columns are never decoded.
 
-    Nulls stay nulls and binary columns stay binary: who uses the rows drops them and says how many. What CSV holds is
-    text. Of JSON lines a column that is neither text nor numbers is one of Python objects, just as they were written: a
-    frame's types would give every message the keys of all others. Text that is not UTF-8 makes its batch's column binary.
+    What CSV holds is text. Of JSON lines a column that is neither text nor numbers is one of Python objects, just as they
+    were written: a frame's types would give every message the keys of all others. Text that is not UTF-8 makes its
+    batch's column binary.
 
     `text_only` refuses columns that are neither text nor binary; `alike` those whose values are of several kinds, which
     only JSON lines can hold. Raises UsageError, naming the file, for JSON lines the line, and the fix.
@@ -96,6 +77,11 @@ def _missing(file: Path, column: str, names: Sequence[str]) -> UsageError:
     near = difflib.get_close_matches(column, names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return UsageError(f"no column {column!r}", place=file, fix=f"{hint}it has: {', '.join(names)}")
+
+
+def _not_text(column: str, kind: str, place: Path | str, texts: Sequence[str]) -> UsageError:
+    fix = f"name a text column of: {', '.join(texts) or 'none there'}"
+    return UsageError(f"column {column!r} holds {kind}, not text", place=place, fix=fix)
 
 
 def _damaged(file: Path, kind: str, error: Exception) -> UsageError:
@@ -128,14 +114,8 @@ def _parquet_batches(file: Path, columns: Sequence[str], text_only: bool) -> Ite
             if column not in schema:
                 raise _missing(file, column, schema.names())
             if text_only and schema[column] not in (pl.String, pl.Binary, pl.Categorical, pl.Enum, pl.Null):
-                raise UsageError(
-                    f"column {column!r} holds {schema[column]}, not text",
-                    place=file,
-                    fix=(
-                        "name a text column of: "
-                        f"{', '.join((name for name, kind in schema.items() if kind == pl.String)) or 'none there'}"
-                    ),
-                )
+                texts = [name for name, kind in schema.items() if kind == pl.String]
+                raise _not_text(column, str(schema[column]), file, texts)
         dictionary_encoded = [name for name in columns if schema[name] in (pl.Categorical, pl.Enum)]
         found = parquet.iter_batches(_rows_at_a_time(parquet.metadata, columns), columns=columns, use_threads=False)
         try:
@@ -214,36 +194,26 @@ def _record_blocks(file: Path) -> Iterator[tuple[list[int], list[dict[str, Any]]
 
 def _record(file: Path, number: int, text: str) -> dict[str, Any]:
     if number == 1 and text.lstrip().startswith("["):
-        raise UsageError(
-            "one array, not one object a line", place=file, fix=f"convert it: jq -c '.[]' {file.name} > rows.jsonl"
-        )
+        fix = f"convert it: jq -c '.[]' {file.name} > rows.jsonl"
+        raise UsageError("one array, not one object a line", place=file, fix=fix)
+    place, fix = f"{file}:{number}", "write or download the file again"
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
         why = error.msg if isinstance(error, json.JSONDecodeError) else _first_line(error)
-        raise UsageError(
-            f"not JSON, or cut short ({why})", place=f"{file}:{number}", fix="write or download the file again"
-        ) from error
+        raise UsageError(f"not JSON, or cut short ({why})", place=place, fix=fix) from error
     if not isinstance(record, dict):
-        kind = _kind(record) or "null"
-        raise UsageError(
-            f"a row is one object, and this is {kind}", place=f"{file}:{number}", fix="write the file again"
-        )
+        raise UsageError(f"a row is one object, and this is {_kind(record) or 'null'}", place=place, fix=fix)
     return record
 
 
 def _refuse_other_than_text(
     file: Path, name: str, values: list[Any], records: list[dict[str, Any]], lines: list[int]
 ) -> None:
-    others = ((v, line) for v, line in zip(values, lines, strict=True) if v is not None and not isinstance(v, str))
-    other, line = next(others, (None, 0))
-    if other is not None:
-        texts = dict.fromkeys(key for record in records for key, value in record.items() if isinstance(value, str))
-        raise UsageError(
-            f"column {name!r} holds {_kind(other)}, not text",
-            place=f"{file}:{line}",
-            fix=(f"name a text column of: {', '.join(key for key in texts if key != name) or 'none there'}"),
-        )
+    for value, line in zip(values, lines, strict=True):
+        if value is not None and not isinstance(value, str):
+            texts = dict.fromkeys(key for record in records for key, each in record.items() if isinstance(each, str))
+            raise _not_text(name, str(_kind(value)), f"{file}:{line}", [key for key in texts if key != name])
 
 
 def _refuse_several_kinds(

@@ -1,12 +1,14 @@
-"""A training sample that needs no download: the functions of the running Python's own standard library.
+"""Samples that need no download: the functions of the running Python's own standard library, as code, chat and pairs.
 
-Everyone has it, it is real code by many hands, and its licence (PSF-2.0) allows this use. One parquet shard, one row
-per function or method. What is left out, so that a tiny model has something to learn in minutes:
+Everyone has them, they are real code by many hands, and their licence (PSF-2.0) allows this use. One row per function or
+method. What is left out, so that a tiny model has something to learn in minutes:
 
 - test suites, vendored wheels and generated data (`SKIPPED_FOLDERS`), and site-packages;
 - functions shorter than `MIN_LINES` (stubs) or longer than `MAX_LINES` (decorators count as lines);
 - functions inside functions: they are already part of the outer one's source;
 - exact copies of a function already taken (`__repr__` and friends).
+
+The tasks are a description (the first line of a docstring) and the function it describes.
 """
 
 import ast
@@ -18,10 +20,9 @@ import sysconfig
 import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import platformdirs
 import polars as pl
 
@@ -29,9 +30,10 @@ from cogumi.core.errors import UsageError
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
-"""Part of the cached file's name: raise it when the filter or the columns change."""
+FORMAT_VERSION, TASKS_VERSION = 1, 3
+"""Parts of the cached files' names: raise one when the filter or the columns change, or what is made of a function."""
 MIN_LINES, MAX_LINES = 3, 40
+LONGEST_TASK = 400  # characters of a function: a small model's context holds task and answer
 LICENCE = "PSF-2.0"
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "turtledemo", "lib2to3", "ensurepip"}
@@ -50,27 +52,15 @@ def sample_path() -> Path:
     return path if path.exists() else write_sample(path)
 
 
-def write_sample(path: str | Path, *, max_rows: int | None = None, seed: int = 0) -> Path:
+def write_sample(path: Path) -> Path:
     """Write the standard library's functions to one parquet file and return its path.
 
     Columns: `path` (relative to the library's folder, with forward slashes), `name` (qualified, `Class.method`),
     `source` (dedented, parses on its own), `licence`. Rows are sorted by file and position; the same Python gives the
-    same bytes. `max_rows` keeps that many rows drawn with `seed`, still sorted. The file appears whole or not at all.
-
-    Raises UsageError when `max_rows` is not positive or this Python ships no library source.
+    same bytes. The file appears whole or not at all. Raises UsageError when this Python ships no library source.
     """
-    if max_rows is not None and max_rows < 1:
-        raise UsageError(
-            f"max_rows={max_rows}: the sample needs at least 1 row", fix="leave max_rows out for all of them"
-        )
-    path = Path(path)
     rows, dropped = collect_functions(Path(sysconfig.get_paths()["stdlib"]))
-    if max_rows is not None and max_rows < rows.height:
-        chosen = np.random.default_rng(seed).choice(rows.height, size=max_rows, replace=False)
-        rows = rows[np.sort(chosen)]
-    buffer = io.BytesIO()
-    rows.write_parquet(buffer, compression="zstd")
-    write_atomically(path, buffer.getvalue())
+    write_frame(path, rows, compression="zstd")
     left_out = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
     log.info("sample %s: kept %s functions; left out %s", path.name, f"{rows.height:,}", left_out)
     return path
@@ -82,8 +72,7 @@ def collect_functions(library: Path) -> tuple[pl.DataFrame, dict[str, int]]:
     The frame has the columns of `SCHEMA`. Raises UsageError when `library` holds no Python source.
     """
     dropped: Counter[str] = Counter()
-    seen: set[str] = set()
-    rows: list[tuple[str, str, str, str]] = []
+    rows: dict[str, tuple[str, str, str, str]] = {}  # by source
     for file in _source_files(library):
         try:
             text = file.read_bytes().decode("utf-8-sig")
@@ -106,16 +95,15 @@ def collect_functions(library: Path) -> tuple[pl.DataFrame, dict[str, int]]:
                 dropped[f"longer than {MAX_LINES} lines"] += 1
             elif source[0].isspace():  # a string in it starts at column 0, so that no indent is common to all lines
                 dropped["that cannot be dedented"] += 1
-            elif source in seen:
+            elif source in rows:
                 dropped["copies"] += 1
             else:
-                seen.add(source)
-                rows.append((relative, name, source, LICENCE))
+                rows[source] = (relative, name, source, LICENCE)
     if not rows:
         raise UsageError(
             "this Python ships no library source to make a sample of", place=library, fix="give your own parquet file"
         )
-    return pl.DataFrame(rows, schema=SCHEMA, orient="row"), dict(dropped)
+    return pl.DataFrame(list(rows.values()), schema=SCHEMA, orient="row"), dict(dropped)
 
 
 def _source_files(library: Path) -> list[Path]:
@@ -138,18 +126,75 @@ def _functions(node: ast.AST, scope: str) -> Iterator[tuple[str, ast.FunctionDef
             yield from _functions(child, scope)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path` such that a reader, a crash or a second writer never sees half of it."""
+def write_frame(path: Path, frame: pl.DataFrame, **options: str) -> None:
+    """Write parquet to `path` such that a reader, a crash or a second writer never sees half of it."""
+    buffer = io.BytesIO()
+    frame.write_parquet(buffer, **options)  # type: ignore[arg-type]
     path.parent.mkdir(parents=True, exist_ok=True)
     # Named by process, so that two first uses at once do not write into each other's file; not mkstemp, whose files
     # only their owner may read.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(content)
+            file.write(buffer.getvalue())
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
+        temporary.replace(path)
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
+
+
+# --------------------------------------------------------------------------------------------------------------- tasks
+
+
+def chat_path() -> Path:
+    """One row a described function: `messages` (user and assistant); `prompt` (the first of them) and `answer` (text)."""
+    return tasks_path("chat", chats_of)
+
+
+def pairs_path() -> Path:
+    """One row a described function, as messages: `prompt`, `chosen` (the function), `rejected` (its lines backwards)."""
+    return tasks_path("pairs", pairs_of)
+
+
+def tasks_path(kind: str, make: Callable[[pl.DataFrame], pl.DataFrame]) -> Path:
+    sample = sample_path()
+    path = sample.with_name(f"{sample.stem}-{kind}-v{TASKS_VERSION}.parquet")
+    if not path.exists():
+        found = [task for source in pl.read_parquet(sample)["source"] if (task := as_task(source)) is not None]
+        tasks = pl.DataFrame(found, schema={"task": pl.String, "code": pl.String}, orient="row")
+        write_frame(path, make(tasks.unique("code", keep="first", maintain_order=True)))
+    return path
+
+
+def as_task(source: str) -> tuple[str, str] | None:
+    """(what a function does, as its docstring's first line says; the function without it), None where none says it."""
+    (function,) = ast.parse(source).body
+    assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+    docstring = ast.get_docstring(function)
+    if not docstring or len(function.body) == 1:
+        return None
+    del function.body[0]
+    code = ast.unparse(function)
+    return (docstring.strip().splitlines()[0], code) if len(code) <= LONGEST_TASK else None
+
+
+def chats_of(tasks: pl.DataFrame) -> pl.DataFrame:
+    user, assistant = message("user", pl.col("task")), message("assistant", pl.col("code"))
+    return tasks.select(messages=pl.concat_list(user, assistant), prompt=pl.concat_list(user), answer="code")
+
+
+def pairs_of(tasks: pl.DataFrame) -> pl.DataFrame:
+    backwards = pl.col("code").str.split("\n").list.reverse().list.join("\n")
+    return tasks.select(
+        prompt=pl.concat_list(message("user", pl.col("task"))),
+        chosen=pl.concat_list(message("assistant", pl.col("code"))),
+        rejected=pl.concat_list(message("assistant", backwards)),
+    )
+
+
+def message(role: str, content: pl.Expr) -> pl.Expr:
+    return pl.struct(pl.lit(role).alias("role"), content.alias("content"))
+
+
+SAMPLES = {"cogumi:stdlib": sample_path, "cogumi:stdlib-chat": chat_path, "cogumi:stdlib-pairs": pairs_path}

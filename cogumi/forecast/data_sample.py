@@ -15,8 +15,8 @@ from cogumi.core.errors import UsageError
 from cogumi.data.cache import Data, Source
 from cogumi.data.cache_files import Lengths, lengths_of
 from cogumi.data.packing import pack, rows_per_step, with_labels
-from cogumi.data.pipeline import entries_of
 from cogumi.data.selection import held_out_of
+from cogumi.data.source_files import entries_of
 from cogumi.forecast.preflight_report import Line
 from cogumi.methods.examples import date_of, longest_example, options_of, room_for_prompts, source_of
 from cogumi.methods.gspo import prompt_ids

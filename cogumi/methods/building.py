@@ -9,7 +9,7 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json
 from cogumi.health import full_finetune
-from cogumi.hub.model_files import find_commit
+from cogumi.hub.downloads import find_commit
 from cogumi.merge.adapter_files import quantization_of
 from cogumi.methods import gspo
 from cogumi.methods.arguments import METHODS, trl_arguments

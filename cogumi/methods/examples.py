@@ -19,7 +19,8 @@ from cogumi.data.cache import Data, Prepared, Source, prepare
 from cogumi.data.cache_files import tokenizer_identity
 from cogumi.data.chat_templates import prints_the_date, read_template
 from cogumi.data.formats import FormatOptions, alike_in, columns_for, holds_messages, learned, note_of, tokenize_for
-from cogumi.data.pipeline import Entry, entries_of, selection_of
+from cogumi.data.selection import selection_of
+from cogumi.data.source_files import Entry, entries_of
 from cogumi.data.sources import batches, column_names
 from cogumi.methods.gspo import prompt_ids, setting
 from cogumi.methods.sft import MAX_LENGTH

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from cogumi.config.schema import RunConfig, load_config
 from cogumi.core.formatting import visible
 from cogumi.core.notices import said
-from cogumi.data.dropped_rows import in_words
+from cogumi.data.rows import in_words
 from cogumi.methods.building import pinned, tokenizer_of
 from cogumi.methods.examples import account, buckets, prepare_examples
 from cogumi.models.loading import resolve_model

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cogumi.config.schema import read_config
 from cogumi.core.errors import UsageError
 from cogumi.core.notices import importing
-from cogumi.hub.source_files import refuse_missing
+from cogumi.data.source_files import refuse_missing
 from cogumi.stack.gpus import refuse_ranks, use_one_gpu
 
 if TYPE_CHECKING:

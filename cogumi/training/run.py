@@ -25,7 +25,7 @@ from cogumi.core.notices import said
 from cogumi.core.run_directory import SAMPLES_FILE, create_run_dir, read_jsonl, write_atomic, write_json
 from cogumi.health import full_finetune
 from cogumi.health.verdict import Check, Scale, Verdict
-from cogumi.hub.model_files import Download, fetch, plan_download
+from cogumi.hub.downloads import Download, fetch, plan_download
 from cogumi.merge.adapter_files import refuse_unsupported
 from cogumi.methods import gspo
 from cogumi.methods.arguments import BUILD_REFUSALS, trl_arguments

@@ -1,0 +1,141 @@
+"""Rows of a source and what becomes of them: examples, or a count of the dropped rows by reason with the first of each."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, Protocol, TypeVar
+
+import polars as pl
+import pyarrow as pa
+
+T = TypeVar("T")
+EXCERPT = 80  # characters
+SPOKEN = {"role", "content"}
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Rows that made no example for one reason: how many, and the first of them."""
+
+    count: int
+    row: int
+    """Its index in the whole source, from 0."""
+    excerpt: str
+    """What it holds, in at most 80 characters."""
+
+    def __add__(self, later: "Dropped") -> "Dropped":
+        return Dropped(self.count + later.count, self.row, self.excerpt)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The examples of consecutive rows, in their order: len(rows) = len(table) + the counts of `dropped`."""
+
+    table: pa.Table
+    """sft: `input_ids` (list of int32), `completion_mask` (list of int8). dpo: `prompt_ids`, `chosen_ids`,
+    `rejected_ids` (lists of int32). gspo: `prompt` (text, or a list of messages) and what the rewards are given."""
+    dropped: dict[str, Dropped] = field(default_factory=dict)
+    """By reason, such as "null" or "longer than 512 tokens"."""
+    truncated: int = 0
+    """Examples in the table of which something was cut away."""
+
+
+class Tokenize(Protocol):
+    """Makes examples of rows. What it makes of a row depends on the row, its index and what is in the cache key alone."""
+
+    def __call__(self, rows: pl.DataFrame, first_row: int) -> Chunk:
+        """`first_row`: the index of rows[0] in the whole source. A chunk of which nothing is usable is no error."""
+        ...
+
+
+class BadRow(Exception):
+    """Why a row makes no example, in words that follow a number ("3 null"); `excerpt` where it says more than the row."""
+
+    def __init__(self, reason: str, excerpt: str | None = None):
+        super().__init__(reason)
+        self.reason, self.excerpt = reason, excerpt
+
+
+def drop(dropped: dict[str, Dropped], reason: str, row: int, value: Any) -> None:
+    """Count row number `row`, which holds `value`; rows come in their order."""
+    if reason in dropped:
+        dropped[reason] += Dropped(1, row, "")
+    else:
+        dropped[reason] = Dropped(1, row, excerpt_of(value))
+
+
+def excerpt_of(value: Any) -> str:
+    """The start of a value on one line, in at most 80 characters."""
+    text = " ".join(in_words(value)[: 4 * EXCERPT].split())
+    return text if len(text) <= EXCERPT else text[: EXCERPT - 1] + "…"
+
+
+def in_words(value: Any) -> str:
+    """A value of a row for people: text as it stands, the fields of a row apart, messages by their roles, the rest as JSON."""
+    if isinstance(value, str):
+        return value or "(empty)"
+    if isinstance(value, bytes):
+        return value.decode(errors="backslashreplace")
+    if isinstance(value, tuple):
+        return " | ".join(map(in_words, value))
+    if isinstance(value, list) and value and all(isinstance(each, dict) and set(each) == SPOKEN for each in value):
+        return " ".join(f"{each['role']}: {in_words(each['content'])}" for each in value)
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def decoded(value: Any) -> Any:
+    """Bytes as text, everything else as it is. Raises BadRow for null and for bytes that are no UTF-8."""
+    if value is None:
+        raise BadRow("null")
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            raise BadRow("not UTF-8") from None
+    return value
+
+
+def parsed(
+    rows: pl.DataFrame,
+    first_row: int,
+    columns: Mapping[str, str],
+    make: Callable[[dict[str, Any]], T],
+    dropped: dict[str, Dropped],
+    special: list[str],
+) -> tuple[list[T], list[int]]:
+    """What `make` makes of each row, given as {field: value}, and the index of the row.
+
+    Rows that it refuses are counted, and those in whose texts one of the tokenizer's control tokens stands (`special`): it
+    would become one in the middle of them.
+    """
+    made: list[T] = []
+    at: list[int] = []
+    values = zip(*(rows[column].to_list() for column in columns.values()), strict=True)
+    for index, row in enumerate(values, first_row):
+        try:
+            made.append(make(dict(zip(columns, row, strict=True))))
+            at.append(index)
+        except BadRow as error:
+            drop(dropped, error.reason, index, error.excerpt or row)
+    texts = pl.Series(["\0".join(strings_in(each)) for each in made], dtype=pl.String)
+    bad = texts.str.contains_any(special).to_list() if special else [False] * len(made)
+    for hit, row_number, text in zip(bad, at, texts, strict=True):
+        if hit:
+            drop(dropped, "containing a special token", row_number, text)
+    kept = [place for place, hit in enumerate(bad) if not hit]
+    return [made[place] for place in kept], [at[place] for place in kept]
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Every text in a value of messages or tools, however deep, keys included; of a dataclass its values."""
+    if isinstance(value, str):
+        yield value
+    elif is_dataclass(value):
+        yield from strings_in(list(vars(value).values()))
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from strings_in(key)
+            yield from strings_in(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from strings_in(inner)

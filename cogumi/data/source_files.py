@@ -1,0 +1,161 @@
+"""From `data.source` to files on this machine: local ones, those of a data set on the hub, or a sample made here.
+
+Imports nothing that reads them, so that a missing one is refused at once.
+"""
+
+import difflib
+import glob
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cogumi.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from cogumi.config.schema import DataSection, Format
+
+PARQUET, JSON_LINES, CSV = "parquet", "JSON lines", "CSV"
+SUFFIXES = {PARQUET: (".parquet",), JSON_LINES: (".jsonl", ".ndjson", ".json"), CSV: (".csv", ".tsv")}
+COMPRESSED = (".gz", ".zst")  # of JSON lines and CSV; a parquet file is compressed inside
+END_BYTES = 2**20
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def refuse_missing(source: str) -> None:
+    """Raise UsageError for a source that is no sample, spells no data set on the hub, and is not on this machine."""
+    if not source.startswith("cogumi:") and not Path(source).exists() and not is_hub_id(source):
+        find_files(source)
+
+
+def find_files(path: str | Path) -> list[Path]:
+    """The files `path` stands for, at least one: a file, a glob, or a directory's files of the first kind that it has.
+
+    The kinds are parquet, then JSON lines, then CSV; files come in name order, however deep.
+    """
+    given = Path(path)
+    if given.is_file():
+        return [given]
+    if given.is_dir():
+        # A .json beside the data is more likely to describe it.
+        below = sorted(file for file in given.rglob("*") if file.suffix != ".json" and file.is_file())
+        for kind in SUFFIXES:
+            if files := [file for file in below if kind_of(file) == kind]:
+                return files
+        raise UsageError(
+            "this directory holds no .parquet or .jsonl file, nor a .csv", place=path, fix="give a file of its own"
+        )
+    if glob.has_magic(str(path)):
+        files = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+        if files:
+            return files
+        raise UsageError("no file matches this pattern", place=path, fix="check it with ls")
+    near = difflib.get_close_matches(given.name, [file.name for file in given.parent.glob("*")], n=1)
+    hint = f"; did you mean {near[0]}?" if near else f" (looked from {Path.cwd()})"
+    raise UsageError(f"no such file{hint}", place=path)
+
+
+def kind_of(file: Path) -> str | None:
+    """PARQUET, JSON_LINES or CSV, by the suffix; None for any other."""
+    suffix = Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix
+    return next((kind for kind, suffixes in SUFFIXES.items() if suffix in suffixes), None)
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether this spells `org/name`; a name that ends like a data file is a file that is not there."""
+    return HUB_ID.fullmatch(source) is not None and kind_of(Path(source)) is None
+
+
+def refuse_other_kinds(name: str, paths: Iterable[str | Path]) -> None:
+    """Raise UsageError for a file of a data set that is none of the kinds that are read."""
+    for path in paths:
+        if kind_of(Path(path)) is None:
+            kinds = ", ".join(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
+            raise UsageError(
+                f"{path} is of a kind that is not read ({kinds} are)", place=name, fix="convert it and give the file"
+            )
+
+
+@dataclass(frozen=True)
+class Located:
+    """The files of one source, all on this machine."""
+
+    name: str
+    files: Sequence[Path]
+    identity: Any
+    """JSON that is another one where the rows may be others: the commit on the hub, or what `files_identity` says."""
+
+
+def locate(source: str, *, revision: str | None = None, split: str | None = None, subset: str | None = None) -> Located:
+    """The files that `source` stands for, downloaded where they are on the hub.
+
+    A local file or directory wins over a hub id of the same spelling. split: of a hub data set ("train" by default), or of
+    a directory laid out like one. Raises UsageError as `find_files` and `dataset_files` do.
+    """
+    from cogumi.data.stdlib_sample import SAMPLES
+    from cogumi.hub.downloads import dataset_files, fetch_dataset, split_of
+
+    if source in SAMPLES:
+        sample = [SAMPLES[source]()]
+        return Located(source, sample, files_identity(sample))
+    if source.startswith("cogumi:"):
+        raise UsageError(f"{source} is not known", key="data.source", fix=f"there is {', '.join(SAMPLES)}")
+    if not Path(source).exists() and is_hub_id(source):
+        commit, paths = dataset_files(source, revision, split, subset)
+        refuse_other_kinds(source, paths)
+        return Located(f"{source}@{commit[:7]}", fetch_dataset(source, commit, paths), [source, commit, paths])
+    for key, value in (("revision", revision), ("subset", subset)):
+        if value is not None:
+            raise UsageError(f"data.{key} would be ignored: {source} is a local file, not a hub id", fix="drop it")
+    if split is None:
+        found = find_files(source)
+    elif Path(source).is_dir():
+        found = split_of(source, split)
+        refuse_other_kinds(source, found)
+    else:
+        raise UsageError(f"data.split would be ignored: {source} is not a directory nor a hub id", fix="drop it")
+    return Located(source, found, files_identity(found))
+
+
+def files_identity(files: Sequence[Path]) -> list[list[Any]]:
+    """Of each file: where it really is, its size, when it was written, and a hash of its first and last MiB."""
+    return [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns, hash_of_ends(file)] for file in files]
+
+
+def hash_of_ends(file: Path) -> str:
+    """Finds out, most of the time, a file that was changed and whose time was set back."""
+    with file.open("rb") as data:
+        digest = hashlib.sha256(data.read(END_BYTES))
+        data.seek(max(END_BYTES, file.stat().st_size - END_BYTES))
+        digest.update(data.read())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One source of a run: its files, and what its rows are."""
+
+    located: Located
+    format: "Format"
+    columns: Mapping[str, str]
+    column: str
+    weight: float
+
+
+def entries_of(data: "DataSection") -> list[Entry]:
+    """The sources of a config's `data:`, downloaded where they are on the hub: `source` alone, or those of `mix`."""
+    if data.source is not None:
+        located = locate(data.source, revision=data.revision, split=data.split, subset=data.subset)
+        return [Entry(located, data.format, data.columns, data.column, 1.0)]
+    return [
+        Entry(
+            locate(each.source, revision=each.revision, split=each.split, subset=each.subset),
+            each.format or data.format,
+            data.columns if each.columns is None else each.columns,
+            each.column or data.column,
+            each.weight,
+        )
+        for each in data.mix
+    ]

@@ -1,0 +1,385 @@
+"""Models and data sets of the Hugging Face hub: which commit, which files, is there room; then their download.
+
+huggingface_hub downloads into its cache. It begins a file anew that a kill broke off (its pull request 4228), so that two at
+a time bound what is lost.
+"""
+
+import difflib
+import glob
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import httpx
+import huggingface_hub as hf
+import platformdirs
+from filelock import FileLock, Timeout
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    RevisionResolutionError,
+)
+from huggingface_hub.utils import tqdm
+
+from cogumi.core.disk_space import Need, disks_of, hub_cache, spoken
+from cogumi.core.durability import NO_SPACE
+from cogumi.core.errors import UsageError
+from cogumi.core.run_directory import write_json
+
+log = logging.getLogger("cogumi")
+
+# ----------------------------------------------------------------------------------------------------------- downloads
+
+AT_ONCE = 2  # files
+TRIES = 5  # of a download that breaks off; 1, 2, 4, 8 seconds between them
+KEYS = {"model": "model.name", "dataset": "data.source"}
+NAMES = {"model": "model", "dataset": "data set"}
+MORE_ROOM = "make room, or set HF_HOME to a directory on another disk"
+BUSY = (None, 408, 429, 500, 502, 503, 504)  # None: a connection that broke
+
+
+@dataclass(frozen=True)
+class Download:
+    """Files of one commit. sizes: the bytes of each file that is needed, in the cache or not."""
+
+    name: str
+    commit: str
+    sizes: Mapping[str, int]
+    kind: str = "model"
+
+    @property
+    def storage(self) -> Path:
+        """The repository's directory in the hub's cache."""
+        return hub_cache() / f"{self.kind}s--{self.name.replace('/', '--')}"
+
+    @property
+    def snapshot(self) -> Path:
+        return self.storage / "snapshots" / self.commit
+
+    @property
+    def missing(self) -> list[str]:
+        return [path for path in self.sizes if not (self.snapshot / path).exists()]
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes.values())
+
+    @property
+    def here(self) -> int:
+        return self.total - sum(self.sizes[path] for path in self.missing)
+
+    def __str__(self) -> str:
+        said = f"{self.name} at {self.commit[:7]}: {len(self.sizes)} files, {spoken(self.total)}"
+        if not self.missing:
+            return f"{said}, all in {hub_cache()}"
+        return f"{said}; {spoken(self.here)} are here, {spoken(self.total - self.here)} to fetch into {hub_cache()}"
+
+    def refuse_no_room(self) -> None:
+        """Raise UsageError where the filesystem of the cache does not have room for what is missing."""
+        remove_leftovers(self)
+        missing = self.total - self.here
+        (disk,) = disks_of([Need(self.kind, hub_cache(), missing, missing, 2 * len(self.missing))], ask=True)
+        if disk.refusal:
+            raise UsageError(
+                f"{self}; {disk.filesystem.mount} has {spoken(disk.filesystem.space.free)} free: {disk.refusal}",
+                key=KEYS[self.kind],
+                fix=MORE_ROOM,
+            )
+
+
+def fetch(download: Download, told: Callable[[int, int], None] = lambda here, total: None) -> Path:
+    """Download what is missing and return the snapshot's directory. Files that an earlier download finished stay.
+
+    told: called with the bytes that are here and the bytes there will be, first and then once a second. Raises
+    UsageError when the hub does not answer any more or the disk is full.
+    """
+    log.info("download: %s", download)
+    if not download.missing:
+        return download.snapshot
+    began, before = time.monotonic(), download.here
+    told(before, download.total)
+    for attempt in range(1, TRIES + 1):
+        try:
+            hf.snapshot_download(
+                download.name,
+                repo_type=download.kind,
+                revision=download.commit,
+                allow_patterns=[glob.escape(path) for path in download.sizes],
+                max_workers=AT_ONCE,
+                tqdm_class=bar_for(download, told),
+            )
+            break
+        except (OSError, httpx.TransportError) as error:
+            full = getattr(error, "errno", None) in NO_SPACE
+            if status_of(error) not in BUSY and not full:
+                raise refusal(download.name, download.commit, error, download.kind) from None
+            said = f"the download of {download.name} broke off ({type(error).__name__}: {one_line(error)})"
+            if full or attempt == TRIES:
+                so_far = f"{spoken(download.here)} of {spoken(download.total)} are here and stay"
+                fix = MORE_ROOM if full else "start again with the same words"
+                raise UsageError(f"{said}; {so_far}", key=KEYS[download.kind], fix=fix) from None
+            log.warning("%s; try %d of %d in %d s", said, attempt + 1, TRIES, 2 ** (attempt - 1))
+            time.sleep(2 ** (attempt - 1))
+    seconds, fetched = time.monotonic() - began, download.total - before
+    log.info("download: %s in %.1f s (%s/s)", spoken(fetched), seconds, spoken(fetched / max(seconds, 1e-9)))
+    return download.snapshot
+
+
+def remove_leftovers(download: Download) -> None:
+    """Remove the parts of files that a killed download left: huggingface_hub does not take them up, or remove them."""
+    locks = hub_cache() / ".locks" / download.storage.name
+    locks.mkdir(parents=True, exist_ok=True)
+    for part in (download.storage / "blobs").glob("*.incomplete"):
+        try:
+            with FileLock(locks / f"{part.name.partition('.')[0]}.lock", timeout=0):  # as whoever downloads it
+                part.unlink(missing_ok=True)
+        except Timeout:
+            log.info("download: another process downloads a file of %s", download.name)
+
+
+def bar_for(download: Download, told: Callable[[int, int], None]) -> type[Any]:
+    """A progress bar of huggingface_hub's that tells how much is here."""
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self.of_bytes = options.get("name") == "huggingface_hub.snapshot_download"
+            self.arrived, self.told_at = download.here, 0.0
+            super().__init__(*args, **options)
+
+        def update(self, n: float | None = 1) -> bool | None:
+            self.arrived += int(n or 0)
+            if self.of_bytes and time.monotonic() > self.told_at + 1:
+                told(self.arrived, download.total)
+                self.told_at = time.monotonic()
+            return super().update(n)  # type: ignore[no-any-return]
+
+    return Bar
+
+
+# -------------------------------------------------------------------------------------------------------------- models
+
+# What transformers looks for, in its order; an index names its shards. Everything else of that kind stays on the hub.
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+# Beside the weights: configs, tokenizers in all their forms, chat templates, code of models that bring their own.
+BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "additional_chat_templates/*")
+OTHER_KINDS = {".gguf", ".onnx", ".pth", ".msgpack", ".h5"}  # of weights, which only others load
+
+
+def find_commit(name: str, revision: str | None = None) -> str | None:
+    """The commit that a model's hub id means now, or None for what is no hub id: a directory, or an impossible name.
+
+    Without a network it is the one that the cache knows. Raises UsageError, with the fix, where there is no such model,
+    revision or permission, or nobody answers.
+    """
+    if Path(name).exists():
+        return None
+    try:
+        with refusing(name, revision, "model"):
+            commit = str(hf.HfApi().resolve_revision(name, revision=revision).resolved)
+            if not Download(name, commit, {}).snapshot.is_dir():
+                # Anybody may ask about a gated model; only this tells whether its files may be had.
+                hf.get_hf_file_metadata(hf.hf_hub_url(name, "config.json", revision=commit))
+    except HFValidationError:
+        return None
+    except RemoteEntryNotFoundError:
+        raise UsageError(
+            f"{name} holds no config.json, so transformers cannot load it",
+            key="model.name",
+            fix="an adapter is started from with model.adapter, and a GGUF file has a full-precision original to name",
+        ) from None
+    return commit
+
+
+def plan_download(name: str, commit: str | None) -> Download | None:
+    """What is to be fetched for a model at a commit, checked against the disk of the cache; None for a directory.
+
+    Fetches at most the index of the weights. Raises UsageError where the repository has no weights that transformers
+    loads, the disk has no room for what is missing, or something is missing and nobody answers.
+    """
+    if commit is None or Path(name).exists():
+        return None
+    answered = True
+    with refusing(name, commit, "model"):
+        try:
+            tree = hf.HfApi().list_repo_tree(name, recursive=True, revision=commit)
+            sizes = {file.path: file.size for file in tree if isinstance(file, hf.RepoFile)}
+        except (httpx.TransportError, OfflineModeIsEnabled):
+            answered, snapshot = False, Download(name, commit, {}).snapshot
+            files = [path for path in snapshot.rglob("*") if path.is_file()]
+            sizes = {path.relative_to(snapshot).as_posix(): path.stat().st_size for path in files}
+        weights = weight_files(name, commit, sizes)
+    absent = [path for path in weights if path not in sizes]
+    if not answered and (absent or not weights):
+        what = f"{len(absent)} of {len(weights)} files of its weights, the first {absent[0]}" if absent else "weights"
+        raise UsageError(
+            f"{hub_cache()} has {name} without {what}, and {hf.constants.ENDPOINT} does not answer",
+            key="model.name",
+            fix="connect, or unset HF_HUB_OFFLINE",
+        )
+    if not weights:
+        others = sorted(OTHER_KINDS & {PurePosixPath(path).suffix for path in sizes})
+        raise UsageError(
+            f"{name} has no weights that transformers loads ({' or '.join(WEIGHTS[::2])})"
+            + (f", only {', '.join(others)}" if others else ""),
+            key="model.name",
+        )
+    if absent:
+        raise UsageError(
+            f"{name} lacks {absent[0]}, which the index of its weights names",
+            key="model.name",
+            fix="it cannot be loaded",
+        )
+    download = Download(name, commit, {path: sizes[path] for path in sorted(sizes) if path in weights or beside(path)})
+    download.refuse_no_room()
+    return download
+
+
+def weight_files(name: str, commit: str, paths: Mapping[str, int]) -> list[str]:
+    """Of a repository's weights those that transformers would load; none where it has none that transformers loads."""
+    first = next((path for path in WEIGHTS if path in paths), None)
+    if first is None or not first.endswith(".index.json"):
+        return [] if first is None else [first]
+    index = json.loads(Path(hf.hf_hub_download(name, first, revision=commit)).read_text(encoding="utf-8"))
+    return sorted(set(index["weight_map"].values()))
+
+
+def beside(path: str) -> bool:
+    """Whether a file is loaded beside the weights. A pattern without a slash is for the top directory alone."""
+    return any(PurePosixPath(path).match(kind) and path.count("/") == kind.count("/") for kind in BESIDE)
+
+
+# ----------------------------------------------------------------------------------------------------------- data sets
+
+
+def dataset_files(name: str, revision: str | None, split: str | None, subset: str | None) -> tuple[str, list[str]]:
+    """(the commit, the files there) of one split of a data set: "train", or the only one, by default.
+
+    `datasets` says which files, from the repository's own description (its README) or their names. What it said of a
+    commit never changes, and is kept, so that a pinned data set needs no network once it is there. Raises UsageError
+    when the hub has no such data set, revision, subset or split, does not let this token read it, or cannot be reached.
+    """
+    with refusing(name, revision, "dataset"):
+        commit = str(hf.HfApi().resolve_revision(name, revision=revision, repo_type="dataset").resolved)
+    if commit != revision:
+        log.info("%s is at commit %s now; to train on the same rows again: data.revision: %s", name, commit, commit)
+    key = hashlib.sha256(json.dumps([name, commit, subset]).encode()).hexdigest()[:24]
+    record = Path(platformdirs.user_cache_dir("cogumi")) / "hub" / f"{key}.json"
+    if not record.is_file():
+        with refusing(name, revision, "dataset"):
+            hf.HfApi().auth_check(name, repo_type="dataset")
+            found = split_files(name, subset, commit)
+        base = f"hf://datasets/{name}@{commit}/"
+        record.parent.mkdir(parents=True, exist_ok=True)
+        write_json(record, {each: [url.removeprefix(base) for url in urls] for each, urls in found.items()})
+    return commit, choose_split(name, json.loads(record.read_text(encoding="utf-8")), split)
+
+
+def fetch_dataset(name: str, commit: str, paths: Sequence[str]) -> list[Path]:
+    """These files, downloaded where they are not in the cache. Raises UsageError where the disk has no room for them."""
+    download = Download(name, commit, dict.fromkeys(paths, 0), "dataset")
+    if download.missing:
+        with refusing(name, commit, "dataset"):
+            entries = hf.HfApi().get_paths_info(name, list(paths), revision=commit, repo_type="dataset")
+        sizes = {entry.path: entry.size for entry in entries if isinstance(entry, hf.RepoFile)}
+        download = Download(name, commit, sizes, "dataset")
+        download.refuse_no_room()
+        fetch(download)
+    return [download.snapshot / path for path in paths]
+
+
+def split_of(directory: str, split: str) -> list[Path]:
+    """The files of one split of a local directory that is laid out like a data set of the hub."""
+    with refusing(directory, None, "dataset"):
+        splits = split_files(directory, None, None)
+    return [Path(file) for file in choose_split(directory, splits, split)]
+
+
+def split_files(name: str, subset: str | None, commit: str | None) -> dict[str, list[str]]:
+    from datasets import load_dataset_builder
+
+    found = load_dataset_builder(name, subset, revision=commit).config.data_files or {}
+    return {str(split): [str(file) for file in files] for split, files in found.items()}
+
+
+def choose_split(name: str, splits: Mapping[str, Sequence[str]], split: str | None) -> list[str]:
+    if split is None:
+        split = next(iter(splits)) if len(splits) == 1 else "train"
+    if split not in splits:
+        raise UsageError(
+            f"{name} has no split {split!r}", key="data.split", fix=f"it has: {', '.join(splits) or 'none'}"
+        )
+    return list(splits[split])
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+@contextmanager
+def refusing(name: str, revision: str | None, kind: str) -> Iterator[None]:
+    """What goes wrong on the way to the hub, as a UsageError. A file that is not in a repository is the caller's."""
+    try:
+        yield
+    except (HFValidationError, RemoteEntryNotFoundError):
+        raise
+    # OSError: the hub's own, and those of `datasets`. ValueError: no such subset; RuntimeError: a data set that is a script.
+    except (OSError, httpx.HTTPError, RevisionResolutionError, ValueError, RuntimeError) as error:
+        raise refusal(name, revision, error, kind) from error
+
+
+def refusal(name: str, revision: str | None, error: Exception, kind: str) -> UsageError:
+    """What the hub's error means to whoever wrote the config, in one line."""
+    endpoint, token = hf.constants.ENDPOINT, hf.get_token() is not None
+    page = f"{endpoint}/{'datasets/' * (kind == 'dataset')}{name}"
+    key, fix, status = KEYS[kind], "", status_of(error)
+    if isinstance(error, GatedRepoError):
+        how = "the account of HF_TOKEN has no access yet" if token else "no HF_TOKEN is set"
+        text = f"{name} is gated, and {how}"
+        fix = f"accept its licence at {page}, and set HF_TOKEN to a token of that account"
+    elif isinstance(error, RevisionNotFoundError):
+        section = key.partition(".")[0]
+        text, fix = f"{name} has no revision {revision!r}", f"see {page}/commits/main, or drop {section}.revision"
+    elif isinstance(error, RepositoryNotFoundError):
+        how = "HF_TOKEN may not see it" if token else "it is private and no HF_TOKEN is set"
+        text, fix = f"no {NAMES[kind]} at {name!r} on the hub, or {how}", nearest(name, kind)
+    elif status == 401:
+        text, fix = f"{endpoint} refuses HF_TOKEN", f"make another at {endpoint}/settings/tokens, or unset it"
+    elif status is not None:
+        text, fix = f"{endpoint} answers {status} about {name}", "try again later"
+    elif isinstance(error, ValueError | RuntimeError) or type(error).__module__.startswith("datasets"):
+        text, fix = f"{name}: {one_line(error)}", "data.subset names one of several" * isinstance(error, ValueError)
+    else:
+        here = f"there is no such file or directory (looked from {Path.cwd()})"
+        text = f"no {NAMES[kind]} at {name!r}: {here}, {hub_cache()} does not have it, and {endpoint} does not answer"
+        fix = "give a directory, connect, or unset HF_HUB_OFFLINE"
+    return UsageError(text, key=key, fix=fix)
+
+
+def nearest(name: str, kind: str) -> str:
+    """A repository of the same owner whose name is near, as words to add."""
+    owner, slash, _ = name.partition("/")
+    if not slash:
+        return ""
+    listed: Any = hf.HfApi().list_models if kind == "model" else hf.HfApi().list_datasets
+    try:
+        near = difflib.get_close_matches(name, [found.id for found in listed(author=owner, limit=500)], n=1)
+    except httpx.HTTPError:
+        return ""
+    return f"did you mean {near[0]}?" if near else ""
+
+
+def status_of(error: Exception) -> int | None:
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def one_line(error: Exception) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]
