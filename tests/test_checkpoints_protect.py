@@ -22,8 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import cogumi
 from cogumi.checkpoints import protect, saving, unprotect
-from cogumi.checkpoints.commit import STAGING_NAME, blocks_of, commit, step_of
-from cogumi.checkpoints.identity import RUN_NAME
+from cogumi.checkpoints.commit import STAGING_NAME, blocks_of, commit
+from cogumi.checkpoints.manifest import RUN_NAME, step_of
 from cogumi.checkpoints.retention import PIN_NAME, plan_pruning
 from cogumi.checkpoints.saving import BALLAST_NAME, Saver
 from cogumi.checkpoints.verify import Finding, inspect

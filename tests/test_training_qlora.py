@@ -10,7 +10,7 @@ from qlora_runs import Config, check, four_bit_copy, four_bit_layers, qlora, wat
 from test_training_unfinished import logged, the_same
 
 import cogumi
-from cogumi.checkpoints.sizes import checkpoint_bytes, size_of
+from cogumi.checkpoints.disk_forecast import checkpoint_bytes, size_of
 from cogumi.config.schema import load_config
 from cogumi.forecast.disk_lines import planned
 from cogumi.merge.provenance import BaseRecord, Quantization, read_base, weights_sample

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +13,12 @@ from peft import PeftModel
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
-from cogumi.checkpoints.commit import set_aside, step_of
+from cogumi.checkpoints.commit import set_aside
 from cogumi.checkpoints.disk_forecast import outlook
-from cogumi.checkpoints.identity import Identity, name_run, new_run, refuse_anothers, run_of, settings_of
+from cogumi.checkpoints.manifest import Identity, differences, name_run, run_of, settings_of, step_of
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.retention import checkpoints_in, clean, last_good_checkpoint
-from cogumi.checkpoints.rollout_state import load_rollouts, order_continued
-from cogumi.checkpoints.saving import Saver, first_line
+from cogumi.checkpoints.saving import Saver, first_line, load_rollouts, order_continued
 from cogumi.checkpoints.signals import Preemption
 from cogumi.checkpoints.verify import OPTIMIZER, SCHEDULER, inspect
 from cogumi.checkpoints.watchdog import Pulse, Watchdog
@@ -273,13 +273,18 @@ class Protection:
         """
         run = run_of(Path(self.trainer.args.output_dir))
         if run is None:
-            refuse_anothers(found, settings_of(self.trainer), place)
+            other = differences(found.settings, settings_of(self.trainer))
+            if other:
+                raise UsageError(
+                    f"{place} is of another training ({other})",
+                    fix="give this one its own mirror, or set these back to go on with that one",
+                )
         return run in (None, found.run)
 
     def name_of(self, point: Path | None) -> str:
         """The name of the training that goes on from `point`, or begins; noted in the output directory."""
         output_dir = Path(self.trainer.args.output_dir)
-        run = (None if point is None else run_of(point) or run_of(output_dir)) or new_run()
+        run = (None if point is None else run_of(point) or run_of(output_dir)) or secrets.token_hex(4)
         try:
             name_run(output_dir, run)
         except OSError as error:

@@ -10,26 +10,24 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 from cogumi.checkpoints.commit import (
     STAGING_NAME,
     blocks_of,
     commit,
+    disk_is_full,
     open_staging,
     remove_staging,
     set_aside,
-    step_of,
 )
-from cogumi.checkpoints.disk_full import causes, disk_is_full
-from cogumi.checkpoints.identity import Identity, settings_of
-from cogumi.checkpoints.manifest import MANIFEST_NAME
+from cogumi.checkpoints.manifest import MANIFEST_NAME, Identity, settings_of, step_of
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.retention import plan_pruning, remove
-from cogumi.checkpoints.rollout_state import save_rollouts
 from cogumi.checkpoints.verify import Finding, inspect
 from cogumi.core.disk_space import spoken
-from cogumi.core.durability import NO_SPACE, sync_path
+from cogumi.core.durability import sync_path
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +203,7 @@ class Saver:
         try:
             finding = committing.result()
         except OSError as error:
-            if not says_full(error):
+            if not disk_is_full(error, final.parent):
                 self.pending = None
                 self.refuse_unless_spilled(final, error)
                 return
@@ -228,7 +226,7 @@ class Saver:
         try:
             finding = commit(staged, final)
         except OSError as error:
-            if not says_full(error):
+            if not disk_is_full(error, final.parent):
                 raise
             return False
         self.pending = None
@@ -390,10 +388,6 @@ def staged_in(trainer: Any, staging: Path) -> Iterator[None]:
         del trainer._get_output_dir, trainer._push_from_checkpoint
 
 
-def says_full(error: OSError) -> bool:
-    return any(isinstance(each, OSError) and each.errno in NO_SPACE for each in causes(error))
-
-
 def first_line(error: BaseException) -> str:
     return f"{error}".strip().partition("\n")[0]
 
@@ -401,3 +395,56 @@ def first_line(error: BaseException) -> str:
 def is_ours(callback: TrainerCallback) -> bool:
     """Whether a callback is cogumi's: a run's telemetry takes the time of a save, and looks at nothing."""
     return type(callback).__module__.startswith("cogumi.")
+
+
+# ------------------------------------------------------------------------- what TRL's online trainers need and do not save
+
+# GRPOTrainer trains on one batch of completions for steps_per_generation x num_iterations steps (trl/trainer/grpo_trainer.py,
+# `_prepare_inputs`), counted by `_step`; its RepeatSampler draws a new order each epoch from a generator of its own.
+# A resumed one counts from 0, generates anew in the middle of a batch, and repeats the first epoch's order.
+STATE_NAME = "cogumi-rollouts.pt"
+
+
+def generates(trainer: Any) -> bool:
+    """Whether a trainer keeps rollouts between steps."""
+    return hasattr(trainer, "_buffered_inputs") and hasattr(trainer, "_step")
+
+
+def save_rollouts(trainer: Any, directory: Path) -> None:
+    """Write what is missing into a checkpoint. The rollouts only where the next step still uses them."""
+    if not generates(trainer):
+        return
+    used_up = trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
+    rollouts = None if used_up else trainer._buffered_inputs
+    torch.save({"step": trainer._step, "rollouts": rollouts}, directory / STATE_NAME)
+
+
+def load_rollouts(trainer: Any, directory: Path) -> None:
+    """Take it up again, before `trainer.train` begins. A checkpoint of another tool has none: then TRL generates anew."""
+    path = directory / STATE_NAME
+    if not (generates(trainer) and path.is_file()):
+        return
+    values = torch.load(path, map_location=trainer.args.device, weights_only=True)
+    trainer._step, trainer._buffered_inputs = values["step"], values["rollouts"]
+
+
+@contextmanager
+def order_continued(trainer: Any, directory: Path | None) -> Iterator[None]:
+    """While in the block, a new sampler of prompts begins with the epoch in which the checkpoint was written."""
+    if directory is None or not generates(trainer):
+        yield
+        return
+    epochs = int(round(json.loads((directory / "trainer_state.json").read_text(encoding="utf-8"))["epoch"], 6))
+    original = trainer._get_train_sampler
+
+    def continued(*args: Any) -> Any:
+        sampler = original(*args)
+        for _ in range(epochs if getattr(sampler, "shuffle", False) else 0):
+            torch.randperm(sampler.num_samples, generator=sampler.generator)
+        return sampler
+
+    trainer._get_train_sampler = continued
+    try:
+        yield
+    finally:
+        del trainer._get_train_sampler
