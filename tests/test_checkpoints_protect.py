@@ -28,8 +28,8 @@ from cogumi.checkpoints.retention import PIN_NAME, plan_pruning
 from cogumi.checkpoints.saving import BALLAST_NAME, Saver
 from cogumi.checkpoints.verify import Finding, inspect
 from cogumi.cli.disk_commands import prune
+from cogumi.core.disk_space import filesystem_of
 from cogumi.core.errors import UsageError
-from cogumi.disk import filesystem_of
 from cogumi.merge.executor import is_in_memory
 
 SIZES: dict[str, Any] = {

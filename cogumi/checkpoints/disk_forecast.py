@@ -34,7 +34,7 @@ from cogumi.checkpoints.retention import PIN_NAME, checkpoints_in
 from cogumi.core.disk_space import Disk, Need, disks_of, spoken
 from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import header_for
-from cogumi.disk.usage_by_owner import LEFTOVERS, RESERVE, STAGING, kind_of, taken_by
+from cogumi.disk import LEFTOVERS, RESERVE, STAGING, kind_of, taken_by
 from cogumi.models.loading import meta_model
 
 log = logging.getLogger(__name__)

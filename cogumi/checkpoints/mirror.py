@@ -184,15 +184,13 @@ class Mirror:
                 continue
             try:
                 if MANIFEST_NAME in files:
-                    manifest = self.manifest_there(name, files)
+                    self.manifest_there(name, files)
                     whole += 1
                     if whole <= KEPT_WHOLE:
                         continue
-                else:
-                    manifest = manifest_in(self.place.text(name, RECORD_NAME))
-                # The manifest first, so that it stops counting as whole; what others put there stays.
-                ours = [MANIFEST_NAME, *filter(is_inside, manifest.files), RECORD_NAME]
-                self.place.remove(name, [file for file in ours if file in files])
+                text = self.place.text(name, MANIFEST_NAME if MANIFEST_NAME in files else RECORD_NAME)
+                ours = [file for file in manifest_in(text).files if file in files and is_inside(file)]
+                self.place.discard(name, ours, text)  # what others put there stays
             except CheckpointDamaged as damage:
                 log.warning("%s of %s stays as it is: %s", name, self, damage)
 

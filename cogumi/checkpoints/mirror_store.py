@@ -70,7 +70,8 @@ class Store:
                 from fsspec.implementations.arrow import ArrowFSWrapper
                 from pyarrow.fs import S3FileSystem
 
-                store, self.root = S3FileSystem.from_uri(url)
+                small_files_at_once = f"{'&' if parts.query else '?'}allow_delayed_open=true"
+                store, self.root = S3FileSystem.from_uri(url + small_files_at_once)
                 self.fs: Any = ArrowFSWrapper(store, skip_instance_cache=True)
             else:
                 self.fs, self.root = fsspec.url_to_fs(url)
@@ -102,27 +103,30 @@ class Store:
     def tree(self) -> dict[str, dict[str, int]]:
         """The size of every file of each checkpoint, whole or not."""
         return {
-            name: files for name, _ in self.list("") if CHECKPOINT_NAME.fullmatch(name) if (files := self.files(name))
+            name: files
+            for name, _ in self.entries("")
+            if CHECKPOINT_NAME.fullmatch(name)
+            if (files := self.files(name))
         }
 
     def files(self, folder: str, inside: str = "") -> dict[str, int]:
         """The size of every file below a folder. fsspec's own `find` passes over errors."""
         found: dict[str, int] = {}
-        for name, size in self.list(f"{folder}/{inside}"):
+        for name, size in self.entries(f"{folder}/{inside}"):
             found |= self.files(folder, f"{inside}{name}/") if size is None else {inside + name: size}
         return found
 
-    def list(self, folder: str) -> list[tuple[str, int | None]]:
+    def entries(self, folder: str) -> list[tuple[str, int | None]]:
         """(name, size) of what is in a folder; the size of a folder is None."""
         path = f"{self.root}/{folder}".rstrip("/")
         self.fs.invalidate_cache()
         try:
-            entries = self.fs.ls(path, detail=True)
+            found = self.fs.ls(path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return []
         return [
             (PurePosixPath(entry["name"]).name, None if entry["type"] == "directory" else entry["size"])
-            for entry in entries
+            for entry in found
             if entry["name"].strip("/") != path.strip("/")
         ]
 
@@ -152,8 +156,13 @@ class Store:
         if self.is_local:
             sync_path(Path(path))
 
-    def remove(self, checkpoint: str, files: Iterable[str]) -> None:
-        """Remove files of a checkpoint in this order, and its directory where no others' files are left in it."""
+    def discard(self, checkpoint: str, files: list[str], manifest: str) -> None:
+        """Remove a checkpoint's files. It stops counting as whole first, and what is to go is on record until it is gone."""
+        self.write(f"{checkpoint}/{RECORD_NAME}", [manifest.encode()])
+        self.remove(checkpoint, [MANIFEST_NAME, *files, RECORD_NAME])
+
+    def remove(self, checkpoint: str, files: list[str]) -> None:
+        """Remove files of a checkpoint in this order, and its directories where no others' files are left in them."""
         for file in files:
             with suppress(FileNotFoundError):
                 self.fs.rm_file(f"{self.root}/{checkpoint}/{file}")
@@ -180,7 +189,7 @@ class Store:
         for other in earlier.values():
             with suppress(CheckpointDamaged):
                 stale |= {file for file in manifest_in(other).files if is_inside(file) and file not in sizes}
-        self.remove(name, stale & there.keys())
+        self.remove(name, [*stale & there.keys()])
         for file, entry in manifest.files.items():
             if sha256_file(checkpoint / file) != entry.sha256:
                 raise CheckpointDamaged(f"{file} has other bytes on the disk than were saved (its sha256 differs)")
@@ -195,6 +204,7 @@ class Store:
         self.write(f"{name}/{MANIFEST_NAME}", [text.encode()])
         if self.text(name, MANIFEST_NAME) != text:
             raise ArrivedDifferently(f"{MANIFEST_NAME} is read back differently")
+        self.remove(name, [RECORD_NAME])
         self.sync(name)
 
     def sync(self, name: str) -> None:
@@ -278,9 +288,9 @@ class HubRepository:
             if not same:
                 raise ArrivedDifferently(f"{file} is another file in the commit (its hash differs)")
 
-    def remove(self, checkpoint: str, files: Iterable[str]) -> None:
-        """Remove files of a checkpoint, in one commit."""
+    def discard(self, checkpoint: str, files: list[str], manifest: str) -> None:
+        """Remove a checkpoint's files, in one commit."""
         from huggingface_hub import CommitOperationDelete
 
-        operations = [CommitOperationDelete(f"{self.folder}{checkpoint}/{file}") for file in files]
+        operations = [CommitOperationDelete(f"{self.folder}{checkpoint}/{file}") for file in [*files, MANIFEST_NAME]]
         self.api.create_commit(self.repo, operations, commit_message=f"without {checkpoint}")

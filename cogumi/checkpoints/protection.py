@@ -15,13 +15,12 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from cogumi.checkpoints.commit import set_aside
 from cogumi.checkpoints.disk_forecast import outlook
+from cogumi.checkpoints.interruption import Preemption, Watchdog
 from cogumi.checkpoints.manifest import Identity, differences, name_run, run_of, settings_of, step_of
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.retention import checkpoints_in, clean, last_good_checkpoint
 from cogumi.checkpoints.saving import Saver, first_line, load_rollouts, order_continued
-from cogumi.checkpoints.signals import Preemption
 from cogumi.checkpoints.verify import OPTIMIZER, SCHEDULER, inspect
-from cogumi.checkpoints.watchdog import Pulse, Watchdog
 from cogumi.core.durability import NO_SPACE, locked, why_unwritable
 from cogumi.core.errors import UsageError
 from cogumi.core.lost_terminal import outliving_the_screen
@@ -379,6 +378,21 @@ class Watch(TrainerCallback):
         self.saver.poll()
         if self.preemption.received is not None:
             control.should_save = control.should_training_stop = True
+
+
+class Pulse(TrainerCallback):
+    """Tells a Watchdog what the trainer does. Not on_save: a callback that has it makes protect's saves wait for the disk."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self.watchdog = watchdog
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.watchdog.alive()
+
+    on_substep_end = on_prediction_step = on_evaluate = on_log = on_step_begin
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.watchdog.step_done(state.global_step)
 
 
 def say_whether_all_fit(trainer: Any) -> None:

@@ -8,11 +8,10 @@ import errno
 import logging
 import os
 import re
-import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -235,56 +234,6 @@ def refused(directory: Path, size: int, error: OSError) -> Allocation:
             False, "no inodes", f"{directory}: all {space.inodes:,} inodes are taken: no file can be made"
         )
     return Allocation(False, "full", f"{directory}: no {spoken(size)}: the disk has {spoken(space.free)} free")
-
-
-# ------------------------------------------------------------------------------------------------ deleted, but still open
-
-
-@dataclass(frozen=True)
-class DeletedFile:
-    """A file without a name that a process still holds: its bytes come back when the process closes it, or ends."""
-
-    path: str
-    bytes: int
-    pid: int
-    command: str
-
-
-def deleted_but_open(devices: set[int] | None = None) -> list[DeletedFile]:
-    """Deleted files that processes hold open (those of processes that we may look into), largest first.
-
-    devices: only on these (st_dev of os.stat). du does not see such files, and df counts them. Empty without /proc.
-    """
-    found: dict[tuple[int, int], DeletedFile] = {}
-    for pid, link, target in open_files():
-        if not target.endswith(" (deleted)"):
-            continue
-        try:
-            status = os.stat(link)
-            command = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # closed meanwhile
-        key = (status.st_dev, status.st_ino)
-        if (devices is None or status.st_dev in devices) and stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
-            path = target.removesuffix(" (deleted)")
-            found.setdefault(key, DeletedFile(path, status.st_blocks * 512, pid, command))
-    return sorted((file for file in found.values() if file.bytes), key=lambda file: -file.bytes)
-
-
-def open_files() -> Iterator[tuple[int, str, str]]:
-    """(process, its /proc link, what that leads to) of every file that a process has open which we may look into."""
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            links = os.listdir(process / "fd")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # ended, or somebody else's
-        for name in links:
-            link = f"{process}/fd/{name}"
-            try:
-                target = os.readlink(link)
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue
-            yield int(process.name), link, target
 
 
 def spoken(count: float) -> str:

@@ -13,7 +13,7 @@ from cogumi.checkpoints.retention import checkpoints_in
 from cogumi.core.disk_space import Need
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json
-from cogumi.disk.usage_by_owner import taken_by
+from cogumi.disk import taken_by
 
 # What of a checkpoint is not in an adapter, or a model, that is saved at the end.
 TO_RESUME = (
