@@ -259,14 +259,14 @@ def test_it_is_said_when_resumability_has_stalled(
     ],
     ids=["500", "slow-down", "cut"],
 )
-def test_what_passes_is_tried_again(bucket: Bucket, tmp_path: Path, said: Any, name: str, fault: Any) -> None:
+def test_what_passes_is_tried_again(bucket: Bucket, tmp_path: Path, name: str, fault: Any) -> None:
     mirror = Mirror(bucket.url)
     bucket.proxy.faults = times(4, "PUT", name, fault)
     mirror.send(make(tmp_path, 2))
     assert mirror.finish(PATIENCE) == []
     assert bucket.files() == {"checkpoint-2": WHOLE}
-    assert "WARNING mirroring checkpoint-2 to s3://" in said()
-    assert {"cut": "NETWORK_CONNECTION"}.get(fault, fault[1].upper()[:4]) in said()
+    tries = [path for method, path in bucket.proxy.requests if method == "PUT" and name in path]
+    assert len(tries) == 5
 
 
 def test_a_server_that_is_gone_in_the_middle_and_back_later(bucket: Bucket, tmp_path: Path, said: Any) -> None:
@@ -449,7 +449,9 @@ def test_a_process_that_ends_does_not_wait_for_an_upload_that_hangs(bucket: Buck
     script = """
 import sys, time
 from pathlib import Path
+from cogumi.checkpoints import mirror_store
 from cogumi.checkpoints.mirror import Mirror
+mirror_store.REQUEST_SECONDS = 1.0
 mirror = Mirror(sys.argv[1])
 mirror.send(Path(sys.argv[2]))
 print("sent", flush=True)

@@ -53,6 +53,7 @@ class Mirror:
         self.thread: threading.Thread | None = None
         self.lost: dict[Path, str] = {}
         self.trouble = ""
+        self.failures = 0  # of the checkpoint under way
         # The step of the newest whole checkpoint in the place, since when, and how many were sent after it.
         self.reached: int | None = None
         self.since = time.time()
@@ -114,11 +115,11 @@ class Mirror:
             deadline, troubled = time.monotonic() + patience, math.inf
             while self.busy() and time.monotonic() < min(deadline, troubled) and not ended():
                 self.changed.wait(0.2)
-                troubled = min(troubled, time.monotonic() + TROUBLE_SECONDS) if self.trouble else math.inf
+                troubled = min(troubled, time.monotonic() + TROUBLE_SECONDS) if self.failures else math.inf
             for path in self.busy():
                 self.lost[path] = self.trouble or f"it was not there after {patience:.0f} s"
                 log.error("%s did not reach %s: %s", path, self, self.lost[path])
-            self.waiting, self.stopped = None, True
+            self.waiting, self.stopped, self.failures = None, True, 0
             self.changed.notify_all()
             lost, self.lost = self.lost, {}
             return list(lost)
@@ -144,12 +145,16 @@ class Mirror:
                     log.error("%s is not mirrored to %s: %s", checkpoint, self, self.lost[checkpoint])
                 elif not self.stopped:
                     log.warning("mirroring %s to %s failed (%s)", checkpoint.name, self, self.trouble)
+                    self.failures += 1
                     self.changed.wait_for(lambda: self.waiting or self.stopped, RETRY_SECONDS)
                     if self.waiting is None and not self.stopped:
                         self.waiting = checkpoint
+                    else:
+                        self.failures = 0
                     self.warn_if_stalled()
 
     def arrived(self, checkpoint: Path) -> None:
+        self.failures = 0
         self.reached, self.since, self.behind = step_of(checkpoint), time.time(), int(self.waiting is not None)
         if self.reminded > -math.inf and not self.behind:
             self.reminded = -math.inf

@@ -25,6 +25,7 @@ from cogumi.core.formatting import pip
 RECORD_NAME = "cogumi-upload.json"
 HUB_URL = re.compile(r"hf://([\w.-]+/[\w.-]+?)(?:/(.+?))?/*")
 CHUNK_BYTES = 1 << 20
+REQUEST_SECONDS = 10.0  # without a byte: a process that ends waits for a request that hangs
 
 
 class ArrivedDifferently(OSError):
@@ -68,10 +69,13 @@ class Store:
         try:
             if self.on_s3:
                 from fsspec.implementations.arrow import ArrowFSWrapper
-                from pyarrow.fs import S3FileSystem
+                from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem
 
-                small_files_at_once = f"{'&' if parts.query else '?'}allow_delayed_open=true"
-                store, self.root = S3FileSystem.from_uri(url + small_files_at_once)
+                found, self.root = S3FileSystem.from_uri(url)
+                options = found.__reduce__()[1][0]  # what the URL says, to which the rest is added
+                options |= {"request_timeout": REQUEST_SECONDS, "connect_timeout": REQUEST_SECONDS}
+                options |= {"retry_strategy": AwsStandardS3RetryStrategy(max_attempts=3), "allow_delayed_open": True}
+                store = S3FileSystem(**options)
                 self.fs: Any = ArrowFSWrapper(store, skip_instance_cache=True)
             else:
                 self.fs, self.root = fsspec.url_to_fs(url)

@@ -143,17 +143,10 @@ class Protection:
     """What `protect` put on a trainer, and how to take it off again."""
 
     def __init__(self, trainer: Any, saver: Saver, watchdog: Watchdog, preemption: Preemption, resume: str) -> None:
-        self.trainer = trainer
-        self.limit = trainer.args.save_total_limit
-        self.resume = resume
-        self.train = trainer.train
-        self.load_best = trainer._load_best_model
-        self.load = trainer._load_from_checkpoint
-        self.load_optimizer_of = trainer._load_optimizer_and_scheduler
-        self.load_rng_of = trainer._load_rng_state
-        self.saver = saver
-        self.watchdog = watchdog
-        self.preemption = preemption
+        self.trainer, self.limit, self.resume = trainer, trainer.args.save_total_limit, resume
+        self.saver, self.watchdog, self.preemption = saver, watchdog, preemption
+        self.train, self.load_best, self.load = trainer.train, trainer._load_best_model, trainer._load_from_checkpoint
+        self.load_optimizer_of, self.load_rng_of = trainer._load_optimizer_and_scheduler, trainer._load_rng_state
         self.callbacks = [Watch(self.saver, self.preemption), Pulse(watchdog)]
         self.ours = {
             "_save_checkpoint": self.saver.save,
