@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import cogumi
 from cogumi.checkpoints import protect, saving, unprotect
-from cogumi.checkpoints.commit import STAGING_NAME, blocks_of, commit
+from cogumi.checkpoints.commit import STAGING_NAME, commit
 from cogumi.checkpoints.manifest import RUN_NAME, step_of
 from cogumi.checkpoints.retention import PIN_NAME, plan_pruning
 from cogumi.checkpoints.saving import BALLAST_NAME, Saver
@@ -30,6 +30,7 @@ from cogumi.checkpoints.verify import Finding, inspect
 from cogumi.cli.disk_commands import prune
 from cogumi.core.disk_space import filesystem_of
 from cogumi.core.errors import UsageError
+from cogumi.disk import taken_by
 from cogumi.merge.executor import is_in_memory
 
 SIZES: dict[str, Any] = {
@@ -345,7 +346,7 @@ def size(tmp_path_factory: pytest.TempPathFactory) -> int:
     """What one checkpoint takes on a disk."""
     trainer, _ = make(tmp_path_factory.mktemp("size"), max_steps=2)
     protect(trainer).train()
-    return blocks_of(Path(trainer.args.output_dir) / "checkpoint-2")
+    return taken_by(Path(trainer.args.output_dir) / "checkpoint-2")
 
 
 @pytest.mark.parametrize("share", [0.5, 1.05, 1.5, 2.2, 2.9, 3.5])
@@ -470,7 +471,7 @@ def test_the_adapter_alone_where_a_checkpoint_does_not_fit(disk: Callable[[int],
     lora = {"r": 256, "target_modules": "all-linear"}
     whole, _ = make(tmp_path / "whole", lora=lora, max_steps=2)
     protect(whole).train()
-    point = disk(int(0.6 * blocks_of(tmp_path / "whole" / "checkpoint-2")))  # two thirds of it is the optimizer's
+    point = disk(int(0.6 * taken_by(tmp_path / "whole" / "checkpoint-2")))  # two thirds of it is the optimizer's
     trainer, losses = make(point / "run", lora=lora, max_steps=2)
     protect(trainer).train()
     assert max(losses.seen) == 2

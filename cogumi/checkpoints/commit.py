@@ -4,7 +4,6 @@ Trainer writes into `checkpoint-N` itself, file by file; a kill leaves a directo
 """
 
 import logging
-import os
 import re
 import resource
 import secrets
@@ -58,15 +57,12 @@ def commit(staged: Path, final: Path) -> Finding:
     staged.rename(final)
     staged.parent.rmdir()
     sync_path(final.parent)
-    forget(final)
-    finding = inspect(final)
-    forget(final)
-    return finding
-
-
-def forget(directory: Path) -> None:
-    for path in files_of(directory).values():
+    for path in files_of(final).values():
         drop_from_memory(path)
+    finding = inspect(final)
+    for path in files_of(final).values():
+        drop_from_memory(path)
+    return finding
 
 
 def set_aside(directory: Path) -> Path:
@@ -74,12 +70,6 @@ def set_aside(directory: Path) -> Path:
     aside = directory.with_name(f"{ASIDE_PREFIX}{directory.name}-{secrets.token_hex(2)}")
     directory.rename(aside)
     return aside
-
-
-def blocks_of(directory: Path) -> int:
-    """What the files below a directory take on the disk, in bytes."""
-    found = (os.lstat(path) for path in [directory, *directory.rglob("*")])
-    return sum(status.st_blocks * 512 for status in found)
 
 
 # ------------------------------------------------------------------------------------------------------------ a full disk
@@ -97,22 +87,14 @@ PROBE_BYTES = 1 << 20
 
 def disk_is_full(error: BaseException, directory: Path) -> bool:
     """Whether a save into `directory` failed because no more could be written there."""
-    for each in causes(error):
-        if isinstance(each, OSError) and each.errno in NO_SPACE:
-            return True
-        if SAID.search(str(each)):
-            return True
-    return bool(UNTOLD.search(str(error))) and not can_write(directory)
-
-
-def causes(error: BaseException) -> list[BaseException]:
-    """An error, and those that it was raised from."""
-    found: list[BaseException] = []
+    causes: list[BaseException] = []  # the error, and those that it was raised from
     each: BaseException | None = error
-    while each is not None and each not in found:
-        found.append(each)
+    while each is not None and each not in causes:
+        if (isinstance(each, OSError) and each.errno in NO_SPACE) or SAID.search(str(each)):
+            return True
+        causes.append(each)
         each = each.__cause__ or each.__context__
-    return found
+    return bool(UNTOLD.search(str(error))) and not can_write(directory)
 
 
 def can_write(directory: Path) -> bool:

@@ -31,6 +31,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from cogumi.checkpoints.manifest import MANIFEST_NAME, step_of
 from cogumi.checkpoints.retention import PIN_NAME, checkpoints_in
+from cogumi.checkpoints.verify import bytes_of
 from cogumi.core.disk_space import Disk, Need, disks_of, spoken
 from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import header_for
@@ -212,12 +213,7 @@ def small_files_bytes(trainer: Any) -> int:
                 model.peft_config[name].save_pretrained(Path(scratch, name))
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
-        return size + size_of(Path(scratch))
-
-
-def size_of(directory: Path) -> int:
-    """The bytes of all files below a directory."""
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+        return size + bytes_of(Path(scratch))
 
 
 # ----------------------------------------------------------------------------------------------------- a run's disks

@@ -1,14 +1,15 @@
 """Where a mirror is: a directory, an object store, or a Hugging Face repository."""
 
 import hashlib
+import io
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import unquote, urlsplit
 
 import fsspec
@@ -99,40 +100,29 @@ class Store:
         if self.is_local and not Path(self.root).parent.is_dir():
             raise FileNotFoundError(f"{Path(self.root).parent} is not there (not mounted?)")
         name, data = f".cogumi-mirror-check-{os.getpid()}", os.urandom(64)
-        self.write(name, [data])
+        self.write(name, io.BytesIO(data))
         if b"".join(self.read(name)) != data:
             raise ArrivedDifferently("what was written is read back differently")
         self.fs.rm_file(f"{self.root}/{name}")
 
     def tree(self) -> dict[str, dict[str, int]]:
         """The size of every file of each checkpoint, whole or not."""
-        return {
-            name: files
-            for name, _ in self.entries("")
-            if CHECKPOINT_NAME.fullmatch(name)
-            if (files := self.files(name))
-        }
-
-    def files(self, folder: str, inside: str = "") -> dict[str, int]:
-        """The size of every file below a folder. fsspec's own `find` passes over errors."""
-        found: dict[str, int] = {}
-        for name, size in self.entries(f"{folder}/{inside}"):
-            found |= self.files(folder, f"{inside}{name}/") if size is None else {inside + name: size}
-        return found
-
-    def entries(self, folder: str) -> list[tuple[str, int | None]]:
-        """(name, size) of what is in a folder; the size of a folder is None."""
-        path = f"{self.root}/{folder}".rstrip("/")
         self.fs.invalidate_cache()
         try:
-            found = self.fs.ls(path, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return [
-            (PurePosixPath(entry["name"]).name, None if entry["type"] == "directory" else entry["size"])
-            for entry in found
-            if entry["name"].strip("/") != path.strip("/")
-        ]
+            names = [PurePosixPath(entry["name"]).name for entry in self.fs.ls(self.root, detail=True)]
+        except FileNotFoundError:
+            return {}
+        found = {name: self.files(name) for name in names if CHECKPOINT_NAME.fullmatch(name)}
+        return {name: files for name, files in found.items() if files}
+
+    def files(self, name: str) -> dict[str, int]:
+        """The size of every file of a checkpoint."""
+        self.fs.invalidate_cache()
+        try:
+            found = self.fs.find(f"{self.root}/{name}", detail=True, on_error="raise")
+        except FileNotFoundError:
+            return {}
+        return {path.partition(f"/{name}/")[2]: info["size"] for path, info in found.items()}
 
     def read(self, name: str) -> Iterator[bytes]:
         with self.fs.open(f"{self.root}/{name}", "rb", **({"seekable": False} if self.on_s3 else {})) as file:
@@ -140,29 +130,24 @@ class Store:
                 yield chunk
 
     def text(self, checkpoint: str, file: str) -> str:
-        """A small file. Raises CheckpointDamaged where it is not a text."""
-        try:
-            return b"".join(self.read(f"{checkpoint}/{file}")).decode()
-        except UnicodeDecodeError as error:
-            raise CheckpointDamaged(f"{file} is damaged: it is not a text") from error
+        return b"".join(self.read(f"{checkpoint}/{file}")).decode(errors="replace")
 
     def download(self, checkpoint: str, file: str, target: Path) -> None:
         with target.open("xb") as local:
             local.writelines(self.read(f"{checkpoint}/{file}"))
 
-    def write(self, name: str, chunks: Iterable[bytes]) -> None:
+    def write(self, name: str, source: BinaryIO) -> None:
         path = f"{self.root}/{name}"
         if not self.on_s3:  # an object store has no directories, and Arrow would put empty objects in their place
             self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         with self.fs.open(path, "wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
+            shutil.copyfileobj(source, file, CHUNK_BYTES)
         if self.is_local:
             sync_path(Path(path))
 
     def discard(self, checkpoint: str, files: list[str], manifest: str) -> None:
         """Remove a checkpoint's files. It stops counting as whole first, and what is to go is on record until it is gone."""
-        self.write(f"{checkpoint}/{RECORD_NAME}", [manifest.encode()])
+        self.write(f"{checkpoint}/{RECORD_NAME}", io.BytesIO(manifest.encode()))
         self.remove(checkpoint, [MANIFEST_NAME, *files, RECORD_NAME])
 
     def remove(self, checkpoint: str, files: list[str]) -> None:
@@ -170,10 +155,9 @@ class Store:
         for file in files:
             with suppress(FileNotFoundError):
                 self.fs.rm_file(f"{self.root}/{checkpoint}/{file}")
-        if self.is_local:
-            for folder in sorted({*map(os.path.dirname, files)}, reverse=True):
-                with suppress(OSError):
-                    os.rmdir(f"{self.root}/{checkpoint}/{folder}")
+        for folder in sorted({*map(os.path.dirname, files)}, reverse=True) if self.is_local else ():
+            with suppress(OSError):
+                os.rmdir(f"{self.root}/{checkpoint}/{folder}")
 
     def send(self, checkpoint: Path, manifest: Manifest) -> None:
         """Upload a checkpoint, read each file back, and write the manifest last: it proves the rest.
@@ -188,7 +172,7 @@ class Store:
         sizes = {file: entry.size for file, entry in manifest.files.items()}
         if earlier.get(MANIFEST_NAME) == text and sizes.items() <= there.items():
             return
-        self.write(f"{name}/{RECORD_NAME}", [text.encode()])
+        self.write(f"{name}/{RECORD_NAME}", io.BytesIO(text.encode()))
         stale = {MANIFEST_NAME}  # and what was listed of an earlier checkpoint of this step; others' files stay
         for other in earlier.values():
             with suppress(CheckpointDamaged):
@@ -198,24 +182,20 @@ class Store:
             if sha256_file(checkpoint / file) != entry.sha256:
                 raise CheckpointDamaged(f"{file} has other bytes on the disk than were saved (its sha256 differs)")
             with (checkpoint / file).open("rb") as local:
-                self.write(f"{name}/{file}", iter(lambda local=local: local.read(CHUNK_BYTES), b""))  # type: ignore[misc]
+                self.write(f"{name}/{file}", local)
             back = hashlib.sha256()
             for chunk in self.read(f"{name}/{file}"):
                 back.update(chunk)
             if back.hexdigest() != entry.sha256:
                 raise ArrivedDifferently(f"{file} is read back differently (its sha256 differs)")
-        self.sync(name)
-        self.write(f"{name}/{MANIFEST_NAME}", [text.encode()])
+        for folder in (Path(self.root, name), Path(self.root)) if self.is_local else ():
+            sync_path(folder)  # the names, before the manifest that counts on them
+        self.write(f"{name}/{MANIFEST_NAME}", io.BytesIO(text.encode()))
         if self.text(name, MANIFEST_NAME) != text:
             raise ArrivedDifferently(f"{MANIFEST_NAME} is read back differently")
         self.remove(name, [RECORD_NAME])
-        self.sync(name)
-
-    def sync(self, name: str) -> None:
-        """Wait until the names in a checkpoint's directory, and its own, are on the disk."""
         if self.is_local:
-            for folder in (Path(self.root, name), Path(self.root)):
-                sync_path(folder)
+            sync_path(Path(self.root, name))
 
 
 # ----------------------------------------------------------------------------------------------- a Hugging Face repository

@@ -10,11 +10,11 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cogumi.checkpoints.commit import blocks_of
 from cogumi.checkpoints.manifest import CHECKPOINT_NAME, MANIFEST_NAME
 from cogumi.checkpoints.verify import Finding, inspect
 from cogumi.core.disk_space import space_of
 from cogumi.core.errors import UsageError
+from cogumi.disk import taken_by
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ def remove(path: Path) -> int:
 
     Raises OSError naming what could not be removed: Trainer's rotation ignores that, and the disk fills up.
     """
-    taken, free = blocks_of(path), space_of(path.parent).free
+    taken, free = taken_by(path), space_of(path.parent).free
     trash = path.with_name(f"{TRASH_PREFIX}{path.name}-{secrets.token_hex(2)}")
     path.rename(trash)
     shutil.rmtree(trash)

@@ -15,7 +15,6 @@ from transformers import TrainerCallback
 
 from cogumi.checkpoints.commit import (
     STAGING_NAME,
-    blocks_of,
     commit,
     disk_is_full,
     open_staging,
@@ -28,6 +27,7 @@ from cogumi.checkpoints.retention import plan_pruning, remove
 from cogumi.checkpoints.verify import Finding, inspect
 from cogumi.core.disk_space import spoken
 from cogumi.core.durability import sync_path
+from cogumi.disk import taken_by
 
 log = logging.getLogger(__name__)
 
@@ -233,7 +233,7 @@ class Saver:
             self.mirror.send(final)
         if self.keep is not None:
             self.prune(final.parent, self.keep)
-        self.take_ballast(final.parent, blocks_of(final))
+        self.take_ballast(final.parent, taken_by(final))
 
     def prune(self, output_dir: Path, keep: int, urgent: bool = False) -> bool:
         """Let older checkpoints go, one that stays having just been read back; whether any went. urgent: space is short."""
