@@ -278,12 +278,10 @@ class Saver:
             log.warning("no room for a reserve of one more checkpoint beside %s (%s)", output_dir, error.strerror)
 
     def drop_ballast(self, output_dir: Path) -> bool:
-        path = output_dir / BALLAST_NAME
-        if not path.exists():
-            return False
-        path.unlink()
-        log.warning("let go of the reserve in %s", output_dir)
-        return True
+        if there := (output_dir / BALLAST_NAME).exists():
+            (output_dir / BALLAST_NAME).unlink()
+            log.warning("let go of the reserve in %s", output_dir)
+        return there
 
     def prune_for_room(self, output_dir: Path) -> bool:
         """Keep the newest that verifies, the best, the pinned and the one resumed from; all but the oldest where all stay."""
@@ -344,7 +342,7 @@ class Saver:
         log.error("%s without %s, which does not fit in %s; %s. Free space there", how, final.name, place, last)
 
     def wait(self) -> None:
-        """Until the next try, or a signal."""
+        """Wait until the next try, or a signal."""
         until = time.monotonic() + RETRY_SECONDS
         while time.monotonic() < until and not self.asked_to_end():
             time.sleep(min(0.5, RETRY_SECONDS))

@@ -85,11 +85,11 @@ def show_uses(found: list["Use"], directory: Path) -> None:
 
 
 def show_leftovers(found: list["Leftover"], directory: Path) -> None:
-    if found:
-        rows = [
-            (row.what, os.path.relpath(row.path, directory), spoken(row.bytes), row.in_use or "no sign of use")
-            for row in found
-        ]
+    rows = [
+        (row.what, os.path.relpath(row.path, directory), spoken(row.bytes), row.in_use or "no sign of use")
+        for row in found
+    ]
+    if rows:
         print_table(f"left by cogumi below {directory}", ["what", "where", ">on disk", ""], rows)
 
 
@@ -207,10 +207,7 @@ def resume_point(directory: Directory, as_json: AsJson = False) -> None:
     if good is None:
         why = f"none of {len(looked_at)} checkpoints is good" if looked_at else "there are no checkpoints"
         say(f"cogumi: {place}: nothing to resume from: {why}", to_error=True)
-        say(
-            "A run that has a mirror or a fallback looks there too when it goes on; this command does not.",
-            to_error=True,
-        )
+        say("A run reads its mirror and its fallback too when it resumes; this command does not.", to_error=True)
     if as_json:
         print_json({"resume_point": good, "looked_at": [asdict(finding) for finding in looked_at]})
     elif good is not None:
@@ -286,15 +283,13 @@ def clean(directory: Directory, dry_run: DryRun = False, as_json: AsJson = False
     kept: list[tuple[Leftover, str]] = []
     with disk_failures_in_one_line():
         for row in leftovers(directory):
-            if row.what not in (STAGING, TRASH, RESERVE):
-                continue
             reason = row.in_use or (whole_inside(Path(row.path)) if row.what == STAGING else "")
-            if reason:
+            if row.what in (STAGING, TRASH, RESERVE) and reason:
                 kept.append((row, reason))
-                continue
-            if not dry_run:
-                remove_leftover(Path(row.path))
-            removed.append(row)
+            elif row.what in (STAGING, TRASH, RESERVE):
+                removed.append(row)
+                if not dry_run:
+                    remove_leftover(Path(row.path))
     if as_json:
         left = [asdict(row) | {"reason": reason} for row, reason in kept]
         print_json({"dry_run": dry_run, "removed": [asdict(row) for row in removed], "kept": left})
@@ -313,12 +308,10 @@ def remove_leftover(path: Path) -> None:
 
     if path.is_file():
         path.unlink()
-        return
-    trash = path
-    if not path.name.startswith(TRASH_PREFIX):
-        trash = path.with_name(f"{TRASH_PREFIX}{path.name.lstrip('.')}-{secrets.token_hex(2)}")
-        path.rename(trash)
-    shutil.rmtree(trash)
+    elif path.name.startswith(TRASH_PREFIX):
+        shutil.rmtree(path)
+    else:
+        shutil.rmtree(path.rename(path.with_name(f"{TRASH_PREFIX}{path.name.lstrip('.')}-{secrets.token_hex(2)}")))
 
 
 def whole_inside(staging: Path) -> str:
@@ -339,10 +332,9 @@ def whole_inside(staging: Path) -> str:
 
 def check_directory(path: Path) -> None:
     """Raises UsageError unless `path` is a directory."""
-    if not path.exists():
-        raise UsageError(f"{path} does not exist", fix="give a directory of checkpoints or of a run")
     if not path.is_dir():
-        raise UsageError(f"{path} is a file", fix="give a directory of checkpoints or of a run")
+        what = "is a file" if path.exists() else "does not exist"
+        raise UsageError(f"{path} {what}", fix="give a directory of checkpoints or of a run")
 
 
 def checkpoints_dir(path: Path) -> Path:

@@ -7,7 +7,6 @@ import ctypes
 import errno
 import logging
 import os
-import re
 import sys
 import tempfile
 import time
@@ -88,12 +87,16 @@ def space_of(path: Path) -> Space:
 
 def filesystem_of(path: Path, *used_for: str) -> Filesystem:
     """The filesystem that `path` is on, or will be when it is made. Raises OSError where it does not answer."""
+    import psutil
+
     place = nearest_existing(path).resolve()
     space = space_of(place)
     # Of mounts over each other the last one is seen.
-    over = [row for row in mounts() if place.is_relative_to(row[1])]
-    device, mount, kind = max(over, key=lambda row: len(row[1]), default=("", str(place), ""))
-    return Filesystem(used_for, mount, device, kind, is_network(kind), space)
+    over = [row for row in reversed(psutil.disk_partitions(all=True)) if place.is_relative_to(row.mountpoint)]
+    if not over:
+        return Filesystem(used_for, str(place), "", "", False, space)
+    found = max(over, key=lambda row: len(row.mountpoint))
+    return Filesystem(used_for, found.mountpoint, found.device, found.fstype, is_network(found.fstype), space)
 
 
 def filesystems(directory: Path) -> list[Filesystem]:
@@ -138,20 +141,6 @@ def hub_cache() -> Path:
 
 def datasets_cache() -> Path:
     return place_of("HF_DATASETS_CACHE", hf_home() / "datasets")
-
-
-def mounts() -> list[tuple[str, str, str]]:
-    """(device, mount point, kind) of what is mounted, latest first; none where there is no /proc."""
-    table = Path("/proc/self/mounts")
-    if not table.exists():
-        return []
-    rows = [line.split() for line in table.read_text(encoding="utf-8", errors="surrogateescape").splitlines()]
-    return [(unescaped(row[0]), unescaped(row[1]), row[2]) for row in reversed(rows)]
-
-
-def unescaped(field: str) -> str:
-    """A field of /proc/self/mounts, where a space in a name is written as \\040."""
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
 
 
 def is_network(kind: str) -> bool:
