@@ -23,14 +23,15 @@ from pyarrow.fs import FileSelector, S3FileSystem
 
 from cogumi.checkpoints import mirror as mirror_module
 from cogumi.checkpoints.manifest import MANIFEST_NAME, write_manifest
-from cogumi.checkpoints.mirror import Mirror, passes, waiting_time
-from cogumi.checkpoints.mirror_store import RECORD_NAME, GivenUp, Pace
+from cogumi.checkpoints.mirror import Mirror
+from cogumi.checkpoints.mirror_store import RECORD_NAME
 from cogumi.checkpoints.verify import inspect
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import pip
 
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}
 STATE = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
+WHOLE = ADAPTER | STATE | {MANIFEST_NAME}
 PATIENCE = 60.0  # far more than anything here takes
 
 
@@ -53,7 +54,8 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(mirror_module, "FIRST_WAIT", 0.02)
+    monkeypatch.setattr(mirror_module, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(mirror_module, "TROUBLE_SECONDS", 10.0)
     caplog.set_level(logging.INFO, logger="cogumi")
 
 
@@ -126,18 +128,12 @@ def times(count: int, method: str, end: str, fault: Any) -> Callable[[str, str],
     return pick
 
 
-def test_the_newest_two_are_there_with_all_of_them_and_of_older_ones_the_adapter(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+def test_the_newest_two_are_there(bucket: Bucket, tmp_path: Path) -> None:
     mirror = Mirror(bucket.url)
     for step in (2, 4, 6):
         mirror.send(make(tmp_path, step))
         assert mirror.finish(PATIENCE) == []
-    assert bucket.files() == {
-        "checkpoint-2": ADAPTER | {RECORD_NAME},
-        "checkpoint-4": ADAPTER | STATE | {MANIFEST_NAME},
-        "checkpoint-6": ADAPTER | STATE | {MANIFEST_NAME},
-    }
+    assert bucket.files() == {"checkpoint-4": WHOLE, "checkpoint-6": WHOLE}
 
 
 def test_a_damaged_one_is_none_of_the_two_whole_ones(bucket: Bucket, tmp_path: Path, said: Any) -> None:
@@ -147,8 +143,7 @@ def test_a_damaged_one_is_none_of_the_two_whole_ones(bucket: Bucket, tmp_path: P
         assert mirror.finish(PATIENCE) == []
         if step == 4:
             bucket.put("checkpoint-4/optimizer.pt", b"cut off")
-    whole = ADAPTER | STATE | {MANIFEST_NAME}
-    assert bucket.files() == {f"checkpoint-{step}": whole for step in (2, 4, 6)}
+    assert bucket.files() == {f"checkpoint-{step}": WHOLE for step in (2, 4, 6)}
     assert "checkpoint-4 of s3://" in said()
     assert "stays as it is: optimizer.pt has 7 bytes" in said()
 
@@ -217,20 +212,19 @@ def test_of_several_that_wait_only_the_newest_goes_whole(bucket: Bucket, tmp_pat
     assert reached.wait(PATIENCE)
     for path in paths[1:]:
         mirror.send(path)
-    assert mirror.busy() == set(paths)
+    assert mirror.busy() == {paths[0], paths[-1]}
     go_on.set()
     assert mirror.finish(PATIENCE) == []
     assert mirror.busy() == set()
-    whole = ADAPTER | STATE | {MANIFEST_NAME}
-    assert bucket.files()["checkpoint-2"] == bucket.files()["checkpoint-8"] == whole
-    assert all(bucket.files()[path.name] == ADAPTER | {RECORD_NAME} for path in paths[1:3])
+    assert bucket.files() == {"checkpoint-2": WHOLE, "checkpoint-8": WHOLE}
     puts = [path.split("/")[-2:] for method, path in bucket.proxy.requests if method == "PUT"]
     assert [place for place, file in puts if file == "optimizer.pt"] == ["checkpoint-2", "checkpoint-8"]
-    arrived = [place for place, file in puts if file == "adapter_model.safetensors"]
-    assert arrived == ["checkpoint-2", "checkpoint-8", "checkpoint-4", "checkpoint-6"]
 
 
-def test_it_is_said_when_resumability_has_stalled(bucket: Bucket, tmp_path: Path, said: Any) -> None:
+def test_it_is_said_when_resumability_has_stalled(
+    bucket: Bucket, tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror_module, "TROUBLE_SECONDS", 0.2)
     mirror = Mirror(bucket.url)
     mirror.send(make(tmp_path, 2))
     assert mirror.finish(PATIENCE) == []
@@ -265,14 +259,14 @@ def test_it_is_said_when_resumability_has_stalled(bucket: Bucket, tmp_path: Path
     ],
     ids=["500", "slow-down", "cut"],
 )
-def test_what_passes_is_tried_again(bucket: Bucket, tmp_path: Path, said: Any, name: str, fault: Any) -> None:
+def test_what_passes_is_tried_again(bucket: Bucket, tmp_path: Path, name: str, fault: Any) -> None:
     mirror = Mirror(bucket.url)
-    bucket.proxy.faults = times(3, "PUT", name, fault)
+    bucket.proxy.faults = times(4, "PUT", name, fault)
     mirror.send(make(tmp_path, 2))
     assert mirror.finish(PATIENCE) == []
-    assert bucket.files() == {"checkpoint-2": ADAPTER | STATE | {MANIFEST_NAME}}
-    assert "WARNING mirroring checkpoint-2 to s3://" in said()
-    assert {"cut": "NETWORK_CONNECTION"}.get(fault, fault[1].upper()[:4]) in said()
+    assert bucket.files() == {"checkpoint-2": WHOLE}
+    tries = [path for method, path in bucket.proxy.requests if method == "PUT" and name in path]
+    assert len(tries) == 5
 
 
 def test_a_server_that_is_gone_in_the_middle_and_back_later(bucket: Bucket, tmp_path: Path, said: Any) -> None:
@@ -289,13 +283,10 @@ def test_a_server_that_is_gone_in_the_middle_and_back_later(bucket: Bucket, tmp_
     assert gone.wait(PATIENCE)
     while "failed" not in said():
         threading.Event().wait(0.01)
-    before = [path for method, path in bucket.proxy.requests if method == "PUT"]
     assert MANIFEST_NAME not in bucket.files()["checkpoint-2"]
     bucket.proxy.start()
     assert mirror.finish(PATIENCE) == []
-    assert bucket.files() == {"checkpoint-2": ADAPTER | STATE | {MANIFEST_NAME}}
-    again = [path for method, path in bucket.proxy.requests if method == "PUT"][len(before) :]
-    assert not [path for path in again if path.endswith("adapter_model.safetensors")], "it had arrived"
+    assert bucket.files() == {"checkpoint-2": WHOLE}
 
 
 def test_a_server_that_is_not_there_at_the_start(bucket: Bucket) -> None:
@@ -318,19 +309,20 @@ def test_a_bucket_that_is_not_there(bucket: Bucket) -> None:
         Mirror("s3://nobodys/run")
 
 
-def test_access_denied_later_is_said_once_and_the_next_one_goes(bucket: Bucket, tmp_path: Path, said: Any) -> None:
+def test_access_denied_later_is_said_and_the_next_one_goes(
+    bucket: Bucket, tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror_module, "TROUBLE_SECONDS", 0.2)
     mirror = Mirror(bucket.url)
     bucket.proxy.faults = times(10**9, "PUT", "checkpoint-2/optimizer.pt", (403, "AccessDenied"))
     first = make(tmp_path, 2)
     mirror.send(first)
     assert mirror.finish(PATIENCE) == [first]
-    assert f"ERROR {first} is not mirrored to {mirror}: " in said()
+    assert f"ERROR {first} did not reach {mirror}: " in said()
     assert "ACCESS_DENIED" in said()
-    puts = [path for method, path in bucket.proxy.requests if method == "PUT" and path.endswith("optimizer.pt")]
-    assert len(puts) == 1
     mirror.send(make(tmp_path, 4))
     assert mirror.finish(PATIENCE) == []
-    assert bucket.files()["checkpoint-4"] == ADAPTER | STATE | {MANIFEST_NAME}
+    assert bucket.files()["checkpoint-4"] == WHOLE
     assert "checkpoint-2" not in bucket.files(), "what had arrived of it was on record, and goes"
 
 
@@ -366,8 +358,8 @@ def test_older_trainer_state_that_cannot_be_removed_is_said(bucket: Bucket, tmp_
     bucket.proxy.faults = times(10**9, "PUT", f"checkpoint-2/{RECORD_NAME}", (403, "AccessDenied"))
     mirror.send(make(tmp_path, 6))
     assert mirror.finish(PATIENCE) == [], "it has arrived, whatever became of the older one"
-    assert bucket.files() == {f"checkpoint-{step}": ADAPTER | STATE | {MANIFEST_NAME} for step in (2, 4, 6)}
-    assert f"WARNING removing older trainer state from {mirror} failed" in said()
+    assert bucket.files() == {f"checkpoint-{step}": WHOLE for step in (2, 4, 6)}
+    assert f"WARNING removing older checkpoints from {mirror} failed" in said()
 
 
 def test_a_damaged_one_in_the_bucket_is_named_and_the_next_older_taken(
@@ -386,11 +378,11 @@ def test_a_removal_that_was_interrupted_is_finished_by_the_next(bucket: Bucket, 
     mirror.send(make(tmp_path, 6))
     assert mirror.finish(PATIENCE) == []
     left = bucket.files()["checkpoint-2"]
-    assert ADAPTER | {"scheduler.pt", RECORD_NAME} <= left
+    assert {"scheduler.pt", RECORD_NAME} <= left
     assert MANIFEST_NAME not in left
     mirror.send(make(tmp_path, 8))
     assert mirror.finish(PATIENCE) == []
-    assert bucket.files()["checkpoint-2"] == ADAPTER | {RECORD_NAME}
+    assert "checkpoint-2" not in bucket.files()
 
 
 def test_a_half_uploaded_one_is_passed_over(bucket: Bucket, tmp_path: Path, said: Any) -> None:
@@ -417,13 +409,6 @@ def test_one_without_a_manifest_is_named(bucket: Bucket, tmp_path: Path, said: A
     assert f"WARNING checkpoint-9 of {mirror} is not resumed from: it has no {MANIFEST_NAME}" in said()
 
 
-def test_an_adapter_alone_is_never_fetched(bucket: Bucket, tmp_path: Path, said: Any) -> None:
-    mirror = filled(bucket.url, tmp_path / "here", 2, 4, 6)
-    for step in (4, 6):
-        bucket.direct.delete_dir(f"{bucket.name}/runs/mine/checkpoint-{step}")
-    assert mirror.fetch_newest(tmp_path / "there", -1) is None
-
-
 def test_what_no_manifest_of_ours_lists_is_left_alone(bucket: Bucket, tmp_path: Path) -> None:
     mirror = filled(bucket.url, tmp_path, 2, 4)
     for name in ("checkpoint-2/notes.txt", "checkpoint-1/optimizer.pt", "checkpoint-best/optimizer.pt", "optimizer.pt"):
@@ -431,7 +416,7 @@ def test_what_no_manifest_of_ours_lists_is_left_alone(bucket: Bucket, tmp_path: 
     mirror.send(make(tmp_path, 6))
     assert mirror.finish(PATIENCE) == []
     files = bucket.files()
-    assert files["checkpoint-2"] == ADAPTER | {RECORD_NAME, "notes.txt"}
+    assert files["checkpoint-2"] == {"notes.txt"}
     assert files["checkpoint-1"] == files["checkpoint-best"] == {"optimizer.pt"}
     assert "optimizer.pt" in files
 
@@ -443,7 +428,7 @@ def test_the_same_step_of_another_run_is_replaced(bucket: Bucket, tmp_path: Path
     new = make(tmp_path / "new", 2, say=" anew")
     mirror.send(new)
     assert mirror.finish(PATIENCE) == []
-    assert bucket.files() == {"checkpoint-2": ADAPTER | STATE | {MANIFEST_NAME}}
+    assert bucket.files() == {"checkpoint-2": WHOLE}
     fetched = mirror.fetch_newest(tmp_path / "there", -1)
     assert fetched is not None
     assert contents(fetched) == contents(new)
@@ -504,76 +489,9 @@ def test_wrong_addresses_are_said_at_once(tmp_path: Path, golden: Golden) -> Non
         Mirror("hf://datasets/mine/thing")
     with golden.raises("mirror", message=str(tmp_path / "volume")):
         Mirror(tmp_path / "volume" / "run")
-    with golden.raises("mirror", message="0 bytes"):
-        Mirror(tmp_path / "run", rate=0)
     (tmp_path / "file").write_text("")
     with golden.raises("mirror", message=str(tmp_path / "file")):
         Mirror(tmp_path / "file")
-
-
-def test_what_can_be_deployed(tmp_path: Path) -> None:
-    kept = {"README.md", "chat_template.jinja", "tokenizer_config.json", "second/adapter_model.bin", "vocab.json"}
-    sent = make(tmp_path, 2)
-    (sent / "second").mkdir()
-    for name in kept | {"training_args.bin", "scaler.pt", "cogumi-rollouts.pt", "model.safetensors"}:
-        (sent / name).write_bytes(b"x")
-    write_manifest(sent, 2)
-    assert mirror_module.deployable(mirror_module.manifest_of(sent)).keys() == ADAPTER | kept
-    assert mirror_module.deployable(mirror_module.manifest_of(make(tmp_path, 4, adapter=False))) == {}
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (ConnectionResetError(), True),
-        (TimeoutError(), True),
-        (OSError("AWS Error SLOW_DOWN during PutObject operation"), True),
-        (RuntimeError("something of the network"), True),
-        (OSError(28, "No space left on device"), True),
-        (PermissionError(13, "Permission denied"), False),
-        (FileNotFoundError(2, "No such file"), False),
-        (OSError(30, "Read-only file system"), False),
-        (OSError("AWS Error UNKNOWN (HTTP status 403)"), False),
-        (TypeError("a mistake"), False),
-    ],
-)
-def test_what_is_tried_again(error: Exception, expected: bool) -> None:
-    assert passes(error) is expected
-
-
-def test_the_waiting_doubles_up_to_a_limit() -> None:
-    for attempt in range(40):
-        full = min(mirror_module.LONGEST_WAIT, mirror_module.FIRST_WAIT * 2**attempt)
-        assert full / 2 <= waiting_time(attempt) <= full
-
-
-def test_the_rate_holds_over_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    pace, now = Pace(1000.0), [0.0]
-    pace.clock = lambda: now[0]
-    pace.paid_until = 0.0
-    monkeypatch.setattr(pace.stopped, "wait", lambda seconds: now.__setitem__(0, now[0] + seconds))
-    for _ in range(100):
-        pace.let(100)
-    assert now[0] == pytest.approx(10.0)
-    now[0] += 1000  # a long pause is no credit for more than a second
-    pace.let(1000)
-    assert now[0] == pytest.approx(1010.0)
-    pace.let(500)
-    assert now[0] == pytest.approx(1010.5)
-    pace.stopped.set()
-    with pytest.raises(GivenUp):
-        pace.let(1)
-
-
-def test_both_ways_count_against_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    let: list[int] = []
-    monkeypatch.setattr(Pace, "let", lambda self, size: let.append(size))
-    sent = make(tmp_path / "here", 2)
-    mirror = Mirror(tmp_path / "mirror", rate=1e9)
-    mirror.send(sent)
-    assert mirror.finish(PATIENCE) == []
-    size = sum(len(data) for name, data in contents(sent).items() if name != MANIFEST_NAME)
-    assert sum(let) == 2 * size
 
 
 # ------------------------------------------------------------------------------------------------------------- directories
@@ -581,10 +499,7 @@ def test_both_ways_count_against_the_rate(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_directory(tmp_path: Path) -> None:
     mirror = filled(tmp_path / "mirror", tmp_path / "here", 2, 4, 6)
-    assert set(contents(tmp_path / "mirror")) == {
-        *(f"checkpoint-2/{name}" for name in ADAPTER | {RECORD_NAME}),
-        *(f"checkpoint-{step}/{name}" for step in (4, 6) for name in ADAPTER | STATE | {MANIFEST_NAME}),
-    }
+    assert set(contents(tmp_path / "mirror")) == {f"checkpoint-{step}/{name}" for step in (4, 6) for name in WHOLE}
     shutil.rmtree(tmp_path / "here")
     fetched = mirror.fetch_newest(tmp_path / "here", -1)
     assert fetched == tmp_path / "here" / "checkpoint-6"
@@ -610,14 +525,6 @@ def test_a_damaged_one_is_named_and_the_next_older_taken(tmp_path: Path, said: A
     assert f"WARNING checkpoint-4 of {mirror} is not resumed from: " in said()
     assert name in said().partition("is not resumed from")[2]
     assert os.listdir(tmp_path / "there") == ["checkpoint-2"]
-
-
-def test_of_whole_models_two_stay(tmp_path: Path) -> None:
-    mirror = Mirror(tmp_path / "mirror")
-    for step in (2, 4, 6):
-        mirror.send(make(tmp_path / "here", step, adapter=False))
-        assert mirror.finish(PATIENCE) == []
-    assert sorted(os.listdir(tmp_path / "mirror")) == ["checkpoint-4", "checkpoint-6"]
 
 
 def test_a_full_disk_waits_for_space(tmp_path: Path, said: Any) -> None:
@@ -664,7 +571,10 @@ def test_one_that_is_removed_before_it_was_read_is_named(tmp_path: Path, said: A
     gone = tmp_path / "checkpoint-2"
     mirror.send(gone)
     assert mirror.finish(PATIENCE) == [gone]
-    assert f"ERROR {gone} is not mirrored to {mirror}: CheckpointDamaged: it was removed before it was read" in said()
+    assert (
+        f"ERROR {gone} is not mirrored to {mirror}: CheckpointDamaged: it was removed before it was read, or has no manifest"
+        in said()
+    )
 
 
 def test_one_that_was_damaged_on_the_disk_is_not_called_mirrored(tmp_path: Path, said: Any) -> None:
@@ -704,22 +614,6 @@ def test_names_that_lead_out_of_a_checkpoint_are_refused(tmp_path: Path, said: A
     assert (tmp_path / "mirror" / "outside").read_bytes() == b"mine"
 
 
-def test_too_many_that_wait_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
-    monkeypatch.setattr(mirror_module, "MOST_WAITING", 3)
-    mirror = Mirror(tmp_path / "mirror")
-    began, hold = threading.Event(), threading.Event()
-    monkeypatch.setattr(mirror.place, "send", lambda *args: began.set() or hold.wait(PATIENCE))
-    paths = [make(tmp_path / "here", step) for step in (2, 4, 6, 8)]
-    mirror.send(paths[0])
-    assert began.wait(PATIENCE)
-    for path in paths[1:]:
-        mirror.send(path)
-    assert mirror.busy() == {paths[0], *paths[2:]}
-    hold.set()
-    assert mirror.finish(PATIENCE) == [paths[1]]
-    assert f"ERROR {paths[1]} is not mirrored" in said()
-
-
 # ------------------------------------------------------------------------------------------------- a Hugging Face repository
 
 
@@ -747,11 +641,8 @@ def names_in(hub: Hub, repository: str = "jane/runs") -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("folder", ["", "mine/first"])
-@pytest.mark.parametrize("rate", [None, 1e9])
-def test_a_repository_gets_one_commit_a_checkpoint(
-    hub: Hub, tmp_path: Path, folder: str, rate: float | None, said: Any
-) -> None:
-    mirror = Mirror(f"hf://jane/runs/{folder}".rstrip("/"), rate)
+def test_a_repository_gets_one_commit_a_checkpoint(hub: Hub, tmp_path: Path, folder: str, said: Any) -> None:
+    mirror = Mirror(f"hf://jane/runs/{folder}".rstrip("/"))
     assert hub.private == {"jane/runs"}
     assert mirror.fetch_newest(tmp_path / "there", -1) is None
     sent = make(tmp_path / "here", 2)
@@ -762,12 +653,8 @@ def test_a_repository_gets_one_commit_a_checkpoint(
         sent = make(tmp_path / "here", step)
         mirror.send(sent)
         assert mirror.finish(PATIENCE) == []
-    place, whole = f"{folder}/" if folder else "", ADAPTER | STATE | {MANIFEST_NAME}
-    assert names_in(hub) == {
-        f"{place}checkpoint-2": ADAPTER | {RECORD_NAME},
-        f"{place}checkpoint-4": whole,
-        f"{place}checkpoint-6": whole,
-    }
+    place = f"{folder}/" if folder else ""
+    assert names_in(hub) == {f"{place}checkpoint-{step}": WHOLE for step in (4, 6)}
     fetched = mirror.fetch_newest(tmp_path / "there", -1)
     assert fetched == tmp_path / "there" / "checkpoint-6"
     assert inspect(fetched).state == "verified"
@@ -802,14 +689,14 @@ def test_what_the_hub_holds_is_compared(
     assert hub.files("jane/runs")[f"checkpoint-2/{name}"] == damaged[0]
 
 
-def test_a_hub_that_refuses_a_commit_is_not_asked_again(hub: Hub, tmp_path: Path, said: Any) -> None:
+def test_a_hub_that_refuses_a_commit(hub: Hub, tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirror_module, "TROUBLE_SECONDS", 0.2)
     mirror = Mirror("hf://jane/runs")
     hub.faults = lambda method, path: 403 if "/commit/" in path else None
     sent = make(tmp_path, 2)
     mirror.send(sent)
     assert mirror.finish(PATIENCE) == [sent]
-    assert f"ERROR {sent} is not mirrored to hf://jane/runs: HfHubHTTPError" in said()
-    assert sum("/commit/" in path for _, path in hub.requests) == 1
+    assert f"ERROR {sent} did not reach hf://jane/runs: HfHubHTTPError" in said()
 
 
 def test_a_damaged_checkpoint_of_the_hub_is_named(hub: Hub, tmp_path: Path, said: Any) -> None:

@@ -12,7 +12,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from io import FileIO
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,9 +23,10 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import cogumi
-from cogumi.checkpoints import watchdog as module
+from cogumi.checkpoints import interruption as module
+from cogumi.checkpoints.interruption import ENOUGH_STEPS, FIRST_TIMES_FLOOR, Watchdog
+from cogumi.checkpoints.protection import Pulse
 from cogumi.checkpoints.verify import inspect
-from cogumi.checkpoints.watchdog import ENOUGH_STEPS, FIRST_TIMES_FLOOR, Pulse, Watchdog
 from cogumi.core.errors import UsageError
 
 DEADLINE = 120  # what a broken watchdog costs a test, in seconds; nothing waits for it otherwise
@@ -205,10 +205,10 @@ def test_it_is_said_again_when_the_silence_has_doubled(run_log: Path, caplog: py
         limit = watchdog.limit
         for times in 1, 2, 3:
             wait_for("the training hangs", run_log, times)
-            assert time.monotonic() - watchdog.last_sign > limit * 2 ** (times - 1)
+            assert watchdog.now() - watchdog.last_sign > limit * 2 ** (times - 1)
         watchdog.alive()
         began = time.monotonic()
-        while "goes on" not in caplog.text:
+        while "continues" not in caplog.text:
             assert time.monotonic() - began < DEADLINE
             time.sleep(0.01)
         assert watchdog.limit > 3 * 3 * limit  # what went on by itself after that long is no hang the next time
@@ -395,7 +395,7 @@ def test_what_a_signal_wakes_is_saved_and_ends_with_143(cases: dict[str, Case]) 
 
 
 def hangs_and_cannot_say(connection: Connection, directory: Path) -> None:
-    module.SAYING_SECONDS = 0.1
+    module.WRITING_SECONDS = 0.1
     signal.signal(signal.SIGTERM, lambda number, frame: connection.send("asked"))
     logging.getLogger().addHandler(logging.FileHandler(directory / "run.log"))
     watchdog = Watchdog(directory / "run.log", 5, "stop", floor=0.3)
@@ -464,9 +464,7 @@ def test_threads_and_timers_are_gone_afterwards(fails: bool, run_log: Path, tmp_
 
     def looks() -> None:
         assert watchers() == ["cogumi-watchdog"]
-        timers.append(module.given)
-        assert module.given is not None
-        assert module.given() is not None  # faulthandler has it
+        timers.append(module.timer)
         if fails:
             raise RuntimeError("the machine is gone")
 
@@ -478,40 +476,16 @@ def test_threads_and_timers_are_gone_afterwards(fails: bool, run_log: Path, tmp_
         train(watchdog, tmp_path, Hang(watchdog, looks))
     assert watchers() == []
     assert len(timers) == 1
-    assert timers[0]() is None  # faulthandler has let it go
-    assert module.given is None
+    assert timers[0] is not None
+    assert module.timer is None
     assert run_log.read_text() == "what was there before\n"
-
-
-def test_a_timer_that_somebody_sets_meanwhile_is_let_be(
-    run_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "given", None)  # afterwards as if nobody had
-    theirs = (tmp_path / "theirs").open("ab", buffering=0)
-    holder = FileIO(theirs.fileno(), "ab", closefd=False)
-    still_there = module.ref(holder)
-    watchdog = Watchdog(run_log, 5, "continue", floor=0.3)
-    with watchdog.watching():
-        began = time.monotonic()
-        while module.given is None:
-            assert time.monotonic() - began < DEADLINE
-            time.sleep(0.001)
-        faulthandler.dump_traceback_later(3600, file=holder)
-        del holder
-        begin(watchdog)
-        wait_for("Process ", run_log)  # it looked many times meanwhile
-        assert still_there() is not None
-    assert still_there() is not None
-    faulthandler.cancel_dump_traceback_later()
-    assert still_there() is None
-    theirs.close()
 
 
 def test_a_forked_child_is_not_kept_by_the_timer(run_log: Path) -> None:
     watchdog = Watchdog(run_log, 5, "continue", floor=100.0)
     with watchdog.watching():
         began = time.monotonic()
-        while module.given is None:
+        while module.timer is None:
             assert time.monotonic() - began < DEADLINE
             time.sleep(0.001)
         child = os.fork()

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import cogumi
 from cogumi.core.errors import UsageError
-from cogumi.disk import Sample
+from cogumi.disk.monitor import Sample
 
 Mount = Callable[..., Path]
 MB = 1 << 20

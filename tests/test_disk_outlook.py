@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import resource
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from disk_mounts import fill, mounting
+from disk_mounts import mounting
 from peft import LoraConfig
 from transformers import (
     AutoConfig,
@@ -27,9 +26,17 @@ from transformers import (
 )
 
 import cogumi
-from cogumi.checkpoints.disk_forecast import CHECKPOINTS, ENTRIES, Found, Outlook, composed, outlook
+from cogumi.checkpoints.disk_forecast import (
+    CHECKPOINTS,
+    ENTRIES,
+    Found,
+    Outlook,
+    checkpoint_bytes,
+    composed,
+    merged_bytes,
+    outlook,
+)
 from cogumi.checkpoints.manifest import write_manifest
-from cogumi.checkpoints.sizes import checkpoint_bytes, merged_bytes
 from cogumi.core.disk_space import Need
 from cogumi.core.errors import UsageError
 from cogumi.forecast.disk_lines import planned_trainer
@@ -49,7 +56,7 @@ def planned_run(directory: Path, **changes: Any) -> Outlook:
     """The outlook of a run with checkpoints of a megabyte, two of them kept, ten to come."""
     values: dict[str, Any] = {
         "each": SIZE, "made_of": "", "keep": 2, "staying": 2, "reserve": SIZE, "saves": 10,
-        "found": Found.below(directory), "needs": [], "hours_between_saves": None,
+        "found": Found.below(directory), "needs": [],
     }  # fmt: skip
     return composed(**(values | changes))
 
@@ -116,7 +123,7 @@ def test_what_is_there_already_is_not_wanted_again(tmp_path: Path) -> None:
     assert Found.below(tmp_path).pinned == 1
     with (tmp_path / ".cogumi-ballast").open("xb") as file:
         os.posix_fallocate(file.fileno(), 0, SIZE)
-    reserve = Found.below(tmp_path).reserve
+    reserve = Found.below(tmp_path).bytes - there.bytes
     assert reserve == pytest.approx(SIZE, abs=4096)
     (tmp_path / ".cogumi-saving").mkdir()
     (tmp_path / ".cogumi-saving" / "half").write_bytes(bytes(SIZE // 2))
@@ -146,30 +153,14 @@ def test_a_disk_that_is_too_small_and_what_helps(disk: Any) -> None:
     free = os.statvfs(small).f_bavail * 4096
     assert not found.fits
     assert found.disks[0].short == 11 * SIZE - free
-    assert found.saves_until_full is None  # they fit without the reserve, and five beside each other do
     said = str(found)
     assert "wants 11.0 MB more at the end (checkpoints 4.0 MB, merged model 7.0 MB)" in said
     assert "does not fit: 5.0 MB are missing" in said
     assert "2 checkpoints kept instead of 4 (save_total_limit) are 2.0 MB less" in said
-    assert "it goes without the reserve" in said
-    assert "saving less often does not help" in said
+    assert "cogumi.fallback" in said
     assert "cogumi.merge=false leaves 7.0 MB" in said
     assert len(found.lines) == 3
     assert planned_run(disk(6)).fits
-
-
-def test_saves_and_hours_until_full(disk: Any) -> None:
-    small = disk(5)
-    found = planned_run(small, keep=None, staying=None, saves=None, hours_between_saves=0.5)
-    assert (found.saves_until_full, found.hours_until_full) == (4, 2.5)  # of what is not quite 5 MB
-    assert "there is room for 4 more saves, and not for the one after them, which is in 2.5 hours" in str(found)
-    assert planned_run(small, keep=None, staying=None, saves=4).saves_until_full is None
-    assert planned_run(small, keep=None, staying=None, saves=5).saves_until_full == 4
-    assert planned_run(small, keep=None, staying=None, saves=5).hours_until_full is None
-    fill(small, 0.5)
-    assert planned_run(small, saves=None).saves_until_full == 2
-    fill(small, 0.75, ".cogumi-ballast")  # the reserve is let go for a save
-    assert planned_run(small, saves=None).saves_until_full == 2
 
 
 def test_inodes_and_disks_that_have_none(disk: Any, tmp_path: Path) -> None:
@@ -194,7 +185,6 @@ def test_a_disk_that_tells_no_size(tmp_path: Path) -> None:
         found = planned_run(mount("ramfs"), saves=None)
     assert found.disks[0].filesystem.space.total == 0
     assert found.fits
-    assert found.saves_until_full is None
     assert "this filesystem can only tell by writing 4.0 MB" in str(found)
 
 
@@ -412,28 +402,12 @@ def test_a_run_under_way(under_way: Path) -> None:
     found = outlook_of_run(under_way)
     there = Found.below(under_way / "checkpoints").bytes
     assert found.checkpoint == pytest.approx(SIZE, rel=0.02)
-    assert (found.keep, found.saves, found.held, found.saves_until_full) == (2, 8, 3, None)
+    assert (found.keep, found.saves, found.held) == (2, 8, 3)
     assert found.disks[0].training == 4 * found.checkpoint - there
     assert {need.what: need.end for need in found.disks[0].needs}["adapter"] == pytest.approx(SIZE / 4, abs=3 * 4096)
     (under_way / "status.json").write_text("")  # just made
     assert outlook_of_run(under_way).saves == 8
     assert outlook_of_run(under_way / "checkpoints").held == 3  # without a config: its checkpoints say the same
-
-
-def test_how_long_it_lasts(under_way: Path, disk: Any) -> None:
-    small = disk(20)
-    run = small / "run"
-    shutil.copytree(under_way, run)
-    assert outlook_of_run(run).fits
-    fill(small, 0.97)
-    found = outlook_of_run(run)
-    assert not found.fits
-    assert found.saves_until_full == 0
-    assert found.hours_until_full == pytest.approx(1.0)  # 100 steps of 36 seconds, whatever the pause was
-    (run / "metrics.jsonl").unlink()
-    for step in (100, 200):
-        os.utime(run / "checkpoints" / f"checkpoint-{step}", (0, step * 72))
-    assert outlook_of_run(run).hours_until_full == pytest.approx(2.0)
 
 
 def test_a_run_that_is_over_wants_nothing(under_way: Path) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from disk_mounts import ext_image, fill, mounting
 
+from cogumi import disk as usage
 from cogumi.core import disk_space
-from cogumi.core.disk_space import allocatable, deleted_but_open, filesystem_of, filesystems, space_of, spoken
-from cogumi.disk import usage_by_owner
-from cogumi.disk.usage_by_owner import leftovers, uses
+from cogumi.core.disk_space import allocatable, filesystem_of, filesystems, space_of, spoken
+from cogumi.disk import leftovers, uses
 
 Mount = Callable[..., Path]
 MB = 1 << 20
@@ -110,13 +110,13 @@ def test_caches_are_where_the_libraries_have_them(tmp_path: Path) -> None:
     """Fails when huggingface_hub, datasets or torch move them."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    assert str(usage_by_owner.inductor_cache()) == default_cache_dir()
+    assert str(usage.inductor_cache()) == default_cache_dir()
     program = """
 import json, runpy
 from importlib.util import find_spec
 from pathlib import Path
 from huggingface_hub import constants
-from cogumi.disk import usage_by_owner as owners; from cogumi.core import disk_space as usage
+from cogumi import disk as owners; from cogumi.core import disk_space as usage
 datasets = runpy.run_path(Path(find_spec("datasets").origin).with_name("config.py"))
 pairs = [(constants.HF_HUB_CACHE, usage.hub_cache()), (datasets["HF_DATASETS_CACHE"], usage.datasets_cache()),
          (constants.HF_XET_CACHE, dict(owners.caches())["HF xet cache"])]
@@ -134,9 +134,7 @@ print(json.dumps([[str(one), str(two)] for one, two in pairs]))
 
 def test_looking_at_disks_loads_nothing_heavy() -> None:
     heavy = ["torch", "transformers", "datasets", "huggingface_hub", "numpy", "rich"]
-    program = (
-        f"import sys, cogumi.disk; cogumi.disk.DiskMonitor().sample(); print([m for m in {heavy} if m in sys.modules])"
-    )
+    program = f"import sys, cogumi; cogumi.DiskMonitor().sample(); print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -191,7 +189,7 @@ def test_inodes_that_are_used_up_are_told(mount: Mount) -> None:
 
 def test_a_limit_on_the_size_of_a_file_is_told(tmp_path: Path) -> None:
     program = f"""
-import resource; from pathlib import Path; from cogumi.disk import allocatable
+import resource; from pathlib import Path; from cogumi.core.disk_space import allocatable
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 print(allocatable(Path({str(tmp_path)!r}), 1 << 20).fits, allocatable(Path({str(tmp_path)!r}), 1 << 21).reason)
 """
@@ -233,39 +231,6 @@ def test_where_no_file_can_be_made_is_an_error(mount: Mount, tmp_path: Path) -> 
 
 
 # ------------------------------------------------------------------------------------------------ deleted, but still open
-
-
-def test_a_deleted_file_counts_until_it_is_closed(mount: Mount) -> None:
-    disk = mount()
-    device = os.stat(disk).st_dev
-    program = f"""
-import os, sys
-file = open({str(disk / "theirs")!r}, "wb"); file.write(bytes(1 << 20)); file.flush(); os.unlink(file.name)
-print(flush=True); sys.stdin.read()
-"""
-    other = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert other.stdin is not None
-    assert other.stdout is not None
-    other.stdout.readline()
-    with (disk / "a file (deleted)").open("wb") as mine, (disk / "whole").open("wb") as whole:
-        for file in (mine, whole):
-            file.write(bytes(3 * MB))
-            file.flush()
-        os.unlink(mine.name)
-        descriptor = os.dup(mine.fileno())  # a file that is open twice is one file
-        found = deleted_but_open({device})
-        assert [(Path(file.path).name, file.bytes, file.pid) for file in found] == [
-            ("a file (deleted)", 3 * MB, os.getpid()),
-            ("theirs", MB, other.pid),
-        ]
-        assert "python" in found[1].command
-        assert deleted_but_open({device + 12345}) == []
-        assert {file.path for file in found} <= {file.path for file in deleted_but_open()}
-        os.close(descriptor)
-    other.stdin.close()
-    other.stdout.close()
-    other.wait()
-    assert deleted_but_open({device}) == []
 
 
 # ------------------------------------------------------------------------------------------------- who uses the space
@@ -340,11 +305,11 @@ def test_who_uses_the_space(caches_at: Path, tmp_path: Path) -> None:
         ("cogumi cache", str(caches_at / "XDG_CACHE_HOME/cogumi")): du(caches_at / "XDG_CACHE_HOME/cogumi"),
         ("wandb", str(caches_at / "WANDB_DIR/wandb")): du(caches_at / "WANDB_DIR/wandb"),
         ("checkpoints", here): du(checkpoints / "checkpoint-5") + du(checkpoints / "checkpoint-10"),
-        (usage_by_owner.STAGING, here): du(checkpoints / ".cogumi-saving"),
-        (usage_by_owner.TRASH, here): du(checkpoints / ".cogumi-trash-checkpoint-1-ab12"),
-        (usage_by_owner.RESERVE, here): du(checkpoints / ".cogumi-ballast"),
-        (usage_by_owner.ASIDE, here): du(checkpoints / "aside-checkpoint-3-ab12"),
-        (usage_by_owner.MERGE, here): du(run / "a/merged.partial-0123abcd"),
+        (usage.STAGING, here): du(checkpoints / ".cogumi-saving"),
+        (usage.TRASH, here): du(checkpoints / ".cogumi-trash-checkpoint-1-ab12"),
+        (usage.RESERVE, here): du(checkpoints / ".cogumi-ballast"),
+        (usage.ASIDE, here): du(checkpoints / "aside-checkpoint-3-ab12"),
+        (usage.MERGE, here): du(run / "a/merged.partial-0123abcd"),
         ("wandb", here): du(run / "wandb"),
         ("compiled by unsloth", here): du(run / "unsloth_compiled_cache"),
         ("everything else", here): sums["everything else", here],
@@ -375,17 +340,17 @@ def test_names_are_those_that_checkpoints_and_merges_give() -> None:
     from cogumi.checkpoints.saving import BALLAST_NAME
 
     kinds = {
-        STAGING_NAME: usage_by_owner.STAGING,
-        f"{TRASH_PREFIX}checkpoint-5-ab12": usage_by_owner.TRASH,
-        BALLAST_NAME: usage_by_owner.RESERVE,
-        f"{ASIDE_PREFIX}checkpoint-5-ab12": usage_by_owner.ASIDE,
+        STAGING_NAME: usage.STAGING,
+        f"{TRASH_PREFIX}checkpoint-5-ab12": usage.TRASH,
+        BALLAST_NAME: usage.RESERVE,
+        f"{ASIDE_PREFIX}checkpoint-5-ab12": usage.ASIDE,
         "checkpoint-5": "checkpoints",
-        "merged.partial-0123abcd": usage_by_owner.MERGE,
+        "merged.partial-0123abcd": usage.MERGE,
     }
     for name, kind in kinds.items():
-        assert usage_by_owner.kind_of(name, usage_by_owner.KNOWN_NAMES) == kind
+        assert usage.kind_of(name, usage.KNOWN_NAMES) == kind
     for name in ("checkpoint-5.bak", "checkpoint-keep-this", ".cogumi-saving-mine", "x.partial-012", ".cogumi-trash"):
-        assert usage_by_owner.kind_of(name, usage_by_owner.KNOWN_NAMES) is None
+        assert usage.kind_of(name, usage.KNOWN_NAMES) is None
 
 
 # ---------------------------------------------------------------------------------------------------- what is left over
@@ -405,16 +370,16 @@ def test_leftovers_and_why_they_may_be_in_use(tmp_path: Path, monkeypatch: pytes
         return {Path(row.path).name: (row.what, row.in_use) for row in leftovers(tmp_path)}
 
     assert all("changed" in in_use for _, in_use in found().values())
-    monkeypatch.setattr(usage_by_owner, "SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr(usage, "SETTLED_SECONDS", -1.0)
     assert found() == {
-        ".cogumi-saving": (usage_by_owner.STAGING, ""),
-        trash.name: (usage_by_owner.TRASH, ""),
-        ".cogumi-ballast": (usage_by_owner.RESERVE, ""),
-        "merged.partial-0123abcd": (usage_by_owner.MERGE, ""),
+        ".cogumi-saving": (usage.STAGING, ""),
+        trash.name: (usage.TRASH, ""),
+        ".cogumi-ballast": (usage.RESERVE, ""),
+        "merged.partial-0123abcd": (usage.MERGE, ""),
     }
-    assert {row.bytes for row in leftovers(tmp_path) if row.what == usage_by_owner.TRASH} == {du(trash)}
+    assert {row.bytes for row in leftovers(tmp_path) if row.what == usage.TRASH} == {du(trash)}
     with staged.open("rb"):
-        assert found()[".cogumi-saving"] == (usage_by_owner.STAGING, f"process {os.getpid()} has it open")
+        assert found()[".cogumi-saving"] == (usage.STAGING, f"process {os.getpid()} has it open")
     holder = f"""
 import fcntl, os, sys
 d = os.open({str(trash)!r}, os.O_RDONLY); fcntl.flock(d, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()
@@ -423,12 +388,12 @@ d = os.open({str(trash)!r}, os.O_RDONLY); fcntl.flock(d, fcntl.LOCK_EX); print(f
     assert other.stdin is not None
     assert other.stdout is not None
     other.stdout.readline()
-    assert usage_by_owner.is_locked(trash)
-    assert found()[trash.name] == (usage_by_owner.TRASH, f"process {other.pid} has it open")
+    assert usage.is_locked(trash)
+    assert found()[trash.name] == (usage.TRASH, f"process {other.pid} has it open")
     other.stdin.close()
     other.stdout.close()
     other.wait()
-    assert not usage_by_owner.is_locked(trash)
+    assert not usage.is_locked(trash)
     descriptor = os.open(trash, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     os.close(descriptor)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCa
 
 import cogumi
 from cogumi.checkpoints import protect
-from cogumi.checkpoints.sizes import coming_optimizer
+from cogumi.checkpoints.disk_forecast import coming_optimizer
 from cogumi.core.errors import UsageError
 from cogumi.models.adapters import loraplus_groups, use_loraplus
 

@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 
 import cogumi
 from cogumi.checkpoints import last_good_checkpoint, protect
-from cogumi.checkpoints.signals import ending_in_good_order
+from cogumi.checkpoints.interruption import ending_in_good_order
 from cogumi.core import output
 from cogumi.core.lost_terminal import outliving_the_screen
 from cogumi.core.output import print_json

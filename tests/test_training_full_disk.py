@@ -97,7 +97,7 @@ def test_a_mirror_that_takes_nothing_is_said_by_the_status(
 ) -> None:
     (disk / "filler").write_bytes(bytes(space_of(disk).free - 16_384))
     monkeypatch.setattr(mirror_module, "TROUBLE_SECONDS", 0.5)
-    monkeypatch.setattr(mirror_module, "FIRST_WAIT", 0.02)
+    monkeypatch.setattr(mirror_module, "RETRY_SECONDS", 0.02)
     train = sft["train"] | {"save_strategy": "steps", "save_steps": 2}
     result = cogumi.train({**sft, "train": train}, cogumi__mirror=str(disk / "mirror"))
     assert result.passed, str(result.verdict)

@@ -10,7 +10,8 @@ from qlora_runs import Config, check, four_bit_copy, four_bit_layers, qlora, wat
 from test_training_unfinished import logged, the_same
 
 import cogumi
-from cogumi.checkpoints.sizes import checkpoint_bytes, size_of
+from cogumi.checkpoints.disk_forecast import checkpoint_bytes
+from cogumi.checkpoints.verify import bytes_of
 from cogumi.config.schema import load_config
 from cogumi.forecast.disk_lines import planned
 from cogumi.merge.adapter_files import BaseRecord, Quantization, read_base, weights_sample
@@ -151,5 +152,5 @@ def test_a_checkpoint_is_forecast_before_the_run(
     result = cogumi.train(tmp_path / "run.yaml")
     (written,) = (result.run_dir / "checkpoints").glob("checkpoint-*")
     assert not notes
-    assert forecast.total == pytest.approx(size_of(written), rel=0.01)
+    assert forecast.total == pytest.approx(bytes_of(written), rel=0.01)
     assert forecast.weights == pytest.approx((written / "adapter_model.safetensors").stat().st_size, rel=1e-3)

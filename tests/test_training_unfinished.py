@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import cogumi
-from cogumi.checkpoints.identity import run_of
+from cogumi.checkpoints.manifest import run_of
 from cogumi.cli.app import app
 from cogumi.core.disk_space import space_of
 from cogumi.core.durability import locked

@@ -1,17 +1,23 @@
-"""A checkpoint appears whole or not at all: written aside, synced, described by a manifest, renamed.
+"""What is saved appears whole or not at all: written aside, synced, described by a manifest, renamed; or the disk is full.
 
 Trainer writes into `checkpoint-N` itself, file by file; a kill leaves a directory that its resume takes for the newest.
 """
 
 import logging
-import os
+import re
+import resource
 import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from cogumi.checkpoints.manifest import CHECKPOINT_NAME, files_of, write_manifest
+from cogumi.checkpoints.manifest import files_of, step_of, write_manifest
 from cogumi.checkpoints.verify import Finding, inspect
-from cogumi.core.durability import drop_from_memory, sync_path
+from cogumi.core.disk_space import allocatable, space_of
+from cogumi.core.durability import NO_SPACE, drop_from_memory, sync_path
+from cogumi.core.errors import DiskFull
+from cogumi.core.formatting import one_line
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +44,6 @@ def remove_staging(output_dir: Path) -> None:
         shutil.rmtree(staging)
 
 
-def step_of(directory: Path) -> int:
-    """The step in a checkpoint's name."""
-    found = CHECKPOINT_NAME.fullmatch(directory.name)
-    assert found is not None, directory
-    return int(found.group(1))
-
-
 def commit(staged: Path, final: Path) -> Finding:
     """Make a staged checkpoint durable, name it `final`, and read it back from the disk. Raises OSError, with `final` as it was.
 
@@ -58,25 +57,75 @@ def commit(staged: Path, final: Path) -> Finding:
     staged.rename(final)
     staged.parent.rmdir()
     sync_path(final.parent)
-    forget(final)
+    for path in files_of(final).values():
+        drop_from_memory(path)
     finding = inspect(final)
-    forget(final)
+    for path in files_of(final).values():
+        drop_from_memory(path)
     return finding
 
 
-def forget(directory: Path) -> None:
-    for path in files_of(directory).values():
-        drop_from_memory(path)
-
-
 def set_aside(directory: Path) -> Path:
-    """Give a checkpoint that is in the way another name, which nothing takes for a checkpoint's: it may be somebody's last."""
+    """Give a checkpoint that is in the way another name, which nothing takes for a checkpoint's: it may be the last one."""
     aside = directory.with_name(f"{ASIDE_PREFIX}{directory.name}-{secrets.token_hex(2)}")
     directory.rename(aside)
     return aside
 
 
-def blocks_of(directory: Path) -> int:
-    """What the files below a directory take on the disk, in bytes."""
-    found = (os.lstat(path) for path in [directory, *directory.rglob("*")])
-    return sum(status.st_blocks * 512 for status in found)
+# ------------------------------------------------------------------------------------------------------------ a full disk
+
+# Libraries report it in four disguises, measured over 46 free-space points: OSError with an errno (8), SafetensorError (14),
+# a bare Exception of the tokenizers library (3), and a RuntimeError of torch's writer that does not say why (21).
+# As Rust and C say ENOSPC, EDQUOT and EFBIG.
+SAID = re.compile(r"no space left|os error (28|122|27)\b|disk quota exceeded|file too large", re.IGNORECASE)
+# What says nothing of the cause; then the disk is asked.
+UNTOLD = re.compile(
+    r"unexpected pos|iostream error|PytorchStreamWriter|cannot be opened|failed finding central directory"
+)
+PROBE_BYTES = 1 << 20
+
+
+def disk_is_full(error: BaseException, directory: Path) -> bool:
+    """Whether a save into `directory` failed because no more could be written there."""
+    causes: list[BaseException] = []  # the error, and those that it was raised from
+    each: BaseException | None = error
+    while each is not None and each not in causes:
+        if (isinstance(each, OSError) and each.errno in NO_SPACE) or SAID.search(str(each)):
+            return True
+        causes.append(each)
+        each = each.__cause__ or each.__context__
+    return bool(UNTOLD.search(str(error))) and not can_write(directory)
+
+
+def can_write(directory: Path) -> bool:
+    """Whether a little more can be written there, into files as large as those that are there."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    largest = max((path.stat().st_size for path in directory.rglob("*") if path.is_file()), default=0)
+    if limit != resource.RLIM_INFINITY and largest + PROBE_BYTES > limit:
+        return False
+    asked = allocatable(directory, PROBE_BYTES)
+    return asked.fits if asked.fits is not None else space_of(directory).free >= PROBE_BYTES
+
+
+@contextmanager
+def written_aside(unfinished: Path) -> Iterator[None]:
+    """In the block a directory is written from nothing; nothing of it stays where that fails, as on a full disk."""
+    remove_if_there(unfinished)
+    try:
+        yield
+    except BaseException as error:
+        what = unfinished.name.lstrip(".")
+        full = isinstance(error, Exception) and disk_is_full(error, unfinished.parent)
+        remove_if_there(unfinished)
+        if full:
+            raise DiskFull(
+                f"{what}: it does not fit on the disk of {unfinished.parent} ({one_line(error)}); free space there, and the "
+                "same command continues from the last checkpoint",
+                unfinished.parent,
+            ) from error
+        raise
+
+
+def remove_if_there(directory: Path) -> None:
+    if directory.exists():
+        shutil.rmtree(directory)

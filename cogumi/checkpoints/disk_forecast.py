@@ -1,27 +1,222 @@
-"""What a run will want of its disks, and whether they have it: said before the first step, and in between.
+"""How much disk a run will want, and whether its disks have it: its checkpoints, the adapter, the merged model.
 
-A run is fullest at one of two moments: while it saves a checkpoint beside those that stay and the reserve for one more
+There is no table of bytes per parameter here. Each writer of a part of a checkpoint is asked what it will write: PEFT or
+the model for the names and shapes of the weights, the optimizer for its state (before the first step it takes one on
+stand-ins that have shapes and no memory), torch.save for its file, with the data left out, and the tokenizer, the
+configs and the random states for files so small that they are simply written once, to a temporary directory. What a
+checkpoint consists of: transformers' Trainer._save_checkpoint (5.17).
+
+A run takes most at one of two moments: while it saves a checkpoint beside those that stay and the reserve for one more
 (cogumi.protect), or at its end, when adapter and merged model are written and the reserve is gone.
 """
 
+import copy
+import json
+import logging
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+import os
+import tempfile
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cogumi.checkpoints.commit import step_of
-from cogumi.checkpoints.manifest import MANIFEST_NAME
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, PreTrainedConfig
+
+from cogumi.checkpoints.manifest import MANIFEST_NAME, step_of
 from cogumi.checkpoints.retention import PIN_NAME, checkpoints_in
-from cogumi.checkpoints.sizes import (
-    checkpoint_bytes,
-    last_step_known,
-    merged_bytes,
-    saves_until_full,
-    tokenizer_bytes,
-)
+from cogumi.checkpoints.verify import bytes_of
 from cogumi.core.disk_space import Disk, Need, disks_of, spoken
-from cogumi.disk.usage_by_owner import LEFTOVERS, RESERVE, STAGING, kind_of, taken_by
+from cogumi.core.errors import UsageError
+from cogumi.core.safetensors_file import header_for
+from cogumi.disk import LEFTOVERS, RESERVE, STAGING, kind_of, taken_by
+from cogumi.models.loading import meta_model
+
+log = logging.getLogger(__name__)
+
+# What a scheduler saves of itself, measured over transformers' kinds (1.4 to 1.6 kB), until there is one.
+SCHEDULER_BYTES = 1500
+# These set up hooks on the model when they are made, and making a second one to look at would leave two sets.
+HOOKED_OPTIMIZERS = ("layerwise", "lomo")
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Bytes of the checkpoint that the trainer writes next, by part.
+
+    files: all but weights and optimizer. measured: the optimizer has taken a step, and its bytes are those of its state;
+    before, they are those of a state made on stand-ins.
+    """
+
+    weights: int
+    optimizer: int
+    files: int
+    measured: bool
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.optimizer + self.files
+
+
+def checkpoint_bytes(trainer: Any) -> Forecast:
+    """Forecast the next checkpoint of any transformers or TRL trainer, before training or during it.
+
+    Within 5 % of what is written before the first step and within 2 % after it. Nothing of the trainer changes; the
+    random states do not either. Raises UsageError before the first step for an optimizer that hooks into the model
+    (LOMO, layerwise GaLore), and OSError where the temporary directory takes no tokenizer.
+    """
+    live, optimizer = trainer.optimizer is not None and trainer.state.global_step > 0, 0
+    if not trainer.args.save_only_model:
+        state = trainer.optimizer.state_dict() if live else state_after_a_step(coming_optimizer(trainer))
+        optimizer = torch_save_bytes(state)
+    return Forecast(weights_bytes(trainer), optimizer, small_files_bytes(trainer), live)
+
+
+def merged_bytes(model_or_config: Any) -> int:
+    """Bytes of the merged model's safetensors files: every weight once, in the dtype that the config names.
+
+    From the shapes that the config implies, built on the meta device: the base on disk may be quantized to 4 bits, and
+    what is merged is not. A model may be quantized, wrapped by PEFT or both. The tokenizer comes on top (Forecast.files).
+    Raises UsageError for a config that transformers cannot build.
+    """
+    config = model_or_config if isinstance(model_or_config, PreTrainedConfig) else model_or_config.config
+    dtype = config.dtype or torch.float32
+    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    tensors = without_aliases(meta_model(config).state_dict(keep_vars=True))
+    return safetensors_bytes({name: t.to(wanted) if t.is_floating_point() else t for name, t in tensors.items()})
+
+
+def weights_bytes(trainer: Any) -> int:
+    """The safetensors files that save_model writes: for a PEFT model each adapter, with modules_to_save, and no base."""
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if isinstance(model, PeftModel) or getattr(model, "_hf_peft_config_loaded", False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about resized embeddings: PEFT says it again when it saves them
+            adapters = [get_peft_model_state_dict(model, adapter_name=name) for name in saved_adapters(model)]
+        return sum(safetensors_bytes(adapter) for adapter in adapters)
+    return safetensors_bytes(without_aliases(model.state_dict(keep_vars=True)))
+
+
+def saved_adapters(model: Any) -> list[str]:
+    """PEFT's own save writes all adapters (DPO's frozen "ref" too), transformers' the active one."""
+    return list(model.peft_config) if isinstance(model, PeftModel) else model.active_adapters()[:1]
+
+
+def without_aliases(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Each piece of memory once, and each tensor that has none: tied weights are saved under one of their names."""
+    seen: dict[tuple[Any, ...], tuple[str, Any]] = {}
+    for name, tensor in tensors.items():
+        if hasattr(tensor, "data_ptr"):  # bitsandbytes puts strings into state dicts
+            where = (tensor.device, tensor.data_ptr() or id(tensor), tuple(tensor.shape))
+            seen.setdefault(where, (name, tensor))
+    return dict(seen.values())
+
+
+def safetensors_bytes(tensors: Mapping[str, Any]) -> int:
+    """The file that safetensors writes: the header, and the data back to back."""
+    entries = [(name, "BF16", tuple(each.shape), each.numel() * each.element_size()) for name, each in tensors.items()]
+    return len(header_for({"format": "pt"}, entries)) + sum(entry[3] for entry in entries)
+
+
+def coming_optimizer(trainer: Any) -> Any:
+    """The optimizer that the trainer has, or one like that which it will make: it is made, looked at and let go."""
+    if trainer.optimizer is not None:
+        return getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # out of accelerate's wrapper
+    name = trainer.args.optim.value
+    if any(word in name for word in HOOKED_OPTIMIZERS):
+        raise UsageError(f"optim {name}: its checkpoint can be forecast from the first step on, not before")
+    try:
+        return trainer.create_optimizer()
+    finally:
+        trainer.optimizer = None
+
+
+def state_after_a_step(optimizer: Any) -> dict[str, Any]:
+    """The state dict that an optimizer would have after its first step, as fake tensors.
+
+    A copy of it takes the step, on fake parameters of the same shapes: so it decides itself which states it keeps, for
+    which parameters, in which precision (bitsandbytes: no 8 bits for fewer than 4096 elements, nor for embeddings).
+    Optimizers other than torch's, transformers' and bitsandbytes' may do more in a step than arithmetic: those are not
+    copied but taken for an AdamW.
+    """
+    family = type(optimizer).__module__.partition(".")[0]
+    groups = optimizer.param_groups
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        stand_ins = [{**group, "params": [stand_in(p) for p in group["params"]]} for group in groups]
+        if family not in ("torch", "transformers", "bitsandbytes"):
+            log.info("%s is not known: forecast as an AdamW until its first step", type(optimizer).__name__)
+            double = torch.optim.AdamW([{"params": group["params"]} for group in stand_ins])
+        else:
+            double = double_of(optimizer, stand_ins)
+            if family == "bitsandbytes":
+                # Which parameters are overridden is looked up by the identity of the real ones. What it does with the
+                # state, once made, needs no rehearsal, nor a kernel.
+                optimizer.check_overrides()
+                double.get_config = optimizer.get_config
+                double.update_step = lambda *_: None
+                double.initialized = True
+        type(double).step(double)  # not double.step, which schedulers bind to the real one
+        return double.state_dict()
+
+
+def stand_in(parameter: Any) -> Any:
+    """A parameter of the same shape and dtype, with a gradient if it is trained. On the CPU, where nothing is paged."""
+    fake = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad)
+    fake.grad = torch.empty_like(fake) if parameter.requires_grad else None
+    return fake
+
+
+def double_of(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
+    """A copy of an optimizer with other parameters and nothing in common that a step writes to."""
+    double = object.__new__(type(optimizer))
+    # Neither __init__ nor __getstate__, which leaves out what subclasses add.
+    for name, value in vars(optimizer).items():
+        double.__dict__[name] = copy.copy(value) if isinstance(value, (dict, list)) else value
+    hooks = {"_optimizer_step_pre_hooks": OrderedDict(), "_optimizer_step_post_hooks": OrderedDict()}
+    double.__dict__.update(state=defaultdict(dict), param_groups=groups, _cpu_paged_warned=True, **hooks)
+    return double
+
+
+def torch_save_bytes(value: Any) -> int:
+    """The length of the file that torch.save would write, with its zip and pickle overhead; no data is written."""
+    with tempfile.TemporaryFile(prefix="cogumi-forecast-") as file:
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(value, file)
+        return file.seek(0, os.SEEK_END)
+
+
+def small_files_bytes(trainer: Any) -> int:
+    """Configs, model card, tokenizer, random states and the rest: written once, by those who write them in a save."""
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    size = torch_save_bytes(trainer.args) + len(json.dumps(asdict(trainer.state), indent=2))
+    with tempfile.TemporaryDirectory(prefix="cogumi-forecast-") as scratch:
+        if not trainer.args.save_only_model:
+            scheduler = trainer.lr_scheduler
+            size += SCHEDULER_BYTES if scheduler is None else torch_save_bytes(scheduler.state_dict())
+            trainer._save_rng_state(scratch)
+            trainer._save_scaler(scratch)
+        if isinstance(model, PeftModel):
+            model.create_or_update_model_card(scratch)
+        elif hasattr(model, "config"):
+            model.config.save_pretrained(scratch)
+            if model.can_generate():
+                model.generation_config.save_pretrained(scratch)
+        if hasattr(model, "peft_config"):
+            for name in saved_adapters(model):
+                model.peft_config[name].save_pretrained(Path(scratch, name))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(scratch)
+        return size + bytes_of(Path(scratch))
+
+
+# ----------------------------------------------------------------------------------------------------- a run's disks
 
 SHARD_BYTES = 5_000_000_000
 CHECKPOINTS, ADAPTER, MERGED, DOWNLOAD = "checkpoints", "adapter", "merged model", "model download"
@@ -34,10 +229,9 @@ ENTRIES = 20
 class Outlook:
     """What a run wants of its disks, by filesystem: two paths on one share its space.
 
-    checkpoint: bytes of one, at its largest. made_of: its largest parts in words, "" where it was only measured. keep:
-    how many stay (None: all). held: how many there are at the fullest, the one being written included; reserve: the
-    bytes held for one more. saves: how many are to come, None where that is not known. saves_until_full: until one does
-    not fit even without the reserve, None where all do. notes: what is not known, or not counted.
+    checkpoint: bytes of one, made_of: its largest parts in words. keep: how many stay (None: all). held: the most there
+    are at once, the one being written included; reserve: the bytes held for one more. saves: how many are to come, None
+    where that is not known. notes: what is not known, or not counted.
     """
 
     checkpoint: int
@@ -46,8 +240,6 @@ class Outlook:
     held: int
     reserve: int
     saves: int | None
-    saves_until_full: int | None
-    hours_until_full: float | None
     disks: tuple[Disk, ...]
     notes: tuple[str, ...] = ()
 
@@ -66,42 +258,30 @@ class Outlook:
         """The same without what is said of each disk."""
         reserve = f" and a reserve of {spoken(self.reserve)}" if self.reserve else ""
         made_of = f" ({self.made_of})" if self.made_of else ""
-        said = [f"one checkpoint is {spoken(self.checkpoint)}{made_of}; at the fullest there are {self.held}{reserve}"]
-        if self.saves_until_full is not None:
-            hours = "" if self.hours_until_full is None else f", which is in {self.hours_until_full:.1f} hours"
-            room = f"{self.saves_until_full} more saves, and not for the one after them"
-            said.append(f"there is room for {room if self.saves_until_full else 'not one save'}{hours}")
+        most = f"one checkpoint is {spoken(self.checkpoint)}{made_of}; at most there are {self.held}{reserve}"
         short = [disk for disk in self.disks if disk.short]
-        said += [f"{disk.filesystem.mount}: what helps: {'; '.join(self.advice(disk))}" for disk in short]
+        helps = [f"{disk.filesystem.mount}: what helps: {'; '.join(self.advice(disk))}" for disk in short]
         asked = [disk.allocation for disk in self.disks if disk.allocation is not None]
-        said += [answer.message for answer in asked if answer.fits is None]
-        return said + list(self.notes)
+        return [most, *helps, *(answer.message for answer in asked if answer.fits is None), *self.notes]
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
 
     def advice(self, disk: Disk) -> list[str]:
         """What to do about a disk that is too small."""
-        free = disk.filesystem.space.free
-        sizes = {need.what: need for need in disk.needs}
-        said = []
+        free, sizes = disk.filesystem.space.free, {need.what: need for need in disk.needs}
+        helps = []
         if disk.training > free and CHECKPOINTS in sizes:
             kept = self.held - 1 if self.keep is None else self.keep
             if kept > 2:
-                saved = spoken((kept - 2) * self.checkpoint)
-                instead = "all" if self.keep is None else kept
-                said.append(f"2 checkpoints kept instead of {instead} (save_total_limit) are {saved} less")
-            if disk.training - self.reserve <= free:
-                said.append("it goes without the reserve, which is taken only where there is room")
-            said.append("a directory on another disk for what does not fit, if none is named yet "
-                        "(cogumi.fallback, or protect(fallback=...) in a script)")  # fmt: skip
-            less = "saves less often" if self.keep is None else ""
-            said.append(less or "saving less often does not help: the fullest moment stays the same")
+                saved, instead = spoken((kept - 2) * self.checkpoint), "all" if self.keep is None else kept
+                helps.append(f"2 checkpoints kept instead of {instead} (save_total_limit) are {saved} less")
+            helps.append("cogumi.fallback, or protect(fallback=...), names a directory on another disk")
         if disk.end > free and MERGED in sizes:
-            said.append(f"cogumi.merge=false leaves {spoken(sizes[MERGED].end)} for `cogumi merge` to write elsewhere")
+            helps.append(f"cogumi.merge=false leaves {spoken(sizes[MERGED].end)} for `cogumi merge` to write elsewhere")
         if DOWNLOAD in sizes and sizes[DOWNLOAD].training:
-            said.append("HF_HOME on another disk")
-        return [*said, f"{spoken(disk.short)} more space, or the run on another disk"]
+            helps.append("HF_HOME on another disk")
+        return [*helps, f"{spoken(disk.short)} more space, or the run on another disk"]
 
 
 def outlook(
@@ -111,7 +291,6 @@ def outlook(
     adapter_into: Path | None = None,
     merged_into: Path | None = None,
     more: Iterable[Need] = (),
-    hours_between_saves: float | None = None,
     notes: Iterable[str] = (),
 ) -> Outlook:
     """What a protected trainer's run will want of its disks, from now on. Changes nothing.
@@ -120,11 +299,9 @@ def outlook(
     what else is to be counted; notes: what else is to be said. Raises what `checkpoint_bytes` raises, and OSError for a
     disk that does not answer.
     """
-    args, output_dir = trainer.args, Path(trainer.args.output_dir)
-    forecast = checkpoint_bytes(trainer)
-    each = forecast.at(max(last_step_known(trainer), forecast.step)).total
+    args, forecast = trainer.args, checkpoint_bytes(trainer)
     regular = args.save_strategy.value != "no"
-    found = Found.below(output_dir)
+    found = Found.below(Path(args.output_dir))
     # The newest there is resumed from, and stays.
     resumed = bool(found.ours) and trainer.state.global_step == 0
     step = step_of(found.ours[0]) if resumed else trainer.state.global_step
@@ -133,17 +310,16 @@ def outlook(
     if adapter_into is not None:
         needs.append(Need(ADAPTER, adapter_into, 0, forecast.weights + forecast.files, ENTRIES))
     if merged_into is not None:
-        needs.append(merged_need(base_on_disk(trainer.model), merged_into, trainer.processing_class))
+        needs.append(merged_need(base_on_disk(trainer.model), merged_into, forecast.files))
     return composed(
-        each=each,
+        each=forecast.total,
         made_of=f"weights {spoken(forecast.weights)}, optimizer {spoken(forecast.optimizer)}",
         keep=keep,
         staying=None if keep is None else keep + beside,
-        reserve=each if regular else 0,
+        reserve=forecast.total if regular else 0,
         saves=saves_to_come(trainer, step) if regular else 1,
         found=found,
         needs=needs,
-        hours_between_saves=hours_between_saves,
         notes=(*(() if regular else (NO_SAVES,)), *notes),
     )
 
@@ -158,32 +334,22 @@ def composed(
     saves: int | None,
     found: "Found",
     needs: list[Need],
-    hours_between_saves: float | None,
     notes: tuple[str, ...] = (),
     ask: bool = True,
 ) -> Outlook:
     """The outlook of a run: `staying` of its checkpoints stay at once (None: all), `saves` are to come (None: not known)."""
-    present = len(found.ours)
-    at_end = math.inf if staying is None else max(staying, present)  # what is there beyond `keep` has its reason
-    total = math.inf if saves is None else present + saves
-    if math.isinf(total) and math.isinf(at_end):
-        total = present + 1
-        notes = (*notes, "every checkpoint stays, and how many are to come is not known: only the next is counted")
-    held = int(min(total, at_end + 1)) if saves != 0 else present
-    reserve = reserve if saves != 0 else 0
-    # With nothing to come nothing is wanted, however unequal those are that are there.
-    training = max(0, held * each + reserve - found.bytes) if saves != 0 else 0
-    end = max(0, int(min(total, at_end)) * each - found.bytes) if saves != 0 else 0
-    entries = max(0, held - present) * ENTRIES
-    needs = [Need(CHECKPOINTS, found.directory, training, end, entries), *needs]
-    disks = tuple(disks_of(needs, ask))
-    space = next(disk.filesystem.space for disk in disks if any(need.what == CHECKPOINTS for need in disk.needs))
-    limit = None if staying is None else max(staying, present)
-    until = saves_until_full(space.free + found.reserve, each, limit, present) if space.total else None
-    if until is not None and saves is not None and until >= saves:
-        until = None
-    hours = None if until is None or hours_between_saves is None else (until + 1) * hours_between_saves
-    return Outlook(each, made_of, keep, held, reserve, saves, until, hours, disks, notes)
+    present, training, end, held = len(found.ours), 0, 0, len(found.ours)
+    if saves != 0:  # with nothing to come nothing is wanted, however unequal those are that are there
+        at_end = math.inf if staying is None else max(staying, present)  # what is there beyond `keep` has its reason
+        total = math.inf if saves is None else present + saves
+        if math.isinf(total) and math.isinf(at_end):
+            total = present + 1
+            notes = (*notes, "every checkpoint stays, and how many are to come is not known: only the next is counted")
+        held = int(min(total, at_end + 1))
+        training = max(0, held * each + reserve - found.bytes)
+        end = max(0, int(min(total, at_end)) * each - found.bytes)
+    needs = [Need(CHECKPOINTS, found.directory, training, end, max(0, held - present) * ENTRIES), *needs]
+    return Outlook(each, made_of, keep, held, reserve if saves != 0 else 0, saves, tuple(disks_of(needs, ask)), notes)
 
 
 @dataclass(frozen=True)
@@ -197,52 +363,41 @@ class Found:
     ours: tuple[Path, ...]
     pinned: int
     bytes: int
-    reserve: int
 
     @classmethod
     def below(cls, directory: Path) -> "Found":
-        ours = tuple(path for path in checkpoints_in(directory) if (path / MANIFEST_NAME).is_file())
-        return cls.of(directory, ours)
+        return cls.of(directory, tuple(path for path in checkpoints_in(directory) if (path / MANIFEST_NAME).is_file()))
 
     @classmethod
     def of(cls, directory: Path, ours: tuple[Path, ...]) -> "Found":
-        others = list(directory.iterdir()) if directory.is_dir() else []
-        reserve, staged = (
-            sum(taken_now(path) for path in others if kind_of(path.name, LEFTOVERS) == kind)
-            for kind in (RESERVE, STAGING)
-        )
-        pinned = sum((path / PIN_NAME).exists() for path in ours)
-        return cls(directory, ours, pinned, sum(map(taken_now, ours)) + reserve + staged, reserve)
-
-
-def taken_now(path: Path) -> int:
-    """What a file or directory takes on the disk; 0 where a save or a removal has just given it another name."""
-    try:
-        return taken_by(path)
-    except FileNotFoundError:
-        return 0
+        others = directory.iterdir() if directory.is_dir() else []
+        replaced = [path for path in others if kind_of(path.name, LEFTOVERS) in (RESERVE, STAGING)]
+        taken = 0
+        for path in (*ours, *replaced):
+            with suppress(FileNotFoundError):  # a save or a removal has just given it another name
+                taken += taken_by(path)
+        return cls(directory, ours, sum((path / PIN_NAME).exists() for path in ours), taken)
 
 
 def saves_to_come(trainer: Any, step: int) -> int | None:
     """How many checkpoints the trainer writes after a step; None where that is not known, as before an epoch's length is."""
     args, state = trainer.args, trainer.state
-    last, strategy = last_step_known(trainer), args.save_strategy.value
+    last, strategy = max(state.max_steps, args.max_steps, 0), args.save_strategy.value
     if strategy == "epoch" and args.max_steps <= 0:
         return max(0, math.ceil(args.num_train_epochs) - math.floor(state.epoch or 0))
-    if strategy != "steps" or not last:
+    if strategy != "steps" or not last:  # until training begins only max_steps says the last one
         return None
     every = max(1, math.ceil(args.save_steps if args.save_steps >= 1 else args.save_steps * last))
     return math.ceil(last / every) - step // every if step < last else 0
 
 
-def merged_need(config: Any, path: Path, tokenizer: Any = None) -> Need:
-    size = merged_bytes(config) + tokenizer_bytes(tokenizer)
+def merged_need(config: Any, path: Path, files: int = 0) -> Need:
+    """What a merged model takes; files: bytes of its tokenizer and configs."""
+    size = merged_bytes(config) + files
     return Need(MERGED, path, 0, size, ENTRIES + size // SHARD_BYTES)
 
 
 def base_on_disk(model: Any) -> Any:
     """The config that the base has on disk, whose dtype a merge keeps: a loaded model's says what it was loaded in."""
-    from transformers import AutoConfig
-
     name = model.config._name_or_path
     return AutoConfig.from_pretrained(name, revision=model.config._commit_hash) if name else model.config

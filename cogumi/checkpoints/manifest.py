@@ -1,8 +1,10 @@
-"""cogumi-manifest.json: the size and sha256 of every file of a checkpoint, written last, so that it proves the rest."""
+"""What a checkpoint says of itself: each file's size and sha256, written last, and the training that it is of."""
 
 import hashlib
 import json
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cache
@@ -10,7 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from cogumi.core.durability import sha256_file, sync_path
+from cogumi.core.durability import sha256_file, sync_path, write_synced
+from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import write_atomic
 from cogumi.core.version import __version__
 
@@ -18,6 +21,13 @@ MANIFEST_NAME = "cogumi-manifest.json"
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
 FORMAT = 1
 PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "unsloth")
+
+
+def step_of(directory: Path) -> int:
+    """The step in a checkpoint's name."""
+    found = CHECKPOINT_NAME.fullmatch(directory.name)
+    assert found is not None, directory
+    return int(found.group(1))
 
 
 class CheckpointDamaged(Exception):
@@ -50,14 +60,11 @@ class Manifest:
 @cache
 def versions() -> dict[str, str | None]:
     """The installed versions of what shapes a training, cogumi's own included."""
-    return {name: installed(name) for name in PACKAGES} | {"cogumi": __version__}
-
-
-def installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found | {"cogumi": __version__}
 
 
 def write_manifest(directory: Path, step: int) -> None:
@@ -81,12 +88,19 @@ def write_manifest(directory: Path, step: int) -> None:
 def read_manifest(directory: Path) -> Manifest | None:
     """The manifest of a checkpoint, None where there is none. Raises CheckpointDamaged where it cannot be believed."""
     try:
-        text = (directory / MANIFEST_NAME).read_text(encoding="utf-8")
-        content = json.loads(text)
+        return manifest_in((directory / MANIFEST_NAME).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except OSError as error:
         raise CheckpointDamaged(f"{MANIFEST_NAME} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointDamaged(f"{MANIFEST_NAME} is damaged: it is not JSON any more") from error
+
+
+def manifest_in(text: str) -> Manifest:
+    """A manifest from its text. Raises CheckpointDamaged where it cannot be believed."""
+    try:
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{MANIFEST_NAME} is damaged: it is not JSON any more") from error
     if not isinstance(content, dict):
@@ -98,24 +112,14 @@ def read_manifest(directory: Path) -> Manifest | None:
         raise CheckpointDamaged(f"{MANIFEST_NAME} is damaged: its own checksum does not fit")
     if not isinstance(content.get("step"), int):
         raise CheckpointDamaged(f"{MANIFEST_NAME} is damaged: it has no step")
-    return Manifest(content["step"], entries_in(content, MANIFEST_NAME), versions_in(content))
-
-
-def versions_in(content: dict[str, Any]) -> dict[str, str | None]:
-    """The packages that wrote a checkpoint; none where the manifest does not say, as of an older cogumi."""
-    found = content.get("versions")
-    return found if isinstance(found, dict) else {}
-
-
-def entries_in(content: dict[str, Any], name: str) -> dict[str, FileEntry]:
-    """The files that a manifest, or a record of the mirror, lists. Raises CheckpointDamaged, with its name, for anything else."""
-    files = content.get("files")
+    files, versions = content.get("files"), content.get("versions")
     for entry in files.values() if isinstance(files, dict) else [None]:
         if not (
             isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("sha256"), str)
         ):
-            raise CheckpointDamaged(f"{name} is damaged: it does not list each file with its size and sha256")
-    return {file: FileEntry(entry["size"], entry["sha256"]) for file, entry in content["files"].items()}
+            raise CheckpointDamaged(f"{MANIFEST_NAME} is damaged: it does not list each file with its size and sha256")
+    entries = {file: FileEntry(entry["size"], entry["sha256"]) for file, entry in content["files"].items()}
+    return Manifest(content["step"], entries, versions if isinstance(versions, dict) else {})
 
 
 def sealed(content: dict[str, Any]) -> str:
@@ -132,3 +136,99 @@ def files_of(directory: Path) -> dict[str, Path]:
         for name in sorted(paths)
         if name != MANIFEST_NAME and not name.startswith(f".{MANIFEST_NAME}.")
     }
+
+
+# ------------------------------------------------------------------------------------------------------ whose it is
+
+# In each checkpoint, and so in its manifest; and in the directory of the checkpoints, where the training itself goes on.
+IDENTITY_NAME = "cogumi-run.json"
+RUN_NAME = ".cogumi-run"
+NAME = re.compile("[0-9a-f]+")  # part of a directory's name in the fallback
+
+# Arguments that do not shape what is learned: where things are, what is shown and kept, how they get there.
+NOT_SHAPING = (
+    "output_dir", "logging", "log_", "save_", "eval_", "do_", "hub_", "push_", "report_to", "run_name", "project",
+    "trackio", "dataloader_", "disable_tqdm", "use_cpu", "local_rank", "resume_", "include_", "ddp_", "debug",
+    "load_best", "metric_for", "greater_is", "enable_jit", "vllm_", "torch_compile", "restore_", "prediction_",
+    "per_device_eval", "accelerator_config", "deepspeed", "fsdp", "average_tokens", "batch_eval", "overwrite",
+    "gradient_checkpointing",  # layers computed twice give what they gave
+    "model_init",  # which may hold an access token
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A training: its name, by chance, from its first step on; and what shapes it."""
+
+    run: str
+    settings: Mapping[str, Any]
+
+    def write(self, checkpoint: Path) -> None:
+        content = {"run": self.run, "settings": dict(self.settings)}
+        write_synced(checkpoint / IDENTITY_NAME, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def settings_of(trainer: Any) -> dict[str, Any]:
+    """What shapes a training, as far as a trainer knows: its arguments, its adapters, how many weights and examples."""
+    arguments = {
+        key: value
+        for key, value in trainer.args.to_dict().items()
+        if value is not None and not key.startswith(NOT_SHAPING)
+    }
+    adapters = {
+        f"adapter {name}": {key: getattr(config, key, None) for key in ("r", "lora_alpha", "target_modules")}
+        for name, config in (getattr(trainer.model, "peft_config", None) or {}).items()
+    }
+    counts: dict[str, Any] = {"parameters": sum(each.numel() for each in trainer.model.parameters())}
+    if hasattr(trainer.train_dataset, "__len__"):
+        counts["examples"] = len(trainer.train_dataset)
+    plain = json.dumps(
+        arguments | adapters | counts,
+        default=lambda value: sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value),
+        sort_keys=True,
+    )
+    found: dict[str, Any] = json.loads(plain)
+    return found
+
+
+def identity_in(text: str) -> Identity:
+    """What a checkpoint's file says. Raises ValueError where it is not one."""
+    content = json.loads(text)
+    if (
+        not isinstance(content, dict)
+        or not isinstance(content.get("run"), str)
+        or not isinstance(content.get("settings"), dict)
+    ):
+        raise ValueError(f"{IDENTITY_NAME} does not say which run it is of")
+    return Identity(content["run"], content["settings"])
+
+
+def run_of(directory: Path) -> str | None:
+    """The name of the training that a directory of checkpoints, or one checkpoint, is of. Raises UsageError for another text."""
+    own, of_checkpoint = directory / RUN_NAME, directory / IDENTITY_NAME
+    if own.exists():
+        name = own.read_text(encoding="utf-8", errors="replace").strip()
+        if name and not NAME.fullmatch(name):
+            raise UsageError(f"{own} is damaged: {name[:20]!r} is no name of a training", fix="remove that file")
+        return name or None
+    if not of_checkpoint.exists():
+        return None
+    try:
+        return identity_in(of_checkpoint.read_text(encoding="utf-8")).run
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{of_checkpoint} is damaged ({error})", fix="remove that file to resume from it") from error
+
+
+def name_run(output_dir: Path, run: str) -> None:
+    """Have a directory of checkpoints be of a training from now on."""
+    path = output_dir / RUN_NAME
+    if not path.exists() or path.read_text(encoding="utf-8").strip() != run:
+        path.unlink(missing_ok=True)
+        write_synced(path, f"{run}\n".encode())
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Up to three settings in which two trainings differ, in words; "" where they are the same."""
+    other = [key for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
+    said = ", ".join(f"{key}: {there.get(key)} there, {here.get(key)} here" for key in other[:3])
+    return f"{said} and {len(other) - 3} more" if len(other) > 3 else said

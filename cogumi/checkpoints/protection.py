@@ -2,6 +2,7 @@
 
 import logging
 import math
+import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,16 +13,14 @@ from peft import PeftModel
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
-from cogumi.checkpoints.commit import set_aside, step_of
+from cogumi.checkpoints.commit import set_aside
 from cogumi.checkpoints.disk_forecast import outlook
-from cogumi.checkpoints.identity import Identity, name_run, new_run, refuse_anothers, run_of, settings_of
+from cogumi.checkpoints.interruption import Preemption, Watchdog
+from cogumi.checkpoints.manifest import Identity, differences, name_run, run_of, settings_of, step_of
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.retention import checkpoints_in, clean, last_good_checkpoint
-from cogumi.checkpoints.rollout_state import load_rollouts, order_continued
-from cogumi.checkpoints.saving import Saver, first_line
-from cogumi.checkpoints.signals import Preemption
+from cogumi.checkpoints.saving import Saver, first_line, load_rollouts, order_continued
 from cogumi.checkpoints.verify import OPTIMIZER, SCHEDULER, inspect
-from cogumi.checkpoints.watchdog import Pulse, Watchdog
 from cogumi.core.durability import NO_SPACE, locked, why_unwritable
 from cogumi.core.errors import UsageError
 from cogumi.core.lost_terminal import outliving_the_screen
@@ -144,17 +143,10 @@ class Protection:
     """What `protect` put on a trainer, and how to take it off again."""
 
     def __init__(self, trainer: Any, saver: Saver, watchdog: Watchdog, preemption: Preemption, resume: str) -> None:
-        self.trainer = trainer
-        self.limit = trainer.args.save_total_limit
-        self.resume = resume
-        self.train = trainer.train
-        self.load_best = trainer._load_best_model
-        self.load = trainer._load_from_checkpoint
-        self.load_optimizer_of = trainer._load_optimizer_and_scheduler
-        self.load_rng_of = trainer._load_rng_state
-        self.saver = saver
-        self.watchdog = watchdog
-        self.preemption = preemption
+        self.trainer, self.limit, self.resume = trainer, trainer.args.save_total_limit, resume
+        self.saver, self.watchdog, self.preemption = saver, watchdog, preemption
+        self.train, self.load_best, self.load = trainer.train, trainer._load_best_model, trainer._load_from_checkpoint
+        self.load_optimizer_of, self.load_rng_of = trainer._load_optimizer_and_scheduler, trainer._load_rng_state
         self.callbacks = [Watch(self.saver, self.preemption), Pulse(watchdog)]
         self.ours = {
             "_save_checkpoint": self.saver.save,
@@ -273,13 +265,18 @@ class Protection:
         """
         run = run_of(Path(self.trainer.args.output_dir))
         if run is None:
-            refuse_anothers(found, settings_of(self.trainer), place)
+            other = differences(found.settings, settings_of(self.trainer))
+            if other:
+                raise UsageError(
+                    f"{place} is of another training ({other})",
+                    fix="give this one its own mirror, or set these back to go on with that one",
+                )
         return run in (None, found.run)
 
     def name_of(self, point: Path | None) -> str:
         """The name of the training that goes on from `point`, or begins; noted in the output directory."""
         output_dir = Path(self.trainer.args.output_dir)
-        run = (None if point is None else run_of(point) or run_of(output_dir)) or new_run()
+        run = (None if point is None else run_of(point) or run_of(output_dir)) or secrets.token_hex(4)
         try:
             name_run(output_dir, run)
         except OSError as error:
@@ -374,6 +371,21 @@ class Watch(TrainerCallback):
         self.saver.poll()
         if self.preemption.received is not None:
             control.should_save = control.should_training_stop = True
+
+
+class Pulse(TrainerCallback):
+    """Tells a Watchdog what the trainer does. Not on_save: a callback that has it makes protect's saves wait for the disk."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self.watchdog = watchdog
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.watchdog.alive()
+
+    on_substep_end = on_prediction_step = on_evaluate = on_log = on_step_begin
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.watchdog.step_done(state.global_step)
 
 
 def say_whether_all_fit(trainer: Any) -> None:

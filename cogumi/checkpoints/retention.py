@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cogumi.checkpoints.commit import blocks_of
 from cogumi.checkpoints.manifest import CHECKPOINT_NAME, MANIFEST_NAME
 from cogumi.checkpoints.verify import Finding, inspect
 from cogumi.core.disk_space import space_of
@@ -91,8 +90,6 @@ def checkpoints_in(output_dir: Path) -> list[Path]:
 TRASH_PREFIX = ".cogumi-trash-"
 # A file of this name in a checkpoint keeps it for good.
 PIN_NAME = "KEEP"
-# Below this, what others write meanwhile hides what came back.
-NOTICED_BYTES = 1 << 28
 
 
 def plan_pruning(
@@ -135,19 +132,11 @@ def remove(path: Path) -> int:
 
     Raises OSError naming what could not be removed: Trainer's rotation ignores that, and the disk fills up.
     """
-    taken, free = blocks_of(path), space_of(path.parent).free
+    free = space_of(path.parent).free
     trash = path.with_name(f"{TRASH_PREFIX}{path.name}-{secrets.token_hex(2)}")
     path.rename(trash)
     shutil.rmtree(trash)
-    back = space_of(path.parent).free - free
-    if taken > NOTICED_BYTES and back < taken // 2:
-        log.warning(
-            "%s was removed (%.2f GB) and only %.2f GB came back: something holds its files open, or something else is writing",
-            path.name,
-            taken / 1e9,
-            max(0, back) / 1e9,
-        )
-    return back
+    return space_of(path.parent).free - free
 
 
 def clean(output_dir: Path) -> list[Path]:

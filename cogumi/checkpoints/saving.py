@@ -10,26 +10,24 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 from cogumi.checkpoints.commit import (
     STAGING_NAME,
-    blocks_of,
     commit,
+    disk_is_full,
     open_staging,
     remove_staging,
     set_aside,
-    step_of,
 )
-from cogumi.checkpoints.disk_full import causes, disk_is_full
-from cogumi.checkpoints.identity import Identity, settings_of
-from cogumi.checkpoints.manifest import MANIFEST_NAME
+from cogumi.checkpoints.manifest import MANIFEST_NAME, Identity, settings_of, step_of
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.retention import plan_pruning, remove
-from cogumi.checkpoints.rollout_state import save_rollouts
 from cogumi.checkpoints.verify import Finding, inspect
 from cogumi.core.disk_space import spoken
-from cogumi.core.durability import NO_SPACE, sync_path
+from cogumi.core.durability import sync_path
+from cogumi.disk import taken_by
 
 log = logging.getLogger(__name__)
 
@@ -58,38 +56,34 @@ class Saver:
         excused: Callable[[], AbstractContextManager[None]] = nullcontext,
         asked_to_end: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.trainer = trainer
-        self.original = trainer._save_checkpoint
-        self.keep = keep
-        self.on_full = on_full
-        self.fallback = fallback
-        self.mirror = mirror
-        self.excused = excused
-        self.asked_to_end = asked_to_end
+        self.trainer, self.original = trainer, trainer._save_checkpoint
+        self.keep, self.on_full, self.fallback, self.mirror = keep, on_full, fallback, mirror
+        self.excused, self.asked_to_end = excused, asked_to_end
         self.identity = Identity("", {})
         self.refused: Path | None = None
         self.resumed_from: Path | None = None
         self.committed: list[Path] = []
-        self.looked_at: dict[Path, Finding] = {}
+        self.findings: dict[Path, Finding] = {}
         self.pending: tuple[Path, Path, Future[Finding]] | None = None
         self.committer = ThreadPoolExecutor(1, thread_name_prefix="cogumi-checkpoint")
 
     def begin(self, resumed_from: Path | None, run: str) -> None:
-        """At the beginning of each training, of which one trainer may see several: their steps have the same names."""
+        """At the beginning of each training of a trainer: the steps of two have the same names."""
         self.resumed_from = resumed_from
         self.identity = Identity(run, settings_of(self.trainer))
         self.committed.clear()
-        self.looked_at.clear()
+        self.findings.clear()
         self.remove_leftovers()
         if resumed_from is not None and (resumed_from / MANIFEST_NAME).is_file():  # which has just been verified
-            self.looked_at[resumed_from] = Finding(resumed_from, step_of(resumed_from), "verified", "", 0)
+            self.findings[resumed_from] = Finding(resumed_from, step_of(resumed_from), "verified", "", 0)
             # The process that wrote it may have ended before it had arrived.
             if self.mirror is not None and self.mirror.reached != step_of(resumed_from):
                 self.mirror.send(resumed_from)
 
     def remove_leftovers(self) -> None:
         """Remove the reserve, and a save that no thread is at work on. The caller holds the directory's lock."""
-        for directory in self.places():
+        spilled = self.spills_to(self.identity.run)
+        for directory in [Path(self.trainer.args.output_dir), *([] if spilled is None else [spilled])]:
             try:
                 if self.pending is None:
                     remove_staging(directory)
@@ -97,11 +91,6 @@ class Saver:
                     (directory / BALLAST_NAME).unlink()
             except OSError as error:  # a fallback that is read-only or gone must not end the training
                 log.warning("%s: what a save left there cannot be removed (%s)", directory, first_line(error))
-
-    def places(self) -> list[Path]:
-        """Where this training's checkpoints are."""
-        spilled = self.spills_to(self.identity.run)
-        return [Path(self.trainer.args.output_dir), *([] if spilled is None else [spilled])]
 
     def spills_to(self, run: str | None) -> Path | None:
         """Where in the fallback a training's checkpoints go: others have the same names."""
@@ -118,9 +107,7 @@ class Saver:
         self.settle()
         output_dir = Path(self.trainer._get_output_dir(trial))
         final = output_dir / f"checkpoint-{self.trainer.state.global_step}"
-        if final in self.committed:
-            return
-        if self.write(model, trial, final):
+        if final in self.committed or self.write(model, trial, final):
             return
         for make_room in (self.drop_ballast, self.prune_for_room):
             while make_room(output_dir):
@@ -184,10 +171,10 @@ class Saver:
             path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def must_be_there_at_once(self) -> bool:
-        """Whether somebody looks at the checkpoint right after the save: a callback of the user's, or the hub's upload."""
-        callbacks = self.trainer.callback_handler.callbacks
+        """Whether a callback of the user's, or the hub's upload, reads the checkpoint right after the save."""
+        kinds = [type(each) for each in self.trainer.callback_handler.callbacks]
         return self.trainer.args.push_to_hub or any(
-            type(each).on_save is not TrainerCallback.on_save for each in callbacks if not is_ours(each)
+            kind.on_save is not TrainerCallback.on_save for kind in kinds if not kind.__module__.startswith("cogumi.")
         )
 
     # ------------------------------------------------------------------------------------------------------------- commits
@@ -205,13 +192,13 @@ class Saver:
         try:
             finding = committing.result()
         except OSError as error:
-            if not says_full(error):
+            if not disk_is_full(error, final.parent):
                 self.pending = None
                 self.refuse_unless_spilled(final, error)
                 return
             log.warning("%s could not be committed (%s)", final, first_line(error))
+            self.pending = None
             if not (self.drop_ballast(final.parent) and self.commit_again(staged, final)):
-                self.pending = None
                 self.follow_policy(final, lambda: self.commit_again(staged, final))
             return
         self.pending = None
@@ -228,10 +215,9 @@ class Saver:
         try:
             finding = commit(staged, final)
         except OSError as error:
-            if not says_full(error):
+            if not disk_is_full(error, final.parent):
                 raise
             return False
-        self.pending = None
         self.conclude(final, finding)
         return True
 
@@ -241,13 +227,13 @@ class Saver:
             self.refuse_unless_spilled(final, OSError(why))
             return
         self.committed.append(final)
-        self.looked_at[final] = finding
+        self.findings[final] = finding
         log.info("%s is saved and verified (%s)", final, spoken(finding.bytes))
         if self.mirror is not None:
             self.mirror.send(final)
         if self.keep is not None:
             self.prune(final.parent, self.keep)
-        self.take_ballast(final.parent, blocks_of(final))
+        self.take_ballast(final.parent, taken_by(final))
 
     def prune(self, output_dir: Path, keep: int, urgent: bool = False) -> bool:
         """Let older checkpoints go, one that stays having just been read back; whether any went. urgent: space is short."""
@@ -261,21 +247,20 @@ class Saver:
 
     def look(self, path: Path) -> Finding:
         """Verify a checkpoint that is to stay: all of it once, then its names and sizes, which takes no time of the training."""
-        known = self.looked_at.get(path)
+        known = self.findings.get(path)
         if known is not None and known.state != "verified":
             return known
         finding = inspect(path, whole=known is None)
         if finding.state != "verified":
             log.warning("%s is damaged, and one more stays in its place: %s", path, finding.reason)
-        self.looked_at[path] = finding
+        self.findings[path] = finding
         return finding
 
     def staying(self) -> tuple[Path | None, frozenset[Path]]:
         """(the best checkpoint, those that are pinned): they stay however old they are."""
         best = self.trainer.state.best_model_checkpoint
-        return Path(best) if best else None, frozenset() if self.resumed_from is None else frozenset(
-            {self.resumed_from}
-        )
+        pinned = [] if self.resumed_from is None else [self.resumed_from]
+        return Path(best) if best else None, frozenset(pinned)
 
     # ---------------------------------------------------------------------------------------------------------- a full disk
 
@@ -293,12 +278,10 @@ class Saver:
             log.warning("no room for a reserve of one more checkpoint beside %s (%s)", output_dir, error.strerror)
 
     def drop_ballast(self, output_dir: Path) -> bool:
-        path = output_dir / BALLAST_NAME
-        if not path.exists():
-            return False
-        path.unlink()
-        log.warning("let go of the reserve in %s", output_dir)
-        return True
+        if there := (output_dir / BALLAST_NAME).exists():
+            (output_dir / BALLAST_NAME).unlink()
+            log.warning("let go of the reserve in %s", output_dir)
+        return there
 
     def prune_for_room(self, output_dir: Path) -> bool:
         """Keep the newest that verifies, the best, the pinned and the one resumed from; all but the oldest where all stay."""
@@ -359,7 +342,7 @@ class Saver:
         log.error("%s without %s, which does not fit in %s; %s. Free space there", how, final.name, place, last)
 
     def wait(self) -> None:
-        """Until the next try, or a signal."""
+        """Wait until the next try, or a signal."""
         until = time.monotonic() + RETRY_SECONDS
         while time.monotonic() < until and not self.asked_to_end():
             time.sleep(min(0.5, RETRY_SECONDS))
@@ -390,14 +373,58 @@ def staged_in(trainer: Any, staging: Path) -> Iterator[None]:
         del trainer._get_output_dir, trainer._push_from_checkpoint
 
 
-def says_full(error: OSError) -> bool:
-    return any(isinstance(each, OSError) and each.errno in NO_SPACE for each in causes(error))
-
-
 def first_line(error: BaseException) -> str:
     return f"{error}".strip().partition("\n")[0]
 
 
-def is_ours(callback: TrainerCallback) -> bool:
-    """Whether a callback is cogumi's: a run's telemetry takes the time of a save, and looks at nothing."""
-    return type(callback).__module__.startswith("cogumi.")
+# ------------------------------------------------------------------------- what TRL's online trainers need and do not save
+
+# GRPOTrainer trains on one batch of completions for steps_per_generation x num_iterations steps (trl/trainer/grpo_trainer.py,
+# `_prepare_inputs`), counted by `_step`; its RepeatSampler draws a new order each epoch from a generator of its own.
+# A resumed one counts from 0, generates anew in the middle of a batch, and repeats the first epoch's order.
+STATE_NAME = "cogumi-rollouts.pt"
+
+
+def generates(trainer: Any) -> bool:
+    """Whether a trainer keeps rollouts between steps."""
+    return hasattr(trainer, "_buffered_inputs") and hasattr(trainer, "_step")
+
+
+def save_rollouts(trainer: Any, directory: Path) -> None:
+    """Write what is missing into a checkpoint. The rollouts only where the next step still uses them."""
+    if not generates(trainer):
+        return
+    used_up = trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
+    rollouts = None if used_up else trainer._buffered_inputs
+    torch.save({"step": trainer._step, "rollouts": rollouts}, directory / STATE_NAME)
+
+
+def load_rollouts(trainer: Any, directory: Path) -> None:
+    """Take it up again, before `trainer.train` begins. A checkpoint of another tool has none: then TRL generates anew."""
+    path = directory / STATE_NAME
+    if not (generates(trainer) and path.is_file()):
+        return
+    values = torch.load(path, map_location=trainer.args.device, weights_only=True)
+    trainer._step, trainer._buffered_inputs = values["step"], values["rollouts"]
+
+
+@contextmanager
+def order_continued(trainer: Any, directory: Path | None) -> Iterator[None]:
+    """While in the block, a new sampler of prompts begins with the epoch in which the checkpoint was written."""
+    if directory is None or not generates(trainer):
+        yield
+        return
+    epochs = int(round(json.loads((directory / "trainer_state.json").read_text(encoding="utf-8"))["epoch"], 6))
+    original = trainer._get_train_sampler
+
+    def continued(*args: Any) -> Any:
+        sampler = original(*args)
+        for _ in range(epochs if getattr(sampler, "shuffle", False) else 0):
+            torch.randperm(sampler.num_samples, generator=sampler.generator)
+        return sampler
+
+    trainer._get_train_sampler = continued
+    try:
+        yield
+    finally:
+        del trainer._get_train_sampler

@@ -1,29 +1,28 @@
-"""`cogumi disk`: what the disks hold and who uses them; which checkpoints are good; and what may go."""
+"""`cogumi disk`: what the disks hold, who uses them, what a run will want; which checkpoints are good; and what may go."""
 
 import json
 import os
 import secrets
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cogumi.cli.disk_forecast_command import disk_failures_in_one_line, predict
+from cogumi.core.disk_space import Filesystem, filesystems, spoken
 from cogumi.core.errors import UsageError
 from cogumi.core.output import print_json, print_table, say, waiting
 
 if TYPE_CHECKING:
+    from cogumi.checkpoints.disk_forecast import Outlook
     from cogumi.checkpoints.verify import Finding
-    from cogumi.disk import DeletedFile, Filesystem, Leftover, Use
+    from cogumi.disk import Leftover, Use
 
 disk_app = typer.Typer(no_args_is_help=True)
-disk_app.command()(predict)
-
-# Libraries hold deleted files of a few kB open for as long as they run.
-WORTH_SAYING = 1_000_000
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")]
@@ -44,26 +43,21 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """What the filesystems of a run hold, and who uses the space. Changes nothing."""
-    from cogumi.disk import deleted_but_open, filesystems, leftovers, uses
+    from cogumi.disk import leftovers, uses
 
     check_directory(path)
     with disk_failures_in_one_line():
-        disks = filesystems(path)
-        devices = {os.stat(disk.mount).st_dev for disk in disks}
-        found = uses(path), deleted_but_open(devices), leftovers(path)
+        disks, using, left = filesystems(path), uses(path), leftovers(path)
     if as_json:
-        using, deleted, left = ([asdict(row) for row in rows] for rows in found)
-        rows = [asdict(disk) for disk in disks]
-        print_json({"filesystems": rows, "uses": using, "deleted_but_open": deleted, "leftovers": left})
+        rows = {"filesystems": disks, "uses": using, "leftovers": left}
+        print_json({name: [asdict(row) for row in found] for name, found in rows.items()})
         return
     show_filesystems(disks)
-    show_uses(found[0], path)
-    show_deleted(found[1])
-    show_leftovers(found[2], path)
+    show_uses(using, path)
+    show_leftovers(left, path)
 
 
-def show_filesystems(disks: list["Filesystem"]) -> None:
-    from cogumi.disk import spoken
+def show_filesystems(disks: list[Filesystem]) -> None:
     from cogumi.disk.monitor import percent
 
     rows = []
@@ -80,8 +74,6 @@ def show_filesystems(disks: list["Filesystem"]) -> None:
 
 
 def show_uses(found: list["Use"], directory: Path) -> None:
-    from cogumi.disk import spoken
-
     here = str(directory.resolve())
     rows = [
         (use.what, "here" if use.path == here else use.path, spoken(use.bytes), f"{use.entries:,}") for use in found
@@ -92,25 +84,66 @@ def show_uses(found: list["Use"], directory: Path) -> None:
             say(f"{use.path}: {use.unreadable} directories could not be read; {use.what} is larger than that.")
 
 
-def show_deleted(found: list["DeletedFile"]) -> None:
-    from cogumi.disk import spoken
-
+def show_leftovers(found: list["Leftover"], directory: Path) -> None:
     rows = [
-        (file.path, spoken(file.bytes), f"{file.command} ({file.pid})") for file in found if file.bytes >= WORTH_SAYING
+        (row.what, os.path.relpath(row.path, directory), spoken(row.bytes), row.in_use or "no sign of use")
+        for row in found
     ]
     if rows:
-        print_table("deleted, but held open", ["file", ">on disk", "by"], rows)
-
-
-def show_leftovers(found: list["Leftover"], directory: Path) -> None:
-    from cogumi.disk import spoken
-
-    if found:
-        rows = [
-            (row.what, os.path.relpath(row.path, directory), spoken(row.bytes), row.in_use or "no sign of use")
-            for row in found
-        ]
         print_table(f"left by cogumi below {directory}", ["what", "where", ">on disk", ""], rows)
+
+
+# ------------------------------------------------------------------------------------------------------------- predict
+
+
+@disk_app.command()
+def predict(
+    target: Annotated[Path, typer.Argument(metavar="CONFIG|DIR", help="A run's YAML, or its directory.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as train.save_steps=50")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a run will want of its disks. Exit status 1 where it does not fit. Loads and downloads no weights."""
+    with disk_failures_in_one_line(), waiting("forecasting the disks"):
+        found = of_directory(target, overrides or []) if target.is_dir() else of_config(target, overrides or [])
+    if as_json:
+        disks = [
+            {"wanted": disk.wanted, "short": disk.short, "fits": disk.fits, "refusal": disk.refusal, **asdict(disk)}
+            for disk in found.disks
+        ]
+        print_json({"fits": found.fits, **asdict(found), "disks": disks, "lines": found.lines})
+    else:
+        rows = []
+        for disk in found.disks:
+            mount, free = disk.filesystem.mount, spoken(disk.filesystem.space.free)
+            rows.append((disk.parts, mount, spoken(disk.wanted), free, disk.refusal or "fits"))
+        print_table("what is wanted of the disks", ["for", "mounted at", ">wanted", ">free", ""], rows)
+        for line in found.about_saves:
+            say(line)
+    raise typer.Exit(0 if found.fits else 1)
+
+
+def of_directory(directory: Path, words: list[str]) -> "Outlook":
+    """Of a run that is under way or over; by its config as long as it has written no checkpoint."""
+    from cogumi.checkpoints.retention import checkpoints_in
+    from cogumi.forecast.running_forecast import checkpoints_of, is_run, outlook_of_run
+
+    if not is_run(directory):
+        raise UsageError(f"{directory} is not a run's directory: it holds no config.yaml and no checkpoint-STEP")
+    if words:
+        raise UsageError("a run's directory has its config", place=words[0], fix="overrides go with a YAML")
+    if checkpoints_in(checkpoints_of(directory)):
+        return outlook_of_run(directory)
+    return of_config(directory / "config.yaml", [f"cogumi.run_dir={json.dumps(str(directory))}"])
+
+
+def of_config(path: Path, words: list[str]) -> "Outlook":
+    """Of a run that is to start. Raises UsageError for a mistake in the config, with the file and the line."""
+    from cogumi.config.schema import load_config, parse_overrides
+
+    run = load_config(path, **parse_overrides(words))
+    from cogumi.forecast.disk_lines import outlook_of
+
+    return outlook_of(run)
 
 
 # -------------------------------------------------------------------------------------------------------------- verify
@@ -138,27 +171,21 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
     if as_json:
         print_json([asdict(finding) for finding in found])
     else:
-        show_findings(found)
+        rows = [(row.path.name, row.state, spoken(row.bytes), row.reason) for row in found]
+        print_table(str(place), ["checkpoint", "", ">size", "why"], rows)
     raise typer.Exit(1 if any(finding.state == "rejected" for finding in found) else 0)
 
 
 def unless_unfinished(finding: "Finding") -> "Finding":
     """A checkpoint that a trainer without `protect` writes in place is not called damaged while it changes."""
+    from cogumi import disk
     from cogumi.checkpoints.manifest import MANIFEST_NAME
-    from cogumi.disk import usage_by_owner
 
-    age = time.time() - usage_by_owner.last_change(finding.path)
-    if finding.state != "rejected" or (finding.path / MANIFEST_NAME).exists() or age > usage_by_owner.SETTLED_SECONDS:
+    age = time.time() - disk.last_change(finding.path)
+    if finding.state != "rejected" or (finding.path / MANIFEST_NAME).exists() or age > disk.SETTLED_SECONDS:
         return finding
     reason = f"it changed {max(0.0, age):.0f} s ago and may still be written: {finding.reason}"
     return replace(finding, state="unverified", reason=reason)
-
-
-def show_findings(found: list["Finding"]) -> None:
-    from cogumi.disk import spoken
-
-    rows = [(row.path.name, row.state, spoken(row.bytes), row.reason) for row in found]
-    print_table(str(found[0].path.parent), ["checkpoint", "", ">size", "why"], rows)
 
 
 @disk_app.command("resume-point")
@@ -180,10 +207,7 @@ def resume_point(directory: Directory, as_json: AsJson = False) -> None:
     if good is None:
         why = f"none of {len(looked_at)} checkpoints is good" if looked_at else "there are no checkpoints"
         say(f"cogumi: {place}: nothing to resume from: {why}", to_error=True)
-        say(
-            "A run that has a mirror or a fallback looks there too when it goes on; this command does not.",
-            to_error=True,
-        )
+        say("A run reads its mirror and its fallback too when it resumes; this command does not.", to_error=True)
     if as_json:
         print_json({"resume_point": good, "looked_at": [asdict(finding) for finding in looked_at]})
     elif good is not None:
@@ -204,7 +228,6 @@ def prune(
     """Remove old checkpoints that cogumi wrote. The newest that verify, the best and pinned ones stay."""
     from cogumi.checkpoints.retention import checkpoints_in, plan_pruning, remove
     from cogumi.core.durability import locked
-    from cogumi.disk import spoken
 
     if keep < 2:
         raise UsageError(
@@ -228,17 +251,12 @@ def prune(
     for line in staying:
         say(f"stays     {line}")
     for path, count in back:
-        say(f"{'would go' if count is None else 'gone    '}  {path.name}{came_back(count)}")
+        came_back = "" if count is None else f": {spoken(max(0, count))} came back"
+        say(f"{'would go' if count is None else 'gone    '}  {path.name}{came_back}")
     if not back:
         say("nothing to remove")
     elif not dry_run:
         say(f"{spoken(sum(count or 0 for _, count in back))} came back")
-
-
-def came_back(count: int | None) -> str:
-    from cogumi.disk import spoken
-
-    return "" if count is None else f": {spoken(max(0, count))} came back"
 
 
 def best_of(directory: Path) -> Path | None:
@@ -258,23 +276,20 @@ def best_of(directory: Path) -> Path | None:
 @disk_app.command()
 def clean(directory: Directory, dry_run: DryRun = False, as_json: AsJson = False) -> None:
     """Remove what interrupted trainings left (.cogumi-saving, .cogumi-trash-*, .cogumi-ballast), and nothing else."""
-    from cogumi.disk import leftovers, spoken
-    from cogumi.disk.usage_by_owner import RESERVE, STAGING, TRASH
+    from cogumi.disk import RESERVE, STAGING, TRASH, leftovers
 
     check_directory(directory)
     removed: list[Leftover] = []
     kept: list[tuple[Leftover, str]] = []
     with disk_failures_in_one_line():
         for row in leftovers(directory):
-            if row.what not in (STAGING, TRASH, RESERVE):
-                continue
             reason = row.in_use or (whole_inside(Path(row.path)) if row.what == STAGING else "")
-            if reason:
+            if row.what in (STAGING, TRASH, RESERVE) and reason:
                 kept.append((row, reason))
-                continue
-            if not dry_run:
-                remove_leftover(Path(row.path))
-            removed.append(row)
+            elif row.what in (STAGING, TRASH, RESERVE):
+                removed.append(row)
+                if not dry_run:
+                    remove_leftover(Path(row.path))
     if as_json:
         left = [asdict(row) | {"reason": reason} for row, reason in kept]
         print_json({"dry_run": dry_run, "removed": [asdict(row) for row in removed], "kept": left})
@@ -293,12 +308,10 @@ def remove_leftover(path: Path) -> None:
 
     if path.is_file():
         path.unlink()
-        return
-    trash = path
-    if not path.name.startswith(TRASH_PREFIX):
-        trash = path.with_name(f"{TRASH_PREFIX}{path.name.lstrip('.')}-{secrets.token_hex(2)}")
-        path.rename(trash)
-    shutil.rmtree(trash)
+    elif path.name.startswith(TRASH_PREFIX):
+        shutil.rmtree(path)
+    else:
+        shutil.rmtree(path.rename(path.with_name(f"{TRASH_PREFIX}{path.name.lstrip('.')}-{secrets.token_hex(2)}")))
 
 
 def whole_inside(staging: Path) -> str:
@@ -319,10 +332,9 @@ def whole_inside(staging: Path) -> str:
 
 def check_directory(path: Path) -> None:
     """Raises UsageError unless `path` is a directory."""
-    if not path.exists():
-        raise UsageError(f"{path} does not exist", fix="give a directory of checkpoints or of a run")
     if not path.is_dir():
-        raise UsageError(f"{path} is a file", fix="give a directory of checkpoints or of a run")
+        what = "is a file" if path.exists() else "does not exist"
+        raise UsageError(f"{path} {what}", fix="give a directory of checkpoints or of a run")
 
 
 def checkpoints_dir(path: Path) -> Path:
@@ -336,3 +348,13 @@ def checkpoints_dir(path: Path) -> Path:
 
 def no_checkpoints(path: Path) -> UsageError:
     return UsageError(f"{path} holds no checkpoints (directories named checkpoint-STEP)", fix="name the one that does")
+
+
+@contextmanager
+def disk_failures_in_one_line() -> Iterator[None]:
+    """A disk that fails, or a directory that may not be read, is one line and exit status 1."""
+    try:
+        yield
+    except OSError as error:
+        say(f"cogumi: {error}", to_error=True)
+        raise typer.Exit(1) from error

@@ -10,7 +10,7 @@ from pathlib import Path
 import platformdirs
 import torch
 
-from cogumi.disk.usage_by_owner import inductor_cache
+from cogumi.disk import inductor_cache
 from cogumi.patches.graph_break_probes import anew, first_line, left_as_found, switched_off_by
 
 

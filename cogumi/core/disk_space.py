@@ -7,12 +7,10 @@ import ctypes
 import errno
 import logging
 import os
-import re
-import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -89,12 +87,16 @@ def space_of(path: Path) -> Space:
 
 def filesystem_of(path: Path, *used_for: str) -> Filesystem:
     """The filesystem that `path` is on, or will be when it is made. Raises OSError where it does not answer."""
+    import psutil
+
     place = nearest_existing(path).resolve()
     space = space_of(place)
     # Of mounts over each other the last one is seen.
-    over = [row for row in mounts() if place.is_relative_to(row[1])]
-    device, mount, kind = max(over, key=lambda row: len(row[1]), default=("", str(place), ""))
-    return Filesystem(used_for, mount, device, kind, is_network(kind), space)
+    over = [row for row in reversed(psutil.disk_partitions(all=True)) if place.is_relative_to(row.mountpoint)]
+    if not over:
+        return Filesystem(used_for, str(place), "", "", False, space)
+    found = max(over, key=lambda row: len(row.mountpoint))
+    return Filesystem(used_for, found.mountpoint, found.device, found.fstype, is_network(found.fstype), space)
 
 
 def filesystems(directory: Path) -> list[Filesystem]:
@@ -139,20 +141,6 @@ def hub_cache() -> Path:
 
 def datasets_cache() -> Path:
     return place_of("HF_DATASETS_CACHE", hf_home() / "datasets")
-
-
-def mounts() -> list[tuple[str, str, str]]:
-    """(device, mount point, kind) of what is mounted, latest first; none where there is no /proc."""
-    table = Path("/proc/self/mounts")
-    if not table.exists():
-        return []
-    rows = [line.split() for line in table.read_text(encoding="utf-8", errors="surrogateescape").splitlines()]
-    return [(unescaped(row[0]), unescaped(row[1]), row[2]) for row in reversed(rows)]
-
-
-def unescaped(field: str) -> str:
-    """A field of /proc/self/mounts, where a space in a name is written as \\040."""
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
 
 
 def is_network(kind: str) -> bool:
@@ -235,56 +223,6 @@ def refused(directory: Path, size: int, error: OSError) -> Allocation:
             False, "no inodes", f"{directory}: all {space.inodes:,} inodes are taken: no file can be made"
         )
     return Allocation(False, "full", f"{directory}: no {spoken(size)}: the disk has {spoken(space.free)} free")
-
-
-# ------------------------------------------------------------------------------------------------ deleted, but still open
-
-
-@dataclass(frozen=True)
-class DeletedFile:
-    """A file without a name that a process still holds: its bytes come back when the process closes it, or ends."""
-
-    path: str
-    bytes: int
-    pid: int
-    command: str
-
-
-def deleted_but_open(devices: set[int] | None = None) -> list[DeletedFile]:
-    """Deleted files that processes hold open (those of processes that we may look into), largest first.
-
-    devices: only on these (st_dev of os.stat). du does not see such files, and df counts them. Empty without /proc.
-    """
-    found: dict[tuple[int, int], DeletedFile] = {}
-    for pid, link, target in open_files():
-        if not target.endswith(" (deleted)"):
-            continue
-        try:
-            status = os.stat(link)
-            command = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # closed meanwhile
-        key = (status.st_dev, status.st_ino)
-        if (devices is None or status.st_dev in devices) and stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
-            path = target.removesuffix(" (deleted)")
-            found.setdefault(key, DeletedFile(path, status.st_blocks * 512, pid, command))
-    return sorted((file for file in found.values() if file.bytes), key=lambda file: -file.bytes)
-
-
-def open_files() -> Iterator[tuple[int, str, str]]:
-    """(process, its /proc link, what that leads to) of every file that a process has open which we may look into."""
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            links = os.listdir(process / "fd")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # ended, or somebody else's
-        for name in links:
-            link = f"{process}/fd/{name}"
-            try:
-                target = os.readlink(link)
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue
-            yield int(process.name), link, target
 
 
 def spoken(count: float) -> str:

@@ -1,51 +1,219 @@
-"""The disks of a run: what they hold, who uses them, and a monitor that says when they fill up. Needs no torch.
+"""Who uses the disks of a run: the caches of the libraries, the checkpoints, and what cogumi itself left over. Needs no torch.
 
-What takes packages beyond Python's own is imported when it is first used: the doctor looks at disks where those are missing.
+Sizes are what files take on the disk (allocated blocks, a file with two names counted once), not the lengths that they
+say they have. Nothing here is changed or removed.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import getpass
+import logging
+import os
+import re
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
-from cogumi.core.disk_space import (
-    Allocation,
-    DeletedFile,
-    Filesystem,
-    Space,
-    allocatable,
-    deleted_but_open,
-    filesystem_of,
-    filesystems,
-    space_of,
-    spoken,
-)
+import platformdirs
 
-if TYPE_CHECKING:
-    from cogumi.disk.monitor import DiskMonitor, Sample
-    from cogumi.disk.usage_by_owner import Leftover, Use, leftovers, uses
+from cogumi.core.disk_space import datasets_cache, filesystem_of, hf_home, hub_cache, place_of
+from cogumi.core.disk_space import spoken as spoken
+from cogumi.core.durability import locked
 
-__all__ = [
-    "Allocation",
-    "DeletedFile",
-    "DiskMonitor",
-    "Filesystem",
-    "Leftover",
-    "Sample",
-    "Space",
-    "Use",
-    "allocatable",
-    "deleted_but_open",
-    "filesystem_of",
-    "filesystems",
-    "leftovers",
-    "space_of",
-    "spoken",
-    "uses",
-]
-_HOME = dict.fromkeys(("DiskMonitor", "Sample"), "cogumi.disk.monitor")
-_HOME |= dict.fromkeys(("Leftover", "Use", "leftovers", "uses"), "cogumi.disk.usage_by_owner")
+log = logging.getLogger(__name__)
+
+# What cogumi leaves in a directory of checkpoints; cogumi.checkpoints and cogumi.merge give these names.
+STAGING = "unfinished save"
+TRASH = "unfinished removal"
+RESERVE = "reserve for a save"
+ASIDE = "checkpoints set aside"
+MERGE = "unfinished merge"
+LEFTOVERS = {
+    STAGING: re.compile(r"\.cogumi-saving"),
+    TRASH: re.compile(r"\.cogumi-trash-.+"),
+    RESERVE: re.compile(r"\.cogumi-ballast"),
+    ASIDE: re.compile(r"aside-checkpoint-\d+-[0-9a-f]+"),
+    MERGE: re.compile(r".+\.partial-[0-9a-f]{8}"),
+}
+KNOWN_NAMES = LEFTOVERS | {
+    "checkpoints": re.compile(r"checkpoint-\d+"),
+    "wandb": re.compile("wandb"),
+    "compiled by unsloth": re.compile("unsloth_compiled_cache"),
+}
+# A directory in which something changed so lately may be in use by a process that cannot be seen from here.
+SETTLED_SECONDS = 60.0
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'cogumi.disk' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+@dataclass(frozen=True)
+class Use:
+    """What one kind of thing takes below `path`: allocated bytes, files and directories, and those not to be read."""
+
+    what: str
+    path: str
+    mount: str
+    bytes: int
+    entries: int
+    unreadable: int
+
+
+@dataclass
+class Tally:
+    bytes: int = 0
+    entries: int = 0
+    unreadable: int = 0
+
+    def add(self, status: os.stat_result) -> None:
+        self.bytes += status.st_blocks * 512
+        self.entries += 1
+
+
+def uses(directory: Path) -> list[Use]:
+    """Who uses the space: the caches, and below `directory` what is known by name. Largest first.
+
+    Reads every directory's entries, as du does. Does not follow links, nor leave a place's filesystem.
+    """
+    seen: set[tuple[int, int]] = set()
+    found: list[Use] = []
+    for what, place in [*caches(), ("everything else", directory)]:
+        names = KNOWN_NAMES if place is directory else {}
+        try:
+            if place.is_dir():
+                root = place.resolve()
+                mount = filesystem_of(root).mount
+                for kind, tally in tally_below(root, what, names, seen).items():
+                    found.append(Use(kind, str(root), mount, tally.bytes, tally.entries, tally.unreadable))
+        except OSError as error:  # a network volume that is gone must not hide the rest
+            log.warning("%s %s cannot be looked at: %s", what, place, error.strerror)
+    return sorted((use for use in found if use.entries or use.unreadable), key=lambda use: -use.bytes)
+
+
+def caches() -> list[tuple[str, Path]]:
+    """What the libraries of a run fill outside of its directory: (name, place), at the defaults of November 2026."""
+    home = Path.home()
+    wandb_data = place_of("XDG_CACHE_HOME", home / ".cache")
+    return [
+        ("HF hub cache", hub_cache()),
+        ("HF datasets cache", datasets_cache()),
+        ("HF xet cache", place_of("HF_XET_CACHE", hf_home() / "xet")),
+        ("cogumi cache", Path(platformdirs.user_cache_dir("cogumi"))),  # prepared data, compiled layers, the small base
+        ("wandb", place_of("WANDB_DIR", Path.cwd()) / "wandb"),
+        ("wandb cache", place_of("WANDB_CACHE_DIR", wandb_data) / "wandb"),
+        ("compiled by torch", place_of("TORCHINDUCTOR_CACHE_DIR", inductor_cache())),
+        ("compiled by triton", place_of("TRITON_CACHE_DIR", place_of("TRITON_HOME", home) / ".triton" / "cache")),
+        ("compiled by unsloth", place_of("UNSLOTH_COMPILE_LOCATION", Path("unsloth_compiled_cache"))),
+    ]
+
+
+def inductor_cache() -> Path:
+    """torch/_inductor/runtime/cache_dir_utils.py: default_cache_dir."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user number without a name
+        user = f"uid_{os.getuid()}"
+    return Path(tempfile.gettempdir()) / f"torchinductor_{user}"
+
+
+def tally_below(
+    root: Path, otherwise: str, names: dict[str, re.Pattern[str]], seen: set[tuple[int, int]]
+) -> dict[str, Tally]:
+    """What lies below `root`, by the kind of the outermost name that is known; `seen`: what was counted already.
+
+    Files that vanish while this looks are passed over: a run goes on meanwhile.
+    """
+    tallies: dict[str, Tally] = {}
+    device = os.lstat(root).st_dev
+    waiting: list[tuple[str, str]] = [(str(root), kind_of(root.name, names) or otherwise)]
+    while waiting:
+        path, kind = waiting.pop()
+        tally = tallies.setdefault(kind, Tally())
+        try:
+            status = os.lstat(path)
+            if status.st_dev != device or (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            with os.scandir(path) as entries:
+                tally.add(status)
+                for entry in entries:
+                    below = kind if kind != otherwise else kind_of(entry.name, names) or kind
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append((entry.path, below))
+                        continue
+                    with suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        key = (status.st_dev, status.st_ino)
+                        if status.st_nlink == 1 or key not in seen:
+                            tallies.setdefault(below, Tally()).add(status)
+                        if status.st_nlink > 1:
+                            seen.add(key)
+        except FileNotFoundError:
+            continue
+        except PermissionError:
+            tally.unreadable += 1
+    return tallies
+
+
+def kind_of(name: str, names: dict[str, re.Pattern[str]]) -> str | None:
+    return next((kind for kind, pattern in names.items() if pattern.fullmatch(name)), None)
+
+
+# ---------------------------------------------------------------------------------------------------- what is left over
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """Something of cogumi's that is not a result. `in_use` says why it may still be wanted; "" where nobody has it."""
+
+    what: str
+    path: str
+    bytes: int
+    in_use: str
+
+
+def leftovers(directory: Path) -> list[Leftover]:
+    """What cogumi's saves, removals and merges left in `directory` and in its checkpoints/. Links are somebody else's."""
+    found = []
+    for place in (directory, directory / "checkpoints"):
+        for path in sorted(place.iterdir()) if place.is_dir() else []:
+            what = kind_of(path.name, LEFTOVERS)
+            if what is not None and not path.is_symlink() and path.is_dir() != (what == RESERVE):
+                try:
+                    found.append(Leftover(what, str(path), taken_by(path), use_of(path)))
+                except FileNotFoundError:
+                    continue  # removed meanwhile, by whoever it was of
+    return found
+
+
+def taken_by(path: Path) -> int:
+    """Allocated bytes of a file, or of a directory and all in it."""
+    if not path.is_dir():
+        return os.lstat(path).st_blocks * 512
+    return sum(tally.bytes for tally in tally_below(path, "", {}, set()).values())
+
+
+def use_of(path: Path) -> str:
+    """Why something may be in use: a process has it open or locked, or it changed just now. "" where none of it is so."""
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # ended, closed, or another user's
+            if Path(os.readlink(link)).is_relative_to(path.resolve()):
+                return f"process {link.parts[2]} has it open"
+    if is_locked(path.parent) or (path.is_dir() and is_locked(path)):
+        return "a training or a merge has it locked"
+    age = time.time() - last_change(path)
+    return f"changed {max(0.0, age):.0f} s ago" if age < SETTLED_SECONDS else ""
+
+
+def last_change(path: Path) -> float:
+    """When a file, or something in a directory, changed last, a new name included. Seconds since 1970."""
+    newest = 0.0
+    below = (os.path.join(place, name) for place, folders, files in os.walk(path) for name in (*folders, *files))
+    for each in (str(path), *below):
+        try:
+            newest = max(newest, os.lstat(each).st_ctime)
+        except FileNotFoundError:
+            return time.time()  # just removed, by its user
+    return newest
+
+
+def is_locked(directory: Path) -> bool:
+    with locked(directory) as free:
+        return free is False

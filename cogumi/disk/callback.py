@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,20 +53,24 @@ class DiskMonitorCallback(TrainerCallback):
     ) -> None:
         if not state.is_local_process_zero:
             return
-        path = there(Path(args.output_dir or ".")) if self.path is None else self.path
+        path = self.path or Path(args.output_dir or ".")
+        if self.path is None:
+            with suppress(OSError):  # a mount that is gone: its watch says so
+                path = nearest_existing(Path(path))  # the trainer makes the directory at its first save
         self.monitor = DiskMonitor(path, interval=self.interval, **self.settings)
         others = go_before_reporters(self, sys._getframe(1).f_locals.get("self"))
-        self.prefix = self.prefix or free_prefix(self.monitor.path, others)
+        taken = {other.prefix: other.monitor.path for other in others if other.monitor is not None}
+        if not self.prefix:  # figures of one directory do not hide those of another
+            here = self.monitor.path
+            self.prefix = "disk" if taken.get("disk", here) == here else f"disk/{here.as_posix().strip('/')}"
         announce(f"disk: watching {self.monitor}, at most every {self.interval:g} s, between steps")
-        self.look(self.monitor)
+        self.next_look = 0.0
+        self.on_step_end(args, state, control)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if time.monotonic() >= self.next_look and self.monitor is not None:
-            self.look(self.monitor)
-
-    def look(self, monitor: DiskMonitor) -> None:
-        monitor.sample()
-        self.next_look = time.monotonic() + self.interval
+            self.monitor.sample()
+            self.next_look = time.monotonic() + self.interval
 
     def on_log(
         self,
@@ -81,21 +86,6 @@ class DiskMonitorCallback(TrainerCallback):
             return
         logs[f"{self.prefix}/free_gb"] = round(sample.free / 1e9, 3)
         logs[f"{self.prefix}/used_percent"] = round(sample.used_share * 100, 2)
-
-
-def free_prefix(path: Path, others: list[DiskMonitorCallback]) -> str:
-    """What the figures of a directory are logged under, so that they do not hide those of another one."""
-    taken = {other.prefix: other.monitor.path for other in others if other.monitor is not None}
-    return "disk" if taken.get("disk", path) == path else f"disk/{path.as_posix().strip('/')}"
-
-
-def there(output_dir: Path) -> Path:
-    """What there is of a directory that the trainer makes at its first save."""
-    try:
-        return nearest_existing(output_dir)
-    except OSError as error:  # a mount that is gone: its watch says so, and the training finds out by itself
-        log.warning("disk: %s does not answer: %s", output_dir, error.strerror)
-        return output_dir
 
 
 def announce(line: str) -> None:

@@ -23,6 +23,7 @@ Level = Literal["green", "yellow", "red", "unknown"]
 # A rate is taken over the last hour: over less, one checkpoint looks like a disk that is full in minutes.
 RATE_WINDOW_SECONDS = 3600.0
 POINTS = 512
+TOLD = ("total", "used", "free", "used_share", "inodes_free", "inodes_share")  # of a Space, in a Sample
 
 
 @dataclass(frozen=True)
@@ -71,15 +72,19 @@ class DiskMonitor:
     ) -> None:
         check_settings(warn, alarm, interval)
         self.path = Path(path).absolute()
-        if is_missing(self.path):
-            raise UsageError(
-                f"cannot watch {path}: it does not exist", fix="give a directory on the disk to be watched"
-            )
+        try:
+            os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            fix = "give a directory on the disk to be watched"
+            raise UsageError(f"cannot watch {path}: it does not exist", fix=fix) from None
+        except OSError as error:  # a mount that does not answer is there
+            log.debug("%s: %s", path, error)
         self.warn, self.alarm, self.interval = warn, alarm, interval
         self.on_change = on_change
         self.log_path = None if log_path is None else Path(log_path)
         self.latest: Sample | None = None
         self._level: Level = "green"
+        self._told: Level = "green"
         self._device: int | None = None
         self._history: deque[tuple[float, int]] = deque()
         self._said: set[str] = set()
@@ -104,10 +109,11 @@ class DiskMonitor:
             changed = sample.level != self._level
             self._level, self.latest = sample.level, sample
         if changed:
-            log.log(logging.INFO if sample.level == "green" else logging.WARNING, "disk %s", sentence(sample))
-            self._tell(sample)
-        if self.log_path is not None:
-            self._write(self.log_path, sample)
+            line = f"{sample.path} is {sample.level}: {sample.reason}"
+            if sample.hours_until_full is not None:
+                line += f", full in {sample.hours_until_full:.1f} h at {spoken(sample.rate or 0)}/s"
+            log.log(logging.INFO if sample.level == "green" else logging.WARNING, "disk %s", line)
+        self._tell(sample)
         return sample
 
     def _measure(self) -> Sample:
@@ -124,20 +130,9 @@ class DiskMonitor:
         self._device = device
         level, reason = self._judge(space)
         rate = self._rate(space.used)
-        return Sample(
-            time=time.time(),
-            path=str(self.path),
-            level=level,
-            reason=reason,
-            total=space.total,
-            used=space.used,
-            free=space.free,
-            used_share=space.used_share,
-            inodes_free=space.inodes_free,
-            inodes_share=space.inodes_share,
-            rate=rate,
-            hours_until_full=space.free / rate / 3600 if rate is not None and rate > 0 else None,
-        )
+        hours = space.free / rate / 3600 if rate is not None and rate > 0 else None
+        told = {name: getattr(space, name) for name in TOLD}
+        return Sample(time.time(), str(self.path), level, reason, **told, rate=rate, hours_until_full=hours)
 
     def _judge(self, space: Space) -> tuple[Level, str]:
         if space.used_share is None:
@@ -164,22 +159,22 @@ class DiskMonitor:
         return (used - before) / (now - then) if now > then else None
 
     def _tell(self, sample: Sample) -> None:
-        if self.on_change is None:
-            return
+        """Call on_change, and add to log_path. What fails there is said once, and must not end the watch."""
         try:
-            self.on_change(sample)
-        except Exception:  # the caller's; a mistake in it must not end the watch
+            if sample.level != self._told and self.on_change is not None:
+                self._told = sample.level
+                self.on_change(sample)
+        except Exception:  # the caller's
             if "on_change" not in self._said:
-                self._said.add("on_change")
-                log.exception("disk %s: on_change failed; the watch goes on, and this is said once", self.path)
-
-    def _write(self, path: Path, sample: Sample) -> None:
+                log.exception("disk %s: on_change failed; the watch continues, and this is said once", self.path)
+            self._said.add("on_change")
         try:
-            append_jsonl(path, asdict(sample))
+            if self.log_path is not None:
+                append_jsonl(self.log_path, asdict(sample))
         except OSError as error:  # the disk that is watched may be the one it is on
             if "log_path" not in self._said:
-                self._said.add("log_path")
-                log.warning("disk %s: cannot write %s: %s; said once", self.path, path, error.strerror)
+                log.warning("disk %s: cannot write %s: %s; said once", self.path, self.log_path, error.strerror)
+            self._said.add("log_path")
 
     # ---------------------------------------------------------------------------------------------------- the thread
 
@@ -228,17 +223,6 @@ def check_settings(warn: float, alarm: float, interval: float) -> None:
         raise UsageError(f"interval={interval}: give a number of seconds above 0")
 
 
-def is_missing(path: Path) -> bool:
-    """Whether nothing is at `path`; what does not answer is there."""
-    try:
-        os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError as error:
-        log.debug("%s: %s", path, error)
-    return False
-
-
 def described(path: Path) -> str:
     """A directory and its filesystem in words: what a watch says when it begins."""
     try:
@@ -256,11 +240,3 @@ def described(path: Path) -> str:
 def percent(share: float) -> str:
     """Rounded down, so that what is below a threshold does not read as if it had reached it."""
     return f"{math.floor(share * 100 + 1e-9)} %"
-
-
-def sentence(sample: Sample) -> str:
-    """A sample as a line of a log."""
-    line = f"{sample.path} is {sample.level}: {sample.reason}"
-    if sample.hours_until_full is not None:
-        line += f", full in {sample.hours_until_full:.1f} h at {spoken(sample.rate or 0)}/s"
-    return line

@@ -2,22 +2,18 @@
 
 import json
 import math
-import statistics
-from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from cogumi.checkpoints.commit import step_of
 from cogumi.checkpoints.disk_forecast import ADAPTER, ENTRIES, Found, Outlook, composed, merged_need
-from cogumi.checkpoints.manifest import MANIFEST_NAME
+from cogumi.checkpoints.manifest import MANIFEST_NAME, step_of
 from cogumi.checkpoints.retention import checkpoints_in
 from cogumi.core.disk_space import Need
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json
-from cogumi.disk.usage_by_owner import taken_by
+from cogumi.disk import taken_by
 
 # What of a checkpoint is not in an adapter, or a model, that is saved at the end.
 TO_RESUME = (
@@ -69,7 +65,6 @@ def outlook_of_run(directory: Path) -> Outlook:
         keep = None  # a script's, which keeps more: what it was told stands nowhere
     every = steps_between_saves(there, train)
     left = saves_left(state, every, step_of(there[0]))
-    seconds = seconds_per_step(directory, there)
     needs, notes = ([], ()) if over or not config else results_to_come(directory, config, there[0])
     return composed(
         each=each,
@@ -80,7 +75,6 @@ def outlook_of_run(directory: Path) -> Outlook:
         saves=0 if over else left,
         found=found,
         needs=needs,
-        hours_between_saves=None if seconds is None else every * seconds / 3600,
         notes=notes,
         ask=False,  # asking takes the space for a moment, and the run may want it just then
     )
@@ -131,26 +125,6 @@ def steps_between_saves(there: list[Path], train: dict[str, Any]) -> int:
 def saves_left(state: dict[str, Any], every: int, newest: int) -> int | None:
     last = state.get("max_steps") or 0
     return math.ceil(max(0, last - newest) / every) if last > 0 else None
-
-
-def seconds_per_step(directory: Path, there: list[Path]) -> float | None:
-    """The median over the logged steps, which a pause does not move; else between the two newest checkpoints; else None."""
-    rows = [(row["step"], row["time"]) for row in logged(directory / "metrics.jsonl")]
-    if len({step for step, _ in rows}) < 2 and len(there) > 1:
-        rows = [(step_of(path), path.stat().st_mtime) for path in reversed(there[:2])]
-    found = [(then - now) / (after - before) for (before, now), (after, then) in pairwise(rows) if after > before]
-    return statistics.median(found) if found else None
-
-
-def logged(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a run's metrics that have a step and a time. On a full disk one may be half a line, and is passed over."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and {"step", "time"} <= row.keys():
-            yield row
 
 
 def results_to_come(directory: Path, config: dict[str, Any], newest: Path) -> tuple[list[Need], tuple[str, ...]]:

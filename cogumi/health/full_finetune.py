@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from cogumi.checkpoints.disk_full import remove_if_there, written_aside
+from cogumi.checkpoints.commit import remove_if_there, written_aside
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import gib

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cogumi.checkpoints.commit import step_of
+from cogumi.checkpoints.manifest import step_of
 from cogumi.checkpoints.retention import checkpoints_in
 from cogumi.checkpoints.verify import Finding, inspect
 from cogumi.core.formatting import duration

@@ -8,7 +8,7 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from cogumi.checkpoints.commit import step_of
+from cogumi.checkpoints.manifest import step_of
 from cogumi.checkpoints.retention import checkpoints_in
 from cogumi.core.durability import locked
 from cogumi.core.errors import UsageError

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from cogumi.checkpoints.disk_full import remove_if_there, written_aside
+from cogumi.checkpoints.commit import remove_if_there, written_aside
 from cogumi.checkpoints.saving import REMIND_SECONDS, RETRY_SECONDS
 from cogumi.config.schema import RunConfig
 from cogumi.core.disk_space import space_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from cogumi.checkpoints.identity import differences
+from cogumi.checkpoints.manifest import differences
 from cogumi.config.schema import RunConfig, dump_config
 from cogumi.config.subsections import Thresholds
 from cogumi.core.durability import locked, why_unwritable

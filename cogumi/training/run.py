@@ -14,8 +14,8 @@ import torch
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import AutoConfig
 
+from cogumi.checkpoints.interruption import ending_in_good_order
 from cogumi.checkpoints.mirror import Mirror
-from cogumi.checkpoints.signals import ending_in_good_order
 from cogumi.config import lora_presets
 from cogumi.config.schema import RunConfig, dump_config, load_config
 from cogumi.core.errors import RefusedAtSetup, UsageError

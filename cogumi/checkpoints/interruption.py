@@ -1,0 +1,343 @@
+"""What ends a training before its end: signals, and a hang that is noticed.
+
+SIGTERM, SIGHUP and SIGINT: the step is finished and saved, then what the signal asks for is done. A provider that takes a
+machine back sends SIGTERM and waits for some seconds; a terminal that is closed sends SIGHUP, more than once where a shell
+passes it on; Ctrl-C in a notebook is SIGINT.
+
+Hung is what has shown no sign of life (a step, a substep, a batch of an evaluation, a log) for longer than each of: a
+floor; N times the median step; three times the longest silence of this training so far. The last is what keeps a step
+of GSPO that generates for minutes, among many that take seconds, and a slow evaluation from being called hung.
+"""
+
+import faulthandler
+import logging
+import os
+import signal
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from cogumi.core.errors import FINISHED_AND_SAVED, UsageError
+
+log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+
+@contextmanager
+def ending_in_good_order() -> Iterator[None]:
+    """While in the block, SIGTERM and SIGHUP raise SystemExit where they would kill: what is begun is put in order."""
+    here = threading.current_thread() is threading.main_thread()
+    deadly = [each for each in SIGNALS if here and signal.getsignal(each) is signal.SIG_DFL]
+    for each in deadly:
+        signal.signal(each, end)
+    try:
+        yield
+    finally:
+        for each in deadly:
+            signal.signal(each, signal.SIG_DFL)
+
+
+def end(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the second of a closed terminal is not to disturb what follows
+    raise SystemExit(128 + number)
+
+
+class Preemption:
+    """Whether a signal has come: the training stops after the step in which it does."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.before: dict[int, Any] = {}
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """While in the block, signals end it in good order; afterwards what they ask for is done.
+
+        Handlers belong to the main thread: in another one nothing is changed. Raises KeyboardInterrupt after
+        SIGINT, SystemExit(143) after SIGTERM and SystemExit(129) after SIGHUP, once the handlers that were there before
+        have been called. A SIGHUP that is ignored (nohup) stays so.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self.received = None
+        heard = [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
+        self.before = {each: signal.signal(each, self.handle) for each in heard}
+        try:
+            yield
+        finally:
+            for each, handler in self.before.items():
+                signal.signal(each, signal.SIG_DFL if handler is None else handler)
+        if self.received is not None:
+            self.do_as_asked(self.received)
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = number
+            again = "" if number == signal.SIGHUP else "; the same signal again ends it at once, without saving"
+            log.warning(
+                "%s: this step will be finished and saved, then the training ends%s", signal.Signals(number).name, again
+            )
+        elif number == signal.SIGHUP:
+            return
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            os._exit(128 + number)
+
+    def do_as_asked(self, number: int) -> None:
+        handler = self.before[number]
+        if callable(handler) and handler is not signal.default_int_handler:  # a scheduler's may requeue the job
+            handler(number, None)
+        raise KeyboardInterrupt(FINISHED_AND_SAVED) if number == signal.SIGINT else SystemExit(128 + number)
+
+
+# ------------------------------------------------------------------------------------------------------------------- hangs
+
+HUNG_POLICIES = ("continue", "stop")
+# Below this nothing is called hung: a full checkpoint is written to a slow volume for minutes, a first evaluation computes
+# its metrics in silence. Five minutes of a rented H100 cost a fifth of a dollar, a training stopped by mistake far more.
+FLOOR_SECONDS = 300.0
+# Before there is a median: compilation, or skipping to where a resumed run was, may take half an hour.
+FIRST_TIMES_FLOOR = 6
+ENOUGH_STEPS = 3
+WINDOW_STEPS = 101  # A median over the latest: sequence lengths and generations change over a run.
+TIMES_LONGEST = 3
+TICKS = 20  # looks in one floor: a hang is noticed a twentieth of it late
+WRITING_SECONDS = 10.0
+
+
+class Watchdog:
+    """Notices a training that hangs: `with watchdog.watching(): trainer.train()`; callbacks call `alive` and `step_done`.
+
+    log_path: the file that stacks are added to; standard error where it cannot be written. times: how many times the
+    median step without a sign of life is a hang. policy: "continue" writes the stacks and a line of log, again each time
+    that the silence has doubled, and waits. "stop" does the same, then asks the training to end as SIGTERM does, and where
+    that brings no sign of life within the same time again, ends the process with status 143; in a notebook that is
+    the kernel. Before the first steps are done no training is stopped: how long they take is not known. floor: seconds.
+
+    A C function that holds the interpreter lock stops the thread that watches as well. Its stacks are written by a timer
+    of faulthandler, of which a process has one; nothing in the process can end it.
+
+    Raises UsageError for a policy or a number that is none.
+    """
+
+    def __init__(self, log_path: str | Path, times: float, policy: str, floor: float = FLOOR_SECONDS) -> None:
+        if policy not in HUNG_POLICIES:
+            raise UsageError(f"the policy for a hung training is {policy!r}, and not one of {', '.join(HUNG_POLICIES)}")
+        if not (times > 1 and floor > 0):
+            raise UsageError(
+                f"a hang of {times} times the median step, {floor} s at least: give more than 1, and than 0 s"
+            )
+        self.log_path, self.times, self.policy, self.floor = Path(log_path), times, policy, floor
+        self.excuses = 0
+        self.forget_all()
+
+    def forget_all(self) -> None:
+        """As before a training."""
+        # How long this process had run when the watch looked last, and when that was.
+        self.mark = 0.0, time.monotonic()
+        self.steps: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self.longest = 0.0
+        self.seen = False
+        self.step: int | None = None
+        self.reports = 0
+        self.asked_at: float | None = None
+        self.forget_last()
+
+    def forget_last(self) -> None:
+        """Count from now, and take what was before for no measure of anything."""
+        self.last_sign = self.now()
+        self.last_step: float | None = None
+
+    def now(self) -> float:
+        """Seconds in which this process ran. Those in which it was stopped, or the lock was held, count as two ticks."""
+        ran, looked = self.mark
+        return ran + min(time.monotonic() - looked, 2 * self.floor / TICKS)
+
+    # ------------------------------------------------------------------------------------------------- the training says
+
+    def alive(self) -> None:
+        """A sign of life. The silence before the first is no measure: a resumed run may have been skipping data."""
+        now = self.now()
+        if self.seen:
+            self.longest = max(self.longest, now - self.last_sign)
+        self.last_sign, self.seen = now, True
+
+    def step_done(self, step: int) -> None:
+        """An optimizer step is done. step: its number."""
+        self.alive()
+        if self.last_step is not None:
+            self.steps.append(self.last_sign - self.last_step)
+        self.last_step, self.step = self.last_sign, step
+
+    @contextmanager
+    def excused(self) -> Iterator[None]:
+        """While in the block, silence is as it should be; afterwards it counts from then."""
+        self.excuses += 1
+        try:
+            yield
+        finally:
+            self.forget_last()
+            self.excuses -= 1
+
+    # ------------------------------------------------------------------------------------------------ the thread watches
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch while in the block, from a thread of its own."""
+        self.forget_all()
+        ending, was_there = threading.Event(), self.log_path.exists()
+        with opened(self.log_path) as stream:
+            thread = threading.Thread(target=self.watch, args=[ending, stream], name="cogumi-watchdog", daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                ending.set()
+                thread.join()
+                set_timer(None)
+                if not was_there and self.log_path.exists() and self.log_path.stat().st_size == 0:
+                    self.log_path.unlink()
+
+    def watch(self, ending: threading.Event, stream: FileIO) -> None:
+        set_timer(stream, self.limit)
+        while not ending.wait(self.floor / TICKS):
+            # It ran for less than has passed where it was stopped (Ctrl-Z, docker pause), or a C function held the lock.
+            now, passed = self.now(), time.monotonic() - self.mark[1]
+            self.mark = now, time.monotonic()
+            if passed > self.limit:
+                log.warning(
+                    "nothing ran for %.0f s: the process was stopped and continued, or a C function held the interpreter "
+                    "lock (stacks under 'Timeout' in %s are from then)",
+                    passed,
+                    self.log_path,
+                )
+            self.judge(now)
+            set_timer(stream, self.limit)
+
+    @property
+    def armed(self) -> bool:
+        return len(self.steps) >= ENOUGH_STEPS
+
+    @property
+    def limit(self) -> float:
+        """The silence from which the training is hung, in seconds."""
+        typical = self.times * statistics.median([*self.steps]) if self.armed else FIRST_TIMES_FLOOR * self.floor
+        return max(self.floor, typical, TIMES_LONGEST * self.longest)
+
+    def judge(self, now: float) -> None:
+        silence, limit = now - self.last_sign, self.limit
+        if self.excuses:
+            return
+        if self.asked_at is not None and now - max(self.asked_at, self.last_sign) > limit:
+            number = 128 + signal.SIGTERM
+            line = (
+                f"the training was asked to end and shows no sign of life for {limit:.0f} s more: exit status {number}"
+            )
+            in_time(log.error, line)
+            in_time(logging.shutdown)
+            os._exit(number)
+        if silence <= limit:
+            if self.reports:
+                log.warning("the training continues, at step %s", self.step)
+            self.reports = 0
+            return
+        if silence > limit * 2**self.reports:
+            self.reports += 1
+            in_time(self.report, silence, limit)
+        if self.policy == "stop" and self.armed and self.asked_at is None:
+            self.asked_at = now
+            # To the main thread, whose call it is to interrupt: one that another thread gets is not seen while that waits.
+            # And once: a second one would end the process before it has saved.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+    def report(self, silence: float, limit: float) -> None:
+        after = "before the first step was done" if self.step is None else f"after step {self.step}"
+        hung = f"the training hangs: no sign of life for {silence:.1f} s {after}, and {limit:.1f} s is the limit"
+        # Before the line of log: what hangs may be a handler of logging, whose lock is taken then.
+        text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {hung}; its stacks:\n{stacks()}{processes()}".encode()
+        with opened(self.log_path) as stream:
+            try:
+                stream.write(text)
+            except OSError as error:
+                log.warning("%s cannot be written (%s): stacks go to standard error", self.log_path, error.strerror)
+                os.write(2, text)
+        asked = "; it is asked to end" if self.policy == "stop" and self.armed else ""
+        log.error("%s; the stacks are in %s%s", hung, self.log_path, asked)
+
+
+def in_time(function: Callable[..., Any], *args: Any) -> None:
+    """Call a function and wait for it, some seconds at most: where a disk is what hangs, writing to it hangs too."""
+    thread = threading.Thread(target=function, args=args, name="cogumi-watchdog-writes", daemon=True)
+    thread.start()
+    thread.join(WRITING_SECONDS)
+
+
+def opened(path: Path) -> FileIO:
+    """A file to add to, or standard error where it cannot be: a full disk ends no training, nor its watch."""
+    try:
+        return FileIO(path, "ab")
+    except OSError as error:
+        log.warning("%s cannot be written (%s): stacks go to standard error", path, error.strerror)
+        return FileIO(os.dup(2), "ab")
+
+
+def stacks() -> str:
+    """Where each thread is. Without the lines of the sources, which may be on a disk that hangs."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for ident, top in sys._current_frames().items():
+        lines.append(f"Thread {names.get(ident, ident)} (most recent call first):\n")
+        for frame, line in traceback.walk_stack(top):
+            lines.append(f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}\n')
+    return "".join(lines)
+
+
+def processes() -> str:
+    """This process and those below it: a hang is often in a worker of a DataLoader, or in waiting for one that is gone."""
+    this, lines = psutil.Process(), []
+    for each in [this, *this.children(recursive=True)]:
+        try:
+            lines.append(f"Process {each.pid} ({each.name()}): {each.status()}\n")
+        except psutil.Error as error:
+            lines.append(f"Process {each.pid}: {error}\n")
+    return "".join(lines)
+
+
+# The timer that needs no interpreter lock. A child that is forked while it is set waits for it for ever when it exits
+# (CPython 3.11 and 3.12).
+setting = threading.Lock()
+timer: FileIO | None = None
+
+
+def set_timer(stream: FileIO | None, seconds: float = 0.0) -> None:
+    """Have faulthandler write all stacks unless this is called again in time; None: no more."""
+    global timer
+    with setting:
+        if stream is not None:
+            faulthandler.dump_traceback_later(seconds, file=stream)
+        elif timer is not None:
+            faulthandler.cancel_dump_traceback_later()
+        timer = stream
+
+
+def before_fork() -> None:
+    setting.acquire()
+    if timer is not None:  # the next tick sets it again
+        faulthandler.cancel_dump_traceback_later()
+
+
+os.register_at_fork(before=before_fork, after_in_parent=setting.release, after_in_child=setting.release)
