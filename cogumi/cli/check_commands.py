@@ -1,5 +1,6 @@
-"""`cogumi preflight`: does a run fit the card, the disk and the budget? Exit status 1 where it does not."""
+"""`cogumi doctor` and `cogumi preflight`: what is wrong with this machine, and whether a run fits its card, disk and budget."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -7,6 +8,46 @@ import typer
 
 from cogumi.core.errors import UsageError
 from cogumi.core.output import say, show, waiting
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def doctor(
+    as_json: AsJson = False,
+    explain: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|-", help="Instead: say what a traceback or log means; - reads standard input."),
+    ] = None,
+) -> None:
+    """What is wrong with this machine and this environment, and how to mend it. Exit status 1 if something is."""
+    if explain is not None:
+        from cogumi.diagnostics.signatures import explained
+
+        found = explained(text_of(explain))
+        show(found, as_json)
+        raise typer.Exit(0 if found.diagnoses else 1)
+    from cogumi.diagnostics.checkup import doctor as examine
+
+    with waiting("checking the machine, its packages and what they compute"):
+        report = examine()
+    show(report, as_json)
+    raise typer.Exit(0 if report.passed else 1)
+
+
+def text_of(place: str) -> str:
+    """The text to explain. Raises UsageError where there is none."""
+    key = f"--explain {place}"
+    try:
+        content = sys.stdin.buffer.read() if place == "-" else Path(place).read_bytes()
+    except OSError as error:
+        raise UsageError(f"{error.strerror}", key=key, fix="name a file with the traceback, or - to paste it") from None
+    text = content.decode("utf-8", errors="replace")
+    wrong = f"there is nothing in {'standard input' if place == '-' else place}" if not text.strip() else ""
+    if 20 * (text.count("\ufffd") + text.count("\0")) > len(text):
+        wrong = "that is no text"
+    if wrong:
+        raise UsageError(wrong, key=key, fix="it takes the whole traceback or log")
+    return text
 
 
 def preflight(
@@ -17,17 +58,16 @@ def preflight(
         bool, typer.Option("--probe", help="Make ten steps here, to know the time. Loads the model.")
     ] = False,
     fix: Annotated[Path | None, typer.Option(help="Write a config that fits there.", metavar="FILE")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say before any download whether a run fits the card, the disk and the budget, and what would make it fit."""
     from cogumi.config.schema import parse_overrides
 
     words = parse_overrides(overrides or [])
-    if fix is not None and probe:
-        raise UsageError(
-            "--fix and --probe: a config is changed several times, and each would train", fix="use one of the two"
-        )
-    if card is not None and probe:
+    if probe and fix is not None:
+        wrong = "--fix and --probe: a config is changed several times, and each would train"
+        raise UsageError(wrong, fix="use one of the two")
+    if probe and card is not None:
         raise UsageError(
             "--card and --probe: ten steps made here say nothing of another card", fix="use one of the two"
         )
@@ -35,7 +75,7 @@ def preflight(
         raise UsageError(f"no such directory as {fix.parent}", key=f"--fix {fix}", fix="make it, or name another place")
     if fix is not None and fix.exists():
         raise UsageError("there is such a file already", key=f"--fix {fix}", fix="name another, or remove it")
-    from cogumi.runs.entry import import_unsloth_first, probing_with, refuse_mistakes
+    from cogumi.runs import import_unsloth_first, refuse_mistakes, train
     from cogumi.stack.gpus import use_one_gpu
 
     refuse_mistakes(config, words, trains=probe)
@@ -48,7 +88,7 @@ def preflight(
 
         if fix is None:
             changes: dict[str, object] = {}
-            report = foresee(config, card, probing_with(probe), words, here)
+            report = foresee(config, card, train if probe else None, words, here)
         else:
             report, changes = fixed(config, card, **words)
     show(report, as_json)
