@@ -22,6 +22,7 @@ from cogumi.core.errors import UsageError
 Kind = Literal["choice", "check", "number", "text", "yaml"]
 # What YAML 1.1 reads where one of these words was meant.
 WORDS = {True: ("on",), False: ("off", "no")}
+WORD_OF: dict[Any, str] = {type(None): "null", Any: "any value", Path: "a path"}
 
 
 @dataclass(frozen=True)
@@ -140,18 +141,14 @@ def in_words(hint: Any) -> str:
     """A type as one says it: `int or null`."""
     said = []
     for part in parts_of(hint):
-        if part is type(None):
-            said.append("null")
-        elif get_origin(part) is Literal:
+        if get_origin(part) is Literal:
             said += [flow(each) for each in get_args(part)]
-        elif part is Any:
-            said.append("any value")
-        elif part is Path:
-            said.append("a path")
+        elif part in WORD_OF:
+            said.append(WORD_OF[part])
         else:
-            said.append(part.__name__ if isinstance(part, type) and not get_args(part) else str(part))
-    said = [each.replace("typing.", "").replace("cogumi.config.schema.", "") for each in said]
-    return " or ".join(sorted(dict.fromkeys(said), key=lambda each: each == "null"))
+            name = part.__name__ if isinstance(part, type) and not get_args(part) else str(part)
+            said.append(name.replace("typing.", "").replace("cogumi.config.schema.", ""))
+    return " or ".join(sorted(dict.fromkeys(said), key="null".__eq__))
 
 
 def plain(value: Any) -> Any:

@@ -5,7 +5,6 @@ word beside its colour, and every kind of token a word, a background and an unde
 """
 
 import re
-from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from cogumi.merge import MergeReport
     from cogumi.methods.preview import Preview
 
-ON_ANY_GROUND = "#767676"  # of a contrast above 4 with white and with JupyterLab's dark theme
 WORDS = {"green": "ok", "yellow": "yellow", "red": "RED", "unknown": "?"}
 
 
@@ -94,8 +92,8 @@ def folded(summary: str, content: str, is_open: bool = False) -> str:
     return f"<details{' open' if is_open else ''}><summary>{text(summary)}</summary>{content}</details>"
 
 
-def figure(svg: str) -> str:
-    return f"<figure>{svg}</figure>"
+def figure(drawing: figures.Drawing) -> str:
+    return f"<figure>{drawing.image()}</figure>"
 
 
 @cache
@@ -104,12 +102,11 @@ def style() -> str:
 
 
 def piece(content: str) -> str:
-    """What a notebook shows of an object: without a style sheet, SVG and `mark`, which a page that does not trust the
-    notebook takes out or has in colours of its own."""
+    """What a notebook shows of an object: without a style sheet and `mark`, which a page that does not trust the notebook
+    takes out or has in colours of its own."""
     from bs4 import BeautifulSoup
 
-    drawn = re.sub(r"<svg.*?</svg>", lambda found: as_image(found[0]), content, flags=re.DOTALL)
-    page = BeautifulSoup(f'<div class="cogumi-piece">{drawn}</div>', "html.parser")
+    page = BeautifulSoup(f'<div class="cogumi-piece">{content}</div>', "html.parser")
     for selector, declarations in rules():
         for element in page.select(selector):
             element["style"] = f"{element.get('style', '')}{declarations}"
@@ -124,15 +121,6 @@ def rules() -> list[tuple[str, str]]:
     plain = re.sub(r"/\*.*?\*/", "", style(), flags=re.DOTALL).replace(" !important", "")
     found = re.findall(r"([^{}]+)\{([^{}]*)\}", plain)
     return [(selector.strip(), f"{declarations.strip().rstrip(';')};") for selector, declarations in found]
-
-
-def as_image(svg: str) -> str:
-    """An SVG element as an image; its text, which cannot have the colour of the page, in one that reads on light and dark."""
-    style, words = (re.search(rf'<svg[^>]* {name}="([^"]*)"', svg) for name in ("style", "aria-label"))
-    whole = svg.replace("<svg ", f'<svg color="{ON_ANY_GROUND}" ', 1).encode()
-    data = b64encode(whole).decode()
-    said = f' alt="{words[1]}"' if words else ""
-    return f'<img{said} style="{style[1] if style else ""}" src="data:image/svg+xml;base64,{data}"/>'
 
 
 # ------------------------------------------------------------------------------------------------------ html components
@@ -158,7 +146,7 @@ def preview(found: "Preview") -> str:
 
 def data(accounts: Sequence[Mapping[str, Any]], lengths: Sequence[Sequence[int]], max_length: int | None) -> str:
     """accounts: of each part of the data, as `cogumi.methods.preview.Shares`."""
-    drawn = figure(figures.length_histogram(lengths, max_length).svg()) if lengths else ""
+    drawn = figure(figures.length_histogram(lengths, max_length)) if lengths else ""
     return f'<div class="beside"><div>{"".join(map(shares, accounts))}</div>{drawn}</div>'
 
 
@@ -261,7 +249,7 @@ def preflight(found: Mapping[str, Any], measured: float | None = None) -> str:
         for line in found["lines"]
     ]
     bar = found["figures"].get("memory")
-    drawn = figure(figures.memory_bar(bar, measured).svg()) if bar else ""
+    drawn = figure(figures.memory_bar(bar, measured)) if bar else ""
     return f"<p>{verdict} Planned for: {text(found['target'])}.</p>{drawn}" + table(
         ["", "stage", "found", "what to do"], rows
     )
@@ -296,7 +284,7 @@ def merged(directory: Path, report: "MergeReport | None" = None) -> str:
         ("written", text(found["created"]) + (f", in {report.seconds:.1f} s" if report is not None else "")),
     ]
     try:
-        drawn = figure(figures.delta_by_layer(directory).svg())
+        drawn = figure(figures.delta_by_layer(directory))
     except UsageError as error:
         drawn = f"<p>{text(error)}</p>"
     _, outside = figures.deltas(directory)
