@@ -21,7 +21,7 @@ from cogumi.core.run_directory import append_jsonl, read_json, write_json
 from cogumi.forecast.preflight_report import Line, PreflightReport
 from cogumi.notebook import figures
 from cogumi.notebook.curves import INK, LEVELS
-from cogumi.notebook.figures import SERIES
+from cogumi.notebook.figures import COLOURS, DASHES, HATCHES, MARKERS
 from cogumi.notebook.html_components import html_of
 
 Write = Callable[..., Path]
@@ -267,11 +267,13 @@ def test_memory_that_does_not_fit_says_by_how_much() -> None:
 
 def test_little_memory_of_much_is_drawn_to_its_own_scale_and_what_was_measured_stands_beside() -> None:
     found = report_with(2**20 * 2**30).figures["memory"]
-    drawing = figures.memory_bar(found, measured=50 * 2**30)
-    assert drawing.figure.axes[0].get_xlim()[1] < 100
+    drawing = figures.memory_bar(found, measured=70 * 2**30)
+    (ax,) = drawing.figure.axes
+    assert 8 * 70 <= ax.get_xlim()[1] < 1000
+    assert list(ax.lines[0].get_xdata()) == [70, 70]
     words = words_in(drawing.svg())
-    assert "measured 50.0 GiB" in words
-    assert "far to the right" in words
+    assert "measured 70.0 GiB" in words
+    assert "free 1048576.0 GiB" in words
     with pytest.raises(UsageError, match="did not come as far"):
         figures.memory(PreflightReport("a card", (), {}))
 
@@ -335,7 +337,7 @@ def test_a_directory_without_a_merge_is_refused(tmp_path: Path) -> None:
 def test_every_colour_reads_on_white_and_on_black() -> None:
     assert contrast("#ffffff", "#000000") == pytest.approx(21)
     assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)  # as WCAG's own example has it
-    drawn = {style.colour for style in SERIES if style.colour != INK} | set(LEVELS.values())
+    drawn = {*COLOURS} - {INK} | set(LEVELS.values())
     assert len(drawn) == 5
     for colour in drawn:
         for page in ("#ffffff", "#111111"):
@@ -343,12 +345,8 @@ def test_every_colour_reads_on_white_and_on_black() -> None:
 
 
 def test_no_two_series_differ_by_colour_alone() -> None:
-    for values in (
-        [str(each.dash) for each in SERIES],
-        [each.marker for each in SERIES],
-        [each.hatch for each in SERIES],
-    ):
-        assert len(set(values)) == len(SERIES)
+    for values in (DASHES, MARKERS, HATCHES):
+        assert len(set(values)) == len(values) == len(COLOURS)
 
 
 def test_text_and_axes_read_on_any_page_and_the_image_has_words(logged: Write) -> None:
@@ -358,9 +356,7 @@ def test_text_and_axes_read_on_any_page_and_the_image_has_words(logged: Write) -
     texts = list(ElementTree.fromstring(svg).iter(f"{SVG}text"))
     assert len(texts) > 10
     assert all(f"fill: {INK}" in each.get("style", "") for each in texts)
-    assert set(re.findall(r"#[0-9a-fA-F]{6}\b", svg)) <= {
-        colour.lower() for style in SERIES for colour in (style.colour, INK)
-    }
+    assert set(re.findall(r"#[0-9a-fA-F]{6}\b", svg)) <= {colour.lower() for colour in COLOURS}
     assert not re.search(r"fill: (white|#fff)", svg)
     image = drawing.image()
     assert re.search(r'<img alt="Curves: loss from 2 to 2', image)

@@ -122,15 +122,18 @@ class Curves:
     def read(self, most: float = math.inf) -> bool:
         """Take in the lines written since the last time; whether there were any. A file that was cut is read anew.
 
-        most: bytes, about, after which it is enough for this time; `behind` then says that there are more. A run that goes
-        on from an earlier step replaces the file by one without the steps that it makes again.
+        most: bytes, about, after which it is enough for this time; `behind` then says that there are more. A run that is
+        resumed from an earlier step replaces the file by one without the steps that it makes again.
         """
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
             return False
         with file:
-            self.forget_another(file)
+            now = os.fstat(file.fileno())
+            if self.file_number not in (None, now.st_ino) or now.st_size < self.offset:
+                self.forget()
+            self.file_number = now.st_ino
             before, self.behind = self.offset, False
             for lines in self.whole_lines(file):
                 self.take(lines)
@@ -138,12 +141,6 @@ class Curves:
                     self.behind = True
                     break
         return self.offset > before
-
-    def forget_another(self, file: IO[bytes]) -> None:
-        now = os.fstat(file.fileno())
-        if self.file_number not in (None, now.st_ino) or now.st_size < self.offset:
-            self.forget()
-        self.file_number = now.st_ino
 
     def whole_lines(self, file: IO[bytes]) -> Iterator[bytes]:
         """Pieces of some megabytes from `offset` on, each up to the end of a line."""
@@ -197,18 +194,17 @@ LINES = ((BLUE, ""), (VERMILLION, "5 2"), (GREEN, "5 2 1 2"))  # colour and dash
 Scale = Callable[[Any], Any]
 
 
-def svg_of(plot: Plot, curves: Mapping[str, Curve], marks: Sequence[tuple[int, str]] = ()) -> str:
-    """One plot. marks: (step, name) of what was red at that step."""
+def svg_of(plot: Plot, curves: Mapping[str, Curve], marks: Sequence[tuple[int, str, str]] = ()) -> str:
+    """One plot. marks: (step, level, name) of flags, whose numbers the list beside the plots has as well."""
     steps = np.concatenate([curve.steps for curve in curves.values()])
     broken = sorted({step for curve in curves.values() for step in curve.broken})
-    at = [*steps, *broken, *(step for step, _ in marks)]
+    at = [*steps, *broken, *(step for step, *_ in marks)]
     first, last = min(at), max(at)
     low, high = range_of(curves.values())
     x_of = scale(first, last if last > first else first + 1, LEFT, WIDTH - RIGHT)
     y_of = scale(low, high, HEIGHT - BOTTOM, TOP)
     drawn = [axes(first, last, low, high), title(plot, curves)]
-    for number, (step, name) in enumerate(marks, 1):
-        drawn.append(mark(float(x_of(step)), number, name))
+    drawn += [mark(float(x_of(step)), number, *flag) for number, (step, *flag) in enumerate(marks, 1)]
     for number, curve in enumerate(curves.values()):
         if len(curve.low):
             drawn.append(line(curve, x_of, y_of, *LINES[number]))
@@ -276,12 +272,13 @@ def newest(curve: Curve) -> str:
     return short(float(curve.mean[-1]))
 
 
-def mark(x: float, number: int, name: str) -> str:
-    """A red flag: a dashed line with its number, which the list beside the plots has as well."""
-    x = min(x, WIDTH - RIGHT)
+def mark(x: float, number: int, level: str, name: str) -> str:
+    """A flag: a dashed line with its number."""
+    side, anchor = (-2, "end") if x > WIDTH - 40 else (2, "start")
     return (
-        f'<g><title>red: {escape(name)}</title><path d="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="{LEVELS["red"]}" '
-        f'stroke-width="1.4" stroke-dasharray="3 2"/>{text(x + 2, TOP + 9, f"⚑{number}", "start")}</g>'
+        f'<g><title>{escape(f"{level}: {name}")}</title><path d="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}" '
+        f'stroke="{LEVELS[level]}" stroke-width="1.4" stroke-dasharray="3 2"/>'
+        f"{text(x + side, TOP + 9, f'⚑{number}', anchor)}</g>"
     )
 
 

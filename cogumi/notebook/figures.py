@@ -40,7 +40,7 @@ COLUMNS = 3
 FEW = 40  # points of a curve, each of which is marked
 MERGE_MANIFEST = "cogumi-merge.json"  # cogumi.merge.merge_manifest.MANIFEST_NAME, which comes with torch
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.(.+)$")
-FAR = 1 / 8  # of the free memory: a smaller peak is drawn to its own scale
+SCALE = 8  # of the peak: free memory beyond it is not drawn, its bar has no end
 MOST_BANDS = 120  # stretches of steps that quantiles are taken over
 INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "xtick.labelcolor",
          "ytick.color", "ytick.labelcolor", "hatch.color", "legend.labelcolor")  # fmt: skip
@@ -61,33 +61,19 @@ SETTINGS: Any = {
     "figure.facecolor": "none",
     "savefig.facecolor": "none",
     "hatch.linewidth": 0.8,
+    "lines.markersize": 4,
     "axes.formatter.useoffset": False,
     "text.parse_math": False,  # a name with a dollar in it is no formula
     **dict.fromkeys(INKED, INK),
 }
 
 
-@dataclass(frozen=True)
-class Style:
-    """How one series is told from the others: in a line by dash and marker too, in an area by its hatch too."""
-
-    colour: str
-    dash: Any
-    marker: str
-    hatch: str
-
-
-SERIES = (
-    Style(BLUE, "-", "o", ""),
-    Style(VERMILLION, (0, (5, 2)), "s", "///"),
-    Style(GREEN, (0, (5, 2, 1, 2)), "^", ".."),
-    Style(PURPLE, (0, (1, 1.5)), "D", "xx"),
-    Style(INK, (0, (8, 2)), "v", "\\\\\\"),
-    Style(BLUE, (0, (2, 2)), "P", "++"),
-    Style(VERMILLION, (0, (8, 2, 1, 2, 1, 2)), "X", "o"),
-    Style(GREEN, (0, (3, 1, 1, 1)), "<", "||"),
-    Style(PURPLE, (0, (6, 1)), ">", "--"),
-)
+# How one series is told from the next: a line by its dash and marker too, an area by its hatch.
+COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, INK, BLUE, VERMILLION, GREEN, PURPLE)
+DASHES: Any = ("-", (0, (5, 2)), (0, (5, 2, 1, 2)), (0, (1, 1.5)), (0, (8, 2)), (0, (2, 2)),
+               (0, (8, 2, 1, 2, 1, 2)), (0, (3, 1, 1, 1)), (0, (6, 1)))  # fmt: skip
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+HATCHES = ("", "///", "..", "xx", "\\\\\\", "++", "o", "||", "--")
 
 
 @contextmanager
@@ -95,8 +81,9 @@ def own_settings() -> Iterator[None]:
     """In the block matplotlib is as it comes, with what is set above; afterwards as it was."""
     import matplotlib
 
-    defaults = matplotlib.rcParamsDefault
-    with matplotlib.rc_context({**{key: defaults[key] for key in defaults if "backend" not in key}, **SETTINGS}):
+    defaults: Any = {key: value for key, value in matplotlib.rcParamsDefault.items() if "backend" not in key}
+    series = matplotlib.cycler(color=COLOURS, linestyle=DASHES, marker=MARKERS)
+    with matplotlib.rc_context({**defaults, **SETTINGS, "axes.prop_cycle": series}):
         yield
 
 
@@ -176,13 +163,9 @@ def curves(run_dir: str | PathLike[str]) -> Drawing:
     with own_settings():
         figure, axes = sheet(WIDTH, 2.1 * rows + 0.2, rows, COLUMNS, sharex=True)
         for ax, (plot, of) in zip(axes, plots, strict=False):
-            for style, (key, curve) in zip(SERIES, of.items(), strict=False):
-                ax.fill_between(curve.steps, curve.low, curve.high, color=style.colour, alpha=0.2, linewidth=0)
-                marker = style.marker if len(curve.steps) <= FEW else ""
-                ax.plot(
-                    curve.steps, curve.mean, color=style.colour, linestyle=style.dash, marker=marker, markersize=3.5,
-                    linewidth=1.5, label=key,
-                )  # fmt: skip
+            for colour, (key, curve) in zip(COLOURS, of.items(), strict=False):
+                ax.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=0.2, linewidth=0)
+                ax.plot(curve.steps, curve.mean, markersize=3.5 if len(curve.steps) <= FEW else 0, label=key)
                 if curve.broken:
                     ax.plot(
                         curve.broken, [0.0] * len(curve.broken), transform=ax.get_xaxis_transform(), linestyle="",
@@ -196,8 +179,8 @@ def curves(run_dir: str | PathLike[str]) -> Drawing:
             ax.set_ylabel(plot.unit)
             ax.xaxis.set_tick_params(labelbottom=True)
             whole_numbers(ax)
-            for style, (step, level, _) in zip(cycle(SERIES), flags, strict=False):
-                ax.axvline(step, color=LEVELS[level], linestyle=style.dash, linewidth=1.2)
+            for dash, (step, level, _) in zip(cycle(DASHES), flags, strict=False):
+                ax.axvline(step, color=LEVELS[level], linestyle=dash, linewidth=1.2)
         for ax in axes[len(plots) :]:
             ax.set_visible(False)
         if flags:
@@ -232,10 +215,11 @@ def rewards(run_dir: str | PathLike[str]) -> Drawing:
     with own_settings():
         figure, (left, right) = sheet(WIDTH, 2.8, 1, 2)
         bins = np.histogram_bin_edges(values, bins=20)
-        for style, part, mean, when in zip(SERIES, parts, means, ("first", "last"), strict=False):
-            shares = np.histogram(part, bins)[0] / len(part)
-            label = f"{when} quarter, mean {mean:.3g}"
-            left.stairs(shares, bins, color=style.colour, linestyle=style.dash, linewidth=2, label=label)
+        for number, (part, when) in enumerate(zip(parts, ("first", "last"), strict=True)):
+            left.stairs(
+                np.histogram(part, bins)[0] / len(part), bins, color=COLOURS[number], linestyle=DASHES[number],
+                linewidth=2, label=f"{when} quarter, mean {means[number]:.3g}",
+            )  # fmt: skip
         left.set_title("distribution")
         left.set_xlabel("reward of a completion")
         left.set_ylabel("share of completions")
@@ -251,9 +235,9 @@ def rewards(run_dir: str | PathLike[str]) -> Drawing:
                 middles, quantiles[low], quantiles[high], color=BLUE, alpha=alpha, linewidth=0, label=label
             )
         for row in (quantiles[0], quantiles[4]):
-            right.plot(middles, row, color=BLUE, linewidth=0.8, linestyle=(0, (1, 1.5)))
-        marker = "o" if len(middles) <= FEW else ""
-        right.plot(middles, quantiles[2], color=BLUE, linewidth=1.8, marker=marker, markersize=3.5, label="median")
+            right.plot(middles, row, color=BLUE, linewidth=0.8, linestyle=(0, (1, 1.5)), marker="")
+        size = 3.5 if len(middles) <= FEW else 0
+        right.plot(middles, quantiles[2], color=BLUE, linestyle="-", marker="o", markersize=size, label="median")
         right.set_title("over the steps" + (f" ({broken:,} values not finite, left out)" if broken else ""))
         right.set_xlabel("step")
         right.margins(y=0.25)
@@ -348,32 +332,26 @@ def memory_bar(figures: Mapping[str, Any], measured: float | None = None) -> Dra
     parts, peak, free = figures["breakdown"], figures["peak"], figures["free"]
     said = f"{gib(peak)} forecast of {gib(free)} free: "
     said += f"{gib(free - peak)} to spare" if peak <= free else f"{gib(peak - free)} too much"
-    is_small = max(peak, measured or 0) < FAR * free  # a bar to the scale of what is free would be a line
-    widest = max(peak, measured or 0, 0 if is_small else free)
-    unit, name = (2**30, "GiB") if widest >= 2**30 else (2**20, "MiB")
+    most = max(peak, measured or 0)
+    unit, name = (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
     with own_settings():
         figure, (ax,) = sheet(WIDTH, 1.9)
         left = 0.0
-        for style, (kind, size) in zip(cycle(SERIES), parts.items(), strict=False):
+        for colour, hatch, (kind, size) in zip(cycle(COLOURS), cycle(HATCHES), parts.items(), strict=False):
             ax.barh(
-                0, size / unit, left=left, height=0.7, edgecolor=INK, linewidth=0.8, hatch=style.hatch,
-                facecolor="none" if style.colour == INK else style.colour, label=f"{kind} {gib(size)}",
+                0, size / unit, left=left, height=0.7, edgecolor=INK, linewidth=0.8, hatch=hatch,
+                facecolor="none" if colour == INK else colour, label=f"{kind} {gib(size)}",
             )  # fmt: skip
             left += size / unit
-        if is_small:
-            far = f"free: up to {gib(free)}, far to the right \N{RIGHTWARDS ARROW}"
-            ax.annotate(far, (1, 0.5), xycoords="axes fraction", ha="right", va="center")
-        else:
-            label = f"free {gib(free)}"
-            ax.barh(0, free / unit, height=0.9, facecolor="none", edgecolor=INK, linewidth=1.6, label=label)
+        label = f"free {gib(free)}"
+        ax.barh(0, free / unit, height=0.9, facecolor="none", edgecolor=INK, linewidth=1.6, label=label)
         if measured is not None:
-            label = f"measured {gib(measured)}"
-            ax.plot([measured / unit] * 2, [-0.6, 0.6], color=INK, linewidth=2.5, linestyle=(0, (2, 1)), label=label)
+            ax.axvline(measured / unit, color=INK, linewidth=2.5, linestyle="--", label=f"measured {gib(measured)}")
         ax.set_title(said)
         ax.set_xlabel(name)
         ax.set_yticks([])
         ax.spines["left"].set_visible(False)
-        ax.set_xlim(0, (1.6 if is_small else 1.02) * widest / unit)
+        ax.set_xlim(0, 1.02 * max(most, min(free, SCALE * most)) / unit)
         figure.legend(loc="outside lower center", ncols=4)
     words = f"{said}. Made of {', '.join(f'{kind} {gib(size)}' for kind, size in parts.items())}"
     return Drawing(figure, "Peak memory", words)
@@ -399,15 +377,9 @@ def delta_by_layer(merged: "str | PathLike[str] | MergeReport") -> Drawing:
         above[0].set_ylabel("|change| / |weight|, %")
         below[0].set_ylabel("largest change of an element")
         for upper, lower, (group, of) in zip(above, below, groups.items(), strict=True):
-            for style, (kind, by_layer) in zip(cycle(SERIES), of.items(), strict=False):
-                for ax, values in (
-                    (upper, [100 * ratio for ratio, _ in by_layer.values()]),
-                    (lower, [largest for _, largest in by_layer.values()]),
-                ):
-                    ax.plot(
-                        list(by_layer), values, color=style.colour, linestyle=style.dash, marker=style.marker,
-                        markersize=4, linewidth=1.4, label=kind,
-                    )  # fmt: skip
+            for kind, by_layer in of.items():
+                upper.plot(list(by_layer), [100 * ratio for ratio, _ in by_layer.values()], label=kind)
+                lower.plot(list(by_layer), [largest for _, largest in by_layer.values()], label=kind)
             upper.set_title(group)
             upper.legend(loc="upper center", ncols=min(len(of), 4), columnspacing=1.0)
             lower.set_xlabel("layer")

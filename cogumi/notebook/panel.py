@@ -247,7 +247,7 @@ def flags(look: Look) -> str:
 
 
 def plots(look: Look) -> str:
-    marks = [(int(each["step"]), each["name"]) for each in look.was_red]
+    marks = [(int(each["step"]), "red", each["name"]) for each in look.was_red]
     drawn = [svg_of(plot, curves, marks) for plot, curves in look.plots]
     return within(f'<div class="plots">{"".join(drawn)}</div>') if drawn else ""
 

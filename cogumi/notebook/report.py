@@ -232,7 +232,7 @@ def curves(run: Path) -> str:
     found = Curves(run / "metrics.jsonl")
     found.read()
     flags = figures.flags_at(read_if_there(run / "flags.json"))
-    drawn = [svg_of(plot, of, [(step, name) for step, _, name in flags]) for plot, of in found.plots()]
+    drawn = [svg_of(plot, of, flags) for plot, of in found.plots()]
     if not drawn:
         return "<p>Nothing was logged: there is no metrics.jsonl with a step in it.</p>"
     marks = "".join(

@@ -105,7 +105,8 @@ class Run:
             sleep(POLL_SECONDS)
             status = self.status()
         with Path(status.log).open(encoding="utf-8", errors="replace", newline="") as file:
-            text = "".join(file.readlines()[-last:])
+            lines = file.readlines()
+            text = "".join(lines[-last:] if last else [])
             while True:
                 if text:
                     yield text
@@ -197,7 +198,9 @@ class Run:
     def _ask(self, name: str) -> None:
         status = self._asked()
         if (self.run_dir / PAUSED).exists():
-            raise UsageError(in_short(status), fix="it waits already, with a checkpoint: `cogumi unpause` ends the pause")
+            raise UsageError(
+                in_short(status), fix="it waits already, with a checkpoint: `cogumi unpause` ends the pause"
+            )
         (self.run_dir / name).touch()
 
     def _asked(self) -> Status:

@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from cogumi.core.errors import UsageError
@@ -75,7 +74,8 @@ def main() -> None:
     os.close(place)
     faulthandler.enable()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, end_in_good_order)
+    # Before and after the training, which has a handler of its own: status.json is to say so.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
     )
@@ -83,11 +83,6 @@ def main() -> None:
     config, overrides = pickle.load(sys.stdin.buffer)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.exit(train_for(Starter(descriptor), telling, config, overrides))
-
-
-def end_in_good_order(number: int, frame: FrameType | None) -> None:
-    """SIGTERM before and after the training, which has a handler of its own: status.json is to say so."""
-    raise SystemExit(128 + number)
 
 
 def supervise(trainer: int, place: int) -> None:
@@ -177,7 +172,9 @@ def alone_on_console(run_dir: Path) -> Iterator[bool]:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         console = os.open(run_dir / CONSOLE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        lock = os.open(run_dir / CONSOLE, os.O_RDONLY)  # of its own: a process that prints to the console does not hold it
+        lock = os.open(
+            run_dir / CONSOLE, os.O_RDONLY
+        )  # of its own: a process that prints to the console does not hold it
     except OSError as error:
         raise unwritable(run_dir, error) from None
     try:
