@@ -88,7 +88,7 @@ def test_what_is_not_finite_is_a_cross_at_its_step(logged: Write) -> None:
     assert list(ax.lines[0].get_xdata()) == [1, 2, 3, 5, 6, 8]
     crosses = ax.lines[1]
     assert (list(crosses.get_xdata()), crosses.get_marker(), set(crosses.get_ydata())) == ([4, 7], "x", {0.0})
-    assert "loss not finite at step 4" in drawing.words
+    assert "loss not finite at 2 steps, the first is 4" in drawing.words
     assert "loss not finite" in words_in(drawing.svg())
 
 
@@ -359,7 +359,7 @@ def test_text_and_axes_read_on_any_page_and_the_image_has_words(logged: Write) -
     assert set(re.findall(r"#[0-9a-fA-F]{6}\b", svg)) <= {colour.lower() for colour in COLOURS}
     assert not re.search(r"fill: (white|#fff)", svg)
     image = drawing.image()
-    assert re.search(r'<img alt="Curves: loss from 2 to 2', image)
+    assert re.search(r'<img alt="Curves: loss by step; loss from 2 to 2', image)
     (data,) = re.findall(r"data:image/svg\+xml;base64,([^\"]+)", image)
     assert ElementTree.fromstring(b64decode(data)).tag == f"{SVG}svg"
 

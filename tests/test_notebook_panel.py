@@ -59,7 +59,7 @@ def test_everything_that_is_asked_of_a_run_is_there_in_words(tmp_path: Path) -> 
     for word in ("running (train), step 4", "2 min to go", "4,321 tokens/s", "$1.25 so far", "$3.50 at the end",
                  "RED loss trend", "train.learning_rate", "1 of 2 flags are green", "red at step 20: loss trend",
                  "newest samples, step 37", "0.25", "5.0 GB free", "one checkpoint is 2.0 MB", "the last line of the log",
-                 'aria-label="loss by step; loss from 2.95 to 1, between 1 and 2.95; not finite at 1 steps, the first is 41"',
+                 'aria-label="loss by step; loss from 2.95 to 1, between 1 and 2.95; loss not finite at 1 steps, the first is 41',
                  "not finite at step 41", "<title>red: loss trend</title>"):  # fmt: skip
         assert word in shown, word
 

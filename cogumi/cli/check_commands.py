@@ -75,13 +75,10 @@ def preflight(
         raise UsageError(f"no such directory as {fix.parent}", key=f"--fix {fix}", fix="make it, or name another place")
     if fix is not None and fix.exists():
         raise UsageError("there is such a file already", key=f"--fix {fix}", fix="name another, or remove it")
-    from cogumi.runs import import_unsloth_first, refuse_mistakes, train
-    from cogumi.stack.gpus import use_one_gpu
+    from cogumi.runs import libraries, refuse_mistakes, train
 
     refuse_mistakes(config, words, trains=probe)
-    use_one_gpu()
-    with waiting("forecasting memory, time and disk"):
-        import_unsloth_first()
+    with waiting("forecasting memory, time and disk"), libraries():
         from cogumi.forecast.fixes import fixed, write_fixed
         from cogumi.forecast.preflight_worker import here
         from cogumi.forecast.run_forecast import foresee

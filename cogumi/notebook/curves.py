@@ -211,7 +211,7 @@ def svg_of(plot: Plot, curves: Mapping[str, Curve], marks: Sequence[tuple[int, s
     drawn += [cross(float(x_of(step)), step) for step in broken]
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" role="img" '
-        f'aria-label="{escape(in_words(plot, curves, broken))}" style="color:inherit">{"".join(drawn)}</svg>'
+        f'aria-label="{escape(in_words(plot, curves))}" style="color:inherit">{"".join(drawn)}</svg>'
     )
 
 
@@ -295,16 +295,15 @@ def text(x: float, y: float, said: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y}" font-size="10" text-anchor="{anchor}" fill="currentColor">{escape(said)}</text>'
 
 
-def in_words(plot: Plot, curves: Mapping[str, Curve], broken: Sequence[int]) -> str:
-    """For who does not see the drawing."""
+def in_words(plot: Plot, curves: Mapping[str, Curve]) -> str:
+    """For those who do not see the drawing."""
     said = [f"{plot.title} by step"]
     for key, curve in curves.items():
         if len(curve.low):
-            first, newest = float(curve.mean[0]), float(curve.mean[-1])
             between = f"between {short(float(curve.low.min()))} and {short(float(curve.high.max()))}"
-            said.append(f"{key} from {short(first)} to {short(newest)}, {between}")
-    if broken:
-        said.append(f"not finite at {len(broken)} steps, the first is {broken[0]}")
+            said.append(f"{key} from {short(float(curve.mean[0]))} to {short(float(curve.mean[-1]))}, {between}")
+        if curve.broken:
+            said.append(f"{key} not finite at {len(curve.broken)} steps, the first is {curve.broken[0]}")
     return "; ".join(said)
 
 

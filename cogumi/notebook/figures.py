@@ -24,7 +24,7 @@ import numpy as np
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import gib
 from cogumi.core.run_directory import ROLLOUTS
-from cogumi.notebook.curves import BLUE, GREEN, INK, LEVELS, PURPLE, VERMILLION, Curves, range_of
+from cogumi.notebook.curves import BLUE, GREEN, INK, LEVELS, PURPLE, VERMILLION, Curves, in_words, range_of
 from cogumi.telemetry.status import read_if_there
 
 if TYPE_CHECKING:
@@ -80,9 +80,10 @@ HATCHES = ("", "///", "..", "xx", "\\\\\\", "++", "o", "||", "--")
 def own_settings() -> Iterator[None]:
     """In the block matplotlib is as it comes, with what is set above; afterwards as it was."""
     import matplotlib
+    from matplotlib.rcsetup import cycler
 
     defaults: Any = {key: value for key, value in matplotlib.rcParamsDefault.items() if "backend" not in key}
-    series = matplotlib.cycler(color=COLOURS, linestyle=DASHES, marker=MARKERS)
+    series = cycler(color=COLOURS, linestyle=DASHES, marker=MARKERS)
     with matplotlib.rc_context({**defaults, **SETTINGS, "axes.prop_cycle": series}):
         yield
 
@@ -150,14 +151,7 @@ def curves(run_dir: str | PathLike[str]) -> Drawing:
     if not plots:
         raise UsageError("nothing is logged there yet", place=run, fix="there are no curves")
     flags = flags_at(read_if_there(run / "flags.json"))
-    words = [
-        f"{key} from {curve.mean[0]:.4g} to {curve.mean[-1]:.4g}" if len(curve.mean) else f"{key} never finite"
-        for _, of in plots
-        for key, curve in of.items()
-    ]
-    words += [
-        f"{key} not finite at step {curve.broken[0]}" for _, of in plots for key, curve in of.items() if curve.broken
-    ]
+    words = [in_words(plot, of) for plot, of in plots]
     words += [f"{level} flag {name} at step {step}" for step, level, name in flags]
     rows = -(-len(plots) // COLUMNS)
     with own_settings():

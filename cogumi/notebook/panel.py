@@ -9,7 +9,7 @@ import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from cogumi.checkpoints.retention import checkpoints_in
 from cogumi.core.disk_space import spoken
@@ -21,7 +21,6 @@ from cogumi.notebook.curves import svg_of
 from cogumi.notebook.html_components import blank, folded, level, style, table, text
 from cogumi.notebook.run_snapshot import REFRESH_SECONDS, Look, Looker
 from cogumi.telemetry.status import (
-    Status,
     checked,
     checks,
     failed,
@@ -43,24 +42,12 @@ LOG_LINES, LINE_BYTES = 12, 12_000
 STOP, UNPAUSE = "STOP", "UNPAUSE"  # what buttons ask for beside CHECKPOINT and PAUSE, which are files as well
 
 
-class Run(Protocol):
-    """Of `cogumi.runs.handle.Run`, what the panel needs: how it stands, and what its buttons do."""
-
-    @property
-    def run_dir(self) -> Path: ...
-    def status(self) -> Status: ...
-    def ask_to_stop(self) -> Any: ...
-    def checkpoint(self) -> None: ...
-    def pause(self) -> None: ...
-    def unpause(self) -> None: ...
-
-
 shown: dict[Path, "Panel"] = {}
 """The panels of this kernel that are drawn anew, by run directory: a second one of the same run is the same one."""
 
 
-def show(run: Run) -> None:
-    """Display the panel in a notebook; elsewhere, and where widgets are not shown, one screen of text."""
+def show(run: Any) -> None:
+    """Display the panel of a `cogumi.Run` in a notebook; elsewhere, and where widgets are not shown, one screen of text."""
     words = on_a_screen(run.status())
     if not in_a_kernel() or find_spec("ipywidgets") is None:
         print(words)
@@ -78,7 +65,7 @@ def show(run: Run) -> None:
 class Panel:
     """The widgets, and the thread that draws them until the run has ended."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Any) -> None:
         from ipywidgets import HTML, Button, HBox, VBox
 
         def button(description: str, icon: str, tooltip: str, press: Any) -> Button:

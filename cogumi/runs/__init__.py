@@ -3,7 +3,8 @@
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +29,7 @@ def train(config: Config, **overrides: Any) -> "RunResult":
     configuration, the data or the run directory, and in a process of torchrun or accelerate.
     """
     refuse_mistakes(config, overrides, trains=True)
-    use_one_gpu()
-    with importing():
-        import_unsloth_first()
+    with libraries():
         from cogumi.training import train as train_here
 
     return train_here(config, **overrides)
@@ -42,9 +41,7 @@ def preview(config: Config, examples: int = 3, **overrides: Any) -> "Preview":
     examples: how many are shown, the first ones.
     """
     refuse_mistakes(config, overrides)
-    use_one_gpu()  # a training in this process may follow
-    with importing():
-        import_unsloth_first()
+    with libraries():
         from cogumi.methods.preview import preview as preview_here
 
     return preview_here(config, examples, **overrides)
@@ -58,19 +55,21 @@ def preflight(config: Config, card: str | None = None, probe: bool = False, **ov
     and no weights; of a data set there, the files. Raises UsageError for a mistake in the configuration.
     """
     refuse_mistakes(config, overrides, trains=probe)
-    use_one_gpu()
-    with importing():
-        import_unsloth_first()
+    with libraries():
         from cogumi.forecast.preflight_worker import preflight as preflight_here
 
     return preflight_here(config, card, train if probe else None, **overrides)
 
 
-def import_unsloth_first() -> None:
-    """Where there is a GPU and unsloth: have it patch trl, transformers and peft before one of them is imported."""
+@contextmanager
+def libraries() -> Iterator[None]:
+    """For a block that imports torch, trl or peft: one GPU is chosen, and unsloth, where it is used, patches them first."""
     from cogumi.patches import unsloth_rl
 
-    unsloth_rl.apply()
+    use_one_gpu()
+    with importing():
+        unsloth_rl.apply()
+        yield
 
 
 def refuse_mistakes(config: Config, overrides: Mapping[str, Any], trains: bool = False) -> None:
