@@ -110,11 +110,11 @@ def followed(directory: Path, seconds: float) -> Iterator[Row]:
 
 
 def drawn(directory: Path) -> Iterator[Row]:
-    from cogumi.notebook import figures, panel_html
+    from cogumi.notebook import figures, panel
     from cogumi.notebook.run_snapshot import Looker
 
     look = Looker(directory).look()
-    functions = {"ours": lambda: panel_html.plots(look), "matplotlib": lambda: figures.curves(directory).svg()}
+    functions = {"ours": lambda: panel.plots(look), "matplotlib": lambda: figures.curves(directory).svg()}
     times = interleave(functions, repeats=7)
     middle, low, high = ratio(times, "ours", "matplotlib")
     yield row(

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from cogumi.notebook.form import configure as configure
     from cogumi.rl.patching import PatchReport as PatchReport
     from cogumi.rl.patching import patch as patch
-    from cogumi.runs.entry import preflight as preflight
-    from cogumi.runs.entry import preview as preview
-    from cogumi.runs.entry import train as train
+    from cogumi.runs import preflight as preflight
+    from cogumi.runs import preview as preview
+    from cogumi.runs import train as train
     from cogumi.runs.handle import Run as Run
     from cogumi.runs.handle import attach as attach
     from cogumi.runs.handle import start as start
@@ -47,15 +47,15 @@ _HOME = {
     "last_good_checkpoint": "cogumi.checkpoints",
     "patch": "cogumi.rl.patching",
     "PreflightReport": "cogumi.forecast",
-    "preflight": "cogumi.runs.entry",
-    "preview": "cogumi.runs.entry",
+    "preflight": "cogumi.runs",
+    "preview": "cogumi.runs",
     "protect": "cogumi.checkpoints",
     "Run": "cogumi.runs.handle",
     "RunResult": "cogumi.training",
     "Status": "cogumi.telemetry.status",
     "attach": "cogumi.runs.handle",
     "start": "cogumi.runs.handle",
-    "train": "cogumi.runs.entry",
+    "train": "cogumi.runs",
 }
 _REPORTS = {
     "MergeReport": "cogumi.merge",

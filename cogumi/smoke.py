@@ -248,7 +248,7 @@ def overrides_of(report: Report, method: str, model: str) -> dict[str, Any]:
 
 def run_config(report: Report, method: str, model: str) -> Any:
     """Train `configs/smoke/<method>.yaml` on `model`; its verdict's checks become rows."""
-    from cogumi.runs.entry import train
+    from cogumi.runs import train
 
     result = train(CONFIGS / f"{method}.yaml", **overrides_of(report, method, model))
     for check in result.verdict.checks:

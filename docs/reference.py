@@ -65,7 +65,7 @@ def drawn() -> Iterator[tuple[str, Any]]:
         short = module.__name__.removeprefix("cogumi.notebook.")
         for name, value in vars(module).items():
             made = inspect.isfunction(value) and value.__module__ == module.__name__
-            if made and value.__annotations__.get("return") in ("Drawing", completions.SideBySide):
+            if made and value.__annotations__.get("return") in (figures.Drawing, completions.SideBySide):
                 yield f"{short}.{name}", value
 
 

@@ -32,7 +32,7 @@ run.pause()
 while run.status().state == "running":
     time.sleep(0.2)
 print(run)
-run.resume()
+run.unpause()
 
 # %% [markdown]
 # **Stop**: the step is finished, a checkpoint is written, read back and verified, and the process ends.

@@ -14,7 +14,7 @@ import cogumi
 from cogumi.checkpoints.verify import inspect
 from cogumi.core.process_id import is_running
 from cogumi.core.run_directory import write_json
-from cogumi.notebook import completions, panel_html
+from cogumi.notebook import completions, panel
 from cogumi.notebook.report import write_report
 from tests.lab import chromium, command, lab, open_notebook, page, write_notebook
 from tests.test_notebook_panel import until
@@ -83,12 +83,12 @@ def test_the_panel_follows_a_run_survives_a_reload_and_stops_it_with_a_checkpoin
         shown.get_by_text("verified when it was saved").first.wait_for()
         assert inspect(next((tmp_path / "run" / "checkpoints").glob("checkpoint-*"))).state == "verified"
 
-        shown.get_by_role("button", name="Pause").click()
-        resume = shown.get_by_role("button", name="Resume")
-        resume.wait_for()
+        shown.get_by_role("button", name=re.compile("Pause")).click()
+        unpause = shown.get_by_role("button", name="Unpause")
+        unpause.wait_for()
         assert run.status().state == "paused"
-        resume.click()
-        shown.get_by_role("button", name="Pause").wait_for()
+        unpause.click()
+        shown.get_by_role("button", name=re.compile("Pause")).wait_for()
 
         reload(shown)
         # The same panel of the same kernel, without a cell run again.
@@ -162,7 +162,7 @@ def test_another_kernel_attaches_to_what_the_first_one_started(config: Path, tmp
         command(shown, "notebook:run-all-cells")
         wait_for_step(shown, 5)
         colours = shown.locator(".cogumi-panel").evaluate(
-            "panel => [getComputedStyle(panel.querySelector('.cogumi')).color, "
+            "panel => [getComputedStyle(panel.querySelector('.cogumi-piece')).color, "
             "getComputedStyle(document.querySelector('.jp-Notebook')).backgroundColor]"
         )
         text, ground = (tuple(map(int, re.findall(r"\d+", each)[:3])) for each in colours)
@@ -205,9 +205,9 @@ def test_a_config_is_changed_in_the_form_and_written(config: Path, tmp_path: Pat
 
 
 def test_a_long_sample_is_cut_between_two_lines() -> None:
-    sample = panel_html.within(panel_html.pre("<fim_middle>\n" * 30))
+    sample = panel.within(panel.glance("<fim_middle>\n" * 30))
     with page() as (shown, wrong):
-        shown.set_content(panel_html.STYLE + sample)
+        shown.set_content(panel.styled(sample))
         seen, whole, line = shown.locator("pre").evaluate(
             "pre => [pre.clientHeight, pre.scrollHeight, parseFloat(getComputedStyle(pre).lineHeight)]"
         )

@@ -15,8 +15,8 @@ import yaml
 from hub_server import HubServer, hub_server
 
 import cogumi
+from cogumi import runs as entry
 from cogumi.core.errors import RefusedAtSetup, UsageError
-from cogumi.runs import entry
 from cogumi.stack import gpus
 from cogumi.stack.gpus import choose_gpu, refuse_ranks, refuse_several_gpus
 from cogumi.telemetry import accounts

@@ -123,7 +123,7 @@ def test_a_million_lines_stay_small(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text(json.dumps({"state": "finished", "time": 0.0}))
     looks = (
         "import re, sys; from pathlib import Path\n"
-        "from cogumi.notebook.run_snapshot import Looker; from cogumi.notebook.panel_html import plots\n"
+        "from cogumi.notebook.run_snapshot import Looker; from cogumi.notebook.panel import plots\n"
         "looker = Looker(Path(sys.argv[1])); look = looker.look(); first = looker.curves.rows\n"
         "while look.behind: look = looker.look()\n"
         "drawn = plots(look)\n"

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from base64 import b64decode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ import cogumi
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import append_jsonl, read_json, write_json
 from cogumi.forecast.preflight_report import Line, PreflightReport
-from cogumi.notebook import figures, palette
+from cogumi.notebook import figures
+from cogumi.notebook.curves import INK, LEVELS
+from cogumi.notebook.figures import COLOURS, DASHES, HATCHES, MARKERS
 from cogumi.notebook.html_components import html_of
-from cogumi.notebook.palette import INK, SERIES, contrast
 
 Write = Callable[..., Path]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -38,8 +40,21 @@ def logged(tmp_path: Path) -> Write:
     return write
 
 
+def contrast(one: str, other: str) -> float:
+    """WCAG's contrast ratio of two colours written #rrggbb, from 1 to 21."""
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def luminance(colour: str) -> float:
+    """WCAG's relative luminance: sRGB made linear, weighed as the eye does."""
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
 def axes_of(drawing: Any) -> dict[str, Any]:
-    return {ax.get_title(loc="left"): ax for ax in drawing.axes if ax.get_visible()}
+    return {ax.get_title(loc="left"): ax for ax in drawing.figure.axes if ax.get_visible()}
 
 
 def words_in(svg: str) -> str:
@@ -73,7 +88,7 @@ def test_what_is_not_finite_is_a_cross_at_its_step(logged: Write) -> None:
     assert list(ax.lines[0].get_xdata()) == [1, 2, 3, 5, 6, 8]
     crosses = ax.lines[1]
     assert (list(crosses.get_xdata()), crosses.get_marker(), set(crosses.get_ydata())) == ([4, 7], "x", {0.0})
-    assert "loss not finite at step 4" in drawing.words
+    assert "loss not finite at 2 steps, the first is 4" in drawing.words
     assert "loss not finite" in words_in(drawing.svg())
 
 
@@ -83,7 +98,7 @@ def test_a_run_of_nothing_but_nan_is_drawn(logged: Write) -> None:
     assert drawing.svg()
 
 
-def test_flags_stand_by_name_in_the_plot_of_what_they_judge(logged: Write) -> None:
+def test_flags_are_lines_at_their_step_with_their_names(logged: Write) -> None:
     run = logged([{"step": n, "loss": 2.0, "grad_norm": float(n)} for n in range(1, 41)])
     flag = {"evidence": "", "threshold": "", "cause": "", "knob": ""}
     write_json(
@@ -99,22 +114,19 @@ def test_flags_stand_by_name_in_the_plot_of_what_they_judge(logged: Write) -> No
         },
     )
     drawing = figures.curves(run)
-    found = axes_of(drawing)
-
-    def marks(title: str) -> list[tuple[str, float]]:
-        return [(note.get_text(), note.xy[0]) for note in found[title].texts]
-
-    assert marks("gradient norm") == [("RED: gradient norm", 12)]
-    assert marks("loss") == [("yellow: loss noise", 38)]
-    assert 12 in [line.get_xdata()[0] for line in found["gradient norm"].lines]
-    # The words are above the curve, and beside their line within the plot.
-    drawing.svg()
-    for ax, highest in ((found["gradient norm"], 40.0), (found["loss"], 2.0)):
-        words = ax.texts[0].get_window_extent()
-        assert words.y0 >= ax.transData.transform((0, highest))[1]
-        assert ax.bbox.x0 < words.x0 < words.x1 < ax.bbox.x1
+    for ax in axes_of(drawing).values():
+        at = {
+            line.get_xdata()[0]: line
+            for line in ax.lines
+            if len(line.get_xdata()) == 2 and len(set(line.get_xdata())) == 1
+        }
+        assert {step: line.get_color() for step, line in at.items()} == {12: LEVELS["red"], 38: LEVELS["yellow"]}
+        assert at[12].get_linestyle() != at[38].get_linestyle()
+    words = words_in(drawing.svg())
+    assert "RED at step 12: gradient norm" in words
+    assert "yellow at step 38: loss noise" in words
+    assert "memory" not in words
     assert "red flag gradient norm at step 12" in drawing.words
-    assert "memory" not in words_in(drawing.svg())
 
 
 def test_a_long_run_is_a_small_figure_that_keeps_its_spike(logged: Write) -> None:
@@ -130,23 +142,9 @@ def test_a_long_run_is_a_small_figure_that_keeps_its_spike(logged: Write) -> Non
     assert len(drawing.svg()) < 150_000
 
 
-def test_rewards_beside_their_spread(logged: Write) -> None:
-    rows = [{"step": n, "reward": 0.1 * n, "reward_std": 0.05} for n in range(1, 6)]
-    ax = axes_of(figures.curves(logged(rows)))["reward"]
-    mean, below, above = (line.get_ydata() for line in ax.lines)
-    np.testing.assert_allclose(mean - below, 0.05)
-    np.testing.assert_allclose(above - mean, 0.05)
-
-
-def test_a_norm_over_decades_is_on_a_log_scale_and_says_so(logged: Write) -> None:
-    ax = axes_of(figures.curves(logged([{"step": n, "grad_norm": 10.0**n} for n in range(1, 6)])))["gradient norm"]
-    assert ax.get_yscale() == "log"
-    assert "log scale" in ax.get_ylabel()
-
-
 def test_one_row_has_one_tick_and_axes_about_its_values(logged: Write) -> None:
     drawing = figures.curves(logged([{"step": 7, "loss": 2.0, "learning_rate": 0.0}]))
-    drawing.draw_without_rendering()
+    drawing.figure.draw_without_rendering()
     found = axes_of(drawing)
     for title, low, high in (("loss", 1.0, 3.0), ("learning rate", 0.0, 1.0)):
         steps, values = found[title].get_xlim(), found[title].get_ylim()
@@ -214,7 +212,7 @@ def test_no_rewards_are_said(tmp_path: Path) -> None:
 def test_lengths_are_the_examples() -> None:
     buckets = [(0, 9, 3), (10, 19, 20), (20, 29, 5)]
     drawing = figures.length_histogram(buckets, 24)
-    (ax,) = drawing.axes
+    (ax,) = drawing.figure.axes
     bars = [(bar.get_x(), bar.get_width(), bar.get_height()) for bar in ax.patches]
     assert bars == [(-0.5, 10, 3), (9.5, 10, 20), (19.5, 5, 5)]  # no bar beyond the limit
     assert ax.lines[0].get_xdata()[0] == 24.5
@@ -242,7 +240,7 @@ def test_a_directory_in_place_of_a_preview_or_a_preflight_is_refused_with_what_t
 
 def test_memory_is_a_stack_of_its_parts() -> None:
     drawing = figures.memory(report_with(int(74.2 * 2**30)))
-    (ax,) = drawing.axes
+    (ax,) = drawing.figure.axes
     *parts, free = ax.patches
     assert [bar.get_width() for bar in parts] == pytest.approx([30, 20, 6, 3])
     assert [bar.get_x() for bar in parts] == pytest.approx([0, 30, 50, 56])
@@ -264,16 +262,18 @@ def test_memory_is_a_stack_of_its_parts() -> None:
 def test_memory_that_does_not_fit_says_by_how_much() -> None:
     drawing = figures.memory(report_with(40 * 2**30))
     assert "19.0 GiB too much" in drawing.words
-    assert drawing.axes[0].get_xlim()[1] > 59
+    assert drawing.figure.axes[0].get_xlim()[1] > 59
 
 
 def test_little_memory_of_much_is_drawn_to_its_own_scale_and_what_was_measured_stands_beside() -> None:
     found = report_with(2**20 * 2**30).figures["memory"]
-    drawing = figures.memory_bar(found, measured=50 * 2**30)
-    assert drawing.axes[0].get_xlim()[1] < 100
+    drawing = figures.memory_bar(found, measured=70 * 2**30)
+    (ax,) = drawing.figure.axes
+    assert 8 * 70 <= ax.get_xlim()[1] < 1000
+    assert list(ax.lines[0].get_xdata()) == [70, 70]
     words = words_in(drawing.svg())
-    assert "measured 50.0 GiB" in words
-    assert "far to the right" in words
+    assert "measured 70.0 GiB" in words
+    assert "free 1048576.0 GiB" in words
     with pytest.raises(UsageError, match="did not come as far"):
         figures.memory(PreflightReport("a card", (), {}))
 
@@ -297,7 +297,7 @@ def test_change_by_layer_is_what_the_merge_measured(experts: bool, tmp_path: Pat
     report = cogumi.merge_adapter(adapter, tmp_path / "out")
     drawing = figures.delta_by_layer(report)
     tensors = read_json(tmp_path / "out" / MANIFEST_NAME)["tensors"]
-    lines = {line.get_label(): line for ax in drawing.axes[: len(drawing.axes) // 2] for line in ax.lines}
+    lines = {line.get_label(): line for ax in drawing.figure.axes[: len(drawing.figure.axes) // 2] for line in ax.lines}
     q = [tensors[f"model.layers.{n}.self_attn.q_proj.weight"]["delta_over_weight"] for n in (0, 1)]
     np.testing.assert_allclose(lines["q_proj"].get_ydata(), [100 * each for each in q])
     assert list(lines["q_proj"].get_xdata()) == [0, 1]
@@ -315,7 +315,9 @@ def test_change_by_layer_is_what_the_merge_measured(experts: bool, tmp_path: Pat
             )
             for n in (0, 1)
         ]
-        below = {line.get_label(): line for ax in drawing.axes[len(drawing.axes) // 2 :] for line in ax.lines}
+        below = {
+            line.get_label(): line for ax in drawing.figure.axes[len(drawing.figure.axes) // 2 :] for line in ax.lines
+        }
         np.testing.assert_allclose(below["down_proj"].get_ydata(), down)
     else:
         assert f"lm_head {tensors['lm_head.weight']['delta_over_weight']:.2%}" in drawing.words
@@ -335,7 +337,7 @@ def test_a_directory_without_a_merge_is_refused(tmp_path: Path) -> None:
 def test_every_colour_reads_on_white_and_on_black() -> None:
     assert contrast("#ffffff", "#000000") == pytest.approx(21)
     assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)  # as WCAG's own example has it
-    drawn = {style.colour for style in SERIES if style.colour != INK} | set(palette.LEVELS.values())
+    drawn = {*COLOURS} - {INK} | set(LEVELS.values())
     assert len(drawn) == 5
     for colour in drawn:
         for page in ("#ffffff", "#111111"):
@@ -343,34 +345,23 @@ def test_every_colour_reads_on_white_and_on_black() -> None:
 
 
 def test_no_two_series_differ_by_colour_alone() -> None:
-    for values in (
-        [str(each.dash) for each in SERIES],
-        [each.marker for each in SERIES],
-        [each.hatch for each in SERIES],
-    ):
-        assert len(set(values)) == len(SERIES)
+    for values in (DASHES, MARKERS, HATCHES):
+        assert len(set(values)) == len(values) == len(COLOURS)
 
 
-def test_text_and_axes_take_the_colour_of_the_page(logged: Write) -> None:
+def test_text_and_axes_read_on_any_page_and_the_image_has_words(logged: Write) -> None:
+    assert all(contrast(INK, page) >= 4.5 for page in ("#ffffff", "#000000"))
     drawing = figures.curves(logged([{"step": n, "loss": 2.0, "eval_loss": 1.0} for n in (1, 2)]))
     svg = drawing.svg()
-    root = ElementTree.fromstring(svg)
-    texts = list(root.iter(f"{SVG}text"))
+    texts = list(ElementTree.fromstring(svg).iter(f"{SVG}text"))
     assert len(texts) > 10
-    assert all("fill: currentColor" in each.get("style", "") for each in texts)
-    used = {colour.lower() for colour in re.findall(r"#[0-9a-fA-F]{6}\b", svg)}
-    assert used <= {style.colour.lower() for style in SERIES} - {INK}
+    assert all(f"fill: {INK}" in each.get("style", "") for each in texts)
+    assert set(re.findall(r"#[0-9a-fA-F]{6}\b", svg)) <= {colour.lower() for colour in COLOURS}
     assert not re.search(r"fill: (white|#fff)", svg)
-    assert root.find(f"{SVG}title").text == "Curves"  # type: ignore[union-attr]
-    assert root.get("role") == "img"
-    assert root.get("aria-label", "").startswith("Curves: loss from 2 to 2")
-
-
-def test_two_figures_of_a_page_share_no_id(logged: Write) -> None:
-    run = logged([{"step": n, "loss": 2.0, "eval_loss": 1.0} for n in (1, 2)])
-    one, other = (set(re.findall(r'clip-path="url\(#([^)]+)\)', figures.curves(run).svg())) for _ in range(2))
-    assert one
-    assert not one & other
+    image = drawing.image()
+    assert re.search(r'<img alt="Curves: loss by step; loss from 2 to 2', image)
+    (data,) = re.findall(r"data:image/svg\+xml;base64,([^\"]+)", image)
+    assert ElementTree.fromstring(b64decode(data)).tag == f"{SVG}svg"
 
 
 def test_settings_of_the_notebook_neither_reach_figures_nor_are_changed(logged: Write) -> None:

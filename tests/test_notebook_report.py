@@ -23,9 +23,11 @@ from cogumi.forecast.preflight_report import Line, PreflightReport
 from cogumi.methods.preview import Preview, Shares
 from cogumi.notebook import completions, figures
 from cogumi.notebook.completions import marked
+from cogumi.notebook.curves import short
 from cogumi.notebook.html_components import html_of, style
-from cogumi.notebook.palette import contrast
 from cogumi.notebook.report import write_report
+from cogumi.notebook.run_snapshot import Looker
+from tests.test_notebook_figures import contrast, words_in
 
 SECRET = HUB_TOKEN
 OF_ENVIRONMENT = "a-key&that<looks>like-nothing"
@@ -65,9 +67,13 @@ class Page(HTMLParser):
             self.open.append(tag)
         if tag == "h2":
             self.heading = ""
+        self.handle_data(dict(attrs).get("aria-label") or "")
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
+        if tag == "img":
+            image = b64decode((dict(attrs)["src"] or "").partition(",")[2]).decode()
+            self.handle_data(f"{dict(attrs)['alt']}: {words_in(image)}")  # what is said of a picture, and what is in it
 
     def handle_endtag(self, tag: str) -> None:
         if not self.open or self.open.pop() != tag:
@@ -93,10 +99,11 @@ def check_self_contained(page: Page) -> None:
     assert not page.unbalanced
     assert not page.open
     for tag, attributes in page.tags:
-        assert tag not in ("script", "img", "link", "iframe", "object"), tag
+        assert tag not in ("script", "link", "iframe", "object"), tag
         assert not [name for name in attributes if name.startswith("on")]
         for name in ("src", "href", "xlink:href", "action"):
-            assert (attributes.get(name) or "#").startswith("#"), (tag, attributes)
+            inside = "data:image/svg+xml;base64," if tag == "img" else "#"
+            assert (attributes.get(name) or inside).startswith(inside), (tag, attributes)
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
     targets = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
@@ -125,7 +132,7 @@ def test_a_finished_run_is_all_there(run: Path) -> None:
     for flag in read_json(run / "flags.json")["flags"]:
         assert flag["name"] in page.sections["Flags"]
     loss = [row["loss"] for row in read_jsonl(run / "metrics.jsonl") if "loss" in row]
-    assert f"loss from {loss[0]:.4g} to {loss[-1]:.4g}" in page.sections["Curves"]
+    assert f"loss from {short(loss[0])} to {short(loss[-1])}" in page.sections["Curves"]
     assert "before the training" in page.sections["Completions"]
     assert "after step 6" in page.sections["Completions"]
     for row in read_jsonl(run / "samples.jsonl"):
@@ -145,10 +152,12 @@ def test_it_can_be_read_by_everybody(finished: Path, run: Path) -> None:
     assert [tag for tag, _ in page.tags].count("h1") == 1
     levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch(r"h\d", tag)]
     assert set(levels) <= {1, 2, 4}
-    drawn = [attributes for tag, attributes in page.tags if tag == "svg"]
-    assert len(drawn) == 3  # curves, lengths, change by layer
-    assert all(each["role"] == "img" and len(each["aria-label"] or "") > 30 for each in drawn)
-    assert sum(tag == "title" for tag, _ in page.tags) == 1 + len(drawn)
+    plots = [attributes for tag, attributes in page.tags if tag == "svg"]
+    assert len(plots) == len(Looker(run).look().plots) > 3
+    assert all(each["role"] == "img" and len(each["aria-label"] or "") > 30 for each in plots)
+    images = [attributes for tag, attributes in page.tags if tag == "img"]
+    assert len(images) == 2  # lengths, change by layer
+    assert all(len(each["alt"] or "") > 30 for each in images)
     assert all("scope" in attributes for tag, attributes in page.tags if tag == "th")
     text = path.read_text()
     assert "prefers-color-scheme: dark" in text
@@ -218,7 +227,8 @@ def test_red_flags_and_failed_checks_are_said_first(run: Path) -> None:
     said = page.sections["Flags"]
     for words in ("RED", "loss 9 (< 3)", "rate too high", "train.learning_rate", "Was red before", "RED from step 3"):
         assert words in said
-    assert "RED: loss trend" in page.sections["Curves"]
+    assert "⚑1 red at step 2: loss trend" in page.sections["Curves"]
+    assert page.sections["Curves"].count("red: loss trend") == len(Looker(run).look().plots)
 
     checks = [{"name": n, "figure": "f", "requirement": "r", "passed": n == "good"} for n in ("good", "bad")]
     write_json(run / "verdict.json", {"passed": False, "checks": checks, "flags": [], "was_red": []})

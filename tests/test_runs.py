@@ -135,7 +135,7 @@ def test_a_killed_run_is_seen_to_have_died_and_started_again_goes_on_until_it_is
     goes_on = f"the newest checkpoint is {died.checkpoint}; started again with the same words it goes on"
     assert f"\n{goes_on}\n" in screen
     with pytest.raises(UsageError, match=f"died, step .*; there is no training to ask; {goes_on}$"):
-        run.resume()
+        run.unpause()
     json.dumps(died.as_dict())
     with pytest.raises(ProcessLookupError):  # nobody's number is signalled
         os.kill(status.pid, 0)

@@ -65,7 +65,7 @@ def test_a_refusal_that_nobody_waited_for_is_found_in_the_directory(sft: Config,
     ours, theirs = socket.socketpair()
     ours.close()
     with (tmp_path / "output").open("wb") as output, theirs:
-        handle.launch(theirs.fileno(), (sft, {"train__adam_epsilon": -1.0}), output, handle.Begun())
+        handle.launch(theirs, (sft, {"train__adam_epsilon": -1.0}), output, handle.Begun())
     until(lambda: (run_dir / START).exists() and "exit" in read_json(run_dir / START))
     refused = cogumi.attach(run_dir).status()
     assert (refused.state, refused.alive, refused.passed) == ("refused", False, False)
@@ -106,8 +106,7 @@ def test_a_refusal_is_raised_when_nothing_of_it_is_left(tmp_path: Path) -> None:
 
     with ours, ThreadPoolExecutor() as pool:
         refusing = pool.submit(trainer)
-        word = handle.listen(ours, None)
-        assert word is not None
+        word = until(lambda: handle.listen(ours, handle.Begun()))
         with pytest.raises(UsageError, match="no such thing"):
             handle.refuse(word, ours)
         assert not left.exists()

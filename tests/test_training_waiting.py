@@ -61,7 +61,7 @@ def test_a_pause_saves_waits_goes_on_and_changes_nothing(
         seen["paused"] = str(cogumi.attach(home))
         time.sleep(1.5)  # that counts as no time of a step
         seen["asked"] = (home / "PAUSE").exists()
-        cogumi.attach(home).resume()
+        cogumi.attach(home).unpause()
 
     at_step(3, lambda: cogumi.attach(home).pause(), monkeypatch)
     threading.Thread(target=user, daemon=True).start()
@@ -98,16 +98,16 @@ def test_what_is_asked_too_late_or_of_another_part_is_forgotten(
     cogumi.train(sft)  # the last step: there is nothing to wait for
     assert not (home / "PAUSE").exists()
     assert not (home / "PAUSED").exists()
-    for ask in ("checkpoint", "pause", "resume"):
+    for ask in ("checkpoint", "pause", "unpause"):
         with pytest.raises(UsageError, match=r"finished, step 8/8; there is no training to ask"):
             getattr(cogumi.attach(home), ask)()
     assert not any((home / name).exists() for name in ("CHECKPOINT", "PAUSE"))
     (home / "status.json").write_text(json.dumps({"state": "running", "stage": "train", "time": 0.0, **this_process()}))
     with pytest.raises(UsageError, match="it is not paused"):
-        cogumi.attach(home).resume()
+        cogumi.attach(home).unpause()
     (home / "PAUSED").touch()
     for ask in ("checkpoint", "pause"):
-        with pytest.raises(UsageError, match="it waits already, with a checkpoint: `cogumi resume` has it go on"):
+        with pytest.raises(UsageError, match="it waits already, with a checkpoint: `cogumi unpause` ends the pause"):
             getattr(cogumi.attach(home), ask)()
 
 

@@ -12,7 +12,7 @@ import cogumi
 from cogumi.core.run_directory import append_jsonl, read_json, write_json
 from cogumi.health.flags import Batches, Flag, Pairs, Run, Setting, Words, Written, reds, repeats_itself, written_in
 from cogumi.health.verdict import Check, Verdict, judge, safe_to_scale
-from cogumi.notebook import panel_html
+from cogumi.notebook import panel
 from cogumi.notebook.run_snapshot import Looker
 from cogumi.telemetry.status import in_words, on_a_screen, status_of
 
@@ -319,7 +319,7 @@ def test_the_headline_withholds_its_word_while_a_flag_is_red(level: str, tmp_pat
     write_json(tmp_path / "verdict.json", {"passed": True, "checks": checks, "flags": [flag], "was_red": []})
     write_json(tmp_path / "flags.json", {"flags": [flag], "was_red": []})
     status, look = status_of(tmp_path), Looker(tmp_path).look()
-    said = [in_words(status), panel_html.flags(look), str(in_a_word(status)), verdict(tmp_path, status)]
+    said = [in_words(status), panel.flags(look), str(in_a_word(status)), verdict(tmp_path, status)]
     for each in said:
         assert ("passed" in each) is (level == "yellow"), each
         assert ("RED" in each) is (level == "red"), each
@@ -336,7 +336,7 @@ def test_the_headline_names_the_check_that_failed_and_its_fix(tmp_path: Path) ->
     write_json(tmp_path / "flags.json", {"flags": [], "was_red": []})
     status, look = status_of(tmp_path), Looker(tmp_path).look()
     assert "; FAIL merged logits: raise train.learning_rate" in in_words(status)
-    for said in (in_words(status), str(judged), panel_html.flags(look), on_a_screen(status), verdict(tmp_path, status)):
+    for said in (in_words(status), str(judged), panel.flags(look), on_a_screen(status), verdict(tmp_path, status)):
         assert "raise train.learning_rate" in said
         assert "is not told" not in said
     assert in_a_word(status)[1] == "FAIL (finished, checks failed): merged logits"

@@ -5,14 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from cogumi import smoke
-from cogumi.cli import preflight_command, run_commands
+from cogumi.cli import check_commands, run_commands
 from cogumi.cli.disk_commands import disk_app
-from cogumi.cli.doctor_command import doctor
 from cogumi.config.catalog import hand_out, says, there_are
 from cogumi.core.errors import UsageError
 from cogumi.core.output import print_json, run_command, say, waiting
@@ -20,9 +19,9 @@ from cogumi.core.version import __version__
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("smoke")(smoke.main)
-app.command()(doctor)
+app.command()(check_commands.doctor)
 app.add_typer(disk_app, name="disk")
-app.command()(preflight_command.preflight)
+app.command()(check_commands.preflight)
 run_commands.add_to(app)
 
 
@@ -51,7 +50,7 @@ def train(
 
     words = parse_overrides(overrides or [])
     from cogumi.core.lost_terminal import outliving_the_screen
-    from cogumi.runs.entry import train as run
+    from cogumi.runs import train as run
     from cogumi.telemetry.status import in_words, status_of
 
     with waiting("working"), outliving_the_screen():
@@ -72,7 +71,7 @@ def preview(
 
     with waiting("reading and preparing the data"):
         from cogumi.config.schema import parse_overrides
-        from cogumi.runs.entry import preview as look
+        from cogumi.runs import preview as look
 
         found = look(config, examples, **parse_overrides(overrides or []))
     console = Console(soft_wrap=True, highlight=False)
@@ -138,7 +137,8 @@ def merge(
             from cogumi.merge import check_merged
 
         with failures_in_one_line():
-            show(check_merged(check, workers), as_json)
+            found = check_merged(check, workers)
+        print_json(asdict(found)) if as_json else say(found)
         return
     if adapter is None or out is None:
         raise UsageError(
@@ -152,7 +152,7 @@ def merge(
     adapters = [(adapter, weight), *(weighted_path(word) for word in add or [])]
     with failures_in_one_line():
         report = merge_adapter(adapters, out, base, revision, base_mode, dtype, verify, workers=workers)
-    show(report, as_json)
+    print_json(asdict(report)) if as_json else say(report)
     if export:
         export_to_gguf(out)
 
@@ -173,12 +173,10 @@ def failures_in_one_line() -> Iterator[None]:
 
 def as_typed(text: str) -> str:
     """What Python is to be passed, in the words of the command line."""
-    text = re.sub(
-        r"\b(base_mode|verify|dtype)='([a-z0-9]*)'", lambda found: f"--{found[1].replace('_', '-')} {found[2]}", text
-    )
+    text = re.sub(r"\b(base_mode|verify|dtype)='([a-z0-9]*)'", r"--\1 \2", text).replace("base_revision", "--revision")
     return (
         re.sub(r"\bbase=(?=\S)", "--base ", text)
-        .replace("base_revision", "--revision")
+        .replace("--base_mode", "--base-mode")
         .replace(" base_mode", " --base-mode")
     )
 
@@ -203,14 +201,6 @@ def export_to_gguf(merged: Path) -> None:
         say(install_hint(merged, gguf_path(merged)))
     else:
         say(f"{written}: {written.stat().st_size / 1e9:.2f} GB")
-
-
-def show(report: Any, as_json: bool) -> None:
-    """A report in words, or its fields as one JSON object."""
-    if as_json:
-        print_json(asdict(report))
-    else:
-        say(report)
 
 
 def main() -> None:

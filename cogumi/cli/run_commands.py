@@ -5,16 +5,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from cogumi.core.errors import RunFailed, UsageError
+from cogumi.core.formatting import duration
 from cogumi.core.output import print_json, print_table, say, waiting
 from cogumi.core.run_directory import PAUSED
-
-if TYPE_CHECKING:
-    from cogumi.telemetry.status import Status
+from cogumi.runs import handle
+from cogumi.telemetry.status import (
+    Status,
+    flagged,
+    in_short,
+    in_words,
+    is_run,
+    near_here,
+    number,
+    on_a_screen,
+    runs_below,
+    runs_in,
+    status_of,
+)
 
 PLACES = ("runs", "notebooks/runs")  # where runs are made, here and by a notebook of this clone
 TABLE_WIDTH = 120  # of a terminal; a narrower one gets sentences, which break well
@@ -22,8 +34,9 @@ RunDir = Annotated[Path, typer.Argument(help="The directory of a run, as in runs
 
 
 def add_to(app: typer.Typer) -> None:
-    for command in (start, attach, status, logs, report, wait, stop, checkpoint, pause, resume):
+    for command in (start, attach, status, logs, report, wait, stop, checkpoint, pause, unpause):
         app.command()(command)
+    app.command(hidden=True)(resume)
 
 
 def start(
@@ -32,13 +45,11 @@ def start(
 ) -> None:
     """Train one configuration in a process that outlives this terminal. Returns once it trains, or why it does not."""
     from cogumi.config.schema import parse_overrides
-    from cogumi.runs.handle import start as begin
-    from cogumi.telemetry.status import near_here
 
     words = parse_overrides(overrides or [])
     try:
         with waiting("checking, loading, making the first step"):
-            run = begin(config, **words)
+            run = handle.start(config, **words)
     except RunFailed as error:
         say(f"cogumi: {error}", to_error=True)
         raise typer.Exit(1) from error
@@ -49,9 +60,7 @@ def start(
 
 def attach(run_dir: RunDir) -> None:
     """Follow a run's log until it ends; Ctrl-C leaves it running. Exit status 1 if it did not end well."""
-    from cogumi.runs.handle import attach as run_in
-
-    run = run_in(run_dir)
+    run = handle.attach(run_dir)
     with detaching(lambda: f"{left(run_dir)}; come back with `cogumi attach {run_dir}`"):
         for text in run.follow():
             say(text, end="")
@@ -69,20 +78,6 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Follow one run on the whole screen until it ends.")] = False,
 ) -> None:
     """How runs stand: one screen of one run, a line for each of several. Changes nothing."""
-    from cogumi.core.formatting import duration
-    from cogumi.telemetry.status import (
-        cost,
-        flagged,
-        in_words,
-        is_run,
-        near_here,
-        number,
-        on_a_screen,
-        runs_below,
-        runs_in,
-        status_of,
-    )
-
     if run_dirs:
         paths = [path for each in run_dirs for path in runs_in(each)]
     else:
@@ -97,7 +92,11 @@ def status(
         say(on_a_screen(found[0]))
     elif not found:
         say(f"no runs below {' or '.join(PLACES)} in {Path.cwd()}; name a run's directory")
+    elif get_terminal_size().columns < TABLE_WIDTH:
+        for each in found:
+            say("; ".join(filter(None, (in_words(each), cost(each)))))
     else:
+        columns = ["run", "state", ">step", ">to go", ">loss", "flags", ">cost", ">last sign"]
         rows = [
             (
                 near_here(each.run_dir),
@@ -106,36 +105,32 @@ def status(
                 "" if each.eta_seconds is None else duration(each.eta_seconds),
                 number(each.latest.get("loss", "")),
                 flagged(each),
-                *([cost(each)] if any(map(cost, found)) else []),
+                cost(each),
                 "" if each.last_sign is None else f"{duration(time.time() - each.last_sign)} ago",
             )
             for each in found
         ]
-        money = [">cost"] if any(map(cost, found)) else []
-        columns = ["run", "state", ">step", ">to go", ">loss", "flags", *money, ">last sign"]
-        wide = get_terminal_size().columns >= TABLE_WIDTH
-        if wide:
-            print_table("runs", columns, rows, whole=("run",))
+        print_table("runs", columns, rows, whole=("run",))
         for each in found:
-            if not wide:
-                say("; ".join(filter(None, (in_words(each), cost(each)))))
-            elif each.reason:
+            if each.reason:
                 say(in_words(each))
+
+
+def cost(status: Status) -> str:
+    """What it cost so far, "" where no price was given."""
+    so_far = status.heartbeat.get("cost_so_far")
+    return "" if so_far is None else f"${so_far:.2f}"
 
 
 def follow_one(paths: list[Path], as_json: bool) -> None:
     """`status --watch`. Raises UsageError unless it is one run that is to be watched, by a person."""
-    from cogumi.notebook.terminal_view import watch
-    from cogumi.runs.handle import attach as run_in
+    from cogumi.notebook.run_snapshot import watch
 
-    if as_json or len(paths) != 1:
-        what = (
-            "--watch and --json: one is for people, the other for programs"
-            if as_json
-            else (f"--watch follows one run, and {len(paths)} are there: name its directory")
-        )
-        raise UsageError(what)
-    run = run_in(paths[0])
+    if as_json:
+        raise UsageError("--watch and --json: one is for people, the other for programs")
+    if len(paths) != 1:
+        raise UsageError(f"--watch follows one run, and {len(paths)} are there: name its directory")
+    run = handle.attach(paths[0])
     with detaching(lambda: f"{left(run.run_dir)}; come back with `cogumi status --watch {paths[0]}`"):
         watch(run.run_dir)
     conclude(run.status())
@@ -149,9 +144,7 @@ def logs(
     last: Annotated[int, typer.Option("-n", "--lines", min=1, help="How many lines, from the end.")] = 50,
 ) -> None:
     """What a run said: decisions with their reasons, warnings, and the traceback if it failed."""
-    from cogumi.runs.handle import attach as run_in
-
-    run = run_in(run_dir)
+    run = handle.attach(run_dir)
     if not follow:
         say(run.logs(last))
         return
@@ -165,10 +158,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="The file to write; report.html in the run's directory.")] = None,
 ) -> None:
     """Write a run's report: one file with verdict, curves, samples and all, for any browser."""
-    from cogumi.runs.handle import attach as run_in
-    from cogumi.telemetry.status import in_short, near_here
-
-    run = run_in(run_dir)
+    run = handle.attach(run_dir)
     with waiting("drawing the report"):
         written = run.report(out)
     say(f"{near_here(str(written))}: one file, opens without this machine or a network; {in_short(run.status())}")
@@ -176,9 +166,7 @@ def report(
 
 def wait(run_dir: RunDir) -> None:
     """Wait until a run has ended. Exit status 0 if it came to its end and every check passed, else 1."""
-    from cogumi.runs.handle import attach as run_in
-
-    run = run_in(run_dir)
+    run = handle.attach(run_dir)
     with detaching(lambda: left(run_dir), 1):
         found = run.wait()
     conclude(found)
@@ -191,55 +179,55 @@ def stop(
     ] = None,
 ) -> None:
     """Have a run finish its step, save a checkpoint and end. Asked a second time, it ends at once, without saving."""
-    from cogumi.runs.handle import attach as run_in
-
-    run = run_in(run_dir)
+    run = handle.attach(run_dir)
     with detaching(lambda: "it was asked to stop, and will", 1), waiting("the run saves and ends"):
         run.stop(kill_after)
 
 
 def checkpoint(run_dir: RunDir) -> None:
     """Have a run save a checkpoint after its step, and train on."""
-    from cogumi.runs.handle import attach as run_in
-
-    run_in(run_dir).checkpoint()
+    handle.attach(run_dir).checkpoint()
     say(f"{run_dir}: asked for a checkpoint; `cogumi status {run_dir}` says when it is there")
 
 
 def pause(run_dir: RunDir) -> None:
     """Have a run save a checkpoint after its step and wait, with all that it holds of the machine."""
-    from cogumi.runs.handle import attach as run_in
+    handle.attach(run_dir).pause()
+    say(
+        f"{run_dir}: asked to save and wait; `cogumi unpause {run_dir}` ends the pause, `cogumi stop {run_dir}` the run"
+    )
 
-    run_in(run_dir).pause()
-    say(f"{run_dir}: asked to save and wait; `cogumi resume {run_dir}` unpauses it, `cogumi stop {run_dir}` ends it")
 
-
-def resume(run_dir: RunDir) -> None:
-    """Have a paused run go on."""
-    from cogumi.runs.handle import attach as run_in
-
-    run_in(run_dir).resume()
+def unpause(run_dir: RunDir) -> None:
+    """End the pause of a run: it trains on."""
+    handle.attach(run_dir).unpause()
     say(f"{run_dir}: no longer paused")
 
 
-def conclude(status: "Status") -> None:
-    """Say how a run ended; exit status 1 if not well."""
-    from cogumi.telemetry.status import in_words
+def resume(run_dir: RunDir) -> None:
+    """What ended a pause until it was called unpause."""
+    raise UsageError(
+        f"`cogumi resume` is no command: `cogumi unpause {run_dir}` ends a pause",
+        fix="`cogumi start CONFIG` resumes a stopped run",
+    )
 
+
+def conclude(status: Status) -> None:
+    """Say how a run ended; exit status 1 if not well."""
     say(in_words(status))
     if not status.passed:
         raise typer.Exit(1)
 
 
 def left(run_dir: Path) -> str:
-    """What a run does that nobody looks at any longer."""
+    """What a run does after the command that showed it has ended."""
     paused = (run_dir / PAUSED).exists()
-    return f"the run waits until `cogumi resume {run_dir}`" if paused else "the run goes on"
+    return f"the run waits until `cogumi unpause {run_dir}`" if paused else "the run goes on"
 
 
 @contextmanager
 def detaching(word: Callable[[], str], exit_status: int = 0) -> Iterator[None]:
-    """Ctrl-C ends the looking on, not the run. word: what is said then."""
+    """Ctrl-C ends the command, not the run. word: what is said then."""
     try:
         yield
     except KeyboardInterrupt:

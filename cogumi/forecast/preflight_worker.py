@@ -28,7 +28,7 @@ def preflight(
     train: Callable[..., Any] | None = None,
     **overrides: Any,
 ) -> PreflightReport:
-    """`cogumi.preflight`, where torch may be imported (`cogumi.runs.entry`)."""
+    """`cogumi.preflight`, where torch may be imported (`cogumi.runs`)."""
     return foresee(config, card, train, overrides, apart)
 
 

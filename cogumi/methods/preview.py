@@ -91,7 +91,7 @@ class Preview:
 
 @said("preview: the examples are being prepared")
 def preview(config: str | os.PathLike[str] | Mapping[str, Any], examples: int = 3, **overrides: Any) -> Preview:
-    """`cogumi.preview`, where torch may be imported (`cogumi.runs.entry`)."""
+    """`cogumi.preview`, where torch may be imported (`cogumi.runs`)."""
     run = pinned(load_config(config, **overrides))
     base = resolve_model(run.model.name, run.model.revision)
     tokenizer = tokenizer_of(run, base)

@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import SequenceMatcher
+from itertools import groupby
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 from cogumi.core.errors import UsageError
 from cogumi.core.redact import hide
 from cogumi.core.run_directory import read_jsonl
-from cogumi.notebook.html_components import blank, folded, piece, table, text, verbatim
+from cogumi.notebook.html_components import blank, folded, framed, piece, table, text, verbatim
 
 SAMPLES = "samples.jsonl"
 # Of a sample's columns those that are no answer.
@@ -28,11 +30,11 @@ Row = dict[str, Any]
 RunDir = str | PathLike[str]
 
 
+@dataclass(frozen=True)
 class SideBySide:
     """What a notebook shows; `str()` of it is the piece of HTML."""
 
-    def __init__(self, content: str) -> None:
-        self.content = content
+    content: str = field(repr=False)
 
     def __str__(self) -> str:
         return self.content
@@ -52,9 +54,8 @@ def side_by_side(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) -> 
     prompts = [prompt for prompt in columns[-1][1] if all(prompt in of for _, of in columns)]
     if not prompts:
         named = ", ".join(name for name, _ in columns)
-        raise UsageError(
-            "no prompt was completed in all of them", place=named, fix="runs with other data are shown one by one"
-        )
+        fix = "runs with other data are shown one by one"
+        raise UsageError("no prompt was completed in all of them", place=named, fix=fix)
     shown = [example(prompt, [(name, of[prompt]) for name, of in columns]) for prompt in prompts]
     legend = LEGEND if len(columns) > 1 else ""
     return SideBySide(legend + "\n".join(shown))
@@ -90,49 +91,35 @@ def looks(run_dir: Path) -> dict[int, dict[str, Row]]:
     for row in read_jsonl(run_dir / SAMPLES):
         found.setdefault(int(row["step"]), {})[row["prompt"]] = row
     if not found:
-        raise UsageError(
-            "no completions there yet",
-            place=run_dir,
-            fix=(
-                "a run with held-out rows (data.eval_rows) writes them before its training, at its "
-                "end, and every cogumi.samples_every steps"
-            ),
-        )
+        when = "before its training, at its end, and every cogumi.samples_every steps"
+        fix = f"a run with held-out rows (data.eval_rows) writes them {when}"
+        raise UsageError("no completions there yet", place=run_dir, fix=fix)
     return found
 
 
 def example(prompt: str, samples: Sequence[tuple[str, Row]]) -> str:
     """One prompt, what would be the answer, and the completions in columns."""
-    answer = answer_of(samples[-1][1])
     cut = [shortened(row["completion"]) for _, row in samples]
-    cells = [""] * len(cut)
-    for number, completion in enumerate(cut):
-        before = cut[number - 1] if number else completion
-        after = cut[number + 1] if number + 1 < len(cut) else completion
-        cells[number] = marked(before, completion, after)
-    head = [name for name, _ in samples]
-    rows = [[f"<pre>{cell}</pre>" if said.strip() else blank(said) for cell, said in zip(cells, cut, strict=True)]]
-    if answer is not None:
-        head.append(f"what would be right ({answer[0]})")
-        rows[0].append(shown(answer[1]))
-    columns = "".join(f'<th scope="col">{text(each)}</th>' for each in head)
-    body = "".join(f"<td>{each}</td>" for each in rows[0])
-    return (
-        f"<h4>Prompt</h4>{prompt_shown(prompt)}"
-        f'<div class="scrolls"><table class="wide even"><thead><tr>{columns}</tr></thead>'
-        f"<tbody><tr>{body}</tr></tbody></table></div>"
-    )
+    cells = [
+        f"<pre>{marked(before, said, after)}</pre>" if said.strip() else blank(said)
+        for before, said, after in zip([cut[0], *cut], cut, [*cut[1:], cut[-1]], strict=False)
+    ]
+    heads = [name for name, _ in samples]
+    for key, answer in samples[-1][1].items():
+        if key not in NO_ANSWERS and isinstance(answer, str):
+            heads.append(f"what would be right ({key})")
+            cells.append(shown(answer))
+            break
+    columns = "".join(f'<th scope="col">{text(each)}</th>' for each in heads)
+    body = "".join(f"<td>{each}</td>" for each in cells)
+    content = f"<thead><tr>{columns}</tr></thead><tbody><tr>{body}</tr></tbody>"
+    return f"<h4>Prompt</h4>{prompt_shown(prompt)}{framed(content, kind='wide even')}"
 
 
 def prompt_shown(prompt: str) -> str:
     if len(prompt) <= SHORT:
         return verbatim(prompt)
     return f"{verbatim(prompt, SHORT)}{folded(f'the whole prompt, {len(prompt):,} characters', verbatim(prompt))}"
-
-
-def answer_of(row: Row) -> tuple[str, str] | None:
-    """(column, text) of what would be the answer, where the data has one."""
-    return next(((key, each) for key, each in row.items() if key not in NO_ANSWERS and isinstance(each, str)), None)
 
 
 def shortened(completion: str) -> str:
@@ -149,18 +136,14 @@ def shown(completion: str) -> str:
 
 def marked(before: str, now: str, after: str) -> str:
     """`now` as HTML: what is not in `before` as <ins>, what is not in `after` as <del>; both where it is in neither."""
-    pieces = WORD.findall(now)
-    new, gone = differing(WORD.findall(before), pieces), differing(WORD.findall(after), pieces)
-    said, place = [], 0
-    while place < len(pieces):
-        end = place
-        while end < len(pieces) and (new[end], gone[end]) == (new[place], gone[place]):
-            end += 1
-        part = text("".join(pieces[place:end]))
-        part = f"<del>{part}</del>" if gone[place] else part
-        said.append(f"<ins>{part}</ins>" if new[place] else part)
-        place = end
-    return "".join(said)
+    words = WORD.findall(now)
+    new, gone = differing(WORD.findall(before), words), differing(WORD.findall(after), words)
+    said = ""
+    for (is_new, is_gone), group in groupby(zip(new, gone, words, strict=True), key=lambda each: each[:2]):
+        part = text("".join(word for *_, word in group))
+        part = f"<del>{part}</del>" if is_gone else part
+        said += f"<ins>{part}</ins>" if is_new else part
+    return said
 
 
 def differing(other: Sequence[str], words: Sequence[str]) -> list[bool]:
@@ -176,14 +159,10 @@ def differing(other: Sequence[str], words: Sequence[str]) -> list[bool]:
 
 def rollouts(rows: Sequence[Mapping[str, Any]]) -> str:
     """Sampled completions of some steps with their rewards: rows of rollouts.jsonl that have some `shown`."""
-    cells = [
-        [str(row["step"]), prompt_shown(each["prompt"]), shown(each["completion"]), reward_in_words(each)]
-        for row in rows
-        for each in row["shown"]
-    ]
+    cells = []
+    for row in rows:
+        for each in row["shown"]:
+            reward = each.get("reward")
+            said = f"{reward:.3g}" if isinstance(reward, int | float) else text(reward)
+            cells.append([str(row["step"]), prompt_shown(each["prompt"]), shown(each["completion"]), said])
     return table(["step", "prompt", "completion", "reward"], cells, numbers=(3,), kind="wide rollouts") if cells else ""
-
-
-def reward_in_words(each: Mapping[str, Any]) -> str:
-    reward = each.get("reward")
-    return f"{reward:.3g}" if isinstance(reward, int | float) else text(reward)

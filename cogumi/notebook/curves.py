@@ -1,17 +1,30 @@
-"""The metrics of a run as curves: every line of metrics.jsonl is read once, and a million of them stay a few kilobytes.
+"""The metrics of a run as curves, and their small plots as SVG.
 
-A curve is cut into bins of so many steps, each with the least, the mean and the greatest of its values, so that a spike of
-one step in a million is still there. What is not finite is no part of a bin: its steps are kept beside it.
+Every line of metrics.jsonl is read once, and a million of them stay a few kilobytes. A curve is cut into bins of so many
+steps, each with the least, the mean and the greatest of its values, so that a spike of one step in a million is still there.
+What is not finite is no part of a bin: its steps are kept beside it.
+
+A plot is text, some milliseconds each, for a panel that is drawn again every few seconds. A line is told from another by dash
+as well as by colour, text has the colour of the page, and the title says in words what is drawn.
 """
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
+
+# Of Okabe and Ito's eight (https://jfly.uni-koeln.de/color/) the four that have a contrast of 3:1 or more with white and
+# with #111 alike, as WCAG 2.2 asks of graphics (success criterion 1.4.11), and their orange, darkened until it has.
+BLUE, VERMILLION, GREEN, PURPLE, ORANGE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B77D00"
+INK = "#767676"
+"""Text and axes of what cannot take the colour of the page: a contrast of 4.5:1, as text asks for, with white and black."""
+# Of a flag, a check, a line of the preflight: the edge beside the word that says the same.
+LEVELS = {"red": VERMILLION, "yellow": ORANGE, "unknown": PURPLE, "green": GREEN}
 
 CHUNK_BYTES = 4 << 20
 MOST_BINS = 300  # of a curve: as many as a small plot has pixels
@@ -109,15 +122,18 @@ class Curves:
     def read(self, most: float = math.inf) -> bool:
         """Take in the lines written since the last time; whether there were any. A file that was cut is read anew.
 
-        most: bytes, about, after which it is enough for this time; `behind` then says that there are more. A run that goes
-        on from an earlier step replaces the file by one without the steps that it makes again.
+        most: bytes, about, after which it is enough for this time; `behind` then says that there are more. A run that is
+        resumed from an earlier step replaces the file by one without the steps that it makes again.
         """
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
             return False
         with file:
-            self.forget_another(file)
+            now = os.fstat(file.fileno())
+            if self.file_number not in (None, now.st_ino) or now.st_size < self.offset:
+                self.forget()
+            self.file_number = now.st_ino
             before, self.behind = self.offset, False
             for lines in self.whole_lines(file):
                 self.take(lines)
@@ -125,12 +141,6 @@ class Curves:
                     self.behind = True
                     break
         return self.offset > before
-
-    def forget_another(self, file: IO[bytes]) -> None:
-        now = os.fstat(file.fileno())
-        if self.file_number not in (None, now.st_ino) or now.st_size < self.offset:
-            self.forget()
-        self.file_number = now.st_ino
 
     def whole_lines(self, file: IO[bytes]) -> Iterator[bytes]:
         """Pieces of some megabytes from `offset` on, each up to the end of a line."""
@@ -173,3 +183,136 @@ def range_of(curves: Iterable[Curve]) -> tuple[float, float]:
     if low < high:
         return low, high
     return (low - abs(low) / 2, low + abs(low) / 2) if low else (0.0, 1.0)
+
+
+# ------------------------------------------------------------------------------------------------------------------ plots
+
+WIDTH, HEIGHT = 310, 140
+LEFT, RIGHT, TOP, BOTTOM = 46, 8, 30, 18
+LINES = ((BLUE, ""), (VERMILLION, "5 2"), (GREEN, "5 2 1 2"))  # colour and dash
+
+Scale = Callable[[Any], Any]
+
+
+def svg_of(plot: Plot, curves: Mapping[str, Curve], marks: Sequence[tuple[int, str, str]] = ()) -> str:
+    """One plot. marks: (step, level, name) of flags, whose numbers the list beside the plots has as well."""
+    steps = np.concatenate([curve.steps for curve in curves.values()])
+    broken = sorted({step for curve in curves.values() for step in curve.broken})
+    at = [*steps, *broken, *(step for step, *_ in marks)]
+    first, last = min(at), max(at)
+    low, high = range_of(curves.values())
+    x_of = scale(first, last if last > first else first + 1, LEFT, WIDTH - RIGHT)
+    y_of = scale(low, high, HEIGHT - BOTTOM, TOP)
+    drawn = [axes(first, last, low, high), title(plot, curves)]
+    drawn += [mark(float(x_of(step)), number, *flag) for number, (step, *flag) in enumerate(marks, 1)]
+    for number, curve in enumerate(curves.values()):
+        if len(curve.low):
+            drawn.append(line(curve, x_of, y_of, *LINES[number]))
+    drawn += [cross(float(x_of(step)), step) for step in broken]
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" role="img" '
+        f'aria-label="{escape(in_words(plot, curves))}" style="color:inherit">{"".join(drawn)}</svg>'
+    )
+
+
+def scale(first: float, last: float, begin: float, end: float) -> Scale:
+    """The straight line through two points, for a number or an array."""
+    return lambda value: begin + (value - first) / (last - first) * (end - begin)
+
+
+def line(curve: Curve, x_of: Scale, y_of: Scale, colour: str, dash: str) -> str:
+    """The means, over an area from the least to the greatest value of each bin."""
+    x, low, mean, high = x_of(curve.steps), y_of(curve.low), y_of(curve.mean), y_of(curve.high)
+    drawn = ""
+    if curve.width > 1 or (curve.low < curve.high).any():
+        area = points(np.concatenate([x, x[::-1]]), np.concatenate([high, low[::-1]]))
+        drawn = f'<polygon points="{area}" fill="{colour}" fill-opacity="0.25" stroke="none"/>'
+    if len(x) == 1:
+        return f'{drawn}<circle cx="{x[0]:.1f}" cy="{mean[0]:.1f}" r="2.5" fill="{colour}"/>'
+    style = f' stroke-dasharray="{dash}"' if dash else ""
+    return f'{drawn}<polyline points="{points(x, mean)}" fill="none" stroke="{colour}" stroke-width="1.6"{style}/>'
+
+
+def points(x: np.ndarray, y: np.ndarray) -> str:
+    return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x.tolist(), y.tolist(), strict=True))
+
+
+def axes(first: float, last: float, low: float, high: float) -> str:
+    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    frame = f'<path d="M{LEFT} {TOP}V{bottom}H{right}" fill="none" stroke="currentColor" stroke-opacity="0.5"/>'
+    return (
+        frame
+        + text(LEFT - 4, TOP + 8, short(high), "end")
+        + text(LEFT - 4, bottom, short(low), "end")
+        + text(LEFT, HEIGHT - 4, f"step {first:,.0f}", "start")
+        + (text(right, HEIGHT - 4, f"{last:,.0f}", "end") if last > first else "")
+    )
+
+
+def title(plot: Plot, curves: Mapping[str, Curve]) -> str:
+    """The name and the newest value of each line, with a piece of the line before it where there are several."""
+    said = f'<text x="2" y="11" font-size="12" font-weight="600" fill="currentColor">{escape(plot.title)}'
+    said += f'<tspan font-weight="400" font-size="10" dx="6">{escape(plot.unit)}</tspan></text>'
+    place = 2
+    for number, (key, curve) in enumerate(curves.items()):
+        name = f"{key} " if len(curves) > 1 else ""
+        label = name + newest(curve)
+        colour, dash = LINES[number]
+        style = f' stroke-dasharray="{dash}"' if dash else ""
+        said += f'<path d="M{place} 20h16" stroke="{colour}" stroke-width="2"{style}/>'
+        said += text(place + 20, 24, label, "start")
+        place += 34 + 6 * len(label)
+    return said
+
+
+def newest(curve: Curve) -> str:
+    """The last value, in words where it was none."""
+    if not len(curve.low) or (curve.broken and curve.broken[-1] > curve.bins[LAST][-1]):
+        return "not finite"
+    return short(float(curve.mean[-1]))
+
+
+def mark(x: float, number: int, level: str, name: str) -> str:
+    """A flag: a dashed line with its number."""
+    side, anchor = (-2, "end") if x > WIDTH - 40 else (2, "start")
+    return (
+        f'<g><title>{escape(f"{level}: {name}")}</title><path d="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}" '
+        f'stroke="{LEVELS[level]}" stroke-width="1.4" stroke-dasharray="3 2"/>'
+        f"{text(x + side, TOP + 9, f'⚑{number}', anchor)}</g>"
+    )
+
+
+def cross(x: float, step: int) -> str:
+    """Where a value was NaN or infinite."""
+    y = TOP + 5
+    return (
+        f'<path d="M{x - 3:.1f} {y - 3}l6 6m0 -6l-6 6" stroke="{LEVELS["red"]}" stroke-width="1.8" fill="none">'
+        f"<title>not finite at step {step}</title></path>"
+    )
+
+
+def text(x: float, y: float, said: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y}" font-size="10" text-anchor="{anchor}" fill="currentColor">{escape(said)}</text>'
+
+
+def in_words(plot: Plot, curves: Mapping[str, Curve]) -> str:
+    """For those who do not see the drawing."""
+    said = [f"{plot.title} by step"]
+    for key, curve in curves.items():
+        if len(curve.low):
+            between = f"between {short(float(curve.low.min()))} and {short(float(curve.high.max()))}"
+            said.append(f"{key} from {short(float(curve.mean[0]))} to {short(float(curve.mean[-1]))}, {between}")
+        if curve.broken:
+            said.append(f"{key} not finite at {len(curve.broken)} steps, the first is {curve.broken[0]}")
+    return "; ".join(said)
+
+
+def short(value: float) -> str:
+    """`0.0123`, `1,234`, `12.3k`, `2e-05`: what fits beside an axis."""
+    if abs(value) >= 1e9:
+        return f"{value:.2g}"
+    if abs(value) >= 1e6:
+        return f"{value / 1e6:.3g}M"
+    if abs(value) >= 10_000:
+        return f"{value / 1000:.3g}k"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

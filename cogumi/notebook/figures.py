@@ -1,13 +1,20 @@
-"""Figures of a run, of its data and of what it made. Each is a `Drawing`: a matplotlib figure that a notebook shows as SVG.
+"""Figures of a run, of its data and of what it made, each a `Drawing`: a matplotlib figure that a notebook shows.
 
-Nothing is told by colour alone (`cogumi.notebook.palette`), and every figure says in words what it shows. matplotlib is
-loaded by the first figure that is drawn. Raises UsageError where there is nothing to draw.
+Nothing is told by colour alone, and every figure says in words what it shows. matplotlib is loaded by the first figure that
+is drawn. Its objects alone are used, never pyplot: no figure is kept, and what a notebook has set for its own figures neither
+reaches these nor is changed by them. Raises UsageError where there is nothing to draw.
 """
 
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from html import escape
+from io import BytesIO, StringIO
+from itertools import cycle
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,52 +24,126 @@ import numpy as np
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import gib
 from cogumi.core.run_directory import ROLLOUTS
-from cogumi.notebook.curve_drawing import FEW, draw_curves, draw_flags, draw_spread, make_room, whole_numbers
-from cogumi.notebook.curves import Curve, Curves, Plot
-from cogumi.notebook.palette import BLUE, INK, VERMILLION, style_of
+from cogumi.notebook.curves import BLUE, GREEN, INK, LEVELS, PURPLE, VERMILLION, Curves, in_words, range_of
 from cogumi.telemetry.status import read_if_there
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from cogumi.forecast.preflight_report import PreflightReport
     from cogumi.merge import MergeReport
     from cogumi.methods.preview import Preview
-    from cogumi.notebook.drawing import Drawing
 
 WIDTH = 10.0  # inches, of a page
 COLUMNS = 3
-# Where a flag is written: in the plot of what it judges, else in the first.
-PLOT_OF = {
-    "gradient norm": "gradient norm",
-    "learning-rate schedule": "learning rate",
-    "KL to the sampler": "KL",
-    "KL to the reference": "KL",
-    "clip fraction": "clipped",
-    "entropy": "entropy",
-    "reward trend": "reward",
-    "reward varies": "reward",
-    "preferences": "margin",
-    "tokens per second": "speed",
-    "waiting for data": "speed",
-}
+FEW = 40  # points of a curve, each of which is marked
 MERGE_MANIFEST = "cogumi-merge.json"  # cogumi.merge.merge_manifest.MANIFEST_NAME, which comes with torch
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.(.+)$")
-FAR = 1 / 8  # of the free memory: a smaller peak is drawn to its own scale
+SCALE = 8  # of the peak: free memory beyond it is not drawn, its bar has no end
 MOST_BANDS = 120  # stretches of steps that quantiles are taken over
+INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "xtick.labelcolor",
+         "ytick.color", "ytick.labelcolor", "hatch.color", "legend.labelcolor")  # fmt: skip
+SETTINGS: Any = {
+    "svg.fonttype": "none",  # a fraction of the size with drawn letters
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9,  # points; a figure of 10 inches is shown at the width of a page, so that this is some 12 pixels
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "legend.handlelength": 3.6,  # long enough to show a dash
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "savefig.facecolor": "none",
+    "hatch.linewidth": 0.8,
+    "lines.markersize": 4,
+    "axes.formatter.useoffset": False,
+    "text.parse_math": False,  # a name with a dollar in it is no formula
+    **dict.fromkeys(INKED, INK),
+}
+
+
+# How one series is told from the next: a line by its dash and marker too, an area by its hatch.
+COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, INK, BLUE, VERMILLION, GREEN, PURPLE)
+DASHES: Any = ("-", (0, (5, 2)), (0, (5, 2, 1, 2)), (0, (1, 1.5)), (0, (8, 2)), (0, (2, 2)),
+               (0, (8, 2, 1, 2, 1, 2)), (0, (3, 1, 1, 1)), (0, (6, 1)))  # fmt: skip
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+HATCHES = ("", "///", "..", "xx", "\\\\\\", "++", "o", "||", "--")
+
+
+@contextmanager
+def own_settings() -> Iterator[None]:
+    """In the block matplotlib is as it comes, with what is set above; afterwards as it was."""
+    import matplotlib
+    from matplotlib.rcsetup import cycler
+
+    defaults: Any = {key: value for key, value in matplotlib.rcParamsDefault.items() if "backend" not in key}
+    series = cycler(color=COLOURS, linestyle=DASHES, marker=MARKERS)
+    with matplotlib.rc_context({**defaults, **SETTINGS, "axes.prop_cycle": series}):
+        yield
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A matplotlib figure. `title` and `words` are what it says to those who do not see it."""
+
+    figure: "Figure"
+    title: str
+    words: str
+
+    def svg(self) -> str:
+        with own_settings():
+            text = StringIO()
+            self.figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+        return text.getvalue()
+
+    def image(self) -> str:
+        """An element of a page. As an image it shares neither names nor styles with the page, and runs nothing."""
+        data = b64encode(self.svg().encode()).decode()
+        style = f"width:100%;max-width:{96 * self.figure.get_figwidth():.0f}px"
+        words = escape(f"{self.title}: {self.words}")
+        return f'<img alt="{words}" style="{style}" src="data:image/svg+xml;base64,{data}"/>'
+
+    def _repr_html_(self) -> str:
+        return f"<figure style='margin:0'>{self.image()}</figure>"
+
+    def _repr_png_(self) -> bytes:
+        """For web pages that show saved notebooks and take SVG out of them."""
+        with own_settings():
+            image = BytesIO()
+            self.figure.savefig(image, format="png", dpi=80, facecolor="white")
+        return image.getvalue()
+
+
+def sheet(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> "tuple[Figure, list[Axes]]":
+    """A figure of so many inches and its axes, row by row. Call it, and draw, inside `own_settings()`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, list(figure.subplots(rows, columns, squeeze=False, **options).flat)
+
+
+def whole_numbers(ax: "Axes") -> None:
+    """There is no step, and no layer, between two others."""
+    from matplotlib.ticker import MaxNLocator
+
+    ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
 
 
 # ---------------------------------------------------------------------------------------------------------------- a run
 
 
-def curves(run_dir: str | PathLike[str]) -> "Drawing":
+def curves(run_dir: str | PathLike[str]) -> Drawing:
     """What the run logged, each metric a small plot over its steps: the mean as a line, the range of a bin as an area.
 
-    Flags that are or were red, and those that are yellow, stand at their step by name; what was not finite is a cross at
-    the bottom, at its step.
+    Flags that are or were red, and those that are yellow, are lines at their step; what was not finite is a cross at the
+    bottom, at its step.
     """
-    from cogumi.notebook.drawing import own_settings, sheet
-
     run = Path(run_dir)
     found = Curves(run / "metrics.jsonl")
     found.read()
@@ -70,28 +151,36 @@ def curves(run_dir: str | PathLike[str]) -> "Drawing":
     if not plots:
         raise UsageError("nothing is logged there yet", place=run, fix="there are no curves")
     flags = flags_at(read_if_there(run / "flags.json"))
-    marked = [(*flag, PLOT_OF.get(flag[2], "")) for flag in flags]
-    titles = {plot.title for plot, _ in plots}
+    words = [in_words(plot, of) for plot, of in plots]
+    words += [f"{level} flag {name} at step {step}" for step, level, name in flags]
     rows = -(-len(plots) // COLUMNS)
     with own_settings():
-        drawing, axes = sheet("Curves", in_words(plots, flags), WIDTH, 2.1 * rows + 0.2, rows, COLUMNS)
-        first, last = ends([curve for _, of in plots for curve in of.values()])
-        spread = found.of.get("reward_std")
-        for number, (ax, (plot, of)) in enumerate(zip(axes, plots, strict=False)):
-            draw_curves(ax, plot, of)
-            if plot.title == "reward" and spread:
-                draw_spread(ax, of["reward"], spread)
-            here = [each for each in marked if each[3] == plot.title or (number == 0 and each[3] not in titles)]
-            draw_flags(ax, here, last)
-        for number, ax in enumerate(axes):
-            if number >= len(plots):
-                ax.set_visible(False)
-                continue
-            ax.set_xlim(first - 0.02 * (last - first) - 0.5, last + 0.02 * (last - first) + 0.5)
+        figure, axes = sheet(WIDTH, 2.1 * rows + 0.2, rows, COLUMNS, sharex=True)
+        for ax, (plot, of) in zip(axes, plots, strict=False):
+            for colour, (key, curve) in zip(COLOURS, of.items(), strict=False):
+                ax.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=0.2, linewidth=0)
+                ax.plot(curve.steps, curve.mean, markersize=3.5 if len(curve.steps) <= FEW else 0, label=key)
+                if curve.broken:
+                    ax.plot(
+                        curve.broken, [0.0] * len(curve.broken), transform=ax.get_xaxis_transform(), linestyle="",
+                        marker="x", markersize=7, markeredgewidth=2, color=VERMILLION, clip_on=False,
+                        label=f"{key} not finite",
+                    )  # fmt: skip
+            if len(ax.lines) > 1:
+                ax.legend(loc="best")
+            ax.update_datalim([(0, end) for end in range_of(of.values())], updatex=False)
+            ax.set_title(plot.title)
+            ax.set_ylabel(plot.unit)
+            ax.xaxis.set_tick_params(labelbottom=True)
             whole_numbers(ax)
-            if number + COLUMNS >= len(plots):
-                ax.set_xlabel("step")
-    return drawing
+            for dash, (step, level, _) in zip(cycle(DASHES), flags, strict=False):
+                ax.axvline(step, color=LEVELS[level], linestyle=dash, linewidth=1.2)
+        for ax in axes[len(plots) :]:
+            ax.set_visible(False)
+        if flags:
+            names = [f"{'RED' if level == 'red' else level} at step {step}: {name}" for step, level, name in flags]
+            figure.legend(axes[0].lines[-len(flags) :], names, loc="outside lower center", ncols=2)
+    return Drawing(figure, "Curves", "; ".join(words))
 
 
 def flags_at(said: Mapping[str, Any]) -> list[tuple[int, str, str]]:
@@ -106,29 +195,9 @@ def flags_at(said: Mapping[str, Any]) -> list[tuple[int, str, str]]:
     return [*was_red, *now]
 
 
-def ends(found: Sequence[Curve]) -> tuple[float, float]:
-    """The first and the last step of all of them."""
-    steps = [float(step) for curve in found for step in (*curve.steps, *curve.broken)]
-    return (min(steps), max(steps)) if steps else (0.0, 1.0)
-
-
-def in_words(plots: Sequence[tuple[Plot, Mapping[str, Curve]]], flags: Sequence[tuple[int, str, str]]) -> str:
-    said = []
-    for _, of in plots:
-        for key, curve in of.items():
-            if len(curve.mean):
-                said.append(f"{key} from {curve.mean[0]:.4g} to {curve.mean[-1]:.4g}")
-            if curve.broken:
-                said.append(f"{key} not finite at step {curve.broken[0]}")
-    said += [f"{level} flag {name} at step {step}" for step, level, name in flags]
-    return "; ".join(said)
-
-
-def rewards(run_dir: str | PathLike[str]) -> "Drawing":
+def rewards(run_dir: str | PathLike[str]) -> Drawing:
     """How the rewards of single completions are spread: the first quarter of the steps beside the last one, as shares of
     the completions, and their quantiles over the steps."""
-    from cogumi.notebook.drawing import own_settings, sheet
-
     run = Path(run_dir)
     steps, values, broken = rewards_of(run / ROLLOUTS)
     if not len(steps):
@@ -137,42 +206,47 @@ def rewards(run_dir: str | PathLike[str]) -> "Drawing":
     early, late = np.unique(steps)[quarter - 1], np.unique(steps)[-quarter]
     parts = [values[steps <= early], values[steps >= late]]
     means = [float(part.mean()) for part in parts]
-    words = f"mean reward {means[0]:.3g} in the first quarter of the steps, {means[1]:.3g} in the last"
     with own_settings():
-        drawing, (left, right) = sheet("Rewards of single completions", words, WIDTH, 2.8, 1, 2)
+        figure, (left, right) = sheet(WIDTH, 2.8, 1, 2)
         bins = np.histogram_bin_edges(values, bins=20)
         for number, (part, when) in enumerate(zip(parts, ("first", "last"), strict=True)):
-            style = style_of(number)
-            shares = np.histogram(part, bins)[0] / len(part)
             left.stairs(
-                shares, bins, color=style.colour, linestyle=style.dash, linewidth=2,
-                label=f"{when} quarter, mean {means[number]:.3g}",
+                np.histogram(part, bins)[0] / len(part), bins, color=COLOURS[number], linestyle=DASHES[number],
+                linewidth=2, label=f"{when} quarter, mean {means[number]:.3g}",
             )  # fmt: skip
         left.set_title("distribution")
         left.set_xlabel("reward of a completion")
         left.set_ylabel("share of completions")
         left.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.3g}%")
-        left.margins(y=0.15)
+        left.margins(y=0.25)
         left.legend(loc="best")
-        draw_bands(right, *bands(steps, values))
-        if broken:
-            right.set_title(f"over the steps ({broken:,} values not finite, left out)")
-    return drawing
+        middles, quantiles = bands(steps, values)
+        for low, high, alpha, label in (
+            (0, 4, 0.18, "80 % of the completions"),
+            (1, 3, 0.35, "half of the completions"),
+        ):
+            right.fill_between(
+                middles, quantiles[low], quantiles[high], color=BLUE, alpha=alpha, linewidth=0, label=label
+            )
+        for row in (quantiles[0], quantiles[4]):
+            right.plot(middles, row, color=BLUE, linewidth=0.8, linestyle=(0, (1, 1.5)), marker="")
+        size = 3.5 if len(middles) <= FEW else 0
+        right.plot(middles, quantiles[2], color=BLUE, linestyle="-", marker="o", markersize=size, label="median")
+        right.set_title("over the steps" + (f" ({broken:,} values not finite, left out)" if broken else ""))
+        right.set_xlabel("step")
+        right.margins(y=0.25)
+        whole_numbers(right)
+        right.legend(loc="best", ncols=2)
+    words = f"mean reward {means[0]:.3g} in the first quarter of the steps, {means[1]:.3g} in the last"
+    return Drawing(figure, "Rewards of single completions", words)
 
 
 def rewards_of(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
     """(steps, rewards) of every completion of rollouts.jsonl, and how many rewards were no numbers."""
-    steps: list[np.ndarray] = []
-    values: list[np.ndarray] = []
-    broken = 0
-    for row in rows_of(path):
-        said = np.array([float(each) for each in row.get("reward", []) if each is not None], dtype=np.float64)
-        finite = said[np.isfinite(said)]
-        broken += len(row.get("reward", [])) - len(finite)
-        steps.append(np.full(len(finite), int(row["step"])))
-        values.append(finite)
-    none = np.empty(0)
-    return np.concatenate(steps or [none]), np.concatenate(values or [none]), broken
+    pairs = [(row["step"], float(each)) for row in rows_of(path) for each in row.get("reward", []) if each is not None]
+    steps, values = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
+    finite = np.isfinite(values)
+    return steps[finite], values[finite], int((~finite).sum())
 
 
 def rows_of(path: Path) -> Iterable[dict[str, Any]]:
@@ -193,24 +267,7 @@ def bands(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return np.array([each.mean() for each in stretches]), np.array(found).T
 
 
-def draw_bands(ax: "Axes", steps: np.ndarray, quantiles: np.ndarray) -> None:
-    ax.fill_between(
-        steps, quantiles[0], quantiles[4], color=BLUE, alpha=0.18, linewidth=0, label="80 % of the completions"
-    )
-    ax.fill_between(
-        steps, quantiles[1], quantiles[3], facecolor=BLUE, alpha=0.35, linewidth=0, label="half of the completions"
-    )
-    for row in (quantiles[0], quantiles[4]):
-        ax.plot(steps, row, color=BLUE, linewidth=0.8, linestyle=(0, (1, 1.5)))
-    marker = "o" if len(steps) <= FEW else ""
-    ax.plot(steps, quantiles[2], color=BLUE, linewidth=1.8, marker=marker, markersize=3.5, label="median")
-    ax.set_title("over the steps")
-    ax.set_xlabel("step")
-    ax.set_ylabel("reward of a completion")
-    ax.margins(y=0.1)
-    whole_numbers(ax)
-    make_room(ax, 2)
-    ax.legend(loc="upper left", ncols=2, borderaxespad=0)
+# ---------------------------------------------------------------------------------------------------- data and memory
 
 
 def taken_for(figure: str, call: str, given: object) -> UsageError:
@@ -222,54 +279,40 @@ def taken_for(figure: str, call: str, given: object) -> UsageError:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------- data
-
-
-def lengths(preview: "Preview") -> "Drawing":
+def lengths(preview: "Preview") -> Drawing:
     """How long examples are, in tokens, and where train.max_length cuts. preview: what `cogumi.preview` returned."""
     if not hasattr(preview, "lengths"):
         raise taken_for("lengths", "cogumi.preview(CONFIG)", preview)
     return length_histogram(preview.lengths, preview.max_length)
 
 
-def length_histogram(buckets: Sequence[Sequence[int]], max_length: int | None = None) -> "Drawing":
+def length_histogram(buckets: Sequence[Sequence[int]], max_length: int | None = None) -> Drawing:
     """buckets: (first length, last length, examples), as `Preview.lengths`."""
-    from cogumi.notebook.drawing import own_settings, sheet
-
     if not buckets:
         raise UsageError("no lengths are known: prompts are tokenized by the trainer, as they come")
     firsts, lasts, counts = (np.array(column) for column in zip(*buckets, strict=True))
     if max_length is not None:  # no bar goes beyond what no example does
         lasts = np.where(firsts <= max_length, np.minimum(lasts, max_length), lasts)
-    words = f"{counts.sum():,} examples of up to {lasts[-1]:,} tokens, most of {modal(buckets)} tokens"
     with own_settings():
-        drawing, (ax,) = sheet("Lengths of the examples", words, 5.6, 2.6)
+        figure, (ax,) = sheet(5.6, 2.6)
         ax.bar(firsts - 0.5, counts, width=lasts - firsts + 1, align="edge", color=BLUE, edgecolor=INK, linewidth=0.6)
         ax.set_title("lengths of the examples")
         ax.set_xlabel("tokens")
         ax.set_ylabel("examples")
-        ax.yaxis.set_major_formatter(lambda number, _: f"{number:,.0f}")
-        ax.xaxis.set_major_formatter(lambda number, _: f"{number:,.0f}")
-        ax.margins(y=0.18)
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_formatter(lambda number, _: f"{number:,.0f}")
         if max_length is not None:
-            ax.axvline(max_length + 0.5, color=VERMILLION, linestyle=(0, (5, 2)), linewidth=1.5)
-            ax.annotate(
-                f"max_length {max_length:,}", (max_length + 0.5, 1), xycoords=("data", "axes fraction"), xytext=(-4, 0),
-                textcoords="offset points", ha="right", va="top", annotation_clip=False,
-            )  # fmt: skip
-    return drawing
-
-
-def modal(buckets: Sequence[Sequence[int]]) -> str:
+            label = f"max_length {max_length:,}"
+            ax.axvline(max_length + 0.5, color=VERMILLION, linestyle=(0, (5, 2)), linewidth=1.5, label=label)
+            ax.margins(y=0.25)
+            ax.legend(loc="upper right")
     first, last, _ = max(buckets, key=lambda bucket: bucket[2])
-    return f"{first:,} to {last:,}"
+    words = f"{counts.sum():,} examples of up to {lasts[-1]:,} tokens, most of {first:,} to {last:,} tokens"
+    return Drawing(figure, "Lengths of the examples", words)
 
 
-# -------------------------------------------------------------------------------------------------------------- memory
-
-
-def memory(report: "PreflightReport") -> "Drawing":
-    """What the fullest moment of a step is made of, as one bar beside what is free. report: what `cogumi.preflight` returned."""
+def memory(report: "PreflightReport") -> Drawing:
+    """What the peak memory of a step is made of, as one bar beside what is free. report: what `cogumi.preflight` returned."""
     if not hasattr(report, "figures"):
         raise taken_for("memory", "cogumi.preflight(CONFIG)", report)
     found = report.figures.get("memory")
@@ -278,58 +321,42 @@ def memory(report: "PreflightReport") -> "Drawing":
     return memory_bar(found)
 
 
-def memory_bar(figures: Mapping[str, Any], measured: float | None = None) -> "Drawing":
+def memory_bar(figures: Mapping[str, Any], measured: float | None = None) -> Drawing:
     """figures: `PreflightReport.figures["memory"]`. measured: what the run then took, in bytes, of tensors."""
-    from cogumi.notebook.drawing import own_settings, sheet
-
     parts, peak, free = figures["breakdown"], figures["peak"], figures["free"]
     said = f"{gib(peak)} forecast of {gib(free)} free: "
     said += f"{gib(free - peak)} to spare" if peak <= free else f"{gib(peak - free)} too much"
-    is_small = max(peak, measured or 0) < FAR * free  # a bar to the scale of what is free would be a line
-    widest = max(peak, measured or 0, 0 if is_small else free)
-    unit, name = (2**30, "GiB") if widest >= 2**30 else (2**20, "MiB")
-    words = f"{said}. Made of {', '.join(f'{kind} {gib(size)}' for kind, size in parts.items())}"
+    most = max(peak, measured or 0)
+    unit, name = (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
     with own_settings():
-        drawing, (ax,) = sheet("Memory at its fullest", words, WIDTH, 1.9)
+        figure, (ax,) = sheet(WIDTH, 1.9)
         left = 0.0
-        for number, (kind, size) in enumerate(parts.items()):
-            style = style_of(number)
+        for colour, hatch, (kind, size) in zip(cycle(COLOURS), cycle(HATCHES), parts.items(), strict=False):
             ax.barh(
-                0, size / unit, left=left, height=0.7, edgecolor=INK, linewidth=0.8, hatch=style.hatch,
-                facecolor="none" if style.colour == INK else style.colour, label=f"{kind} {gib(size)}",
+                0, size / unit, left=left, height=0.7, edgecolor=INK, linewidth=0.8, hatch=hatch,
+                facecolor="none" if colour == INK else colour, label=f"{kind} {gib(size)}",
             )  # fmt: skip
             left += size / unit
-        if is_small:
-            ax.annotate(
-                f"free: up to {gib(free)}, far to the right \N{RIGHTWARDS ARROW}", (1, 0.5), xycoords="axes fraction",
-                ha="right", va="center",
-            )  # fmt: skip
-        else:
-            ax.barh(
-                0, free / unit, height=0.9, facecolor="none", edgecolor=INK, linewidth=1.6, label=f"free {gib(free)}"
-            )  # fmt: skip
+        label = f"free {gib(free)}"
+        ax.barh(0, free / unit, height=0.9, facecolor="none", edgecolor=INK, linewidth=1.6, label=label)
         if measured is not None:
-            ax.plot(
-                [measured / unit] * 2, [-0.6, 0.6], color=INK, linewidth=2.5, linestyle=(0, (2, 1)),
-                label=f"measured {gib(measured)}",
-            )  # fmt: skip
+            ax.axvline(measured / unit, color=INK, linewidth=2.5, linestyle="--", label=f"measured {gib(measured)}")
         ax.set_title(said)
         ax.set_xlabel(name)
         ax.set_yticks([])
         ax.spines["left"].set_visible(False)
-        ax.set_xlim(0, (1.6 if is_small else 1.02) * widest / unit)
-        drawing.legend(loc="outside lower center", ncols=4)
-    return drawing
+        ax.set_xlim(0, 1.02 * max(most, min(free, SCALE * most)) / unit)
+        figure.legend(loc="outside lower center", ncols=4)
+    words = f"{said}. Made of {', '.join(f'{kind} {gib(size)}' for kind, size in parts.items())}"
+    return Drawing(figure, "Peak memory", words)
 
 
 # --------------------------------------------------------------------------------------------------------------- merge
 
 
-def delta_by_layer(merged: "str | PathLike[str] | MergeReport") -> "Drawing":
+def delta_by_layer(merged: "str | PathLike[str] | MergeReport") -> Drawing:
     """How much the merge changed each kind of weight, layer by layer: |change| beside |weight| (Frobenius norms, in percent)
     above, the largest change of a single element below. merged: the directory, or what the merge reported."""
-    from cogumi.notebook.drawing import own_settings, sheet
-
     directory = Path(getattr(merged, "out", None) or merged)  # type: ignore[arg-type]
     groups, outside = deltas(directory)
     if not groups:
@@ -338,30 +365,22 @@ def delta_by_layer(merged: "str | PathLike[str] | MergeReport") -> "Drawing":
     words = f"the largest change is {most[0]:.2%} of {most[1]} of layer {most[2]}"
     if outside:
         words += f"; outside the layers {', '.join(f'{name} {ratio:.2%}' for name, (ratio, _) in outside.items())}"
-    figures = ("|change| / |weight|, %", "largest change of an element")
     with own_settings():
-        drawing, axes = sheet("Change by layer", words, WIDTH, 4.6, 2, len(groups), sharex=True, sharey="row")
-        for column, (group, of) in enumerate(groups.items()):
-            for row, (scale, label) in enumerate(zip((100.0, 1.0), figures, strict=True)):
-                ax = axes[row * len(groups) + column]
-                for number, (kind, by_layer) in enumerate(of.items()):
-                    style = style_of(number)
-                    ax.plot(
-                        list(by_layer), [scale * both[row] for both in by_layer.values()], color=style.colour,
-                        linestyle=style.dash, marker=style.marker, markersize=4, linewidth=1.4, label=kind,
-                    )  # fmt: skip
-                whole_numbers(ax)
-                if row == 0:
-                    ax.set_title(group)
-                    ax.legend(loc="upper center", ncols=min(len(of), 4), columnspacing=1.0)
-                else:
-                    ax.set_xlabel("layer")
-                if column == 0:
-                    ax.set_ylabel(label)
-        for row, top in ((0, 1.35), (1, 1.1)):  # the legend is above
-            ax = axes[row * len(groups)]
-            ax.set_ylim(0, top * ax.get_ylim()[1])
-    return drawing
+        figure, axes = sheet(WIDTH, 4.6, 2, len(groups), sharex=True, sharey="row")
+        above, below = axes[: len(groups)], axes[len(groups) :]
+        above[0].set_ylabel("|change| / |weight|, %")
+        below[0].set_ylabel("largest change of an element")
+        for upper, lower, (group, of) in zip(above, below, groups.items(), strict=True):
+            for kind, by_layer in of.items():
+                upper.plot(list(by_layer), [100 * ratio for ratio, _ in by_layer.values()], label=kind)
+                lower.plot(list(by_layer), [largest for _, largest in by_layer.values()], label=kind)
+            upper.set_title(group)
+            upper.legend(loc="upper center", ncols=min(len(of), 4), columnspacing=1.0)
+            lower.set_xlabel("layer")
+            whole_numbers(lower)
+        above[0].set_ylim(0, 1.35 * above[0].get_ylim()[1])  # the legend is above the curves
+        below[0].set_ylim(0)
+    return Drawing(figure, "Change by layer", words)
 
 
 Deltas = dict[str, dict[str, dict[int, tuple[float, float]]]]
@@ -384,9 +403,8 @@ def deltas(directory: Path) -> tuple[Deltas, dict[str, tuple[float, float]]]:
         layers = groups.setdefault(".".join(parts[:-1]) or "layer", {}).setdefault(parts[-1], {})
         before = layers.get(int(place[1]), (0.0, 0.0))
         layers[int(place[1])] = max(before[0], change[0]), max(before[1], change[1])
-    return {
-        group: {kind: dict(sorted(by_layer.items())) for kind, by_layer in of.items()} for group, of in groups.items()
-    }, outside
+    ordered = {group: {kind: dict(sorted(by.items())) for kind, by in of.items()} for group, of in groups.items()}
+    return ordered, outside
 
 
 def merge_manifest(directory: Path) -> dict[str, Any]:

@@ -4,7 +4,6 @@ Here is the form without its widgets, which scripts can use as well; `cogumi.not
 """
 
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
@@ -19,6 +18,7 @@ from cogumi.config.schema import RunConfig, redact
 from cogumi.config.source import SECTIONS, read_source
 from cogumi.config.yaml_text import same, with_values, written
 from cogumi.core.errors import UsageError
+from cogumi.core.notices import in_a_kernel
 from cogumi.core.redact import hide
 from cogumi.core.run_directory import write_atomic
 from cogumi.forecast.preflight_report import PreflightReport
@@ -51,8 +51,7 @@ def no_widgets() -> str:
     """Why nothing but text can be shown here; "" in a notebook."""
     if find_spec("ipywidgets") is None:
         return "ipywidgets is not installed, so there is no form to see"
-    shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
-    return "" if shell is not None and hasattr(shell, "kernel") else "a form is seen in a notebook, and this is none"
+    return "" if in_a_kernel() else "a form is seen in a notebook, and this is none"
 
 
 class Form:
@@ -67,18 +66,15 @@ class Form:
         self.text = None if isinstance(config, Mapping) else Path(label).read_text(encoding="utf-8")
         self.source = "a mapping" if self.text is None else str(config)
         self.values: Values = {name: plain(bind_mapping(keys, name, origins, label)) for name, keys in values.items()}
-        self.save_as = Path(save_as or self.offered(label))
+        own = Path("run.yaml" if self.text is None else label)  # over its own file, or here if that is the package's
+        self.save_as = Path(save_as or (own.name if own.resolve().is_relative_to(PACKAGE) else own))
         self.unread: dict[str, str] = {}  # what was typed and is no value at all: by key, why
         self.watchers: list[Callable[[str], None]] = []  # told the key that was set or removed
-        self._checked: tuple[Any, RunConfig | None, str] | None = None
+        self._checked_of: list[Any] = []
+        self._checked: tuple[RunConfig | None, str] = None, ""
         self._one_at_a_time = threading.Lock()
         self._panel: Panel | None = None
         self.fields = signatures(self.method)
-
-    def offered(self, label: str) -> Path:
-        """Where it is written unless something else is said: over its own file, or here if that is the package's."""
-        path = Path("run.yaml" if self.text is None else label)
-        return Path(path.name) if path.resolve().is_relative_to(PACKAGE) else path
 
     @property
     def method(self) -> str:
@@ -91,8 +87,10 @@ class Form:
     def field(self, key: str) -> Field:
         """What a key is. One that its section does not have is text of YAML, so that it can be seen and taken out."""
         section, _, name = key.partition(".")
-        found = (each for each in self.fields[section] if each.key == name)
-        return next(found, Field(name, "yaml", "no key of this section", doc="Not a key that a run knows here."))
+        return next(
+            (each for each in self.fields[section] if each.key == name),
+            Field(name, "yaml", "no key of this section", doc="Not a key that a run knows here."),
+        )
 
     def shown(self, section: str) -> Iterator[tuple[str, Any]]:
         """The keys that the YAML sets in a section, dotted, with their values, in its order."""
@@ -109,7 +107,7 @@ class Form:
     def set(self, key: str, value: Any) -> None:
         """Give a key (`train.max_steps`) a value, and add it if it is not there. It is not checked before `problem` is read."""
         *above, name = key.split(".")
-        if above[:1] == [] or above[0] not in SECTIONS:
+        if not above or above[0] not in SECTIONS:
             raise UsageError(
                 f"{key} names no key", fix=f"the sections are {', '.join(SECTIONS)}, as in train.max_steps"
             )
@@ -173,14 +171,14 @@ class Form:
         if self.unread:
             return None, next(iter(self.unread.values()))
         with self._one_at_a_time:
-            values = self.as_run()
-            now = (values, {name: value for name, value in os.environ.items() if name.startswith("COGUMI_")})
-            if self._checked is None or not same(self._checked[0][0], now[0]) or self._checked[0][1] != now[1]:
+            now = [self.as_run(), {name: value for name, value in os.environ.items() if name.startswith("COGUMI_")}]
+            if not same(self._checked_of, now):
                 try:
-                    self._checked = (now, checked(values), "")
+                    self._checked = checked(now[0]), ""
                 except UsageError as error:
-                    self._checked = (now, None, str(error).removeprefix("config: "))
-            return self._checked[1:]
+                    self._checked = None, str(error).removeprefix("config: ")
+                self._checked_of = now
+            return self._checked
 
     def as_run(self) -> Values:
         """The values as a run of the file would have them: its directory is called after the file."""

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import yaml
 from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
+from pydantic_core import PydanticSerializationError, PydanticUndefined, to_jsonable_python
 
 from cogumi.config.binding import STRATEGIES, config_class, hints_imported
 from cogumi.config.schema import NOT_OF_THE_RUN, TRL_CONFIGS, CogumiSection, DataSection, ModelSection
@@ -22,6 +22,7 @@ from cogumi.core.errors import UsageError
 Kind = Literal["choice", "check", "number", "text", "yaml"]
 # What YAML 1.1 reads where one of these words was meant.
 WORDS = {True: ("on",), False: ("off", "no")}
+WORD_OF: dict[Any, str] = {type(None): "null", Any: "any value", Path: "a path"}
 
 
 @dataclass(frozen=True)
@@ -111,18 +112,16 @@ def field(key: str, hint: Any, default: Any, doc: str) -> Field:
 
 def kind_of(hint: Any) -> tuple[Kind, tuple[Any, ...]]:
     """What a key of this type is entered with, and what there is to choose from."""
-    parts = parts_of(hint)
-    chosen: list[Any] = [None] if type(None) in parts else []
-    parts = [part for part in parts if part is not type(None)]
+    parts = [part for part in parts_of(hint) if part is not type(None)]
+    chosen: list[Any] = [None] if type(None) in parts_of(hint) else []
     enums = [part for part in parts if isinstance(part, type) and issubclass(part, Enum)]
     if enums and all(part in (str, *enums) for part in parts):  # by what its members are called in a YAML
         return "choice", (*chosen, *(each.value for each in enums[0]))
+    if parts == [bool] and not chosen:
+        return "check", ()
     if all(get_origin(part) is Literal or part is bool for part in parts):
-        if parts == [bool] and not chosen:
-            return "check", ()
-        for part in parts:
-            chosen += [True, False] if part is bool else get_args(part)
-        return "choice", tuple(chosen)
+        words = [word for part in parts for word in ((True, False) if part is bool else get_args(part))]
+        return "choice", (*chosen, *words)
     if all(part in (int, float) for part in parts):
         return "number", ()
     return ("text" if all(part in (str, Path) for part in parts) else "yaml"), ()
@@ -140,36 +139,21 @@ def in_words(hint: Any) -> str:
     """A type as one says it: `int or null`."""
     said = []
     for part in parts_of(hint):
-        if part is type(None):
-            said.append("null")
-        elif get_origin(part) is Literal:
+        if get_origin(part) is Literal:
             said += [flow(each) for each in get_args(part)]
-        elif part is Any:
-            said.append("any value")
-        elif part is Path:
-            said.append("a path")
+        elif part in WORD_OF:
+            said.append(WORD_OF[part])
         else:
-            said.append(part.__name__ if isinstance(part, type) and not get_args(part) else str(part))
-    said = [each.replace("typing.", "").replace("cogumi.config.schema.", "") for each in said]
-    return " or ".join(sorted(dict.fromkeys(said), key=lambda each: each == "null"))
+            name = part.__name__ if isinstance(part, type) and not get_args(part) else str(part)
+            said.append(name.replace("typing.", "").replace("cogumi.config.schema.", ""))
+    return " or ".join(sorted(dict.fromkeys(said), key="null".__eq__))
 
 
 def plain(value: Any) -> Any:
     """A value as a YAML holds it. Raises UsageError for one that it cannot hold."""
-    if isinstance(value, Enum):
-        return plain(value.value)
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
     if dataclasses.is_dataclass(value):
         return {}  # a part of LoraConfig's that has defaults of its own
-    if isinstance(value, BaseModel):
-        return plain(value.model_dump())
     try:
-        yaml.safe_dump(value)
-    except yaml.representer.RepresenterError:
+        return to_jsonable_python(value, inf_nan_mode="constants")
+    except PydanticSerializationError:
         raise UsageError(f"{value!r} is nothing that a YAML can hold", fix="write it as text or numbers") from None
-    return value

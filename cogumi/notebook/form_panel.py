@@ -6,6 +6,7 @@ import re
 import shlex
 import threading
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from cogumi.core.errors import UsageError
 from cogumi.core.redact import SECRETS
 from cogumi.forecast.preflight_report import PreflightReport
 from cogumi.notebook.form_fields import Field
-from cogumi.notebook.form_process import Other, begin_preflight, end_of_preflight
+from cogumi.notebook.form_process import begin_preflight, end_of_preflight
 from cogumi.notebook.html_components import html_of
 from cogumi.stack.gpus import CARDS
 
@@ -32,37 +33,6 @@ WHAT_IT_HOLDS = {
     "cogumi": "the run: what is done around the training",
 }
 TRAINERS = {"sft": "trl.SFTConfig", "dpo": "trl.DPOConfig", "gspo": "trl.GRPOConfig"}
-# Colours are JupyterLab's own, which follow its theme; every colour stands beside a word that says the same.
-STYLE = """<style>
-.cogumi-form { --cogumi-label: 16em; color: var(--jp-ui-font-color1, inherit); }
-.cogumi-form .cogumi-columns { flex-flow: row wrap; gap: 12px 20px; align-items: flex-start; }
-.cogumi-form .jupyter-widgets.jupyter-widget-tab > .lm-TabBar .lm-TabBar-tab { flex: none; min-width: max-content; }
-.cogumi-form .jupyter-widgets.jupyter-widget-tab > .lm-TabBar .lm-TabBar-content { flex-wrap: wrap; }
-.cogumi-form .widget-label { white-space: normal; overflow-wrap: anywhere; line-height: 1.25; height: auto; align-self: center; }
-.cogumi-form .cogumi-keys .widget-inline-hbox > .widget-label:first-child { width: var(--cogumi-label); flex: none; }
-.cogumi-form .cogumi-keys .widget-checkbox .widget-label-basic {
-  display: flex; flex-direction: row-reverse; justify-content: flex-end; align-items: center; width: 100%; }
-.cogumi-form .cogumi-keys .widget-checkbox .widget-label-basic span {
-  width: var(--cogumi-label); flex: none; text-align: right; margin-right: 8px; overflow-wrap: anywhere; white-space: normal;
-  line-height: 1.25; }
-.cogumi-form .cogumi-keys .widget-checkbox { align-self: center; }
-.cogumi-form .cogumi-keys .widget-checkbox input { flex: none; margin: 0; }
-.cogumi-form .widget-html-content { line-height: 1.4; min-width: 0; }
-.cogumi-form .cogumi-doc, .cogumi-form .cogumi-wrong { margin-left: calc(var(--cogumi-label) + 8px); }
-.cogumi-form .cogumi-doc, .cogumi-form .cogumi-wrong, .cogumi-form .cogumi-keys label { font-size: 13px; }
-.cogumi-form .cogumi-doc {
-  color: var(--jp-ui-font-color2, #555); line-height: 1.35; margin-bottom: 6px;
-  display: -webkit-box; -webkit-line-clamp: 2; -webkit-box-orient: vertical; overflow: hidden; }
-.cogumi-form .cogumi-doc code { font-size: inherit; }
-.cogumi-form .cogumi-wrong, .cogumi-form .cogumi-said.wrong { color: var(--jp-error-color1, #b00020); font-weight: 600; }
-.cogumi-form .cogumi-said { overflow-wrap: anywhere; }
-.cogumi-form h3 { margin: 0; font-size: 14px; font-weight: 600; }
-.cogumi-form .widget-html-content pre {
-  margin: 0; padding: 8px 10px; max-height: 42em; overflow: auto; font-family: var(--jp-code-font-family, monospace);
-  font-size: 12px; line-height: 1.4; color: var(--jp-content-font-color1, inherit); background: var(--jp-layout-color2, #f3f3f3);
-  border: 1px solid var(--jp-border-color2, #ccc); white-space: pre; word-break: normal; }
-.cogumi-form .widget-html-content pre.wrapped { white-space: pre-wrap; overflow-wrap: break-word; }
-</style>"""
 
 
 class Panel:
@@ -79,19 +49,17 @@ class Panel:
         self.adding = {section: widgets.HTML() for section in SECTIONS}
         self.heads = {section: widgets.HTML() for section in SECTIONS}
         self.timers: dict[str, threading.Timer] = {}
-        self.state = widgets.HTML()
-        self.yaml = widgets.HTML()
-        self.file = widgets.Text(str(form.save_as), description="file", layout={"width": "100%"})
+        self.state, self.yaml, self.said, self.ahead = (widgets.HTML() for _ in range(4))
+        narrow = {"description_width": "3em"}
+        self.file = widgets.Text(str(form.save_as), description="file", layout={"width": "100%"}, style=narrow)
         self.write = widgets.Button(description="write", tooltip="Write the YAML into this file")
-        self.replace = widgets.Button(
-            description="", layout={"display": "none", "width": "auto", "flex": "none"}, button_style="warning"
-        )
-        self.said = widgets.HTML()
-        self.card = widgets.Dropdown(options=[HERE, *(card.name for card in CARDS)], description="for")
+        hidden = {"display": "none", "width": "auto", "flex": "none"}
+        self.replace = widgets.Button(layout=hidden, button_style="warning")
+        cards = [HERE, *(card.name for card in CARDS)]
+        self.card = widgets.Dropdown(options=cards, description="for", layout={"width": "15em"}, style=narrow)
         self.look = widgets.Button(description="preflight", tooltip="Whether this fits: memory, time, cost, disk")
         self.always = widgets.Checkbox(description="after each change", indent=False, layout={"width": "auto"})
-        self.ahead = widgets.HTML()
-        self.looking: Other | None = None
+        self.looking: Any = None  # the process of a preflight
         self.looks = 0  # preflights begun: the answer of an older one is not shown
         self.report: PreflightReport | None = None
         self.tabs = widgets.Tab([self.page(section) for section in SECTIONS], titles=list(SECTIONS))
@@ -115,18 +83,16 @@ class Panel:
     def laid_out(self) -> widgets.VBox:
         writing = widgets.HBox([self.file, self.write, self.replace])
         looking = widgets.HBox([self.card, self.look, self.always], layout={"flex_flow": "row wrap"})
+        titles = [widgets.HTML(f"<h3>{title}</h3>") for title in ("The YAML", "Does it fit?")]
         left = widgets.VBox([self.tabs], layout={"flex": "3 1 460px", "min_width": "0", "width": "auto"})
         right = widgets.VBox(
-            [widgets.HTML("<h3>The YAML</h3>"), self.yaml, writing, self.said, widgets.HTML("<h3>Does it fit?</h3>"), looking,
-             self.ahead],
+            [titles[0], self.yaml, writing, self.said, titles[1], looking, self.ahead],
             layout={"flex": "2 1 380px", "min_width": "0", "width": "auto"},
-        )  # fmt: skip
-        for narrow, width in ((self.file, "3em"), (self.card, "3em")):
-            narrow.style.description_width = width
-        self.card.layout.width = "15em"
+        )
         columns = widgets.Box([left, right])
         columns.add_class("cogumi-columns")
-        box = widgets.VBox([widgets.HTML(STYLE), self.state, columns])
+        css = files("cogumi.notebook").joinpath("form.css").read_text(encoding="utf-8")
+        box = widgets.VBox([widgets.HTML(f"<style>{css}</style>"), self.state, columns])
         box.add_class("cogumi-form")
         return box
 
@@ -134,14 +100,8 @@ class Panel:
         button = widgets.Button(description="add", tooltip=f"Put this key into {section}:", layout={"width": "5em"})
         button.on_click(lambda _: self.on_add(section))
         self.keys[section].add_class("cogumi-keys")
-        return widgets.VBox(
-            [
-                self.heads[section],
-                self.keys[section],
-                widgets.HBox([self.adders[section], button]),
-                self.adding[section],
-            ]
-        )
+        adding = widgets.HBox([self.adders[section], button])
+        return widgets.VBox([self.heads[section], self.keys[section], adding, self.adding[section]])
 
     def adder(self, section: str) -> widgets.Combobox:
         box = widgets.Combobox(
@@ -156,18 +116,15 @@ class Panel:
 
     def row(self, key: str, value: Any) -> widgets.VBox:
         field = self.form.field(key)
-        entry = self.entry(key, field, value)
+        entry, wrong = self.entry(key, field, value), widgets.HTML()
         remove = widgets.Button(description="remove", tooltip=f"Take {key} out of the YAML", layout={"width": "6em"})
         remove.on_click(lambda _: self.form.remove(key))
-        wrong = widgets.HTML()
         self.entries[key], self.removers[key], self.wrong[key] = entry, remove, wrong
         return widgets.VBox([widgets.HBox([entry, remove]), wrong, widgets.HTML(about(field))])
 
     def entry(self, key: str, field: Field, value: Any) -> widgets.DOMWidget:
-        common = {
-            "description": field.key,
-            "layout": {"flex": "1 1 auto", "width": "auto", "min_width": "0"},
-        }
+        layout = {"flex": "1 1 auto", "width": "auto", "min_width": "0"}
+        common = {"description": field.key, "layout": layout}
         if field.kind == "choice":
             words = {flow_of_choice(each): each for each in (*field.choices, field.chosen(value))}
             choices = widgets.Dropdown(options=list(words), value=flow_of_choice(field.chosen(value)), **common)
@@ -177,23 +134,18 @@ class Panel:
             check = widgets.Checkbox(value, indent=False, **common)
             check.observe(lambda change: self.form.set(key, change.new), "value")
             return check
-        secret = key.lower().endswith(SECRETS)
-        text = (widgets.Password if secret else widgets.Text)(field.shown(value), **common)
+        text = (widgets.Password if key.lower().endswith(SECRETS) else widgets.Text)(field.shown(value), **common)
         text.observe(lambda change: self.form.type_in(key, change.new), "value")
         return text
 
     # ----------------------------------------------------------------------------------------------- what happens
 
     def on_change(self, key: str) -> None:
-        section = key.partition(".")[0]
         if key == "cogumi.method":  # the same keys may be others
             for each in [each for each in self.rows if each.startswith("train.")]:
                 self.forget(each)
             self.show_keys("train")
-        self.show_keys(section)
-        self.changed()
-
-    def changed(self) -> None:
+        self.show_keys(key.partition(".")[0])
         self.show_yaml()
         self.take_offer_back()  # and what was said of a file that was written
         self.stale()
@@ -208,21 +160,19 @@ class Panel:
             self.ahead.value = said("changed since: press preflight again", wrong=False) + shown_report(self.report)
 
     def on_add(self, section: str) -> None:
-        box = self.adders[section]
+        box, wrong = self.adders[section], self.adding[section]
         name = box.value.strip()
         if not name:
             return
         if f"{section}.{name}" in self.entries:
-            self.adding[section].value = said(f"{section}.{name} is there already", wrong=False)
-            return
-        if name not in box.options:
+            wrong.value = said(f"{section}.{name} is there already", wrong=False)
+        elif name not in box.options:
             near = [each for each in box.options if name in each][:5]
             hint = f"; did you mean {', '.join(near)}?" if near else ""
-            self.adding[section].value = said(f"{section}: has no key `{name}` that could be added{hint}")
-            return
-        self.adding[section].value = ""
-        box.value = ""
-        self.form.add(f"{section}.{name}")
+            wrong.value = said(f"{section}: has no key `{name}` that could be added{hint}")
+        else:
+            wrong.value = box.value = ""
+            self.form.add(f"{section}.{name}")
 
     def take_offer_back(self) -> None:
         self.replace.layout.display = "none"
@@ -237,8 +187,7 @@ class Panel:
     def on_write(self, replace: bool) -> None:
         path = Path(self.file.value.strip() or ".")
         if path.is_file() and not replace:
-            self.replace.description = f"replace {path.name}"
-            self.replace.tooltip = f"Write over {path}"
+            self.replace.description, self.replace.tooltip = f"replace {path.name}", f"Write over {path}"
             self.replace.layout.display = ""
             self.said.value = said(f"{path} exists: press “replace {path.name}” to write over it, or name another file")
             return
@@ -247,12 +196,10 @@ class Panel:
         except (UsageError, RuntimeError) as error:
             self.said.value = said(str(error))
             return
-        self.replace.layout.display = "none"
+        self.take_offer_back()
         lost = " (without the comments: this YAML has more than plain keys in it)" if self.form.loses_comments else ""
-        self.said.value = (
-            f"<div class='cogumi-said' role='status'>written: {code(str(path))}{lost}. "
-            f"Next: {code(f'cogumi.start({str(path)!r})')} or {code(f'cogumi start {shlex.quote(str(path))}')}</div>"
-        )
+        calls = f"cogumi.start({str(path)!r})", f"cogumi start {shlex.quote(str(path))}"
+        self.said.value = said(f"written: {path}{lost}. Next: {' or '.join(calls)}", wrong=False)
 
     def later(self, what: str, seconds: float, action: Callable[[], None]) -> None:
         """Do it when nothing of this kind was asked for during so many seconds."""
@@ -269,26 +216,27 @@ class Panel:
         for key in [key for key in self.rows if key.startswith(f"{section}.") and key not in shown]:
             self.forget(key)
         for key, value in shown.items():
+            if key in self.rows and key not in self.form.unread:
+                self.show_value(key, value)
             if key not in self.rows:
                 self.rows[key] = self.row(key, value)
-            elif key not in self.form.unread:
-                self.show_value(key, value)
         self.keys[section].children = [self.rows[key] for key in shown]
         can_be_added = self.form.can_be_added(section)
         self.adders[section].options = [field.key for field in can_be_added]
-        of = TRAINERS[self.form.method] if section == "train" else ""
+        of = f": {TRAINERS[self.form.method]}" if section == "train" else ""
         count = f"{len(shown)} set, {len(can_be_added)} more can be added"
-        self.heads[section].value = f"<p>{WHAT_IT_HOLDS[section]}{of and f': {of}'}; {count}</p>"
+        self.heads[section].value = f"<p>{WHAT_IT_HOLDS[section]}{of}; {count}</p>"
 
     def show_value(self, key: str, value: Any) -> None:
+        """In its widget; one that has no place for a value that a script has set is made anew."""
         field, entry = self.form.field(key), self.entries[key]
+        chosen = flow_of_choice(field.chosen(value))
         if isinstance(entry, widgets.Checkbox) and isinstance(value, bool):
             entry.value = value
-        elif isinstance(entry, widgets.Dropdown) and flow_of_choice(field.chosen(value)) in entry.options:
-            entry.value = flow_of_choice(field.chosen(value))
-        elif isinstance(entry, (widgets.Checkbox, widgets.Dropdown)):  # set by a script, to what it has no place for
+        elif isinstance(entry, widgets.Dropdown) and chosen in entry.options:
+            entry.value = chosen
+        elif isinstance(entry, (widgets.Checkbox, widgets.Dropdown)):
             self.forget(key)
-            self.rows[key] = self.row(key, value)
         elif not reads_as(field, entry.value, value):
             entry.value = field.shown(value)
 
@@ -302,36 +250,28 @@ class Panel:
         self.yaml.value = f"<pre tabindex='0' aria-label='the YAML as it would be written'>{text}</pre>"
 
     def check(self) -> None:
+        """Show what is wrong: above, beside the key that a problem names first, and in the title of its section."""
         try:
             problem = self.form.problem
         except RuntimeError as error:
             problem = str(error)
-        key = key_in(problem, list(self.entries))
+        named = {each: re.search(rf"(?<![\w.]){re.escape(each)}(?!\w)", problem) for each in self.entries}
+        places = {each: (found.start(), -len(each)) for each, found in named.items() if found}
+        key = min(places, key=places.__getitem__, default=None)
         for each, wrong in list(self.wrong.items()):
-            words = f"<div class='cogumi-wrong'>wrong: {html.escape(problem)}</div>" if each == key else ""
-            if wrong.value != words:
-                wrong.value = words
-        at = re.search(rf"\b({'|'.join(SECTIONS)})[.:]", problem if key is None else key)
-        titles = [f"{each} (problem)" if at and each == at[1] else each for each in SECTIONS]
-        if list(self.tabs.titles) != titles:
-            self.tabs.titles = titles
-        self.show_state(problem)
-
-    def show_state(self, problem: str) -> None:
-        text = (
-            said(f"problem: {problem}")
-            if problem
-            else said(f"ok: {self.form.source} is a config for {self.form.method} as it stands here", wrong=False)
-        )
-        above = [name for name in sorted(os.environ) if name.startswith(ENVIRONMENT_PREFIX)]
-        note = said(f"note: a run takes {', '.join(above)} of the environment over what stands here", wrong=False)
-        self.state.value = text + (note if above else "")
+            wrong.value = f"<div class='cogumi-wrong'>wrong: {html.escape(problem)}</div>" if each == key else ""
+        at = re.search(rf"\b({'|'.join(SECTIONS)})[.:]", key or problem)
+        self.tabs.titles = [f"{each} (problem)" if at and each == at[1] else each for each in SECTIONS]
+        fine = f"ok: {self.form.source} is a config for {self.form.method} as it stands here"
+        self.state.value = said(f"problem: {problem}" if problem else fine, wrong=bool(problem))
+        if above := [name for name in sorted(os.environ) if name.startswith(ENVIRONMENT_PREFIX)]:
+            note = f"note: a run takes {', '.join(above)} of the environment over what stands here"
+            self.state.value += said(note, wrong=False)
 
     # -------------------------------------------------------------------------------------------------- looking ahead
 
     def preflight(self) -> None:
         self.stop_looking()
-        self.looks += 1
         self.ahead.value = said("preflight: looking; it takes some ten seconds", wrong=False)
         threading.Thread(target=self.look_ahead, args=(self.looks,), daemon=True).start()
 
@@ -342,18 +282,16 @@ class Panel:
             looking.stop()
 
     def look_ahead(self, number: int) -> None:
-        report = None
+        report, words = None, ""
         try:
             if problem := self.form.problem:
                 raise UsageError(problem)
-            card = None if self.card.value == HERE else self.card.value
-            looking = begin_preflight(self.form.as_run(), card)
+            looking = begin_preflight(self.form.as_run(), None if self.card.value == HERE else self.card.value)
             if number != self.looks:
                 looking.stop()
                 return
             self.looking = looking
             report = end_of_preflight(looking)
-            words = ""
         except (UsageError, RuntimeError) as error:
             words = said(f"no preflight: {error}")
         if number == self.looks:
@@ -373,22 +311,12 @@ def reads_as(field: Field, text: str, value: Any) -> bool:
         return False
 
 
-def key_in(problem: str, keys: list[str]) -> str | None:
-    """The key that a problem names first; a later one may be the one that was meant."""
-    named = {key: found.start() for key in keys if (found := re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", problem))}
-    return min(named, key=lambda key: (named[key], -len(key)), default=None)
-
-
 def about(field: Field) -> str:
     doc = html.escape(re.sub(r"</?a\b[^>]*>", "", field.doc))
     doc = re.sub(r"`([^`]+)`", r"<code>\1</code>", doc)
     default = "" if field.default in (None, "", [], {}) else f"{flow(field.default)} by default"
-    of = html.escape(", ".join(each for each in (field.of, default) if each) + ". ").removeprefix(". ")
+    of = html.escape("".join(f"{each}. " for each in (", ".join(filter(None, (field.of, default))),) if each))
     return f"<div class='cogumi-doc' title='{html.escape(field.doc)}'>{of}{doc}</div>"
-
-
-def code(text: str) -> str:
-    return f"<code>{html.escape(text)}</code>"
 
 
 def said(text: str, wrong: bool = True) -> str:
@@ -396,6 +324,4 @@ def said(text: str, wrong: bool = True) -> str:
 
 
 def shown_report(report: PreflightReport | None) -> str:
-    if report is None:
-        return ""
-    return html_of(report)
+    return html_of(report) if report is not None else ""

@@ -5,7 +5,6 @@ word beside its colour, and every kind of token a word, a background and an unde
 """
 
 import re
-from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from cogumi.merge import MergeReport
     from cogumi.methods.preview import Preview
 
-ON_ANY_GROUND = "#767676"  # of a contrast above 4 with white and with JupyterLab's dark theme
 WORDS = {"green": "ok", "yellow": "yellow", "red": "RED", "unknown": "?"}
 
 
@@ -46,33 +44,24 @@ def table(
     kind: str = "wide",
 ) -> str:
     """head: plain words. rows: cells of HTML, the first of each row its header. numbers: columns set to the right."""
-
-    def cell(tag: str, column: int, content: str, scope: str = "") -> str:
-        right = ' class="n"' if column in numbers else ""
-        return f"<{tag}{scope}{right}>{content}</{tag}>"
-
-    columns = "".join(cell("th", number, text(each), ' scope="col"') for number, each in enumerate(head))
-    body = "".join(
-        "<tr>"
-        + cell("th", 0, row[0], ' scope="row"')
-        + "".join(cell("td", number, each) for number, each in enumerate(row[1:], 1))
-        + "</tr>\n"
-        for row in rows
-    )
-    above = f"<caption>{text(caption)}</caption>" if caption else ""
-    return (
-        f'<div class="scrolls"><table class="{kind}">{above}<thead><tr>{columns}</tr></thead>\n'
-        f"<tbody>{body}</tbody></table></div>"
-    )
+    right = [' class="n"' if column in numbers else "" for column in range(len(head))]
+    columns = "".join(f'<th scope="col"{side}>{text(each)}</th>' for side, each in zip(right, head, strict=True))
+    body = ""
+    for row in rows:
+        cells = "".join(f"<td{side}>{cell}</td>" for side, cell in zip(right[1:], row[1:], strict=True))
+        body += f'<tr><th scope="row"{right[0]}>{row[0]}</th>{cells}</tr>\n'
+    return framed(f"<thead><tr>{columns}</tr></thead>\n<tbody>{body}</tbody>", caption, kind)
 
 
-def facts(rows: Iterable[tuple[str, str]], caption: str = "") -> str:
+def facts(rows: Iterable[tuple[str, str]]) -> str:
     """A table of two columns: a name, and HTML. Rows without content are left out."""
-    said = "".join(
-        f'<tr><th scope="row">{text(name)}</th><td>{content}</td></tr>\n' for name, content in rows if content
-    )
+    said = "".join(f'<tr><th scope="row">{text(name)}</th><td>{cell}</td></tr>\n' for name, cell in rows if cell)
+    return framed(f"<tbody>{said}</tbody>") if said else ""
+
+
+def framed(content: str, caption: str = "", kind: str = "") -> str:
     above = f"<caption>{text(caption)}</caption>" if caption else ""
-    return f'<div class="scrolls"><table>{above}<tbody>{said}</tbody></table></div>' if said else ""
+    return f'<div class="scrolls"><table class="{kind}">{above}{content}</table></div>'
 
 
 def verbatim(value: object, most: int = 20_000) -> str:
@@ -94,8 +83,8 @@ def folded(summary: str, content: str, is_open: bool = False) -> str:
     return f"<details{' open' if is_open else ''}><summary>{text(summary)}</summary>{content}</details>"
 
 
-def figure(svg: str) -> str:
-    return f"<figure>{svg}</figure>"
+def figure(drawing: figures.Drawing) -> str:
+    return f"<figure>{drawing.image()}</figure>"
 
 
 @cache
@@ -104,12 +93,11 @@ def style() -> str:
 
 
 def piece(content: str) -> str:
-    """What a notebook shows of an object: without a style sheet, SVG and `mark`, which a page that does not trust the
-    notebook takes out or has in colours of its own."""
+    """What a notebook shows of an object: without a style sheet and `mark`, which a page that does not trust the notebook
+    takes out or has in colours of its own."""
     from bs4 import BeautifulSoup
 
-    drawn = re.sub(r"<svg.*?</svg>", lambda found: as_image(found[0]), content, flags=re.DOTALL)
-    page = BeautifulSoup(f'<div class="cogumi-piece">{drawn}</div>', "html.parser")
+    page = BeautifulSoup(f'<div class="cogumi-piece">{content}</div>', "html.parser")
     for selector, declarations in rules():
         for element in page.select(selector):
             element["style"] = f"{element.get('style', '')}{declarations}"
@@ -124,15 +112,6 @@ def rules() -> list[tuple[str, str]]:
     plain = re.sub(r"/\*.*?\*/", "", style(), flags=re.DOTALL).replace(" !important", "")
     found = re.findall(r"([^{}]+)\{([^{}]*)\}", plain)
     return [(selector.strip(), f"{declarations.strip().rstrip(';')};") for selector, declarations in found]
-
-
-def as_image(svg: str) -> str:
-    """An SVG element as an image; its text, which cannot have the colour of the page, in one that reads on light and dark."""
-    style, words = (re.search(rf'<svg[^>]* {name}="([^"]*)"', svg) for name in ("style", "aria-label"))
-    whole = svg.replace("<svg ", f'<svg color="{ON_ANY_GROUND}" ', 1).encode()
-    data = b64encode(whole).decode()
-    said = f' alt="{words[1]}"' if words else ""
-    return f'<img{said} style="{style[1] if style else ""}" src="data:image/svg+xml;base64,{data}"/>'
 
 
 # ------------------------------------------------------------------------------------------------------ html components
@@ -158,7 +137,7 @@ def preview(found: "Preview") -> str:
 
 def data(accounts: Sequence[Mapping[str, Any]], lengths: Sequence[Sequence[int]], max_length: int | None) -> str:
     """accounts: of each part of the data, as `cogumi.methods.preview.Shares`."""
-    drawn = figure(figures.length_histogram(lengths, max_length).svg()) if lengths else ""
+    drawn = figure(figures.length_histogram(lengths, max_length)) if lengths else ""
     return f'<div class="beside"><div>{"".join(map(shares, accounts))}</div>{drawn}</div>'
 
 
@@ -208,16 +187,11 @@ def highlighted(kind: str, content: str) -> str:
 
 def checks(found: Iterable[Mapping[str, Any]]) -> str:
     """The checks of a verdict, those that failed first."""
-    in_order = sorted(found, key=lambda check: bool(check["passed"]))
-    rows = [
-        [
-            level("green", "pass") if check["passed"] else level("red", "FAIL"),
-            text(check["name"]),
-            text("; ".join(filter(None, (check["figure"], check.get("fix"))))),
-            text(check["requirement"]),
-        ]
-        for check in in_order
-    ]
+    rows = []
+    for check in sorted(found, key=lambda check: bool(check["passed"])):
+        state = level("green", "pass") if check["passed"] else level("red", "FAIL")
+        said = "; ".join(filter(None, (check["figure"], check.get("fix"))))
+        rows.append([state, text(check["name"]), text(said), text(check["requirement"])])
     return table(["", "check", "figure", "required"], rows)
 
 
@@ -253,18 +227,15 @@ def preflight(found: Mapping[str, Any], measured: float | None = None) -> str:
     verdict = level("green", "nothing is red") if found["fits"] else level("red", "RED: it does not fit")
     rows = [
         [
-            level(line["state"], "note" if line["state"] == "yellow" else None),
-            text(line["stage"]),
-            text(line["figure"]),
-            text(line["fix"]),
+            level(each["state"], "note" if each["state"] == "yellow" else None),
+            *map(text, (each["stage"], each["figure"], each["fix"])),
         ]
-        for line in found["lines"]
+        for each in found["lines"]
     ]
     bar = found["figures"].get("memory")
-    drawn = figure(figures.memory_bar(bar, measured).svg()) if bar else ""
-    return f"<p>{verdict} Planned for: {text(found['target'])}.</p>{drawn}" + table(
-        ["", "stage", "found", "what to do"], rows
-    )
+    drawn = figure(figures.memory_bar(bar, measured)) if bar else ""
+    lines = table(["", "stage", "found", "what to do"], rows)
+    return f"<p>{verdict} Planned for: {text(found['target'])}.</p>{drawn}{lines}"
 
 
 # ----------------------------------------------------------------------------------------------------------------- merge
@@ -276,27 +247,23 @@ def merged(directory: Path, report: "MergeReport | None" = None) -> str:
     tensors = found["tensors"].values()
     checked = sum(each.get("elements") or 0 for each in tensors)
     beside = sum(each.get("not_nearest") or 0 for each in tensors)
-    merged_ones = sum("rank" in each for each in tensors)
     worst = max((each["largest_error"] for each in tensors if each.get("largest_error") is not None), default=None)
+    verified = f"{checked:,} elements read back from the disk, {beside:,} of them next to a tie, the worst at "
+    verified = "not verified" if worst is None else f"{verified}{worst:.2f} of what rounding allows"
+    merged_ones, copied = sum("rank" in each for each in tensors), found["tensors_copied"]
     rows = [
         ("into", f"<code>{text(directory)}</code>"),
         ("base", text(found["base"]["name"])),
         ("adapters", text(", ".join(f"{each['path']} x {each['weight']:g}" for each in found["adapters"]))),
-        ("tensors", f"{merged_ones:,} merged, {found['tensors_copied']:,} copied byte by byte"),
+        ("tensors", f"{merged_ones:,} merged, {copied:,} copied byte by byte"),
         ("size", gib(sum(shard["bytes"] for shard in found["shards"].values()))),
-        (
-            "verified",
-            f"{checked:,} elements read back from the disk, {beside:,} of them next to a tie, the worst at {worst:.2f} of "
-            "what rounding allows"
-            if worst is not None
-            else "not verified",
-        ),
+        ("verified", verified),
         ("q/delta", f"{found['q_over_delta']:.2f}" if found.get("q_over_delta") is not None else ""),
         ("logits", text(report.logits) if report is not None and report.logits else ""),
         ("written", text(found["created"]) + (f", in {report.seconds:.1f} s" if report is not None else "")),
     ]
     try:
-        drawn = figure(figures.delta_by_layer(directory).svg())
+        drawn = figure(figures.delta_by_layer(directory))
     except UsageError as error:
         drawn = f"<p>{text(error)}</p>"
     _, outside = figures.deltas(directory)

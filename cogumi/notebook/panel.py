@@ -1,51 +1,56 @@
 """`run.dashboard()`: a panel on a run directory. It reads files, so the run may be anybody's, of yesterday, or over.
 
-A thread of its own draws it anew, so that it goes on beside a cell that computes; it takes less than one percent of a core
-by waiting a hundred times as long as it worked. Buttons do what `run.stop()`, `run.checkpoint()` and `run.pause()` do.
+A thread of its own draws it anew, also beside a cell that computes; it takes less than one percent of a core by waiting a
+hundred times as long as it worked. Buttons do what `run.stop()`, `run.checkpoint()` and `run.pause()` do. Every level, state
+and reward is said in words as well as by colour.
 """
 
 import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from cogumi.checkpoints.retention import checkpoints_in
+from cogumi.core.disk_space import spoken
 from cogumi.core.errors import UsageError
+from cogumi.core.formatting import flag_sentence
 from cogumi.core.notices import in_a_kernel
 from cogumi.core.run_directory import CHECKPOINT, PAUSE
-from cogumi.notebook import panel_html as html
-from cogumi.notebook.run_snapshot import Look, Looker
-from cogumi.telemetry.status import Status, on_a_screen
+from cogumi.notebook.curves import svg_of
+from cogumi.notebook.html_components import blank, folded, level, style, table, text
+from cogumi.notebook.run_snapshot import REFRESH_SECONDS, Look, Looker
+from cogumi.telemetry.status import (
+    checked,
+    checks,
+    failed,
+    figures,
+    in_short,
+    machine,
+    missed,
+    near_here,
+    number,
+    on_a_screen,
+    reds,
+    tail_lines,
+)
 
-REFRESH_SECONDS = 2.0
 WAIT_PER_WORK = 120.0  # seconds of waiting for each second of computing: 0.8 % of a core
 WIDGET = "application/vnd.jupyter.widget-view+json"
-
-STOP, RESUME = "STOP", "RESUME"  # what buttons ask for beside CHECKPOINT and PAUSE, which are files as well
-
-
-class Run(Protocol):
-    """Of `cogumi.runs.handle.Run`, what the panel needs: how it stands, and what its buttons do."""
-
-    @property
-    def run_dir(self) -> Path: ...
-    def status(self) -> Status: ...
-    def ask_to_stop(self) -> Any: ...
-    def checkpoint(self) -> None: ...
-    def pause(self) -> None: ...
-    def resume(self) -> None: ...
+MOST_CHARACTERS = 400  # of a prompt or completion: what is read at a glance
+LOG_LINES, LINE_BYTES = 12, 12_000
+STOP, UNPAUSE = "STOP", "UNPAUSE"  # what buttons ask for beside CHECKPOINT and PAUSE, which are files as well
 
 
 shown: dict[Path, "Panel"] = {}
 """The panels of this kernel that are drawn anew, by run directory: a second one of the same run is the same one."""
 
 
-def show(run: Run) -> None:
-    """Display the panel in a notebook; elsewhere, and where widgets are not shown, one screen of text."""
-    text = on_a_screen(run.status())
+def show(run: Any) -> None:
+    """Display the panel of a `cogumi.Run` in a notebook; elsewhere, and where widgets are not shown, one screen of text."""
+    words = on_a_screen(run.status())
     if not in_a_kernel() or find_spec("ipywidgets") is None:
-        print(text)
+        print(words)
         return
     from IPython.display import display
 
@@ -54,31 +59,27 @@ def show(run: Run) -> None:
         panel = shown[run.run_dir] = Panel(run)
         panel.thread.start()
     bundle: dict[str, Any] = panel.box._repr_mimebundle_()
-    display({WIDGET: bundle[WIDGET], "text/plain": text}, raw=True)
+    display({WIDGET: bundle[WIDGET], "text/plain": words}, raw=True)
 
 
 class Panel:
     """The widgets, and the thread that draws them until the run has ended."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Any) -> None:
         from ipywidgets import HTML, Button, HBox, VBox
 
+        def button(description: str, icon: str, tooltip: str, press: Any) -> Button:
+            made = Button(description=description, icon=icon, tooltip=tooltip)
+            made.layout.width = "max-content"  # whatever stands beside it
+            made.layout.flex = "none"
+            made.on_click(press)
+            return made
+
         self.run, self.looker = run, Looker(run.run_dir)
-        self.head, self.flags, self.plots = HTML(), HTML(), HTML()
-        self.samples, self.rest, self.said = HTML(), HTML(), HTML()
-        self.stop = Button(description="Stop", icon="stop", tooltip="Finish the step, save a checkpoint, end")
-        self.save = Button(
-            description="Checkpoint now", icon="save", tooltip="Save a checkpoint after this step, train on"
-        )
-        self.pause = Button(
-            description="Pause", icon="pause", tooltip="Save after this step and wait; keeps the machine"
-        )
-        self.stop.on_click(self.on_stop)
-        self.save.on_click(self.on_save)
-        self.pause.on_click(self.on_pause)
-        for button in (self.stop, self.save, self.pause):
-            button.layout.width = "max-content"  # whatever stands beside it
-            button.layout.flex = "none"
+        self.head, self.flags, self.plots, self.samples, self.rest, self.said = (HTML() for _ in range(6))
+        self.stop = button("Stop", "stop", "Finish the step, save a checkpoint, end", self.on_stop)
+        self.save = button("Checkpoint now", "save", "Save a checkpoint after this step, train on", self.on_save)
+        self.pause = button("Pause", "pause", "Save after this step and wait; keeps the machine", self.on_pause)
         self.buttons = HBox([self.stop, self.save, self.pause, self.said])
         self.buttons.layout.flex_flow = "row wrap"  # in a narrow window
         self.box = VBox([self.head, self.buttons, self.flags, self.plots, self.samples, self.rest])
@@ -89,7 +90,7 @@ class Panel:
         self.marked: list[dict[str, Any]] = []  # in the plots as they stand
         self.now = threading.Event()  # a button was pressed: do not wait
         self.thread = threading.Thread(target=self.follow, name=f"cogumi panel {run.run_dir.name}", daemon=True)
-        self.head.value = html.STYLE + "looking"
+        self.head.value = styled("reading the run")
 
     def follow(self) -> None:
         """Draw until the run has ended. What goes wrong is said in the panel, and raised."""
@@ -113,18 +114,18 @@ class Panel:
     def draw(self, look: Look) -> None:
         """Only what has another value than before is sent to the browser."""
         ended, paused = look.status.ended, look.status.state == "paused"
-        self.head.value = html.STYLE + html.head(look)
-        self.flags.value = html.flags(look)
+        self.head.value = styled(head(look))
+        self.flags.value = flags(look)
         if look.changed or look.was_red != self.marked:  # a flag is judged after its row is written
-            self.plots.value, self.marked = html.plots(look), look.was_red
-        self.samples.value = html.samples(look)
-        self.rest.value = html.rest(look)
-        self.pause.description, self.pause.icon = ("Resume", "play") if paused else ("Pause", "pause")
+            self.plots.value, self.marked = plots(look), look.was_red
+        self.samples.value = samples(look)
+        self.rest.value = rest(look)
+        self.pause.description, self.pause.icon = ("Unpause", "play") if paused else ("Pause", "pause")
         self.stop.disabled = ended or self.asked_to_stop
         self.save.disabled = ended or paused
         self.pause.disabled = ended
         if word := self.done(look):
-            self.asked, self.said.value = "", html.said(word)
+            self.asked, self.said.value = "", said(word)
         elif look.status.state != self.state:  # it came without a button
             self.said.value = ""
         self.state = look.status.state
@@ -136,8 +137,8 @@ class Panel:
             return f"the run has ended, and this is how it ended: {status}"
         if self.asked == PAUSE and status.state == "paused":
             return f"done: training waits, {newest} is saved"
-        if self.asked == RESUME and status.state != "paused":
-            return "done: training has resumed"
+        if self.asked == UNPAUSE and status.state != "paused":
+            return "done: training continues"
         if self.asked in (CHECKPOINT, PAUSE) and not (self.run.run_dir / self.asked).exists():  # it was taken
             if self.asked == CHECKPOINT and newest != self.newest:
                 return f"done: {newest} is saved"
@@ -146,33 +147,33 @@ class Panel:
         return ""
 
     def end(self, reason: str) -> None:
-        self.head.value = html.STYLE + html.gone(reason)
+        self.head.value = styled(f"<b>{text(reason)}</b><br>What stands below is the last that was seen.")
         for button in (self.stop, self.save, self.pause):
             button.disabled = True
 
     def on_stop(self, _: Any) -> None:
         self.stop.disabled = True  # a second signal would end it without saving
-        self.asked_to_stop = self.do(STOP, self.run.ask_to_stop, "asked to finish its step, save and end")
+        self.asked_to_stop = self.ask(STOP, self.run.ask_to_stop, "asked to finish its step, save and end")
 
     def on_save(self, _: Any) -> None:
-        self.do(CHECKPOINT, self.run.checkpoint, "asked for a checkpoint after this step")
+        self.ask(CHECKPOINT, self.run.checkpoint, "asked for a checkpoint after this step")
 
     def on_pause(self, _: Any) -> None:
-        if self.pause.description == "Resume":
-            self.do(RESUME, self.run.resume, "asked to resume")
+        if self.pause.description == "Unpause":
+            self.ask(UNPAUSE, self.run.unpause, "asked to end the pause")
         else:
-            self.do(PAUSE, self.run.pause, "asked to save and wait after this step")
+            self.ask(PAUSE, self.run.pause, "asked to save and wait after this step")
 
-    def do(self, what: str, ask: Any, word: str) -> bool:
+    def ask(self, what: str, request: Any, word: str) -> bool:
         """What a button asks for; a refusal is said beside it. Whether it was asked."""
         newest = newest_in(self.run.run_dir)  # before it is asked
         asked = True
         try:
-            ask()
+            request()
         except UsageError as error:
             asked, word = False, str(error)
         self.asked, self.newest = what if asked else "", newest
-        self.said.value = html.said(word)
+        self.said.value = said(word)
         self.now.set()
         return asked
 
@@ -180,3 +181,103 @@ class Panel:
 def newest_in(run_dir: Path) -> str:
     """The name of the newest checkpoint, "" of none."""
     return next((path.name for path in checkpoints_in(run_dir / "checkpoints")), "")
+
+
+# ------------------------------------------------------------------------------------------------------ its parts as HTML
+
+
+def within(*parts: str) -> str:
+    return f'<div class="cogumi-piece">{"".join(parts)}</div>' if any(parts) else ""
+
+
+def styled(content: str) -> str:
+    return f"<style>{style()}</style>{within(content)}"
+
+
+def said(word: str) -> str:
+    return f'<span class="cogumi-piece" role="status">{text(word)}</span>'
+
+
+def head(look: Look) -> str:
+    """Where, what, how far, how long yet, what it costs, what the machine does."""
+    status = look.status
+    lines = [f"<b>{text(in_short(status))}</b>"]
+    if status.step is not None and status.steps:
+        share = min(1.0, status.step / status.steps)
+        word = f"step {status.step} of {status.steps}"
+        lines.append(f'<progress max="1" value="{share:.4f}" aria-label="{word}">{share:.0%}</progress>')
+    if status.reason:
+        lines.append(text(" ".join(status.reason.split())))
+    lines += [text(" · ".join(each.split("  "))) for each in (figures(status), machine(status.heartbeat)) if each]
+    return "<br>".join(lines)
+
+
+def flags(look: Look) -> str:
+    """What is not green with its evidence and the key to change; what was red before, numbered as in the plots; the verdict."""
+    lines = [
+        f"{level(flag['level'], flag['level'].upper() + ' ' + flag['name'])} {text(flag_sentence(flag))}"
+        for flag in look.flags
+        if flag["level"] != "green"
+    ]
+    if look.flags:
+        lines.append(level("green", f"{len(look.flags) - len(lines)} of {len(look.flags)} flags are green"))
+    lines += [
+        f"⚑{number} red at step {each['step']}: {text(each['name'])}: {text(each['evidence'])}"
+        for number, each in enumerate(look.was_red, 1)
+    ]
+    if found := checks(look.status):
+        bad = missed(found)
+        verdict = [checked(look.status), *(f"FAIL {failed(each)} (required: {each['requirement']})" for each in bad)]
+        state = "red" if bad or reds(look.status) else "green"
+        lines.append(f"{level(state, 'verdict')} {'<br>'.join(map(text, verdict))}")
+    return within(*(f"<p>{line}</p>" for line in lines))
+
+
+def plots(look: Look) -> str:
+    marks = [(int(each["step"]), "red", each["name"]) for each in look.was_red]
+    drawn = [svg_of(plot, curves, marks) for plot, curves in look.plots]
+    return within(f'<div class="plots">{"".join(drawn)}</div>') if drawn else ""
+
+
+def samples(look: Look) -> str:
+    if not look.samples:
+        return ""
+    last = next((key for key in ("reward", "middle", "answer") if key in look.samples[0]), None)
+    rows = []
+    for each in look.samples:
+        cells = [glance(str(each["prompt"]), "end"), glance(str(each["completion"]))]
+        if last is not None:
+            cells.append(text(number(each[last])) if last == "reward" else glance(str(each[last])))
+        rows.append(cells)
+    more = {None: [], "reward": ["reward"]}.get(last, ["expected"])
+    return within(
+        f"<h4>newest samples, step {look.sampled_at}</h4>", table(["prompt (its end)", "completion", *more], rows)
+    )
+
+
+def glance(words: str, shows: str = "start") -> str:
+    """What is read at a glance. shows: what of a long text is seen before it is scrolled, "start" or "end"."""
+    if not words.strip():
+        words = blank(words)
+    elif len(words) > MOST_CHARACTERS:
+        words = "…" + words[-MOST_CHARACTERS:] if shows == "end" else words[:MOST_CHARACTERS] + "…"
+    return f'<pre class="glance {shows}">{text(words)}</pre>'
+
+
+def rest(look: Look) -> str:
+    """Checkpoints, disk, the end of the log."""
+    found = []
+    if look.checkpoints:
+        words = {"verified": "verified when it was saved, sizes unchanged"}
+        rows = [
+            [text(each.path.name), text(words.get(each.state, f"{each.state}: {each.reason}")), spoken(each.bytes)]
+            for each in look.checkpoints
+        ]
+        found += ["<h4>checkpoints</h4>", table(["newest first", "state", "size"], rows), text(look.broke)]
+    if look.disk:
+        found += ["<h4>disk</h4>", "<br>".join(map(text, look.disk))]
+    log = tail_lines(Path(look.status.log), LINE_BYTES)[-LOG_LINES:]
+    if log:
+        lines = "\n".join(log)
+        found.append(folded(near_here(look.status.log), f'<pre class="glance end">{text(lines)}</pre>'))
+    return within(*found)

@@ -5,7 +5,7 @@ For a run at any stage: what is not there (yet) is said, not left out. Written w
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.resources import files
 from os import PathLike
@@ -22,7 +22,7 @@ from cogumi.core.run_directory import PREFLIGHT, ROLLOUTS, write_atomic
 from cogumi.core.version import __version__
 from cogumi.notebook import figures, html_components
 from cogumi.notebook.completions import rollouts, side_by_side
-from cogumi.notebook.figures import MERGE_MANIFEST
+from cogumi.notebook.curves import Curves, svg_of
 from cogumi.notebook.html_components import facts, figure, folded, level, style, table, text, verbatim
 from cogumi.notebook.run_snapshot import broke
 from cogumi.telemetry.status import (
@@ -47,6 +47,7 @@ TRACEBACK = "Traceback (most recent call last):"
 A_LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (\w+) (.*)$")
 # Lines of the log that are told elsewhere: progress, checks.
 NO_DECISIONS = re.compile(r"step \d+/\d+,|pass  |FAIL  |flags: ")
+LOUD = {"WARNING": level("yellow", "warning") + " ", "ERROR": level("red", "ERROR") + " "}
 
 
 def write_report(run_dir: str | PathLike[str], out: str | PathLike[str] | None = None) -> Path:
@@ -67,29 +68,31 @@ def write_report(run_dir: str | PathLike[str], out: str | PathLike[str] | None =
 def report(status: Status) -> str:
     """The whole page, of a run as it stands."""
     run = Path(status.run_dir)
-    parts: list[tuple[str, Callable[[Path, Status], str]]] = [
-        ("What it was", what_it_was),
-        ("Verdict", verdict),
-        ("Flags", flags),
-        ("Curves", curves),
-        ("Rewards", rewards),
-        ("Completions", completions),
-        ("Data", data),
-        ("Memory", memory),
-        ("Merge", merge),
-        ("Checkpoints", checkpoints),
-        ("Decisions and log", decisions),
-        ("Configuration", configuration),
-    ]
-    # A verdict is read first; what was run comes after it.
-    parts[:2] = [parts[1], parts[0]]
-    sections = [(title, content) for title, make in parts if (content := make(run, status))]
-    nav = "".join(f'<li><a href="#{anchor(title)}">{title}</a></li>' for title, _ in sections)
-    body = "\n".join(
-        f'<section><h2 id="{anchor(title)}">{title}</h2>\n{content}</section>' for title, content in sections
+    parts = {
+        "Verdict": verdict(run, status),
+        "What it was": what_it_was(run, status),
+        "Flags": flags(run),
+        "Curves": curves(run),
+        "Rewards": rewards(run),
+        "Completions": completions(run),
+        "Data": data(run),
+        "Memory": memory(run),
+        "Merge": merge(run),
+        "Checkpoints": checkpoints(run),
+        "Decisions and log": decisions(run, status),
+        "Configuration": configuration(run),
+    }
+    anchors = {title: title.lower().replace(" ", "-") for title, content in parts.items() if content}
+    nav = "".join(f'<li><a href="#{anchor}">{title}</a></li>' for title, anchor in anchors.items())
+    sections = (
+        f'<section><h2 id="{anchor}">{title}</h2>\n{parts[title]}</section>' for title, anchor in anchors.items()
     )
-    name = run.absolute().name
-    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    body = "\n".join(sections)
+    name = text(run.absolute().name)
+    state, word = in_a_word(status)
+    reason = f'<p class="reason">{text(status.reason)}</p>' if status.reason else ""
+    if not status.ended:
+        reason = f'<p class="reason">It is still at work: this is how far it was, {when(time.time())}.</p>'
     sheets = style() + files("cogumi.notebook").joinpath("report.css").read_text(encoding="utf-8")
     return f"""<!doctype html>
 <html lang="en">
@@ -98,24 +101,20 @@ def report(status: Status) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<title>{text(name)}: {text(in_a_word(status)[1])}</title>
+<title>{name}: {text(word)}</title>
 <style>{sheets}</style>
 </head>
 <body>
 <main class="cogumi-piece">
-<h1>{level(*in_a_word(status))} {text(name)}</h1>
-{reason(status)}
+<h1>{level(state, word)} {name}</h1>
+{reason}
 <nav aria-label="Sections"><ul>{nav}</ul></nav>
 {body}
-<footer>Made by cogumi {__version__} on {now} from the files of the run.</footer>
+<footer>Made by cogumi {__version__} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from the files of the run.</footer>
 </main>
 </body>
 </html>
 """
-
-
-def anchor(title: str) -> str:
-    return title.lower().replace(" ", "-")
 
 
 # -------------------------------------------------------------------------------------------------------- how it stands
@@ -130,30 +129,26 @@ def in_a_word(status: Status) -> tuple[str, str]:
     if not status.ended:
         return "unknown", state_of(status)
     if read_if_there(Path(status.run_dir) / "verdict.json").get("passed") is False:
-        return "red", f"FAIL ({status.state}): {', '.join(each['name'] for each in missed(checks(status)))}"
+        failed = ", ".join(each["name"] for each in missed(checks(status)))
+        return "red", f"FAIL ({status.state}): {failed}"
     return ("red" if status.state in ("failed", "died", "refused") else "yellow"), status.state
-
-
-def reason(status: Status) -> str:
-    if not status.ended:
-        return f'<p class="reason">It is still at work: this is how far it was, {when(time.time())}.</p>'
-    return f'<p class="reason">{text(status.reason)}</p>' if status.reason else ""
 
 
 def verdict(run: Path, status: Status) -> str:
     found = read_if_there(run / "verdict.json")
     if not found:
         return f"<p>There is no verdict: {text(state_of(status))}. Checks are made when a training has ended by itself.</p>"
-    said = text(". ".join([counted(found["checks"], reds(status)), *map(failure, missed(found["checks"]))])) + "."
+    red = reds(status)
+    said = text(". ".join([counted(found["checks"], red), *map(failure, missed(found["checks"]))])) + "."
     if "safe_to_scale" in found:
         said += f" Safe to scale: {text(found['safe_to_scale'])}."
-    word = level("red", "FAIL")
-    if found["passed"]:
-        word = level("red", "RED") if reds(status) else level("green", "passed")
+    word = (
+        level("green", "passed") if found["passed"] and not red else level("red", "RED" if found["passed"] else "FAIL")
+    )
     return f"<p>{word} {said}</p>" + html_components.checks(found["checks"])
 
 
-def flags(run: Path, status: Status) -> str:
+def flags(run: Path) -> str:
     found = read_if_there(run / "flags.json")
     if not found:
         return "<p>Nothing was judged yet: there is no flags.json.</p>"
@@ -165,46 +160,41 @@ def flags(run: Path, status: Status) -> str:
 
 
 def what_it_was(run: Path, status: Status) -> str:
-    config, came_to = config_of(run), read_if_there(run / "metrics.json")
-    beat = status.heartbeat
+    config, came_to, beat = config_of(run), read_if_there(run / "metrics.json"), status.heartbeat
     model, base = config.get("model", {}), read_if_there(run / "base.json")
-    method = config.get("cogumi", {}).get("method")
-    tuning = {"lora": "LoRA", "full": "every weight"}.get(config.get("cogumi", {}).get("tuning"), "")
+    asked = config.get("cogumi", {})
+    tuning = {"lora": "LoRA", "full": "every weight"}.get(asked.get("tuning"), "")
     if model.get("quantization_config"):
         tuning = f"{tuning}, on a quantized base"
     began = beat.get("started") or status.began
     took = came_to.get("elapsed_seconds", beat.get("elapsed_seconds"))
+    stages = came_to.get("seconds") or beat.get("seconds") or {}
+    said = ", ".join(f"{stage} {duration(each)}" for stage, each in stages.items() if each >= 1)
     cost = came_to.get("cost", beat.get("cost_so_far"))
-    speed = came_to.get("tokens_per_second") or beat.get("tokens_per_second")
-    done = "" if status.step is None else f"{status.step:,}" + (f" of {status.steps:,}" if status.steps else "")
+    speed, mfu = came_to.get("tokens_per_second") or beat.get("tokens_per_second"), came_to.get("mfu")
+    final = came_to.get("final", {}).items()
     rows = [
         ("directory", f"<code>{text(run.absolute())}</code>"),
         ("model", text(", at commit ".join(str(each) for each in (model.get("name"), base.get("commit")) if each))),
-        ("method", text(", ".join(filter(None, (method, tuning))))),
+        ("method", text(", ".join(filter(None, (asked.get("method"), tuning))))),
         ("state", text(state_of(status))),
-        ("steps", done),
+        (
+            "steps",
+            "" if status.step is None else f"{status.step:,}" + (f" of {status.steps:,}" if status.steps else ""),
+        ),
         ("began", when(began) if began else ""),
         ("last sign of life", when(status.last_sign) if status.last_sign else ""),
-        ("took", duration(took) + stages(came_to.get("seconds") or beat.get("seconds") or {}) if took else ""),
-        ("cost", f"${cost:.2f}" if isinstance(cost, int | float) else "not known: no cogumi.price_per_hour was given"),
+        ("took", duration(took) + (f" ({text(said)})" if said else "") if took else ""),
+        ("cost", f"${cost:.2f}" if is_number(cost) else "not known: no cogumi.price_per_hour was given"),
         ("tokens", f"{came_to['tokens']:,}" if came_to.get("tokens") else ""),
-        ("speed", speed_in_words(speed, came_to)),
+        (
+            "speed",
+            f"{speed:,.0f} tokens/s" + (f", MFU {mfu:.1%}" if is_number(mfu) else "") if is_number(speed) else "",
+        ),
         ("machine", text(machine(status))),
-        ("at the end", text(", ".join(f"{key} {value:.4g}" for key, value in numbers(came_to.get("final", {}))))),
+        ("at the end", text(", ".join(f"{key} {value:.4g}" for key, value in final if is_number(value)))),
     ]
     return facts(rows)
-
-
-def stages(seconds: Mapping[str, float]) -> str:
-    said = ", ".join(f"{stage} {duration(each)}" for stage, each in seconds.items() if each >= 1)
-    return f" ({text(said)})" if said else ""
-
-
-def speed_in_words(speed: Any, came_to: Mapping[str, Any]) -> str:
-    if not isinstance(speed, int | float):
-        return ""
-    mfu = came_to.get("mfu")
-    return f"{speed:,.0f} tokens/s" + (f", MFU {mfu:.1%}" if isinstance(mfu, int | float) else "")
 
 
 def machine(status: Status) -> str:
@@ -219,8 +209,8 @@ def machine(status: Status) -> str:
     return ", ".join(filter(None, said))
 
 
-def numbers(values: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    return ((key, value) for key, value in values.items() if isinstance(value, int | float))
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
 
 
 def when(seconds: float) -> str:
@@ -228,46 +218,54 @@ def when(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
+def config_of(run: Path) -> dict[str, Any]:
+    path = run / "config.yaml"
+    found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found or {}
+
+
 # ------------------------------------------------------------------------------------------------------------ the training
 
 
-def curves(run: Path, status: Status) -> str:
-    try:
-        return figure(figures.curves(run).svg())
-    except UsageError:
+def curves(run: Path) -> str:
+    """The plots of the panel, and by their numbers the flags that are or were red or yellow."""
+    found = Curves(run / "metrics.jsonl")
+    found.read()
+    flags = figures.flags_at(read_if_there(run / "flags.json"))
+    drawn = [svg_of(plot, of, flags) for plot, of in found.plots()]
+    if not drawn:
         return "<p>Nothing was logged: there is no metrics.jsonl with a step in it.</p>"
+    marks = "".join(
+        f"<p>{level(state, f'⚑{number} {state}')} at step {step}: {text(name)}</p>"
+        for number, (step, state, name) in enumerate(flags, 1)
+    )
+    return f'<div class="plots">{"".join(drawn)}</div>{marks}'
 
 
-def rewards(run: Path, status: Status) -> str:
+def rewards(run: Path) -> str:
     if config_of(run).get("cogumi", {}).get("method") != "gspo" and not (run / ROLLOUTS).exists():
         return ""
     try:
-        return figure(figures.rewards(run).svg())
+        return figure(figures.rewards(run))
     except UsageError:
         return f"<p>The rewards of single completions are not there: no {ROLLOUTS}, or nothing in it.</p>"
 
 
-def completions(run: Path, status: Status) -> str:
+def completions(run: Path) -> str:
     try:
         said = str(side_by_side(run))
     except UsageError as error:
         said = f"<p>{text(error)}</p>"
-    sampled = first_and_last(row for row in figures.rows_of(run / ROLLOUTS) if row.get("shown"))
+    sampled: list[Mapping[str, Any]] = []
+    for row in figures.rows_of(run / ROLLOUTS):  # the first one and the last
+        if row.get("shown"):
+            sampled = [*sampled[:1], row]
     return said + (
         folded("Sampled while it trained, first and last, with rewards", rollouts(sampled)) if sampled else ""
     )
 
 
-def first_and_last(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for row in rows:
-        found[1:] = [row]
-        if not found:
-            found = [row]
-    return found
-
-
-def data(run: Path, status: Status) -> str:
+def data(run: Path) -> str:
     found = read_if_there(run / "data.json")
     accounts = [found[part] for part in ("train", "held_out") if found.get(part)]
     if not accounts:
@@ -275,60 +273,48 @@ def data(run: Path, status: Status) -> str:
     return html_components.data(accounts, found["train"]["lengths"], found.get("max_length"))
 
 
-def memory(run: Path, status: Status) -> str:
+def memory(run: Path) -> str:
     forecast, took = read_if_there(run / PREFLIGHT), read_if_there(run / "metrics.json").get("memory", {})
-    peak = took.get("gpu_peak_allocated")
+    peak, expected = took.get("gpu_peak_allocated"), took.get("gpu_peak_forecast")
+    off = f", {100 * (expected / peak - 1):+.1f} % from what it was" if expected and peak else ""
     rows = [
         ("peak on the GPU (tensors)", gib(peak) if peak else ""),
         ("reserved on the GPU", gib(took["gpu_peak_reserved"]) if took.get("gpu_peak_reserved") else ""),
-        ("forecast of the peak (tensors)", compared(took.get("gpu_peak_forecast"), peak)),
+        ("forecast of the peak (tensors)", gib(expected) + off if expected else ""),
         ("peak of the process, main memory", gib(took["peak_rss"]) if took.get("peak_rss") else ""),
     ]
-    said = facts(rows)
     if not forecast:
-        return said + "<p>No forecast: there is no preflight.json (a run without a GPU begins without one).</p>"
-    return said + "<h4>Preflight</h4>" + html_components.preflight(forecast, peak)
+        none = "<p>No forecast: there is no preflight.json (a run without a GPU begins without one).</p>"
+        return facts(rows) + none
+    return facts(rows) + "<h4>Preflight</h4>" + html_components.preflight(forecast, peak)
 
 
-def compared(forecast: float | None, peak: float | None) -> str:
-    if not forecast:
-        return ""
-    return gib(forecast) + (f", {100 * (forecast / peak - 1):+.1f} % from what it was" if peak else "")
-
-
-def merge(run: Path, status: Status) -> str:
-    if (run / "merged" / MERGE_MANIFEST).exists():
+def merge(run: Path) -> str:
+    if (run / "merged" / figures.MERGE_MANIFEST).exists():
         return html_components.merged(run / "merged")
     if (run / "merged").is_dir():
         return "<p>merged/ was trained whole (cogumi.tuning: full): there was nothing to merge.</p>"
     return "<p>There is no merged model" + (", and an adapter." if (run / "adapter").is_dir() else ".") + "</p>"
 
 
-def checkpoints(run: Path, status: Status) -> str:
+def checkpoints(run: Path) -> str:
     there = checkpoints_in(run / "checkpoints")
     if not there:
         return "<p>There is no checkpoint.</p>"
-    rows = [
-        [text(path.name), text(path.name.removeprefix("checkpoint-")), size_of(path), *state_of_checkpoint(path)]
-        for path in there
-    ]
+    rows = []
+    for path in there:
+        try:
+            whole = read_manifest(path) is not None
+            state = level("green", "there") if whole else level("yellow", "none: it was not saved whole")
+        except CheckpointDamaged as error:
+            state = f"{level('red', 'DAMAGED')} {text(error)}"
+        size = gib(sum(file.stat().st_size for file in files_of(path).values()))
+        step = path.name.removeprefix("checkpoint-")
+        rows.append([text(path.name), text(step), size, when(path.stat().st_mtime), state])
     said = table(["checkpoint", "step", "size", "saved", "manifest"], rows, numbers=(1, 2))
     if word := broke(read_if_there(run / "flags.json").get("was_red", []), there):
         said += f"<p>{text(word)}.</p>"
-    return f"{said}<p>Newest first. Whether each file still is what was saved, <code>cogumi</code> reads when it goes on.</p>"
-
-
-def size_of(checkpoint: Path) -> str:
-    return gib(sum(path.stat().st_size for path in files_of(checkpoint).values()))
-
-
-def state_of_checkpoint(path: Path) -> tuple[str, str]:
-    try:
-        there = read_manifest(path) is not None
-        said = level("green", "there") if there else level("yellow", "none: it was not saved whole")
-    except CheckpointDamaged as error:
-        said = f"{level('red', 'DAMAGED')} {text(error)}"
-    return when(path.stat().st_mtime), said
+    return f"{said}<p>Newest first. A resume reads every file and compares it with its manifest.</p>"
 
 
 # ----------------------------------------------------------------------------------------------------------- what it said
@@ -336,25 +322,20 @@ def state_of_checkpoint(path: Path) -> tuple[str, str]:
 
 def decisions(run: Path, status: Status) -> str:
     log = Path(status.log)
-    own = tail_lines(run / "run.log", LOG_BYTES)
+    own, shown = tail_lines(run / "run.log", LOG_BYTES), tail_lines(log, LOG_BYTES)
     lines = [found.groups() for line in own if (found := A_LINE.match(line))]
     told = [(kind, line) for kind, line in lines if not NO_DECISIONS.match(line)]
     said = ""
     if told:
-        shown = "".join(f"<li>{loudness(kind)}{text(line)}</li>\n" for kind, line in told[-MOST_LINES:])
+        items = "".join(f"<li>{LOUD.get(kind, '')}{text(line)}</li>\n" for kind, line in told[-MOST_LINES:])
         more = len(told) - MOST_LINES
-        said = (f"<p>{more:,} earlier lines are in run.log.</p>" if more > 0 else "") + f"<ol>{shown}</ol>"
-    failed = traceback_in(own) or traceback_in(tail_lines(log, LOG_BYTES))
-    if failed and status.state in BROKEN_OFF:  # and not one of an earlier part, which the run has gone on after
+        said = (f"<p>{more:,} earlier lines are in run.log.</p>" if more > 0 else "") + f"<ol>{items}</ol>"
+    failed = traceback_in(own) or traceback_in(shown)
+    if failed and status.state in BROKEN_OFF:  # and not one of an earlier part, after which the run was resumed
         said = f"<h4>The error it ended in</h4>{verbatim(failed)}" + said
-    last = tail_lines(log, LOG_BYTES)[-LAST_LINES:]
-    if last:
+    if last := shown[-LAST_LINES:]:
         said += folded(f"the last {len(last)} lines of {log.name}", verbatim("\n".join(last)))
     return said or "<p>It said nothing: there is no log.</p>"
-
-
-def loudness(kind: str) -> str:
-    return {"WARNING": level("yellow", "warning") + " ", "ERROR": level("red", "ERROR") + " "}.get(kind, "")
 
 
 def traceback_in(lines: list[str]) -> str:
@@ -366,16 +347,9 @@ def traceback_in(lines: list[str]) -> str:
     return "\n".join(lines[begins[-1] : end + 1])
 
 
-def configuration(run: Path, status: Status) -> str:
+def configuration(run: Path) -> str:
     path = run / "config.yaml"
     if not path.exists():
         return "<p>There is no config.yaml: it had not come as far.</p>"
-    return folded(
-        "config.yaml, resolved; secrets are redacted", verbatim(path.read_text(encoding="utf-8")), is_open=True
-    )
-
-
-def config_of(run: Path) -> dict[str, Any]:
-    path = run / "config.yaml"
-    found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return found or {}
+    content = verbatim(path.read_text(encoding="utf-8"))
+    return folded("config.yaml, resolved; secrets are redacted", content, is_open=True)

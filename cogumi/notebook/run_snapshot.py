@@ -1,26 +1,42 @@
-"""Everything worth seeing of a run, from its directory: what the panel, `cogumi status --watch` and the text are made of.
+"""Everything worth seeing of a run, from its directory: what the panel and `cogumi status --watch` are made of.
 
 Each look reads what was written since the last one; nothing is held but curves, and what is the same is not read again.
 """
 
 import json
 import math
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from cogumi.checkpoints.manifest import step_of
 from cogumi.checkpoints.retention import checkpoints_in
 from cogumi.checkpoints.verify import Finding, inspect
-from cogumi.core.formatting import duration
+from cogumi.core.disk_space import spoken
+from cogumi.core.formatting import duration, visible
 from cogumi.core.run_directory import OUTLOOK, ROLLOUTS
-from cogumi.notebook.curves import Curve, Curves, Plot
-from cogumi.telemetry.status import Status, read_if_there, status_of, tail_lines
+from cogumi.notebook.curves import LAST, Curve, Curves, Plot, short
+from cogumi.telemetry.status import Status, facts, in_short, number, read_if_there, status_of, tail_lines
 
 ROLLOUT_BYTES = 1 << 20  # at the end of a file: more than one rollout writes
 LOOK_BYTES = 48 << 20  # of metrics that are read at a look: some tenths of a second
-CHECKPOINTS = 4  # that are looked at, the newest
+CHECKPOINTS = 4  # that are inspected, the newest
 SOON_HOURS = 24.0  # a disk that fills in more is no news
+
+REFRESH_SECONDS = 2.0
+BLOCKS = "▁▂▃▄▅▆▇█"
+COLUMNS = 48
+MOST_CHARACTERS = 160
+MARKS = {"red": "bold red", "yellow": "yellow"}
 
 
 @dataclass(frozen=True)
@@ -41,26 +57,24 @@ class Look:
     """Whether there is more to be read at once: a long run is shown from its beginning on while it is read."""
 
     @property
-    def troubles(self) -> list[dict[str, Any]]:
-        """The flags that are not green, red ones first."""
-        return [flag for flag in self.flags if flag["level"] != "green"]
+    def broke(self) -> str:
+        return broke(self.was_red, [each.path for each in self.checkpoints])
 
 
-@dataclass
 class Looker:
     """Looks at one run again and again. Raises UsageError where there is none any more."""
 
-    run_dir: Path
-    curves: Curves = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.curves = Curves(self.run_dir / "metrics.jsonl")
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self.curves = run_dir, Curves(run_dir / "metrics.jsonl")
 
     def look(self) -> Look:
         status = status_of(self.run_dir)
         changed = self.curves.read(LOOK_BYTES)
         judged = read_if_there(self.run_dir / "flags.json")
         sampled_at, samples = newest_samples(self.run_dir)
+        # Names and sizes against what was verified when it was saved; one may just have made room.
+        newest = checkpoints_in(self.run_dir / "checkpoints")[:CHECKPOINTS]
+        inspected = [inspect(path, whole=False) for path in newest]
         return Look(
             status=status,
             plots=self.curves.plots(),
@@ -68,17 +82,11 @@ class Looker:
             was_red=judged.get("was_red", []),
             samples=samples,
             sampled_at=sampled_at,
-            checkpoints=self.checkpoints(),
+            checkpoints=[each for each in inspected if each.path.exists()],
             disk=disk_lines(self.run_dir, status),
             changed=changed,
             behind=self.curves.behind,
         )
-
-    def checkpoints(self) -> list[Finding]:
-        """The newest ones: names and sizes against what was verified when it was saved."""
-        newest = checkpoints_in(self.run_dir / "checkpoints")[:CHECKPOINTS]
-        found = [inspect(path, whole=False) for path in newest]
-        return [each for each in found if each.path.exists()]  # one may just have made room
 
 
 def broke(was_red: list[dict[str, Any]], newest: list[Path]) -> str:
@@ -100,7 +108,7 @@ def newest_samples(run_dir: Path) -> tuple[int | None, list[dict[str, Any]]]:
 
 
 def disk_lines(run_dir: Path, status: Status) -> list[str]:
-    """What is free, how fast it goes, and what the run was forecast to want before its first step."""
+    """What is free, how fast it is used up, and what the run was forecast to want before its first step."""
     said = []
     lines = tail_lines(run_dir / "disk.jsonl", 4096)
     sample = json.loads(lines[-1]) if lines else {}
@@ -110,3 +118,81 @@ def disk_lines(run_dir: Path, status: Status) -> list[str]:
         rate = f", full in {duration(hours * 3600)} at the rate of the last hour" if hours < SOON_HOURS else ""
         said.append(f"{free / 1e9:.1f} GB free{rate}" + (f" ({sample['level']})" if sample.get("level") else ""))
     return said + read_if_there(run_dir / OUTLOOK).get("lines", [])
+
+
+# --------------------------------------------------------------------------------------------------------- in a terminal
+
+
+def watch(run_dir: Path, console: Console | None = None) -> None:
+    """Follow a run until it ends. Ctrl-C ends the watching, not the run. Without a terminal each look is printed once."""
+    looker = Looker(run_dir)
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            look = looker.look()
+            live.update(screen(look), refresh=True)
+            if look.behind:
+                continue
+            if look.status.ended:
+                return
+            time.sleep(REFRESH_SECONDS)
+
+
+def screen(look: Look) -> RenderableType:
+    """One look as a screen: state, flags, curves, checkpoints, disk, samples: what a low terminal does not show comes last."""
+    status = look.status
+    parts: list[RenderableType] = []
+    if status.step is not None and status.steps:
+        bar = Table.grid()  # a bar alone does not end its line
+        bar.add_row(ProgressBar(total=status.steps, completed=min(status.step, status.steps), width=COLUMNS * 2))
+        parts.append(bar)
+    parts += [plain(line, MARKS.get(line.partition(":")[0], "")) for line in facts(status)]
+    if look.flags:
+        green = sum(flag["level"] == "green" for flag in look.flags)
+        parts.append(plain(f"{green} of {len(look.flags)} flags are green", "green"))
+    parts.append(curve_lines(look))
+    parts += [plain(f"{each.path.name}: {each.state}, {spoken(each.bytes)}") for each in look.checkpoints]
+    parts += [plain(each) for each in (look.broke, *(f"disk: {each}" for each in look.disk)) if each]
+    if look.samples:
+        parts.append(sample_table(look))
+    return Panel(Group(*parts), title=plain(in_short(status)), title_align="left")
+
+
+def curve_lines(look: Look) -> Table:
+    table = Table.grid(padding=(0, 2))
+    finite = [curve for _, drawn in look.plots for curve in drawn.values() if len(curve.low)]
+    reached = max((curve.bins[LAST][-1] for curve in finite), default=0)
+    for plot, drawn in look.plots:
+        for key, curve in drawn.items():
+            name = plot.title if len(drawn) == 1 else key
+            if len(curve.low):
+                between = f"{short(float(curve.low.min()))} to {short(float(curve.high.max()))}"
+                value, step = short(float(curve.mean[-1])), int(curve.bins[LAST][-1])
+                at_last = f"now {value}" if step == reached else f"{value} (step {step})"
+                table.add_row(plain(name), sparkline(curve), at_last, between)
+            if curve.broken:
+                table.add_row(plain(name), f"NOT FINITE at step {curve.broken[0]}", f"{len(curve.broken)} times")
+    return table
+
+
+def plain(text: str, style: str = "") -> Text:
+    """Text that others wrote, as it is: neither rich's markup in it nor a terminal's control characters are obeyed."""
+    return Text(visible(text), style)
+
+
+def sparkline(curve: Curve) -> str:
+    """The means in one line of blocks, as many as there is room for."""
+    means = np.array([part.mean() for part in np.array_split(curve.mean, min(COLUMNS, len(curve.mean)))])
+    low, high = means.min(), means.max()
+    levels = (means - low) / (high - low) if high > low else np.full_like(means, 0.5)
+    return "".join(BLOCKS[round(level * (len(BLOCKS) - 1))] for level in levels)
+
+
+def sample_table(look: Look) -> Table:
+    rewarded = "reward" in look.samples[0]
+    table = Table(title=f"newest samples, step {look.sampled_at}", title_justify="left", show_lines=True)
+    for name in ("prompt (its end)", "completion", *(["reward"] if rewarded else [])):
+        table.add_column(name)
+    for each in look.samples:
+        row = [plain(str(each["prompt"])[-MOST_CHARACTERS:]), plain(str(each["completion"])[:MOST_CHARACTERS])]
+        table.add_row(*row, *([number(each["reward"])] if rewarded else []))
+    return table

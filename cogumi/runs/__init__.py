@@ -1,1 +1,97 @@
-"""A run as a thing one holds: started, attached to, stopped."""
+"""`cogumi.train`, `cogumi.preview` and `cogumi.preflight`: what is refused and chosen before torch is imported comes first."""
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cogumi.core.errors import UsageError
+from cogumi.core.notices import importing
+from cogumi.stack.gpus import refuse_ranks, use_one_gpu
+
+if TYPE_CHECKING:
+    from cogumi.forecast import PreflightReport
+    from cogumi.methods.preview import Preview
+    from cogumi.training import RunResult
+
+Config = str | os.PathLike[str] | Mapping[str, Any]
+
+
+def train(config: Config, **overrides: Any) -> "RunResult":
+    """Run one configuration in this process and return what it left behind.
+
+    `config` is a YAML path or a mapping; `overrides` are dotted names with `__` for the dot (`train__max_steps=5`).
+    A run directory that holds this run, unfinished, is resumed from its last good checkpoint. Where the machine has several
+    GPUs, the one with the most free memory is used. Raises UsageError, before anything is written, for a mistake in the
+    configuration, the data or the run directory, and in a process of torchrun or accelerate.
+    """
+    refuse_mistakes(config, overrides, trains=True)
+    with libraries():
+        from cogumi.training import train as train_here
+
+    return train_here(config, **overrides)
+
+
+def preview(config: Config, examples: int = 3, **overrides: Any) -> "Preview":
+    """What `cogumi.train` would train on with the same words. Raises UsageError as it does, for the data and its tokenizer.
+
+    examples: how many are shown, the first ones.
+    """
+    refuse_mistakes(config, overrides)
+    with libraries():
+        from cogumi.methods.preview import preview as preview_here
+
+    return preview_here(config, examples, **overrides)
+
+
+def preflight(config: Config, card: str | None = None, probe: bool = False, **overrides: Any) -> "PreflightReport":
+    """Whether `cogumi.train` with the same words would fit, and what to change where it would not.
+
+    card: plan for this card ("H100 SXM", "A100 80GB"; `cogumi.stack.gpus`) instead of this machine. probe: make ten steps
+    here to know the time, which downloads and loads the model. Of a model on the hub its config and tokenizer are fetched
+    and no weights; of a data set there, the files. Raises UsageError for a mistake in the configuration.
+    """
+    refuse_mistakes(config, overrides, trains=probe)
+    with libraries():
+        from cogumi.forecast.preflight_worker import preflight as preflight_here
+
+    return preflight_here(config, card, train if probe else None, **overrides)
+
+
+@contextmanager
+def libraries() -> Iterator[None]:
+    """For a block that imports torch, trl or peft: one GPU is chosen, and unsloth, where it is used, patches them first."""
+    from cogumi.patches import unsloth_rl
+
+    use_one_gpu()
+    with importing():
+        unsloth_rl.apply()
+        yield
+
+
+def refuse_mistakes(config: Config, overrides: Mapping[str, Any], trains: bool = False) -> None:
+    """Raise UsageError for what is known to be wrong without torch, trl and peft, whose import takes seconds."""
+    # Imported here: attaching to a run needs no schema.
+    from cogumi.config.schema import read_config
+    from cogumi.data.source_files import refuse_missing
+
+    if trains:
+        refuse_ranks(os.environ, command_of(sys.argv))
+    run, origins, label = read_config(config, overrides)
+    for key, source in (("source", run.data.source), *(("mix", each.source) for each in run.data.mix)):
+        try:
+            if source is not None:
+                refuse_missing(source)
+        except UsageError as error:
+            place = origins.get(f"data.{key}", label)
+            raise UsageError(f"{error.place}: {error.message}", place=place, key=f"data.{key}", fix=error.fix) from None
+
+
+def command_of(arguments: list[str]) -> str:
+    """What started this process, as it is typed without a launcher."""
+    program, words = Path(arguments[0]), arguments[1:]
+    own = program.name == "cogumi" or program.parts[-2:] == ("cogumi", "__main__.py")
+    return shlex.join(["cogumi", *words] if own else ["python", str(program), *words])

@@ -33,6 +33,7 @@ from cogumi.core.process_id import is_running, same_process
 from cogumi.core.redact import Shown
 from cogumi.core.run_directory import CHECKPOINT, PAUSE, PAUSED, START, read_jsonl, write_atomic
 from cogumi.notebook.kernel_messages import sleep
+from cogumi.runs import refuse_mistakes
 from cogumi.stack.gpus import as_the_user_set_it
 from cogumi.telemetry.status import (
     BROKEN_OFF,
@@ -104,16 +105,16 @@ class Run:
             sleep(POLL_SECONDS)
             status = self.status()
         with Path(status.log).open(encoding="utf-8", errors="replace", newline="") as file:
-            recent = "".join(file.readlines()[-last:]) if last else file.seek(0, os.SEEK_END) and ""
+            lines = file.readlines()
+            text = "".join(lines[-last:] if last else [])
             while True:
-                ended = self.status().ended  # before reading: what was written up to its end is read
-                text = recent or file.read()
-                recent = ""
                 if text:
                     yield text
-                elif ended:
+                ended = self.status().ended  # before reading: what was written up to its end is read
+                text = file.read()
+                if ended and not text:
                     return
-                else:
+                if not text:
                     sleep(POLL_SECONDS)
 
     def wait(self, timeout: float | None = None) -> Status:
@@ -175,29 +176,31 @@ class Run:
         return ask_to_end(self.status())
 
     def checkpoint(self) -> None:
-        """Ask the run for a checkpoint after the step that it is at. Raises UsageError where it has ended, or waits."""
-        self.ask(CHECKPOINT)
+        """Ask the run for a checkpoint after the step that it is at. Raises UsageError where it has ended, or is paused."""
+        self._ask(CHECKPOINT)
 
     def pause(self) -> None:
-        """Ask the run to save after the step that it is at, and to wait until `resume()`. Raises UsageError where it has
-        ended, or waits already.
+        """Ask the run to save after the step that it is at, and to wait until `unpause()`. Raises UsageError where it has
+        ended, or is paused already.
 
         It keeps its memory and its machine, which costs what training costs; `stop()` gives both back.
         """
-        self.ask(PAUSE)
+        self._ask(PAUSE)
 
-    def resume(self) -> None:
-        """Have a paused run go on, and take back a pause that it has not come to. Raises UsageError where there is neither."""
+    def unpause(self) -> None:
+        """End a pause, and take back one that the run has not come to. Raises UsageError where there is neither."""
         status, asked = self._asked(), [self.run_dir / name for name in (PAUSE, PAUSED)]
         if not any(path.exists() for path in asked):
             raise UsageError(in_short(status), fix="it is not paused")
         for path in asked:
             path.unlink(missing_ok=True)
 
-    def ask(self, name: str) -> None:
+    def _ask(self, name: str) -> None:
         status = self._asked()
         if (self.run_dir / PAUSED).exists():
-            raise UsageError(in_short(status), fix="it waits already, with a checkpoint: `cogumi resume` has it go on")
+            raise UsageError(
+                in_short(status), fix="it waits already, with a checkpoint: `cogumi unpause` ends the pause"
+            )
         (self.run_dir / name).touch()
 
     def _asked(self) -> Status:
@@ -207,6 +210,13 @@ class Run:
             but = f"; {how_to_go_on(status)}" if status.state in BROKEN_OFF else ""
             raise UsageError(in_short(status), fix=f"there is no training to ask{but}")
         return status
+
+
+def attach(run_dir: str | os.PathLike[str]) -> Run:
+    """The run in a directory, under way or over. Raises UsageError, with the nearest name, where there is none."""
+    path = Path(run_dir)
+    status_of(path)
+    return Run(path.absolute())
 
 
 @said("start: the run is being prepared in a process of its own")
@@ -219,19 +229,14 @@ def start(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     (Ctrl-C) before it returns cancels the start: its processes are ended, and the directory is as it was before.
     Raises UsageError for what `cogumi.train` refuses, and RunFailed where the run ends otherwise before its first step.
     """
-    from cogumi.runs.entry import refuse_mistakes
-
     refuse_mistakes(config, overrides, trains=True)  # at once; what libraries and data say, on the other side
-    with heard(), TemporaryFile() as output:
+    begun, (ours, theirs) = Begun(), socket.socketpair()
+    with heard(), TemporaryFile() as output, ours, theirs:
         log.info("configuration and data are being checked, in the process that will train")
-        ours, theirs = socket.socketpair()
-        with ours, cancelled_by_interrupt() as begun:
-            with theirs:
-                what = (dict(config) if isinstance(config, Mapping) else config, overrides)
-                launch(theirs.fileno(), what, output, begun)
-            word: dict[str, str] | None = {"begins": ""}
-            while word is None or "begins" in word:
-                word = listen(ours, 0, begun)
+        try:
+            launch(theirs, (dict(config) if isinstance(config, Mapping) else config, overrides), output, begun)
+            theirs.close()
+            while (word := listen(ours, begun)) is None or "begins" in word:
                 if word is None:
                     sleep(POLL_SECONDS)
             if not word:
@@ -243,15 +248,11 @@ def start(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
                 log.info("%s", word["already"])
                 return run
             await_first_step(run, ours)
+        except KeyboardInterrupt:
+            log.warning("the start is cancelled: its processes are ended, and %s", begun.undo())
+            raise
         log.info("%s", in_short(run.status()))
     return run
-
-
-def attach(run_dir: str | os.PathLike[str]) -> Run:
-    """The run in a directory, under way or over. Raises UsageError, with the nearest name, where there is none."""
-    path = Path(run_dir)
-    status_of(path)
-    return Run(path.absolute())
 
 
 @dataclass
@@ -292,17 +293,6 @@ class Begun:
         return f"{where} is as it was before"
 
 
-@contextmanager
-def cancelled_by_interrupt() -> Iterator[Begun]:
-    """While in the block, an interrupt undoes what was begun."""
-    begun = Begun()
-    try:
-        yield begun
-    except KeyboardInterrupt:
-        log.warning("the start is cancelled: its processes are ended, and %s", begun.undo())
-        raise
-
-
 def in_session(session: int | None) -> list[psutil.Process]:
     """The living processes of a session."""
     found = []
@@ -313,16 +303,16 @@ def in_session(session: int | None) -> list[psutil.Process]:
     return found
 
 
-def launch(descriptor: int, what: Any, output: Any, begun: Begun) -> None:
+def launch(theirs: socket.socket, what: Any, output: Any, begun: Begun) -> None:
     """Leave a trainer behind, in a session of its own. what: pickled, on its standard input, so that no file holds it."""
     with interrupted_later():  # not before the number of the process is known
         launcher = subprocess.Popen(
-            [sys.executable, "-m", "cogumi.runs.supervisor", str(descriptor)],
+            [sys.executable, "-m", "cogumi.runs.supervisor", str(theirs.fileno())],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
             start_new_session=True,
-            pass_fds=(descriptor,),
+            pass_fds=(theirs.fileno(),),
             # A progress bar that goes to a file is a line for each of its refreshes.
             env={"TQDM_DISABLE": "1", **as_the_user_set_it(os.environ), "PYTHONUNBUFFERED": "1"},
         )
@@ -347,15 +337,13 @@ def interrupted_later() -> Iterator[None]:
             raise KeyboardInterrupt
 
 
-def listen(ours: socket.socket, seconds: float | None, begun: Begun | None = None) -> dict[str, str] | None:
-    """What the trainer says within some seconds; {} where it has ended, None where it says nothing."""
-    if not select.select([ours], [], [], seconds)[0]:
+def listen(ours: socket.socket, begun: Begun) -> dict[str, str] | None:
+    """What the trainer has said; {} where it has ended, None where it says nothing."""
+    if not select.select([ours], [], [], 0)[0]:
         return None
-    said = ours.recv(65536)
-    if not said:
-        return {}
-    word: dict[str, str] = json.loads(said)
-    if begun is not None and "begins" in word:
+    line = ours.recv(65536)
+    word: dict[str, str] = json.loads(line or "{}")
+    if "begins" in word:
         begun.begins(Path(word["begins"]))
     with suppress(BrokenPipeError):  # it has been ended since it spoke
         ours.sendall(b"1")  # heard
@@ -374,7 +362,7 @@ def await_first_step(run: Run, ours: socket.socket) -> None:
     began, until = time.time(), time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < until:
         sleep(POLL_SECONDS)
-        word = listen(ours, 0)
+        word = listen(ours, Begun())
         if word == {}:  # its process is ending
             ends_within(run.status(), ENDING_SECONDS)
             break
@@ -392,42 +380,33 @@ def await_first_step(run: Run, ours: socket.socket) -> None:
 
 def ask_to_end(status: Status) -> psutil.Process:
     """Send the process of a status SIGTERM. Raises UsageError where it cannot be told for certain."""
-    process = process_of(status)
+    if not is_running(status.process):
+        if status.host and status.alive is None:
+            raise UsageError(f"its process {status.pid} is on {status.host}", place=status.run_dir, fix="stop it there")
+        raise UsageError(
+            f"{status.run_dir} is held by a process, but not by number {status.pid}, which its status names",
+            fix="end that one where it was started",
+        )
+    process = psutil.Process(status.process["pid"])
     with suppress(psutil.NoSuchProcess):  # it has ended just now
         process.terminate()
     return process
 
 
-def process_of(status: Status) -> psutil.Process:
-    """The process that a status is of. Raises UsageError where it cannot be told for certain."""
-    record = status.process
-    if is_running(record):
-        return psutil.Process(record["pid"])
-    if status.host and status.alive is None:
-        raise UsageError(f"its process {status.pid} is on {status.host}", place=status.run_dir, fix="stop it there")
-    raise UsageError(
-        f"{status.run_dir} is held by a process, but not by number {status.pid}, which its status names",
-        fix="end that one where it was started",
-    )
-
-
 def ends_within(status: Status, seconds: float | None) -> bool:
     """Wait until the process of a status is over, and its supervisor, if it has one, has said how. False: it takes longer."""
-    until = None if seconds is None else time.monotonic() + seconds
+    until = math.inf if seconds is None else time.monotonic() + seconds
     while is_running(status.process):
-        if until is not None and time.monotonic() >= until:
+        if time.monotonic() >= until:
             return False
         sleep(POLL_SECONDS)
     until = time.monotonic() + SUPERVISOR_SECONDS
-    while is_untold(status) and time.monotonic() < until:
+    while time.monotonic() < until:
+        started = read_if_there(Path(status.run_dir) / START)
+        if not same_process(started, status.process) or "exit" in started:
+            break
         sleep(POLL_SECONDS / 5)
     return True
-
-
-def is_untold(status: Status) -> bool:
-    """Whether the record of a start names the process of a status, and not yet how it ended."""
-    started = read_if_there(Path(status.run_dir) / START)
-    return same_process(started, status.process) and "exit" not in started
 
 
 def kill_with_children(process: psutil.Process) -> None:

@@ -1,10 +1,10 @@
-"""The other side of `cogumi.start`: python -m cogumi.runs.supervisor FD trains what it is told, in a process of nobody's.
+"""The other side of `cogumi.start`: python -m cogumi.runs.supervisor FD trains what it is told, in a session of its own.
 
     start -> launcher (ends at once) -> supervisor -> trainer
 
-The launcher is the leader of a session of its own, so neither a terminal that closes nor a notebook that is stopped or
-restarted reaches what it leaves behind, and because it ends, nobody who kills a kernel's children finds them either. The
-supervisor waits for the trainer and writes how it ended, which a process that was killed cannot do itself.
+The launcher leads a session of its own, so neither a terminal that closes nor a notebook that is restarted reaches what it
+leaves behind. Because it ends, those who kill a kernel's children do not find them either. The supervisor waits for the
+trainer and writes how it ended, which a process that was killed cannot do itself.
 
 What to train comes on standard input, secrets and all, and is nowhere written but, redacted, in config.yaml.
 """
@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from cogumi.core.errors import UsageError
@@ -56,7 +55,7 @@ class Starter:
             return False
 
     def hang_up(self) -> None:
-        """Let it go on: it waits for this after a refusal, so that what is to be removed is gone when it says so."""
+        """It waits for this after a refusal, so that what is to be removed is gone when it says so."""
         with suppress(OSError):  # it has ended already
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -75,7 +74,8 @@ def main() -> None:
     os.close(place)
     faulthandler.enable()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, end_in_good_order)
+    # Before and after the training, which has a handler of its own: status.json is to say so.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
     )
@@ -83,11 +83,6 @@ def main() -> None:
     config, overrides = pickle.load(sys.stdin.buffer)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.exit(train_for(Starter(descriptor), telling, config, overrides))
-
-
-def end_in_good_order(number: int, frame: FrameType | None) -> None:
-    """SIGTERM before and after the training, which has a handler of its own: status.json is to say so."""
-    raise SystemExit(128 + number)
 
 
 def supervise(trainer: int, place: int) -> None:
@@ -177,7 +172,9 @@ def alone_on_console(run_dir: Path) -> Iterator[bool]:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         console = os.open(run_dir / CONSOLE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        lock = os.open(run_dir / CONSOLE, os.O_RDONLY)  # of its own: whoever prints to the console is not to hold it
+        lock = os.open(
+            run_dir / CONSOLE, os.O_RDONLY
+        )  # of its own: a process that prints to the console does not hold it
     except OSError as error:
         raise unwritable(run_dir, error) from None
     try:
@@ -197,19 +194,15 @@ def alone_on_console(run_dir: Path) -> Iterator[bool]:
 def taken(lock: int, run_dir: Path) -> bool:
     """Take the lock. False where another living start has it; the workers of one that was killed end some seconds later."""
     until = time.monotonic() + ORPHAN_SECONDS
-    while True:
+    while time.monotonic() < until:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            started = read_if_there(run_dir / START)
-            if is_running(started):
+            if is_running(read_if_there(run_dir / START)):
                 return False
-        if time.monotonic() > until:
-            raise UsageError(
-                f"{run_dir / CONSOLE} is held by what a killed run left", fix=f"end it (`fuser {CONSOLE}`)"
-            )
         time.sleep(0.2)
+    raise UsageError(f"{run_dir / CONSOLE} is held by what a killed run left", fix=f"end it (`fuser {CONSOLE}`)")
 
 
 def leave_word(run_dir: Path, fresh: bool, line: str, heard: bool) -> None:

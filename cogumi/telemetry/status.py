@@ -298,25 +298,29 @@ def how_to_go_on(status: Status) -> str:
 def on_a_screen(status: Status) -> str:
     """Everything worth a look, as plain text of some twenty lines."""
     lines = [in_short(status)]
-    if status.reason:
-        lines.append(f"  {' '.join(status.reason.split())}")
     if status.step is not None and status.steps:
         done = min(1.0, status.step / status.steps)
-        bar = "#" * round(done * BAR_WIDTH)
-        lines.append(f"[{bar:.<{BAR_WIDTH}}] {done:.0%}")
-    if status.last_sign is not None and not status.ended:
-        lines.append(f"last sign of life {duration(time.time() - status.last_sign)} ago")
-    lines += [row for row in (figures(status), machine(status.heartbeat)) if row]
-    if status.heartbeat.get("stalled"):
-        lines.append(status.heartbeat["stalled"])
-    lines += [f"{each['level']}: {each['name']}: {flag_sentence(each)}" for each in flags(status)]
-    if status.state in BROKEN_OFF:
-        lines.append(how_to_go_on(status))
-    elif status.checkpoint:
-        lines.append(f"newest checkpoint: {status.checkpoint}")
-    lines += [f"FAIL  {failed(each)}" for each in missed(checks(status))]
+        lines.append(f"[{'#' * round(done * BAR_WIDTH):.<{BAR_WIDTH}}] {done:.0%}")
+    lines += facts(status)
     log = tail_lines(Path(status.log), size=LOG_LINES * 1000)[-LOG_LINES:]
     return visible("\n".join([*lines, *([f"--- {near_here(status.log)}", *log] if log else [])]))
+
+
+def facts(status: Status) -> list[str]:
+    """What a screen says below the first line: reason, figures, flags, checkpoint, failed checks."""
+    signed = status.last_sign is not None and not status.ended
+    lines = [
+        " ".join((status.reason or "").split()),
+        f"last sign of life {duration(time.time() - (status.last_sign or 0))} ago" if signed else "",
+        figures(status),
+        machine(status.heartbeat),
+        str(status.heartbeat.get("stalled") or ""),
+        *(f"{each['level']}: {each['name']}: {flag_sentence(each)}" for each in flags(status)),
+        how_to_go_on(status) if status.state in BROKEN_OFF else "",
+        f"newest checkpoint: {status.checkpoint}" if status.checkpoint and status.state not in BROKEN_OFF else "",
+        *(f"FAIL  {failed(each)}" for each in missed(checks(status))),
+    ]
+    return [line for line in lines if line]
 
 
 def state_of(status: Status) -> str:
@@ -349,12 +353,6 @@ def machine(heartbeat: dict[str, Any]) -> str:
         "{:.0f} GB of disk free": disk and disk["free"] / 1e9,
     }
     return "  ".join(words.format(value) for words, value in said.items() if isinstance(value, int | float))
-
-
-def cost(status: Status) -> str:
-    """What it cost so far, "" where no price was given."""
-    so_far = status.heartbeat.get("cost_so_far")
-    return "" if so_far is None else f"${so_far:.2f}"
 
 
 def flags(status: Status) -> list[dict[str, Any]]:

@@ -80,7 +80,7 @@ class RunResult:
 
 @said("train: this cell trains")
 def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> RunResult:
-    """`cogumi.train`, where torch may be imported (`cogumi.runs.entry`)."""
+    """`cogumi.train`, where torch may be imported (`cogumi.runs`)."""
     from cogumi.training import preflight_stage  # which reads data and settings as this package does
 
     run = load_config(config, **overrides)
