@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cogumi.diagnostics.checkup import doctor as doctor
     from cogumi.disk.callback import DiskMonitorCallback as DiskMonitorCallback
     from cogumi.disk.monitor import DiskMonitor as DiskMonitor
-    from cogumi.forecast import PreflightReport as PreflightReport
+    from cogumi.forecast.preflight_report import PreflightReport as PreflightReport
     from cogumi.merge import MergeReport as MergeReport
     from cogumi.merge import merge_adapter as merge_adapter
     from cogumi.notebook.form import configure as configure

@@ -42,9 +42,7 @@ def preflight(
     use_one_gpu()
     with waiting("forecasting memory, time and disk"):
         import_unsloth_first()
-        from cogumi.forecast.fixes import fixed, write_fixed
-        from cogumi.forecast.preflight_worker import here
-        from cogumi.forecast.run_forecast import foresee
+        from cogumi.forecast.run_forecast import fixed, foresee, here, write_fixed
 
         if fix is None:
             changes: dict[str, object] = {}

@@ -51,7 +51,7 @@ def run_steps(
 ) -> list[Step]:
     """Run steps for at most `timeout` seconds a process. After one of `needed` has failed no more are run, and `stop` is
     set, which ends those who look at it too. Raises OSError where no process can be had."""
-    from cogumi.stack.isolated_process import run_apart
+    from cogumi.core.worker import run_apart
 
     stop = stop or Event()
     done: list[Step] = []

@@ -14,7 +14,7 @@ from cogumi.hub.source_files import refuse_missing
 from cogumi.stack.gpus import refuse_ranks, use_one_gpu
 
 if TYPE_CHECKING:
-    from cogumi.forecast import PreflightReport
+    from cogumi.forecast.preflight_report import PreflightReport
     from cogumi.methods.preview import Preview
     from cogumi.training import RunResult
 
@@ -63,7 +63,7 @@ def preflight(config: Config, card: str | None = None, probe: bool = False, **ov
     use_one_gpu()
     with importing():
         import_unsloth_first()
-        from cogumi.forecast.preflight_worker import preflight as preflight_here
+        from cogumi.forecast.run_forecast import preflight as preflight_here
 
     return preflight_here(config, card, probing_with(probe), **overrides)
 
