@@ -65,10 +65,12 @@ class DoctorReport:
         }
 
     def __str__(self) -> str:
+        return "\n".join([*(line for each in self.findings for line in lines(each)), "", self.summary()])
+
+    def summary(self) -> str:
         counted = {state: sum(each.state == state for each in self.findings) for state in ("fatal", "warning", "note")}
         wrong = ", ".join(f"{number} {state}" for state, number in counted.items() if number)
-        summary = f"{len(self.findings)} looked at: {wrong or 'nothing to say'}; {self.seconds:.1f} s"
-        return "\n".join([*(line for each in self.findings for line in lines(each)), "", summary])
+        return f"{len(self.findings)} looked at: {wrong or 'nothing to say'}; {self.seconds:.1f} s"
 
 
 @dataclass

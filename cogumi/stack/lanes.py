@@ -23,26 +23,26 @@ Drift = tuple[str, str, str | None]
 
 @dataclass(frozen=True)
 class Lane:
-    """One set of wheels, as it is for this Python and this platform."""
+    """One set of wheels, as it is for this Python and this platform.
+
+    file: the pinned one, relative to the repository. cuda: the release that its torch is built for, "13.0"; None: a CPU
+    build. driver: the oldest NVIDIA driver that runs it, "580"; None: it needs no GPU. glibc: the oldest C library for
+    which every pin has a wheel. state: unresolved, unfetched, resolver-proven, tested or known-good, as
+    requirements/lanes.toml has it. known_good: the result that proved it on a card. pins: version by normalized name,
+    without packages whose version depends on Python's patch release.
+    """
 
     name: str
     purpose: str
     file: str
-    """The pinned file, relative to the repository."""
     cuda: str | None
-    """The CUDA release its torch is built for, "13.0"; None: a CPU build."""
     driver: str | None
-    """The oldest NVIDIA driver that runs it, "580"; None: it needs no GPU."""
     glibc: str
-    """The oldest C library for which every pin has a wheel."""
     state: str
-    """unresolved, unfetched, resolver-proven, tested or known-good: requirements/lanes.toml says what makes which."""
     known_good: Mapping[str, str] | None
-    """The result that proved it on a card: date, card, driver and result (a file in benchmarks/results)."""
     tested: str | None
     unproven: str | None
     pins: Mapping[str, str]
-    """Version by normalized name. A package whose version depends on Python's patch release is left out."""
 
 
 @cache

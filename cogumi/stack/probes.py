@@ -3,7 +3,6 @@
 A process of its own because a native import can crash or hang, and takes nothing else with it then.
 `python -m cogumi.stack.probes NAME DEVICE` runs one probe and prints its readings as JSON.
 """
-# @triton.jit reads the source of a kernel, and looks for its names among this module's.
 
 from __future__ import annotations
 
@@ -24,6 +23,7 @@ Reading = tuple[str, float | str | None, str, str]
 TIMEOUT = 60.0
 FLASH_TIMEOUT = 300.0  # a kernel from the hub is downloaded
 MARK = "readings: "
+tl: Any = None  # triton.language, once it is imported: @triton.jit looks for it among the names of a kernel's module
 # The package that a probe needs, where it is not called like the probe.
 PACKAGES = {"matmul": "torch", "sdpa": "torch", "flash_attn_3": "flash_attn_interface", "hub_flash_attn": "kernels"}
 # Flash attention 2 of the line that TRL's maintainers test: v3 has no backward pass for grouped heads (issue 1085, below).
@@ -94,10 +94,11 @@ def probe_triton(device: str) -> list[Reading]:
     global tl
     import torch
     import triton
-    import triton.language as tl
+
+    tl = importlib.import_module("triton.language")
 
     @triton.jit
-    def double(source, target, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    def double(source, target, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def,name-defined,valid-type]
         offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = offsets < count
         tl.store(target + offsets, tl.load(source + offsets, mask=inside) * 2, mask=inside)
