@@ -151,10 +151,15 @@ class Worker:
 
 
 def call(
-    name: str, function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str], timeout: float
+    name: str,
+    function: Callable[..., Any],
+    *arguments: Any,
+    environment: Mapping[str, str],
+    timeout: float,
+    own_group: bool = False,
 ) -> Any:
     """What a function returns in a process of its own, as `Worker.receive` has it."""
-    worker = Worker(name, environment)
+    worker = Worker(name, environment, own_group)
     try:
         worker.send(function, *arguments)
         return worker.receive(timeout)

@@ -1,28 +1,25 @@
 """Does the installed stack work on this machine? Each probe runs real kernels in a process of its own.
 
 A process of its own because a native import can crash or hang, and takes nothing else with it then.
-`python -m cogumi.stack.probes NAME DEVICE` runs one probe and prints its readings as JSON.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
+import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cogumi.core.worker import run_apart
+from cogumi.core.worker import call
 
 # (metric, value, unit, note)
 Reading = tuple[str, float | str | None, str, str]
 TIMEOUT = 60.0
 FLASH_TIMEOUT = 300.0  # a kernel from the hub is downloaded
-MARK = "readings: "
 tl: Any = None  # triton.language, once it is imported: @triton.jit looks for it among the names of a kernel's module
 # The package that a probe needs, where it is not called like the probe.
 PACKAGES = {"matmul": "torch", "sdpa": "torch", "flash_attn_3": "flash_attn_interface", "hub_flash_attn": "kernels"}
@@ -46,14 +43,11 @@ def run_probe(name: str, device: str, timeout: float = TIMEOUT) -> Probe:
     package = PACKAGES.get(name, name)
     if importlib.util.find_spec(package) is None:
         return Probe(name, missing=package.replace("_", "-"))
-    ended = run_apart([sys.executable, "-m", "cogumi.stack.probes", name, device], timeout)
-    if ended.status is None:
-        return Probe(name, error=f"no answer in {timeout:.0f} s")
-    marked = [line for line in ended.stdout.splitlines() if line.startswith(MARK)]
-    if ended.status != 0 or not marked:
-        last = (ended.stderr.strip().splitlines() or [ended.how])[-1]
-        return Probe(name, error=f"{installed_as(package)}: {last[:300]}")
-    return Probe(name, tuple(tuple(reading) for reading in json.loads(marked[-1][len(MARK) :])))
+    try:
+        readings = call(name, PROBES[name], device, environment=os.environ, timeout=timeout, own_group=True)
+    except RuntimeError as error:
+        return Probe(name, error=f"{installed_as(package)}: {str(error)[:300]}")
+    return Probe(name, tuple(readings))
 
 
 def installed_as(package: str) -> str:
@@ -67,7 +61,7 @@ def probe_torch(device: str) -> list[Reading]:
     import torch
 
     build = f"built for CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-    readings: list[Reading] = [("version", torch.__version__, "", build)]
+    readings: list[Reading] = [("version", str(torch.__version__), "", build)]
     if device.startswith("cuda"):
         major, minor = torch.cuda.get_device_capability(device)
         built, ours = torch.cuda.get_arch_list(), f"sm_{major}"
@@ -292,7 +286,3 @@ def _synchronize() -> None:
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-if __name__ == "__main__":
-    print(MARK + json.dumps(PROBES[sys.argv[1]](sys.argv[2])))
