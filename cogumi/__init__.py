@@ -46,7 +46,7 @@ _HOME = {
     "doctor": "cogumi.diagnostics.checkup",
     "last_good_checkpoint": "cogumi.checkpoints",
     "patch": "cogumi.rl.patching",
-    "PreflightReport": "cogumi.forecast",
+    "PreflightReport": "cogumi.forecast.preflight_report",
     "preflight": "cogumi.runs.entry",
     "preview": "cogumi.runs.entry",
     "protect": "cogumi.checkpoints",
