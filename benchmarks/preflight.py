@@ -22,8 +22,7 @@ from transformers import AutoConfig
 from cogumi.config.schema import load_config
 from cogumi.forecast.training_step import Work
 from cogumi.rl.patching import patch
-from cogumi.forecast.target import target_of
-from cogumi.forecast.vram import step_on
+from cogumi.forecast.memory_forecast import step_on, target_of
 patch(graph_break="off")
 run = load_config({"model": {"name": "x"}, "lora": {"r": 16, "lora_alpha": 32}, "data": {"source": "cogumi:stdlib"},
     "train": {"max_steps": 1, "gradient_checkpointing": True}, "cogumi": {"method": "sft"}})

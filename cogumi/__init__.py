@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cogumi.diagnostics.checkup import doctor as doctor
     from cogumi.disk.callback import DiskMonitorCallback as DiskMonitorCallback
     from cogumi.disk.monitor import DiskMonitor as DiskMonitor
-    from cogumi.forecast import PreflightReport as PreflightReport
+    from cogumi.forecast.preflight_report import PreflightReport as PreflightReport
     from cogumi.merge import MergeReport as MergeReport
     from cogumi.merge import merge_adapter as merge_adapter
     from cogumi.notebook.form import configure as configure
@@ -46,7 +46,7 @@ _HOME = {
     "doctor": "cogumi.diagnostics.checkup",
     "last_good_checkpoint": "cogumi.checkpoints",
     "patch": "cogumi.rl.patching",
-    "PreflightReport": "cogumi.forecast",
+    "PreflightReport": "cogumi.forecast.preflight_report",
     "preflight": "cogumi.runs",
     "preview": "cogumi.runs",
     "protect": "cogumi.checkpoints",

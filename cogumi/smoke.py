@@ -170,7 +170,7 @@ def check_environment(report: Report) -> None:
 
 def check_fits(report: Report, model: str) -> None:
     from cogumi.core.formatting import gib
-    from cogumi.forecast import preflight
+    from cogumi.forecast.run_forecast import preflight
 
     found = preflight(CONFIGS / "sft.yaml", **overrides_of(report, "sft", model))
     red = [f"{each.stage}: {each.figure}" for each in found.lines if each.state == "red"]

@@ -24,7 +24,7 @@ from typing import Any
 from lock import uv
 from package_file import ROOT, pins, requirements_of, table
 
-from cogumi.stack.elf import cuda_major, needed
+from cogumi.stack.installed import cuda_major, needed
 
 RESULT = Path(__file__).parent / "elf.json"
 MEMBER_BYTES = 64 * 2**20  # compressed. Larger ones are libtorch_cpu, libtorch_cuda, flash attention's: named, not read

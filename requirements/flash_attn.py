@@ -12,7 +12,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from cogumi.stack.isolated_process import run_apart
+from cogumi.core.worker import run_apart
 from cogumi.stack.probes import HUB_FLASH_ATTN
 
 TABLE = Path(__file__).with_name("lanes.toml")

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import resource
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,9 +37,8 @@ from cogumi.checkpoints.disk_forecast import (
 )
 from cogumi.checkpoints.manifest import write_manifest
 from cogumi.core.disk_space import Need
-from cogumi.core.errors import UsageError
-from cogumi.forecast.disk_lines import planned_trainer
-from cogumi.forecast.running_forecast import outlook_of_run
+from cogumi.forecast.disk_lines import saving_trainer
+from cogumi.models.adapters import keep_float32
 
 SIZE = 1_000_000
 SHAPE = {
@@ -254,7 +252,7 @@ def test_a_script_that_keeps_all_is_forecast_so(tmp_path: Path) -> None:
     ahead = outlook(trainer, keep=None)
     assert (ahead.keep, ahead.saves, ahead.held) == (None, 4, 4)
     trainer.train()
-    assert outlook_of_run(tmp_path).keep is None
+    assert outlook(trainer, keep=None).held == 4
 
 
 def test_a_training_that_goes_on_keeps_what_it_came_from(tmp_path: Path) -> None:
@@ -333,7 +331,8 @@ def test_a_trainer_without_weights_forecasts_the_same(name: str, tiny_model: Pat
         assert merged_bytes(config) == whole
     rows = Dataset.from_dict({"text": ["def add(a, b):"] * 4})
     real = SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer, peft_config=adapter())
-    without = planned_trainer(config, case["dtype"], args, adapter(), tokenizer)
+    keep_float32(real.model)  # as a run does
+    without = saving_trainer(config, case["dtype"], args, adapter(), tokenizer)
     assert all(parameter.device.type == "meta" for parameter in without.model.parameters())
     expected, forecast = checkpoint_bytes(real), checkpoint_bytes(without)
     assert forecast.weights == expected.weights
@@ -344,8 +343,8 @@ def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
     config = LlamaConfig(**SHAPE, tie_word_embeddings=True)
     args = TrainingArguments(output_dir=str(tmp_path), max_steps=2, report_to="none", use_cpu=True)
     real = checkpoint_bytes(Trainer(LlamaForCausalLM(config), args))
-    assert checkpoint_bytes(planned_trainer(config, torch.float32, args)).weights == real.weights
-    untied = planned_trainer(LlamaConfig(**SHAPE), torch.float32, args)
+    assert checkpoint_bytes(saving_trainer(config, torch.float32, args)).weights == real.weights
+    untied = saving_trainer(LlamaConfig(**SHAPE), torch.float32, args)
     assert checkpoint_bytes(untied).weights > real.weights + 4 * 256 * 128
 
 
@@ -363,7 +362,7 @@ def test_eight_billion_parameters_take_no_memory(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path / "run" / "checkpoints"), max_steps=9000, report_to="none")
     lora = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    trainer = planned_trainer(config, BF16, args, lora)
+    trainer = saving_trainer(config, BF16, args, lora)
     found = outlook(trainer, keep=2, merged_into=tmp_path / "run" / "merged")
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert not (tmp_path / "run").exists()
@@ -373,72 +372,5 @@ def test_eight_billion_parameters_take_no_memory(tmp_path: Path) -> None:
     assert sizes["merged model"].end == pytest.approx(2 * base, rel=1e-4)
     assert sizes[CHECKPOINTS].training == 4 * found.checkpoint
     assert found.saves == 18
-    whole = checkpoint_bytes(planned_trainer(config, BF16, args))
+    whole = checkpoint_bytes(saving_trainer(config, BF16, args))
     assert whole.total == pytest.approx(3 * 2 * base, rel=1e-3)
-
-
-# ------------------------------------------------------------------------------------------------ a run's own directory
-
-
-CONFIG = "model: {name: x}\ntrain: {save_steps: 100, max_steps: 1000}\ncogumi: {method: sft, merge: false}\n"
-
-
-@pytest.fixture
-def under_way(tmp_path: Path) -> Path:
-    """The directory of a run at step 200 of 1000 which saves every 100 steps, a step taking 36 seconds."""
-    run = tmp_path / "run"
-    for step in (100, 200):
-        checkpoint(run / "checkpoints", step, max_steps=1000)
-    (run / "config.yaml").write_text(CONFIG)
-    (run / "status.json").write_text(json.dumps({"state": "running", "stage": "train"}))
-    (run / "heartbeat.json").write_text(json.dumps({"step": 210, "steps": 1000, "time": time.time()}))
-    times = {step: 36.0 * step + (90_000 if step > 50 else 0) for step in range(0, 211, 10)}  # it paused once
-    rows = [json.dumps({"step": step, "time": when}) for step, when in times.items()]
-    (run / "metrics.jsonl").write_text("\n".join(rows) + '\n{"step": 2')  # the disk was full
-    return run
-
-
-def test_a_run_under_way(under_way: Path) -> None:
-    found = outlook_of_run(under_way)
-    there = Found.below(under_way / "checkpoints").bytes
-    assert found.checkpoint == pytest.approx(SIZE, rel=0.02)
-    assert (found.keep, found.saves, found.held) == (2, 8, 3)
-    assert found.disks[0].training == 4 * found.checkpoint - there
-    assert {need.what: need.end for need in found.disks[0].needs}["adapter"] == pytest.approx(SIZE / 4, abs=3 * 4096)
-    (under_way / "status.json").write_text("")  # just made
-    assert outlook_of_run(under_way).saves == 8
-    assert outlook_of_run(under_way / "checkpoints").held == 3  # without a config: its checkpoints say the same
-
-
-def test_a_run_that_is_over_wants_nothing(under_way: Path) -> None:
-    (under_way / "status.json").write_text(json.dumps({"state": "finished, checks failed"}))
-    found = outlook_of_run(under_way)
-    assert (found.saves, found.held, found.disks[0].wanted, found.fits) == (0, 2, 0, True)
-    assert "wants nothing more" in str(found)
-
-
-def test_checkpoints_of_another_tool(tmp_path: Path) -> None:
-    for step in (10, 20, 30):
-        checkpoint(tmp_path, step, manifest=False, max_steps=100)
-    found = outlook_of_run(tmp_path)
-    assert (found.keep, found.saves, found.held, found.reserve) == (None, 7, 10, 0)
-    assert found.disks[0].training == pytest.approx(7 * SIZE, rel=0.02)
-    (tmp_path / "config.yaml").write_text(
-        "model: {name: x}\ntrain: {save_total_limit: 1}\ncogumi: {method: sft, merge: false}\n"
-    )
-    assert outlook_of_run(tmp_path).held == 4  # of three that are there
-
-
-def test_what_cannot_be_read_is_said(under_way: Path, tmp_path: Path) -> None:
-    (under_way / "checkpoints" / "checkpoint-200" / "trainer_state.json").write_text("{half")
-    assert outlook_of_run(under_way).saves == 8
-    (under_way / "config.yaml").write_text(f"model: {{name: {tmp_path}/gone}}\ncogumi: {{method: sft}}\n")
-    assert "the merged model is not counted: model.name: " in str(outlook_of_run(under_way))
-    (under_way / "config.yaml").write_text("somebody: else's\n")
-    assert [need.what for need in outlook_of_run(under_way).disks[0].needs] == [CHECKPOINTS]
-    (under_way / "config.yaml").write_text("- a list")
-    with pytest.raises(UsageError, match=r"config.yaml: a config is a mapping"):
-        outlook_of_run(under_way)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="holds no checkpoint yet"):
-        outlook_of_run(tmp_path / "empty")

@@ -13,11 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from cogumi.config.schema import load_config
-from cogumi.forecast.allocation_tracker import BLOCK, Live
-from cogumi.forecast.fake_parameters import as_on_a_card, attention, codes_apart, trls_head
+from cogumi.forecast.fake_tensors import BLOCK, Live, as_on_a_card, attention, codes_apart, trls_head
 from cogumi.forecast.memory_forecast import MemoryForecast, Steps
-from cogumi.forecast.meta_trainer import planned_trainer
-from cogumi.forecast.training_step import INPUTS, Work, run_step
+from cogumi.forecast.training_step import Work, inputs_of, planned_trainer, run_step
 from cogumi.models.adapters import lora_config
 from cogumi.rl.patching import patch
 
@@ -96,7 +94,7 @@ def step_for_real(trainer: Any, work: Work, autocast: torch.dtype | None) -> int
 
     def step() -> None:
         with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
-            loss = trainer.compute_loss(model, INPUTS[work.method](work))
+            loss = trainer.compute_loss(model, inputs_of(work))
         loss.backward()
         del loss
         torch.nn.utils.clip_grad_norm_(trained, 1.0)

@@ -17,6 +17,7 @@ from cogumi.config.catalog import PACKAGE
 from cogumi.config.schema import load_config
 from cogumi.config.yaml_text import same
 from cogumi.core.errors import UsageError
+from cogumi.core.worker import Worker
 from cogumi.forecast.preflight_report import Line, PreflightReport
 from cogumi.notebook import form_process
 from cogumi.notebook.form import Form
@@ -389,10 +390,10 @@ def test_the_preflight_of_what_stands_in_the_form(tiny_model: Path, tmp_path: Pa
 
 
 def test_a_newer_change_ends_the_older_preflight(form: Form, monkeypatch: Any) -> None:
-    begun: list[form_process.Other] = []
+    begun: list[Worker] = []
     begin = form_process.begin_preflight
 
-    def kept(*arguments: Any) -> form_process.Other:
+    def kept(*arguments: Any) -> Worker:
         begun.append(begin(*arguments))
         return begun[-1]
 

@@ -16,19 +16,25 @@ import cogumi
 from cogumi.config.schema import RunConfig, load_config
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import pip
-from cogumi.forecast import stack_line, vram
+from cogumi.forecast import memory_forecast
 from cogumi.forecast.data_sample import line_of, sample
 from cogumi.forecast.disk_lines import outlook_of
-from cogumi.forecast.fixes import fixed, write_fixed
-from cogumi.forecast.memory_forecast import MemoryForecast
-from cogumi.forecast.meta_trainer import planned_trainer
+from cogumi.forecast.memory_forecast import (
+    MemoryForecast,
+    OfTheStep,
+    Target,
+    autocast_of,
+    dtype_of,
+    fewer_at_once,
+    period_of,
+    planned_work,
+    target_of,
+    vllm_of,
+)
 from cogumi.forecast.preflight_report import Line, PreflightReport
-from cogumi.forecast.preflight_worker import here
-from cogumi.forecast.run_forecast import foresee
-from cogumi.forecast.target import Target, dtype_of, target_of
+from cogumi.forecast.run_forecast import fixed, foresee, here, stack_line, write_fixed
 from cogumi.forecast.throughput_probe import Pace, Probe, continued, lines_of, steps_of
-from cogumi.forecast.training_step import Work, run_step
-from cogumi.forecast.vram import autocast_of, fewer_at_once, period_of, planned_work, vllm_of
+from cogumi.forecast.training_step import Work, planned_trainer, run_step
 from cogumi.methods.building import tokenizer_of
 from cogumi.models.loading import load_tokenizer, meta_model, resolve_model, use_chat_template
 from cogumi.stack import lanes
@@ -55,10 +61,10 @@ def wide(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def each_step_once() -> Iterator[None]:
     """What a step takes does not depend on the price or on how many steps follow: one of the same run is run once."""
-    found: dict[str, vram.OfTheStep] = {}
-    original = vram.step_on
+    found: dict[str, OfTheStep] = {}
+    original = memory_forecast.step_on
 
-    def step_on(run: RunConfig, config: Any, work: Work, target: Target) -> vram.OfTheStep:
+    def step_on(run: RunConfig, config: Any, work: Work, target: Target) -> OfTheStep:
         asked = run.model_dump()
         for section, names in {"cogumi": ("max_cost", "price_per_hour", "sanity", "run_dir"), "train": COUNTS}.items():
             for name in names:
@@ -69,7 +75,7 @@ def each_step_once() -> Iterator[None]:
         return found[key]
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(vram, "step_on", step_on)
+        patched.setattr(memory_forecast, "step_on", step_on)
         yield
 
 
@@ -257,10 +263,10 @@ def test_a_training_takes_as_many_times_its_step_as_it_has_steps() -> None:
 
 
 def test_the_stack_line_is_the_doctors(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stack_line.line().state == "green", "the test lane is installed as pinned"
+    assert stack_line().state == "green", "the test lane is installed as pinned"
     there = lanes.installed_versions()
     monkeypatch.setattr(lanes, "installed_versions", lambda: {**there, "trl": "0.1"})
-    said = stack_line.line()
+    said = stack_line()
     assert said.state == "yellow"
     assert "trl 0.1 (pinned " in said.figure
     assert said.fix.startswith(pip("install"))

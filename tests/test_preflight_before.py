@@ -17,9 +17,8 @@ import cogumi
 from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
 from cogumi.forecast import data_sample
-from cogumi.forecast.preflight_worker import apart
-from cogumi.forecast.run_forecast import Asked, foresee, look_ahead
-from cogumi.forecast.target import target_of
+from cogumi.forecast.memory_forecast import target_of
+from cogumi.forecast.run_forecast import Asked, apart, foresee, look_ahead
 from cogumi.methods.examples import prepare_examples
 from cogumi.models.loading import load_tokenizer
 from cogumi.training import preflight_stage
@@ -60,7 +59,7 @@ def forked(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     words = prepared_process.python({**os.environ, "OMP_NUM_THREADS": "1"})
     program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     program.chmod(0o755)
-    monkeypatch.setattr("cogumi.forecast.preflight_worker.sys.executable", str(program))
+    monkeypatch.setattr("cogumi.core.worker.sys.executable", str(program))
 
 
 @pytest.mark.usefixtures("forked")
@@ -146,7 +145,7 @@ def test_a_forecast_that_breaks_does_not_end_the_run(
 
 
 def test_a_forecast_that_takes_too_long_is_ended(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cogumi.forecast.preflight_worker.LIMIT", 0.2)
+    monkeypatch.setattr("cogumi.forecast.run_forecast.LIMIT", 0.2)
     with pytest.raises(RuntimeError, match=r"the forecast was ended after 0.2 s"):
         apart(asked)
 

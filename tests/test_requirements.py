@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from cogumi.stack import lanes as package_lanes
-from cogumi.stack.elf import cuda_major
+from cogumi.stack.installed import cuda_major
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "requirements"))

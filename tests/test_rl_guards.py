@@ -400,13 +400,6 @@ def test_groups_are_refused_where_trl_refuses_them(arguments: dict[str, int], me
         build()
 
 
-def test_groups_may_span_devices() -> None:
-    arguments = {"num_generations": 8, "per_device_train_batch_size": 2}
-    check_groups(arguments, world_size=4)
-    with pytest.raises(UsageError, match=r"2 x 3 devices x 1 .* = 6 .*: 8$"):
-        check_groups(arguments, world_size=3)
-
-
 # ------------------------------------------------------------------------------------------------------------ prompts
 
 

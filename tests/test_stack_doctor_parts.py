@@ -15,12 +15,11 @@ from disk_mounts import fill, mounting
 from cogumi.core.disk_space import Filesystem, Space, filesystem_of
 from cogumi.core.finding import Finding
 from cogumi.core.formatting import pip
-from cogumi.diagnostics import interpreter
+from cogumi.core.worker import run_apart
+from cogumi.diagnostics import checkup
 from cogumi.diagnostics.checkup import DoctorReport, lines
 from cogumi.diagnostics.import_checks import part
-from cogumi.stack import driver, host, installed, variables
-from cogumi.stack import host as volumes
-from cogumi.stack.isolated_process import run_apart
+from cogumi.stack import driver, host, installed
 
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 
@@ -55,7 +54,7 @@ def test_kernels_of_this_environment_and_of_another(jupyter: Path) -> None:
     kernelspec(jupyter, "cogumi", starting(sys.executable))
     kernelspec(jupyter, "other", starting("/opt/other/bin/python"))
     kernelspec(jupyter, "ir", starting("R", "R"))
-    found = {each.figure: each for each in interpreter.kernels()}
+    found = {each.figure: each for each in checkup.kernels()}
     assert found["python3 starts /usr/bin/python3"].state == "note"
     assert found["other starts /opt/other/bin/python"].state == "note"
     assert found["cogumi: this environment"].state == "ok"
@@ -71,14 +70,14 @@ def test_another_python_is_fatal_and_the_installer_gets_one(
     release: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "version_info", Release(release))
-    (found,) = interpreter.python()
+    (found,) = checkup.python()
     assert (found.state, found.fix.split(":")[0]) == ("fatal", "sh requirements/install.sh")
 
 
 @pytest.mark.parametrize("name", ["python3", "cogumi"])
 def test_a_kernel_that_notebooks_take_by_themselves_is_of_this_environment(name: str, jupyter: Path) -> None:
     kernelspec(jupyter, name, starting("/usr/bin/python3"))
-    (found,) = interpreter.kernels()
+    (found,) = checkup.kernels()
     assert (found.state, found.figure) == ("warning", f"{name} starts /usr/bin/python3")
     assert found.fix.startswith(f"{sys.executable} -m ipykernel install --user")
 
@@ -86,14 +85,14 @@ def test_a_kernel_that_notebooks_take_by_themselves_is_of_this_environment(name:
 def test_the_first_kernel_of_a_name_counts_and_a_bare_python_is_the_servers(jupyter: Path, tmp_path: Path) -> None:
     kernelspec(jupyter, "python3", starting("python3"))
     kernelspec(tmp_path / "env" / "share" / "jupyter", "Python3", starting("/opt/other/bin/python"))
-    (found,) = interpreter.kernels()
+    (found,) = checkup.kernels()
     assert (found.state, found.figure) == ("ok", "python3: this environment")
 
 
 def test_the_paths_are_jupyters_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     paths = pytest.importorskip("jupyter_core.paths")
     monkeypatch.setenv("JUPYTER_PATH", f"{tmp_path}/one{os.pathsep}{tmp_path}/two")
-    ours = [str(each) for each in interpreter.jupyter_paths()]
+    ours = [str(each) for each in checkup.jupyter_paths()]
     theirs = paths.jupyter_path()
     assert [each for each in ours if each in theirs] == list(dict.fromkeys(theirs))
 
@@ -101,19 +100,19 @@ def test_the_paths_are_jupyters_own(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 @pytest.mark.parametrize("text", ["{", "[]", '{"argv": []}', '{"language": "python"}', "\x00"])
 def test_a_kernel_that_cannot_be_read_is_one_line(jupyter: Path, text: str) -> None:
     path = kernelspec(jupyter, "broken", text)
-    (found,) = interpreter.kernels()
+    (found,) = checkup.kernels()
     assert (found.state, found.figure) == ("warning", f"{path}: not a kernel's JSON with an argv")
 
 
 def test_a_kernel_file_that_is_a_directory(jupyter: Path) -> None:
     (jupyter / "kernels" / "broken" / "kernel.json").mkdir(parents=True)
-    (found,) = interpreter.kernels()
+    (found,) = checkup.kernels()
     assert found.figure.endswith("kernel.json: Is a directory")
 
 
 def test_another_active_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path))
-    (found,) = interpreter.python()
+    (found,) = checkup.python()
     assert (found.state, found.fix) == ("warning", f"run {tmp_path}/bin/python -m cogumi doctor")
 
 
@@ -128,7 +127,7 @@ def test_another_active_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     ],
 )
 def test_c_libraries(name: str, version: str, state: str) -> None:
-    assert interpreter.glibc(name, version).state == state
+    assert checkup.glibc(name, version).state == state
 
 
 # ------------------------------------------------------------------------------------------------------------------ boxes
@@ -188,7 +187,7 @@ def test_what_stays(
 def test_a_work_directory_in_memory_is_warned_of(tmp_path: Path) -> None:
     with mounting(tmp_path) as mount:
         disk = mount()
-        (found,) = volumes.directory("work directory", disk, host.Box("machine"))
+        found = host.directory("work directory", disk, host.Box("machine"))
     assert found.state == "warning"
     assert found.cause == f"{disk} is in memory: what is written here is lost when the box stops"
 
@@ -198,7 +197,7 @@ def test_a_work_directory_in_memory_is_warned_of(tmp_path: Path) -> None:
 )
 def test_a_work_directory_that_takes_no_file(tmp_path: Path, option: str, said: str) -> None:
     with mounting(tmp_path) as mount:
-        (found,) = volumes.directory("work directory", mount(options=option), host.Box("machine"))
+        found = host.directory("work directory", mount(options=option), host.Box("machine"))
     assert (found.state, said in found.cause) == ("warning", True)
 
 
@@ -211,7 +210,7 @@ def test_caches_on_the_small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             monkeypatch.delenv(name, raising=False)
         for name in ("HF_HOME", "PIP_CACHE_DIR", "UV_CACHE_DIR"):
             monkeypatch.setenv(name, str(small / name.lower()))
-        found = {each.what: each for each in volumes.caches(host.Box("machine"), tmp_path)}
+        found = {each.what: each for each in host.caches(host.Box("machine"), tmp_path)}
     hub = found["Hugging Face cache"]
     place = Path(filesystem_of(tmp_path).mount) / ".cache"
     assert (hub.state, hub.fix) == ("warning", f"export HF_HOME={place / 'hf'}")
@@ -228,7 +227,7 @@ def test_a_nearly_full_disk_for_temporary_files(tmp_path: Path, monkeypatch: pyt
         fill(disk, 0.5)
         monkeypatch.setattr(tempfile, "tempdir", None)
         monkeypatch.setenv("TMPDIR", str(disk))
-        (found,) = volumes.temporary()
+        (found,) = host.temporary()
     monkeypatch.setattr(tempfile, "tempdir", None)
     assert (found.state, found.cause) == ("warning", "less than 200 MB is left there for temporary files")
 
@@ -237,7 +236,7 @@ def test_a_nearly_full_disk_for_temporary_files(tmp_path: Path, monkeypatch: pyt
 
 
 def test_nothing_in_the_way(tmp_path: Path) -> None:
-    (found,) = variables.findings(
+    (found,) = host.variables(
         {"PATH": "/bin", "LD_LIBRARY_PATH": f":{tmp_path}", "PYTHONPATH": str(tmp_path)}, tmp_path
     )
     assert (found.state, found.figure) == ("ok", "no variable is in the way")
@@ -263,7 +262,7 @@ def test_a_variable_in_the_way(tmp_path: Path, environment: dict[str, str], what
     for name in ("libcudart.so.12", "libnvJitLink.so.12.4.127", "libother.so.1", "torch.py", "datasets/__init__.py"):
         (place / name).touch()
     told = {name: value.format(place=place) for name, value in environment.items()}
-    (found,) = variables.findings(told, tmp_path)
+    (found,) = host.variables(told, tmp_path)
     assert (found.what, found.state) == (what, state)
     assert found.figure.startswith(figure.format(place=place))
     assert bool(found.fix) == (state == "warning")
@@ -272,7 +271,7 @@ def test_a_variable_in_the_way(tmp_path: Path, environment: dict[str, str], what
 def test_a_file_of_the_work_directory_that_hides_a_package(tmp_path: Path) -> None:
     (tmp_path / "tokenizers.py").touch()
     (tmp_path / "datasets").mkdir()  # of data: no package
-    (found,) = variables.findings({}, tmp_path)
+    (found,) = host.variables({}, tmp_path)
     assert (found.what, found.state, found.figure) == ("work directory", "warning", f"{tmp_path}: tokenizers")
 
 
@@ -343,14 +342,14 @@ def test_an_extension_for_another_cuda_major(tmp_path: Path) -> None:
 )
 def test_which_driver_runs_which_torch(cuda: tuple[int, int], torch: str | None, state: str) -> None:
     """Any driver of a major runs every release of that major."""
-    found = driver.fitting(driver.Driver("550.127.05", cuda, ()), torch)
+    found = driver.fitting("550.127.05", cuda, torch)
     if found.state == "warning":
         pytest.skip("this machine has cuda-compat")
     assert found.state == state
 
 
 def test_a_driver_older_than_every_lane() -> None:
-    found = driver.fitting(driver.Driver("470.1", (11, 4), ()), "13.0")
+    found = driver.fitting("470.1", (11, 4), "13.0")
     assert found.fix == "another host (driver 580 or newer)"
 
 

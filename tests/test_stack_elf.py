@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cogumi.stack.elf import cuda_major, needed
+from cogumi.stack.installed import cuda_major, needed
 
 SITE = Path(sysconfig.get_paths()["purelib"])
 # Large and small, patched by auditwheel and not, linked by GNU ld and by lld.

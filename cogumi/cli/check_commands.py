@@ -79,9 +79,7 @@ def preflight(
 
     refuse_mistakes(config, words, trains=probe)
     with waiting("forecasting memory, time and disk"), libraries():
-        from cogumi.forecast.fixes import fixed, write_fixed
-        from cogumi.forecast.preflight_worker import here
-        from cogumi.forecast.run_forecast import foresee
+        from cogumi.forecast.run_forecast import fixed, foresee, here, write_fixed
 
         if fix is None:
             changes: dict[str, object] = {}

@@ -123,17 +123,16 @@ def predict(
 
 
 def of_directory(directory: Path, words: list[str]) -> "Outlook":
-    """Of a run that is under way or over; by its config as long as it has written no checkpoint."""
-    from cogumi.checkpoints.retention import checkpoints_in
-    from cogumi.forecast.running_forecast import checkpoints_of, is_run, outlook_of_run
-
-    if not is_run(directory):
-        raise UsageError(f"{directory} is not a run's directory: it holds no config.yaml and no checkpoint-STEP")
+    """Of a run that has begun, by the config in its directory: what it has yet to write."""
+    config = directory / "config.yaml"
+    if not config.is_file():
+        raise UsageError(
+            f"{directory} is not a run's directory: it holds no config.yaml",
+            fix="`cogumi disk status` says what it takes",
+        )
     if words:
         raise UsageError("a run's directory has its config", place=words[0], fix="overrides go with a YAML")
-    if checkpoints_in(checkpoints_of(directory)):
-        return outlook_of_run(directory)
-    return of_config(directory / "config.yaml", [f"cogumi.run_dir={json.dumps(str(directory))}"])
+    return of_config(config, [f"cogumi.run_dir={json.dumps(str(directory))}"])
 
 
 def of_config(path: Path, words: list[str]) -> "Outlook":

@@ -6,9 +6,11 @@ stops, as everything after that would only be a consequence.
 
 from __future__ import annotations
 
+import json
 import os
-import re
+import platform
 import shutil
+import site
 import sys
 import tempfile
 import textwrap
@@ -22,27 +24,22 @@ from threading import Event
 from typing import Any
 
 from cogumi.core.finding import Finding, State
+from cogumi.core.formatting import pip
 from cogumi.core.notices import said
-from cogumi.diagnostics import interpreter
 from cogumi.diagnostics.import_checks import Step, run_steps
-from cogumi.stack import driver, host, installed, variables
-from cogumi.stack.host import box_of, environment_of_the_box
+from cogumi.stack import driver, host, installed
+from cogumi.stack.lanes import torch_build
 from cogumi.stack.probes import HUB_FLASH_ATTN
 
 TIMEOUT = 120.0  # seconds: importing torch from a network volume for the first time takes one minute
 WIDTH = 120
+SUPPORTED = ((3, 11), (3, 12))  # pyproject.toml
 # Two processes at once, each with its own import of torch: one compiles, the other imports the libraries of a training.
 FIRST = ("torch", "matmul", "attention", "torchvision", "triton", "xformers", "flash_attn", "compiler", "unsloth")
 SECOND = ("data", "libraries", "bitsandbytes", "four_bit")
 ESSENTIAL = ("torch", "data", "libraries")  # without these nothing trains
-SOME_PACKAGE = (
-    "torchvision",
-    "triton",
-    "xformers",
-    "flash_attn",
-    "unsloth",
-    "bitsandbytes",
-)  # looked at where installed
+# Tried where they are installed.
+SOME_PACKAGE = ("torchvision", "triton", "xformers", "flash_attn", "unsloth", "bitsandbytes")
 NEEDS_CUDA = ("triton", "xformers", "flash_attn", "unsloth")
 
 
@@ -86,6 +83,10 @@ class Seen:
     distributions: list[installed.Distribution] = field(default_factory=list)
     steps: dict[str, Step] = field(default_factory=dict)
 
+    @property
+    def device(self) -> str:
+        return str(self.steps["torch"].answer["device"])
+
 
 @said("doctor: this machine and its packages are being checked")
 def doctor(timeout: float = TIMEOUT) -> DoctorReport:
@@ -104,32 +105,29 @@ def doctor(timeout: float = TIMEOUT) -> DoctorReport:
             place = f"{error.filename}: " if error.filename else ""
             found.append(Finding(name, "warning", f"could not be looked at: {place}{error.strerror or error}"))
         if any(each.state == "fatal" for each in found):
-            later = [name for name, _ in CHECKS[number + 1 :]]
-            if later:
+            if later := [name for name, _ in CHECKS[number + 1 :]]:
                 found.append(Finding("not looked at", "skipped", f"{', '.join(later)}: mend what is fatal first"))
             break
-    return DoctorReport(tuple(found), time.perf_counter() - began, compiling(seen))
+    layers, compiler = seen.steps.get("four_bit"), seen.steps.get("compiler")
+    compiling = None
+    if layers is not None and not layers.error and compiler is not None and not compiler.error:
+        compiling = {**layers.answer["report"], "compiler": compiler.answer}
+    return DoctorReport(tuple(found), time.perf_counter() - began, compiling)
 
 
 # ------------------------------------------------------------------------------------------------------- without importing
 
 
 def the_interpreter(_: Seen) -> Iterator[Finding]:
-    yield from interpreter.python()
-    yield from interpreter.kernels()
-
-
-def the_c_library(_: Seen) -> Iterator[Finding]:
-    yield from interpreter.machine()
+    yield from python()
+    yield from kernels()
 
 
 def the_disks(seen: Seen) -> Iterator[Finding]:
-    yield from host.findings(box_of(environment_of_the_box()), seen.work)
+    yield from host.findings(host.box_of(host.environment_of_the_box()), seen.work)
 
 
 def the_driver(seen: Seen) -> Iterator[Finding]:
-    from cogumi.stack.lanes import torch_build
-
     _, seen.torch_cuda = torch_build()
     (step,) = run_steps(["driver"], seen.timeout, environment(None))
     yield from driver.findings(step.answer, step.error, seen.torch_cuda)
@@ -139,7 +137,7 @@ def the_driver(seen: Seen) -> Iterator[Finding]:
 
 
 def the_environment(seen: Seen) -> Iterator[Finding]:
-    yield from variables.findings(os.environ, seen.work)
+    yield from host.variables(os.environ, seen.work)
     seen.distributions = installed.distributions()
     yield from installed.mixed(seen.distributions, seen.torch_cuda)
 
@@ -150,8 +148,123 @@ def the_packages(seen: Seen) -> Iterator[Finding]:
     yield from installed.against_lane(seen.distributions)
 
 
-def the_libraries(seen: Seen) -> Iterator[Finding]:
-    yield from installed.cuda_majors(seen.distributions, seen.torch_cuda)
+# ------------------------------------------------------------------------------------------------- Python, and notebooks
+
+
+def python() -> Iterator[Finding]:
+    version, here = platform.python_version(), sys.prefix
+    place = f"{version} in {here}" + ("" if sys.prefix != sys.base_prefix else ", which is no virtual environment")
+    if sys.version_info[:2] not in SUPPORTED or sys.version_info.releaselevel != "final":
+        cause = f"every lane is for a release of Python 3.11 or 3.12, and this is {version}"
+        fix = f"{installed.INSTALL}: it prints the one command that gets Python 3.12"
+        yield Finding("Python", "fatal", place, cause, fix)
+        return
+    active = os.environ.get("VIRTUAL_ENV")
+    if active and os.path.realpath(active) != os.path.realpath(here):
+        cause = (
+            f"the active environment is {active}, and this is another Python: what is installed there is not seen here"
+        )
+        yield Finding("Python", "warning", place, cause, f"run {Path(active) / 'bin' / 'python'} -m cogumi doctor")
+    else:
+        yield Finding("Python", "ok", place)
+
+
+def c_library(_: Seen) -> Iterator[Finding]:
+    system, processor = platform.system(), platform.machine()
+    if system == "Darwin" and processor == "arm64":
+        yield Finding("C library", "ok", f"macOS {platform.mac_ver()[0]} on {processor}")
+    elif (system, processor) != ("Linux", "x86_64"):
+        cause = f"the lanes are for Linux on x86-64, and for macOS on Apple silicon; this is {system} on {processor}"
+        yield Finding("C library", "warning", f"{system} {processor}", cause, "take such a machine")
+    else:
+        yield glibc(*platform.libc_ver())
+
+
+def glibc(name: str, version: str) -> Finding:
+    newer = "take an Ubuntu 22.04 or Debian 12 image, or newer"
+    if name != "glibc":
+        cause = "wheels for Linux (manylinux) need glibc; this system has another C library, as Alpine does"
+        return Finding("C library", "fatal", name or "unknown", cause, newer)
+    found, figure = tuple(map(int, version.split(".")[:2])), f"glibc {version}"
+    if found < (2, 28):  # of the wheels that every lane takes: manylinux_2_28
+        return Finding("C library", "fatal", figure, "the wheels need glibc 2.28 or newer", newer)
+    if found < (2, 32):
+        return Finding("C library", "note", f"{figure}: flash-attn's own wheels need 2.32; nothing else here does")
+    return Finding("C library", "ok", figure)
+
+
+def kernels() -> Iterator[Finding]:
+    """Notebook kernels that are not this environment, in which cogumi and its wheels would not be found."""
+    what, here = "notebook kernel", os.path.realpath(os.path.dirname(os.path.abspath(sys.executable)))
+    found, unreadable = kernelspecs()
+    for path, why in unreadable:
+        cause, fix = (
+            "Jupyter leaves this kernel out, or cannot start it",
+            f"jupyter kernelspec remove {path.parent.name}",
+        )
+        yield Finding(what, "warning", f"{path}: {why}", cause, fix)
+    # Directories, not files: the python of a virtual environment is a link to the one it was made with.
+    others = {name: start for name, start in found.items() if start and os.path.realpath(Path(start).parent) != here}
+    ours = [name for name in found if name not in others]
+    add = f"{sys.executable} -m ipykernel install --user --name cogumi, and choose the kernel cogumi"
+    for name, start in others.items():
+        # The notebooks name the kernel cogumi; where there is none of ours, Jupyter preselects python3.
+        wrong = name == "cogumi" or (name == "python3" and "cogumi" not in ours)
+        cause = f"a notebook with this kernel does not run in this environment ({sys.prefix})"
+        fix = "" if ours and not wrong else add
+        yield Finding(what, "warning" if wrong else "note", f"{name} starts {start}", cause, fix)
+    if "ipykernel" in sys.modules and (away := package_elsewhere()):
+        cause = "this kernel imports cogumi from another environment, and everything else from its own"
+        yield Finding(what, "warning", f"{sys.executable} with cogumi from {away}", cause, add)
+    if ours:
+        yield Finding(what, "ok", f"{', '.join(ours)}: this environment")
+    elif not others and not unreadable:
+        yield Finding(what, "note", f"none is installed here; {pip('install ipykernel')} makes one")
+
+
+def kernelspecs() -> tuple[dict[str, str], list[tuple[Path, str]]]:
+    """The Python kernels on Jupyter's paths, the first of a name as Jupyter takes it; and those that cannot be read.
+
+    The first by name, with the Python that each starts; "" for the Jupyter server's own.
+    """
+    found: dict[str, str] = {}
+    unreadable: list[tuple[Path, str]] = []
+    for path in (path for root in jupyter_paths() for path in sorted(root.glob("kernels/*/kernel.json"))):
+        name = path.parent.name.lower()
+        if name in found:
+            continue
+        try:
+            spec = json.loads(path.read_text(encoding="utf-8"))
+            command = spec["argv"][0]
+        except OSError as error:
+            unreadable.append((path, error.strerror or str(error)))
+            continue
+        except (ValueError, KeyError, TypeError, IndexError):
+            unreadable.append((path, "not a kernel's JSON with an argv"))
+            continue
+        if str(spec.get("language", "python")).lower() == "python":
+            bare = command in ("python", "python3", f"python3.{sys.version_info.minor}")
+            found[name] = "" if bare else str(command)
+    return found, unreadable
+
+
+def jupyter_paths() -> list[Path]:
+    """Where Jupyter looks for kernels, as jupyter_core.paths.jupyter_path does."""
+    home = Path.home()
+    data = Path(os.environ.get("XDG_DATA_HOME") or home / ".local/share") / "jupyter"
+    own = home / "Library/Jupyter" if sys.platform == "darwin" else data
+    user = [Path(os.environ.get("JUPYTER_DATA_DIR") or own), Path(site.getuserbase()) / "share/jupyter"]
+    environment = [Path(sys.prefix) / "share/jupyter"]
+    told = [Path(part) for part in os.environ.get("JUPYTER_PATH", "").split(os.pathsep) if part]
+    between = environment + user if sys.prefix != sys.base_prefix else user + environment
+    return list(dict.fromkeys([*told, *between, Path("/usr/local/share/jupyter"), Path("/usr/share/jupyter")]))
+
+
+def package_elsewhere() -> str:
+    """The environment that cogumi is imported from, where that is not this one; "" otherwise, also for a clone."""
+    place = Path(__file__).resolve()
+    packages = next((each for each in place.parents if each.name in ("site-packages", "dist-packages")), None)
+    return "" if packages is None or packages.is_relative_to(Path(sys.prefix).resolve()) else str(packages)
 
 
 # ----------------------------------------------------------------------------------------------- by importing, in processes
@@ -170,12 +283,19 @@ def torch_itself(seen: Seen) -> Iterator[Finding]:
                 seen.steps = {step.name: step for each in running for step in each.result()}
             finally:
                 stop.set()  # Ctrl-C: the pool waits for its threads
-    if "torch" not in seen.steps:
+    step = seen.steps.get("torch")
+    if step is None:
         yield Finding("torch", "skipped", "ended before it answered, as what follows had failed")
-        return
-    yield of_torch(seen.steps["torch"])
-    if not seen.steps["torch"].error:
-        yield from (of_probe(seen.steps[name], name) for name in ("matmul",) if name in seen.steps)
+    elif step.error:
+        yield failed("torch", step, "fatal")
+    else:
+        build = f"for CUDA {step.answer['cuda']}" if step.answer["cuda"] else "a CPU build"
+        figure = f"{step.answer['version']}, {build}; computes on {seen.device}"
+        yield Finding(
+            "torch", "ok", "; ".join([figure, *(measured(*each[:3]) for each in step.answer["readings"][1:])])
+        )
+        if "matmul" in seen.steps:
+            yield of_probe(seen.steps["matmul"], "matmul")
 
 
 def environment(scratch: str | None) -> dict[str, str]:
@@ -191,35 +311,23 @@ def environment(scratch: str | None) -> dict[str, str]:
     return found
 
 
-def of_torch(step: Step) -> Finding:
-    if step.error:
-        return failed("torch", step, "fatal")
-    answer = step.answer
-    build = f"for CUDA {answer['cuda']}" if answer["cuda"] else "a CPU build"
-    more = "".join(f"; {metric} {figured(value)} {unit}".rstrip() for metric, value, unit, _ in answer["readings"][1:])
-    return Finding("torch", "ok", f"{answer['version']}, {build}; computes on {answer['device']}{more}")
-
-
 def the_training_libraries(seen: Seen) -> Iterator[Finding]:
     for name, what in (("data", "data libraries"), ("libraries", "training libraries")):
-        if name not in seen.steps:
+        step = seen.steps.get(name)
+        if step is None:
             return
-        step = seen.steps[name]
         if step.error:
             yield failed(what, step, "fatal")
             return
-        yield warned(
-            Finding(what, "ok", ", ".join(f"{module} {version}" for module, version in step.answer.items())), step
-        )
+        versions = ", ".join(f"{module} {version}" for module, version in step.answer.items())
+        yield warned(Finding(what, "ok", versions), step)
 
 
 def the_probes(seen: Seen) -> Iterator[Finding]:
-    absent = []
+    absent = [name for name in SOME_PACKAGE if name not in seen.steps]
     for name in SOME_PACKAGE:
-        if name not in seen.steps:
-            absent.append(name)
-        else:
-            yield of_probe(seen.steps[name], name, seen.steps["torch"].answer["device"])
+        if name in seen.steps:
+            yield of_probe(seen.steps[name], name, seen.device)
     if absent:
         yield Finding("not installed", "skipped", ", ".join(absent))
 
@@ -229,15 +337,12 @@ def of_probe(step: Step, what: str, device: str = "cpu") -> Finding:
         return Finding(what, "note", f"installed; it needs a GPU, and there is none ({step.error})")
     if step.error:
         return failed(what, step, "warning")
-    figure = "; ".join(
-        f"{metric} {figured(value)} {unit}".strip() + (f" ({note})" if note else "")
-        for metric, value, unit, note in step.answer
-    )
-    return warned(Finding(what, "ok", figure), step)
+    return warned(Finding(what, "ok", "; ".join(measured(*each) for each in step.answer)), step)
 
 
-def figured(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def measured(metric: str, value: Any, unit: str, note: str = "") -> str:
+    spoken = f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"{metric} {spoken} {unit}".strip() + (f" ({note})" if note else "")
 
 
 def the_attention(seen: Seen) -> Iterator[Finding]:
@@ -247,15 +352,11 @@ def the_attention(seen: Seen) -> Iterator[Finding]:
         return
     timed = ", ".join(f"{name} {value:.2f} ms" for name, value, _, _ in step.answer["readings"] if value is not None)
     flash, asked = seen.steps.get("flash_attn"), "torch's sdpa"
-    if step_device(seen) == "cuda" and flash and not flash.error:
+    if seen.device == "cuda" and flash and not flash.error:
         asked = "flash-attn, where a model's class has it"
-    elif step_device(seen) == "cuda" and find_spec("kernels") is not None:
+    elif seen.device == "cuda" and find_spec("kernels") is not None:
         asked = f"{HUB_FLASH_ATTN}, where a model's class has flash attention and a run finds that it works, else torch's sdpa"
     yield Finding("attention", "ok", f"{asked}; of sdpa's kernels {step.answer['chosen']} is taken ({timed})")
-
-
-def step_device(seen: Seen) -> str:
-    return str(seen.steps["torch"].answer["device"])
 
 
 def the_compiler(seen: Seen) -> Iterator[Finding]:
@@ -270,28 +371,17 @@ def the_compiler(seen: Seen) -> Iterator[Finding]:
                 yield Finding("torch.compile", state, f"{each['name']}={each['value']}: {each['meaning']}")
             for each in report["foreign"]:
                 yield Finding("torch.compile", "note", f"patched by others: {each}")
-            tried = "; ".join(["", *step.answer["probes"]])
             how = f"{report['strategy']}: " if report["strategy"] else ""
-            yield Finding("4-bit layers", "ok", f"{how}{report['strategy_reason']}{tried}")
+            tried = "; ".join([report["strategy_reason"], *step.answer["probes"]])
+            yield Finding("4-bit layers", "ok", f"{how}{tried}")
     if step := seen.steps.get("compiler"):
         if step.error:
             yield failed("compiler", step, "warning")
-        elif step.answer["error"]:
-            yield explained(
-                Finding("compiler", "warning", step.answer["error"], "torch.compile does not work here"),
-                step.answer["error"],
-            )
+        elif error := step.answer["error"]:
+            yield explained(Finding("compiler", "warning", error, "torch.compile does not work here"), error)
         else:
-            yield Finding(
-                "compiler", "ok", f"torch compiles here (the smallest function in {step.answer['seconds']:.1f} s)"
-            )
-
-
-def compiling(seen: Seen) -> dict[str, Any] | None:
-    layers, compiler = seen.steps.get("four_bit"), seen.steps.get("compiler")
-    if layers is None or layers.error or compiler is None or compiler.error:
-        return None
-    return {**layers.answer["report"], "compiler": compiler.answer}
+            seconds = step.answer["seconds"]
+            yield Finding("compiler", "ok", f"torch compiles here (the smallest function in {seconds:.1f} s)")
 
 
 # ------------------------------------------------------------------------------------------------------------- what failed
@@ -299,13 +389,8 @@ def compiling(seen: Seen) -> dict[str, Any] | None:
 
 def failed(what: str, step: Step, state: State) -> Finding:
     """A finding on a step that failed, with cause and fix where what it wrote is a known failure."""
-    plain = Finding(
-        what,
-        state,
-        step.error,
-        "not one of the known failures",
-        "cogumi doctor --explain FILE, with all that the import printed",
-    )
+    fix = "cogumi doctor --explain FILE, with all that the import printed"
+    plain = Finding(what, state, step.error, "not one of the known failures", fix)
     return explained(plain, f"{step.said}\n{step.error}")
 
 
@@ -328,12 +413,12 @@ def explained(plain: Finding, text: str, state: State | None = None) -> Finding:
 
 CHECKS: tuple[tuple[str, Callable[[Seen], Iterator[Finding]]], ...] = (
     ("Python", the_interpreter),
-    ("C library", the_c_library),
+    ("C library", c_library),
     ("disks", the_disks),
     ("driver", the_driver),
     ("environment", the_environment),
     ("packages", the_packages),
-    ("CUDA majors", the_libraries),
+    ("CUDA majors", lambda seen: installed.cuda_majors(seen.distributions, seen.torch_cuda)),
     ("torch", torch_itself),
     ("libraries", the_training_libraries),
     ("probes", the_probes),
@@ -342,27 +427,16 @@ CHECKS: tuple[tuple[str, Callable[[Seen], Iterator[Finding]]], ...] = (
 )
 
 
-# ---------------------------------------------------------------------------------------------------------------- as a table
-
-
 def lines(finding: Finding, width: int | None = None) -> Iterator[str]:
     """One finding as lines of a table; a fix is never broken, as it is to be copied."""
     columns = width or min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
-    start = f"{finding.state:8} {finding.what:18} "
-    below = " " * 9
-    yield from textwrap.wrap(
-        f"{start}{one_line(finding.figure)}", columns, subsequent_indent=" " * len(start), break_on_hyphens=False
-    ) or [start.rstrip()]
-    if finding.cause:
-        yield from textwrap.wrap(
-            f"{below}cause  {one_line(finding.cause)}",
-            columns,
-            subsequent_indent=f"{below}       ",
-            break_on_hyphens=False,
-        )
+    start, below = f"{finding.state:8} {finding.what:18} ", " " * 9
+    for head, rest, text in (
+        (start, " " * len(start), finding.figure),
+        (f"{below}cause  ", f"{below}       ", finding.cause),
+    ):
+        if text or head == start:
+            one_line = head + " ".join(text.split())
+            yield from textwrap.wrap(one_line, columns, subsequent_indent=rest, break_on_hyphens=False)
     for number, line in enumerate(finding.fix.splitlines()):
         yield f"{below}{'       ' if number else 'fix    '}{line}"
-
-
-def one_line(text: str) -> str:
-    return re.sub(r"\s+", " ", text)

@@ -51,14 +51,16 @@ def run_steps(
 ) -> list[Step]:
     """Run steps for at most `timeout` seconds a process. After one of `needed` has failed no more are run, and `stop` is
     set, which ends those who look at it too. Raises OSError where no process can be had."""
-    from cogumi.stack.isolated_process import run_apart
+    from cogumi.core.worker import run_apart  # not found yet where this file is run by its path
 
     stop = stop or Event()
     done: list[Step] = []
     while (left := names[len(done) :]) and not stop.is_set():
         command = [sys.executable, "-B", "-P", "-X", "faulthandler", __file__, *left]
         ended = run_apart(command, timeout, environment, stop)
-        found = answers(ended.stdout, ended.stderr)
+        marked = [line.removeprefix(MARK) for line in ended.stdout.splitlines() if line.startswith(MARK)]
+        answers = [json.loads(line) for line in marked]
+        found = [Step(**each, said=part(ended.stderr, each["name"])) for each in answers]
         if stop.is_set():
             return done + found
         if not found or (len(found) < len(left) and not found[-1].error):
@@ -69,11 +71,6 @@ def run_steps(
         if any(step.error and step.name in needed for step in found):
             stop.set()
     return done
-
-
-def answers(stdout: str, stderr: str) -> list[Step]:
-    marked = [json.loads(line[len(MARK) :]) for line in stdout.splitlines() if line.startswith(MARK)]
-    return [Step(**each, said=part(stderr, each["name"])) for each in marked]
 
 
 def part(stderr: str, name: str) -> str:
@@ -94,36 +91,30 @@ def main(names: Sequence[str]) -> int:
         began = time.perf_counter()
         answer, error = None, ""
         try:
-            answer = STEPS[name]("" if name in WITHOUT_TORCH else the_device())
+            answer = step(name)
         except BaseException as raised:  # noqa: BLE001  a package may raise anything when imported, SystemExit too; it is reported
             traceback.print_exc()
             where = "".join(f"{note}: " for note in getattr(raised, "__notes__", ()))
             error = f"{where}{type(raised).__name__}: {' '.join(str(raised).split())}"[:SHOWN]
         sys.stderr.flush()
-        seconds = round(time.perf_counter() - began, 3)
+        said = {"name": name, "answer": answer, "error": error, "seconds": round(time.perf_counter() - began, 3)}
         # On a line of its own, whatever was printed without an end.
-        print(
-            f"\n{MARK}{json.dumps({'name': name, 'answer': answer, 'error': error, 'seconds': seconds}, default=str)}",
-            flush=True,
-        )
+        print(f"\n{MARK}{json.dumps(said, default=str)}", flush=True)
         if error:
             return 1
     return 0
 
 
-def the_device() -> str:
+def step(name: str) -> Any:
+    """What a step answers: one of STEPS, or of the probes."""
+    if name in WITHOUT_TORCH:
+        return WITHOUT_TORCH[name]()
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    from cogumi.stack.probes import PROBES
 
-
-def probe(name: str) -> Callable[[str], Any]:
-    def run(device: str) -> Any:
-        from cogumi.stack.probes import PROBES
-
-        return PROBES[name](device)
-
-    return run
+    run = STEPS.get(name) or PROBES[name]
+    return run("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def import_all(names: Sequence[str]) -> dict[str, str]:
@@ -185,29 +176,23 @@ def step_compiler(device: str) -> dict[str, Any]:
     return asdict(try_compiler(torch.device(device), backward=False))
 
 
-def step_driver(_: str) -> dict[str, Any]:
+def step_driver() -> dict[str, Any]:
     from cogumi.stack.driver import ask_nvml
 
     return ask_nvml()
 
 
-STEPS: dict[str, Callable[[str], Any]] = {
+WITHOUT_TORCH: dict[str, Callable[[], Any]] = {
     "driver": step_driver,
-    "data": lambda _: import_all(DATA),
-    "libraries": lambda _: import_all(LIBRARIES),
+    "data": lambda: import_all(DATA),
+    "libraries": lambda: import_all(LIBRARIES),
+}
+STEPS: dict[str, Callable[[str], Any]] = {
     "torch": step_torch,
-    "matmul": probe("matmul"),
-    "torchvision": probe("torchvision"),
-    "triton": probe("triton"),
-    "bitsandbytes": probe("bitsandbytes"),
-    "flash_attn": probe("flash_attn"),
-    "xformers": probe("xformers"),
-    "unsloth": probe("unsloth"),
     "attention": step_attention,
     "four_bit": step_four_bit,
     "compiler": step_compiler,
 }
-WITHOUT_TORCH = ("driver", "data", "libraries")
 
 if __name__ == "__main__":
     # This cogumi, and not another one that is installed; and only cogumi from here, everything else from where it would come.

@@ -24,6 +24,15 @@ from cogumi.methods.sft import MAX_LENGTH
 
 ROWS = 1000  # that are looked at, in all
 MANY = 0.05  # of the rows: then it is worth a note
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Packed rows: examples in each, and how many make a micro-batch."""
+
+    examples_per_row: float
+    at_once: int
 
 
 @dataclass(frozen=True)
@@ -41,11 +50,7 @@ class Sample:
     lengths: Lengths
     rows: int
     trained: int
-    packed: "Rows | None"
-
-    @property
-    def too_long(self) -> int:
-        return sum(count for reason, count in self.dropped.items() if reason.startswith("longer than"))
+    packed: Rows | None
 
     @property
     def longest(self) -> int:
@@ -60,18 +65,6 @@ class Sample:
             "rows": self.rows, "looked_at": self.looked_at, "examples": self.examples, "trained": self.trained,
             "truncated": self.truncated, "dropped": dict(self.dropped), "mean_tokens": self.mean, "longest": self.longest,
         }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Packed rows: examples in each, how many a micro-batch and how many micro-batches a step."""
-
-    examples_per_row: float
-    at_once: int
-    accumulated: int
-
-
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def has_no_tokenizer(base: str) -> bool:
@@ -114,9 +107,9 @@ def sample(run: RunConfig, tokenizer: Any, of_base: Any = None) -> Sample:
             f"of the first {looked_at:,} rows none makes an example: {reasons or 'there are none'}", key="data"
         )
     chosen = max(0, round((rows - held_out_of(rows, run.data.eval_rows)) * run.data.fraction))
-    chosen = min(chosen, run.data.max_rows or chosen)
-    trained, counted = round(chosen * examples / looked_at), Lengths.of((length, 1) for length in lengths)
-    return Sample(looked_at, examples, truncated, dropped, counted, rows, trained, packed_rows(run, Dataset(tables[0])))
+    trained = round(min(chosen, run.data.max_rows or chosen) * examples / looked_at)
+    counted, packed = Lengths.of((length, 1) for length in lengths), packed_rows(run, Dataset(tables[0]))
+    return Sample(looked_at, examples, truncated, dropped, counted, rows, trained, packed)
 
 
 def whole(run: RunConfig, data: Data, tokenizer: Any) -> Sample:
@@ -161,7 +154,7 @@ def packed_rows(run: RunConfig, examples: Dataset) -> Rows | None:
     found = pack(with_labels(examples), length, run.train.get("packing_strategy") or "bfd")
     at_once = run.train.get("per_device_train_batch_size") or 8
     step = rows_per_step(found, int(at_once), int(run.train.get("gradient_accumulation_steps") or 1))
-    return Rows(found.examples_per_row, step.per_device_train_batch_size, step.gradient_accumulation_steps)
+    return Rows(found.examples_per_row, step.per_device_train_batch_size)
 
 
 def line_of(found: Sample, run: RunConfig) -> Line:
@@ -176,8 +169,7 @@ def line_of(found: Sample, run: RunConfig) -> Line:
     others = {reason: n for reason, n in found.dropped.items() if not reason.startswith("longer than")}
     if others:
         said += "; left out: " + ", ".join(f"{n:,} {reason}" for reason, n in others.items())
-    lost = found.too_long + found.truncated
-    if lost:
+    if lost := sum(found.dropped.values()) - sum(others.values()) + found.truncated:
         verb = "truncated" if found.truncated else "longer than that, and dropped"
         said += f"; {lost / found.looked_at:.1%} are {verb}"
     if lost / found.looked_at >= MANY:

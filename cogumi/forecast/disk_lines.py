@@ -1,102 +1,49 @@
-"""What a run will want of its disks, before anything is downloaded or loaded."""
+"""What a run will want of its disks, from its config: before anything is downloaded, or when some of it is written."""
 
 import copy
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import get_peft_model
-from transformers import Trainer
+from transformers import AutoConfig, Trainer
 
-from cogumi.checkpoints.disk_forecast import CHECKPOINTS, MERGED, Outlook
+from cogumi.checkpoints.disk_forecast import CHECKPOINTS, DOWNLOAD, ENTRIES, MERGED, Outlook, outlook
+from cogumi.checkpoints.protection import kept_by_runs
 from cogumi.config.schema import RunConfig
-from cogumi.core.disk_space import Need
+from cogumi.core.disk_space import Disk, Need, hub_cache
 from cogumi.core.errors import UsageError
+from cogumi.core.formatting import one_line
+from cogumi.core.run_directory import read_json
 from cogumi.forecast.preflight_report import Line
-from cogumi.models.loading import meta_model
-
-
-class PlannedTrainer(Trainer):
-    """A Trainer whose model stays on the meta device. It forecasts, and cannot train."""
-
-    def _move_model_to_device(self, model: Any, device: Any) -> None:
-        pass
-
-
-def planned_trainer(config: Any, dtype: torch.dtype, args: Any, lora: Any = None, tokenizer: Any = None) -> Any:
-    """A trainer for the model of a config, for `checkpoint_bytes` and `outlook`. 8 billion parameters take seconds and no memory.
-
-    config: the base's, quantized or not. dtype: what the base is loaded in. args: TrainingArguments, or TRL's; nothing
-    is written to their output_dir. lora: a PEFT config, or None where every weight is trained. As any Trainer this one
-    sets the seeds. Raises what PEFT and transformers raise for a setting that they refuse, and UsageError for a model
-    that transformers cannot build.
-    """
-    model = meta_model(config).to(dtype)
-    if lora is not None:
-        model = get_peft_model(model, copy.copy(lora), low_cpu_mem_usage=True)  # which completes what it is given
-    if is_bitsandbytes(config):
-        # TRL's trainers do so (sft_trainer.py and grpo_trainer.py, 1.15), after QLoRA.
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and "lora_magnitude_vector" not in name:
-                parameter.data = parameter.data.to(torch.bfloat16)
-    args = copy.copy(args)
-    output_dir, args.push_to_hub, args.report_to = args.output_dir, False, []  # no repository is made, no run announced
-    with tempfile.TemporaryDirectory(prefix="cogumi-forecast-") as scratch:
-        args.output_dir = scratch  # a Trainer makes it
-        trainer = PlannedTrainer(model, args, eval_dataset=[], processing_class=tokenizer)  # type: ignore[arg-type]
-    args.output_dir = output_dir
-    return trainer
-
-
-def is_bitsandbytes(config: Any) -> bool:
-    found = getattr(config, "quantization_config", None)
-    entries = found if isinstance(found, dict) or found is None else found.to_dict()
-    return entries is not None and bool(entries.get("load_in_4bit") or entries.get("load_in_8bit"))
-
-
-# ----------------------------------------------------------------------------------------------------------- disk lines
-
-
-MADE_HERE = "cogumi:"  # models that are made on this machine
+from cogumi.forecast.training_step import on_meta
+from cogumi.health.full_finetune import dtype_of_weights
+from cogumi.methods.arguments import BUILD_REFUSALS, trl_arguments
+from cogumi.models.adapters import keep_float32, lora_config
+from cogumi.models.loading import load_tokenizer, loaded_in, meta_model, refuse_quantized_already, resolve_model
+from cogumi.models.warm_start import lora_of
+from cogumi.patches import gspo_loss
 
 
 def outlook_of(run: RunConfig) -> Outlook:
-    """Of a run that is to start. Raises UsageError for settings that PEFT, TRL or transformers refuse."""
-    from cogumi.checkpoints.disk_forecast import outlook
-    from cogumi.checkpoints.protection import kept_by_runs
-
+    """What a run has yet to write, and download. Raises UsageError for settings that PEFT, TRL or transformers refuse."""
     trainer, notes = planned(run)
     download, unknown = download_of(run)
+    whole = run.cogumi.tuning == "full"  # then the trained model is saved as `merged/`, and there is no adapter
+    adapter, merged = run.run_dir / "adapter", run.run_dir / "merged"
     return outlook(
         trainer,
         keep=kept_by_runs(trainer.args.save_total_limit),
-        adapter_into=None if is_whole(run) else run.run_dir / "adapter",
-        merged_into=run.run_dir / "merged" if run.cogumi.merge or is_whole(run) else None,
+        adapter_into=None if whole or adapter.exists() else adapter,
+        merged_into=merged if (run.cogumi.merge or whole) and not merged.exists() else None,
         more=download,
         notes=(*notes, *unknown),
     )
 
 
-def is_whole(run: RunConfig) -> bool:
-    """Whether every weight is trained: then each checkpoint holds them all, and the trained model is saved as `merged/`."""
-    return run.cogumi.tuning == "full"
-
-
 def planned(run: RunConfig) -> tuple[Any, list[str]]:
-    """The trainer that the run will have, without weights, and what is not known of it."""
-    from transformers import AutoConfig
-
-    from cogumi.core.formatting import one_line
-    from cogumi.forecast.disk_lines import planned_trainer
-    from cogumi.health.full_finetune import dtype_of_weights
-    from cogumi.methods.arguments import BUILD_REFUSALS, trl_arguments
-    from cogumi.models.adapters import keep_float32, lora_config
-    from cogumi.models.loading import load_tokenizer, loaded_in, refuse_quantized_already, resolve_model
-    from cogumi.models.warm_start import lora_of
-    from cogumi.patches import gspo_loss
-
+    """A trainer that writes what the run's will write, without weights, and what is not known of it."""
     gspo_loss.apply()  # without it TRL takes no gspo; unsloth, which must be imported first, is of no use to shapes
     args = trl_arguments(run)
     if run.model.adapter is not None:
@@ -110,25 +57,39 @@ def planned(run: RunConfig) -> tuple[Any, list[str]]:
         tokenizer = load_tokenizer(base, run.model.revision)
     except UsageError:  # a run would not start without one; the rest is worth knowing
         notes.append(f"{run.model.name} has no tokenizer that can be loaded, and none is counted")
+    whole = run.cogumi.tuning == "full"
     try:
-        dtype = loaded_in(dtype_of_weights(run) if is_whole(run) else run.model.dtype)
-        lora = None if is_whole(run) else lora_config(run.lora)
-        trainer = planned_trainer(config, dtype, args, lora, tokenizer)
-        keep_float32(trainer.model)
-        return trainer, notes
-    except UsageError:
-        raise
+        dtype = loaded_in(dtype_of_weights(run) if whole else run.model.dtype)
+        return saving_trainer(config, dtype, args, None if whole else lora_config(run.lora), tokenizer), notes
     except BUILD_REFUSALS as error:
         raise UsageError(f"model, lora or train: {one_line(error)}") from error
 
 
-def download_of(run: RunConfig) -> tuple[list[Need], list[str]]:
-    """What the weights will take in the hub's cache, 0 where they are here, and a line where it is not known."""
-    from cogumi.checkpoints.disk_forecast import DOWNLOAD, ENTRIES
-    from cogumi.core.disk_space import Need, hub_cache
+def saving_trainer(config: Any, dtype: torch.dtype, args: Any, lora: Any = None, tokenizer: Any = None) -> Any:
+    """A trainer for `checkpoint_bytes` and `outlook`. 8 billion parameters take seconds and no memory.
 
+    config: the base's, quantized or not. dtype: what the base is loaded in. args: TrainingArguments, or TRL's; nothing
+    is written to their output_dir. lora: a PEFT config, or None where every weight is trained. As any Trainer this one
+    sets the seeds. Raises what PEFT and transformers raise for a setting that they refuse, and UsageError for a model
+    that transformers cannot build. Not TRL's: adapters that start from the weights (PiSSA) are made without any here.
+    """
+    model = meta_model(config).to(dtype)
+    if lora is not None:
+        model = get_peft_model(model, copy.copy(lora), low_cpu_mem_usage=True)  # which completes what it is given
+        keep_float32(model)
+    args = copy.copy(args)
+    output_dir, args.push_to_hub, args.report_to = args.output_dir, False, []  # no repository is made, no run announced
+    with tempfile.TemporaryDirectory(prefix="cogumi-forecast-") as scratch:
+        args.output_dir = scratch  # a Trainer makes it
+        trainer = on_meta(Trainer)(model, args, eval_dataset=[], processing_class=tokenizer)
+    args.output_dir = output_dir
+    return trainer
+
+
+def download_of(run: RunConfig) -> tuple[list[Need], list[str]]:
+    """What the weights will take in the hub's cache, and a line where it is not known."""
     name, revision = run.model.name, run.model.revision
-    if name.startswith(MADE_HERE) or Path(name).is_dir() or in_cache(name, revision):
+    if name.startswith("cogumi:") or Path(name).is_dir() or is_cached(name, revision):
         return [Need(DOWNLOAD, hub_cache(), 0, 0, 0)], []
     size = download_bytes(name, revision)
     if size is None:
@@ -136,14 +97,14 @@ def download_of(run: RunConfig) -> tuple[list[Need], list[str]]:
     return [Need(DOWNLOAD, hub_cache(), size, size, ENTRIES)], []
 
 
-def in_cache(name: str, revision: str | None) -> bool:
+def is_cached(name: str, revision: str | None) -> bool:
     """Whether a model's weights are in the hub's cache, all of them."""
     from huggingface_hub import try_to_load_from_cache
 
     index = try_to_load_from_cache(name, "model.safetensors.index.json", revision=revision)
     files = {"model.safetensors"}
     if isinstance(index, str):
-        files = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+        files = set(read_json(Path(index))["weight_map"].values())
     return all(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files)
 
 
@@ -178,7 +139,7 @@ def lines_of(found: Outlook) -> list[Line]:
     return [*lines, *(Line("disk", note, "unknown") for note in found.notes)]
 
 
-def changes_for(found: Outlook, disk: Any) -> dict[str, Any]:
+def changes_for(found: Outlook, disk: Disk) -> dict[str, Any]:
     """Keys of the config that make a disk large enough: fewer checkpoints kept, the merge left for another disk."""
     free, changes = disk.filesystem.space.free, {}
     sizes = {need.what: need for need in disk.needs}

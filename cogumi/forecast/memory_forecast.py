@@ -1,6 +1,6 @@
-"""What a run takes of a card, from the fullest moment of its step, and the largest batch, length and rank that fit.
+"""Does the step fit the card? What it takes, of what that is made, and how far batch, length and rank could go.
 
-To what tensors take come, on a card: CUDA's context, which whoever plans takes off the card's memory; cuBLAS' workspaces,
+To what tensors take come, on a card: CUDA's context, which `target_of` takes off the card's memory; cuBLAS' workspaces,
 one for the thread that computes forward and one for autograd's (aten/src/ATen/cuda/CUDABlas.cpp,
 getChosenWorkspaceSize: 32 MiB each on Hopper, 8.1 MiB before); and what the caching allocator holds in blocks that are cut
 too large. That part depends on the order of sizes, and is allowed for as a share of what comes and goes. None of the three
@@ -12,22 +12,90 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cogumi.forecast.allocation_tracker import Moment
-from cogumi.forecast.training_step import Work
+import torch
 
+from cogumi.config.schema import RunConfig
+from cogumi.core.formatting import gib
+from cogumi.forecast.fake_tensors import Moment
+from cogumi.forecast.preflight_report import Line
+from cogumi.forecast.training_step import ROLLOUT, Work, planned_trainer, run_step
+from cogumi.health import full_finetune
+from cogumi.methods import gspo
+from cogumi.methods.auto_settings import Choice, Machine
+from cogumi.models.adapters import lora_config
+from cogumi.models.loading import meta_model
+from cogumi.stack.gpus import Card, card_called, card_of
+
+# CUDA's own part of a card, before the first tensor: about 0.5 GiB, kernels being loaded as they are needed.
+CONTEXT = 512 * 2**20
+PACKAGES = frozenset({"bitsandbytes"})  # of those that decide, what the lane for cards brings (requirements/stable.in)
 FRAGMENTS = 0.05  # of activations, logits and gradients
 WORKSPACE, HOPPERS_WORKSPACE = 2 * (4096 * 1024 * 2 + 16 * 8 * 1024), 2 * 4096 * 8 * 1024
 # From so many tokens on the tiles of logits grow no more, TRL's (trl/kernels/chunked_logprob.py, TOKEN_CHUNK_SIZE) and ours.
 FULL_TILE = 4096
 MOST_ROWS, LONGEST, HIGHEST_RANK = 2**16, 2**17, 1024  # where looking for the largest ends
 STAYING = ("weights", "adapter", "optimizer")
+VLLM_SHARE = 0.3  # trl.GRPOConfig's vllm_gpu_memory_utilization
+BATCH = "train.per_device_train_batch_size"
 Measure = Callable[[Work, int, int | None], tuple[Moment, ...]]
-"""Of a step: (work, rank, layers or None for all) -> the fullest moments of its stages."""
+"""Of a step: (work, rank, layers or None for all) -> the peaks of its stages."""
+
+
+# --------------------------------------------------------------------------------------------------------------- target
+
+
+@dataclass(frozen=True)
+class Target:
+    """The machine that a run is planned for.
+
+    card: None where it is not in the table, or there is no GPU. free: bytes that the run may take. named: not this machine.
+    """
+
+    machine: Machine
+    card: Card | None
+    free: int
+    named: bool = False
+
+    @property
+    def on_card(self) -> bool:
+        return self.machine.capability is not None
+
+    def __str__(self) -> str:
+        return f"{self.machine.name}, {self.free / 2**30:.1f} GiB free"
+
+
+def target_of(card: str | None) -> Target:
+    """This machine, or a card by name with nothing else on it. Raises UsageError for a card that is not known."""
+    if card is None:
+        machine = Machine.here()
+        return Target(machine, card_of(machine.name), machine.free_bytes)
+    known = card_called(card)
+    free = known.bytes - CONTEXT
+    return Target(Machine(known.name, known.capability, free, PACKAGES), known, free, named=True)
+
+
+def dtype_of(target: Target, wanted: str) -> torch.dtype:
+    """What `model.dtype` means there: `auto` is bfloat16 on a card that has it, float32 elsewhere (models/loading.py)."""
+    if wanted == "auto":
+        return torch.bfloat16 if target.machine.bf16 else torch.float32
+    found: torch.dtype = getattr(torch, wanted)
+    return found
+
+
+def autocast_of(run: RunConfig, target: Target) -> torch.dtype | None:
+    """What the trainer multiplies matrices in: bf16 on a card that has it, unless the config says otherwise."""
+    if run.train.get("fp16"):
+        return torch.float16
+    bf16 = run.train.get("bf16")
+    return torch.bfloat16 if (target.machine.bf16 if bf16 is None else bf16) else None
+
+
+# ------------------------------------------------------------------------------------------------------- peaks of a step
 
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """Bytes. moments: the fullest of each stage. workspace: of cuBLAS, 0 without a card. vllm: what it takes beside the step."""
+    """Bytes. moments: the peak of each stage. workspace: of cuBLAS, 0 without a card. vllm: what it takes beside the step."""
 
     moments: tuple[Moment, ...]
     workspace: int = 0
@@ -40,13 +108,11 @@ class MemoryForecast:
     @property
     def breakdown(self) -> dict[str, int]:
         """The fullest moment by kind, largest first."""
-        return dict(sorted(self.parts_of(self.fullest).items(), key=lambda item: -item[1]))
-
-    def parts_of(self, moment: Moment) -> dict[str, int]:
-        passing = sum(size for kind, size in moment.by_kind.items() if kind not in STAYING)
-        parts = {**moment.by_kind, "vLLM": self.vllm, "cuBLAS workspaces": self.workspace}
+        by_kind = self.fullest.by_kind
+        passing = sum(size for kind, size in by_kind.items() if kind not in STAYING)
+        parts = {**by_kind, "vLLM": self.vllm, "cuBLAS workspaces": self.workspace}
         parts["allocator"] = round(FRAGMENTS * passing) if self.workspace else 0
-        return {kind: size for kind, size in parts.items() if size}
+        return dict(sorted(((kind, size) for kind, size in parts.items() if size), key=lambda item: -item[1]))
 
     @property
     def tensors(self) -> int:
@@ -80,10 +146,10 @@ class Largest:
 class Steps:
     """The peaks of steps of one run, each from two models of a few layers.
 
-    A stage's fullest moment grows by the same amount with every layer that is like those before it, with every row and
-    every rank, and with the length by a polynomial of the second degree (masks, and the scores of eager attention). period:
-    after how many layers they repeat; None runs the whole model, where they do not repeat, or where gradients come up while
-    activations go (every weight trained, one micro-batch a step), so that which moment is the fullest depends on the depth.
+    A stage's peak grows by the same amount with every layer that is like those before it, with every row and every rank,
+    and with the length by a polynomial of the second degree (masks, and the scores of eager attention). period: after how
+    many layers they repeat; None runs the whole model, where they do not repeat, or where gradients come up while
+    activations go (every weight trained, one micro-batch a step), so that the stage of the peak depends on the depth.
     """
 
     def __init__(self, measure: Measure, layers: int, period: int | None) -> None:
@@ -98,7 +164,9 @@ class Steps:
             else:
                 less, more = (self.measure(work, rank, layers) for layers in self.few)
                 share = (self.layers - self.few[0]) / (self.few[1] - self.few[0])
-                self.known[work, rank] = tuple(continued(*pair, share) for pair in zip(less, more, strict=True))
+                self.known[work, rank] = tuple(
+                    sum_of(pair, [1 - share, share]) for pair in zip(less, more, strict=True)
+                )
         return self.known[work, rank]
 
     def largest(self, forecast: MemoryForecast, work: Work, rank: int, room: int) -> Largest:
@@ -134,18 +202,13 @@ class Steps:
         )
 
 
-def continued(less: Moment, more: Moment, share: float) -> Moment:
-    """The moment of a model with more layers: `share` times the difference of two of few layers beyond the first."""
-    return sum_of((less, more), [1 - share, share])
-
-
 def sum_of(moments: Sequence[Moment], weights: Sequence[float]) -> Moment:
     kinds = {kind for moment in moments for kind in moment.by_kind}
     by_kind = {k: round(sum(w * m.by_kind.get(k, 0) for m, w in zip(moments, weights, strict=True))) for k in kinds}
     return Moment(moments[0].stage, sum(by_kind.values()), by_kind)
 
 
-def last_that_fits(peak: Callable[[int], int], candidates: Any, room: int) -> int | None:
+def last_that_fits(peak: Callable[[int], int], candidates: Sequence[int], room: int) -> int | None:
     """The largest of ascending candidates whose peak is within `room`, by bisection; None where the first is not."""
     low, high = -1, len(candidates)
     while high - low > 1:
@@ -159,3 +222,160 @@ def lengthened(work: Work, length: int) -> Work:
     if not work.completion:
         return replace(work, prompt=length)
     return replace(work, completion=max(1, length - work.prompt), prompt=min(work.prompt, length - 1))
+
+
+# --------------------------------------------------------------------------------------------------- the step of a run
+
+
+@dataclass(frozen=True)
+class OfTheStep:
+    """The forecast of a run's step on a target, and how it was made."""
+
+    forecast: MemoryForecast
+    work: Work
+    largest: Largest
+    free: int
+
+    @property
+    def fits(self) -> bool:
+        return self.forecast.peak <= self.free
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**self.forecast.as_dict(), "free": self.free, "work": vars(self.work), "largest": vars(self.largest)}
+
+
+def step_on(run: RunConfig, config: Any, work: Work, target: Target) -> OfTheStep:
+    """Run the step of a run on fake tensors. `run` has its choices made; config: the base's."""
+    whole = run.cogumi.tuning == "full"
+    dtype = dtype_of(target, full_finetune.dtype_of_weights(run) if whole else run.model.dtype)
+    autocast = autocast_of(run, target)
+    rank = 0 if whole else lora_config(run.lora).r
+    trainers: dict[tuple[int, int | None], Any] = {}
+
+    def measure(work: Work, rank: int, layers: int | None) -> tuple[Moment, ...]:
+        if (rank, layers) not in trainers:
+            changed = run.model_copy(deep=True)
+            if rank:
+                changed.lora["r"] = rank
+            trainers[rank, layers] = planned_trainer(changed, config, dtype, run.model.attn_implementation, layers)
+        return run_step(trainers[rank, layers], work, autocast, target.on_card)
+
+    workspace = 0
+    if target.on_card:
+        workspace = HOPPERS_WORKSPACE if target.machine.capability == (9, 0) else WORKSPACE
+    period = None if whole and work.micro_batches == 1 else period_of(config)
+    steps = Steps(measure, config.get_text_config().num_hidden_layers, period)
+    forecast = MemoryForecast(steps.moments(work, rank), workspace, vllm_of(run, target))
+    return OfTheStep(forecast, work, steps.largest(forecast, work, rank, target.free), target.free)
+
+
+def period_of(config: Any) -> int | None:
+    """After how many layers their kinds and shapes repeat; None where they do not."""
+    text = config.get_text_config()
+    count = text.num_hidden_layers
+    stacks = (module for module in meta_model(config).modules() if isinstance(module, torch.nn.ModuleList))
+    layers = next((stack for stack in stacks if len(stack) == count), None)
+    if layers is None:
+        return None
+    shapes = [tuple((name, tuple(each.shape)) for name, each in layer.named_parameters()) for layer in layers]
+    kinds = list(zip(getattr(text, "layer_types", None) or [""] * count, shapes, strict=True))
+    return next((n for n in range(1, count // 2 + 1) if all(kinds[i] == kinds[i % n] for i in range(count))), None)
+
+
+def vllm_of(run: RunConfig, target: Target) -> int:
+    """What vLLM holds beside the step where it shares the card: its share of the whole card, nothing while it sleeps."""
+    train = run.train
+    shares = train.get("use_vllm") and train.get("vllm_mode", "colocate") == "colocate"
+    if not shares or train.get("vllm_enable_sleep_mode"):
+        return 0
+    card = target.card.bytes if target.card is not None else target.free
+    return round(float(train.get("vllm_gpu_memory_utilization") or VLLM_SHARE) * card)
+
+
+def planned_work(run: RunConfig, longest: int, packed_rows: int | None = None) -> Work:
+    """What goes through at once. longest: tokens of the longest example, or of gspo's longest prompt."""
+    train, method = run.train, run.cogumi.method
+    rows = int(train.get("per_device_train_batch_size") or 8)
+    steps = int(train.get("gradient_accumulation_steps") or 1)
+    attention = run.model.attn_implementation or ""
+    flash = attention.startswith("flash") or "/" in attention
+    if method != "gspo":
+        packed = packed_rows is not None
+        # Padding is masked; flash attention cuts it out before it computes.
+        padded = not flash and rows > 1
+        return Work(method, packed_rows or rows, longest, packed=packed, one_sequence=packed and flash, padded=padded,
+                    micro_batches=steps)  # fmt: skip
+    completion, rollout = int(train.get("max_completion_length") or 256), 0
+    if not train.get("use_vllm"):  # TRL's generation batch
+        rollout = int(train.get("generation_batch_size") or rows * int(train.get("steps_per_generation") or steps))
+    return Work(method, rows, longest, completion, rollout, padded=not flash, micro_batches=steps)
+
+
+# ------------------------------------------------------------------------------------------------------------- the line
+
+
+def line_of(step: OfTheStep, run: RunConfig, chosen: Sequence[Choice] = ()) -> Line:
+    """The line on memory, with what would make it fit. chosen: what the run left open, and the machine decides."""
+    forecast, work = step.forecast, step.work
+    made_of = ", ".join(f"{kind} {gib(size)}" for kind, size in forecast.breakdown.items())
+    at_once = work.rollout if forecast.fullest.stage == ROLLOUT else work.rows
+    said = (
+        f"{gib(forecast.peak)} of {gib(step.free)} at its fullest, in {forecast.fullest.stage} with {at_once} x "
+        f"{work.length} tokens: {made_of}"
+    )
+    if chosen:
+        said += "; with " + ", ".join(f"{each.key}: {each.value}" for each in chosen) + ", which the run chooses"
+    if not step.fits:
+        return Line("memory", said, "red", *smaller(step, run))
+    largest = step.largest
+    alone = (
+        (largest.rows, MOST_ROWS, "{} rows"),
+        (largest.length, LONGEST, "{} tokens"),
+        (largest.rank, HIGHEST_RANK, "rank {}"),
+    )
+    further = [words.format(f"{n:,}") + " and more" * (n == most) for n, most, words in alone if n]
+    return Line("memory", f"{said}; alone, up to {', or '.join(further)} would fit")
+
+
+def smaller(step: OfTheStep, run: RunConfig) -> tuple[str, dict[str, Any]]:
+    """The change that makes a step fit, the mildest first: layers computed twice, a smaller micro-batch, 4 bits."""
+    work, largest = step.work, step.largest
+    if run.train.get("gradient_checkpointing") is False:  # TRL's default is on
+        change = {"train.gradient_checkpointing": True}
+        return "set train.gradient_checkpointing: true, which computes layers twice instead of keeping them", change
+    documents = work.rows * work.micro_batches
+    if step.forecast.fullest.stage == ROLLOUT and work.rollout > documents:
+        key, number = fewer_at_once(run, work, documents)
+        said = f"set {key}: {number}; fewer completions are sampled at once, and trained on in fewer steps"
+        return said, {key: number}
+    if largest.rows:
+        changes = split(run, work, largest.rows)
+        said = " and ".join(f"{key}: {value}" for key, value in changes.items())
+        return f"set {said}, the same step in smaller pieces", changes
+    if run.cogumi.tuning == "full":
+        return "drop cogumi.tuning: full, to train LoRA", {"cogumi.tuning": "lora"}
+    if run.model.quantization_config is None:
+        return "set model.quantization_config: {load_in_4bit: true} (QLoRA)", {
+            "model.quantization_config": {"load_in_4bit": True},
+            **split(run, work, 1),
+        }
+    if largest.length:
+        key = "train.max_length" if not work.completion else "train.max_completion_length"
+        length = largest.length - (work.prompt if work.completion else 0)
+        return f"set {key}: {length}; longer examples are dropped, and counted", {key: length}
+    return "take a card with more memory, or a smaller model", {}
+
+
+def fewer_at_once(run: RunConfig, work: Work, documents: int) -> tuple[str, int]:
+    """Half of a rollout's completions, in whole steps, under the key that says how many they are."""
+    steps = max(1, work.rollout // documents // 2)
+    if gspo.is_planned(run) or run.train.get("generation_batch_size"):
+        return "train.generation_batch_size", steps * documents
+    return "train.steps_per_generation", steps * work.micro_batches
+
+
+def split(run: RunConfig, work: Work, most: int) -> dict[str, Any]:
+    """The same step in micro-batches of at most so many; what GSPO's planner decides by itself is left to it."""
+    documents = work.rows * work.micro_batches
+    rows = max(n for n in range(1, min(most, documents) + 1) if documents % n == 0)
+    return {BATCH: rows} | ({} if gspo.is_planned(run) else {"train.gradient_accumulation_steps": documents // rows})

@@ -1,20 +1,25 @@
-"""The preflight of a run: stack, data, memory, time and money, disk."""
+"""The preflight of a run: stack, data, memory, time and money, disk; and the config that fits."""
 
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
 from cogumi.config.schema import RunConfig, load_config
+from cogumi.config.yaml_text import sections, with_values
+from cogumi.core import worker
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
-from cogumi.forecast import data_sample, disk_lines, stack_line, throughput_probe, vram
-from cogumi.forecast.meta_trainer import planned_trainer
+from cogumi.core.notices import said
+from cogumi.core.run_directory import write_atomic
+from cogumi.forecast import data_sample, disk_lines, memory_forecast, throughput_probe
+from cogumi.forecast.memory_forecast import Target, dtype_of, target_of
 from cogumi.forecast.preflight_report import Line, PreflightReport
-from cogumi.forecast.target import Target, dtype_of, target_of
-from cogumi.forecast.training_step import Work
+from cogumi.forecast.training_step import Work, planned_trainer
 from cogumi.methods import gspo
 from cogumi.methods.auto_settings import MOMENTS, Choice, Load, choose, decided, load_of
 from cogumi.methods.building import tokenizer_of
@@ -23,18 +28,45 @@ from cogumi.models import warm_start
 from cogumi.models.adapters import refuse_unmatched
 from cogumi.models.loading import refuse_quantized_already, resolve_model
 from cogumi.rl.patching import patch
+from cogumi.stack.installed import against_lane, distributions
 from cogumi.telemetry.throughput import work_of
 
 # What PEFT, TRL and transformers raise for a setting they refuse, or a model that cannot be built of shapes alone.
 REFUSALS = (ValueError, ImportError, RuntimeError)
+LIMIT = 600.0  # seconds; a model of which every layer is run takes minutes
+ROUNDS = 6  # of changing a config that does not fit
+
+Config = str | os.PathLike[str] | Mapping[str, Any]
+Ahead = tuple[list[Line], dict[str, Any]]
+"""The lines on memory, time and disk, and the figures behind them."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A forecast to make. base, of_base: a directory or hub id, and its config. probe: what was measured."""
+
+    run: RunConfig
+    base: str
+    of_base: Any
+    found: data_sample.Sample
+    target: Target
+    probe: throughput_probe.Probe | None = None
+
+
+@said("preflight: data, memory, time and disk of the run are being worked out")
+def preflight(
+    config: Config, card: str | None = None, train: Callable[..., Any] | None = None, **overrides: Any
+) -> PreflightReport:
+    """`cogumi.preflight`, where torch may be imported (`cogumi.runs.entry`)."""
+    return foresee(config, card, train, overrides, apart)
 
 
 def foresee(
-    config: str | os.PathLike[str] | Mapping[str, Any],
+    config: Config,
     card: str | None,
     train: Callable[..., Any] | None,
     overrides: dict[str, Any],
-    ahead: "Callable[[Asked], Ahead]",
+    ahead: Callable[[Asked], Ahead],
 ) -> PreflightReport:
     """`preflight`, with `look_ahead` in this process or apart. train: `cogumi.train`, where ten steps are to be made."""
     run, target = load_config(config, **overrides), target_of(card)
@@ -50,39 +82,47 @@ def foresee(
         refuse_unmatched(run.lora, of_base)
     if run.model.quantization_config is not None:
         refuse_quantized_already(base, of_base)
-    found = (
-        data_sample.assumed(run)
-        if data_sample.has_no_tokenizer(base)
-        else data_sample.sample(run, tokenizer_of(run, base), of_base)
-    )
+    if data_sample.has_no_tokenizer(base):
+        found = data_sample.assumed(run)
+    else:
+        found = data_sample.sample(run, tokenizer_of(run, base), of_base)
     tried = throughput_probe.probed(run, train, config, overrides) if train is not None else None
-    first = [] if card is not None else [stack_line.line()]
+    first = [] if card is not None else [stack_line()]
     lines, figures = ahead(Asked(run, base, of_base, found, target, tried))
     return PreflightReport(
         str(target), (*first, data_sample.line_of(found, run), *lines), {"data": found.as_dict(), **figures}
     )
 
 
-Ahead = tuple[list[Line], dict[str, Any]]
+def stack_line() -> Line:
+    """Is what is installed what was tried together? The doctor's finding on the lane."""
+    (found,) = against_lane(distributions())
+    figure = f"{found.figure}; {found.cause}" if found.cause else found.figure
+    return Line("stack", figure, "green" if found.state == "ok" else "yellow", found.fix)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What is to be looked ahead to. base, of_base: a directory or hub id, and its config. probe: what was measured."""
+# -------------------------------------------------------------------------------------------------- memory, time and disk
 
-    run: RunConfig
-    base: str
-    of_base: Any
-    found: data_sample.Sample
-    target: Target
-    probe: throughput_probe.Probe | None = None
+
+def apart(asked: Asked) -> Ahead:
+    """`look_ahead` in another process, which sees no GPU and of which nothing stays behind.
+
+    Libraries cache tensors, which would be fake ones, and accelerate keeps settings for a whole process; beside a GPU the
+    trainer would be unsloth's, whose kernels take no fake tensors. What is trained afterwards is to meet none of it.
+    Raises its UsageError, and RuntimeError for a process that broke or took too long.
+    """
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    found: Ahead = worker.call("the forecast", look_ahead, asked, environment=environment, timeout=LIMIT)
+    return found
+
+
+def here(asked: Asked) -> Ahead:
+    """`look_ahead` for a process that does nothing else, apart only where it sees a GPU."""
+    return apart(asked) if torch.cuda.is_available() else look_ahead(asked)
 
 
 def look_ahead(asked: Asked) -> Ahead:
-    """The lines on memory, time and disk, and the figures behind them.
-
-    Builds trainers in this process, whose settings are the process's; `cogumi.forecast.preflight_worker` makes one for it.
-    """
+    """Builds trainers in this process, whose settings are the process's; `apart` has one for it."""
     patch(graph_break="off")  # without it TRL takes no gspo, and its losses need a GPU
     of_base, found, target = asked.of_base, asked.found, asked.target
     lines: list[Line] = []
@@ -91,18 +131,21 @@ def look_ahead(asked: Asked) -> Ahead:
     try:
         chosen_run = run
         run, work = work_on(run, of_base, found, target, target.free - load.weights - MOMENTS * load.trained)
-        step = vram.step_on(run, of_base, work, target)
+        step = memory_forecast.step_on(run, of_base, work, target)
     except UsageError as error:
         lines.append(Line("memory", str(error), "red"))
     except REFUSALS as error:
         lines.append(Line("memory", f"the step cannot be run without weights: {one_line(error)}", "unknown"))
     else:
-        lines.append(vram.line_of(step, chosen_run, chosen))  # its keys are those of the YAML
+        lines.append(memory_forecast.line_of(step, chosen_run, chosen))  # its keys are those of the YAML
         figures["memory"] = step.as_dict()
         if asked.probe is not None:
             how_long = throughput_probe.continued(run, work, found, asked.probe)
         else:
-            how_long = estimate(run, of_base, found, work, target)
+            dtype = dtype_of(target, run.model.dtype)
+            model = planned_trainer(run, of_base, dtype, run.model.attn_implementation).model
+            weights = sum(p.numel() for p in model.parameters() if not p.requires_grad) * dtype.itemsize
+            how_long = throughput_probe.estimated(run, work, found, work_of(model), target, weights)
         lines += throughput_probe.lines_of(how_long, run, target)
         figures["time"] = vars(how_long)
     try:
@@ -130,18 +173,48 @@ def work_on(
         if gspo.is_planned(run):
             batch = gspo.batch_for(run, config, dtype_of(target, run.model.dtype).itemsize, longest, free)
             run = gspo.with_batch(run, batch.arguments)
-        return run, vram.planned_work(run, longest)
+        return run, memory_forecast.planned_work(run, longest)
     limit = run.train.get("max_length")
-    if found.packed and limit:
-        return run, vram.planned_work(run, int(limit), found.packed.at_once)
+    packed = found.packed.at_once if found.packed and limit else None
     # The sample may not hold the longest example of all.
-    return run, vram.planned_work(run, int(limit or longest))
+    return run, memory_forecast.planned_work(run, int(limit or longest), packed)
 
 
-def estimate(
-    run: RunConfig, config: Any, found: data_sample.Sample, work: Work, target: Target
-) -> throughput_probe.Pace:
-    dtype = dtype_of(target, run.model.dtype)
-    model = planned_trainer(run, config, dtype, run.model.attn_implementation).model
-    weights = sum(p.numel() for p in model.parameters() if not p.requires_grad) * dtype.itemsize
-    return throughput_probe.estimated(run, work, found, work_of(model), target, weights)
+# ------------------------------------------------------------------------------------------------- the config that fits
+
+
+def fixed(config: Config, card: str | None = None, **overrides: Any) -> tuple[PreflightReport, dict[str, Any]]:
+    """(the last report, the dotted keys that were changed): the red lines' changes made until nothing is left to change."""
+    changes: dict[str, Any] = {}
+    report = foresee(config, card, None, overrides, here)
+    for _ in range(ROUNDS):
+        more = {key: value for key, value in report.changes.items() if changes.get(key) != value}
+        if report.fits or not more:
+            break
+        changes |= more
+        words = {key.replace(".", "__"): value for key, value in changes.items()}
+        report = foresee(config, card, None, {**overrides, **words}, here)
+    return report, changes
+
+
+def write_fixed(source: Path, out: Path, changes: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """The YAML of `source` with the changes, its comments kept, at `out`. Raises UsageError for a file that is there."""
+    if out.exists():
+        raise UsageError("there is such a file already", key=f"--fix {out}", fix="name another, or remove it")
+    text = source.read_text(encoding="utf-8")
+    document = sections(text)
+    given = {key.replace("__", "."): value for key, value in overrides.items()}
+    for key, value in {**given, **changes}.items():
+        section = document
+        *above, name = key.split(".")
+        for each in above:
+            section = section.setdefault(each, {})
+        section[name] = value
+    changed = "".join(f"#   {key}: {value}\n" for key, value in changes.items())
+    head = f"# {source.name}, changed by cogumi preflight --fix:\n{changed}"
+    try:
+        write_atomic(out, head + with_values(text, document)[0])
+    except OSError as error:
+        raise UsageError(
+            f"cannot be written ({error.strerror})", key=f"--fix {out}", fix="name another place"
+        ) from None

@@ -10,8 +10,7 @@ import json
 import logging
 import math
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.formatting import duration
 from cogumi.data.selection import held_out_of
 from cogumi.forecast.data_sample import Sample
+from cogumi.forecast.memory_forecast import Target
 from cogumi.forecast.preflight_report import Line
-from cogumi.forecast.target import Target
 from cogumi.forecast.training_step import Work
 from cogumi.health.flags_sft import ENOUGH_ROWS
 from cogumi.methods.dpo import ReferencePass
@@ -46,9 +45,6 @@ class Pace:
     measured: int = 0
     whole: int | None = None
     reference: float = 0.0
-
-    def cost(self, per_hour: float | None) -> float | None:
-        return None if per_hour is None or self.seconds is None else self.seconds / 3600 * per_hour
 
 
 @dataclass(frozen=True)
@@ -100,22 +96,20 @@ def estimated(run: RunConfig, work: Work, found: Sample, arithmetic: Arithmetic,
     (steps, whole), tokens = until_the_end(run, work, found), tokens_of_a_step(run, work, found)
     if not steps:
         return Pace(0, 0, None)
-    card = target.card
+    card, train = target.card, run.train
     if card is None or card.peak is None:
         return Pace(steps, round(steps * tokens), None, whole=whole)
-    context = found.mean + work.completion
-    recomputed = run.train.get("gradient_checkpointing") is not False
-    passes = arithmetic.hardware(context, recomputed)
-    if run.cogumi.method == "dpo" and not run.train.get("precompute_ref_log_probs"):
+    context, reference = found.mean + work.completion, 0.0
+    passes = arithmetic.hardware(context, recomputed=train.get("gradient_checkpointing") is not False)
+    if run.cogumi.method == "dpo" and train.get("precompute_ref_log_probs"):
+        pairs = found.trained + held_out_of(found.rows, run.data.eval_rows)
+        reference = 2 * pairs * found.mean * arithmetic.forward(context) / (REACHED * card.peak)
+    elif run.cogumi.method == "dpo":
         passes += arithmetic.forward(context)
     seconds = tokens * passes / (REACHED * card.peak)
     if work.rollout:
         documents = work.rows * work.micro_batches
         seconds += documents / work.rollout * work.completion * weights / card.bandwidth
-    reference = 0.0
-    if run.cogumi.method == "dpo" and run.train.get("precompute_ref_log_probs"):
-        pairs = found.trained + held_out_of(found.rows, run.data.eval_rows)
-        reference = 2 * pairs * found.mean * arithmetic.forward(context) / (REACHED * card.peak)
     return Pace(steps, round(steps * tokens), steps * seconds + reference, whole=whole, reference=reference)
 
 
@@ -146,64 +140,56 @@ def probed(run: RunConfig, train: Callable[..., Any], config: Any, overrides: di
             "cogumi__samples_every": 0,
             "cogumi__sanity": None,
         }
-        with quiet():
+        log = logging.getLogger("cogumi")
+        level = log.level
+        log.setLevel(logging.WARNING)  # the directory that it would speak of will be gone
+        try:
             train(config, **{**overrides, **ten})
+        finally:
+            log.setLevel(level)
         figures = json.loads((place / "metrics.json").read_text(encoding="utf-8"))
     return Probe(figures["steps"], figures["step_seconds"], figures["seconds"].get(ReferencePass.STAGE, 0.0))
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without what a run says of itself: its directory will be gone, and the reader has not asked for a run."""
-    log = logging.getLogger("cogumi")
-    level = log.level
-    log.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-
-
 def lines_of(pace: Pace, run: RunConfig, target: Target) -> list[Line]:
-    unpriced = "; cost: not known (set cogumi.price_per_hour)" * (run.cogumi.price_per_hour is None)
+    ours = run.cogumi
+    unpriced = "; cost: not known (set cogumi.price_per_hour)" * (ours.price_per_hour is None)
     if not pace.steps:
         said = f"how many steps are in the data is not known{unpriced}"
         return [Line("time", said, "unknown", "set train.max_steps to plan with")]
     ends = "" if pace.whole is None else f" of {pace.whole:,}, after which cogumi.sanity ends the run"
     said = f"{pace.steps:,} steps{ends}, about {pace.tokens:,} tokens"
     if pace.seconds is None:
-        limits = {"cogumi.max_hours": run.cogumi.max_hours, "cogumi.max_cost": run.cogumi.max_cost}
+        limits = {"cogumi.max_hours": ours.max_hours, "cogumi.max_cost": ours.max_cost}
         unjudged = "".join(f", nor what {name} allows" for name, limit in limits.items() if limit is not None)
         said += f"; how fast is not known for {target.machine.name}{unjudged}{unpriced}"
         return [Line("time", said, "unknown", "" if target.named else "--probe makes ten steps and says")]
     assumed = f"if it reaches {REACHED:.0%} of the card's peak, not measured"
     how = f"by {pace.measured} step{'s' * (pace.measured != 1)} made here" if pace.measured else assumed
-    cost = pace.cost(run.cogumi.price_per_hour)
-    price = "" if cost is None else f", {dollars(cost)} at ${run.cogumi.price_per_hour:g} an hour"
+    price = ""
+    if ours.price_per_hour is not None:
+        cost = pace.seconds / 3600 * ours.price_per_hour
+        spoken = f"${cost:,.2f}" if cost >= 0.01 else "less than a cent"
+        price = f", {spoken} at ${ours.price_per_hour:g} an hour"
     first = f", {duration(pace.reference)} of them for the reference before the first step" if pace.reference else ""
     said += f": {duration(pace.seconds)} of training{first}{price} ({how}){unpriced}"
     return [over_budget(pace, run, said) or Line("time", said)]
-
-
-def dollars(cost: float) -> str:
-    return f"${cost:,.2f}" if cost >= 0.01 else "less than a cent"
 
 
 def over_budget(pace: Pace, run: RunConfig, said: str) -> Line | None:
     """A red line where the budget ends the run before its steps do."""
     assert pace.seconds is not None
     hours, money = run.cogumi.max_hours, run.cogumi.max_cost
-    shares = [hours * 3600 / pace.seconds] if hours is not None else []
-    cost = pace.cost(run.cogumi.price_per_hour)
-    if money is not None and cost:
-        shares.append(money / cost)
-    if not shares or min(shares) >= 1:
+    allowed = {"cogumi.max_hours": hours * 3600} if hours is not None else {}
+    if money is not None and run.cogumi.price_per_hour:
+        allowed["cogumi.max_cost"] = money / run.cogumi.price_per_hour * 3600
+    limit = min(allowed, key=lambda name: allowed[name], default="")
+    if not limit or allowed[limit] >= pace.seconds:
         return None
-    left = min(shares) * pace.seconds - pace.reference
+    left = allowed[limit] - pace.reference
     steps = max(1, int(left / (pace.seconds - pace.reference) * pace.steps))
-    limit = "cogumi.max_hours" if hours is not None and shares[0] == min(shares) else "cogumi.max_cost"
+    figure = f"{said}; {limit} ends it at about step {steps:,}"
     if pace.whole is not None and steps < ENOUGH_ROWS:  # a check of so few steps is refused
-        return Line("time", f"{said}; {limit} ends it at about step {steps:,}", "red", f"raise {limit}")
+        return Line("time", figure, "red", f"raise {limit}")
     key = "train.max_steps" if pace.whole is None else "cogumi.sanity"
-    return Line("time", f"{said}; {limit} ends it at about step {steps:,}", "red",
-                f"set {key}: {steps}, or raise {limit}", {key: steps})  # fmt: skip
+    return Line("time", figure, "red", f"set {key}: {steps}, or raise {limit}", {key: steps})

@@ -1,27 +1,150 @@
-"""A training step of a planned trainer, run on fake tensors from the loading of the model to the optimizer's update.
+"""A training step of a run, taken on fake tensors from the loading of the model to the optimizer's update.
 
 The trainer is TRL's own, made with a model on the meta device, and so are its loss, its gradient checkpointing, its
 adapter and its optimizer. What a rollout takes is what the model's forward takes with a cache: once over the prompts, and
 once for the last token.
 """
 
+import copy
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from datasets import Dataset, are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from tokenizers import Tokenizer, models
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedTokenizerFast
 
-from cogumi.forecast.allocation_tracker import Live, Moment
-from cogumi.forecast.fake_parameters import as_on_a_card, batches_are, codes_apart, stand_in
+from cogumi.config.schema import RunConfig
+from cogumi.forecast.fake_tensors import Live, Moment, as_on_a_card, batches_are, codes_apart, stand_in
+from cogumi.methods.arguments import trl_arguments
+from cogumi.models.adapters import keep_float32, lora_config
+from cogumi.models.loading import meta_model, quantization_settings, train_on_what_was_loaded
 from cogumi.patches import head_logps
 from cogumi.patches.replacement import replaced
 
 TILE = 32768  # columns of logits that TRL's head makes at once (trl/trainer/utils.py, _CHUNKED_LOGPROB_CHUNK_SIZE)
 GRADIENTS, OPTIMIZER, CACHE = "gradients", "optimizer", "key-value cache"
 LOAD, ROLLOUT, FORWARD, BACKWARD, UPDATE = "load", "rollout", "forward", "backward", "update"
+# Of `train:`, what the machine that plans may refuse and the step is told apart.
+OF_THE_MACHINE = ("bf16", "fp16", "tf32", "use_vllm", "report_to", "push_to_hub", "resume_from_checkpoint")
+# What makes the data; the rows of a planned step are made of their number and length.
+OF_THE_DATA = (
+    "packing", "padding_free", "max_length", "chat_template_path", "eos_token", "eval_strategy", "eval_steps",
+)  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------- the planned trainer
+
+
+def planned_trainer(
+    run: RunConfig, config: Any, dtype: torch.dtype, attention: str | None, layers: int | None = None
+) -> Any:
+    """TRL's trainer for the run's method, its model on the meta device. Nothing is written or downloaded.
+
+    config: the base's. attention: as in `model.attn_implementation`. layers: how many of the model's are kept, the first.
+    Raises what TRL, PEFT and transformers raise for settings that they refuse.
+    """
+    config = shortened(config, layers)
+    # With sdpa where its class has it, which like flash attention never holds the scores.
+    model = meta_model(config).to(dtype)
+    if attention == "eager":
+        model.set_attn_implementation("eager")
+    if run.model.quantization_config is not None:
+        settings = quantization_settings(run.model.quantization_config, str(dtype).removeprefix("torch."))
+        model = quantized(model, settings)
+    method = run.cogumi.method
+    args = copy.copy(trl_arguments(without_the_machine(run)))
+    with tempfile.TemporaryDirectory(prefix="cogumi-preflight-") as scratch, quietly():
+        args.output_dir, args.eval_strategy = scratch, type(args.eval_strategy)("no")
+        precomputed = method == "dpo" and args.precompute_ref_log_probs
+        if precomputed:  # a model of shapes has none; what is different is set on the trainer below
+            args.precompute_ref_log_probs = False
+        # A tokenizer of three words: the trainer is never given a text.
+        words = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "<pad>": 2}, unk_token="a"))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="a", eos_token="</s>", pad_token="<pad>")
+        given = {"model": model, "args": args, "train_dataset": rows_of(method), "processing_class": tokenizer}
+        if run.cogumi.tuning == "lora":
+            given["peft_config"] = lora_config(run.lora)
+        elif method == "dpo":
+            given["ref_model"] = copy.deepcopy(model)
+        if method == "gspo":
+            given["reward_funcs"] = lambda completions, **_: [0.0] * len(completions)
+        import trl  # looked up here: unsloth puts its own trainers on the module
+
+        trainers = {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer, "gspo": trl.GRPOTrainer}
+        trainer = on_meta(trainers[method])(**given)
+    if precomputed:
+        trainer.precompute_ref_logps, trainer.ref_model = True, None
+    keep_float32(trainer.model)
+    return trainer
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the bars and warnings of two rows being prepared."""
+    bars = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        if not bars:
+            enable_progress_bars()
+
+
+def on_meta(trainer: Any) -> Any:
+    """A class of trainer that leaves its model on the meta device: it forecasts, and cannot train."""
+    return type(f"Planned{trainer.__name__}", (trainer,), {"_move_model_to_device": lambda *_: None})
+
+
+def without_the_machine(run: RunConfig) -> RunConfig:
+    run = run.model_copy(deep=True)
+    for key in (*OF_THE_MACHINE, *OF_THE_DATA):
+        run.train.pop(key, None)
+    run.train |= {"report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True}
+    return run
+
+
+def shortened(config: Any, layers: int | None) -> Any:
+    """A copy of a config with so many layers, or all."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    if layers is not None:
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:layers]
+    return config
+
+
+def quantized(model: Any, settings: Any) -> Any:
+    """The model with bitsandbytes' layers where transformers would put them."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    quantizer = AutoHfQuantizer.from_config(settings)
+    with torch.device("meta"):
+        quantizer._process_model_before_weight_loading(model, device_map=None)
+    model.hf_quantizer, model.is_quantized = quantizer, True
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = settings.load_in_4bit, settings.load_in_8bit
+    model.quantization_method = settings.quant_method
+    train_on_what_was_loaded(model)
+    return model
+
+
+def rows_of(method: str) -> Dataset:
+    """Rows for a trainer to prepare; the step is given others."""
+    if method == "sft":
+        return Dataset.from_dict({"input_ids": [[0] * 4] * 2, "completion_mask": [[1] * 4] * 2})
+    if method == "dpo":
+        return Dataset.from_dict({"prompt": ["a"] * 2, "chosen": ["a"] * 2, "rejected": ["a"] * 2})
+    return Dataset.from_dict({"prompt": ["a"] * 64})
+
+
+# -------------------------------------------------------------------------------------------------------------- the step
 
 
 @dataclass(frozen=True)
@@ -54,17 +177,17 @@ class Work:
 
 
 def run_step(trainer: Any, work: Work, autocast: torch.dtype | None, on_card: bool) -> tuple[Moment, ...]:
-    """The fullest moments of the stages of a step. The trainer's model is made of fake tensors from then on; it may be
-    asked again.
+    """The peaks of the stages of a step. The trainer's model is made of fake tensors from then on; it may be asked again.
 
     autocast: what matrices are multiplied in, where the trainer would (bf16, fp16). on_card: as a CUDA card computes it.
     """
     model, config = trainer.model, trainer.model.config.get_text_config()
     live = Live((config.vocab_size, TILE), selected=work.learned)
     with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # of paged optimizers, which this CPU has not, and the like
-        stack.enter_context(as_on_a_card() if on_card else first_tile_alone())
+        stack.enter_context(warnings.catch_warnings(action="ignore"))  # of paged optimizers, which this CPU has not
+        # Cogumi's head makes one tile of logits after another in the same memory: the first is as good as all.
+        one_tile = {"_cut": lambda total, width: [slice(0, min(total, width))]}
+        stack.enter_context(as_on_a_card() if on_card else replaced(head_logps, one_tile))
         stack.enter_context(batches_are(work.padded))
         stack.enter_context(codes_apart())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -81,8 +204,9 @@ def run_step(trainer: Any, work: Work, autocast: torch.dtype | None, on_card: bo
         model.train()
         if trainer.args.gradient_checkpointing:
             model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs or {"use_reentrant": False})
-        with live.during(FORWARD), multiplied_in(autocast):
-            loss = trainer.compute_loss(model, INPUTS[work.method](work))
+        multiplied_in = torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None)
+        with live.during(FORWARD), multiplied_in:
+            loss = trainer.compute_loss(model, inputs_of(work))
         with live.during(BACKWARD):
             loss.backward()
         del loss
@@ -90,19 +214,6 @@ def run_step(trainer: Any, work: Work, autocast: torch.dtype | None, on_card: bo
             torch.nn.utils.clip_grad_norm_(trained, trainer.args.max_grad_norm or 1.0)
             optimizer.step()
     return tuple(moment for name, moment in live.moments.items() if name)
-
-
-@contextmanager
-def first_tile_alone() -> Iterator[None]:
-    """Cogumi's head makes one tile of logits after another in the same memory: the first is as good as all."""
-    with replaced(head_logps, {"_cut": lambda total, width: [slice(0, min(total, width))]}):
-        yield
-
-
-@contextmanager
-def multiplied_in(dtype: torch.dtype | None) -> Iterator[None]:
-    with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-        yield
 
 
 def with_states(trainer: Any, live: Live, accumulating: bool) -> tuple[Any, list[Any]]:
@@ -126,42 +237,28 @@ def with_states(trainer: Any, live: Live, accumulating: bool) -> tuple[Any, list
     return optimizer, trained
 
 
-# ------------------------------------------------------------------------------------------------------------- what is put in
-
-
 def whole(*shape: int) -> torch.Tensor:
     return torch.ones(shape, dtype=torch.long)
 
 
-def of_sft(work: Work) -> dict[str, Any]:
-    rows, tokens = (1, work.rows * work.length) if work.one_sequence else (work.rows, work.length)
-    given = {"input_ids": whole(rows, tokens), "labels": whole(rows, tokens)}
-    return given | ({"position_ids": whole(rows, tokens)} if work.packed else {"attention_mask": whole(rows, tokens)})
-
-
-def of_dpo(work: Work) -> dict[str, Any]:
-    """Chosen and rejected below each other (trl/trainer/dpo_trainer.py, DataCollatorForPreference)."""
-    names = ("input_ids", "attention_mask", "completion_mask")
-    reference = {f"ref_{side}_logps": torch.zeros(work.rows) for side in ("chosen", "rejected")}  # where precomputed
-    return {name: whole(2 * work.rows, work.length) for name in names} | reference
-
-
-def of_gspo(work: Work) -> dict[str, Any]:
-    """A micro-batch of a rollout (trl/trainer/grpo_trainer.py, _generate_and_score_completions)."""
-    scored = torch.zeros(work.rows, work.completion)
+def inputs_of(work: Work) -> dict[str, Any]:
+    """A micro-batch as TRL's collators make it."""
+    if work.method == "sft":
+        rows, tokens = (1, work.rows * work.length) if work.one_sequence else (work.rows, work.length)
+        last = "position_ids" if work.packed else "attention_mask"
+        return {name: whole(rows, tokens) for name in ("input_ids", "labels", last)}
+    if work.method == "dpo":  # chosen and rejected below each other; the reference's where it is precomputed
+        names = ("input_ids", "attention_mask", "completion_mask")
+        reference = {f"ref_{side}_logps": torch.zeros(work.rows) for side in ("chosen", "rejected")}
+        return {name: whole(2 * work.rows, work.length) for name in names} | reference
+    parts = {"prompt": work.prompt, "completion": work.completion}
+    scores = {f"{name}_per_token_logps": torch.zeros(work.rows, work.completion) for name in ("old", "ref")}
     return {
-        "prompt_ids": whole(work.rows, work.prompt),
-        "prompt_mask": whole(work.rows, work.prompt),
-        "completion_ids": whole(work.rows, work.completion),
-        "completion_mask": whole(work.rows, work.completion),
+        **{f"{part}_{kind}": whole(work.rows, length) for part, length in parts.items() for kind in ("ids", "mask")},
+        **scores,
         "advantages": torch.zeros(work.rows),
-        "old_per_token_logps": scored,
-        "ref_per_token_logps": torch.zeros_like(scored),
         "num_items_in_batch": torch.tensor(float(work.rows * work.completion)),
     }
-
-
-INPUTS: dict[str, Callable[[Work], dict[str, Any]]] = {"sft": of_sft, "dpo": of_dpo, "gspo": of_gspo}
 
 
 def sample(model: Any, work: Work, live: Live) -> None:

@@ -104,7 +104,7 @@ def provisional_batch(run: RunConfig) -> dict[str, Any]:
     refuse_small_group(group)
     documents = documents_of(run.cogumi.docs_per_step, run.cogumi.prompts_per_step, group)
     mini_batches, fixed = mini_batches_per_rollout(run, documents), run.train.get("per_device_train_batch_size")
-    refuse_uneven(documents, run.cogumi.prompts_per_step, group, mini_batches, 1, fixed)
+    refuse_uneven(documents, run.cogumi.prompts_per_step, group, mini_batches, fixed)
     micro_batch = fixed or 1
     return {
         "per_device_train_batch_size": micro_batch,
@@ -131,12 +131,13 @@ def batch_for(run: RunConfig, config: Any, itemsize: int, longest_prompt: int, f
     """The batch of a run with a model of this config. free_bytes: left for activations, see `plan_batch`."""
     group = setting(run, "num_generations")
     documents = documents_of(run.cogumi.docs_per_step, run.cogumi.prompts_per_step, group)
+    mini_batches, fixed = mini_batches_per_rollout(run, documents), run.train.get("per_device_train_batch_size")
+    refuse_uneven(documents, run.cogumi.prompts_per_step, group, mini_batches, fixed)
     return plan_batch(
-        documents_per_step=run.cogumi.docs_per_step,
-        prompts_per_step=run.cogumi.prompts_per_step,
+        documents,
         num_generations=group,
-        per_device_train_batch_size=run.train.get("per_device_train_batch_size"),
-        mini_batches_per_rollout=mini_batches_per_rollout(run, documents),
+        per_device_train_batch_size=fixed,
+        mini_batches_per_rollout=mini_batches,
         shape=ModelShape.of(config),
         longest_prompt=longest_prompt,
         max_completion_length=setting(run, "max_completion_length"),

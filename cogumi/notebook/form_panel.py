@@ -17,6 +17,7 @@ from cogumi.config.source import SECTIONS
 from cogumi.config.yaml_text import flow, same
 from cogumi.core.errors import UsageError
 from cogumi.core.redact import SECRETS
+from cogumi.core.worker import Worker
 from cogumi.forecast.preflight_report import PreflightReport
 from cogumi.notebook.form_fields import Field
 from cogumi.notebook.form_process import begin_preflight, end_of_preflight
@@ -59,7 +60,7 @@ class Panel:
         self.card = widgets.Dropdown(options=cards, description="for", layout={"width": "15em"}, style=narrow)
         self.look = widgets.Button(description="preflight", tooltip="Whether this fits: memory, time, cost, disk")
         self.always = widgets.Checkbox(description="after each change", indent=False, layout={"width": "auto"})
-        self.looking: Any = None  # the process of a preflight
+        self.looking: Worker | None = None  # the process of a preflight
         self.looks = 0  # preflights begun: the answer of an older one is not shown
         self.report: PreflightReport | None = None
         self.tabs = widgets.Tab([self.page(section) for section in SECTIONS], titles=list(SECTIONS))

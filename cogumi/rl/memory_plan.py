@@ -1,7 +1,7 @@
 """From documents per optimizer step to TRL's batch settings: exact, and as large a micro-batch as the memory allows.
 
 TRL's words: a *document* is one completion. `per_device_train_batch_size` documents go through the model at once; times
-`gradient_accumulation_steps` times the number of devices they make one optimizer step. `steps_per_generation` such
+`gradient_accumulation_steps` they make one optimizer step. `steps_per_generation` such
 micro-batches make one rollout, which holds whole groups of `num_generations`.
 """
 
@@ -47,15 +47,13 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one optimizer step is cut up, and why. All counts are whole; nothing is dropped or rounded."""
+    """How one optimizer step is cut up, and why: `reason` has the estimate. Nothing is dropped or rounded."""
 
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
     mini_batches_per_rollout: int
     num_generations: int
-    world_size: int
     reason: str
-    """Why this micro-batch, with the estimate."""
 
     @property
     def arguments(self) -> dict[str, int]:
@@ -69,78 +67,55 @@ class BatchPlan:
 
     @property
     def documents_per_step(self) -> int:
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
-
-    @property
-    def prompts_per_step(self) -> float:
-        """On average: TRL shuffles a rollout's completions, so a step need not hold whole groups."""
-        return self.documents_per_step / self.num_generations
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     @property
     def prompts_per_rollout(self) -> int:
         return self.documents_per_step * self.mini_batches_per_rollout // self.num_generations
 
-    @property
-    def optimizer_steps_per_rollout(self) -> int:
-        """With TRL's num_iterations at 1."""
-        return self.mini_batches_per_rollout
-
     def __str__(self) -> str:
-        devices = "" if self.world_size == 1 else f" x {self.world_size} devices"
         return (
             f"{self.documents_per_step} documents per step = micro-batches of {self.per_device_train_batch_size} x "
-            f"{self.gradient_accumulation_steps} accumulated{devices} ({self.reason}); a rollout is "
+            f"{self.gradient_accumulation_steps} accumulated ({self.reason}); a rollout is "
             f"{self.prompts_per_rollout} prompts x {self.num_generations} completions, "
-            f"{self.optimizer_steps_per_rollout} optimizer steps"
+            f"{self.mini_batches_per_rollout} optimizer steps"
         )
 
 
 def plan_batch(
+    documents: int,
     *,
     num_generations: int,
     shape: ModelShape,
     longest_prompt: int,
     max_completion_length: int,
     free_bytes: int,
-    documents_per_step: int | None = None,
-    prompts_per_step: int | None = None,
     per_device_train_batch_size: int | None = None,
     mini_batches_per_rollout: int = 4,
-    world_size: int = 1,
     bytes_per_element: int = 2,
     gradient_checkpointing: bool = False,
-    whole_logits: bool = False,
 ) -> BatchPlan:
     """The largest micro-batch that divides the step exactly and fits into memory, and the accumulation that goes with it.
 
-    One of `documents_per_step` and `prompts_per_step` (x `num_generations`) is needed. `longest_prompt` and
-    `max_completion_length` are in tokens. `free_bytes` is what is left for activations on each device once weights,
-    gradients and optimizer state are there (12 bytes per trainable parameter under AdamW in fp32). A micro-batch that is
-    given is kept, whatever the estimate says; the plan tells both. `mini_batches_per_rollout`: 4 in the GSPO paper
-    (arXiv:2507.18071, section 5.1). `step_bytes` explains the estimate and the remaining arguments.
-
-    Raises UsageError, with the nearest numbers that work, where the step cannot be cut up exactly, and with what is
-    needed and what is there where not even one document fits.
+    documents: of an optimizer step (`documents_of`), which `refuse_uneven` lets through. longest_prompt and
+    max_completion_length are in tokens. free_bytes: what is left for activations once weights, gradients and optimizer
+    state are there (12 bytes per trainable parameter under AdamW in fp32). A micro-batch that is given is kept, whatever
+    the estimate of `step_bytes` says; the plan tells both. mini_batches_per_rollout: 4 in the GSPO paper
+    (arXiv:2507.18071, section 5.1). Raises UsageError, with what is needed and what is there, where not one document fits.
     """
-    if num_generations < 2:
-        raise UsageError(f"train.num_generations is {num_generations}", fix="an advantage needs a group of at least 2")
-    documents = documents_of(documents_per_step, prompts_per_step, num_generations)
-    pinned = per_device_train_batch_size
-    refuse_uneven(documents, prompts_per_step, num_generations, mini_batches_per_rollout, world_size, pinned)
 
     def needed(micro_batch: int) -> int:
         return step_bytes(
-            micro_batch, shape, longest_prompt, max_completion_length, bytes_per_element, gradient_checkpointing, whole_logits
-        )  # fmt: skip
+            micro_batch, shape, longest_prompt, max_completion_length, bytes_per_element, gradient_checkpointing
+        )
 
-    budget, per_device = int(USABLE * free_bytes), documents // world_size
-    estimate = "estimated {} of {} usable"
-    if pinned is not None:
-        micro_batch = pinned
-        reason = "as set; " + estimate.format(gib(needed(pinned)), gib(budget))
-        reason += "" if needed(pinned) <= budget else ": more than there is, by the estimate"
+    budget = int(USABLE * free_bytes)
+    if per_device_train_batch_size is not None:
+        micro_batch = per_device_train_batch_size
+        reason = f"as set; estimated {gib(needed(micro_batch))} of {gib(budget)} usable"
+        reason += "" if needed(micro_batch) <= budget else ": more than there is, by the estimate"
     else:
-        divisors = [n for n in range(per_device, 0, -1) if per_device % n == 0]
+        divisors = [n for n in range(documents, 0, -1) if documents % n == 0]
         fitting = [n for n in divisors if needed(n) <= budget]
         if not fitting:
             raise UsageError(
@@ -150,30 +125,23 @@ def plan_batch(
                 + ("" if gradient_checkpointing else ", or set train.gradient_checkpointing: true")
             )
         micro_batch = fitting[0]
-        reason = estimate.format(gib(needed(micro_batch)), gib(budget))
-        if micro_batch < per_device:
+        reason = f"estimated {gib(needed(micro_batch))} of {gib(budget)} usable"
+        if micro_batch < documents:
             larger = divisors[divisors.index(micro_batch) - 1]
             reason += f", {larger} would need {gib(needed(larger))}"
-    return BatchPlan(
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=per_device // micro_batch,
-        mini_batches_per_rollout=mini_batches_per_rollout,
-        num_generations=num_generations,
-        world_size=world_size,
-        reason=reason,
-    )
+    return BatchPlan(micro_batch, documents // micro_batch, mini_batches_per_rollout, num_generations, reason)
 
 
 def documents_of(documents_per_step: int | None, prompts_per_step: int | None, num_generations: int) -> int:
     """Documents per optimizer step. Raises UsageError where neither number is given, or the two differ."""
+    if prompts_per_step is None and documents_per_step is None:
+        raise UsageError("a step has no size: set cogumi.docs_per_step, or cogumi.prompts_per_step")
+    for key, number in (("docs_per_step", documents_per_step), ("prompts_per_step", prompts_per_step)):
+        if number is not None and number < 1:
+            raise UsageError(f"cogumi.{key} is {number}", fix="at least 1")
     if prompts_per_step is None:
-        if documents_per_step is None:
-            raise UsageError("a step has no size: set cogumi.docs_per_step, or cogumi.prompts_per_step")
-        if documents_per_step < 1:
-            raise UsageError(f"cogumi.docs_per_step is {documents_per_step}", fix="at least 1")
+        assert documents_per_step is not None
         return documents_per_step
-    if prompts_per_step < 1:
-        raise UsageError(f"cogumi.prompts_per_step is {prompts_per_step}", fix="at least 1")
     product = prompts_per_step * num_generations
     if documents_per_step not in (None, product):
         raise UsageError(
@@ -189,25 +157,19 @@ def refuse_uneven(
     prompts_per_step: int | None,
     num_generations: int,
     mini_batches_per_rollout: int,
-    world_size: int,
     micro_batch: int | None,
 ) -> None:
     """Raise UsageError, naming the nearest sizes below and above that work, where a step or rollout has a remainder."""
-    if mini_batches_per_rollout < 1 or world_size < 1 or (micro_batch is not None and micro_batch < 1):
-        raise UsageError(
-            f"mini-batches per rollout {mini_batches_per_rollout}, devices {world_size}, "
-            f"train.per_device_train_batch_size {micro_batch}: each must be at least 1"
-        )
-    at_once = (micro_batch or 1) * world_size
+    if micro_batch is not None and micro_batch < 1:
+        raise UsageError(f"train.per_device_train_batch_size is {micro_batch}", fix="set at least 1")
     # Whole groups in a rollout: documents * mini_batches_per_rollout is a multiple of num_generations.
     whole_groups = num_generations // math.gcd(num_generations, mini_batches_per_rollout)
-    unit = math.lcm(at_once, whole_groups)
+    unit = math.lcm(micro_batch or 1, whole_groups)
     if documents % unit == 0:
         return
     reasons = []
-    if documents % at_once:
-        size = f"train.per_device_train_batch_size {micro_batch} x " if micro_batch else ""
-        reasons.append(f"{size}{world_size} device{'s' * (world_size > 1)} does not divide it")
+    if micro_batch and documents % micro_batch:
+        reasons.append(f"train.per_device_train_batch_size {micro_batch} does not divide it")
     if documents % whole_groups:
         reasons.append(
             f"a rollout of {mini_batches_per_rollout} steps would not hold whole groups of train.num_generations "
@@ -241,7 +203,6 @@ def step_bytes(
     completion_length: int,
     bytes_per_element: int,
     gradient_checkpointing: bool = False,
-    whole_logits: bool = False,
 ) -> int:
     """Bytes by which one micro-batch of `documents` raises memory at its peak, forward and backward: an upper estimate.
 
@@ -255,12 +216,12 @@ def step_bytes(
     * with gradient checkpointing only h e, and one layer in full while it is computed again.
 
     To this come, once: gradients in flight (2 h + 2 I) e per token, hidden states and their gradient at the head in
-    fp32, the attention mask s^2 (1 + e) per document, and the logits: two tiles of TRL's fused head, or with
-    `whole_logits` the completion's logits, their fp32 copy and its gradient.
+    fp32, the attention mask s^2 (1 + e) per document, and two tiles of logits of TRL's fused head.
 
-    Left out: weights, weight gradients and optimizer state (in nobody's micro-batch); the scores of eager attention
-    (5 a s^2 per layer in the paper: with sdpa or flash attention they are never whole); the KV cache and last logits of
-    the rollout, which transformers' `generate` frees before the step and vLLM reserves for itself; a reference model.
+    Left out: weights, their gradients and optimizer state; the scores of eager attention (5 a s^2 per layer in the paper:
+    with sdpa or flash attention they are never whole); the rollout's KV cache, which `generate` frees before the step and
+    vLLM reserves for itself; a reference model. The forecast on fake tensors (`cogumi.forecast`) counts all of it, and
+    is made with the batch that this formula picks.
     """
     h, inner, e = shape.hidden_size, shape.intermediate_size, bytes_per_element
     length = prompt_length + completion_length
@@ -269,10 +230,7 @@ def step_bytes(
     kept = shape.layers * h * e + layer if gradient_checkpointing else shape.layers * layer
     in_flight = (2 * h + 2 * inner) * e + 2 * h * 4
     mask = documents * length**2 * (1 + e)
-    if whole_logits:
-        head = documents * completion_length * shape.vocabulary * (e + 4 + 4)
-    else:
-        head = 2 * min(tokens, HEAD_TILE[0]) * min(shape.vocabulary, HEAD_TILE[1]) * 4
+    head = 2 * min(tokens, HEAD_TILE[0]) * min(shape.vocabulary, HEAD_TILE[1]) * 4
     return tokens * (kept + in_flight) + mask + head
 
 
@@ -309,7 +267,7 @@ def whole_rollout(dataset: Dataset, prompts_per_rollout: int) -> tuple[Dataset, 
     return concatenate_datasets([dataset] * times), line
 
 
-def check_groups(arguments: Mapping[str, Any], world_size: int = 1) -> None:
+def check_groups(arguments: Mapping[str, Any]) -> None:
     """Refuse, before GRPOConfig is built from `arguments`, groups that TRL would refuse and unsloth would change.
 
     TRL 1.15 raises for both rules below; unsloth's generated config sets per_device_train_batch_size to num_generations
@@ -321,21 +279,20 @@ def check_groups(arguments: Mapping[str, Any], world_size: int = 1) -> None:
     if per_device < 1:
         raise UsageError(f"train.per_device_train_batch_size is {per_device}", fix="set at least 1")
     if (rollout := values["generation_batch_size"]) is not None:
-        unit = math.lcm(group, per_device * world_size)
+        unit = math.lcm(group, per_device)
         if rollout % unit:
             raise UsageError(
                 f"train.generation_batch_size {rollout} must hold whole groups of "
-                f"train.num_generations {group} and whole micro-batches of {per_device * world_size}",
+                f"train.num_generations {group} and whole micro-batches of {per_device}",
                 fix=f"set {nearest_multiples(rollout, unit)}",
             )
         return
     steps = values["steps_per_generation"] or values["gradient_accumulation_steps"]
-    rollout = per_device * world_size * steps
+    rollout = per_device * steps
     if rollout % group:
-        unit = group // math.gcd(group, world_size * steps)
-        devices = f" x {world_size} devices" if world_size > 1 else ""
+        unit = group // math.gcd(group, steps)
         raise UsageError(
-            f"train.per_device_train_batch_size {per_device}{devices} x {steps} micro-batches a "
+            f"train.per_device_train_batch_size {per_device} x {steps} micro-batches a "
             f"rollout = {rollout} completions, which are no whole groups of train.num_generations "
             f"{group}",
             fix=f"set train.per_device_train_batch_size: {nearest_multiples(per_device, unit)}",

@@ -13,7 +13,7 @@ from cogumi.core.notices import importing
 from cogumi.stack.gpus import refuse_ranks, use_one_gpu
 
 if TYPE_CHECKING:
-    from cogumi.forecast import PreflightReport
+    from cogumi.forecast.preflight_report import PreflightReport
     from cogumi.methods.preview import Preview
     from cogumi.training import RunResult
 
@@ -56,7 +56,7 @@ def preflight(config: Config, card: str | None = None, probe: bool = False, **ov
     """
     refuse_mistakes(config, overrides, trains=probe)
     with libraries():
-        from cogumi.forecast.preflight_worker import preflight as preflight_here
+        from cogumi.forecast.run_forecast import preflight as preflight_here
 
     return preflight_here(config, card, train if probe else None, **overrides)
 

@@ -6,12 +6,12 @@ import ctypes
 import shutil
 from collections.abc import Iterator
 from ctypes import byref, c_char_p, c_int, c_uint, c_ulonglong, c_void_p, create_string_buffer
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cogumi.core.errors import UsageError
 from cogumi.core.finding import Finding
+from cogumi.stack.lanes import lane_for
 
 LIBRARY = "libnvidia-ml.so.1"
 # nvmlReturn_t of nvml.h
@@ -22,32 +22,20 @@ NO_LIBRARIES = (
 )
 
 
-@dataclass(frozen=True)
-class Card:
-    """memory in bytes; capability is (major, minor), of which the architecture sm_XY is made."""
-
-    name: str
-    memory: int
-    capability: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Driver:
-    """version such as "580.95.05"; cuda: the newest CUDA release that it runs, (13, 0)."""
-
-    version: str
-    cuda: tuple[int, int]
-    cards: tuple[Card, ...]
-
-
 class Memory(ctypes.Structure):
     _fields_ = (("total", c_ulonglong), ("free", c_ulonglong), ("used", c_ulonglong))
 
 
-def ask_nvml() -> dict[str, Any]:
-    """What NVML says, as JSON: {"missing": why} without the library, {"error", "message"} where a call fails, or a driver.
+class NvmlError(Exception):
+    """(code, message) of a call that failed."""
 
-    To be called in a process of its own: with a broken driver it may hang. nvidia-ml-py is a wrapper of these same calls.
+
+def ask_nvml() -> dict[str, Any]:
+    """What NVML says, as JSON: {"missing": why} without the library, {"error", "message"} where a call fails.
+
+    Else version, such as "580.95.05"; cuda, the newest CUDA release that it runs, (13, 0); cards, each with its name,
+    bytes of memory and compute capability. To be called in a process of its own: with a broken driver it may hang.
+    nvidia-ml-py is a wrapper of these same calls, which torch does not bring.
     """
     try:
         nvml = ctypes.CDLL(LIBRARY)
@@ -56,8 +44,7 @@ def ask_nvml() -> dict[str, Any]:
     nvml.nvmlErrorString.restype = c_char_p
 
     def call(name: str, *arguments: Any) -> None:
-        code = getattr(nvml, name)(*arguments)
-        if code:
+        if code := getattr(nvml, name)(*arguments):
             raise NvmlError(code, (nvml.nvmlErrorString(c_int(code)) or b"").decode(errors="replace"))
 
     try:
@@ -77,21 +64,9 @@ def ask_nvml() -> dict[str, Any]:
             call("nvmlDeviceGetCudaComputeCapability", handle, byref(major), byref(minor))
             cards.append((text.value.decode(errors="replace"), memory.total, (major.value, minor.value)))
     except NvmlError as error:
-        return {"error": error.code, "message": error.message}
+        code, message = error.args
+        return {"error": code, "message": message}
     return {"version": version, "cuda": cuda, "cards": cards}
-
-
-class NvmlError(Exception):
-    def __init__(self, code: int, message: str) -> None:
-        super().__init__(code, message)
-        self.code, self.message = code, message
-
-
-def driver_of(answer: dict[str, Any]) -> Driver | None:
-    if "version" not in answer:
-        return None
-    cards = tuple(Card(name, memory, tuple(capability)) for name, memory, capability in answer["cards"])
-    return Driver(answer["version"], tuple(answer["cuda"]), cards)
 
 
 def sign_of_a_gpu(system: Path = Path("/")) -> str:
@@ -110,7 +85,7 @@ def sign_of_a_gpu(system: Path = Path("/")) -> str:
 
 
 def findings(answer: dict[str, Any] | None, error: str, torch_cuda: str | None) -> Iterator[Finding]:
-    """What the driver's answer (None: none came, because of `error`) means for a torch built for `torch_cuda`, as "13.0"."""
+    """What NVML's answer (None: none came, because of `error`) means for a torch built for `torch_cuda`, as "13.0"."""
     if answer is None:
         cause = "the driver does not answer: a GPU that fell off the bus, or a broken installation"
         yield Finding("driver", "fatal", f"NVML: {error}", cause, OTHER_HOST)
@@ -119,66 +94,52 @@ def findings(answer: dict[str, Any] | None, error: str, torch_cuda: str | None) 
     elif "error" in answer:
         yield refused(answer["error"], answer["message"])
     else:
-        driver = driver_of(answer)
-        assert driver is not None
-        yield fitting(driver, torch_cuda)
-        if not driver.cards:
+        yield fitting(answer["version"], tuple(answer["cuda"]), torch_cuda)
+        if not answer["cards"]:
             cause = "the driver is there, but this container was given no GPU"
-            yield Finding(
-                "GPU", "warning", "none", cause, "start the container with --gpus all, or rent a box with a GPU"
-            )
-        for index, card in enumerate(driver.cards):
-            figure = f"{card.name}, {card.memory / 2**30:.1f} GiB, sm_{card.capability[0]}{card.capability[1]}"
-            yield Finding(f"GPU {index}", "ok", figure)
+            fix = "start the container with --gpus all, or rent a box with a GPU"
+            yield Finding("GPU", "warning", "none", cause, fix)
+        for index, (name, memory, (major, minor)) in enumerate(answer["cards"]):
+            yield Finding(f"GPU {index}", "ok", f"{name}, {memory / 2**30:.1f} GiB, sm_{major}{minor}")
 
 
 def without_library() -> Finding:
-    sign = sign_of_a_gpu()
-    if sign:
+    if sign := sign_of_a_gpu():
         cause = f"there is an NVIDIA GPU ({sign}), but none of its driver's libraries: {LIBRARY} is not found"
-        return Finding("driver", "fatal", f"no {LIBRARY}", cause, NO_LIBRARIES)
-    tool = shutil.which("nvidia-smi")
-    if tool:
+    elif tool := shutil.which("nvidia-smi"):
         cause = f"{tool} is there, but no {LIBRARY}: the driver belongs to another machine, or half of it is missing"
-        return Finding("driver", "fatal", f"no {LIBRARY}", cause, NO_LIBRARIES)
-    return Finding("driver", "note", "no NVIDIA GPU; everything runs on the CPU")
+    else:
+        return Finding("driver", "note", "no NVIDIA GPU; everything runs on the CPU")
+    return Finding("driver", "fatal", f"no {LIBRARY}", cause, NO_LIBRARIES)
 
 
 def refused(code: int, message: str) -> Finding:
+    said = f"NVML: {message}"
     if code == MISMATCH:
         cause = (
             "the driver's libraries are of another version than its kernel module: it was upgraded without a restart"
         )
-        return Finding(
-            "driver", "fatal", f"NVML: {message}", cause, "restart the host; on a rented box take another one"
-        )
+        return Finding("driver", "fatal", said, cause, "restart the host; on a rented box take another one")
     if code == NOT_LOADED and not sign_of_a_gpu():
         cause = "the driver's libraries are installed, but no NVIDIA kernel module runs: a machine without a GPU"
-        return Finding(
-            "driver", "warning", f"NVML: {message}", cause, "rent a box with a GPU; the CPU lane works without one"
-        )
-    return Finding("driver", "fatal", f"NVML: {message} ({code})", "the driver cannot be used", OTHER_HOST)
+        return Finding("driver", "warning", said, cause, "rent a box with a GPU; the CPU lane works without one")
+    return Finding("driver", "fatal", f"{said} ({code})", "the driver cannot be used", OTHER_HOST)
 
 
-def fitting(driver: Driver, torch_cuda: str | None) -> Finding:
+def fitting(version: str, cuda: tuple[int, int], torch_cuda: str | None) -> Finding:
     """CUDA's releases of one major version run on any driver of that major: torch for 13.x needs a driver for 13.0."""
-    figure = f"{driver.version}, runs CUDA up to {driver.cuda[0]}.{driver.cuda[1]}"
-    if torch_cuda is None or int(torch_cuda.split(".")[0]) <= driver.cuda[0]:
+    figure = f"{version}, runs CUDA up to {cuda[0]}.{cuda[1]}"
+    if torch_cuda is None or int(torch_cuda.split(".")[0]) <= cuda[0]:
         return Finding("driver", "ok", figure)
     cause = f"torch here is built for CUDA {torch_cuda}, and this driver is too old for that"
-    fix = f"another host (driver 580 or newer){lane_of(driver.version)}"
+    fix = "another host (driver 580 or newer)"
+    try:
+        lane = lane_for(version).name
+        fix += f", or the lane {lane} in a new environment: rm -r .venv; sh requirements/install.sh"
+    except UsageError:
+        pass  # older than every lane
     compat = next(iter(sorted(Path("/usr/local").glob("cuda*/compat/libcuda.so.1"))), None)
     if compat is not None:
         cause = f"{cause}, unless {compat.parent} bridges it, which datacenter GPUs alone allow"
         return Finding("driver", "warning", figure, cause, fix)
     return Finding("driver", "fatal", figure, cause, fix)
-
-
-def lane_of(version: str) -> str:
-    """The lane that runs on a driver, as what may be done instead; "" where it is older than all of them."""
-    from cogumi.stack.lanes import lane_for
-
-    try:
-        return f", or the lane {lane_for(version).name} in a new environment: rm -r .venv; sh requirements/install.sh"
-    except UsageError:
-        return ""

@@ -23,9 +23,8 @@ from functools import cache
 
 from cogumi.core.errors import UsageError
 
-ANOTHER_CARD = frozenset(
-    {"MIG", "LAPTOP", "MOBILE", "MAX", "D", "TI", "SUPER"}
-)  # a part of one, or a slower or faster one
+# Words of a part of a card, or of a slower or faster one.
+ANOTHER_CARD = frozenset({"MIG", "LAPTOP", "MOBILE", "MAX", "D", "TI", "SUPER"})
 
 
 @dataclass(frozen=True)
@@ -46,27 +45,11 @@ class Card:
     def bytes(self) -> int:
         return self.memory * 2**20
 
-    @property
-    def bf16(self) -> bool:
-        return self.capability >= (8, 0)
-
-    @property
-    def attention(self) -> str:
-        """What attention is right for it: flash attention 3 is for Hopper alone, 2 for Ampere and later."""
-        if self.capability == (9, 0):
-            return "flash_attention_3 or 2 where it works, else sdpa"
-        return "flash_attention_2 where it works, else sdpa" if self.bf16 else "sdpa"
-
-    @property
-    def dtype(self) -> str:
-        return "bfloat16" if self.bf16 else "float16 (it has no bfloat16), and float32 for GSPO"
-
 
 def row(name: str, words: str, memory: int, peak: float | None, bandwidth: float, capability: tuple[int, int]) -> Card:
     """peak in TFLOP/s, bandwidth in GB/s."""
-    return Card(
-        name, frozenset(words.split()), memory, None if peak is None else peak * 1e12, bandwidth * 1e9, capability
-    )
+    flops = None if peak is None else peak * 1e12
+    return Card(name, frozenset(words.split()), memory, flops, bandwidth * 1e9, capability)
 
 
 CARDS = (
@@ -130,16 +113,6 @@ HOW_TO_CHOOSE = f"set {VARIABLE} to one of them, before Python starts or the ker
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """index: nvidia-smi's. free: MiB of memory that nothing uses, -1 where the driver does not say."""
-
-    index: int
-    uuid: str
-    free: int
-    name: str
-
-
-@dataclass(frozen=True)
 class OneGpu:
     """What the variable is set to, why, and what the user had set it to."""
 
@@ -148,38 +121,31 @@ class OneGpu:
     before: str | None = None
 
 
-def gpus_listed(text: str) -> list[Gpu]:
-    """The GPUs in what `nvidia-smi` with QUERY prints; lines that are no GPU are left out."""
-    found = []
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.split(",", 3)]
-        if len(cells) == 4 and cells[0].isdigit():
-            found.append(Gpu(int(cells[0]), cells[1], int(cells[2]) if cells[2].isdigit() else -1, cells[3]))
-    return found
-
-
 def choose_gpu(text: str, visible: str | None) -> OneGpu | None:
     """The GPU with the most free memory, of those that CUDA_VISIBLE_DEVICES allows; None where there is nothing to choose.
 
-    text: what nvidia-smi printed. visible: the variable as it is set. An entry of the user's is kept as it is written.
+    text: what `nvidia-smi` with QUERY printed. visible: the variable as it is set, by indices or beginnings of UUIDs. An
+    entry of the user's is kept as it is written.
     """
-    listed = gpus_listed(text)
+    rows = [[cell.strip() for cell in line.split(",", 3)] for line in text.splitlines()]
+    listed = [row for row in rows if len(row) == 4 and row[0].isdigit()]
     if visible is None:
-        allowed = [(gpu.uuid, gpu) for gpu in listed]
+        allowed = [(uuid, index, free, name) for index, uuid, free, name in listed]
     else:
         entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
-        allowed = [(entry, gpu) for entry in entries for gpu in listed if is_called(gpu, entry)]
+        allowed = [
+            (entry, index, free, name)
+            for entry in entries
+            for index, uuid, free, name in listed
+            if (entry == index if entry.isdigit() else uuid.startswith(entry))
+        ]
     if len(allowed) < 2:
         return None
-    entry, best = max(allowed, key=lambda each: each[1].free)
-    free = f", {best.free / 1024:.1f} GiB," if best.free >= 0 else ""
-    reason = f"GPU {best.index} ({best.name}) has the most free memory{free} of {len(allowed)}, and a run trains on one"
+    # Of a GPU whose driver does not say what is free (MiB), nothing is taken to be.
+    entry, index, free, name = max(allowed, key=lambda each: int(each[2]) if each[2].isdigit() else -1)
+    room = f", {int(free) / 1024:.1f} GiB," if free.isdigit() else ""
+    reason = f"GPU {index} ({name}) has the most free memory{room} of {len(allowed)}, and a run trains on one"
     return OneGpu(entry, reason, visible)
-
-
-def is_called(gpu: Gpu, entry: str) -> bool:
-    """Whether an entry of the variable means this GPU: its index, or the beginning of its UUID."""
-    return entry == str(gpu.index) if entry.isdigit() else gpu.uuid.startswith(entry)
 
 
 @cache

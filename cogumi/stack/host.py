@@ -1,4 +1,4 @@
-"""Whose machine this is, and its disks as a run needs them: room to write, and what stays when the box stops.
+"""The machine as a run finds it: the provider, the disks and what stays on them, and the variables that change imports.
 
 RunPod: the container's disk is cleared when a pod stops; a volume disk (/workspace) stays until the pod is terminated; a network
 volume stays (docs.runpod.io/pods/storage). Vast: stopping keeps everything; destroying or recycling keeps volumes alone
@@ -6,6 +6,7 @@ volume stays (docs.runpod.io/pods/storage). Vast: stopping keeps everything; des
 """
 
 import os
+import site
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,20 @@ from cogumi.core.finding import Finding
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 OWN_DISK = ("overlay", "fuse.fuse-overlayfs", "aufs")  # of a container
+BASE = 20_000_000_000  # bytes: an 8B model in bfloat16, and its tokenizer
+WHEELS = 8_000_000_000  # bytes: the stable lane, downloaded and unpacked
+SCRATCH = 200_000_000  # bytes: what compilers and temporary files take
+SHARED = 1 << 30  # bytes: Docker's default is 64 MiB, which loaders and NCCL overrun
+ENDS = {"RunPod": "terminated", "Vast": "destroyed or recycled", "container": "removed", "machine": "given back"}
+# Libraries that torch's wheels bring themselves: another copy on LD_LIBRARY_PATH is taken instead.
+BROUGHT = {
+    "libcudart", "libcublas", "libcublasLt", "libcudnn", "libnccl", "libnvJitLink", "libcusparse", "libcufft", "libnvrtc",
+}  # fmt: skip
+# Modules of the stack whose place in the environment another copy could take.
+MODULES = (
+    "torch", "torchvision", "triton", "torchao", "numpy", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers",
+    "huggingface_hub", "bitsandbytes", "safetensors", "pyarrow", "polars", "pandas", "unsloth", "xformers", "flash_attn", "vllm",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,10 +60,8 @@ def box_of(environment: Mapping[str, str], system: Path = Path("/")) -> Box:
     # Vast's own images have these two; a login over SSH may not have the variable.
     if (system / "etc/vast_boot.d").is_dir():
         return Box("Vast", "/etc/vast_boot.d")
-    for sign in (".dockerenv", "run/.containerenv"):
-        if (system / sign).exists():
-            return Box("container", f"/{sign}")
-    return Box("machine")
+    sign = next((sign for sign in (".dockerenv", "run/.containerenv") if (system / sign).exists()), None)
+    return Box("machine") if sign is None else Box("container", f"/{sign}")
 
 
 def environment_of_the_box(first_process: Path = Path("/proc/1/environ")) -> dict[str, str]:
@@ -64,87 +77,61 @@ def environment_of_the_box(first_process: Path = Path("/proc/1/environ")) -> dic
 def kept(path: Path, box: Box) -> Kept:
     """What becomes of `path`. Raises OSError where its filesystem does not answer."""
     disk = filesystem_of(path)
+    own = disk.mount == "/" or disk.kind in OWN_DISK
     if disk.kind in IN_MEMORY:
         return Kept(False, False, f"{disk.mount} is in memory")
     if box.kind == "RunPod":
-        return kept_by_runpod(disk, box)
-    if is_own_disk(disk):
-        if box.kind == "Vast":
-            return Kept(True, False, "the container's own disk")
-        if box.kind == "container":
-            return Kept(None, False, "the container's own disk")
-        return Kept(True, None, f"the disk of this machine ({disk.mount})")
+        if own:
+            return Kept(False, False, "the container disk")
+        if disk.network:
+            return Kept(True, True, f"a network volume ({disk.mount})")
+        if box.network_volume:
+            return Kept(True, None, f"a volume ({disk.mount}); RUNPOD_VOLUME_ID={box.network_volume}")
+        return Kept(True, False, f"the pod's volume disk ({disk.mount})")
     if box.kind == "Vast":
-        return Kept(True, True, f"a volume ({disk.mount})")
-    return Kept(True, None, f"{'a network disk' if disk.network else 'a disk'} mounted at {disk.mount}")
+        return Kept(True, False, "the container's own disk") if own else Kept(True, True, f"a volume ({disk.mount})")
+    if not own:
+        return Kept(True, None, f"{'a network disk' if disk.network else 'a disk'} mounted at {disk.mount}")
+    if box.kind == "container":
+        return Kept(None, False, "the container's own disk")
+    return Kept(True, None, f"the disk of this machine ({disk.mount})")
 
 
-def kept_by_runpod(disk: Filesystem, box: Box) -> Kept:
-    if is_own_disk(disk):
-        return Kept(False, False, "the container disk")
-    if disk.network:
-        return Kept(True, True, f"a network volume ({disk.mount})")
-    if box.network_volume:
-        return Kept(True, None, f"a volume ({disk.mount}); RUNPOD_VOLUME_ID={box.network_volume}")
-    return Kept(True, False, f"the pod's volume disk ({disk.mount})")
-
-
-def is_own_disk(disk: Filesystem) -> bool:
-    return disk.mount == "/" or disk.kind in OWN_DISK
-
-
-# -------------------------------------------------------------------------------------------------------------- volumes
-
-
-BASE = 20_000_000_000  # bytes: an 8B model in bfloat16, and its tokenizer
-WHEELS = 8_000_000_000  # bytes: the stable lane, downloaded and unpacked
-SCRATCH = 200_000_000  # bytes: what compilers and temporary files take
-SHARED = 1 << 30  # bytes: Docker's default is 64 MiB, which loaders and NCCL overrun
-ENDS = {"RunPod": "terminated", "Vast": "destroyed or recycled", "container": "removed", "machine": "given back"}
+# ---------------------------------------------------------------------------------------------------------------- disks
 
 
 def findings(box: Box, work: Path) -> Iterator[Finding]:
-    yield machine(box)
+    if box.kind == "machine":
+        yield Finding("box", "ok", "no sign of RunPod, Vast or a container")
+    else:
+        volume = f"; RUNPOD_VOLUME_ID={box.network_volume}" if box.network_volume else ""
+        yield Finding("box", "ok", f"{box.kind} ({box.sign}{volume})")
     yield from temporary()
-    yield from directory("work directory", work, box)
+    yield directory("work directory", work, box)
     yield from caches(box, work)
     yield from shared_memory()
 
 
-def machine(box: Box) -> Finding:
-    if box.kind == "machine":
-        return Finding("box", "ok", "no sign of RunPod, Vast or a container")
-    volume = f"; RUNPOD_VOLUME_ID={box.network_volume}" if box.network_volume else ""
-    return Finding("box", "ok", f"{box.kind} ({box.sign}{volume})")
-
-
 def temporary() -> Iterator[Finding]:
     """Whether temporary files can be made: compilers, Arrow and tokenizers write some."""
-    told = os.environ.get("TMPDIR")
+    what, told = "temporary files", os.environ.get("TMPDIR")
+    elsewhere = "or set TMPDIR to a disk with room"
     try:
         place = Path(tempfile.gettempdir())  # which writes a file to find out
     except FileNotFoundError:
         cause = "no directory for temporary files can be written to: every disk is full, or read-only"
-        yield Finding(
-            "temporary files",
-            "fatal",
-            told or "/tmp",
-            cause,
-            "free space (cogumi disk status), or set TMPDIR to a disk with room",
-        )
+        yield Finding(what, "fatal", told or "/tmp", cause, f"free space (cogumi disk status), {elsewhere}")
         return
-    disk = filesystem_of(place)
-    figure = f"{place}: {spoken(disk.space.free)} free"
+    free = filesystem_of(place).space.free
+    figure = f"{place}: {spoken(free)} free"
     if told and Path(told).absolute() != place.absolute():
         cause = f"TMPDIR={told} cannot be written to, so {place} is taken: {why_not(Path(told))}"
-        yield Finding(
-            "temporary files", "warning", figure, cause, f"free space in {told}, or set TMPDIR to a disk with room"
-        )
-    elif disk.space.free < SCRATCH:
+        yield Finding(what, "warning", figure, cause, f"free space in {told}, {elsewhere}")
+    elif free < SCRATCH:
         cause = f"less than {spoken(SCRATCH)} is left there for temporary files"
-        yield Finding("temporary files", "warning", figure, cause, "free space, or set TMPDIR to a disk with room")
+        yield Finding(what, "warning", figure, cause, f"free space, {elsewhere}")
     else:
-        yield Finding("temporary files", "ok", figure)
+        yield Finding(what, "ok", figure)
 
 
 def why_not(path: Path) -> str:
@@ -153,42 +140,30 @@ def why_not(path: Path) -> str:
     space = filesystem_of(path).space
     if space.read_only:
         return "it is read-only"
-    if space.free < 1_000_000 or space.inodes_free == 0:
-        return "its disk is full"
-    return "it takes no file"
+    return "its disk is full" if space.free < 1_000_000 or space.inodes_free == 0 else "it takes no file"
 
 
-def directory(what: str, path: Path, box: Box) -> Iterator[Finding]:
-    disk = filesystem_of(path)
-    space = disk.space
+def directory(what: str, path: Path, box: Box) -> Finding:
+    """Whether a directory that holds runs can be written to, and what becomes of it."""
+    space = filesystem_of(path).space
     figure = f"{path}: {spoken(space.free)} free of {spoken(space.total)}"
     if space.read_only or not os.access(nearest_existing(path), os.W_OK):
         cause = "runs/ and checkpoints/ are written here, and it cannot be written to"
-        yield Finding(what, "warning", figure, cause, "work in a directory that you may write to")
-    elif space.inodes_free == 0:
-        yield Finding(
-            what, "warning", figure, "all its inodes are taken: no file can be made", "remove many small files"
-        )
-    else:
-        yield staying(what, figure, kept(path, box), box)
-
-
-def staying(what: str, figure: str, found: Kept, box: Box) -> Finding:
-    """The finding on what becomes of a directory that holds runs."""
-    end = ENDS[box.kind]
+        return Finding(what, "warning", figure, cause, "work in a directory that you may write to")
+    if space.inodes_free == 0:
+        cause = "all its inodes are taken: no file can be made"
+        return Finding(what, "warning", figure, cause, "remove many small files")
+    found, end = kept(path, box), ENDS[box.kind]
     if found.on_stop is False:
         cause = f"{found.where}: what is written here is lost when the box stops"
         elsewhere = "/workspace" if box.kind == "RunPod" else "a directory on a disk"
         return Finding(what, "warning", figure, cause, f"work in {elsewhere}; cogumi.mirror keeps a copy elsewhere")
     if found.on_end is False:
-        said = "stays when the box stops, " if found.on_stop else ""
-        return Finding(what, "note", f"{figure}; {found.where}: {said}is lost when it is {end}")
+        stays = "stays when the box stops, " if found.on_stop else ""
+        return Finding(what, "note", f"{figure}; {found.where}: {stays}is lost when it is {end}")
     if box.kind != "machine" and found.on_end is None:
-        return Finding(
-            what,
-            "note",
-            f"{figure}; {found.where}: whether it stays when the box is {end}, the provider's console says",
-        )
+        unknown = f"whether it stays when the box is {end}, the provider's console says"
+        return Finding(what, "note", f"{figure}; {found.where}: {unknown}")
     stays = f"; {found.where}: stays when the box is {end}" if found.on_end else ""
     return Finding(what, "ok", f"{figure}{stays}")
 
@@ -196,36 +171,31 @@ def staying(what: str, figure: str, found: Kept, box: Box) -> Finding:
 def caches(box: Box, work: Path) -> Iterator[Finding]:
     """Caches that grow by tens of gigabytes, on a disk that has no room for them or does not stay."""
     roomiest = max((filesystem_of(place) for place in (work, Path("/workspace")) if place.is_dir()), key=room)
+    home = place_of("XDG_CACHE_HOME", Path.home() / ".cache")
+    of_pip = Path.home() / "Library/Caches/pip" if sys.platform == "darwin" else home / "pip"
     for what, variable, path, size in (
         ("Hugging Face cache", "HF_HOME", hub_cache(), BASE),
-        ("pip's cache", "PIP_CACHE_DIR", pip_cache(), WHEELS),
-        ("uv's cache", "UV_CACHE_DIR", place_of("UV_CACHE_DIR", cache_home() / "uv"), WHEELS),
+        ("pip's cache", "PIP_CACHE_DIR", place_of("PIP_CACHE_DIR", of_pip), WHEELS),
+        ("uv's cache", "UV_CACHE_DIR", place_of("UV_CACHE_DIR", home / "uv"), WHEELS),
         ("environment", "", Path(sys.prefix), 0),
     ):
-        disk = filesystem_of(path)
+        disk, found = filesystem_of(path), kept(path, box)
         figure = f"{path}: {spoken(disk.space.free)} free of {spoken(disk.space.total)}"
         elsewhere = roomiest.mount != disk.mount and room(roomiest) > 2 * room(disk)
+        roomier = f"; {roomiest.mount} has {spoken(room(roomiest))}" if elsewhere else ""
         move = f"export {variable}={Path(roomiest.mount) / '.cache' / variable.split('_')[0].lower()}"
-        if size and disk.space.free < size and what == "Hugging Face cache":
-            cause = f"less than {spoken(size)} is left, which is one 8B model" + (
-                f"; {roomiest.mount} has {spoken(room(roomiest))}" if elsewhere else ""
-            )
-            yield Finding(
-                what,
-                "warning",
-                figure,
-                cause,
-                move if elsewhere else "free space (cogumi disk status), or take a box with a larger disk",
-            )
-        elif size and disk.space.free < size and elsewhere:
-            yield Finding(what, "note", f"{figure}; {roomiest.mount} has {spoken(room(roomiest))}: {move}")
-        elif variable == "HF_HOME" and kept(path, box).on_stop is False:
-            cause = f"{kept(path, box).where}: every start of the box downloads the models again"
+        if variable == "HF_HOME" and disk.space.free < size:
+            cause = f"less than {spoken(size)} is left, which is one 8B model{roomier}"
+            instead = "free space (cogumi disk status), or take a box with a larger disk"
+            yield Finding(what, "warning", figure, cause, move if elsewhere else instead)
+        elif disk.space.free < size and elsewhere:
+            yield Finding(what, "note", f"{figure}{roomier}: {move}")
+        elif variable == "HF_HOME" and found.on_stop is False:
+            cause = f"{found.where}: every start of the box downloads the models again"
             yield Finding(what, "warning", figure, cause, move if elsewhere else "set HF_HOME to a disk that stays")
-        elif not size and box.kind == "RunPod" and kept(path, box).on_stop is False:
-            yield Finding(
-                what, "note", f"{figure}; on the container disk: to be installed again when the pod was stopped"
-            )
+        elif not variable and box.kind == "RunPod" and found.on_stop is False:
+            lost = "on the container disk: to be installed again when the pod was stopped"
+            yield Finding(what, "note", f"{figure}; {lost}")
         elif variable == "HF_HOME":
             yield Finding(what, "ok", figure)
 
@@ -234,29 +204,84 @@ def room(disk: Filesystem) -> int:
     return 0 if disk.space.read_only else disk.space.free
 
 
-def cache_home() -> Path:
-    return place_of("XDG_CACHE_HOME", Path.home() / ".cache")
-
-
-def pip_cache() -> Path:
-    own = Path.home() / "Library/Caches/pip" if sys.platform == "darwin" else cache_home() / "pip"
-    return place_of("PIP_CACHE_DIR", own)
-
-
 def shared_memory() -> Iterator[Finding]:
-    place = Path("/dev/shm")
+    what, place = "shared memory", Path("/dev/shm")
     if not place.is_dir():
         return
     space = filesystem_of(place).space
     figure = f"/dev/shm: {spoken(space.free)} free of {spoken(space.total)}"
-    if space.total < SHARED:
-        cause = "loaders with workers, NCCL and vLLM pass data through it, and end with a bus error when it is full"
-        yield Finding(
-            "shared memory",
-            "warning",
-            figure,
-            cause,
-            "start the container with --shm-size=8g, or set dataloader_num_workers: 0",
+    if space.total >= SHARED:
+        yield Finding(what, "ok", figure)
+        return
+    cause = "loaders with workers, NCCL and vLLM pass data through it, and end with a bus error when it is full"
+    fix = "start the container with --shm-size=8g, or set dataloader_num_workers: 0"
+    yield Finding(what, "warning", figure, cause, fix)
+
+
+# ------------------------------------------------------------------------------------------------------------ variables
+
+
+def variables(environment: Mapping[str, str], work: Path) -> Iterator[Finding]:
+    """Environment variables, and files in the way, that change which code an import finds or what it does."""
+    found = [*libraries(environment), *shadows(environment, work), *settings(environment)]
+    yield from found or [Finding("environment", "ok", "no variable is in the way")]
+
+
+def libraries(environment: Mapping[str, str]) -> Iterator[Finding]:
+    for place in filter(None, environment.get("LD_LIBRARY_PATH", "").split(":")):
+        names = sorted({path.name.partition(".so")[0] for path in Path(place).glob("lib*.so*")} & BROUGHT)
+        if names:
+            cause = "torch brings these libraries itself, and the linker takes these instead: symbols are missing, or calls fail"
+            yield Finding("LD_LIBRARY_PATH", "warning", f"{place}: {', '.join(names)}", cause, "unset LD_LIBRARY_PATH")
+    if preloaded := environment.get("LD_PRELOAD"):
+        yield Finding("LD_PRELOAD", "note", f"{preloaded}, loaded into every process")
+
+
+def shadows(environment: Mapping[str, str], work: Path) -> Iterator[Finding]:
+    """Copies of the stack's modules that are found before the environment's own."""
+    for place in filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)):
+        if names := modules_in(Path(place)):
+            cause = "these are imported instead of the ones that are installed here"
+            yield Finding("PYTHONPATH", "warning", f"{place}: {names}", cause, "unset PYTHONPATH")
+    own = Path(site.getusersitepackages())
+    if site.ENABLE_USER_SITE and (names := modules_in(own)):
+        cause = "packages of pip install --user are imported before those of the system, whatever is installed there"
+        fix = "export PYTHONNOUSERSITE=1, or work in a virtual environment"
+        yield Finding("user site", "warning", f"{own}: {names}", cause, fix)
+    # A notebook and `python -m` look in the current directory first.
+    installed = {Path(place).resolve() for place in sys.path if place.endswith("-packages")}
+    if work.resolve() not in installed and (names := modules_in(work)):
+        cause = (
+            "a notebook and python -m import these from the current directory, instead of the packages of these names"
         )
-    else:
-        yield Finding("shared memory", "ok", figure)
+        fix = "rename them, or work in another directory"
+        yield Finding("work directory", "warning", f"{work}: {names}", cause, fix)
+    if home := environment.get("PYTHONHOME"):
+        cause = "Python takes its standard library from there, which must be of the very same version"
+        yield Finding("PYTHONHOME", "warning", home, cause, "unset PYTHONHOME")
+
+
+def modules_in(place: Path) -> str:
+    """Those of MODULES that an import would find in a directory: NAME.py, or NAME/__init__.py."""
+    found = (name for name in MODULES if (place / f"{name}.py").is_file() or (place / name / "__init__.py").is_file())
+    return ", ".join(found)
+
+
+def settings(environment: Mapping[str, str]) -> Iterator[Finding]:
+    if version := environment.get("BNB_CUDA_VERSION"):
+        cause = "bitsandbytes loads its library for that CUDA release, and not the one that fits torch"
+        yield Finding("BNB_CUDA_VERSION", "warning", version, cause, "unset BNB_CUDA_VERSION")
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        cause = "every GPU is hidden from torch"
+        yield Finding("CUDA_VISIBLE_DEVICES", "warning", repr(visible), cause, "unset CUDA_VISIBLE_DEVICES")
+    elif visible:
+        yield Finding("CUDA_VISIBLE_DEVICES", "note", f"{visible}: torch sees these GPUs alone")
+    if environment.get("CUDA_LAUNCH_BLOCKING") == "1":
+        slow = "1: every kernel is waited for, for debugging; training is slower"
+        yield Finding("CUDA_LAUNCH_BLOCKING", "note", slow)
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        if environment.get(name, "").lower() in ("1", "on", "yes", "true"):
+            only = "nothing is downloaded; only what is in the cache can be used"
+            yield Finding(name, "note", f"{environment[name]}: {only}")
+            return

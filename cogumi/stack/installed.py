@@ -1,14 +1,19 @@
 """What is installed: against the lane's pins, whole or half, and whether its native libraries ask for one CUDA major."""
 
 import importlib.metadata
+import os
 import re
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from io import BytesIO
+from itertools import takewhile
 from pathlib import Path
 
 from cogumi.core.disk_space import spoken
-from cogumi.core.finding import Finding
+from cogumi.core.finding import Finding, State
 from cogumi.core.formatting import pip
+from cogumi.stack.lanes import drift, head_of, installed_lane, normal
 
 INSTALL = "sh requirements/install.sh"
 MOST = 6  # names in one line
@@ -21,6 +26,16 @@ NEEDED = (
 # Debian takes RECORD out of the packages that it makes of distributions.
 OF_THE_SYSTEM = Path("/usr/lib/python3/dist-packages")
 LIBRARY = re.compile(r"\.so(\.\d+)*$")
+
+Read = Callable[[int, int], bytes]  # offset, size -> exactly that many bytes, or ValueError
+HEADER_BYTES, SEGMENT_BYTES = 64, 56
+PT_LOAD, PT_DYNAMIC = 1, 2
+DT_NULL, DT_NEEDED, DT_STRTAB = 0, 1, 5
+LONGEST_NAME = 4096
+# Libraries whose soname carries CUDA's own major version. cufft, curand, cusolver and cusparse count on their own.
+CUDA_LIBRARY = re.compile(
+    r"lib(?:cudart|cublas|cublasLt|nvrtc|nvJitLink|cupti|nvblas|nvjpeg)(?:[.-][0-9a-f]{8})?\.so\.(\d+)"
+)
 
 
 @dataclass
@@ -39,12 +54,10 @@ def distributions() -> list[Distribution]:
     for each in importlib.metadata.distributions():
         place = Path(str(each._path))  # type: ignore[attr-defined]  # no public name tells where it lies
         name = place.name.removesuffix(".dist-info").removesuffix(".egg-info").partition("-")[0]
-        head = (each.read_text("METADATA") or each.read_text("PKG-INFO") or "").partition("\n\n")[0]
-        version = re.search(r"^Version: *(\S+)", head, re.MULTILINE)
         record = each.read_text("RECORD")
         one = Distribution(
             normal(name),
-            version[1] if version else None,
+            head_of(each, "Version"),
             place,
             record is not None or place.suffix != ".dist-info" or place.parent == OF_THE_SYSTEM,
         )
@@ -56,8 +69,9 @@ def distributions() -> list[Distribution]:
     return found
 
 
-def normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+def shortened(names: list[str]) -> str:
+    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
+    return ", ".join(names[:MOST]) + more
 
 
 # --------------------------------------------------------------------------------------------------------- mixed, or half
@@ -83,10 +97,8 @@ def broken(found: list[Distribution]) -> Iterator[Finding]:
     """What an installation that was cut short leaves: no RECORD, files that are missing or shorter than they should be."""
     for each in found:
         said = []
-        if not each.recorded or each.version is None:
-            missing = [
-                name for name, there in (("RECORD", each.recorded), ("METADATA", each.version is not None)) if not there
-            ]
+        parts = {"RECORD": each.recorded, "METADATA": each.version is not None}
+        if missing := [name for name, there in parts.items() if not there]:
             said.append(f"without {' and '.join(missing)}")
         gone, cut = [], []
         for path, size in each.libraries:
@@ -99,21 +111,17 @@ def broken(found: list[Distribution]) -> Iterator[Finding]:
                 cut.append(f"{path.name} ({spoken(actual)} of {spoken(size)})")
         said += [f"{shortened(gone)} missing"] * bool(gone) + [f"{shortened(cut)} not whole"] * bool(cut)
         if said:
-            state = "fatal" if each.name in NEEDED else "warning"
+            state: State = "fatal" if each.name in NEEDED else "warning"
             cause = "its installation was cut short, or files of it were removed since"
-            yield Finding("installed", state, f"{each.name}: {'; '.join(said)}", cause, reinstall(each))  # type: ignore[arg-type]
+            fix = pip(f"install --force-reinstall --no-deps {each.name}=={each.version}")
+            if missing:
+                fix = f"remove {each.place}, then {INSTALL}"
+            yield Finding("installed", state, f"{each.name}: {'; '.join(said)}", cause, fix)
     for place in sorted({each.place.parent for each in found}):
         left = sorted(path.name for path in place.glob("~*") if path.is_dir())
         if left:
             cause = "pip was ended while it replaced these packages"
             yield Finding("installed", "note", f"{shortened(left)} in {place}: {cause}; they may be removed")
-
-
-def reinstall(each: Distribution) -> str:
-    pinned = f"{each.name}=={each.version}" if each.version else each.name
-    if each.version is None or not each.recorded:
-        return f"remove {each.place}, then {INSTALL}"
-    return pip(f"install --force-reinstall --no-deps {pinned}")
 
 
 def doubled(found: list[Distribution]) -> Iterator[Finding]:
@@ -139,8 +147,6 @@ def against_lane(found: list[Distribution]) -> Iterator[Finding]:
         cause = "nothing trains without these"
         yield Finding("installed", "fatal", f"missing: {shortened(absent)}", cause, INSTALL)
         return
-    from cogumi.stack.lanes import drift, installed_lane
-
     lane = installed_lane()
     if lane is None:
         version = next(each.version for each in found if each.name == "torch")
@@ -165,8 +171,6 @@ def against_lane(found: list[Distribution]) -> Iterator[Finding]:
 
 def cuda_majors(found: list[Distribution], torch_cuda: str | None) -> Iterator[Finding]:
     """Packages all of whose CUDA libraries are for another major than torch's; pip and metadata do not see that."""
-    from cogumi.stack.elf import cuda_major, needed
-
     if torch_cuda is None:
         yield Finding("CUDA majors", "skipped", "torch is a CPU build")
         return
@@ -193,6 +197,81 @@ def cuda_majors(found: list[Distribution], torch_cuda: str | None) -> Iterator[F
         yield Finding("CUDA majors", "ok", f"every package with CUDA code has it for CUDA {own}, like torch ({looked})")
 
 
-def shortened(names: list[str]) -> str:
-    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
-    return ", ".join(names[:MOST]) + more
+# ------------------------------------------------------------------------------------- what a library asks for (DT_NEEDED)
+
+
+def needed(source: bytes | Path) -> tuple[str, ...]:
+    """The DT_NEEDED sonames of an ELF file, in its order; of a file, only the few pages that say so are read.
+
+    Read from the file itself: nothing is loaded or run. `pip check` and package metadata do not see that one extension
+    wants libcudart.so.12 and the next libcudart.so.13. Layout: the System V ABI, "Object Files" and "Dynamic Linking".
+    Raises ValueError for what is not a whole 64-bit little-endian ELF file, saying what is wrong; OSError as open() does.
+    """
+    place = "" if isinstance(source, bytes) else f"{source}: "
+    with BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
+        total = file.seek(0, os.SEEK_END)
+
+        def read(offset: int, size: int) -> bytes:
+            if offset + size > total:
+                raise ValueError(f"truncated ELF file: it ends at byte {total}, and byte {offset + size} is needed")
+            file.seek(offset)
+            return file.read(size)
+
+        try:
+            return _needed(read)
+        except ValueError as error:
+            raise ValueError(f"{place}{error}") from None
+
+
+def cuda_major(soname: str) -> int | None:
+    """13 for libcudart.so.13, 11 for libcublas.so.11.0; None for a library that says nothing of CUDA's version."""
+    found = CUDA_LIBRARY.match(soname)
+    return int(found[1]) if found else None
+
+
+def _needed(read: Read) -> tuple[str, ...]:
+    segments = _segments(read)
+    dynamic = next(((offset, size) for kind, offset, _, size in segments if kind == PT_DYNAMIC), None)
+    if dynamic is None:
+        return ()  # linked statically
+    section = read(*dynamic)
+    pairs = struct.iter_unpack("<QQ", section[: len(section) // 16 * 16])
+    entries = list(takewhile(lambda pair: pair[0] != DT_NULL, pairs))
+    names = [value for tag, value in entries if tag == DT_NEEDED]
+    tables = [value for tag, value in entries if tag == DT_STRTAB]
+    if not names:
+        return ()
+    if not tables:
+        raise ValueError("not a loadable ELF file: its dynamic section has no string table")
+    return tuple(_string(read, segments, tables[0] + name) for name in names)
+
+
+def _segments(read: Read) -> list[tuple[int, int, int, int]]:
+    """(type, offset in the file, address in memory, size in the file) of every program header."""
+    header = read(0, HEADER_BYTES)
+    if header[:4] != b"\x7fELF":
+        raise ValueError("not an ELF file")
+    if header[4:6] != b"\x02\x01":
+        raise ValueError("not a 64-bit little-endian ELF file")
+    (start,) = struct.unpack_from("<Q", header, 32)
+    size, count = struct.unpack_from("<HH", header, 54)
+    if count and size != SEGMENT_BYTES:
+        raise ValueError(f"not an ELF file: program headers of {size} bytes instead of {SEGMENT_BYTES}")
+    table = read(start, size * count)
+    found = []
+    for at in range(0, len(table), SEGMENT_BYTES):
+        kind, _, offset, address, _, in_file = struct.unpack_from("<IIQQQQ", table, at)
+        found.append((kind, offset, address, in_file))
+    return found
+
+
+def _string(read: Read, segments: list[tuple[int, int, int, int]], address: int) -> str:
+    """The string at an address in memory, which the loadable segments map to a place in the file."""
+    for kind, offset, start, size in segments:
+        if kind == PT_LOAD and start <= address < start + size:
+            left = min(start + size - address, LONGEST_NAME)
+            text, end, _ = read(offset + address - start, left).partition(b"\0")
+            if not end:
+                raise ValueError("not a loadable ELF file: a name in its string table does not end")
+            return text.decode("utf-8", "replace")
+    raise ValueError("not a loadable ELF file: its string table is in no loadable segment")

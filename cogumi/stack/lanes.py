@@ -23,26 +23,26 @@ Drift = tuple[str, str, str | None]
 
 @dataclass(frozen=True)
 class Lane:
-    """One set of wheels, as it is for this Python and this platform."""
+    """One set of wheels, as it is for this Python and this platform.
+
+    file: the pinned one, relative to the repository. cuda: the release that its torch is built for, "13.0"; None: a CPU
+    build. driver: the oldest NVIDIA driver that runs it, "580"; None: it needs no GPU. glibc: the oldest C library for
+    which every pin has a wheel. state: unresolved, unfetched, resolver-proven, tested or known-good, as
+    requirements/lanes.toml has it. known_good: the result that proved it on a card. pins: version by normalized name,
+    without packages whose version depends on Python's patch release.
+    """
 
     name: str
     purpose: str
     file: str
-    """The pinned file, relative to the repository."""
     cuda: str | None
-    """The CUDA release its torch is built for, "13.0"; None: a CPU build."""
     driver: str | None
-    """The oldest NVIDIA driver that runs it, "580"; None: it needs no GPU."""
     glibc: str
-    """The oldest C library for which every pin has a wheel."""
     state: str
-    """unresolved, unfetched, resolver-proven, tested or known-good: requirements/lanes.toml says what makes which."""
     known_good: Mapping[str, str] | None
-    """The result that proved it on a card: date, card, driver and result (a file in benchmarks/results)."""
     tested: str | None
     unproven: str | None
     pins: Mapping[str, str]
-    """Version by normalized name. A package whose version depends on Python's patch release is left out."""
 
 
 @cache
@@ -75,12 +75,12 @@ def lane_for(driver: str | None) -> Lane:
         raise UsageError(
             f"NVIDIA driver {driver!r}: that is no version", fix="nvidia-smi should say one such as 580.95.05"
         )
-    fitting = [each for each in lanes() if each.driver is not None and int(each.driver) <= int(found[0])]
+    for_gpus = [(int(each.driver), each) for each in lanes() if each.driver is not None]
+    fitting = [each for oldest, each in for_gpus if oldest <= int(found[0])]
     if not fitting:
-        oldest = min((each for each in lanes() if each.driver is not None), key=lambda each: int(each.driver or 0))
+        oldest, last = min(for_gpus, key=lambda pair: pair[0])
         raise UsageError(
-            f"NVIDIA driver {driver} is too old: CUDA {oldest.cuda} needs {oldest.driver} or newer",
-            fix="choose another host",
+            f"NVIDIA driver {driver} is too old: CUDA {last.cuda} needs {oldest} or newer", fix="choose another host"
         )
     return fitting[0]
 
@@ -97,12 +97,14 @@ def installed_lane() -> Lane | None:
     candidates = [
         each for each in lanes() if each.pins.get("torch", "").partition("+")[0] == public and each.cuda == cuda
     ]
-    return min(candidates, key=lambda each: len(_drift(each, installed)), default=None)
+    return min(candidates, key=lambda each: len(drift(each, installed)), default=None)
 
 
-def drift(lane: Lane) -> list[Drift]:
+def drift(lane: Lane, installed: Mapping[str, str] | None = None) -> list[Drift]:
     """Every package that is not installed at the version that the lane pins. Reads metadata only, in about 0.1 s."""
-    return _drift(lane, installed_versions())
+    installed = installed_versions() if installed is None else installed
+    found = ((name, pinned, installed.get(name)) for name, pinned in lane.pins.items())
+    return [each for each in found if not _is(each[2], each[1], lane.cuda)]
 
 
 def installed_versions() -> dict[str, str]:
@@ -112,12 +114,21 @@ def installed_versions() -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
-        # The two lines are read here: `distribution.metadata` parses the whole README that follows them, 200 times.
-        head = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
-        name, version = (re.search(rf"^{key}: *(\S+)", head, re.MULTILINE) for key in ("Name", "Version"))
+        name, version = head_of(distribution, "Name"), head_of(distribution, "Version")
         if name is not None and version is not None:
-            found.setdefault(re.sub(r"[-_.]+", "-", name[1]).lower(), version[1])
+            found.setdefault(normal(name), version)
     return found
+
+
+def head_of(distribution: importlib.metadata.Distribution, key: str) -> str | None:
+    """A line of its metadata, of which `distribution.metadata` would parse the whole README as well."""
+    head = (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or "").partition("\n\n")[0]
+    found = re.search(rf"^{key}: *(\S+)", head, re.MULTILINE)
+    return found[1] if found else None
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def torch_build() -> tuple[str | None, str | None]:
@@ -134,11 +145,6 @@ def torch_build() -> tuple[str | None, str | None]:
     text = source.read_text() if source.exists() else ""
     cuda = re.search(r"^cuda\b[^=]*= *'([\d.]+)'", text, re.MULTILINE)
     return torch.version, cuda[1] if cuda else None
-
-
-def _drift(lane: Lane, installed: Mapping[str, str]) -> list[Drift]:
-    found = ((name, pinned, installed.get(name)) for name, pinned in lane.pins.items())
-    return [each for each in found if not _is(each[2], each[1], lane.cuda)]
 
 
 def _is(installed: str | None, pinned: str, cuda: str | None) -> bool:

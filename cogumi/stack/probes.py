@@ -1,28 +1,26 @@
 """Does the installed stack work on this machine? Each probe runs real kernels in a process of its own.
 
 A process of its own because a native import can crash or hang, and takes nothing else with it then.
-`python -m cogumi.stack.probes NAME DEVICE` runs one probe and prints its readings as JSON.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
+import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from cogumi.core.worker import call
 
 # (metric, value, unit, note)
 Reading = tuple[str, float | str | None, str, str]
 TIMEOUT = 60.0
 FLASH_TIMEOUT = 300.0  # a kernel from the hub is downloaded
-MARK = "readings: "
+tl: Any = None  # triton.language, once it is imported: @triton.jit looks for it among the names of a kernel's module
 # The package that a probe needs, where it is not called like the probe.
 PACKAGES = {"matmul": "torch", "sdpa": "torch", "flash_attn_3": "flash_attn_interface", "hub_flash_attn": "kernels"}
 # Flash attention 2 of the line that TRL's maintainers test: v3 has no backward pass for grouped heads (issue 1085, below).
@@ -45,18 +43,11 @@ def run_probe(name: str, device: str, timeout: float = TIMEOUT) -> Probe:
     package = PACKAGES.get(name, name)
     if importlib.util.find_spec(package) is None:
         return Probe(name, missing=package.replace("_", "-"))
-    command = [sys.executable, "-m", "cogumi.stack.probes", name, device]
     try:
-        said = subprocess.run(
-            command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=timeout, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return Probe(name, error=f"no answer in {timeout:.0f} s")
-    marked = [line for line in said.stdout.splitlines() if line.startswith(MARK)]
-    if said.returncode != 0 or not marked:
-        last = (said.stderr.strip().splitlines() or [f"exit status {said.returncode}"])[-1]
-        return Probe(name, error=f"{installed_as(package)}: {last[:300]}")
-    return Probe(name, tuple(tuple(reading) for reading in json.loads(marked[-1][len(MARK) :])))
+        readings = call(name, PROBES[name], device, environment=os.environ, timeout=timeout, own_group=True)
+    except RuntimeError as error:
+        return Probe(name, error=f"{installed_as(package)}: {str(error)[:300]}")
+    return Probe(name, tuple(readings))
 
 
 def installed_as(package: str) -> str:
@@ -69,22 +60,14 @@ def installed_as(package: str) -> str:
 def probe_torch(device: str) -> list[Reading]:
     import torch
 
-    readings: list[Reading] = [
-        (
-            "version",
-            torch.__version__,
-            "",
-            f"built for CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
-        ),
-    ]
+    build = f"built for CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+    readings: list[Reading] = [("version", str(torch.__version__), "", build)]
     if device.startswith("cuda"):
         major, minor = torch.cuda.get_device_capability(device)
-        built = torch.cuda.get_arch_list()
+        built, ours = torch.cuda.get_arch_list(), f"sm_{major}"
         # A card runs machine code of its own major version and a minor up to its own; PTX it compiles.
-        runs = any(
-            arch.startswith(f"sm_{major}") and int(arch[len(f"sm_{major}") :].rstrip("af")) <= minor for arch in built
-        )
-        if not runs and not any(arch.startswith("compute_") for arch in built):
+        minors = [int(arch.removeprefix(ours).rstrip("af")) for arch in built if arch.startswith(ours)]
+        if min(minors, default=minor + 1) > minor and not any(arch.startswith("compute_") for arch in built):
             raise RuntimeError(f"sm_{major}{minor} is not among the architectures of this build: {' '.join(built)}")
         readings.append(("architectures", " ".join(built), "", f"the card is sm_{major}{minor}"))
         readings.append(("memory", torch.cuda.get_device_properties(device).total_memory / 2**30, "GiB", ""))
@@ -102,14 +85,22 @@ def probe_matmul(device: str) -> list[Reading]:
 
 
 def probe_triton(device: str) -> list[Reading]:
+    global tl
     import torch
     import triton
 
-    from cogumi.stack.triton_probe import double
+    tl = importlib.import_module("triton.language")
+
+    @triton.jit
+    def double(source, target, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def,name-defined,valid-type]
+        offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = offsets < count
+        tl.store(target + offsets, tl.load(source + offsets, mask=inside) * 2, mask=inside)
 
     source = torch.randn(1000, device=device)
+    doubled = torch.full_like(source, float("nan"))
     start = time.perf_counter()
-    doubled = double(source)
+    double[(triton.cdiv(source.numel(), 256),)](source, doubled, source.numel(), BLOCK=256)
     _synchronize()
     seconds = time.perf_counter() - start
     torch.testing.assert_close(doubled, source * 2)
@@ -145,9 +136,8 @@ def probe_bitsandbytes(device: str) -> list[Reading]:
     # NF4 rounding of normal weights costs about 0.1; a wrong kernel costs about 1.
     if max(forward, backward) > 0.25:
         raise RuntimeError(f"4-bit differs from full precision by {forward:.3g} forward, {backward:.3g} backward")
-    return [
-        ("4-bit forward and backward", max(forward, backward), "relative", f"bitsandbytes {bitsandbytes.__version__}")
-    ]
+    by = f"bitsandbytes {bitsandbytes.__version__}"
+    return [("4-bit forward and backward", max(forward, backward), "relative", by)]
 
 
 def probe_flash_attn(device: str) -> list[Reading]:
@@ -220,21 +210,16 @@ def probe_sdpa(device: str) -> list[Reading]:
 
     readings: list[Reading] = []
     shape = " x ".join(map(str, query.shape))
-    for backend in (
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ):
-        with sdpa_kernel(backend):
+    for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"):
+        with sdpa_kernel(getattr(SDPBackend, name)):
             try:
                 milliseconds = 1e3 * _median_seconds(attend)
             except RuntimeError as error:
                 if not any(words in str(error) for words in ("No available kernel", "No viable backend")):
                     raise
-                readings.append((backend.name, None, "", "not available for this input on this device"))
+                readings.append((name, None, "", "not available for this input on this device"))
             else:
-                readings.append((backend.name, milliseconds, "ms", f"causal, forward and backward, {shape}"))
+                readings.append((name, milliseconds, "ms", f"causal, forward and backward, {shape}"))
     return readings
 
 
@@ -301,7 +286,3 @@ def _synchronize() -> None:
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-if __name__ == "__main__":
-    print(MARK + json.dumps(PROBES[sys.argv[1]](sys.argv[2])))

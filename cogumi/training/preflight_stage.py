@@ -9,11 +9,10 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.core.run_directory import PREFLIGHT, write_json
 from cogumi.data.cache import Data
-from cogumi.forecast import data_sample, stack_line
+from cogumi.forecast import data_sample
+from cogumi.forecast.memory_forecast import target_of
 from cogumi.forecast.preflight_report import Line, PreflightReport
-from cogumi.forecast.preflight_worker import apart
-from cogumi.forecast.run_forecast import Asked
-from cogumi.forecast.target import target_of
+from cogumi.forecast.run_forecast import Asked, apart, stack_line
 
 log = logging.getLogger("cogumi")
 
@@ -38,7 +37,7 @@ def before_training(run: RunConfig, base: str, of_base: Any, data: Data, tokeniz
     except RuntimeError as error:
         log.warning("preflight: %s; the run goes on without it", error)
         return
-    report = PreflightReport(str(target), (stack_line.line(), *lines), figures)
+    report = PreflightReport(str(target), (stack_line(), *lines), figures)
     write_json(run.run_dir / PREFLIGHT, report.as_dict())
     for line in report.lines:
         level, mark = (logging.WARNING, "RED: ") if line.state == "red" else (logging.INFO, "")

@@ -1,0 +1,298 @@
+"""What a step of PyTorch code holds in memory on a card, counted on a CPU: fake tensors, and bytes by kind and stage.
+
+Fake tensors have shapes and no memory; real ones are counted as well. What is counted is storages, each once however many
+tensors share it, from the operation that makes it until it is freed; a CUDA allocator gives out blocks of 512 bytes
+(c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize), and so does this. In place of a card's kernels:
+
+* Attention: scaled_dot_product_attention never holds the scores. Forward it keeps query, key, value, mask, output and one
+  float32 a head and token; backward it makes three gradients, a float32 accumulator as large as the query, one more
+  float32 a head and token, and keys and values of every query head where heads share them
+  (csrc/flash_attn/flash_api.cpp, mha_bwd, in PyTorch's third_party). With a mask PyTorch takes its memory-efficient kernel,
+  which keeps and makes the same, and wants keys and values of every head from the start.
+* TRL's losses: its own chunked head (trl/kernels/chunked_logprob.py), with its launches of Triton kernels left out.
+"""
+
+import importlib
+import importlib.util
+import math
+import sys
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from cogumi.patches.replacement import replaced
+
+BLOCK = 512
+ACTIVATIONS, LOGITS, WEIGHTS, ADAPTER = "activations", "logits", "weights", "adapter"
+aten = torch.ops.aten
+DEVICE, ITEM = torch.ops.prim.device.default, aten._local_scalar_dense.default
+
+
+# ------------------------------------------------------------------------------------------------------------- counting
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The peak of a stage: bytes in all, and by kind."""
+
+    stage: str
+    total: int
+    by_kind: dict[str, int]
+
+
+class Live(TorchDispatchMode):
+    """Counts storages while it is active. logits: numbers of columns by which a matrix is one of logits.
+
+    Fake tensors have no data to ask: a mask that selects rows is taken to select `selected` of them, and a test gives
+    false.
+    """
+
+    def __init__(self, logits: tuple[int, ...] = (), selected: float = 1.0) -> None:
+        super().__init__()
+        self.kind, self.stage = ACTIVATIONS, ""
+        self.logits, self.selected = logits, selected
+        self.moments: dict[str, Moment] = {}
+        self.total = 0
+        self.by_kind: Counter[str] = Counter()
+        self._storages: dict[int, tuple[str, int]] = {}
+
+    @contextmanager
+    def during(self, stage: str) -> Iterator[None]:
+        before, self.stage = self.stage, stage
+        try:
+            self.note()
+            yield
+        finally:
+            self.stage = before
+
+    @contextmanager
+    def making(self, kind: str) -> Iterator[None]:
+        """New storages in here are of this kind."""
+        before, self.kind = self.kind, kind
+        try:
+            yield
+        finally:
+            self.kind = before
+
+    def are(self, kind: str, tensors: Any) -> None:
+        """These tensors are of this kind, whatever they were taken for."""
+        for tensor in tree_iter(tensors):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor, kind)
+
+    def note(self) -> None:
+        known = self.moments.get(self.stage)
+        if known is None or self.total > known.total:
+            self.moments[self.stage] = Moment(self.stage, self.total, {k: n for k, n in self.by_kind.items() if n})
+
+    def _see(self, tensor: torch.Tensor, kind: str | None = None) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if (known := self._storages.get(key)) is not None:
+            if kind is not None and kind != known[0]:
+                self.by_kind[known[0]] -= known[1]
+                self.by_kind[kind] += known[1]
+                self._storages[key] = (kind, known[1])
+            return
+        size = -(-storage.nbytes() // BLOCK) * BLOCK
+        if kind is None:
+            logits = self.kind == ACTIVATIONS and tensor.dim() > 1 and tensor.shape[-1] in self.logits
+            kind = LOGITS if logits else self.kind
+        self._storages[key] = (kind, size)
+        self.by_kind[kind] += size
+        self.total += size
+        weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        kind, size = self._storages.pop(key)
+        self.by_kind[kind] -= size
+        self.total -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_fake = bool(args) and hasattr(args[0], "fake_device")
+        if func is DEVICE:
+            return args[0].fake_device if is_fake else func(*args)
+        made = self._answer(func, args) if is_fake else None
+        if made is None:
+            made = func(*args, **(kwargs or {}))
+        before = self.total
+        for tensor in tree_iter(made):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor)
+        if self.total > before:
+            self.note()
+        return made
+
+    def _answer(self, func: Any, args: Any) -> Any:
+        """What an operation would give that depends on data; None for any other."""
+
+        def rows_of(mask: torch.Tensor) -> int:
+            return math.ceil(self.selected * mask.numel())
+
+        if func is ITEM:
+            dtype = args[0].dtype
+            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        if func is aten.nonzero.default:
+            return args[0].new_empty((rows_of(args[0]), args[0].dim()), dtype=torch.long)
+        if func is aten.masked_select.default:
+            return args[0].new_empty((rows_of(args[1]),))
+        if func is aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype == torch.bool:
+            mask = args[1][0]
+            return args[0].new_empty((rows_of(mask), *args[0].shape[mask.dim() :]))
+        if func is aten._grouped_mm.default:
+            # A product of groups, each in its rows or columns; PyTorch's own rule of its shape takes bfloat16 alone.
+            # (tokens, K) and (groups, K, N) make (tokens, N); (M, tokens) and (tokens, N) make (groups, M, N).
+            left, right, offsets = args[:3]
+            if left.dim() == 2 and right.dim() == 2:
+                return left.new_empty((offsets.numel(), left.shape[0], right.shape[1]))
+            return left.new_empty((*left.shape[:-1], right.shape[-1]))
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------ fake parameters
+
+
+@contextmanager
+def codes_apart() -> Iterator[None]:
+    """Bitsandbytes caches the codes of its 8 bits as a tensor: in the block a fake one, after it what it had before."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        yield
+        return
+    with replaced(importlib.import_module("bitsandbytes.functional"), {"name2qmap": {}}):
+        yield
+
+
+def stand_in(model: nn.Module, live: Live) -> None:
+    """Replace every parameter and buffer of a model on the meta device by a fake one, inside a FakeTensorMode and `live`.
+
+    Frozen parameters are counted as weights and trained ones as adapter; where all are trained, they are the weights.
+    A parameter that two modules share stays shared.
+    """
+    made: dict[int, Any] = {}
+    trained = ADAPTER if any(not parameter.requires_grad for parameter in model.parameters()) else WEIGHTS
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = parameter, fake(module, parameter, live, trained)
+                module._parameters[name] = made[id(parameter)][1]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                with live.making(WEIGHTS):
+                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def fake(module: Any, parameter: Any, live: Live, trained: str) -> nn.Parameter:
+    if not hasattr(parameter, "quant_state"):
+        learns = parameter.requires_grad
+        with live.making(trained if learns else WEIGHTS):
+            return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=learns)
+    # bitsandbytes' weight of a linear layer in 4 bits: two elements to a byte, and the scales of its blocks.
+    from bitsandbytes.functional import quantize_4bit
+
+    whole = torch.empty(module.out_features, module.in_features, dtype=module.compute_dtype or torch.bfloat16)
+    settings = {name: getattr(parameter, name) for name in ("blocksize", "compress_statistics", "quant_type")}
+    with live.making(WEIGHTS):
+        packed, state = quantize_4bit(whole, **settings)
+    made: Any = nn.Parameter(packed, requires_grad=False)  # a fake tensor cannot be bitsandbytes' subclass as well
+    vars(made).update(settings, quant_state=state, bnb_quantized=True)
+    return made
+
+
+# ------------------------------------------------------------------------------------------------------ a card's kernels
+
+
+class Attention(torch.autograd.Function):
+    """The shapes of fused attention: query (batch, heads, tokens, width), key and value (batch, their heads, tokens, width)."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
+        batch, heads, tokens, _ = query.shape
+        output = query.new_empty((batch, tokens, heads, value.shape[-1])).transpose(1, 2)
+        per_token = query.new_empty((batch, heads, tokens), dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, mask, output, per_token)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        query, key, value, _, _, per_token = ctx.saved_tensors
+        held = [torch.empty_like(per_token), torch.empty_like(query, dtype=torch.float32)]
+        made = [torch.empty_like(each) for each in (query, key, value)]
+        if key.shape[1] != query.shape[1]:
+            held += [each.new_empty((each.shape[0], query.shape[1], *each.shape[2:])) for each in (key, value)]
+        del held
+        return *made, None
+
+
+def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, **_: Any) -> Any:
+    return Attention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def as_on_a_card() -> Iterator[None]:
+    """Attention and TRL's losses are a card's, for the length of a block. Backward passes belong into it."""
+    upstream: Any = importlib.import_module("trl.trainer.utils")
+    # Not a TorchFunctionMode: what gradient checkpointing computes again is computed without it.
+    ours = replaced(upstream, {"_ChunkedLogProbFunction": trls_head()})
+    with ours, replaced(functional, {"scaled_dot_product_attention": attention}):
+        yield
+
+
+@contextmanager
+def batches_are(padded: bool) -> Iterator[None]:
+    """Transformers makes attention masks as of such batches, for the length of a block.
+
+    It looks whether there is padding, and asks nothing of fake tensors: it takes them for a graph that is traced.
+    """
+    masking: Any = importlib.import_module("transformers.masking_utils")
+    with replaced(masking, {"is_tracing": lambda tensor=None: False, "fast_all": lambda mask: not padded}):
+        yield
+
+
+def trls_head() -> Any:
+    """TRL's ChunkedLogProbFunction, from a copy of its module whose kernels do nothing and whose sums are a card's.
+
+    On a card `acc += a @ b` reads its factors in their own dtype; elsewhere TRL makes float32 copies of both.
+    """
+    import trl
+
+    place = Path(trl.__file__).parent / "kernels" / "chunked_logprob.py"
+    spec = importlib.util.spec_from_file_location("trl.kernels.chunked_logprob_without_kernels", place)
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    with without_triton():
+        spec.loader.exec_module(module)
+    module._addmm_fp32 = lambda total, left, right: None
+    # One tile of logits after another is computed in the same memory: the first is as good as all.
+    module.range = lambda *bounds: range(*bounds)[:1]
+    return module.ChunkedLogProbFunction
+
+
+@contextmanager
+def without_triton() -> Iterator[None]:
+    """`import triton` finds a module of which no kernel does anything, for the length of a block."""
+    names = ("triton", "triton.language")
+    stub, language = map(ModuleType, names)
+    vars(language).update(constexpr=object)
+    no_launch = defaultdict[Any, Any](lambda: lambda *_, **__: None)  # a kernel is launched as kernel[grid](...)
+    vars(stub).update(jit=lambda kernel: no_launch, cdiv=lambda a, b: -(-a // b), language=language)
+    before = {name: sys.modules[name] for name in names if name in sys.modules}
+    sys.modules.update(zip(names, (stub, language), strict=True))
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+        sys.modules.update(before)
