@@ -6,7 +6,6 @@ trainer. Settings are named as in a run's YAML (`train.` is TRL's GRPOConfig, `l
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from datasets import Dataset
@@ -16,15 +15,17 @@ from transformers.trainer_utils import SaveStrategy
 from cogumi.config.loss_presets import PRESETS
 from cogumi.core.errors import UsageError
 from cogumi.patches.gspo_loss import loss_name
+from cogumi.patches.trl_internals import tokenized_prompts
 from cogumi.rewards.named_rewards import what_is_wrong
 from cogumi.rl.findings import Finding, how_to_accept, is_a_runs, worded_for
+from cogumi.rl.loss_check import CLIPPED
 from cogumi.rl.memory_plan import nearest_multiples
-from cogumi.rl.reference_loss import CLIPPED
 
 SUMMED_OVER_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")  # a sequence weighs as much as it is long
 LARGEST_SEQUENCE_EPSILON = 0.05
 SMALLEST_TOKEN_EPSILON = 0.01
 TOKENIZED_AT_ONCE = 1024
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 POSITIONS = "the model's max_position_embeddings"
 
 
@@ -68,18 +69,17 @@ def before_the_first_rollout(
     method; those of a streamed data set, of environments and of images are not known before the rollout and pass.
     """
     args = trainer.args
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # out of a processor of images
     per_sequence = ratio_is_per_sequence(args)
     clips_sequences = per_sequence and args.loss_type in CLIPPED
     generate_every = args.steps_per_generation * args.num_iterations
     found = [
         dropout(active_dropout(trainer.model), clips_sequences),
-        pad_is_eos(trainer._tokenizer.pad_token_id, trainer._tokenizer.eos_token_id, trainer.eos_token_ids, backend),
+        pad_is_eos(tokenizer.pad_token_id, tokenizer.eos_token_id, trainer.eos_token_ids, backend),
         token_aggregation(args.loss_type, args.importance_sampling_level),
         two_temperatures(args.temperature, args.generation_kwargs),
+        *clip_numbers({key: getattr(args, key) for key in ("loss_type", "epsilon", "epsilon_high", "delta", "beta")}),
     ]
-    found += clip_numbers(
-        {key: getattr(args, key) for key in ("loss_type", "epsilon", "epsilon_high", "delta", "beta")}
-    )
     if not per_sequence:
         found.append(narrow_clip(args.loss_type, args.epsilon, args.epsilon_high))
     if clips_sequences:
@@ -90,20 +90,15 @@ def before_the_first_rollout(
     if args.importance_sampling_level == "sequence" and backend == "trl" and args.use_bias_correction_kl:
         found.append(kl_correction(args.beta, args.max_completion_length))
     # cogumi.protect saves what TRL does not, and a run is protected before its first step.
-    keeps_rollouts = is_a_runs(trainer) or hasattr(trainer, "cogumi_protection")
-    if not keeps_rollouts and (every := steps_between_checkpoints(trainer)):
-        found.append(checkpoint_inside_a_rollout(*every, args.gradient_accumulation_steps, generate_every))
-    if not keeps_rollouts and SaveStrategy(args.save_strategy) == SaveStrategy.STEPS and not args.save_only_model:
-        found.append(last_checkpoint_inside_a_rollout(args.max_steps, args.gradient_accumulation_steps, generate_every))
+    if not (is_a_runs(trainer) or hasattr(trainer, "cogumi_protection")):
+        found += checkpoints_inside_rollouts(trainer, generate_every)
     if isinstance(trainer.train_dataset, Dataset):
         found.append(less_than_a_rollout(len(trainer.train_dataset), args.generation_batch_size, args.num_generations))
-        if (
-            not is_a_runs(trainer) and len(trainer.train_dataset) and prompts_are_text(trainer)
-        ):  # a run tried them before
-            found += rewards_tried(trainer)
-        context = context_length(trainer)
-        if context is not None and prompts_are_text(trainer):
-            found.append(too_long(prompt_lengths(trainer), args.max_completion_length or 0, *context))
+        if prompts_are_text(trainer):
+            if not is_a_runs(trainer) and len(trainer.train_dataset):  # a run tried them before
+                found += rewards_tried(trainer)
+            if (context := context_length(trainer)) is not None:
+                found.append(too_long(prompt_lengths(trainer), args.max_completion_length or 0, *context))
     return [finding for finding in found if finding is not None]
 
 
@@ -113,34 +108,25 @@ def ratio_is_per_sequence(args: Any) -> bool:
     return args.importance_sampling_level == "sequence" or (name in PRESETS and PRESETS[name].token_ratio)
 
 
-@dataclass(frozen=True)
-class ActiveDropout:
-    """One place where the model drops activations, and with which probability."""
-
-    place: str
-    p: float
-    kind: Literal["lora", "module", "functional"]
-
-
-def active_dropout(model: nn.Module) -> list[ActiveDropout]:
-    """Every place, LoRA's first, then other modules, then functional calls.
+def active_dropout(model: nn.Module) -> list[tuple[str, str, float]]:
+    """(kind, place, probability) of every place where the model drops activations: LoRA's, other modules', functional calls.
 
     A functional call shows only as the number its module keeps for it, such as Llama's `attention_dropout`.
     """
     found = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, DROPOUTS):
             if module.p > 0:
-                found.append(ActiveDropout(name, module.p, "lora" if "lora_dropout" in name else "module"))
+                found.append(("lora" if "lora_dropout" in name else "module", name, module.p))
             continue
         for attribute, value in vars(module).items():
             if "dropout" in attribute and isinstance(value, float) and value > 0:
-                found.append(ActiveDropout(f"{name}.{attribute}", value, "functional"))
+                found.append(("functional", f"{name}.{attribute}", value))
     order = ("lora", "module", "functional")
-    return sorted(found, key=lambda each: order.index(each.kind))
+    return sorted(found, key=lambda each: order.index(each[0]))
 
 
-def dropout(active: Sequence[ActiveDropout], clips_sequences: bool) -> Finding | None:
+def dropout(active: Sequence[tuple[str, str, float]], clips_sequences: bool) -> Finding | None:
     """Dropout draws another mask for the old log-probabilities than for the new ones.
 
     At LoRA's start B is 0 and nothing is dropped yet; on the tiny model of the tests 62 % of the sequences were outside
@@ -154,23 +140,22 @@ def dropout(active: Sequence[ActiveDropout], clips_sequences: bool) -> Finding |
         # TRL's switch sets the p of nn.Dropout modules, and nothing else.
         "functional": "0.0 for it in the model's config.json (train.disable_dropout does not reach it)",
     }
-    first = active[0]
-    names = {"lora": "lora.lora_dropout", "module": "dropout", "functional": "dropout"}
+    kind, place, p = active[0]
     others = f" and {len(active) - 1} more" if len(active) > 1 else ""
-    fix = " and ".join(fixes[kind] for kind in dict.fromkeys(each.kind for each in active))
-    if first.kind == "lora":
+    fix = " and ".join(fixes[kind] for kind in dict.fromkeys(each[0] for each in active))
+    if kind == "lora":
         fix += " (train.disable_dropout: true does the same)"
-    start = (
-        f"{names[first.kind]} is {first.p:g} ({first.place}{others}): old and new log-probabilities see different masks"
-    )
+    name = "lora.lora_dropout" if kind == "lora" else "dropout"
+    effect = "which adds noise to every ratio"
     if clips_sequences:
-        return Finding(
-            "dropout",
-            True,
-            f"{start}, so the ratio leaves a clip of 3e-4 by itself (measured at 0.05: 75 % of the sequences clipped "
-            f"at step 1, for any adapter but one that is still zero); set {fix}",
+        effect = (
+            "so the ratio leaves a clip of 3e-4 by itself (measured at 0.05: 75 % of the sequences clipped at step 1, "
+            "for any adapter but one that is still zero)"
         )
-    return Finding("dropout", False, f"{start}, which adds noise to every ratio; set {fix}")
+    message = (
+        f"{name} is {p:g} ({place}{others}): old and new log-probabilities see different masks, {effect}; set {fix}"
+    )
+    return Finding("dropout", clips_sequences, message)
 
 
 def pad_is_eos(pad: int, eos: int, all_eos: Sequence[int], backend: Literal["trl", "unsloth"]) -> Finding | None:
@@ -181,18 +166,11 @@ def pad_is_eos(pad: int, eos: int, all_eos: Sequence[int], backend: Literal["trl
     """
     if backend == "trl" or pad not in (eos, *all_eos):
         return None
+    wrong = f"is one of the model's EOS tokens ({', '.join(map(str, all_eos))}): unsloth masks it where a completion ends with it"
     if pad == eos:
-        return Finding(
-            "pad-is-eos",
-            True,
-            f"the pad token is the EOS token (id {pad}): unsloth masks every token with the pad token's id, so the end of a "
-            "completion is never learned; give the tokenizer a pad token of its own",
-        )
+        wrong = "is the EOS token: unsloth masks every token with its id, so the end of a completion is never learned"
     return Finding(
-        "pad-is-eos",
-        False,
-        f"the pad token (id {pad}) is one of the model's EOS tokens ({', '.join(map(str, all_eos))}): unsloth masks it where "
-        "a completion ends with it; give the tokenizer a pad token of its own",
+        "pad-is-eos", pad == eos, f"the pad token (id {pad}) {wrong}; give the tokenizer a pad token of its own"
     )
 
 
@@ -320,6 +298,36 @@ def ratio_always_one(accumulation: int, generate_every: int, num_iterations: int
     )
 
 
+def checkpoints_inside_rollouts(trainer: Any, generate_every: int) -> list[Finding]:
+    """TRL 1.15 saves neither its position in a rollout nor the rollout, and a resumed run starts with a new one.
+
+    A script may never resume, and TRL's own default of 500 steps is no multiple of most rollouts: these are warnings.
+    """
+    args, found = trainer.args, []
+    accumulation = args.gradient_accumulation_steps
+    aligned = generate_every // math.gcd(generate_every, accumulation)
+    if (between := steps_between_checkpoints(trainer)) and between[1] % aligned:
+        key, steps = between
+        message = (
+            f"train.{key} {steps}: a checkpoint would fall inside a rollout, which TRL does not save, so a resumed run would "
+            f"train on other rollouts than this one; a rollout lasts {aligned} steps "
+            "(train.steps_per_generation x train.num_iterations micro-batches, "
+            "train.gradient_accumulation_steps of them a step): use cogumi.protect(trainer), which saves it, or set "
+            f"train.{key}: {nearest_multiples(steps, aligned)}"
+        )
+        found.append(Finding("checkpoint-inside-rollout", False, message))
+    # transformers saves after the last step too; only a run that is to be continued from there minds.
+    saves_last = SaveStrategy(args.save_strategy) == SaveStrategy.STEPS and not args.save_only_model
+    if saves_last and args.max_steps > 0 and args.max_steps % aligned:
+        message = (
+            f"train.max_steps {args.max_steps} ends inside a rollout of {aligned} steps: its last checkpoint is good to use, "
+            "and a run continued from it would train on other rollouts; to continue, set train.max_steps: "
+            f"{nearest_multiples(args.max_steps, aligned)}"
+        )
+        found.append(Finding("last-checkpoint-inside-rollout", False, message))
+    return found
+
+
 def steps_between_checkpoints(trainer: Any) -> tuple[str, int] | None:
     """The key that sets them and its value in optimizer steps; None where no checkpoint is taken before the last step.
 
@@ -336,39 +344,6 @@ def steps_between_checkpoints(trainer: Any) -> tuple[str, int] | None:
             return None
         every = math.ceil(every * total)
     return None if 0 < total <= every else (key, int(every))
-
-
-def checkpoint_inside_a_rollout(key: str, steps: int, accumulation: int, generate_every: int) -> Finding | None:
-    """TRL 1.15 saves neither its position in a rollout nor the rollout, and a resumed run starts with a new one.
-
-    A script may never resume, and TRL's own default of 500 steps is no multiple of most rollouts: there it is a warning.
-    """
-    if steps * accumulation % generate_every == 0:
-        return None
-    aligned = generate_every // math.gcd(generate_every, accumulation)
-    return Finding(
-        "checkpoint-inside-rollout",
-        False,
-        f"train.{key} {steps}: a checkpoint would fall inside a rollout, which TRL does not save, so a resumed run would "
-        f"train on other rollouts than this one; a rollout lasts {aligned} steps "
-        "(train.steps_per_generation x train.num_iterations micro-batches, "
-        "train.gradient_accumulation_steps of them a step): use cogumi.protect(trainer), which saves it, or set "
-        f"train.{key}: {nearest_multiples(steps, aligned)}",
-    )
-
-
-def last_checkpoint_inside_a_rollout(max_steps: int, accumulation: int, generate_every: int) -> Finding | None:
-    """transformers saves after the last step too; only a run that is to be continued from there minds."""
-    if max_steps <= 0 or max_steps * accumulation % generate_every == 0:
-        return None
-    aligned = generate_every // math.gcd(generate_every, accumulation)
-    return Finding(
-        "last-checkpoint-inside-rollout",
-        False,
-        f"train.max_steps {max_steps} ends inside a rollout of {aligned} steps: its last checkpoint is good to use, and a run "
-        "continued from it would train on other rollouts; to continue, set train.max_steps: "
-        f"{nearest_multiples(max_steps, aligned)}",
-    )
 
 
 def less_than_a_rollout(prompts: int, completions_per_rollout: int, group: int) -> Finding | None:
@@ -423,8 +398,7 @@ def prompt_lengths(trainer: Any) -> list[int]:
     prompts = trainer.train_dataset["prompt"]
     lengths: list[int] = []
     for start in range(0, len(prompts), TOKENIZED_AT_ONCE):
-        ids, _, _ = trainer._tokenize_prompts(prompts[start : start + TOKENIZED_AT_ONCE])
-        lengths += map(len, ids)
+        lengths += map(len, tokenized_prompts(trainer, prompts[start : start + TOKENIZED_AT_ONCE]))
     return lengths
 
 

@@ -1,0 +1,354 @@
+"""What a GRPO trainer's sampler does beyond TRL's: it ends at stop sequences, and reports what it sampled with.
+
+`cogumi.stop`: TRL 1.15 knows only tokens that end a sequence. With `generation_kwargs: {stop_strings: ...}` transformers
+asks for a tokenizer that TRL does not pass; the padding behind a completion that stopped would be trained on, and counted
+as cut off at `max_completion_length`. Here a stop sequence that is one token of its own ends the sequence, as far as TRL
+is concerned; any other string is searched for while text is written, and what follows it is taken away again.
+
+`cogumi.behaviour_logps: rollout`: the ratio is taken against the log-probabilities the sampler itself had, as in Fast-LLM.
+TRL takes `new.detach()`, or a second forward pass of the trainer; either way what the sampler computed differently (its
+kernels, its dtype, older weights) is in no ratio.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
+
+from cogumi.core.errors import UsageError
+from cogumi.models.completion import cut
+from cogumi.patches.trl_internals import (
+    GENERATE,
+    GENERATE_TURN,
+    TOKEN_LOGPS,
+    logged_metrics,
+    methods_replaced,
+    observe_rollouts,
+    rollout_mode,
+    wrap_method,
+)
+from cogumi.rl.findings import worded, worded_for
+from cogumi.rl.loss_capture import backend_of
+
+log = logging.getLogger(__name__)
+
+Reward = Callable[..., list[float]]
+
+
+# ------------------------------------------------------------------------------------------------------ stop sequences
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> dict[str, int]:
+    """Those stop sequences that are control tokens, which no text can contain by chance."""
+    added = tokenizer.get_added_vocab()
+    return {stop: added[stop] for stop in stops if stop in added}
+
+
+def stop_at(trainer: Any, stops: Sequence[str]) -> None:
+    """Let the rollouts of a `trl.GRPOTrainer` end at any of `stops`.
+
+    Raises UsageError for settings under which a stopped completion would be taken for one that was cut off.
+    """
+    tokens = stop_tokens(trainer.processing_class, stops)
+    trainer.eos_token_ids = list(dict.fromkeys([*trainer.eos_token_ids, *tokens.values()]))
+    strings = [stop for stop in stops if stop not in tokens]
+    if strings and trainer.args.mask_truncated_completions:
+        raise UsageError(
+            f"TRL would mask completions that end at {strings[0]!r} too",
+            key="train.mask_truncated_completions",
+            fix="drop one of the two, or stop at tokens of the vocabulary only",
+        )
+    for key in ("stop", "stop_token_ids") if trainer.use_vllm else ("stop_strings", "eos_token_id"):
+        if key in (trainer.args.generation_kwargs or {}):
+            raise UsageError(f"train.generation_kwargs.{key} and cogumi.stop say the same", fix="drop one")
+    if trainer.use_vllm:
+        trainer.vllm_generation.generation_kwargs = {
+            **(trainer.vllm_generation.generation_kwargs or {}),
+            "stop": strings,
+            "stop_token_ids": list(tokens.values()),
+            "include_stop_str_in_output": True,
+        }
+    else:
+        trainer.generation_config.eos_token_id = trainer.eos_token_ids
+        trainer.generation_kwargs["eos_token_id"] = trainer.eos_token_ids
+        if strings:
+            trainer.generation_config.stop_strings = strings
+            end_rollouts_at(trainer, strings)
+    if strings:
+        count_as_ended(trainer, strings)
+
+
+def end_rollouts_at(trainer: Any, strings: Sequence[str]) -> None:
+    """Hand the tokenizer to `generate`, which searches for the strings, and take away the padding behind them."""
+    tokenizer, model = trainer.processing_class, trainer.model
+
+    def generate_and_cut(generate_turn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        generate = functools.partial(type(model).generate, model, tokenizer=tokenizer)
+        with methods_replaced(model, {"generate": generate}):
+            completions, *more = generate_turn(*args, **kwargs)
+        return [without_padding(trainer, ids, strings) for ids in completions], *more
+
+    wrap_method(trainer, GENERATE_TURN, generate_and_cut)
+
+
+def without_padding(trainer: Any, ids: list[int], strings: Sequence[str]) -> list[int]:
+    """A completion up to its stop sequence; one that ended otherwise, or did not, as it is."""
+    end = len(ids)
+    while end and ids[end - 1] in (trainer.processing_class.pad_token_id, *trainer.eos_token_ids):
+        end -= 1
+    return ids[:end] if stopped(trainer, ids[:end], strings) else ids
+
+
+def stopped(trainer: Any, ids: list[int], strings: Sequence[str]) -> bool:
+    """Whether a completion ends in a stop sequence, or in a token that holds the end of one."""
+    longest = max(map(len, strings))
+    tail = trainer.processing_class.decode(ids[-longest - 1 :])
+    return any(string in tail for string in strings)
+
+
+def count_as_ended(trainer: Any, strings: Sequence[str]) -> None:
+    """Correct what TRL logs of a rollout: a completion that stopped was not cut off."""
+
+    def generate_and_correct(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = generate(*args, **kwargs)
+        completions = found[1]
+        ends = (*trainer.eos_token_ids, trainer.processing_class.pad_token_id)
+        lengths = [len(ids) for ids in completions if ids[-1] in ends or stopped(trainer, ids, strings)] or [0]
+        logged = logged_metrics(trainer, rollout_mode(trainer))
+        logged["completions/clipped_ratio"][-1] = 1 - len(lengths) / len(completions) if lengths != [0] else 1.0
+        logged["completions/mean_terminated_length"][-1] = sum(lengths) / len(lengths)
+        logged["completions/min_terminated_length"][-1] = float(min(lengths))
+        logged["completions/max_terminated_length"][-1] = float(max(lengths))
+        return found
+
+    wrap_method(trainer, GENERATE, generate_and_correct)
+
+
+def graded_without(reward: Reward, stops: Sequence[str]) -> Reward:
+    """The reward function, given completions up to their stop sequence: that is what a user of the model sees."""
+
+    @functools.wraps(reward)
+    def graded(*args: Any, completions: Sequence[Any], **kwargs: Any) -> list[float]:
+        return reward(*args, completions=[cut(completion, stops) for completion in completions], **kwargs)
+
+    return graded
+
+
+# ------------------------------------------------------------------------------------------ the sampler's log-probabilities
+
+
+UNSCORED = "sampling/unscored_tokens"
+# Settings that change the distribution that is sampled from, and the values at which they do not.
+RESHAPING: dict[str, tuple[float | None, ...]] = {
+    "top_p": (None, 1.0),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0.0),
+    "repetition_penalty": (None, 1.0),
+    "typical_p": (None, 1.0),
+    "epsilon_cutoff": (None, 0.0),
+    "eta_cutoff": (None, 0.0),
+    "top_h": (None,),
+}
+# What a trainer's scoring function takes beside ids and mask, under the names of the rollout's own entries.
+IMAGE_INPUTS = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+
+
+@worded
+def use_rollout_logps(trainer: Any) -> None:
+    """From the next rollout on, this GRPO trainer's old log-probabilities are the sampler's own.
+
+    To be called once, on a built trainer, TRL's or unsloth's. vLLM and a `rollout_func` report them; transformers'
+    `generate` is made to. They are at the sampling temperature and over the whole vocabulary, as the trainer's new
+    ones are, so the ratio starts at 1 up to numerics. Tokens the sampler could not score get the trainer's own
+    log-probability, hence ratio 1, and are counted in the metric "sampling/unscored_tokens" (per rollout).
+
+    top_p, top_k, min_p and their like make the sampler draw from a distribution the trainer does not score. Warned
+    about, not refused: what transformers samples is recorded before the cut (ratio 1, the cut not corrected for), and
+    vLLM reports it after (trl issue 6789: the ratio starts below 1). A repetition penalty is part of the record.
+
+    Raises UsageError where the sampler's numerics would be corrected for twice, or its log-probabilities are not to be
+    had: vLLM with its importance correction, continuous batching, beam search.
+    """
+    refuse_what_has_no_logps(trainer)
+    if reshaped := reshaping_settings(trainer):
+        log.warning(worded_for(trainer, reshaping_warning(reshaped, trainer.use_vllm)))
+    if not trainer.use_vllm and trainer.rollout_func is None:
+        record_sampled_logps(trainer)
+    take_sampled_as_old(trainer)
+    trainer.cogumi_behaviour_logps = "rollout"
+
+
+def takes_rollout_logps(trainer: Any) -> bool:
+    """Whether `use_rollout_logps` has been here."""
+    return getattr(trainer, "cogumi_behaviour_logps", "trainer") == "rollout"
+
+
+def refuse_what_has_no_logps(trainer: Any) -> None:
+    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+        raise UsageError(
+            "rollout already divides by vLLM's log-probabilities, and TRL's correction would do so again",
+            key="cogumi.behaviour_logps",
+            fix="set train.vllm_importance_sampling_correction: false",
+        )
+    if trainer.use_vllm or trainer.rollout_func is not None:
+        return
+    if trainer.args.use_transformers_continuous_batching:
+        raise UsageError(
+            "rollout needs the sampler's log-probabilities, which continuous batching does not report",
+            key="cogumi.behaviour_logps",
+            fix="remove train.use_transformers_continuous_batching",
+        )
+    if (trainer.generation_config.num_beams or 1) > 1:
+        raise UsageError(
+            "rollout needs sampling, and train.generation_kwargs.num_beams asks for beam search",
+            key="cogumi.behaviour_logps",
+            fix="remove num_beams",
+        )
+
+
+def reshaping_settings(trainer: Any) -> dict[str, float]:
+    """The settings of this trainer's sampler, by name, that make it draw from another distribution than the model's."""
+    settings = {name: getattr(trainer, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+    settings.update(trainer.args.generation_kwargs or {})
+    return {name: settings[name] for name, neutral in RESHAPING.items() if settings.get(name) not in neutral}
+
+
+def reshaping_warning(settings: dict[str, float], use_vllm: bool) -> str:
+    named = ", ".join(f"{name} {value}" for name, value in settings.items())
+    start = "vLLM reports log-probabilities after the cut, so the ratio starts below 1"
+    if not use_vllm:
+        start = "log-probabilities are recorded before any cut, so the ratio does not see it"
+    if "repetition_penalty" in settings:
+        start += "; with the repetition penalty, so the ratio does not start at 1"
+    return (
+        f"cogumi.behaviour_logps: rollout, and the sampler is set to {named}: it draws from another distribution than "
+        f"the trainer scores. {start}"
+    )
+
+
+class SampledLogps(LogitsProcessor):
+    """Remembers the log-probability of each token that `generate` samples; the scores pass through unchanged.
+
+    Custom processors run after the penalties and before temperature and cuts (transformers 5.17, generation/utils.py,
+    `_get_logits_processor`). Which token was drawn shows one step later, so one (B, V) tensor is held, never (B, T, V).
+    """
+
+    def __init__(self, temperature: float):
+        self.temperature = temperature
+        self.waiting: Tensor | None = None  # (B, V), of the step whose token is not drawn yet
+        self.steps: list[Tensor] = []  # (B,) each
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """`input_ids` (B, so far), `scores` (B, V): returned as they are."""
+        self.score_drawn(input_ids)
+        self.waiting = torch.log_softmax(scores.float() / self.temperature, dim=-1)
+        return scores
+
+    def score_drawn(self, sequences: Tensor) -> None:
+        """Take the last column of `sequences` as what was drawn from the scores that wait."""
+        if self.waiting is not None:
+            self.steps.append(self.waiting.gather(1, sequences[:, -1:]).squeeze(1))
+            self.waiting = None
+
+    def per_completion(self, completions: list[list[int]]) -> list[list[float]]:
+        """Log-probabilities of each completion's tokens, in nats; what was drawn after its end is dropped."""
+        rows = torch.stack(self.steps, dim=1).tolist()
+        return [row[: len(ids)] for row, ids in zip(rows, completions, strict=True)]
+
+
+def record_sampled_logps(trainer: Any) -> None:
+    """Have each turn return the sampler's log-probabilities where TRL returns None."""
+
+    def turn_with_logps(generate_turn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[list[float]]]:
+        # What transformers divides the logits by: `generation_kwargs` may have replaced the trainer's temperature.
+        temperature = trainer.generation_config.temperature
+        sampled = SampledLogps(1.0 if temperature is None else float(temperature))
+        with recorded(trainer.accelerator.unwrap_model(trainer.model_wrapped), sampled):
+            completions, _ = generate_turn(*args, **kwargs)
+        return completions, sampled.per_completion(completions)
+
+    wrap_method(trainer, GENERATE_TURN, turn_with_logps)
+
+
+@contextmanager
+def recorded(model: Any, sampled: SampledLogps) -> Iterator[None]:
+    """While it is entered, `model.generate` runs with `sampled` among its processors."""
+    generate = model.generate
+
+    def generate_recorded(*args: Any, logits_processor: Any = None, **kwargs: Any) -> Any:
+        processors = LogitsProcessorList([*(logits_processor or ()), sampled])
+        sequences = generate(*args, logits_processor=processors, **kwargs)
+        sampled.score_drawn(sequences)
+        return sequences
+
+    with methods_replaced(model, {"generate": generate_recorded}):
+        yield
+
+
+def take_sampled_as_old(trainer: Any) -> None:
+    """Make each rollout's batch carry the sampler's log-probabilities as the old ones."""
+    backend = backend_of(trainer)
+    if backend == "unsloth" and trainer.args.delta is None:
+        # With sampled log-probabilities as the old ones unsloth would cap the ratio at 3 where no delta is set.
+        trainer.args.delta = float("inf")
+
+    def score_with_rollout_logps(make: Callable[[Any], dict[str, Any]], inputs: Any) -> dict[str, Any]:
+        mode = rollout_mode(trainer)
+        batch = make(inputs)
+        sampled = batch.get("sampling_per_token_logps")
+        if sampled is None:
+            missing = "cogumi.behaviour_logps: rollout, and the rollout came without log-probabilities"
+            fix = 'let the rollout_func return them under "logprobs", one list per completion'
+            raise UsageError(worded_for(trainer, f"{missing}; {fix}"))
+        unscored = ~torch.isfinite(sampled)
+        counted = unscored & (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
+        # Gathered, so that the processes agree on whether there is a forward pass: under FSDP it needs all of them.
+        total = int(trainer.accelerator.gather(counted.sum()).sum())
+        logged_metrics(trainer, mode)[UNSCORED].append(total)
+        if backend == "unsloth":
+            # unsloth packs rows to the left before its loss; only what it knows as sampled is packed with them. It
+            # gives unscored tokens the new log-probability itself.
+            batch.pop("old_per_token_logps", None)
+            batch["unsloth_rollout_logps_as_old"] = torch.ones(len(sampled), dtype=torch.bool, device=sampled.device)
+            return batch
+        if total:
+            sampled = torch.where(counted, trainers_own_logps(trainer, batch, mode), sampled)
+        # Outside the mask too: in the loss NaN times 0 would be NaN.
+        batch["sampling_per_token_logps"] = sampled.masked_fill(unscored & ~counted, 0.0)
+        batch["old_per_token_logps"] = batch["sampling_per_token_logps"]
+        return batch
+
+    observe_rollouts(trainer, score_with_rollout_logps)
+
+
+def trainers_own_logps(trainer: Any, batch: dict[str, Any], mode: str) -> Tensor:
+    """(B, T) log-probabilities of a rollout's completions under the weights that are trained, without a graph."""
+    if (computed := batch.get("old_per_token_logps")) is not None:
+        return computed
+    args = trainer.args
+    with torch.no_grad():
+        result = getattr(trainer, TOKEN_LOGPS)(
+            trainer.model,
+            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+            batch["completion_ids"].size(1),
+            batch_size=args.per_device_train_batch_size if mode == "train" else args.per_device_eval_batch_size,
+            **{name: batch[name] for name in IMAGE_INPUTS if name in batch},
+        )
+    return result[0]
