@@ -22,6 +22,7 @@ from cogumi.checkpoints.sizes import (
 )
 from cogumi.core.disk_space import Disk, Need, disks_of, spoken
 from cogumi.disk.usage_by_owner import LEFTOVERS, RESERVE, STAGING, kind_of, taken_by
+from cogumi.patches.trl_internals import commit_of
 
 SHARD_BYTES = 5_000_000_000
 CHECKPOINTS, ADAPTER, MERGED, DOWNLOAD = "checkpoints", "adapter", "merged model", "model download"
@@ -244,5 +245,5 @@ def base_on_disk(model: Any) -> Any:
     """The config that the base has on disk, whose dtype a merge keeps: a loaded model's says what it was loaded in."""
     from transformers import AutoConfig
 
-    name = model.config._name_or_path
-    return AutoConfig.from_pretrained(name, revision=model.config._commit_hash) if name else model.config
+    name = model.config.name_or_path
+    return AutoConfig.from_pretrained(name, revision=commit_of(model.config)) if name else model.config

@@ -13,21 +13,29 @@ from typing import Any
 
 import torch
 
+from cogumi.patches.trl_internals import (
+    TRAIN_SAMPLER,
+    keeps_rollouts,
+    methods_replaced,
+    rollout_position,
+    set_rollout_position,
+)
+
 STATE_NAME = "cogumi-rollouts.pt"
 
 
 def generates(trainer: Any) -> bool:
     """Whether a trainer keeps rollouts between steps."""
-    return hasattr(trainer, "_buffered_inputs") and hasattr(trainer, "_step")
+    return keeps_rollouts(trainer)
 
 
 def save_rollouts(trainer: Any, directory: Path) -> None:
     """Write what is missing into a checkpoint. The rollouts only where the next step still uses them."""
     if not generates(trainer):
         return
-    used_up = trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
-    rollouts = None if used_up else trainer._buffered_inputs
-    torch.save({"step": trainer._step, "rollouts": rollouts}, directory / STATE_NAME)
+    step, rollouts = rollout_position(trainer)
+    used_up = step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
+    torch.save({"step": step, "rollouts": None if used_up else rollouts}, directory / STATE_NAME)
 
 
 def load_rollouts(trainer: Any, directory: Path) -> None:
@@ -36,7 +44,7 @@ def load_rollouts(trainer: Any, directory: Path) -> None:
     if not (generates(trainer) and path.is_file()):
         return
     values = torch.load(path, map_location=trainer.args.device, weights_only=True)
-    trainer._step, trainer._buffered_inputs = values["step"], values["rollouts"]
+    set_rollout_position(trainer, values["step"], values["rollouts"])
 
 
 @contextmanager
@@ -46,7 +54,7 @@ def order_continued(trainer: Any, directory: Path | None) -> Iterator[None]:
         yield
         return
     epochs = int(round(json.loads((directory / "trainer_state.json").read_text(encoding="utf-8"))["epoch"], 6))
-    original = trainer._get_train_sampler
+    original = getattr(trainer, TRAIN_SAMPLER)
 
     def continued(*args: Any) -> Any:
         sampler = original(*args)
@@ -54,8 +62,5 @@ def order_continued(trainer: Any, directory: Path | None) -> Iterator[None]:
             torch.randperm(sampler.num_samples, generator=sampler.generator)
         return sampler
 
-    trainer._get_train_sampler = continued
-    try:
+    with methods_replaced(trainer, {TRAIN_SAMPLER: continued}):
         yield
-    finally:
-        del trainer._get_train_sampler

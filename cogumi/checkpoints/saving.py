@@ -30,6 +30,7 @@ from cogumi.checkpoints.rollout_state import save_rollouts
 from cogumi.checkpoints.verify import Finding, inspect
 from cogumi.core.disk_space import spoken
 from cogumi.core.durability import NO_SPACE, sync_path
+from cogumi.patches.trl_internals import OUTPUT_DIRECTORY, PUSH_CHECKPOINT, SAVE_CHECKPOINT, methods_replaced
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Saver:
         asked_to_end: Callable[[], bool] = lambda: False,
     ) -> None:
         self.trainer = trainer
-        self.original = trainer._save_checkpoint
+        self.original = getattr(trainer, SAVE_CHECKPOINT)
         self.keep = keep
         self.on_full = on_full
         self.fallback = fallback
@@ -116,7 +117,7 @@ class Saver:
     def save(self, model: Any, trial: Any) -> None:
         """In place of the trainer's `_save_checkpoint`. Raises what that raises, unless the disk is full."""
         self.settle()
-        output_dir = Path(self.trainer._get_output_dir(trial))
+        output_dir = Path(getattr(self.trainer, OUTPUT_DIRECTORY)(trial))
         final = output_dir / f"checkpoint-{self.trainer.state.global_step}"
         if final in self.committed:
             return
@@ -157,7 +158,7 @@ class Saver:
         if self.must_be_there_at_once():
             self.settle()
         if self.trainer.args.push_to_hub and final in self.committed:
-            self.trainer._push_from_checkpoint(str(final))
+            getattr(self.trainer, PUSH_CHECKPOINT)(str(final))
         return True
 
     def spill(self, model: Any, trial: Any, name: str) -> bool:
@@ -380,14 +381,13 @@ class Saver:
 def staged_in(trainer: Any, staging: Path) -> Iterator[None]:
     """Have the trainer write its checkpoints below `staging`, rotate nothing and upload nothing."""
     limit = trainer.args.save_total_limit
-    trainer._get_output_dir = lambda trial=None: str(staging)
-    trainer._push_from_checkpoint = lambda folder: None
-    trainer.args.save_total_limit = None
-    try:
-        yield
-    finally:
-        trainer.args.save_total_limit = limit
-        del trainer._get_output_dir, trainer._push_from_checkpoint
+    ours = {OUTPUT_DIRECTORY: lambda trial=None: str(staging), PUSH_CHECKPOINT: lambda folder: None}
+    with methods_replaced(trainer, ours):
+        trainer.args.save_total_limit = None
+        try:
+            yield
+        finally:
+            trainer.args.save_total_limit = limit
 
 
 def says_full(error: OSError) -> bool:

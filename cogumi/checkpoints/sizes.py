@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 
 from cogumi.core.errors import UsageError
 from cogumi.models.loading import meta_model
+from cogumi.patches.trl_internals import holds_adapter, save_rng_and_scaler
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ def weights_bytes(trainer: Any) -> int:
     from peft import PeftModel, get_peft_model_state_dict
 
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    if isinstance(model, PeftModel) or getattr(model, "_hf_peft_config_loaded", False):
+    if isinstance(model, PeftModel) or holds_adapter(model):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about resized embeddings: PEFT says it again when it saves them
             adapters = [get_peft_model_state_dict(model, adapter_name=name) for name in saved_adapters(model)]
@@ -224,7 +225,8 @@ def state_after_a_step(optimizer: Any) -> dict[str, Any]:
     copied but taken for an AdamW.
     """
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from cogumi.patches.torch_internals import FakeTensorMode
 
     family = type(optimizer).__module__.partition(".")[0]
     groups = optimizer.param_groups
@@ -305,8 +307,7 @@ def torch_save_bytes(value: Any) -> int:
 def scheduler_and_rng_bytes(trainer: Any, scratch: Path) -> int:
     scheduler = trainer.lr_scheduler
     scratch.mkdir()
-    trainer._save_rng_state(os.fspath(scratch))
-    trainer._save_scaler(os.fspath(scratch))
+    save_rng_and_scaler(trainer, os.fspath(scratch))
     return (SCHEDULER_BYTES if scheduler is None else torch_save_bytes(scheduler.state_dict())) + size_of(scratch)
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from cogumi.patches.torch_internals import TorchDispatchMode, storage_key, tree_iter
 
 BLOCK = 512
 ACTIVATIONS, LOGITS = "activations", "logits"
@@ -78,8 +78,7 @@ class Live(TorchDispatchMode):
             self.moments[self.stage] = Moment(self.stage, self.total, {k: n for k, n in self.by_kind.items() if n})
 
     def _see(self, tensor: torch.Tensor, kind: str | None = None) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
         if (known := self._storages.get(key)) is not None:
             if kind is not None and kind != known[0]:
                 self.by_kind[known[0]] -= known[1]

@@ -16,6 +16,7 @@ from cogumi.config.schema import RunConfig
 from cogumi.methods.arguments import trl_arguments
 from cogumi.models.adapters import keep_float32, lora_config
 from cogumi.models.loading import meta_model, quantization_settings, train_on_what_was_loaded
+from cogumi.patches.trl_internals import place_quantized_layers
 
 # Of `train:`, what the machine that plans may refuse and the step is told apart.
 OF_THE_MACHINE = ("bf16", "fp16", "tf32", "use_vllm", "report_to", "push_to_hub", "resume_from_checkpoint")
@@ -119,7 +120,7 @@ def quantized(model: Any, settings: Any) -> Any:
 
     quantizer = AutoHfQuantizer.from_config(settings)
     with torch.device("meta"):
-        quantizer._process_model_before_weight_loading(model, device_map=None)
+        place_quantized_layers(quantizer, model)
     model.hf_quantizer, model.is_quantized = quantizer, True
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = settings.load_in_4bit, settings.load_in_8bit
     model.quantization_method = settings.quant_method

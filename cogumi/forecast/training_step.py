@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cogumi.forecast.allocation_tracker import Live, Moment
 from cogumi.forecast.fake_parameters import as_on_a_card, batches_are, codes_apart, stand_in
-from cogumi.patches import head_logps
-from cogumi.patches.replacement import replaced
+from cogumi.patches import head_logps, replaced
+from cogumi.patches.torch_internals import FakeTensorMode
 
 TILE = 32768  # columns of logits that TRL's head makes at once (trl/trainer/utils.py, _CHUNKED_LOGPROB_CHUNK_SIZE)
 GRADIENTS, OPTIMIZER, CACHE = "gradients", "optimizer", "key-value cache"

@@ -17,6 +17,7 @@ from cogumi.merge.adapter_files import PREFIX, Adapter, Base
 from cogumi.merge.parameter_map import Checkpoint, meta_model
 from cogumi.merge.per_expert import layers_with_factors, stored_changes, stored_modules
 from cogumi.merge.updates import Change, Changes, LowRank, Rows
+from cogumi.patches.trl_internals import swaps_features
 
 
 def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint) -> Changes:
@@ -229,7 +230,7 @@ def expert_term(adapter: Adapter, key: str, layer: Any) -> LowRank:
         layer.r["default"],
         float(layer.scaling["default"]),
         count=layer.num_experts,
-        transposed=stacked and not layer._did_swap_in_out_features,
+        transposed=stacked and not swaps_features(layer),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import write_json
+from cogumi.patches.trl_internals import commit_of
 
 BASE_RECORD_NAME = "cogumi-base.json"
 FORMAT = 1
@@ -56,10 +57,10 @@ def record_base(adapter: Path, model: Any, revision: str | None = None) -> BaseR
     ValueError when the model does not know what it was loaded from, as one that was built from a config does not.
     """
     config = model.config
-    if not config._name_or_path:
+    if not config.name_or_path:
         raise ValueError("the model does not know its base: it was not loaded with from_pretrained")
     dtype = str(config.dtype or model.dtype).removeprefix("torch.")
-    name, commit = config._name_or_path, config._commit_hash
+    name, commit = config.name_or_path, commit_of(config)
     weights = weights_sample(name) if commit is None else None
     record = BaseRecord(name, commit, revision, quantization_of(config), dtype, weights)
     write_json(adapter / BASE_RECORD_NAME, {"format": FORMAT, **asdict(record)})

@@ -29,6 +29,7 @@ from cogumi.merge.adapter_files import (
 )
 from cogumi.merge.provenance import BaseRecord, Quantization, quantization_of, read_base, weights_sample
 from cogumi.models.adapters import DEFAULTS, TRAINED
+from cogumi.patches.trl_internals import commit_of
 
 log = logging.getLogger("cogumi")
 
@@ -158,7 +159,7 @@ def refuse_other_base(adapter: Path, config: Any, revision: str | None) -> str:
     The base is known by name and commit, or, outside the hub's cache, by directory and a sample of its weights.
     """
     record = read_base(adapter) or recorded_by_peft(adapter)
-    name, commit = config._name_or_path, getattr(config, "_commit_hash", None)
+    name, commit = config.name_or_path, commit_of(config)
     if record is None:
         raise UsageError(
             f"{adapter} does not record its base",
@@ -224,14 +225,12 @@ def load_adapter(model: Any, adapter: Path, lora: dict[str, Any], revision: str 
             adapted = PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
     except RuntimeError as error:  # torch's, where shapes differ
         first = " ".join(str(error).split())[:300]
-        raise UsageError(
-            f"{adapter} does not fit {model.config._name_or_path}: {first}", key="model.adapter"
-        ) from error
+        raise UsageError(f"{adapter} does not fit {model.config.name_or_path}: {first}", key="model.adapter") from error
     if lora.get("target_modules") == "all-linear":
         refuse_left_out(adapted, adapter)
     config: Any = adapted.peft_config[TRAINED]
-    config.base_model_name_or_path = model.config._name_or_path
-    config.revision = getattr(model.config, "_commit_hash", None) or revision
+    config.base_model_name_or_path = model.config.name_or_path
+    config.revision = commit_of(model.config) or revision
     return adapted
 
 

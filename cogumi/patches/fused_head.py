@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from cogumi.patches import PatchStatus
 from cogumi.patches.head_logps import FusedLogProbFunction
-from cogumi.patches.patch_status import PatchStatus
 
 NAME = "fused_head"
+KERNEL = "_ChunkedLogProbFunction"  # of trl.trainer.utils
 WRITTEN_FOR = "1.15"
 # forward's parameters in trl/kernels/chunked_logprob.py, in order.
 UPSTREAM_PARAMETERS = (
