@@ -60,10 +60,16 @@ def failures_raised() -> Iterator[None]:
 
     A backward is else compiled again when it is first needed, which is outside of every handler of errors.
     """
-    functorch: Any = torch._functorch.config
-    eager = {EAGER_BACKWARD: True} if hasattr(functorch, EAGER_BACKWARD) else {}
-    with DYNAMO.patch(suppress_errors=False), functorch.patch(**eager):
+    functorch: Any = torch._functorch.config  # torch 2.7 has no such setting
+    switches = ((DYNAMO, "suppress_errors", False), (functorch, EAGER_BACKWARD, True))
+    switched = [(config, name, to) for config, name, to in switches if getattr(config, name, to) != to]
+    for config, name, to in switched:  # not `config.patch`, which takes longer, and this is entered for each layer
+        setattr(config, name, to)
+    try:
         yield
+    finally:
+        for config, name, to in switched:
+            setattr(config, name, not to)
 
 
 def dynamo_switched_off_by() -> str:

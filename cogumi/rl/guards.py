@@ -166,12 +166,16 @@ def pad_is_eos(pad: int, eos: int, all_eos: Sequence[int], backend: Literal["trl
     """
     if backend == "trl" or pad not in (eos, *all_eos):
         return None
-    wrong = f"is one of the model's EOS tokens ({', '.join(map(str, all_eos))}): unsloth masks it where a completion ends with it"
-    if pad == eos:
-        wrong = "is the EOS token: unsloth masks every token with its id, so the end of a completion is never learned"
-    return Finding(
-        "pad-is-eos", pad == eos, f"the pad token (id {pad}) {wrong}; give the tokenizer a pad token of its own"
+    wrong = (
+        f"(id {pad}) is one of the model's EOS tokens ({', '.join(map(str, all_eos))}): unsloth masks it where a completion "
+        "ends with it"
     )
+    if pad == eos:
+        wrong = (
+            f"is the EOS token (id {pad}): unsloth masks every token with the pad token's id, so the end of a completion is "
+            "never learned"
+        )
+    return Finding("pad-is-eos", pad == eos, f"the pad token {wrong}; give the tokenizer a pad token of its own")
 
 
 def token_aggregation(loss_type: str, level: str) -> Finding | None:
