@@ -381,7 +381,10 @@ class Saver:
 def staged_in(trainer: Any, staging: Path) -> Iterator[None]:
     """Have the trainer write its checkpoints below `staging`, rotate nothing and upload nothing."""
     limit = trainer.args.save_total_limit
-    ours = {OUTPUT_DIRECTORY: lambda trial=None: str(staging), PUSH_CHECKPOINT: lambda folder: None}
+    ours: dict[str, Callable[..., Any]] = {
+        OUTPUT_DIRECTORY: lambda trial=None: str(staging),
+        PUSH_CHECKPOINT: lambda folder: None,
+    }
     with methods_replaced(trainer, ours):
         trainer.args.save_total_limit = None
         try:
