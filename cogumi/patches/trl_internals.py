@@ -4,7 +4,7 @@ Each private name stands here once. `tests/test_patches_internals.py` fails when
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +39,7 @@ def wrap_method(trainer: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 @contextmanager
-def methods_replaced(trainer: Any, methods: dict[str, Callable[..., Any]]) -> Iterator[None]:
+def methods_replaced(trainer: Any, methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """These methods of one trainer for the length of a block; what the instance had of its own comes back."""
     own = {name: vars(trainer)[name] for name in methods if name in vars(trainer)}
     vars(trainer).update(methods)
