@@ -114,11 +114,7 @@ class Compiling(TrainerCallback):
         layers = compile_layers(self.model, failures=self.failures if self.mode == "auto" else None)
         count_operations(self.model, self.note_operations)
         self.on = True
-        log.info(
-            "compile: %d layers; the next step compiles them and takes longer (kept in %s)",
-            len(layers),
-            place,
-        )
+        log.info("compile: %d layers; the next step compiles them and takes longer (kept in %s)", len(layers), place)
 
     # ------------------------------------------------------------------------------------------------------------ the steps
 

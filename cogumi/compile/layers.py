@@ -90,10 +90,7 @@ def compile_layers(
 
 
 def but_for_generation(
-    part: nn.Module,
-    backend: str,
-    failures: list[Exception] | None = None,
-    with_gradient_only: bool = False,
+    part: nn.Module, backend: str, failures: list[Exception] | None = None, with_gradient_only: bool = False
 ) -> Callable[..., Any]:
     """What to call in a part's place. with_gradient_only: it is not given the cache by which generation is told."""
     plain = plain_call(part)

@@ -58,10 +58,7 @@ def guard(
 
 
 def before_the_first_rollout(
-    trainer: Any,
-    *,
-    backend: Literal["trl", "unsloth"],
-    behaviour_logps: Literal["trainer", "rollout"] = "trainer",
+    trainer: Any, *, backend: Literal["trl", "unsloth"], behaviour_logps: Literal["trainer", "rollout"] = "trainer"
 ) -> list[Finding]:
     """Every rule applied to a constructed `trl.GRPOTrainer`, in the order in which they are written below.
 

@@ -196,10 +196,7 @@ def first_ratios(calls: list[LossCall]) -> dict[str, float]:
     if not deviation.numel():
         return {"ratio_max_deviation": math.nan, "ratio_outside_clip": math.nan}
     outside = (deviation < -low) | (deviation > high)
-    return {
-        "ratio_max_deviation": deviation.abs().amax().item(),
-        "ratio_outside_clip": outside.double().mean().item(),
-    }
+    return {"ratio_max_deviation": deviation.abs().amax().item(), "ratio_outside_clip": outside.double().mean().item()}
 
 
 def unproven_terms(trainer: Any) -> list[str]:
