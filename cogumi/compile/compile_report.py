@@ -36,7 +36,7 @@ log = logging.getLogger("cogumi")
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable that is set. effect: "off" (nothing compiles), "changes" (compiling) or "nothing" (nobody reads it)."""
+    """One variable that is set. effect: "off" (nothing compiles), "changes" (compiling) or "nothing" (no library reads it)."""
 
     name: str
     value: str
@@ -53,22 +53,10 @@ KNOWN: dict[str, tuple[tuple[str, ...] | None, str, str]] = {
     "TORCH_COMPILE_DISABLE": (("1",), "off", "Dynamo skips every frame, so nothing is compiled; leave it out"),
     "TORCH_COMPILE": (None, "nothing", "read by nothing in torch, transformers or unsloth; leave it out"),
     "UNSLOTH_DISABLE_DYNAMO": (None, "nothing", "read by nothing, unsloth included; leave it out"),
-    "UNSLOTH_COMPILE_DISABLE": (
-        None,
-        "changes",
-        "unsloth compiles none of its own modules; says nothing about what others compile",
-    ),
-    "TORCHDYNAMO_SUPPRESS_ERRORS": (
-        None,
-        "changes",
-        "what fails to compile runs uncompiled without a word; cogumi says it all the same",
-    ),
+    "UNSLOTH_COMPILE_DISABLE": (None, "changes", "unsloth compiles none of its own modules; others still compile"),
+    "TORCHDYNAMO_SUPPRESS_ERRORS": (None, "changes", "what fails to compile runs uncompiled; cogumi reports it"),
     "TORCHINDUCTOR_FORCE_DISABLE_CACHES": (("1",), "changes", "every run compiles anew"),
-    "ACCELERATE_DYNAMO_BACKEND": (
-        None,
-        "changes",
-        "accelerate compiles the whole model at once, which captures little of one that is checkpointed",
-    ),
+    "ACCELERATE_DYNAMO_BACKEND": (None, "changes", "accelerate compiles the whole model, which captures little of it"),
 }
 # What `accelerate launch` sets where it is not to compile.
 ASKS_NOTHING = ("ACCELERATE_DYNAMO_BACKEND", "no")
@@ -83,9 +71,8 @@ def variables(environ: Mapping[str, str] | None = None) -> list[Variable]:
         if value is None or (name, value.lower()) == ASKS_NOTHING:
             continue
         if values is not None and value not in values:
-            told.append(Variable(name, value, "nothing", f"only {' or '.join(values)} has an effect; leave it out"))
-        else:
-            told.append(Variable(name, value, effect, meaning))
+            effect, meaning = "nothing", f"only {' or '.join(values)} has an effect; leave it out"
+        told.append(Variable(name, value, effect, meaning))
     return told
 
 
