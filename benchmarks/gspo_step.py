@@ -214,8 +214,9 @@ def time_the_watch(trainer: Any) -> OwnTime:
     own, watching = OwnTime(), watch(trainer)
     trainer.compute_loss = own.ours(watching.overhear)
     watching.compute_loss = own.theirs(watching.compute_loss)
-    trainer._generate_and_score_completions = own.ours(watching.note_rollout)
-    watching.generate = own.theirs(watching.generate)
+    rollouts = trainer._generate_and_score_completions  # whose only subscriber is the Watch
+    rollouts.make = own.theirs(rollouts.make)
+    trainer._generate_and_score_completions = own.ours(rollouts)
     for event in ("on_pre_optimizer_step", "on_step_end", "on_log"):
         setattr(watching, event, own.ours(getattr(watching, event)))
     return own

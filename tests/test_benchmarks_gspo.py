@@ -87,7 +87,8 @@ def test_all_of_the_watch_is_timed_and_nothing_else(trainers: dict[str, Any], mo
     watching.guard()  # makes the proof
     proof = watching.proof
     watching.compute_loss = clock.taking(100, watching.compute_loss)  # TRL's
-    watching.generate = clock.taking(1000, watching.generate)
+    rollouts = trainer._generate_and_score_completions
+    rollouts.make = clock.taking(1000, rollouts.make)
     monkeypatch.setattr(loss_capture, "trl_call", clock.taking(0.5, loss_capture.trl_call))  # the watch's
     for owner, name, seconds in (
         (watching.metrics, "add", 1.0),

@@ -4,7 +4,6 @@ aot_eager computes what eager does, so losses and gradients are to be equal. Wit
 """
 
 import copy
-import logging
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,23 +16,22 @@ import torch._dynamo
 from four_bit_models import gpt_oss, gradients, step, straight_line, tiny_llama
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from cogumi.compile import compiler
-from cogumi.compile.compiler import keep_compiled_code, try_compiler
+from cogumi.compile import compile_report
+from cogumi.compile.compile_report import count_operations, counts, keep_compiled_code, try_compiler
 from cogumi.compile.layers import (
     but_for_generation,
     compile_layers,
     decoder_layers,
-    decoder_of,
     parts_of,
     prepare,
     uncompile_layers,
 )
-from cogumi.compile.measurement import count_as_written, count_next_forward, counts, try_layer, watched
 from cogumi.core.errors import UsageError
-from cogumi.models.loading import train_on_what_was_loaded
 from cogumi.patches import graph_break
+from cogumi.patches.torch_internals import first_line
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -97,12 +95,6 @@ def test_twenty_steps_are_those_of_eager_execution() -> None:
     assert compiled == decoder_layers(model)
     assert len(compiled) == 2
     assert graphs_and_breaks() == (0, 0), "nothing is compiled yet"
-    counted: list[int] = []
-    count_next_forward(decoder_of(model), counted.append)
-    step(model)
-    assert counted == [], "a forward pass that compiled was counted"
-    step(model)
-    assert len(counted) == 1
     assert the_same(trained(model, 20), written)
     assert len({loss for loss, _ in written}) == 20
     # The layers share one graph; the rotary embedding and the last norm stand beside them.
@@ -161,26 +153,29 @@ def test_generation_runs_as_written() -> None:
 @pytest.mark.slow("minutes of Dynamo on a slow machine")
 def test_nearly_all_operations_are_compiled() -> None:
     model = tiny_llama(layers=6)
-    every: list[int] = []
-    outside: list[int] = []
-    plain: list[int] = []
-    count_next_forward(decoder_of(model), plain.append)
+    counted: list[tuple[int, int]] = []
+
+    def note(every: int, outside: int) -> None:
+        counted.append((every, outside))
+
+    count_operations(model, note)
     with torch.no_grad():
         model(torch.tensor([[1, 2, 3]]))
-    assert plain == [], "only training is counted"
+    assert counted == [], "only training is counted"
     loss = step(model)
+    ((plain, uncompiled),) = counted
+    assert plain == uncompiled > 100
     compile_layers(model, backend="aot_eager")
-    assert step(model) == loss
     state = torch.get_rng_state()
-    count_as_written(model, every.append)
+    count_operations(model, note)
     assert step(model) == loss
     assert torch.equal(torch.get_rng_state(), state)
-    count_next_forward(decoder_of(model), outside.append)
+    assert counts().recompiles == 0
     assert step(model) == loss
-    assert step(model) == loss
-    assert (len(every), len(outside)) == (1, 1)
-    assert every == plain
-    assert 1 - outside[0] / every[0] >= 0.95
+    every, outside = counted[1]
+    assert len(counted) == 2
+    assert every == plain, "what is compiled was counted as written, and the compiler's own operations were not"
+    assert 1 - outside / every >= 0.95
 
 
 @pytest.mark.usefixtures("from_nothing")
@@ -254,11 +249,10 @@ def test_a_model_without_layers_and_a_disabled_dynamo_are_refused(monkeypatch: p
 
 @pytest.mark.parametrize("rescue", [False, True])
 @pytest.mark.parametrize("silent", [False, True])
-def test_a_failure_is_loud_also_where_unsloth_silences_it(
-    silent: bool, rescue: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failure_is_loud_also_where_unsloth_silences_it(silent: bool, rescue: bool) -> None:
     part, x = Failing(), torch.ones(2)
-    part._compiled_call_impl = but_for_generation(part, no_backend, rescue)  # type: ignore[arg-type]
+    errors: list[Exception] = []
+    part._compiled_call_impl = but_for_generation(part, no_backend, errors if rescue else None)  # type: ignore[arg-type]
     with torch._dynamo.config.patch(suppress_errors=silent):
         for _ in range(2):
             if rescue:
@@ -267,31 +261,57 @@ def test_a_failure_is_loud_also_where_unsloth_silences_it(
                 with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="this machine has no such backend"):
                     part(x)
         assert torch._dynamo.config.suppress_errors is silent
-    said = [(record.levelno, record.getMessage()) for record in caplog.records if record.name == "cogumi"]
-    line = (
-        "compile: Failing does not compile and runs as it is written (BackendCompilerFailed: backend='no_backend' "
-        "raised: NotImplementedError: this machine has no such backend)"
-    )
-    assert said == [(logging.ERROR, line)] * rescue
+    assert [first_line(error) for error in errors] == rescue * [
+        "BackendCompilerFailed: backend='no_backend' raised: NotImplementedError: this machine has no such backend"
+    ]
 
 
-def test_a_rescued_model_trains(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rescued_model_trains() -> None:
     written = trained(tiny_llama(layers=1), 2)
     model = tiny_llama(layers=1)
-    compile_layers(model, backend=no_backend, rescue=True)  # type: ignore[arg-type]
+    errors: list[Exception] = []
+    compile_layers(model, backend=no_backend, failures=errors)  # type: ignore[arg-type]
     with torch._dynamo.config.patch(suppress_errors=True):
         assert the_same(trained(model, 2), written)
-    assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == len(parts_of(model))
+    assert len(errors) == 1, "the parts that follow are not tried"
+
+
+def test_a_layer_that_ran_compiled_does_so_again_in_the_backward() -> None:
+    """Also where a later one fails to compile: checkpointing compares what both passes save."""
+    written = trained(tiny_llama(layers=2), 2)
+    model = tiny_llama(layers=2)
+    errors: list[Exception] = []
+    layers = compile_layers(model, backend="aot_eager", failures=errors)
+    layers[0].register_forward_hook(lambda *_: errors.append(RuntimeError("the next one fails")))
+    assert the_same(trained(model, 2), written)
+    assert counts().graphs > 0
+
+
+def test_a_backward_that_does_not_compile_fails_with_its_forward() -> None:
+    """Where it can be caught: autograd would call the compiler again in the middle of a backward pass."""
+
+    def no_backward(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        raise NotImplementedError("no backward here")
+
+    backend = aot_autograd(fw_compiler=lambda graph, _: graph.forward, bw_compiler=no_backward)
+    part, x = Failing(), torch.ones(2, requires_grad=True)
+    errors: list[Exception] = []
+    part._compiled_call_impl = but_for_generation(part, backend, errors)  # type: ignore[arg-type]
+    y = part(x)
+    assert [first_line(error).endswith("NotImplementedError: no backward here") for error in errors] == [True]
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones(2).cos())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rescue", [False, True])
-def test_the_models_own_errors_are_not_the_compilers(rescue: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_models_own_errors_are_not_the_compilers(rescue: bool) -> None:
     part = Failing()
-    part._compiled_call_impl = but_for_generation(part, "eager", rescue)
+    errors: list[Exception] = []
+    part._compiled_call_impl = but_for_generation(part, "eager", errors if rescue else None)
     with pytest.raises(ValueError, match="of the model's own"):
         part(torch.ones(3))
     assert torch.equal(part(torch.ones(2)), torch.ones(2).sin())
-    assert not [record for record in caplog.records if record.name == "cogumi"]
+    assert errors == []
 
 
 # --------------------------------------------------------------------------------------------- what stands in the way
@@ -331,34 +351,7 @@ def test_a_model_without_4_bit_layers_is_not_touched() -> None:
     assert prepare(nn.Linear(2, 2)) == []
 
 
-# ------------------------------------------------------------------------------------------------- one layer, and a compiler
-
-
-def test_trying_a_layer_leaves_it_and_its_gradients_alone() -> None:
-    model = tiny_llama(layers=2)
-    train_on_what_was_loaded(model)  # as in a run: the rollout below is to change no weights
-    layer = decoder_layers(model)[0]
-    with watched(layer) as seen:
-        loss = step(model)
-        model.eval()
-        model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, use_cache=True, pad_token_id=0)
-        model.train()
-    assert seen.calls == 2, "once, and again for the backward; generation is not training"
-    before, state = gradients(model), torch.get_rng_state()
-    torch.compiler.reset()
-    compiled = torch.compile(layer._call_impl, backend="eager")
-    trial = try_layer(layer, compiled, seen.args, seen.kwargs)
-    assert min(trial.eager, trial.compiled) > 0
-    assert trial.counts.graphs == 1
-    assert trial.counts.breaks == {}
-    assert trial.gain == trial.eager - trial.compiled
-    assert layer._compiled_call_impl is None
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(before[name], each) for name, each in gradients(model).items())
-    assert step(model) == loss
-    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
-        try_layer(layer, torch.compile(layer._call_impl, backend=no_backend), seen.args, seen.kwargs)
-    assert layer._compiled_call_impl is None
+# --------------------------------------------------------------------------------------------------------- a compiler
 
 
 @pytest.mark.slow("minutes of Dynamo on a slow machine")
@@ -379,7 +372,7 @@ def test_compiled_code_is_kept_where_the_user_said(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(CACHE, str(tmp_path / "mine"))
     assert keep_compiled_code() == tmp_path / "mine"
     assert os.environ[CACHE] == str(tmp_path / "mine")
-    monkeypatch.setattr(compiler.platformdirs, "user_cache_dir", lambda name: str(tmp_path / "cache" / name))
+    monkeypatch.setattr(compile_report.platformdirs, "user_cache_dir", lambda name: str(tmp_path / "cache" / name))
     for told in (None, default_cache_dir()):  # inductor, imported, says its default
         if told is None:
             monkeypatch.delenv(CACHE)

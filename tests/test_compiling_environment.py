@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cogumi.compile.compiler import KNOWN, Variable, variables
+from cogumi.compile.compile_report import KNOWN, Variable, variables
 
 PACKAGES = ("torch", "transformers", "accelerate")
 # Which of them holds the name, spelled out in quotes. unsloth is not installed where the tests run.
@@ -26,7 +26,7 @@ READ_BY = {
 # How many graphs Dynamo made of something compiled, and the effects that are told of the variables.
 TRY = """
 import torch, torch._dynamo
-from cogumi.compile.compiler import variables
+from cogumi.compile.compile_report import variables
 torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
 print(torch._dynamo.utils.counters["stats"]["unique_graphs"], *[each.effect for each in variables()])
 """

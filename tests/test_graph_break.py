@@ -24,7 +24,7 @@ import cogumi
 from cogumi.core.errors import UsageError
 from cogumi.patches import graph_break
 from cogumi.patches.branchless_4bit import Branchless4bit, fused_takes_no_rows
-from cogumi.patches.graph_break_probes import Probe, probe_linear, probe_zero_rows
+from cogumi.patches.graph_break import Probe, probe_linear, probe_zero_rows
 
 CPU = torch.device("cpu")
 ORIGINAL_MATMUL, ORIGINAL_FORWARD = bitsandbytes.matmul_4bit, Linear4bit.forward
@@ -495,7 +495,7 @@ def test_it_is_upstreams_bit_for_bit(
 ) -> None:
     """fused: by bitsandbytes' one operator, as here, or without it, as before 0.50 and where it takes no zero rows."""
     if not fused:
-        monkeypatch.setattr("cogumi.patches.branchless_4bit.fused_takes_no_rows", lambda device: False)
+        monkeypatch.setattr("cogumi.patches.graph_break.fused_takes_no_rows", lambda device: False)
     layer = layer_of(quant_type, nested, dtype, bias != "none", bias == "trained")
     inputs = [torch.randn(shape).to(dtype) for shape in ((5, 64), (2, 3, 64), (1, 64), (0, 64), (2, 0, 64))]
     upstream = [value_and_gradients(layer, x) for x in inputs]

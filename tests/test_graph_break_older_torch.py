@@ -14,7 +14,7 @@ if not torch.__version__.startswith("2.7."):
     )
 
 from cogumi.patches import graph_break
-from cogumi.patches.graph_break_probes import WIDTH, four_bit_layer, probe_linear, value_and_gradient
+from cogumi.patches.graph_break import WIDTH, four_bit_layer, probe_linear, value_and_gradient
 
 
 def test_a_probe_really_fails_and_the_layer_is_broken_around() -> None:

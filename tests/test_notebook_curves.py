@@ -104,7 +104,7 @@ def test_every_plot_is_of_names_that_are_logged() -> None:
 
     sources = "".join(Path(str(each.__file__)).read_text() for each in (grpo, dpo))
     ours = Path("cogumi")
-    sources += "".join((ours / name).read_text() for name in ("rl/step_metrics.py", "telemetry/recorder.py"))
+    sources += "".join((ours / name).read_text() for name in ("rl/watch.py", "telemetry/recorder.py"))
     by_transformers = {"loss", "eval_loss", "grad_norm", "learning_rate"}
     for plot in PLOTS:
         for key in set(plot.keys) - by_transformers:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cogumi.core.errors import UsageError
 from cogumi.patches import fused_head
-from cogumi.rl.rollout_logprobs import SampledLogps, recorded, use_rollout_logps
+from cogumi.rl.sampling import SampledLogps, recorded, use_rollout_logps
 
 LOW, HIGH = 3e-4, 4e-4
 # Of different token lengths, so that the rows of a batch are padded on the left.
@@ -200,7 +200,7 @@ def test_tokens_cut_before_the_draw_do_not_enter_the_record(
     build: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = build(top_k=5, top_p=0.9, min_p=0.01)
-    with caplog.at_level(logging.WARNING, logger="cogumi.rl.rollout_logprobs"):
+    with caplog.at_level(logging.WARNING, logger="cogumi.rl.sampling"):
         use_rollout_logps(trainer)
     assert "top_p 0.9, top_k 5, min_p 0.01" in caplog.text
     batch = rollout(trainer)

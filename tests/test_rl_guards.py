@@ -14,8 +14,8 @@ from cogumi.rl.findings import NAMES, OWN_OBJECTIVE, in_python
 from cogumi.rl.fp32_head import fp32_lm_head
 from cogumi.rl.guards import before_the_first_rollout, guard
 from cogumi.rl.memory_plan import check_groups
-from cogumi.rl.rollout_logprobs import use_rollout_logps
 from cogumi.rl.runtime_warnings import DuringTheRun, no_reward_was_scored
+from cogumi.rl.sampling import use_rollout_logps
 from cogumi.rl.watch import watch
 
 # A rollout of four optimizer steps: nothing to say about.

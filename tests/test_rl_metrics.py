@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cogumi.rl.loss_call import LossCall
-from cogumi.rl.step_metrics import PolicyMetrics, effective_sample_size
+from cogumi.rl.loss_capture import LossCall
+from cogumi.rl.watch import PolicyMetrics, effective_sample_size
 
 LOW, HIGH = 3e-4, 4e-4
 

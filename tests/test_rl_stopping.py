@@ -8,7 +8,7 @@ import torch
 
 from cogumi.core.errors import UsageError
 from cogumi.models.completion import cut
-from cogumi.rl.stop_strings import graded_without, stop_at
+from cogumi.rl.sampling import graded_without, stop_at
 
 MakeTrainer = Callable[..., Any]
 

@@ -13,7 +13,7 @@ from cogumi.config.loss_presets import OURS
 from cogumi.core.errors import UsageError
 from cogumi.rl import PRESETS, preset
 from cogumi.rl.findings import accept, accepted
-from cogumi.rl.loss_call import LossCall
+from cogumi.rl.loss_capture import LossCall
 from cogumi.rl.loss_check import WrongLossError, clip_cut
 from cogumi.rl.watch import Watch, watch
 
@@ -47,15 +47,16 @@ def test_the_first_loss_of_every_preset_is_the_formulas(name: str, make_trainer:
 def test_a_ratio_away_from_one_is_proven_too(make_trainer: Callable[..., Any]) -> None:
     """With other old log-probabilities, as a sampler with numerics of its own gives them, both sides of the clip."""
     trainer = make_trainer(gradient_accumulation_steps=2, steps_per_generation=4)
-    watching = watch(trainer)
-    generate = watching.generate
+    watch(trainer)
+    rollouts = trainer._generate_and_score_completions
+    generate = rollouts.make
 
     def drifted(inputs: Any) -> Any:
         output = generate(inputs)
         rows = torch.linspace(-1e-3, 1e-3, len(output["old_per_token_logps"]))[:, None]
         return output | {"old_per_token_logps": output["old_per_token_logps"] + rows}
 
-    watching.generate = drifted
+    rollouts.make = drifted
     record, _ = trained(trainer)
     assert record["ratio_max_deviation"] == pytest.approx(1e-3, rel=0.3)
     assert 0 < record["ratio_outside_clip"] <= 1
@@ -438,15 +439,16 @@ def test_gspo_token_gives_every_token_its_own_advantage(make_trainer: Callable[.
 def test_the_rollout_that_the_trainer_keeps_is_not_touched(make_trainer: Callable[..., Any]) -> None:
     """num_iterations=2 uses every rollout twice: GSPO-token's stand-in for the old log-probabilities must not stay."""
     trainer = make_trainer("gspo-token", num_iterations=2, max_steps=4)
-    watching, sampled = watch(trainer), []
-    generate = watching.generate
+    watch(trainer)
+    rollouts, sampled = trainer._generate_and_score_completions, []
+    generate = rollouts.make
 
     def noted(inputs: Any) -> Any:
         output = generate(inputs)
         sampled.extend(output["old_per_token_logps"].sum(-1).tolist())
         return output
 
-    watching.generate = noted
+    rollouts.make = noted
     _, rows = trained(trainer)
     assert [row["policy/staleness"] for row in rows] == [0, 4, 8, 12]
     kept = torch.cat([batch["old_per_token_logps"] for batch in trainer._buffered_inputs]).sum(-1).tolist()

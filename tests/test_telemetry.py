@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 import cogumi
 from cogumi.compile import compile_callback
-from cogumi.compile.measurement import Counts, Trial
+from cogumi.compile.compile_report import CompilerFound
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import count, duration, pip, python_here
 from cogumi.core.redact import REDACTED, Unwritten, hide
@@ -168,19 +168,18 @@ def test_samples_on_the_way_change_nothing_of_the_training(sft: Config, tmp_path
     assert read_json(result.run_dir / "metrics.json")["seconds"]["samples"] > 0
 
 
-def test_the_trial_of_a_compiler_is_a_stage_of_its_own_and_no_part_of_a_step(
+def test_trying_the_compiler_is_a_stage_of_its_own_and_no_part_of_a_step(
     sft: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir, seen = Path(sft["cogumi"]["run_dir"]), []
 
-    def tried(*_: Any) -> Trial:
+    def tried(_: Any) -> CompilerFound:
         seen.append(read_json(run_dir / "status.json")["stage"])
         time.sleep(1)
-        return Trial(1.0, 1.0, 1.0, Counts(1))
+        return CompilerFound("no compiler", 1.0)
 
-    monkeypatch.setattr(compile_callback, "WORTH_TRYING", 0.0)
-    monkeypatch.setattr(compile_callback, "try_layer", tried)
-    monkeypatch.setattr(compile_callback.Compiling, "make_ready", lambda _: "")
+    monkeypatch.setattr(compile_callback, "WORTH_COMPILING", 0.0)
+    monkeypatch.setattr(compile_callback, "try_compiler", tried)
     cogumi.train(sft, cogumi__compile="auto")
     assert seen == ["compile"]
     found = read_json(run_dir / "metrics.json")

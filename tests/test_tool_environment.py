@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 
 import cogumi
 from cogumi.rl.loss_check import TOLERANCE
-from cogumi.rl.rollout_logprobs import use_rollout_logps
+from cogumi.rl.sampling import use_rollout_logps
 
 NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "09_reward_and_tools.py"
 SHORT = {"CALL_STEPS": 60, "TOOL_STEPS": 4}

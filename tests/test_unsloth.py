@@ -533,7 +533,7 @@ class Offloaded(torch.autograd.Function):
 @pytest.mark.parametrize("layout", ["packed", "padded in parts", "offloaded"])
 @pytest.mark.parametrize("law", [(0.0, 0.0, 0.0, 1.0), (1.5, 2.0, 3.0, 0.7)], ids=["plain", "scaled and capped"])
 def test_every_token_gets_its_own_entropy(layout: str, law: tuple[float, float, float, float]) -> None:
-    from cogumi.rl.unsloth_loss_capture import Scores
+    from cogumi.rl.loss_capture import Scores
 
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 5, 8, generator=generator, dtype=torch.float64).requires_grad_()
@@ -566,7 +566,7 @@ def test_every_token_gets_its_own_entropy(layout: str, law: tuple[float, float, 
 
 
 def test_logits_that_were_already_there_give_the_same_entropy() -> None:
-    from cogumi.rl.unsloth_loss_capture import Scores
+    from cogumi.rl.loss_capture import Scores
 
     logits = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()
     ids, mask = torch.randint(7, (2, 3)), torch.ones(2, 3)
@@ -581,7 +581,7 @@ def test_logits_that_were_already_there_give_the_same_entropy() -> None:
 
 
 def test_a_score_from_elsewhere_is_said_not_guessed() -> None:
-    from cogumi.rl.unsloth_loss_capture import Scores
+    from cogumi.rl.loss_capture import Scores
 
     new = torch.randn(2, 3).requires_grad_()
     with pytest.warns(UserWarning, match="no entropy is logged"):
@@ -591,8 +591,7 @@ def test_a_score_from_elsewhere_is_said_not_guessed() -> None:
 @pytest.mark.parametrize("release", RECORDED)
 def test_recorders_bind_to_the_recorded_signatures(release: str) -> None:
     """The call unsloth makes, with the parameters of each release in their order."""
-    from cogumi.rl.loss_call import LossCall
-    from cogumi.rl.unsloth_loss_capture import Scores, record_efficient
+    from cogumi.rl.loss_capture import LossCall, Scores, record_efficient
 
     _, *parameters = recorded(release, unsloth_rl.LOSS_FILE, "UnslothEfficientGRPO.forward").parameters
     names: dict[str, Any] = {}

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, PreTrainedConfig
 
 from cogumi.checkpoints.manifest import MANIFEST_NAME, step_of
@@ -37,6 +36,8 @@ from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import header_for
 from cogumi.disk import LEFTOVERS, RESERVE, STAGING, kind_of, taken_by
 from cogumi.models.loading import meta_model
+from cogumi.patches.torch_internals import FakeTensorMode
+from cogumi.patches.trl_internals import commit_of, holds_adapter, save_rng_and_scaler
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def merged_bytes(model_or_config: Any) -> int:
 def weights_bytes(trainer: Any) -> int:
     """The safetensors files that save_model writes: for a PEFT model each adapter, with modules_to_save, and no base."""
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    if isinstance(model, PeftModel) or getattr(model, "_hf_peft_config_loaded", False):
+    if isinstance(model, PeftModel) or holds_adapter(model):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about resized embeddings: PEFT says it again when it saves them
             adapters = [get_peft_model_state_dict(model, adapter_name=name) for name in saved_adapters(model)]
@@ -200,8 +201,7 @@ def small_files_bytes(trainer: Any) -> int:
         if not trainer.args.save_only_model:
             scheduler = trainer.lr_scheduler
             size += SCHEDULER_BYTES if scheduler is None else torch_save_bytes(scheduler.state_dict())
-            trainer._save_rng_state(scratch)
-            trainer._save_scaler(scratch)
+            save_rng_and_scaler(trainer, scratch)
         if isinstance(model, PeftModel):
             model.create_or_update_model_card(scratch)
         elif hasattr(model, "config"):
@@ -399,5 +399,5 @@ def merged_need(config: Any, path: Path, files: int = 0) -> Need:
 
 def base_on_disk(model: Any) -> Any:
     """The config that the base has on disk, whose dtype a merge keeps: a loaded model's says what it was loaded in."""
-    name = model.config._name_or_path
-    return AutoConfig.from_pretrained(name, revision=model.config._commit_hash) if name else model.config
+    name = model.config.name_or_path
+    return AutoConfig.from_pretrained(name, revision=commit_of(model.config)) if name else model.config

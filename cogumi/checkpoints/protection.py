@@ -25,6 +25,13 @@ from cogumi.core.durability import NO_SPACE, locked, why_unwritable
 from cogumi.core.errors import UsageError
 from cogumi.core.lost_terminal import outliving_the_screen
 from cogumi.disk.callback import announce
+from cogumi.patches.trl_internals import (
+    LOAD_BEST_MODEL,
+    LOAD_CHECKPOINT,
+    LOAD_OPTIMIZER,
+    LOAD_RNG_STATE,
+    SAVE_CHECKPOINT,
+)
 
 log = logging.getLogger(__name__)
 
@@ -145,15 +152,16 @@ class Protection:
     def __init__(self, trainer: Any, saver: Saver, watchdog: Watchdog, preemption: Preemption, resume: str) -> None:
         self.trainer, self.limit, self.resume = trainer, trainer.args.save_total_limit, resume
         self.saver, self.watchdog, self.preemption = saver, watchdog, preemption
-        self.train, self.load_best, self.load = trainer.train, trainer._load_best_model, trainer._load_from_checkpoint
-        self.load_optimizer_of, self.load_rng_of = trainer._load_optimizer_and_scheduler, trainer._load_rng_state
+        self.train, self.load_best = trainer.train, getattr(trainer, LOAD_BEST_MODEL)
+        self.load = getattr(trainer, LOAD_CHECKPOINT)
+        self.load_optimizer_of, self.load_rng_of = getattr(trainer, LOAD_OPTIMIZER), getattr(trainer, LOAD_RNG_STATE)
         self.callbacks = [Watch(self.saver, self.preemption), Pulse(watchdog)]
         self.ours = {
-            "_save_checkpoint": self.saver.save,
-            "_load_best_model": self.best_of_all,
-            "_load_from_checkpoint": self.load_all_adapters,
-            "_load_optimizer_and_scheduler": self.load_optimizer,
-            "_load_rng_state": self.load_rng,
+            SAVE_CHECKPOINT: self.saver.save,
+            LOAD_BEST_MODEL: self.best_of_all,
+            LOAD_CHECKPOINT: self.load_all_adapters,
+            LOAD_OPTIMIZER: self.load_optimizer,
+            LOAD_RNG_STATE: self.load_rng,
             "train": self.train_from,
         }
         # What the instance had of its own: others wrap trainers too.
@@ -297,7 +305,7 @@ class Protection:
     def take_up_the_end(self, point: Path) -> TrainOutput:
         """The trained model, without training: transformers would train one more step (5.17, `_inner_training_loop`)."""
         announce(f"{point} is the end of this training: its weights are loaded, and nothing is left to train")
-        self.trainer._load_from_checkpoint(str(point))
+        getattr(self.trainer, LOAD_CHECKPOINT)(str(point))
         self.trainer.state = state = TrainerState.load_from_json(str(point / "trainer_state.json"))
         if self.trainer.args.load_best_model_at_end and state.best_model_checkpoint:
             self.load_best()

@@ -28,6 +28,16 @@ from cogumi.checkpoints.verify import Finding, inspect
 from cogumi.core.disk_space import spoken
 from cogumi.core.durability import sync_path
 from cogumi.disk import taken_by
+from cogumi.patches.trl_internals import (
+    OUTPUT_DIRECTORY,
+    PUSH_CHECKPOINT,
+    SAVE_CHECKPOINT,
+    TRAIN_SAMPLER,
+    keeps_rollouts,
+    methods_replaced,
+    rollout_position,
+    set_rollout_position,
+)
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +66,7 @@ class Saver:
         excused: Callable[[], AbstractContextManager[None]] = nullcontext,
         asked_to_end: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.trainer, self.original = trainer, trainer._save_checkpoint
+        self.trainer, self.original = trainer, getattr(trainer, SAVE_CHECKPOINT)
         self.keep, self.on_full, self.fallback, self.mirror = keep, on_full, fallback, mirror
         self.excused, self.asked_to_end = excused, asked_to_end
         self.identity = Identity("", {})
@@ -105,7 +115,7 @@ class Saver:
     def save(self, model: Any, trial: Any) -> None:
         """In place of the trainer's `_save_checkpoint`. Raises what that raises, unless the disk is full."""
         self.settle()
-        output_dir = Path(self.trainer._get_output_dir(trial))
+        output_dir = Path(getattr(self.trainer, OUTPUT_DIRECTORY)(trial))
         final = output_dir / f"checkpoint-{self.trainer.state.global_step}"
         if final in self.committed or self.write(model, trial, final):
             return
@@ -144,7 +154,7 @@ class Saver:
         if self.must_be_there_at_once():
             self.settle()
         if self.trainer.args.push_to_hub and final in self.committed:
-            self.trainer._push_from_checkpoint(str(final))
+            getattr(self.trainer, PUSH_CHECKPOINT)(str(final))
         return True
 
     def spill(self, model: Any, trial: Any, name: str) -> bool:
@@ -363,14 +373,16 @@ class Saver:
 def staged_in(trainer: Any, staging: Path) -> Iterator[None]:
     """Have the trainer write its checkpoints below `staging`, rotate nothing and upload nothing."""
     limit = trainer.args.save_total_limit
-    trainer._get_output_dir = lambda trial=None: str(staging)
-    trainer._push_from_checkpoint = lambda folder: None
-    trainer.args.save_total_limit = None
-    try:
-        yield
-    finally:
-        trainer.args.save_total_limit = limit
-        del trainer._get_output_dir, trainer._push_from_checkpoint
+    ours: dict[str, Callable[..., Any]] = {
+        OUTPUT_DIRECTORY: lambda trial=None: str(staging),
+        PUSH_CHECKPOINT: lambda folder: None,
+    }
+    with methods_replaced(trainer, ours):
+        trainer.args.save_total_limit = None
+        try:
+            yield
+        finally:
+            trainer.args.save_total_limit = limit
 
 
 def first_line(error: BaseException) -> str:
@@ -385,37 +397,32 @@ def first_line(error: BaseException) -> str:
 STATE_NAME = "cogumi-rollouts.pt"
 
 
-def generates(trainer: Any) -> bool:
-    """Whether a trainer keeps rollouts between steps."""
-    return hasattr(trainer, "_buffered_inputs") and hasattr(trainer, "_step")
-
-
 def save_rollouts(trainer: Any, directory: Path) -> None:
     """Write what is missing into a checkpoint. The rollouts only where the next step still uses them."""
-    if not generates(trainer):
+    if not keeps_rollouts(trainer):
         return
-    used_up = trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
-    rollouts = None if used_up else trainer._buffered_inputs
-    torch.save({"step": trainer._step, "rollouts": rollouts}, directory / STATE_NAME)
+    step, rollouts = rollout_position(trainer)
+    used_up = step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
+    torch.save({"step": step, "rollouts": None if used_up else rollouts}, directory / STATE_NAME)
 
 
 def load_rollouts(trainer: Any, directory: Path) -> None:
     """Take it up again, before `trainer.train` begins. A checkpoint of another tool has none: then TRL generates anew."""
     path = directory / STATE_NAME
-    if not (generates(trainer) and path.is_file()):
+    if not (keeps_rollouts(trainer) and path.is_file()):
         return
     values = torch.load(path, map_location=trainer.args.device, weights_only=True)
-    trainer._step, trainer._buffered_inputs = values["step"], values["rollouts"]
+    set_rollout_position(trainer, values["step"], values["rollouts"])
 
 
 @contextmanager
 def order_continued(trainer: Any, directory: Path | None) -> Iterator[None]:
     """While in the block, a new sampler of prompts begins with the epoch in which the checkpoint was written."""
-    if directory is None or not generates(trainer):
+    if directory is None or not keeps_rollouts(trainer):
         yield
         return
     epochs = int(round(json.loads((directory / "trainer_state.json").read_text(encoding="utf-8"))["epoch"], 6))
-    original = trainer._get_train_sampler
+    original = getattr(trainer, TRAIN_SAMPLER)
 
     def continued(*args: Any) -> Any:
         sampler = original(*args)
@@ -423,8 +430,5 @@ def order_continued(trainer: Any, directory: Path | None) -> Iterator[None]:
             torch.randperm(sampler.num_samples, generator=sampler.generator)
         return sampler
 
-    trainer._get_train_sampler = continued
-    try:
+    with methods_replaced(trainer, {TRAIN_SAMPLER: continued}):
         yield
-    finally:
-        del trainer._get_train_sampler

@@ -20,6 +20,8 @@ import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 
+from cogumi.patches.trl_internals import attention_of
+
 log = logging.getLogger("cogumi")
 DOCUMENT = 48  # tokens of a document in the probe
 PAIRS = 3  # of documents: a leak is in each of them, a router that rounding tips over is chance
@@ -75,7 +77,7 @@ class RowsPerStep:
 
 def wants_one_sequence(model: Any) -> bool:
     """Whether the model's attention takes packed rows end to end without computing what lies between them."""
-    return "flash" in (getattr(model.config, "_attn_implementation", None) or "")
+    return "flash" in attention_of(model.config)
 
 
 def rows_apart(collate: Any, examples: list[dict[str, Any]]) -> dict[str, Any]:

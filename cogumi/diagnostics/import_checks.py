@@ -149,10 +149,11 @@ def step_attention(device: str) -> dict[str, Any]:
     import torch
     from torch.nn.attention import SDPBackend
 
+    from cogumi.patches.torch_internals import chosen_attention
     from cogumi.stack.probes import _qkv, probe_sdpa
 
     query, key, value = _qkv(device, torch.bfloat16)
-    chosen = SDPBackend(torch._fused_sdp_choice(query, key, value, None, 0.0, True))
+    chosen = SDPBackend(chosen_attention(query, key, value))
     return {"chosen": chosen.name, "readings": probe_sdpa(device)}
 
 
@@ -171,7 +172,7 @@ def step_compiler(device: str) -> dict[str, Any]:
 
     import torch
 
-    from cogumi.compile.compiler import try_compiler
+    from cogumi.compile.compile_report import try_compiler
 
     return asdict(try_compiler(torch.device(device), backward=False))
 

@@ -28,10 +28,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
-from cogumi.patches.replacement import replaced
+from cogumi.patches import fused_head, replaced
+from cogumi.patches.torch_internals import TorchDispatchMode, storage_key, tree_iter
+from cogumi.patches.trl_internals import KERNEL_PRODUCT
 
 BLOCK = 512
 ACTIVATIONS, LOGITS, WEIGHTS, ADAPTER = "activations", "logits", "weights", "adapter"
@@ -97,8 +97,7 @@ class Live(TorchDispatchMode):
             self.moments[self.stage] = Moment(self.stage, self.total, {k: n for k, n in self.by_kind.items() if n})
 
     def _see(self, tensor: torch.Tensor, kind: str | None = None) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
         if (known := self._storages.get(key)) is not None:
             if kind is not None and kind != known[0]:
                 self.by_kind[known[0]] -= known[1]
@@ -182,15 +181,13 @@ def stand_in(model: nn.Module, live: Live) -> None:
     made: dict[int, Any] = {}
     trained = ADAPTER if any(not parameter.requires_grad for parameter in model.parameters()) else WEIGHTS
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in made:
-                    made[id(parameter)] = parameter, fake(module, parameter, live, trained)
-                module._parameters[name] = made[id(parameter)][1]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                with live.making(WEIGHTS):
-                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) not in made:
+                made[id(parameter)] = parameter, fake(module, parameter, live, trained)
+            setattr(module, name, made[id(parameter)][1])
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            with live.making(WEIGHTS):
+                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
 def fake(module: Any, parameter: Any, live: Live, trained: str) -> nn.Parameter:
@@ -244,7 +241,7 @@ def as_on_a_card() -> Iterator[None]:
     """Attention and TRL's losses are a card's, for the length of a block. Backward passes belong into it."""
     upstream: Any = importlib.import_module("trl.trainer.utils")
     # Not a TorchFunctionMode: what gradient checkpointing computes again is computed without it.
-    ours = replaced(upstream, {"_ChunkedLogProbFunction": trls_head()})
+    ours = replaced(upstream, {fused_head.KERNEL: trls_head()})
     with ours, replaced(functional, {"scaled_dot_product_attention": attention}):
         yield
 
@@ -274,7 +271,7 @@ def trls_head() -> Any:
     module: Any = importlib.util.module_from_spec(spec)
     with without_triton():
         spec.loader.exec_module(module)
-    module._addmm_fp32 = lambda total, left, right: None
+    setattr(module, KERNEL_PRODUCT, lambda total, left, right: None)
     # One tile of logits after another is computed in the same memory: the first is as good as all.
     module.range = lambda *bounds: range(*bounds)[:1]
     return module.ChunkedLogProbFunction

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from datasets import Dataset, are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from tokenizers import Tokenizer, models
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedTokenizerFast
 
 from cogumi.config.schema import RunConfig
@@ -24,8 +23,9 @@ from cogumi.forecast.fake_tensors import Live, Moment, as_on_a_card, batches_are
 from cogumi.methods.arguments import trl_arguments
 from cogumi.models.adapters import keep_float32, lora_config
 from cogumi.models.loading import meta_model, quantization_settings, train_on_what_was_loaded
-from cogumi.patches import head_logps
-from cogumi.patches.replacement import replaced
+from cogumi.patches import head_logps, replaced
+from cogumi.patches.torch_internals import FakeTensorMode
+from cogumi.patches.trl_internals import place_quantized_layers
 
 TILE = 32768  # columns of logits that TRL's head makes at once (trl/trainer/utils.py, _CHUNKED_LOGPROB_CHUNK_SIZE)
 GRADIENTS, OPTIMIZER, CACHE = "gradients", "optimizer", "key-value cache"
@@ -127,7 +127,7 @@ def quantized(model: Any, settings: Any) -> Any:
 
     quantizer = AutoHfQuantizer.from_config(settings)
     with torch.device("meta"):
-        quantizer._process_model_before_weight_loading(model, device_map=None)
+        place_quantized_layers(quantizer, model)
     model.hf_quantizer, model.is_quantized = quantizer, True
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = settings.load_in_4bit, settings.load_in_8bit
     model.quantization_method = settings.quant_method

@@ -21,6 +21,7 @@ from torch import Tensor
 from cogumi.data.packing import padding_of
 from cogumi.health.flags import Answers, Batches, Pairs, Words
 from cogumi.models.completion import end_ids
+from cogumi.patches.trl_internals import logged_metrics, prepared_inputs
 
 OTHERS = 16  # prompts of other examples that each completion is held against
 
@@ -248,14 +249,15 @@ def loss_of(trainer: Any, prompt: list[int], rest: list[int], labels: list[int])
     ids = prompt + rest
     example = {"input_ids": ids, "labels": [IGNORED] * len(prompt) + labels, "seq_lengths": [len(ids)]}
     with torch.no_grad(), trainer.compute_loss_context_manager():
-        inputs = trainer._prepare_inputs(trainer.data_collator([example]))
+        inputs = prepared_inputs(trainer, trainer.data_collator([example]))
         return float(trainer.compute_loss(trainer.model, inputs))
 
 
 @contextmanager
 def not_training(trainer: Any) -> Iterator[None]:
     """The model in evaluation mode, and afterwards the trainer's metrics and the generators as they were."""
-    training, logged = trainer.model.training, {key: list(values) for key, values in trainer._metrics["eval"].items()}
+    training, metrics = trainer.model.training, logged_metrics(trainer, "eval")
+    logged = {key: list(values) for key, values in metrics.items()}
     devices = [trainer.args.device] if trainer.args.device.type == "cuda" else []
     trainer.model.eval()
     try:
@@ -263,5 +265,5 @@ def not_training(trainer: Any) -> Iterator[None]:
             yield
     finally:
         trainer.model.train(training)
-        trainer._metrics["eval"].clear()
-        trainer._metrics["eval"].update(logged)
+        metrics.clear()
+        metrics.update(logged)

@@ -7,7 +7,7 @@ from cogumi.health.data_checks import students_t
 from cogumi.health.flags import Answers, Flag, Level, Row, Rule, Run
 from cogumi.health.flags_sft import BELONGS, TELLS, TOGETHER, TREND_STEPS, learned_tokens, loss_trend, padding
 from cogumi.health.trend import noise, trend
-from cogumi.rl.step_metrics import PREFIX
+from cogumi.rl.watch import PREFIX
 
 ENOUGH_ROWS = 10
 COIN = 2.0  # standard deviations within which an accuracy is a coin's

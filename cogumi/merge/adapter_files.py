@@ -18,6 +18,7 @@ from safetensors import safe_open
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import write_json
 from cogumi.core.safetensors_file import FLOAT_DTYPES, Span, read_shard
+from cogumi.patches.trl_internals import commit_of
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -198,10 +199,10 @@ def record_base(adapter: Path, model: Any, revision: str | None = None) -> BaseR
     ValueError when the model does not know what it was loaded from.
     """
     config = model.config
-    if not config._name_or_path:
+    if not config.name_or_path:
         raise ValueError("the model does not know its base: it was not loaded with from_pretrained")
     dtype = str(config.dtype or model.dtype).removeprefix("torch.")
-    name, commit = config._name_or_path, config._commit_hash
+    name, commit = config.name_or_path, commit_of(config)
     weights = weights_sample(name) if commit is None else None
     record = BaseRecord(name, commit, revision, quantization_of(config), dtype, weights)
     write_json(adapter / BASE_RECORD_NAME, asdict(record))

@@ -17,6 +17,7 @@ from cogumi.merge.adapter_files import OTHER_BASE, PREFIX, Adapter
 from cogumi.merge.bases import Base
 from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Rows, base_on_meta
 from cogumi.merge.per_expert import layers_with_factors, stored_changes, stored_modules
+from cogumi.patches.trl_internals import swaps_features
 
 
 def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint) -> Changes:
@@ -192,7 +193,7 @@ def expert_term(adapter: Adapter, key: str, layer: Any) -> LowRank:
     PEFT knows by the layer's `is_transposed` whether the experts are [out, in] or [in, out] and then swaps its idea of
     in and out; guessing it from shapes would be ambiguous.
     """
-    transposed = len(layer.get_param().shape) == 3 and not layer._did_swap_in_out_features
+    transposed = len(layer.get_param().shape) == 3 and not swaps_features(layer)
     rank, scaling = layer.r["default"], float(layer.scaling["default"])
     key_a, key_b = (f"{key}.lora_{side}.weight" for side in "AB")
     return LowRank(adapter.weights, key_a, key_b, rank, scaling, layer.num_experts, transposed)

@@ -22,6 +22,7 @@ from cogumi.health.full_finetune import dtype_of_weights
 from cogumi.methods.gspo import is_planned, lora_parameters
 from cogumi.models.adapters import lora_config
 from cogumi.models.loading import loaded_in, meta_model
+from cogumi.patches.trl_internals import supported_attention
 from cogumi.rl.memory_plan import USABLE, ModelShape, free_memory_bytes, step_bytes
 from cogumi.stack.probes import flash_attention
 
@@ -237,7 +238,7 @@ def load_of(run: RunConfig, base: str) -> Load:
         trained = lora_parameters(model, lora_config(run.lora).r)
         four_bit = bool((run.model.quantization_config or {}).get("load_in_4bit"))
         weights = int(parameters * (FOUR_BIT if four_bit else element)) + ADAPTER_BYTES * trained
-    names = {"sdpa": "_supports_sdpa", "flash": "_supports_flash_attn"}
+    attention, own_kernels = supported_attention(model)
     at_once = run.train.get("per_device_train_batch_size") or BATCH
     return Load(
         shape=ModelShape.of(config),
@@ -246,8 +247,8 @@ def load_of(run: RunConfig, base: str) -> Load:
         element=element,
         micro_batch=2 * at_once if run.cogumi.method == "dpo" else at_once,
         length=longest(run),
-        attention=frozenset(name for name, attribute in names.items() if getattr(model, attribute, False)),
-        own_kernels=tuple(getattr(model, "_compatible_flash_implementations", None) or ()),
+        attention=attention,
+        own_kernels=own_kernels,
     )
 
 

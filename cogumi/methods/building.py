@@ -18,6 +18,7 @@ from cogumi.models import warm_start
 from cogumi.models.adapters import keep_float32, lora_config, use_loraplus
 from cogumi.models.loading import load_model, load_tokenizer, use_chat_template, use_end_token
 from cogumi.patches import unsloth_rl
+from cogumi.patches.trl_internals import commit_of
 from cogumi.telemetry.heartbeat import Heartbeat
 
 log = logging.getLogger("cogumi")
@@ -106,7 +107,7 @@ def with_adapter(run: RunConfig, model: Any) -> tuple[Any, Any]:
     if run.model.adapter is not None:
         prepared = unsloth_rl.prepared(model) if unsloths else model
         return warm_start.load_adapter(prepared, run.model.adapter, run.lora, run.model.revision), None
-    lora = lora_config(run.lora, getattr(model.config, "_commit_hash", None) or run.model.revision)
+    lora = lora_config(run.lora, commit_of(model.config) or run.model.revision)
     return (unsloth_rl.with_adapter(model, lora), None) if unsloths else (model, lora)
 
 

@@ -30,8 +30,7 @@ from cogumi.rl.memory_plan import (
     refuse_uneven,
     whole_rollout,
 )
-from cogumi.rl.rollout_logprobs import use_rollout_logps
-from cogumi.rl.stop_strings import graded_without, stop_at
+from cogumi.rl.sampling import graded_without, stop_at, use_rollout_logps
 from cogumi.rl.watch import RECORD, watch
 
 log = logging.getLogger("cogumi")

@@ -29,6 +29,7 @@ from cogumi.merge.adapter_files import (
     weights_sample,
 )
 from cogumi.models.adapters import DEFAULTS, TRAINED
+from cogumi.patches.trl_internals import commit_of
 
 log = logging.getLogger("cogumi")
 
@@ -104,7 +105,7 @@ def refuse_other_base(adapter: Path, config: Any, revision: str | None) -> str:
     peft = read_json(adapter / "adapter_config.json")  # of adapters that cogumi did not train
     recorded = peft.get("base_model_name_or_path")
     record = read_base(adapter) or (recorded and BaseRecord(recorded, None, peft.get("revision"), None, ""))
-    name, commit = config._name_or_path, getattr(config, "_commit_hash", None)
+    name, commit = config.name_or_path, commit_of(config)
     if not record:
         fix = f"if it is {name}, write that into its adapter_config.json as base_model_name_or_path"
         raise refused("does not record its base", fix)
@@ -145,13 +146,13 @@ def load_adapter(model: Any, adapter: Path, lora: dict[str, Any], revision: str 
             warnings.simplefilter("ignore")  # of missing keys: `settle` raises
             adapted = PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
     except RuntimeError as error:  # torch's, where shapes differ
-        what = f"{adapter} does not fit {model.config._name_or_path}: {' '.join(str(error).split())[:300]}"
+        what = f"{adapter} does not fit {model.config.name_or_path}: {' '.join(str(error).split())[:300]}"
         raise UsageError(what, key="model.adapter") from error
     if lora.get("target_modules") == "all-linear":
         refuse_left_out(adapted, adapter)
     config: Any = adapted.peft_config[TRAINED]
-    config.base_model_name_or_path = model.config._name_or_path
-    config.revision = getattr(model.config, "_commit_hash", None) or revision
+    config.base_model_name_or_path = model.config.name_or_path
+    config.revision = commit_of(model.config) or revision
     return adapted
 
 

@@ -14,24 +14,15 @@ from typing import Any
 
 import torch
 
+from cogumi.patches import PatchStatus
 from cogumi.patches.head_logps import FusedLogProbFunction
-from cogumi.patches.patch_status import PatchStatus
+from cogumi.patches.unsloth_rl import signatures, takes
 
 NAME = "fused_head"
+KERNEL = "_ChunkedLogProbFunction"  # of trl.trainer.utils
 WRITTEN_FOR = "1.15"
-# forward's parameters in trl/kernels/chunked_logprob.py, in order.
-UPSTREAM_PARAMETERS = (
-    "ctx",
-    "hidden",
-    "weight",
-    "bias",
-    "targets",
-    "temperature",
-    "chunk_size",
-    "final_logit_softcapping",
-    "logit_scale",
-    "outputs",
-)
+# Of forward in trl/kernels/chunked_logprob.py.
+UPSTREAM = takes("ctx hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs", 5)
 _NOT_REPLACED = object()
 _replaced: Any = _NOT_REPLACED  # what stood in TRL before `apply`: TRL's class, or None where triton is not installed
 
@@ -115,29 +106,16 @@ def check_upstream() -> None:
     import trl
 
     folder = Path(trl.__file__).parent
-    parameters = _kernel_parameters((folder / "kernels" / "chunked_logprob.py").read_text())
-    if parameters != UPSTREAM_PARAMETERS:
-        raise RuntimeError(f"{NAME}: in trl {found}, ChunkedLogProbFunction.forward takes {parameters}")
-    calls = _kernel_calls((folder / "trainer" / "utils.py").read_text())
-    if calls != [len(UPSTREAM_PARAMETERS) - 1]:
+    kernel = signatures((folder / "kernels" / "chunked_logprob.py").read_text()).get("ChunkedLogProbFunction.forward")
+    if kernel != UPSTREAM:
+        raise RuntimeError(f"{NAME}: in trl {found}, ChunkedLogProbFunction.forward takes {kernel or ()}")
+    tree = ast.parse((folder / "trainer" / "utils.py").read_text())
+    applied = [
+        each for each in ast.walk(tree) if isinstance(each, ast.Call) and ast.unparse(each.func) == f"{KERNEL}.apply"
+    ]
+    calls = [len(call.args) + len(call.keywords) for call in applied]
+    if calls != [len(UPSTREAM.parameters) - 1]:
         raise RuntimeError(f"{NAME}: in trl {found}, trainer/utils.py calls the kernel with {calls} arguments")
-
-
-def _kernel_parameters(source: str) -> tuple[str, ...]:
-    """Names of the parameters of `ChunkedLogProbFunction.forward`; empty if there is no such function."""
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef) and node.name == "ChunkedLogProbFunction":
-            for function in node.body:
-                if isinstance(function, ast.FunctionDef) and function.name == "forward":
-                    return tuple(argument.arg for argument in function.args.args)
-    return ()
-
-
-def _kernel_calls(source: str) -> list[int]:
-    """Number of arguments of each `_ChunkedLogProbFunction.apply(...)`."""
-    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
-    wanted = "_ChunkedLogProbFunction.apply"
-    return [len(call.args) + len(call.keywords) for call in calls if ast.unparse(call.func) == wanted]
 
 
 def _name(kernel: Any) -> str:

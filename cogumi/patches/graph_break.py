@@ -4,33 +4,62 @@ The ladder, mildest first. `none`: it compiles as it is. `branchless`: an expert
 `bitsandbytes.matmul_4bit` gets a form that does not ask for them. `break_experts`: the graph breaks around the block of
 experts. `break_linear`: the graph breaks around each 4-bit layer, where Dynamo cannot trace one at all (torch 2.7). A
 break skips everything below it: without that Dynamo compiles the layer's body as frames of their own, which was the slowest.
+
+Each probe compiles a few lines with fullgraph and the aot_eager backend, forward and backward, and compares with eager
+execution. Dynamo's configuration and counters, the random numbers and `.grad` are as before afterwards.
 """
 
 import functools
 import importlib.util
 import inspect
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch.nn import ModuleList
 
 from cogumi.core.errors import UsageError
-from cogumi.patches.graph_break_probes import Probe, probe_linear, probe_zero_rows, switched_off_by
-from cogumi.patches.patch_status import PatchStatus
+from cogumi.patches import PatchStatus
+from cogumi.patches.branchless_4bit import Branchless4bit, fused_takes_no_rows, takes
+from cogumi.patches.torch_internals import (
+    DYNAMO,
+    EXPERT_ROWS,
+    dynamo_counts,
+    dynamo_left_as_found,
+    dynamo_switched_off_by,
+    first_line,
+    is_disabled,
+    is_of_dynamo,
+    with_code_of_its_own,
+)
 
 NAME = "graph_break"
 STRATEGIES = ("none", "branchless", "break_experts", "break_linear")
 CHOICES = ("auto", "off", *STRATEGIES)
 UNDO = "cogumi.patches.graph_break.undo()"
 WAITS = "which blocks are experts is seen in a model: cogumi.patches.graph_break.apply('break_experts', model)"
+WIDTH = 64  # a multiple of bitsandbytes' block: 0.50.2 quantizes other widths wrongly on a CPU
+ROWS, EXPERTS = 6, 3
 _ABSENT = object()
 _replaced: list["Replaced"] = []
 _verdict: "Verdict | None" = None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What came of one. error: the first line of it, "" where it passed."""
+
+    name: str
+    passed: bool
+    error: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.name}: {'one graph' if self.passed else self.error} ({self.seconds:.1f} s)"
 
 
 @dataclass(frozen=True)
@@ -74,7 +103,8 @@ def apply(choice: str = "auto", model: Any = None) -> PatchStatus:
             raise UsageError(
                 f"graph_break={choice!r}: {_verdict.strategy} is in place", fix=f"{UNDO} takes it away first"
             )
-        configure_here()
+        for each in filter(is_configuration, _replaced):  # this thread may have a configuration of its own
+            setattr(each.owner, each.name, each.ours)
         if _verdict.strategy == "break_experts" and model is not None:
             put_in_place("break_experts", model)
         return status()
@@ -90,15 +120,15 @@ def undo() -> PatchStatus:
     for each in _replaced:
         present = at(each.owner, each.name)
         if present is not each.ours and not is_configuration(each):
+            module, qualname = getattr(present, "__module__", "?"), getattr(present, "__qualname__", repr(present))
             raise RuntimeError(
-                f"{NAME}: {name_of(each)} was since replaced by {spelled(present)}; take that away first"
+                f"{NAME}: {name_of(each)} was since replaced by {module}.{qualname}; take that away first"
             )
-    forget_compiled = bool(_replaced)
+    if _replaced:
+        torch.compiler.reset()  # graphs of before would still be run
     while _replaced:
         put_back(_replaced.pop())
     _verdict = None
-    if forget_compiled:
-        reset()
     return status()
 
 
@@ -106,18 +136,14 @@ def status() -> PatchStatus:
     """What is in place, and why."""
     if _verdict is None:
         return PatchStatus(NAME, False, "not applied: 4-bit layers compile as far as bitsandbytes lets them")
+    foreign = foreign_patches()
+    beside = f"; patched by others as well: {', '.join(foreign)}" if foreign else ""
     if not _replaced:
         strategy = f"{_verdict.strategy}: " if _verdict.strategy else ""
         waits = f"; {WAITS}" if _verdict.strategy == "break_experts" else ""
-        return PatchStatus(NAME, False, f"{strategy}{_verdict.reason}{waits}{beside_others()}")
+        return PatchStatus(NAME, False, f"{strategy}{_verdict.reason}{waits}{beside}")
     where = ", ".join(dict.fromkeys(name_of(each) for each in _replaced))
-    return PatchStatus(NAME, True, f"{_verdict.strategy} on {where}: {_verdict.reason}{beside_others()}")
-
-
-def beside_others() -> str:
-    """Whose patches of bitsandbytes there are too, as the end of a sentence."""
-    foreign = foreign_patches()
-    return f"; patched by others as well: {', '.join(foreign)}" if foreign else ""
+    return PatchStatus(NAME, True, f"{_verdict.strategy} on {where}: {_verdict.reason}{beside}")
 
 
 def verdict() -> Verdict | None:
@@ -136,17 +162,23 @@ def why_nothing_to_do(choice: str, model: Any) -> str:
         return "bitsandbytes is not installed, so there are no 4-bit layers"
     if model is not None and not any(is_linear_4bit(module) for module in model.modules()):
         return "the model has no 4-bit layers"
-    if by := switched_off_by():
+    if by := dynamo_switched_off_by():
         return f"Dynamo is switched off by {by}: nothing is compiled; unset it to compile"
     return ""
 
 
 def decide(model: Any) -> Verdict:
     """Climb the ladder until a probe passes. What is tried for it is put back."""
-    device = device_of(model)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if model is not None:
+        device = next(module.weight.device for module in model.modules() if is_linear_4bit(module))
     straight = probe_linear(device)
     if not straight.passed:
-        return Verdict("break_linear", why_no_layer(straight), (straight,))
+        why = "Dynamo cannot take a 4-bit layer into a graph"
+        if foreign := foreign_places():  # another package's patch of it, not Dynamo
+            named = ", ".join(f"{place} is {described}" for place, described in foreign.items())
+            why = f"{named}; with that a 4-bit layer does not compile ({straight.error}); without that patch it may"
+        return Verdict("break_linear", why, (straight,))
     if model is not None and not expert_blocks(model):
         return Verdict("none", "4-bit layers compile as they are, and the model has no 4-bit experts", (straight,))
     experts = probe_zero_rows(device)
@@ -154,8 +186,8 @@ def decide(model: Any) -> Verdict:
         return Verdict("none", "4-bit layers compile as they are, experts without rows too", (straight, experts))
     found = (straight, experts)
     why = "an expert without rows ends the graph"
-    if foreign := foreign_matmul():
-        return Verdict("break_experts", f"{why}, and bitsandbytes.matmul_4bit is {foreign} already", found)
+    if matmul := foreign_matmul():
+        return Verdict("break_experts", f"{why}, and bitsandbytes.matmul_4bit is {matmul} already", found)
     make_branchless()
     try:
         again = probe_zero_rows(device)
@@ -167,21 +199,6 @@ def decide(model: Any) -> Verdict:
         return Verdict("branchless", why, (*found, again))
     beside = f" ({'; '.join(described)})" if (described := list(foreign_places().values())) else ""
     return Verdict("break_experts", f"{why}, and without the branch too{beside}", (*found, again))
-
-
-def why_no_layer(straight: Probe) -> str:
-    """What keeps a 4-bit layer out of a graph: another package's patch of it where there is one, else Dynamo."""
-    if not (foreign := foreign_places()):
-        return "Dynamo cannot take a 4-bit layer into a graph"
-    named = ", ".join(f"{place} is {described}" for place, described in foreign.items())
-    return f"{named}; with that a 4-bit layer does not compile ({straight.error}); without that patch it may"
-
-
-def device_of(model: Any) -> torch.device:
-    if model is not None:
-        device: torch.device = next(module.weight.device for module in model.modules() if is_linear_4bit(module))
-        return device
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def is_linear_4bit(module: Any) -> bool:
@@ -211,6 +228,73 @@ def expert_blocks(model: Any) -> list[Any]:
     return found
 
 
+# ---------------------------------------------------------------------------------------------------------- the probes
+
+
+def probe_linear(device: torch.device) -> Probe:
+    """A straight line of two Linear4bit layers."""
+    return probe("a 4-bit layer", lambda layers: lambda x: layers[1](layers[0](x).relu()), device)
+
+
+def probe_zero_rows(device: torch.device) -> Probe:
+    """A loop over experts, of which one gets no row."""
+
+    def build(layers: list[Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+        chosen = torch.arange(ROWS, device=device) % (EXPERTS - 1)
+
+        def experts(x: torch.Tensor) -> torch.Tensor:
+            out = torch.zeros_like(x)
+            for number, layer in enumerate(layers):
+                rows = torch.where(chosen == number)[0]
+                out = out.index_add(0, rows, layer(x[rows]))
+            return out
+
+        return experts
+
+    return probe("an expert without rows", build, device)
+
+
+def probe(
+    name: str, build: Callable[[list[Any]], Callable[[torch.Tensor], torch.Tensor]], device: torch.device
+) -> Probe:
+    began = time.perf_counter()
+    with torch.random.fork_rng(), dynamo_left_as_found(), torch.enable_grad():
+        torch.manual_seed(0)
+        function = build([four_bit_layer(device) for _ in range(EXPERTS)])
+        x = torch.randn(ROWS, WIDTH, device=device)
+        try:
+            expected = value_and_gradient(function, x)
+        except Exception as error:  # noqa: BLE001  a foreign patch may raise anything; it is reported
+            return Probe(name, False, f"uncompiled, too: {first_line(error)}", time.perf_counter() - began)
+        try:
+            found = value_and_gradient(
+                torch.compile(with_code_of_its_own(function), backend="aot_eager", fullgraph=True), x
+            )
+        except Exception as error:  # noqa: BLE001  what a compiler raises is what the probe is for; it is reported
+            return Probe(name, False, first_line(error), time.perf_counter() - began)
+        captured = dynamo_counts()[0]
+    seconds = time.perf_counter() - began
+    if not captured:
+        return Probe(name, False, "Dynamo compiled nothing and said nothing", seconds)
+    if not all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)):
+        return Probe(name, False, "compiled, and its result or gradient differs from the eager one", seconds)
+    return Probe(name, True, "", seconds)
+
+
+def four_bit_layer(device: torch.device) -> Any:
+    from bitsandbytes.nn import Linear4bit
+
+    layer = Linear4bit(WIDTH, WIDTH, bias=True, compute_dtype=torch.float32, quant_type="nf4").to(device)
+    layer.support_avx512bf16_for_cpu = False  # such CPUs repack the weights in a forward without gradients
+    return layer.requires_grad_(False)
+
+
+def value_and_gradient(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    x = x.clone().requires_grad_()
+    y = function(x)
+    return y.detach(), torch.autograd.grad(y.square().sum(), x)[0]
+
+
 # ------------------------------------------------------------------------------------------------------ what is replaced
 
 
@@ -226,7 +310,7 @@ def put_in_place(strategy: str, model: Any) -> None:
             if not any(each.owner is block for each in _replaced):
                 break_around(block)
     if _replaced:
-        reset()
+        torch.compiler.reset()  # graphs of before would still be run
 
 
 def make_branchless() -> None:
@@ -236,14 +320,7 @@ def make_branchless() -> None:
         raise UsageError(
             f"graph_break='branchless': bitsandbytes.matmul_4bit is {foreign} already", fix="take that away first"
         )
-    put(bitsandbytes, "matmul_4bit", branchless(bitsandbytes.matmul_4bit))
-    # The rows that an expert gets are found by `torch.where`, whose length is data too.
-    put(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
-
-
-def branchless(original: Callable[..., Any]) -> Callable[..., Any]:
-    from cogumi.patches.branchless_4bit import Branchless4bit, fused_takes_no_rows, takes
-
+    original: Callable[..., Any] = bitsandbytes.matmul_4bit
     kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     fused = {kind: fused_takes_no_rows(torch.device(kind)) for kind in kinds}
 
@@ -253,7 +330,8 @@ def branchless(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(A, B, quant_state, out=out, bias=bias)
         return Branchless4bit.apply(A, B.view(-1, 1), bias, quant_state, fused.get(A.device.type, False))
 
-    return matmul_4bit
+    put(bitsandbytes, "matmul_4bit", matmul_4bit)
+    put(DYNAMO, EXPERT_ROWS, True)
 
 
 def break_around(owner: type) -> None:
@@ -272,14 +350,7 @@ def put(owner: Any, name: str, value: Any) -> None:
 
 def is_configuration(each: Replaced) -> bool:
     """Whether it is of Dynamo's configuration, which each thread, and each cell of a notebook, may have of its own."""
-    return each.owner is torch._dynamo.config
-
-
-def configure_here() -> None:
-    """Set in this thread's configuration what was set in that of the thread that applied."""
-    for each in _replaced:
-        if is_configuration(each):
-            setattr(each.owner, each.name, each.ours)
+    return each.owner is DYNAMO
 
 
 def at(owner: Any, name: str) -> Any:
@@ -292,11 +363,6 @@ def put_back(each: Replaced) -> None:
         delattr(each.owner, each.name)
     elif not is_configuration(each) or at(each.owner, each.name) is each.ours:
         setattr(each.owner, each.name, each.original)
-
-
-def reset() -> None:
-    """Drop compiled code: graphs of before would go on being run."""
-    torch.compiler.reset()
 
 
 def foreign_patches() -> list[str]:
@@ -335,9 +401,9 @@ def foreign_places() -> dict[str, str]:
 def written_by(function: Any) -> str:
     """The module in which a function was written: a wrapper calls itself by another one's name."""
     module = str(getattr(function, "__globals__", {}).get("__name__", getattr(function, "__module__", "?")))
-    if not module.startswith("torch._dynamo"):
+    if not is_of_dynamo(module):
         return module
-    by = "torch.compiler.disable" if getattr(function, "_torchdynamo_disable", False) else "torch.compile"
+    by = "torch.compiler.disable" if is_disabled(function) else "torch.compile"
     return f"{by} around that of {written_by(function.__wrapped__)}" if hasattr(function, "__wrapped__") else by
 
 
@@ -357,19 +423,13 @@ def place_of(function: Any) -> str:
 
 def foreign_matmul() -> str:
     """Whose `bitsandbytes.matmul_4bit` is, where it is not bitsandbytes' own; else ""."""
-    import bitsandbytes
-
-    present: Any = bitsandbytes.matmul_4bit
-    return "" if written_by(present).partition(".")[0] == "bitsandbytes" else name_in_full(present)
+    present = foreign_functions().get("bitsandbytes.matmul_4bit")
+    return "" if present is None else name_in_full(present)
 
 
 def name_of(each: Replaced) -> str:
     owner = each.owner
     return f"{getattr(owner, '__name__', None) or type(owner).__name__}.{each.name}"
-
-
-def spelled(value: Any) -> str:
-    return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', repr(value))}"
 
 
 def versions() -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from cogumi.config.loss_presets import OURS, PRESETS
 from cogumi.core.errors import UsageError
-from cogumi.patches.patch_status import PatchStatus
+from cogumi.patches import PatchStatus
 
 NAME = "gspo"
 WRITTEN_FOR = "trl 1.15"

@@ -25,7 +25,7 @@ import torch
 
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import pip
-from cogumi.patches.patch_status import PatchStatus
+from cogumi.patches import PatchStatus
 
 NAME = "unsloth"
 WRITTEN_FOR = "unsloth 2026.10.7 and 2026.10.9"
@@ -236,7 +236,7 @@ SCORER = (
     "max_rows_per_chunk lm_head_bias"
 )
 LOSS_FILE, PATCH_FILE = "unsloth_zoo/rl_replacements.py", "unsloth/models/rl.py"
-# What cogumi.rl.unsloth_loss_capture binds to, per file; the same in both versions this was written for. Upstream may append.
+# What cogumi.rl.loss_capture binds to, per file; the same in both versions this was written for. Upstream may append.
 UPSTREAM = {
     PATCH_FILE: {"PatchFastRL": takes("algorithm")},
     LOSS_FILE: {

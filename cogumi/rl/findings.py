@@ -94,8 +94,7 @@ def worded(function: Callable[[Any], None]) -> Callable[[Any], None]:
 def in_python(message: str) -> str:
     """`set train.epsilon: 3e-4` as `set GRPOConfig.epsilon=3e-4`."""
     message = message.replace("cogumi.behaviour_logps: rollout", "use_rollout_logps(trainer)")
-    message = message.replace("cogumi.fp32_lm_head: true", "fp32_lm_head(trainer)")
-    message = message.replace("cogumi.fp32_lm_head", "fp32_lm_head(trainer)")
+    message = re.sub(r"cogumi\.fp32_lm_head(: true)?", "fp32_lm_head(trainer)", message)
     for section, config in (("train", "GRPOConfig"), ("lora", "LoraConfig")):
         key = rf"(?<![\w/.\\]){section}\.(?!py\b)(\w+)"  # not in the path of a user's train.py
         message = re.sub(rf"{key}: ([\w.+-]*\w)", functools.partial(_assigned, config), message)
@@ -105,11 +104,9 @@ def in_python(message: str) -> str:
 
 
 def _assigned(config: str, setting: re.Match[str]) -> str:
-    return f"{config}.{setting[1]}={_literal(setting[2])}"
-
-
-def _literal(value: str) -> str:
-    """A YAML scalar as Python writes it."""
+    key, value = setting.groups()
     if value in ("true", "false"):
-        return value.capitalize()
-    return value if value[0].isdigit() or value[0] == "-" else repr(value)
+        value = value.capitalize()
+    elif not (value[0].isdigit() or value[0] == "-"):
+        value = repr(value)
+    return f"{config}.{key}={value}"

@@ -1,12 +1,11 @@
 """What would make a GRPO run something else than it says, found before the first rollout is paid for.
 
-Each rule is a function of plain values that returns what it found or None; `before_the_first_rollout` feeds them from a
-trainer. Settings are named as in a run's YAML (`train.` is TRL's GRPOConfig, `lora.` peft's LoraConfig).
+Each rule yields what it found; `before_the_first_rollout` applies them to a trainer. Settings are named as in a run's YAML
+(`train.` is TRL's GRPOConfig, `lora.` peft's LoraConfig).
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from datasets import Dataset
@@ -16,15 +15,17 @@ from transformers.trainer_utils import SaveStrategy
 from cogumi.config.loss_presets import PRESETS
 from cogumi.core.errors import UsageError
 from cogumi.patches.gspo_loss import loss_name
+from cogumi.patches.trl_internals import tokenized_prompts
 from cogumi.rewards.named_rewards import what_is_wrong
 from cogumi.rl.findings import Finding, how_to_accept, is_a_runs, worded_for
+from cogumi.rl.loss_check import CLIPPED
 from cogumi.rl.memory_plan import nearest_multiples
-from cogumi.rl.reference_loss import CLIPPED
 
 SUMMED_OVER_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")  # a sequence weighs as much as it is long
 LARGEST_SEQUENCE_EPSILON = 0.05
 SMALLEST_TOKEN_EPSILON = 0.01
 TOKENIZED_AT_ONCE = 1024
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 POSITIONS = "the model's max_position_embeddings"
 
 
@@ -57,10 +58,7 @@ def guard(
 
 
 def before_the_first_rollout(
-    trainer: Any,
-    *,
-    backend: Literal["trl", "unsloth"],
-    behaviour_logps: Literal["trainer", "rollout"] = "trainer",
+    trainer: Any, *, backend: Literal["trl", "unsloth"], behaviour_logps: Literal["trainer", "rollout"] = "trainer"
 ) -> list[Finding]:
     """Every rule applied to a constructed `trl.GRPOTrainer`, in the order in which they are written below.
 
@@ -68,43 +66,22 @@ def before_the_first_rollout(
     method; those of a streamed data set, of environments and of images are not known before the rollout and pass.
     """
     args = trainer.args
-    per_sequence = ratio_is_per_sequence(args)
-    clips_sequences = per_sequence and args.loss_type in CLIPPED
-    generate_every = args.steps_per_generation * args.num_iterations
-    found = [
-        dropout(active_dropout(trainer.model), clips_sequences),
-        pad_is_eos(trainer._tokenizer.pad_token_id, trainer._tokenizer.eos_token_id, trainer.eos_token_ids, backend),
-        token_aggregation(args.loss_type, args.importance_sampling_level),
-        two_temperatures(args.temperature, args.generation_kwargs),
-    ]
-    found += clip_numbers(
-        {key: getattr(args, key) for key in ("loss_type", "epsilon", "epsilon_high", "delta", "beta")}
-    )
-    if not per_sequence:
-        found.append(narrow_clip(args.loss_type, args.epsilon, args.epsilon_high))
-    if clips_sequences:
-        found.append(wide_clip(args.epsilon, args.epsilon_high))
-        corrected = args.use_vllm and args.vllm_importance_sampling_correction
-        if behaviour_logps == "trainer" and not corrected:
-            found.append(ratio_always_one(args.gradient_accumulation_steps, generate_every, args.num_iterations))
-    if args.importance_sampling_level == "sequence" and backend == "trl" and args.use_bias_correction_kl:
-        found.append(kl_correction(args.beta, args.max_completion_length))
+    found = [*dropout(active_dropout(trainer.model), clips_sequences(args)), *pad_is_eos(trainer, backend)]
+    found += loss_settings(args, backend)
+    corrected = args.use_vllm and args.vllm_importance_sampling_correction
+    if clips_sequences(args) and behaviour_logps == "trainer" and not corrected:
+        found += ratio_always_one(args)
     # cogumi.protect saves what TRL does not, and a run is protected before its first step.
-    keeps_rollouts = is_a_runs(trainer) or hasattr(trainer, "cogumi_protection")
-    if not keeps_rollouts and (every := steps_between_checkpoints(trainer)):
-        found.append(checkpoint_inside_a_rollout(*every, args.gradient_accumulation_steps, generate_every))
-    if not keeps_rollouts and SaveStrategy(args.save_strategy) == SaveStrategy.STEPS and not args.save_only_model:
-        found.append(last_checkpoint_inside_a_rollout(args.max_steps, args.gradient_accumulation_steps, generate_every))
+    if not (is_a_runs(trainer) or hasattr(trainer, "cogumi_protection")):
+        found += checkpoints_inside_rollouts(trainer)
     if isinstance(trainer.train_dataset, Dataset):
-        found.append(less_than_a_rollout(len(trainer.train_dataset), args.generation_batch_size, args.num_generations))
-        if (
-            not is_a_runs(trainer) and len(trainer.train_dataset) and prompts_are_text(trainer)
-        ):  # a run tried them before
-            found += rewards_tried(trainer)
-        context = context_length(trainer)
-        if context is not None and prompts_are_text(trainer):
-            found.append(too_long(prompt_lengths(trainer), args.max_completion_length or 0, *context))
-    return [finding for finding in found if finding is not None]
+        found += less_than_a_rollout(len(trainer.train_dataset), args)
+        if prompts_are_text(trainer):
+            if not is_a_runs(trainer) and len(trainer.train_dataset):  # a run tried them before
+                found += rewards_tried(trainer)
+            if (context := context_length(trainer)) is not None:
+                found += too_long(prompt_lengths(trainer), args.max_completion_length or 0, *context)
+    return found
 
 
 def ratio_is_per_sequence(args: Any) -> bool:
@@ -113,211 +90,215 @@ def ratio_is_per_sequence(args: Any) -> bool:
     return args.importance_sampling_level == "sequence" or (name in PRESETS and PRESETS[name].token_ratio)
 
 
-@dataclass(frozen=True)
-class ActiveDropout:
-    """One place where the model drops activations, and with which probability."""
-
-    place: str
-    p: float
-    kind: Literal["lora", "module", "functional"]
+def clips_sequences(args: Any) -> bool:
+    return ratio_is_per_sequence(args) and args.loss_type in CLIPPED
 
 
-def active_dropout(model: nn.Module) -> list[ActiveDropout]:
-    """Every place, LoRA's first, then other modules, then functional calls.
+def active_dropout(model: nn.Module) -> list[tuple[str, str, float]]:
+    """(kind, place, probability) of every place where the model drops activations: LoRA's, other modules', functional calls.
 
     A functional call shows only as the number its module keeps for it, such as Llama's `attention_dropout`.
     """
     found = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, DROPOUTS):
             if module.p > 0:
-                found.append(ActiveDropout(name, module.p, "lora" if "lora_dropout" in name else "module"))
+                found.append(("lora" if "lora_dropout" in name else "module", name, module.p))
             continue
         for attribute, value in vars(module).items():
             if "dropout" in attribute and isinstance(value, float) and value > 0:
-                found.append(ActiveDropout(f"{name}.{attribute}", value, "functional"))
+                found.append(("functional", f"{name}.{attribute}", value))
     order = ("lora", "module", "functional")
-    return sorted(found, key=lambda each: order.index(each.kind))
+    return sorted(found, key=lambda each: order.index(each[0]))
 
 
-def dropout(active: Sequence[ActiveDropout], clips_sequences: bool) -> Finding | None:
+def dropout(active: Sequence[tuple[str, str, float]], clips_sequences: bool) -> Iterator[Finding]:
     """Dropout draws another mask for the old log-probabilities than for the new ones.
 
     At LoRA's start B is 0 and nothing is dropped yet; on the tiny model of the tests 62 % of the sequences were outside
     the clip at the first step of the second rollout, and all of them with a random B. Without dropout none were.
     """
     if not active:
-        return None
+        return
     fixes = {
         "lora": "lora.lora_dropout: 0",
         "module": "train.disable_dropout: true",
         # TRL's switch sets the p of nn.Dropout modules, and nothing else.
         "functional": "0.0 for it in the model's config.json (train.disable_dropout does not reach it)",
     }
-    first = active[0]
-    names = {"lora": "lora.lora_dropout", "module": "dropout", "functional": "dropout"}
+    kind, place, p = active[0]
     others = f" and {len(active) - 1} more" if len(active) > 1 else ""
-    fix = " and ".join(fixes[kind] for kind in dict.fromkeys(each.kind for each in active))
-    if first.kind == "lora":
+    fix = " and ".join(fixes[kind] for kind in dict.fromkeys(each[0] for each in active))
+    if kind == "lora":
         fix += " (train.disable_dropout: true does the same)"
-    start = (
-        f"{names[first.kind]} is {first.p:g} ({first.place}{others}): old and new log-probabilities see different masks"
-    )
+    name = "lora.lora_dropout" if kind == "lora" else "dropout"
+    effect = "which adds noise to every ratio"
     if clips_sequences:
-        return Finding(
-            "dropout",
-            True,
-            f"{start}, so the ratio leaves a clip of 3e-4 by itself (measured at 0.05: 75 % of the sequences clipped "
-            f"at step 1, for any adapter but one that is still zero); set {fix}",
+        effect = (
+            "so the ratio leaves a clip of 3e-4 by itself (measured at 0.05: 75 % of the sequences clipped at step 1, "
+            "for any adapter but one that is still zero)"
         )
-    return Finding("dropout", False, f"{start}, which adds noise to every ratio; set {fix}")
+    message = (
+        f"{name} is {p:g} ({place}{others}): old and new log-probabilities see different masks, {effect}; set {fix}"
+    )
+    yield Finding("dropout", clips_sequences, message)
 
 
-def pad_is_eos(pad: int, eos: int, all_eos: Sequence[int], backend: Literal["trl", "unsloth"]) -> Finding | None:
+def pad_is_eos(trainer: Any, backend: Literal["trl", "unsloth"]) -> Iterator[Finding]:
     """unsloth's text path finds padding by its id; nothing is wrong under TRL, whose masks are made from lengths.
 
     TRL 1.15 cuts a completion at its first EOS and builds prompt_mask and completion_mask as ones of each row's length,
     padded with zeros; a test trains the same run with either pad token, to the same weights.
     """
-    if backend == "trl" or pad not in (eos, *all_eos):
-        return None
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # out of a processor of images
+    pad, eos, every_eos = tokenizer.pad_token_id, tokenizer.eos_token_id, trainer.eos_token_ids
+    if backend == "trl" or pad not in (eos, *every_eos):
+        return
+    wrong = (
+        f"(id {pad}) is one of the model's EOS tokens ({', '.join(map(str, every_eos))}): unsloth masks it where a completion "
+        "ends with it"
+    )
     if pad == eos:
-        return Finding(
-            "pad-is-eos",
-            True,
-            f"the pad token is the EOS token (id {pad}): unsloth masks every token with the pad token's id, so the end of a "
-            "completion is never learned; give the tokenizer a pad token of its own",
+        wrong = (
+            f"is the EOS token (id {pad}): unsloth masks every token with the pad token's id, so the end of a completion is "
+            "never learned"
         )
-    return Finding(
-        "pad-is-eos",
-        False,
-        f"the pad token (id {pad}) is one of the model's EOS tokens ({', '.join(map(str, all_eos))}): unsloth masks it where "
-        "a completion ends with it; give the tokenizer a pad token of its own",
-    )
+    yield Finding("pad-is-eos", pad == eos, f"the pad token {wrong}; give the tokenizer a pad token of its own")
 
 
-def token_aggregation(loss_type: str, level: str) -> Finding | None:
-    """A ratio per sequence with a loss summed over tokens, or the reverse."""
+def loss_settings(args: Any, backend: Literal["trl", "unsloth"]) -> Iterator[Finding]:
+    """Settings of the loss, and of the sampler, that contradict each other. `args`: a GRPOConfig."""
+    loss_type, level = args.loss_type, args.importance_sampling_level
     if level == "sequence" and loss_type in SUMMED_OVER_TOKENS:
-        return Finding(
-            "token-aggregation",
-            True,
+        message = (
             f"train.loss_type {loss_type} sums over tokens, so with train.importance_sampling_level sequence each sequence "
-            "weighs as much as it is long; set train.loss_type: gspo (the paper's mean) or gspo-length (its sum, on purpose)",
+            "weighs as much as it is long; set train.loss_type: gspo (the paper's mean) or gspo-length (its sum, on purpose)"
         )
+        yield Finding("token-aggregation", True, message)
     if level == "token" and loss_type == "luspo":
-        return Finding(
-            "token-aggregation",
-            True,
+        message = (
             "train.loss_type luspo is a sequence-level loss, and train.importance_sampling_level is token; set "
-            "train.loss_type: gspo-length, or train.importance_sampling_level: sequence",
+            "train.loss_type: gspo-length, or train.importance_sampling_level: sequence"
         )
-    return None
-
-
-def two_temperatures(scored: float, generation_kwargs: Mapping[str, Any] | None) -> Finding | None:
-    """TRL 1.15 samples with generation_kwargs' temperature and scores with its own, so the ratio would not start at 1."""
-    sampled = (generation_kwargs or {}).get("temperature", scored)
-    if sampled == scored:
-        return None
-    return Finding(
-        "two-temperatures",
-        True,
-        f"train.generation_kwargs.temperature {sampled} is what completions are sampled at, and TRL scores at "
-        f"train.temperature {scored}: two policies; set train.temperature alone",
+        yield Finding("token-aggregation", True, message)
+    # TRL 1.15 samples with generation_kwargs' temperature and scores with its own, so the ratio would not start at 1.
+    sampled = (args.generation_kwargs or {}).get("temperature", args.temperature)
+    if sampled != args.temperature:
+        message = (
+            f"train.generation_kwargs.temperature {sampled} is what completions are sampled at, and TRL scores at "
+            f"train.temperature {args.temperature}: two policies; set train.temperature alone"
+        )
+        yield Finding("two-temperatures", True, message)
+    yield from clip_numbers(
+        {key: getattr(args, key) for key in ("loss_type", "epsilon", "epsilon_high", "delta", "beta")}
     )
+    bounds = {"epsilon": args.epsilon, "epsilon_high": args.epsilon if args.epsilon_high is None else args.epsilon_high}
+    if not ratio_is_per_sequence(args):
+        yield from narrow_clip(loss_type, *bounds.values())
+    wide = {name: value for name, value in bounds.items() if value > LARGEST_SEQUENCE_EPSILON}
+    if clips_sequences(args) and wide:
+        named = " and ".join(f"train.{name} {value:g}" for name, value in wide.items())
+        message = (
+            f"{named}: a token loss's clip. A sequence's ratio is a mean over its tokens and rarely leaves 1 +- 0.01, so "
+            "nothing would be clipped; set train.epsilon: 3e-4 and train.epsilon_high: 4e-4 (GSPO's paper; summed over "
+            "tokens, as in gspo-length: 3e-3 and 4e-3)"
+        )
+        yield Finding("wide-clip", True, message)
+    if level == "sequence" and backend == "trl" and args.use_bias_correction_kl and args.beta > 0:
+        yield kl_correction(args.beta, args.max_completion_length)
 
 
-def clip_numbers(values: Mapping[str, Any]) -> list[Finding]:
+def clip_numbers(values: Mapping[str, Any]) -> Iterator[Finding]:
     """Numbers with which a clip or a KL term does something else than its name says; `values` may lack any of them."""
-    found = []
     for key in ("epsilon", "epsilon_high"):
         if (value := values.get(key)) is not None and not value > 0:
-            wrong = f"train.{key} is {value}; the clip needs a positive number, such as 3e-4"
-            found.append(Finding("epsilon", True, wrong))
+            message = f"train.{key} is {value}; the clip needs a positive number, such as 3e-4"
+            yield Finding("epsilon", True, message)
     if (beta := values.get("beta")) is not None and beta < 0:
-        wrong = f"train.beta is {beta}: a negative KL term drives the policy away; set 0 or more"
-        found.append(Finding("beta", True, wrong))
+        yield Finding("beta", True, f"train.beta is {beta}: a negative KL term drives the policy away; set 0 or more")
     if (delta := values.get("delta")) is not None and values.get("loss_type") in CLIPPED and delta <= 1:
-        found.append(
-            Finding(
-                "delta",
-                True,
-                f"train.delta {delta:g} caps every ratio at or below 1, so rewarded completions get no gradient; set more than "
-                "1 + train.epsilon_high, or leave it out",
-            )
+        message = (
+            f"train.delta {delta:g} caps every ratio at or below 1, so rewarded completions get no gradient; set more than "
+            "1 + train.epsilon_high, or leave it out"
         )
-    return found
+        yield Finding("delta", True, message)
 
 
-def narrow_clip(loss_type: str, epsilon: float, epsilon_high: float | None) -> Finding | None:
+def narrow_clip(loss_type: str, epsilon: float, high: float) -> Iterator[Finding]:
     """A sequence loss's epsilon on ratios of single tokens."""
-    high = epsilon if epsilon_high is None else epsilon_high
+    message = ""
     if loss_type == "cispo" and high < 1:
-        return Finding(
-            "narrow-clip",
-            False,
+        message = (
             f"train.epsilon_high {high:g} is cispo's cap of the ratio itself, and below 1 it scales every gradient down; the "
-            "papers use 4 to 8",
+            "papers use 4 to 8"
         )
-    if loss_type in CLIPPED and min(epsilon, high) < SMALLEST_TOKEN_EPSILON:
-        return Finding(
-            "narrow-clip",
-            False,
-            f"train.epsilon {epsilon:g} / train.epsilon_high {high:g} are a sequence loss's, and the ratio of train.loss_type "
-            f"{loss_type} is per token: almost every token is clipped after one step; leave them out for the preset's",
+    elif loss_type in CLIPPED and min(epsilon, high) < SMALLEST_TOKEN_EPSILON:
+        message = (
+            f"train.epsilon {epsilon:g} / train.epsilon_high {high:g} are a sequence loss's, and the ratio of "
+            f"train.loss_type {loss_type} is per token: almost every token is clipped after one step; leave them out for "
+            "the preset's"
         )
-    return None
+    if message:
+        yield Finding("narrow-clip", False, message)
 
 
-def wide_clip(epsilon: float, epsilon_high: float | None) -> Finding | None:
-    """A token loss's epsilon on a ratio that is a mean over the sequence."""
-    bounds = {"epsilon": epsilon, "epsilon_high": epsilon if epsilon_high is None else epsilon_high}
-    wide = {name: value for name, value in bounds.items() if value > LARGEST_SEQUENCE_EPSILON}
-    if not wide:
-        return None
-    named = " and ".join(f"train.{name} {value:g}" for name, value in wide.items())
-    return Finding(
-        "wide-clip",
-        True,
-        f"{named}: a token loss's clip. A sequence's ratio is a mean over its tokens and rarely leaves 1 +- 0.01, so nothing "
-        "would be clipped; set train.epsilon: 3e-4 and train.epsilon_high: 4e-4 (GSPO's paper; summed over tokens, as in "
-        "gspo-length: 3e-3 and 4e-3)",
-    )
-
-
-def kl_correction(beta: float, longest: int | None) -> Finding | None:
+def kl_correction(beta: float, longest: int | None) -> Finding:
     """TRL 1.15 multiplies each token's KL term by the ratio: unbiased for a token's ratio, and not for a sequence's.
 
     With d = log p_ref - log p and k = e^d - d - 1 a token's gradient is 1 - e^d without the correction (in expectation
     that of KL(ref || policy)) and 1 - e^d + k = -d with a token's ratio (KL(policy || ref)). A sequence's ratio is the
     N-th root of the likelihood ratio: every token gets the mean of k in place of its own, of which 1/N is its own.
     """
-    if not beta > 0:
-        return None
     share = "1/N" if longest is None else f"1/{longest}"
-    return Finding(
-        "kl-correction",
-        False,
+    message = (
         f"train.beta {beta:g} with train.use_bias_correction_kl, TRL's default: the KL term is multiplied by the sequence's "
         f"ratio, the N-th root of a likelihood ratio. Of the correction 1/N is left for N tokens ({share} for the longest), so "
         "the KL gradient stays that of KL(ref || policy); set train.use_bias_correction_kl: false, which says so, or "
-        "train.loss_type: gspo-token, whose KL gradient is corrected token by token",
+        "train.loss_type: gspo-token, whose KL gradient is corrected token by token"
     )
+    return Finding("kl-correction", False, message)
 
 
-def ratio_always_one(accumulation: int, generate_every: int, num_iterations: int) -> Finding | None:
+def ratio_always_one(args: Any) -> Iterator[Finding]:
     """Every rollout is used up by one optimizer step; TRL 1.15 then takes `new.detach()` as the old log-probabilities."""
-    if accumulation % generate_every:
-        return None
-    return Finding(
-        "ratio-always-one",
-        False,
-        f"train.steps_per_generation {generate_every // num_iterations} x train.num_iterations {num_iterations} is not more "
-        f"than train.gradient_accumulation_steps {accumulation}: no rollout is used for a second step, the ratio is exactly 1 "
-        "and GSPO's clip can never act (what trains is REINFORCE divided by the length); set "
-        f"train.steps_per_generation: {4 * accumulation} for the paper's 4 steps a rollout",
-    )
+    accumulation = args.gradient_accumulation_steps
+    if accumulation % (args.steps_per_generation * args.num_iterations) == 0:
+        message = (
+            f"train.steps_per_generation {args.steps_per_generation} x train.num_iterations {args.num_iterations} is not more "
+            f"than train.gradient_accumulation_steps {accumulation}: no rollout is used for a second step, the ratio is "
+            "exactly 1 and GSPO's clip can never act (what trains is REINFORCE divided by the length); set "
+            f"train.steps_per_generation: {4 * accumulation} for the paper's 4 steps a rollout"
+        )
+        yield Finding("ratio-always-one", False, message)
+
+
+def checkpoints_inside_rollouts(trainer: Any) -> Iterator[Finding]:
+    """TRL 1.15 saves neither its position in a rollout nor the rollout, and a resumed run starts with a new one.
+
+    A script may never resume, and TRL's own default of 500 steps is no multiple of most rollouts: these are warnings.
+    """
+    args = trainer.args
+    generate_every = args.steps_per_generation * args.num_iterations
+    aligned = generate_every // math.gcd(generate_every, args.gradient_accumulation_steps)
+    if (between := steps_between_checkpoints(trainer)) and between[1] % aligned:
+        key, steps = between
+        message = (
+            f"train.{key} {steps}: a checkpoint would fall inside a rollout, which TRL does not save, so a resumed run would "
+            f"train on other rollouts than this one; a rollout lasts {aligned} steps "
+            "(train.steps_per_generation x train.num_iterations micro-batches, "
+            "train.gradient_accumulation_steps of them a step): use cogumi.protect(trainer), which saves it, or set "
+            f"train.{key}: {nearest_multiples(steps, aligned)}"
+        )
+        yield Finding("checkpoint-inside-rollout", False, message)
+    # transformers saves after the last step too; only a run that is to be continued from there minds.
+    saves_last = SaveStrategy(args.save_strategy) == SaveStrategy.STEPS and not args.save_only_model
+    if saves_last and args.max_steps > 0 and args.max_steps % aligned:
+        message = (
+            f"train.max_steps {args.max_steps} ends inside a rollout of {aligned} steps: its last checkpoint is good to use, "
+            "and a run continued from it would train on other rollouts; to continue, set train.max_steps: "
+            f"{nearest_multiples(args.max_steps, aligned)}"
+        )
+        yield Finding("last-checkpoint-inside-rollout", False, message)
 
 
 def steps_between_checkpoints(trainer: Any) -> tuple[str, int] | None:
@@ -338,59 +319,27 @@ def steps_between_checkpoints(trainer: Any) -> tuple[str, int] | None:
     return None if 0 < total <= every else (key, int(every))
 
 
-def checkpoint_inside_a_rollout(key: str, steps: int, accumulation: int, generate_every: int) -> Finding | None:
-    """TRL 1.15 saves neither its position in a rollout nor the rollout, and a resumed run starts with a new one.
-
-    A script may never resume, and TRL's own default of 500 steps is no multiple of most rollouts: there it is a warning.
-    """
-    if steps * accumulation % generate_every == 0:
-        return None
-    aligned = generate_every // math.gcd(generate_every, accumulation)
-    return Finding(
-        "checkpoint-inside-rollout",
-        False,
-        f"train.{key} {steps}: a checkpoint would fall inside a rollout, which TRL does not save, so a resumed run would "
-        f"train on other rollouts than this one; a rollout lasts {aligned} steps "
-        "(train.steps_per_generation x train.num_iterations micro-batches, "
-        "train.gradient_accumulation_steps of them a step): use cogumi.protect(trainer), which saves it, or set "
-        f"train.{key}: {nearest_multiples(steps, aligned)}",
-    )
-
-
-def last_checkpoint_inside_a_rollout(max_steps: int, accumulation: int, generate_every: int) -> Finding | None:
-    """transformers saves after the last step too; only a run that is to be continued from there minds."""
-    if max_steps <= 0 or max_steps * accumulation % generate_every == 0:
-        return None
-    aligned = generate_every // math.gcd(generate_every, accumulation)
-    return Finding(
-        "last-checkpoint-inside-rollout",
-        False,
-        f"train.max_steps {max_steps} ends inside a rollout of {aligned} steps: its last checkpoint is good to use, and a run "
-        "continued from it would train on other rollouts; to continue, set train.max_steps: "
-        f"{nearest_multiples(max_steps, aligned)}",
-    )
-
-
-def less_than_a_rollout(prompts: int, completions_per_rollout: int, group: int) -> Finding | None:
+def less_than_a_rollout(prompts: int, args: Any) -> Iterator[Finding]:
     """TRL 1.15's RepeatSampler drops a rollout that is not whole."""
-    needed = completions_per_rollout // group
-    if prompts >= needed:
-        return None
-    return Finding(
-        "less-than-a-rollout",
-        True,
-        f"{prompts} prompts, and one rollout takes {needed} (train.generation_batch_size {completions_per_rollout} / "
-        f"train.num_generations {group}): TRL drops what does not fill a rollout, so not one step would be made; repeat the "
-        f"data (cogumi.rl.memory_plan.whole_rollout) or take at most {prompts * group} completions a rollout",
-    )
+    needed = args.generation_batch_size // args.num_generations
+    if prompts < needed:
+        message = (
+            f"{prompts} prompts, and one rollout takes {needed} (train.generation_batch_size {args.generation_batch_size} / "
+            f"train.num_generations {args.num_generations}): TRL drops what does not fill a rollout, so not one step would be "
+            "made; repeat the data (cogumi.rl.memory_plan.whole_rollout) or take at most "
+            f"{prompts * args.num_generations} completions a rollout"
+        )
+        yield Finding("less-than-a-rollout", True, message)
 
 
-def rewards_tried(trainer: Any) -> list[Finding]:
+def rewards_tried(trainer: Any) -> Iterator[Finding]:
     """Every reward function called once on the first prompt: what it raises there, it raises after the first rollout."""
-    functions = [each for each in trainer.reward_funcs if not isinstance(each, nn.Module)]
     row, group = trainer.train_dataset[0], trainer.num_generations
-    wrong = [what_is_wrong(each, row, group, trainer_state=trainer.state) for each in functions]
-    return [Finding("reward", *each) for each in wrong if each is not None]
+    for function in trainer.reward_funcs:
+        if not isinstance(function, nn.Module):
+            wrong = what_is_wrong(function, row, group, trainer_state=trainer.state)
+            if wrong is not None:
+                yield Finding("reward", *wrong)
 
 
 def context_length(trainer: Any) -> tuple[int, str] | None:
@@ -423,22 +372,18 @@ def prompt_lengths(trainer: Any) -> list[int]:
     prompts = trainer.train_dataset["prompt"]
     lengths: list[int] = []
     for start in range(0, len(prompts), TOKENIZED_AT_ONCE):
-        ids, _, _ = trainer._tokenize_prompts(prompts[start : start + TOKENIZED_AT_ONCE])
-        lengths += map(len, ids)
+        lengths += map(len, tokenized_prompts(trainer, prompts[start : start + TOKENIZED_AT_ONCE]))
     return lengths
 
 
-def too_long(lengths: Sequence[int], completion: int, limit: int, setting: str) -> Finding | None:
+def too_long(lengths: Sequence[int], completion: int, limit: int, setting: str) -> Iterator[Finding]:
     """Prompts that leave less room in the context than a completion may take. All in tokens."""
-    over = sum(length + completion > limit for length in lengths)
-    if not over:
-        return None
-    longest, room = max(lengths), limit - completion
-    fits = f"set train.max_completion_length: {limit - longest}" if longest < limit else "shorten them"
-    drop = f", or leave out prompts of more than {room} tokens" if room > 0 else ""
-    return Finding(
-        "long-prompts",
-        True,
-        f"{over} of {len(lengths)} prompts are too long: the longest has {longest} tokens, with "
-        f"train.max_completion_length {completion} that is {longest + completion}, and {setting} is {limit}; {fits}{drop}",
-    )
+    if over := sum(length + completion > limit for length in lengths):
+        longest, room = max(lengths), limit - completion
+        fits = f"set train.max_completion_length: {limit - longest}" if longest < limit else "shorten them"
+        drop = f", or leave out prompts of more than {room} tokens" if room > 0 else ""
+        message = (
+            f"{over} of {len(lengths)} prompts are too long: the longest has {longest} tokens, with "
+            f"train.max_completion_length {completion} that is {longest + completion}, and {setting} is {limit}; {fits}{drop}"
+        )
+        yield Finding("long-prompts", True, message)

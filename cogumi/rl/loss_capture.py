@@ -1,25 +1,81 @@
 """What the loss that ran received: the one place where cogumi looks into a GRPO trainer, TRL's or unsloth's.
 
-Nothing here computes a loss. TRL's `compute_loss` asks the trainer for the new log-probabilities and goes on with them;
-under unsloth the same happens inside its generated module (`cogumi.rl.unsloth_loss_capture`). Both are overheard for the
-duration of one call.
+Nothing here computes a loss. For one call of `compute_loss` recorders that pass everything on unchanged stand in the place
+of what it calls, so neither the loss nor its gradient can differ. TRL's asks the trainer for the new log-probabilities.
+unsloth's never calls TRL's `_compute_loss`: it hands log-probabilities, mask and advantages to
+`UnslothEfficientGRPO.apply` (or, on its slower path, to `grpo_compute_loss_slow`), both globals of the module it generates.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+import functools
+import importlib
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
+from cogumi.patches import replaced
+from cogumi.patches.fused_head import triton_device
+from cogumi.patches.head_logps import FusedLogProbFunction
+from cogumi.patches.trl_internals import INNER_LOSS, TOKEN_LOGPS, methods_replaced
 from cogumi.patches.unsloth_rl import is_unsloths
-from cogumi.rl.loss_call import LossCall
-from cogumi.rl.unsloth_loss_capture import observed
 
 Backend = Literal["trl", "unsloth"]
 # Shapes of the soft clips, named after their losses.
 GATES = tuple(f"sapo_temperature_{sign}" for sign in ("pos", "neg")) + tuple(
     f"vespo_{name}_{sign}" for name in ("k", "lambda") for sign in ("pos", "neg")
 )
+# What turns hidden states, or logits, into log-probabilities in unsloth_zoo.rl_replacements.
+SCORERS = (
+    "chunked_hidden_states_selective_log_softmax",
+    "chunked_hidden_states_selective_log_softmax_recompute",
+    "grpo_chunked_hidden_states_logprobs",  # since 2026.10.8
+    "chunked_selective_log_softmax",
+)
+VOCABULARY_TILE = 32768  # TRL's own (trl/trainer/utils.py); cogumi's function takes smaller ones where it likes
+LOGIT_ROWS = 1024
+
+
+@dataclass
+class LossCall:
+    """One micro-batch as the loss that ran received it. B sequences of at most T completion tokens."""
+
+    new: Tensor
+    """(B, T) log-probabilities under the policy that is trained, with their graph, in nats."""
+    old: Tensor | None
+    """(B, T) log-probabilities under the policy that wrote the completions; None: the loss took `new.detach()`."""
+    ref: Tensor | None
+    """(B, T) log-probabilities under the reference model; None without a KL term."""
+    mask: Tensor
+    """(B, T) 1 for the tokens that count: completion, and not written by a tool."""
+    advantages: Tensor
+    """(B,), or (B, T) where they vary along the sequence."""
+    entropy: Tensor | None
+    """(B, T) of the policy at the sampling temperature, in nats."""
+    function: Any
+    """What computed the loss."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """The loss's settings: as it was called under unsloth, as it reads them off the trainer under TRL."""
+    weight: Tensor | None = None
+    """(B, T) or (B, 1) factor of the policy term: TRL's correction for the sampler's own numerics (vLLM)."""
+
+    def old_or_new(self) -> Tensor:
+        return self.new.detach() if self.old is None else self.old
+
+
+def sequence_log_ratio(call: LossCall) -> Tensor:
+    """log R_s = mean over the sequence's tokens of new - old, (B,), as the loss's own dtype has it."""
+    new = call.new.detach()
+    return ((new - call.old_or_new()) * call.mask).sum(-1) / call.mask.sum(-1).clamp(min=1)
+
+
+def is_per_sequence(call: LossCall, token_ratio: bool = False) -> bool:
+    return token_ratio or call.arguments["importance_sampling_level"] == "sequence"
 
 
 def backend_of(trainer: Any) -> Backend:
@@ -30,19 +86,21 @@ def backend_of(trainer: Any) -> Backend:
 def overheard(trainer: Any, inputs: dict[str, Any], token_ratio: bool) -> AbstractContextManager[list[LossCall]]:
     """While it is entered, one `trainer.compute_loss(model, inputs)` leaves its LossCalls in the list."""
     if backend_of(trainer) == "unsloth":
-        return observed(trainer)
+        return overheard_in_unsloth(trainer)
     return overheard_in_trl(trainer, inputs, token_ratio)
+
+
+# ------------------------------------------------------------------------------------------------------------------ TRL
 
 
 @contextmanager
 def overheard_in_trl(trainer: Any, inputs: dict[str, Any], token_ratio: bool = False) -> Iterator[list[LossCall]]:
-    """TRL 1.15: `_compute_loss` calls `_get_per_token_logps_and_entropies` once and reads the rest from `inputs`.
+    """TRL 1.15: its loss asks the trainer for log-probabilities and entropies once, and reads the rest from `inputs`.
 
     With `token_ratio`, `inputs` gets other old log-probabilities once the new ones are known, so that the ratio the
     loss forms is GSPO-token's: the sequence's in value, each token's in gradient.
     """
-    name = "_get_per_token_logps_and_entropies"
-    compute, own = getattr(trainer, name), vars(trainer).get(name)
+    compute = getattr(trainer, TOKEN_LOGPS)
     calls: list[LossCall] = []
 
     def overhear(*args: Any, **kwargs: Any) -> Any:
@@ -53,14 +111,8 @@ def overheard_in_trl(trainer: Any, inputs: dict[str, Any], token_ratio: bool = F
             inputs["old_per_token_logps"] = gspo_token_old(call)
         return result
 
-    setattr(trainer, name, overhear)
-    try:
+    with methods_replaced(trainer, {TOKEN_LOGPS: overhear}):
         yield calls
-    finally:
-        if own is None:
-            delattr(trainer, name)
-        else:
-            setattr(trainer, name, own)
 
 
 def trl_call(trainer: Any, inputs: dict[str, Any], new: Tensor, entropy: Tensor | None) -> LossCall:
@@ -73,7 +125,7 @@ def trl_call(trainer: Any, inputs: dict[str, Any], new: Tensor, entropy: Tensor 
         mask=mask * inputs["tool_mask"] if "tool_mask" in inputs else mask,
         advantages=inputs["advantages"],
         entropy=entropy,
-        function=type(trainer)._compute_loss,
+        function=getattr(type(trainer), INNER_LOSS),
         arguments={
             "loss_type": trainer.loss_type,
             "importance_sampling_level": trainer.importance_sampling_level,
@@ -106,11 +158,191 @@ def gspo_token_old(call: LossCall) -> Tensor:
     return new - log_ratio
 
 
-def sequence_log_ratio(call: LossCall) -> Tensor:
-    """log R_s = mean over the sequence's tokens of new - old, (B,), as the loss's own dtype has it."""
-    new = call.new.detach()
-    return ((new - call.old_or_new()) * call.mask).sum(-1) / call.mask.sum(-1).clamp(min=1)
+# -------------------------------------------------------------------------------------------------------------- unsloth
 
 
-def is_per_sequence(call: LossCall, token_ratio: bool = False) -> bool:
-    return token_ratio or call.arguments["importance_sampling_level"] == "sequence"
+@contextmanager
+def overheard_in_unsloth(trainer: Any) -> Iterator[list[LossCall]]:
+    """(B, T) is unsloth's layout: rows packed to the left, T = completion columns + the widest left padding, which
+    `mask` leaves out. `entropy` is None under no_grad (evaluation), where nothing links a score to its token.
+
+    Raises RuntimeError when the generated module is not the one this was written for.
+    """
+    home = next(cls.__module__ for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
+    generated = sys.modules[home]
+    for name in ("UnslothEfficientGRPO", "grpo_compute_loss_slow", "grpo_accumulated_loss"):
+        if not hasattr(generated, name):
+            raise RuntimeError(f"{type(trainer).__name__}.compute_loss comes from {home}, which has no {name}")
+    zoo = importlib.import_module("unsloth_zoo.rl_replacements")
+    calls: list[LossCall] = []
+    scores = Scores()
+    losses = {
+        "UnslothEfficientGRPO": record_efficient(generated.UnslothEfficientGRPO, calls, scores),
+        "grpo_compute_loss_slow": record_slow(generated.grpo_compute_loss_slow, calls, scores),
+    }
+    with ExitStack() as stack:
+        stack.callback(scores.stop)  # unsloth's recomputing backward still holds the recorders later
+        recorders = {name: scores.recorder(getattr(zoo, name)) for name in SCORERS if hasattr(zoo, name)}
+        stack.enter_context(replaced(zoo, recorders))
+        stack.enter_context(replaced(generated, losses))
+        yield calls
+
+
+def record_efficient(original: Any, calls: list[LossCall], scores: "Scores") -> Any:
+    """The autograd function `original` under its own name, which records what it is applied to."""
+    forward = inspect.signature(original.forward)
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        given = forward.bind(None, *args, **kwargs).arguments
+        outputs = original.apply(*args, **kwargs)
+        settings = given.get("extra_kwargs") or {}
+        named = {key: given[f"_{key}"] for key in ("new_logps", "old_logps", "ref_logps", "mask", "advantages")}
+        calls.append(unsloth_call(original, named, given["beta"], settings, outputs[4], scores))
+        return outputs
+
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    return type(original)(original.__name__, (original,), {"apply": staticmethod(apply), **names})
+
+
+def record_slow(original: Any, calls: list[LossCall], scores: "Scores") -> Callable[..., Any]:
+    @functools.wraps(original)
+    def compute(
+        ref: Tensor | None,
+        new: Tensor,
+        old: Tensor | None,
+        sampling_per_token_logps: Tensor | None,
+        input_ids: Tensor,
+        mask: Tensor,
+        beta: float,
+        advantages: Tensor,
+        **settings: Any,
+    ) -> Any:
+        outputs = original(ref, new, old, sampling_per_token_logps, input_ids, mask, beta, advantages, **settings)
+        named = {"new_logps": new, "old_logps": old, "ref_logps": ref, "mask": mask, "advantages": advantages}
+        calls.append(unsloth_call(original, named, beta, settings, outputs[4], scores))
+        return outputs
+
+    return compute
+
+
+def unsloth_call(
+    function: Any,
+    given: dict[str, Any],
+    beta: float,
+    settings: dict[str, Any],
+    sampler_ratio: Tensor | None,
+    scores: "Scores",
+) -> LossCall:
+    corrected = settings.get("use_vllm") and settings.get("vllm_importance_sampling_correction")
+    weighed = corrected and settings.get("loss_type") != "vespo" and sampler_ratio is not None and sampler_ratio.numel()
+    return LossCall(
+        new=given["new_logps"],
+        old=given["old_logps"],
+        ref=given["ref_logps"] if beta != 0 else None,
+        mask=given["mask"],
+        advantages=given["advantages"],
+        entropy=scores.entropy(given["new_logps"], given["mask"]),
+        function=function,
+        arguments={"beta": beta, **{key: value for key, value in settings.items() if not callable(value)}},
+        weight=sampler_ratio if weighed else None,
+    )
+
+
+class Scores:
+    """Log-probabilities as unsloth's scorers returned them during one loss, each with its tokens' entropies.
+
+    unsloth computes no entropy unless the loss needs one, and asking it to would switch it to another scorer. So that of
+    the same hidden states is computed beside it without a graph: one more product with the head, a tile at a time.
+    """
+
+    def __init__(self) -> None:
+        self.recorded: list[tuple[Tensor, Tensor]] = []
+        self.open = True
+        self.inside = False
+
+    def stop(self) -> None:
+        self.open = False
+        self.recorded.clear()
+
+    def recorder(self, scorer: Callable[..., Any]) -> Callable[..., Any]:
+        """`scorer`, and the entropies of what it scored. Calls without a graph (unsloth's checks) are let through."""
+        parameters = inspect.signature(scorer)
+
+        @functools.wraps(scorer)
+        def score(*args: Any, **kwargs: Any) -> Any:
+            if not self.open or self.inside:  # one scorer may call another
+                return scorer(*args, **kwargs)
+            self.inside = True
+            try:
+                result = scorer(*args, **kwargs)
+            finally:
+                self.inside = False
+            bound = parameters.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
+            scored = given["logits"] if "logits" in given else given["hidden_states"]
+            # Not `is_grad_enabled`: the offloading scorer runs this inside its own forward, where it is off.
+            if scored.requires_grad:
+                logps = result[0] if isinstance(result, tuple) else result
+                self.recorded.append((logps, entropies(given).view(logps.shape)))
+            return result
+
+        return score
+
+    def entropy(self, new: Tensor, mask: Tensor) -> Tensor | None:
+        """(B, T) entropies in nats of the tokens of `new`, 0 outside `mask`; None where a token's cannot be told.
+
+        unsloth scores padded rows, one packed row or shared prefixes, and scatters the results into `new`. Where each
+        went is what the backward of that scattering says of its own input: sent the number of each place of `new`, it
+        brings to every score the place it went to. That runs no scorer's backward.
+        """
+        recorded = [(logps, entropy) for logps, entropy in self.recorded if logps.requires_grad]
+        self.recorded.clear()
+        if not new.requires_grad:
+            return None
+        places = torch.arange(1, new.numel() + 1, dtype=new.dtype, device=new.device).view_as(new)
+        found = new.new_zeros(new.numel())
+        reached = torch.zeros(new.numel(), dtype=torch.bool, device=new.device)
+        if recorded:
+            scores = [logps for logps, _ in recorded]
+            went = torch.autograd.grad(new, scores, places, retain_graph=True, allow_unused=True)
+            for place, (_, entropy) in zip(went, recorded, strict=True):
+                if place is not None:
+                    used = place > 0
+                    index = place[used].long() - 1
+                    found[index] = entropy[used].to(found)
+                    reached[index] = True
+        if bool((mask.reshape(-1).bool() & ~reached).any()):
+            warnings.warn("unsloth scored tokens where cogumi does not look: no entropy is logged", stacklevel=2)
+            return None
+        return found.view_as(new) * mask
+
+
+@torch.no_grad()
+def entropies(given: dict[str, Any]) -> Tensor:
+    """Of the tokens a scorer was given, flat, in nats at its temperature: over the whole vocabulary, as TRL's are."""
+    if "logits" in given:
+        logits, temperature = given["logits"], given["temperature"]
+        rows = logits.detach().reshape(-1, logits.shape[-1]).split(LOGIT_ROWS)
+        logps = ((some.float() / temperature).log_softmax(-1) for some in rows)
+        return torch.cat([-(each.exp() * each).sum(-1) for each in logps])
+    head, bias = given["lm_head"].detach(), given["lm_head_bias"]
+    hidden = given["hidden_states"].detach().reshape(-1, head.shape[1])
+    # 0 is unsloth's "off" for all three.
+    scale = (given["logit_scale_multiply"] or 1.0) / (given["logit_scale_divide"] or 1.0)
+    # What stock TRL computes its `entropy` metric with on this machine.
+    function: Any = FusedLogProbFunction
+    if triton_device() is not None:
+        function = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+    _, entropy, *_ = function.apply(
+        hidden.to(head),
+        head,
+        None if bias is None else bias.detach(),
+        given["index"].reshape(-1).to(head.device),
+        given["temperature"],
+        VOCABULARY_TILE,
+        given["logit_softcapping"] or None,
+        scale,
+        ("entropy",),
+    )
+    return entropy.to(hidden.device)

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from cogumi.patches import PatchStatus
 from cogumi.patches import fused_head as fused_head
 from cogumi.patches import graph_break as four_bit
 from cogumi.patches import gspo_loss as gspo
 from cogumi.patches import unsloth_rl as unsloth_rl
-from cogumi.patches.patch_status import PatchStatus
 from cogumi.rl import findings
 
 __all__ = ["PatchReport", "PatchStatus", "patch"]

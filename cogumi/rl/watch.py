@@ -7,10 +7,12 @@ shape in which rewards get completions, where they are annotated with one.
 
 import inspect
 import logging
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
@@ -18,17 +20,18 @@ from cogumi.config.loss_presets import PRESETS
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import write_json
 from cogumi.patches.gspo_loss import loss_name
+from cogumi.patches.trl_internals import INNER_LOSS, logged_metrics, observe_rollouts, rollout_position
 from cogumi.rewards.named_rewards import as_annotated
 from cogumi.rl.findings import OWN_OBJECTIVE, accepted, how_to_accept, is_a_runs, known, worded_for
 from cogumi.rl.guards import guard
-from cogumi.rl.loss_capture import Backend, backend_of, overheard
+from cogumi.rl.loss_capture import Backend, LossCall, backend_of, is_per_sequence, overheard, sequence_log_ratio
 from cogumi.rl.loss_check import LossProof, WrongLossError, unproven_terms
-from cogumi.rl.rollout_logprobs import takes_rollout_logps
 from cogumi.rl.runtime_warnings import DuringTheRun
-from cogumi.rl.step_metrics import PREFIX, PolicyMetrics
+from cogumi.rl.sampling import takes_rollout_logps
 
 log = logging.getLogger("cogumi")
 RECORD = "loss.json"
+PREFIX = "policy/"
 EXTREMES = (f"{PREFIX}max_", f"{PREFIX}min_")
 ASSERTED = ("loss_type", "importance_sampling_level", "delta", "beta")
 
@@ -77,8 +80,8 @@ class Watch(TrainerCallback):
         self.guarded = False
         self.rollout_step = 0
         trainer.reward_funcs = [as_annotated(each) for each in trainer.reward_funcs]
-        self.compute_loss, self.generate = trainer.compute_loss, trainer._generate_and_score_completions
-        trainer.compute_loss, trainer._generate_and_score_completions = self.overhear, self.note_rollout
+        self.compute_loss, trainer.compute_loss = trainer.compute_loss, self.overhear
+        observe_rollouts(trainer, self.note_rollout)
 
     @property
     def accepted(self) -> frozenset[str]:
@@ -112,7 +115,7 @@ class Watch(TrainerCallback):
 
     def written(self, backend: Backend) -> Any:
         """The user's function that the loss comes out of, the outer one of two; None where there is none."""
-        inner = getattr(self.trainer, "_compute_loss", None) if backend == "trl" else None  # unsloth never calls it
+        inner = getattr(self.trainer, INNER_LOSS, None) if backend == "trl" else None  # unsloth never calls it
         for each in (self.trainer.compute_loss, self.compute_loss, inner):  # the first may be set over the watch's own
             if each is None:
                 continue
@@ -124,7 +127,7 @@ class Watch(TrainerCallback):
     def objective(self, backend: Backend) -> Any:
         """The function that makes this trainer's loss the user's own; the library's where there is none on the trainer."""
         compute_loss = getattr(self.compute_loss, "__func__", self.compute_loss)
-        inner = type(self.trainer)._compute_loss
+        inner = getattr(type(self.trainer), INNER_LOSS)
         if not is_the_librarys(compute_loss):
             return compute_loss
         if backend == "unsloth" and not is_the_librarys(inner):
@@ -137,13 +140,15 @@ class Watch(TrainerCallback):
         self.guard()
         # One that goes on inside a rollout has its completions from the checkpoint: they were made some steps ago.
         rollout = args.steps_per_generation * self.trainer.num_iterations
-        self.rollout_step = state.global_step - self.trainer._step % rollout // args.gradient_accumulation_steps
+        self.rollout_step = (
+            state.global_step - rollout_position(self.trainer)[0] % rollout // args.gradient_accumulation_steps
+        )
 
-    def note_rollout(self, inputs: Any) -> Any:
+    def note_rollout(self, make: Callable[[Any], Any], inputs: Any) -> Any:
         self.guard()  # an evaluation before training is a rollout too
         if self.trainer.model.training:
             self.rollout_step = self.trainer.state.global_step
-        return self.generate(inputs)
+        return make(inputs)
 
     def overhear(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         training = self.trainer.model.training
@@ -186,7 +191,7 @@ class Watch(TrainerCallback):
                 write_json(self.record, asked | {"accepted": sorted(self.accepted)} | found)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        logged = self.trainer._metrics["train"]
+        logged = logged_metrics(self.trainer, "train")
         for name, value in self.metrics.take(self.trainer.accelerator).items():
             if name.startswith(EXTREMES):  # TRL logs the mean over the steps since it last did
                 logged[name] = [(max if "max_" in name else min)([*logged[name], value])]
@@ -196,3 +201,121 @@ class Watch(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         for warning in self.during.warnings(logs or {}):
             log.warning("step %d: %s", state.global_step, worded_for(self.trainer, warning))
+
+
+# ----------------------------------------------------------------------------------------------------- a step's metrics
+# Under Fast-LLM's names (`fast_llm/layers/language_model/loss/policy_gradient.py`, `_policy_metrics_reduce`), over the
+# whole optimizer step. The KL estimate R - log R - 1 is Schulman's k3 (http://joschu.net/blog/kl-approx.html). Means are
+# over documents (completions with at least one token that counts), each token weighing 1 / its document's length.
+# Micro-batches are summed before anything is divided, so that a metric does not depend on how a step was cut up.
+
+# Sums over documents, divided by their number at the end of the step.
+MEANS = (
+    "new_logprobs",
+    "old_logprobs",
+    "ratio_new_old",
+    "kl_new_old",
+    "clipped_ratio_fraction",
+    "advantage",
+    "entropy",
+)
+# Sums over what has a ratio of its own: documents at sequence level, tokens at token level.
+SUMS = ("ratio_new_old_sum", "ratio_new_old_squared_sum", "num_ratios")
+COUNTS = ("num_tokens", "num_segments", "staleness")
+SUMMED = (*MEANS, *SUMS, *COUNTS)
+MAXIMA = ("max_advantage", "max_ratio", "negative_min_advantage", "negative_min_ratio")
+
+
+class PolicyMetrics:
+    """Sums of one optimizer step, kept on the device: one transfer a step, none per micro-batch."""
+
+    def __init__(self) -> None:
+        self.sums: Tensor | None = None
+        self.maxima: Tensor | None = None
+        self.has_entropy = True
+
+    def add(self, call: LossCall, staleness: float, token_ratio: bool = False) -> None:
+        """One micro-batch; `staleness`: documents trained on since the policy that wrote it."""
+        with torch.no_grad():
+            sums, maxima = micro_batch(call, staleness, token_ratio)
+        self.has_entropy &= call.entropy is not None
+        self.sums = sums if self.sums is None else self.sums + sums
+        self.maxima = maxima if self.maxima is None else torch.maximum(self.maxima, maxima)
+
+    def take(self, accelerator: Any) -> dict[str, float]:
+        """The step's metrics over all processes, named `policy/...`; empty if no micro-batch was added. Starts anew."""
+        if self.sums is None or self.maxima is None:
+            return {}
+        gathered = accelerator.gather(torch.cat([self.sums, self.maxima])[None]).cpu()
+        self.sums = self.maxima = None
+        summed = dict(zip(SUMMED, gathered[:, : len(SUMMED)].sum(0).tolist(), strict=True))
+        largest = dict(zip(MAXIMA, gathered[:, len(SUMMED) :].amax(0).tolist(), strict=True))
+        documents = max(summed["num_segments"], 1.0)
+        metrics = {name: summed[name] / documents for name in (*MEANS, "staleness")}
+        if not self.has_entropy:
+            del metrics["entropy"]
+        self.has_entropy = True
+        metrics |= {name: summed[name] for name in (*SUMS[:2], "num_tokens", "num_segments")}
+        if summed["num_segments"] > 0:
+            metrics |= {"max_advantage": largest["max_advantage"], "min_advantage": -largest["negative_min_advantage"]}
+            metrics |= {"max_ratio": largest["max_ratio"], "min_ratio": -largest["negative_min_ratio"]}
+        metrics["effective_sample_size"] = effective_sample_size(
+            summed["ratio_new_old_sum"], summed["ratio_new_old_squared_sum"], summed["num_ratios"]
+        )
+        return {PREFIX + name: value for name, value in metrics.items()}
+
+
+def micro_batch(call: LossCall, staleness: float, token_ratio: bool) -> tuple[Tensor, Tensor]:
+    """(sums in the order of SUMMED, maxima in the order of MAXIMA) of one micro-batch, float64."""
+    keep = call.mask > 0
+    mask = keep.double()
+    lengths = mask.sum(-1)
+    nonempty = lengths > 0
+    weight = mask / lengths.clamp(min=1)[:, None]  # sums to 1 over a document
+    documents = nonempty.double()
+
+    def per_document(tokens: Tensor) -> Tensor:
+        # A masked position may hold anything, infinities included.
+        return (torch.where(keep, tokens.detach().double(), 0.0) * weight).sum()
+
+    if is_per_sequence(call, token_ratio):
+        log_ratio = torch.where(nonempty, sequence_log_ratio(call).double(), 0.0)
+        share = own = documents
+        has_ratio = nonempty
+    else:
+        log_ratio = torch.where(keep, (call.new.detach() - call.old_or_new()).double(), 0.0)
+        share, own, has_ratio = weight, mask, keep
+    ratio = torch.exp(log_ratio)
+    low, high = call.arguments["epsilon_low"], call.arguments["epsilon_high"]
+    clipped = ((ratio < 1 - low) | (ratio > 1 + high)).double()
+    advantages = call.advantages.double()
+    advantages = advantages[:, None].expand_as(mask) if advantages.dim() == 1 else advantages
+    sums = {
+        "new_logprobs": per_document(call.new),
+        "old_logprobs": per_document(call.old_or_new()),
+        "ratio_new_old": (ratio * share).sum(),
+        "kl_new_old": ((ratio - log_ratio - 1) * share).sum(),
+        "clipped_ratio_fraction": (clipped * share).sum(),
+        "advantage": per_document(advantages),
+        "entropy": per_document(torch.zeros_like(mask) if call.entropy is None else call.entropy),
+        "ratio_new_old_sum": (ratio * own).sum(),
+        "ratio_new_old_squared_sum": (ratio.square() * own).sum(),
+        "num_ratios": own.sum(),
+        "num_tokens": mask.sum(),
+        "num_segments": documents.sum(),
+        "staleness": documents.sum() * staleness,
+    }
+    nothing = torch.full((1,), -math.inf, dtype=torch.float64, device=mask.device)
+    extremes = {
+        "max_advantage": torch.where(keep, advantages, -math.inf),
+        "max_ratio": torch.where(has_ratio, ratio, -math.inf),
+        "negative_min_advantage": torch.where(keep, -advantages, -math.inf),
+        "negative_min_ratio": torch.where(has_ratio, -ratio, -math.inf),
+    }
+    maxima = torch.stack([torch.cat([extremes[name].flatten(), nothing]).amax() for name in MAXIMA])
+    return torch.stack([sums[name] for name in SUMMED]), maxima
+
+
+def effective_sample_size(total: float, squared: float, count: float) -> float:
+    """(sum R)^2 / (n sum R^2), the share of n samples that importance weights leave in effect, in (0, 1]. Kish 1965."""
+    return total * total / (count * squared) if squared > 0 and count > 0 else math.nan

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerContro
 
 from cogumi.core.run_directory import ROLLOUTS, SAMPLES_FILE, append_jsonl, line_of, read_jsonl, write_atomic
 from cogumi.models.completion import complete_to_end
+from cogumi.patches.trl_internals import logged_completions, observe_rollouts
 
 SHOWN = 4
 MOST_CHARACTERS = 4000  # of a prompt, its end; of a completion, its beginning
@@ -32,16 +33,15 @@ class Rollouts(TrainerCallback):
 
     def __init__(self, trainer: Any, run_dir: Path, unless_full: Callable[[Callable[[], None]], None]) -> None:
         self.trainer, self.run_dir, self.unless_full = trainer, run_dir, unless_full
-        self.generate = trainer._generate_and_score_completions
-        trainer._generate_and_score_completions = self.noted
+        observe_rollouts(trainer, self.noted)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         keep_until(self.run_dir, state.global_step, ROLLOUTS)
 
-    def noted(self, inputs: Any) -> Any:
-        found = self.generate(inputs)
+    def noted(self, make: Callable[[Any], Any], inputs: Any) -> Any:
+        found = make(inputs)
         if self.trainer.model.training:
             row = {"step": self.trainer.state.global_step + 1, **earned(self.trainer)}
             self.unless_full(lambda: append_jsonl(self.run_dir / ROLLOUTS, row))
@@ -50,7 +50,7 @@ class Rollouts(TrainerCallback):
 
 def earned(trainer: Any) -> dict[str, Any]:
     """Of the rollout that a trainer has just made, which is what its logs hold. NaN where no function scored a completion."""
-    logs, weights = trainer._logs, trainer.reward_weights.tolist()
+    logs, weights = logged_completions(trainer), trainer.reward_weights.tolist()
     rewards = {name: [round(value, 6) for value in values] for name, values in logs["rewards"].items()}
     total = [weighted(each, weights) for each in zip(*rewards.values(), strict=True)]
     prompts, completions = list(logs["prompt"]), list(logs["completion"])

@@ -32,7 +32,7 @@ import math
 import resource
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from torch import Tensor, nn
 
 from cogumi.core.formatting import pip
 from cogumi.data.packing import padding_of
+from cogumi.patches.trl_internals import makes_rollouts, observe_rollouts
 from cogumi.stack.gpus import card_of
 from cogumi.telemetry.stage_timer import Meter
 
@@ -273,7 +274,7 @@ class Throughput:
         self.recomputes = bool(trainer.args.gradient_checkpointing)
         self.work, self.peak, self.no_mfu = costs_of(trainer.model)
         self.count_tokens(trainer)
-        if hasattr(trainer, "_generate_and_score_completions"):  # TRL 1.15's GRPOTrainer, and unsloth's
+        if makes_rollouts(trainer):
             self.time_rollouts(trainer)
 
     def count_tokens(self, trainer: Any) -> None:
@@ -289,20 +290,18 @@ class Throughput:
 
     def time_rollouts(self, trainer: Any) -> None:
         """A rollout ends in texts and rewards, on the host: its seconds are the clock's."""
-        generate = trainer._generate_and_score_completions
 
-        @functools.wraps(generate)
-        def timed(inputs: Any) -> Any:
+        def timed(make: Callable[[Any], Any], inputs: Any) -> Any:
             if not trainer.model.training:  # of an evaluation
-                return generate(inputs)
+                return make(inputs)
             before = self.meter.seconds().get(ROLLOUT, 0.0)
             with self.meter.inside(ROLLOUT):
-                batch = generate(inputs)
+                batch = make(inputs)
             self.total.rollout_seconds += self.meter.seconds()[ROLLOUT] - before
             self.total.completions += len(batch["completion_ids"])
             return batch
 
-        trainer._generate_and_score_completions = timed
+        observe_rollouts(trainer, timed)
 
     def add(self, inputs: dict[str, Any]) -> None:
         lengths_squared, tokens, padded = documents_of(inputs)

@@ -1,23 +1,146 @@
-"""`behaviour_logps: rollout`: the ratio is taken against the log-probabilities the sampler itself had.
+"""What a GRPO trainer's sampler does beyond TRL's: it ends at stop sequences, and reports what it sampled with.
 
-As in Fast-LLM, where `old` is the sampler's log-probability. TRL takes `new.detach()`, or a second forward pass of the
-trainer; either way what the sampler computed differently (its kernels, its dtype, older weights) is in no ratio.
+`cogumi.stop`: TRL 1.15 knows only tokens that end a sequence. With `generation_kwargs: {stop_strings: ...}` transformers
+asks for a tokenizer that TRL does not pass; the padding behind a completion that stopped would be trained on, and counted
+as cut off at `max_completion_length`. Here a stop sequence that is one token of its own ends the sequence, as far as TRL
+is concerned; any other string is searched for while text is written, and what follows it is taken away again.
+
+`cogumi.behaviour_logps: rollout`: the ratio is taken against the log-probabilities the sampler itself had, as in Fast-LLM.
+TRL takes `new.detach()`, or a second forward pass of the trainer; either way what the sampler computed differently (its
+kernels, its dtype, older weights) is in no ratio.
 """
 
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 
 from cogumi.core.errors import UsageError
+from cogumi.models.completion import cut
+from cogumi.patches.trl_internals import (
+    GENERATE,
+    GENERATE_TURN,
+    TOKEN_LOGPS,
+    logged_metrics,
+    methods_replaced,
+    observe_rollouts,
+    rollout_mode,
+    wrap_method,
+)
 from cogumi.rl.findings import worded, worded_for
 from cogumi.rl.loss_capture import backend_of
 
 log = logging.getLogger(__name__)
+
+Reward = Callable[..., list[float]]
+
+
+# ------------------------------------------------------------------------------------------------------ stop sequences
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> dict[str, int]:
+    """Those stop sequences that are control tokens, which no text can contain by chance."""
+    added = tokenizer.get_added_vocab()
+    return {stop: added[stop] for stop in stops if stop in added}
+
+
+def stop_at(trainer: Any, stops: Sequence[str]) -> None:
+    """Let the rollouts of a `trl.GRPOTrainer` end at any of `stops`.
+
+    Raises UsageError for settings under which a stopped completion would be taken for one that was cut off.
+    """
+    tokens = stop_tokens(trainer.processing_class, stops)
+    trainer.eos_token_ids = list(dict.fromkeys([*trainer.eos_token_ids, *tokens.values()]))
+    strings = [stop for stop in stops if stop not in tokens]
+    if strings and trainer.args.mask_truncated_completions:
+        raise UsageError(
+            f"TRL would mask completions that end at {strings[0]!r} too",
+            key="train.mask_truncated_completions",
+            fix="drop one of the two, or stop at tokens of the vocabulary only",
+        )
+    for key in ("stop", "stop_token_ids") if trainer.use_vllm else ("stop_strings", "eos_token_id"):
+        if key in (trainer.args.generation_kwargs or {}):
+            raise UsageError(f"train.generation_kwargs.{key} and cogumi.stop say the same", fix="drop one")
+    if trainer.use_vllm:
+        trainer.vllm_generation.generation_kwargs = {
+            **(trainer.vllm_generation.generation_kwargs or {}),
+            "stop": strings,
+            "stop_token_ids": list(tokens.values()),
+            "include_stop_str_in_output": True,
+        }
+    else:
+        trainer.generation_config.eos_token_id = trainer.eos_token_ids
+        trainer.generation_kwargs["eos_token_id"] = trainer.eos_token_ids
+        if strings:
+            trainer.generation_config.stop_strings = strings
+            end_rollouts_at(trainer, strings)
+    if strings:
+        count_as_ended(trainer, strings)
+
+
+def end_rollouts_at(trainer: Any, strings: Sequence[str]) -> None:
+    """Hand the tokenizer to `generate`, which searches for the strings, and take away the padding behind them."""
+    tokenizer, model = trainer.processing_class, trainer.model
+
+    def generate_and_cut(generate_turn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        generate = functools.partial(type(model).generate, model, tokenizer=tokenizer)
+        with methods_replaced(model, {"generate": generate}):
+            completions, *more = generate_turn(*args, **kwargs)
+        return [without_padding(trainer, ids, strings) for ids in completions], *more
+
+    wrap_method(trainer, GENERATE_TURN, generate_and_cut)
+
+
+def without_padding(trainer: Any, ids: list[int], strings: Sequence[str]) -> list[int]:
+    """A completion up to its stop sequence; one that ended otherwise, or did not, as it is."""
+    end = len(ids)
+    while end and ids[end - 1] in (trainer.processing_class.pad_token_id, *trainer.eos_token_ids):
+        end -= 1
+    return ids[:end] if stopped(trainer, ids[:end], strings) else ids
+
+
+def stopped(trainer: Any, ids: list[int], strings: Sequence[str]) -> bool:
+    """Whether a completion ends in a stop sequence, or in a token that holds the end of one."""
+    longest = max(map(len, strings))
+    tail = trainer.processing_class.decode(ids[-longest - 1 :])
+    return any(string in tail for string in strings)
+
+
+def count_as_ended(trainer: Any, strings: Sequence[str]) -> None:
+    """Correct what TRL logs of a rollout: a completion that stopped was not cut off."""
+
+    def generate_and_correct(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = generate(*args, **kwargs)
+        completions = found[1]
+        ends = (*trainer.eos_token_ids, trainer.processing_class.pad_token_id)
+        lengths = [len(ids) for ids in completions if ids[-1] in ends or stopped(trainer, ids, strings)] or [0]
+        logged = logged_metrics(trainer, rollout_mode(trainer))
+        logged["completions/clipped_ratio"][-1] = 1 - len(lengths) / len(completions) if lengths != [0] else 1.0
+        logged["completions/mean_terminated_length"][-1] = sum(lengths) / len(lengths)
+        logged["completions/min_terminated_length"][-1] = float(min(lengths))
+        logged["completions/max_terminated_length"][-1] = float(max(lengths))
+        return found
+
+    wrap_method(trainer, GENERATE, generate_and_correct)
+
+
+def graded_without(reward: Reward, stops: Sequence[str]) -> Reward:
+    """The reward function, given completions up to their stop sequence: that is what a user of the model sees."""
+
+    @functools.wraps(reward)
+    def graded(*args: Any, completions: Sequence[Any], **kwargs: Any) -> list[float]:
+        return reward(*args, completions=[cut(completion, stops) for completion in completions], **kwargs)
+
+    return graded
+
+
+# ------------------------------------------------------------------------------------------ the sampler's log-probabilities
+
 
 UNSCORED = "sampling/unscored_tokens"
 # Settings that change the distribution that is sampled from, and the values at which they do not.
@@ -119,9 +242,6 @@ def reshaping_warning(settings: dict[str, float], use_vllm: bool) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------ what transformers sampled with
-
-
 class SampledLogps(LogitsProcessor):
     """Remembers the log-probability of each token that `generate` samples; the scores pass through unchanged.
 
@@ -153,28 +273,23 @@ class SampledLogps(LogitsProcessor):
 
 
 def record_sampled_logps(trainer: Any) -> None:
-    """Make `_generate_single_turn` return the sampler's log-probabilities where TRL returns None."""
-    generate_turn = trainer._generate_single_turn
+    """Have each turn return the sampler's log-probabilities where TRL returns None."""
 
-    def turn_with_logps(*args: Any, **kwargs: Any) -> tuple[list[list[int]], list[list[float]]]:
-        sampled = SampledLogps(sampling_temperature(trainer))
+    def turn_with_logps(generate_turn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[list[float]]]:
+        # What transformers divides the logits by: `generation_kwargs` may have replaced the trainer's temperature.
+        temperature = trainer.generation_config.temperature
+        sampled = SampledLogps(1.0 if temperature is None else float(temperature))
         with recorded(trainer.accelerator.unwrap_model(trainer.model_wrapped), sampled):
             completions, _ = generate_turn(*args, **kwargs)
         return completions, sampled.per_completion(completions)
 
-    trainer._generate_single_turn = turn_with_logps
-
-
-def sampling_temperature(trainer: Any) -> float:
-    """What transformers divides the logits by: `generation_kwargs` may have replaced the trainer's temperature."""
-    temperature = trainer.generation_config.temperature
-    return 1.0 if temperature is None else float(temperature)
+    wrap_method(trainer, GENERATE_TURN, turn_with_logps)
 
 
 @contextmanager
 def recorded(model: Any, sampled: SampledLogps) -> Iterator[None]:
     """While it is entered, `model.generate` runs with `sampled` among its processors."""
-    generate, own = model.generate, vars(model).get("generate")
+    generate = model.generate
 
     def generate_recorded(*args: Any, logits_processor: Any = None, **kwargs: Any) -> Any:
         processors = LogitsProcessorList([*(logits_processor or ()), sampled])
@@ -182,30 +297,20 @@ def recorded(model: Any, sampled: SampledLogps) -> Iterator[None]:
         sampled.score_drawn(sequences)
         return sequences
 
-    model.generate = generate_recorded
-    try:
+    with methods_replaced(model, {"generate": generate_recorded}):
         yield
-    finally:
-        if own is None:
-            del model.generate
-        else:
-            model.generate = own
-
-
-# --------------------------------------------------------------------------------------- the old log-probabilities
 
 
 def take_sampled_as_old(trainer: Any) -> None:
     """Make each rollout's batch carry the sampler's log-probabilities as the old ones."""
-    score_completions = trainer._generate_and_score_completions
     backend = backend_of(trainer)
     if backend == "unsloth" and trainer.args.delta is None:
         # With sampled log-probabilities as the old ones unsloth would cap the ratio at 3 where no delta is set.
         trainer.args.delta = float("inf")
 
-    def score_with_rollout_logps(inputs: Any) -> dict[str, Any]:
-        mode = "train" if trainer.model.training else "eval"
-        batch: dict[str, Any] = score_completions(inputs)
+    def score_with_rollout_logps(make: Callable[[Any], dict[str, Any]], inputs: Any) -> dict[str, Any]:
+        mode = rollout_mode(trainer)
+        batch = make(inputs)
         sampled = batch.get("sampling_per_token_logps")
         if sampled is None:
             missing = "cogumi.behaviour_logps: rollout, and the rollout came without log-probabilities"
@@ -215,7 +320,7 @@ def take_sampled_as_old(trainer: Any) -> None:
         counted = unscored & (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
         # Gathered, so that the processes agree on whether there is a forward pass: under FSDP it needs all of them.
         total = int(trainer.accelerator.gather(counted.sum()).sum())
-        trainer._metrics[mode][UNSCORED].append(total)
+        logged_metrics(trainer, mode)[UNSCORED].append(total)
         if backend == "unsloth":
             # unsloth packs rows to the left before its loss; only what it knows as sampled is packed with them. It
             # gives unscored tokens the new log-probability itself.
@@ -229,7 +334,7 @@ def take_sampled_as_old(trainer: Any) -> None:
         batch["old_per_token_logps"] = batch["sampling_per_token_logps"]
         return batch
 
-    trainer._generate_and_score_completions = score_with_rollout_logps
+    observe_rollouts(trainer, score_with_rollout_logps)
 
 
 def trainers_own_logps(trainer: Any, batch: dict[str, Any], mode: str) -> Tensor:
@@ -238,7 +343,7 @@ def trainers_own_logps(trainer: Any, batch: dict[str, Any], mode: str) -> Tensor
         return computed
     args = trainer.args
     with torch.no_grad():
-        result = trainer._get_per_token_logps_and_entropies(
+        result = getattr(trainer, TOKEN_LOGPS)(
             trainer.model,
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
             torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),

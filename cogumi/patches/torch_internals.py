@@ -1,0 +1,148 @@
+"""What cogumi uses of torch that torch does not publish: Dynamo's state, a module's compiled call, fake tensors.
+
+Each private name stands here once. `tests/test_patches_internals.py` fails when one of them moves.
+"""
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._dynamo.utils
+import torch._functorch.config
+from torch import Tensor, nn
+from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
+from torch._dynamo.exc import TorchDynamoException
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "TorchDynamoException", "tree_iter"]
+
+DYNAMO: Any = torch._dynamo.config
+EXPERT_ROWS = "capture_dynamic_output_shape_ops"  # whose rows `torch.where` finds: their number is data
+EAGER_BACKWARD = "force_non_lazy_backward_lowering"
+
+
+# -------------------------------------------------------------------------------------------------------------- Dynamo
+
+
+def dynamo_counts() -> tuple[int, dict[str, int], int, float]:
+    """(graphs, breaks by reason, recompiles, seconds spent compiling) of this process."""
+    utils: Any = torch._dynamo.utils
+    # Not from the list of compilations, of which Dynamo keeps the last 64.
+    recompiles = sum(times - 1 for times in FRAME_COMPILE_COUNTER.values())
+    counters, seconds = utils.counters, utils.calculate_time_spent()["total_wall_time"]
+    return counters["stats"]["unique_graphs"], dict(counters["graph_break"]), recompiles, seconds
+
+
+@contextmanager
+def dynamo_left_as_found() -> Iterator[None]:
+    """Dynamo set so that a failure is raised and experts can be captured; afterwards it is as it was, counters included."""
+    counted = torch._dynamo.utils.counters
+    before = copy.deepcopy(dict(counted))
+    counted.clear()
+    try:
+        with DYNAMO.patch(suppress_errors=False, **{EXPERT_ROWS: True}):
+            yield
+    finally:
+        counted.clear()
+        counted.update(before)
+
+
+@contextmanager
+def failures_raised() -> Iterator[None]:
+    """What fails to compile is raised at once: also where unsloth lets it run uncompiled in silence, and in a backward.
+
+    A backward is else compiled again when it is first needed, which is outside of every handler of errors.
+    """
+    functorch: Any = torch._functorch.config  # torch 2.7 has no such setting
+    switches = ((DYNAMO, "suppress_errors", False), (functorch, EAGER_BACKWARD, True))
+    switched = [(config, name, to) for config, name, to in switches if getattr(config, name, to) != to]
+    for config, name, to in switched:  # not `config.patch`, which takes longer, and this is entered for each layer
+        setattr(config, name, to)
+    try:
+        yield
+    finally:
+        for config, name, to in switched:
+            setattr(config, name, not to)
+
+
+def dynamo_switched_off_by() -> str:
+    """What keeps Dynamo from compiling anything in this process, in words; "" where nothing does."""
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return "TORCHDYNAMO_DISABLE=1"
+    if DYNAMO.disable:
+        by_variable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
+        return "TORCH_COMPILE_DISABLE=1" if by_variable else "torch._dynamo.config.disable"
+    return ""
+
+
+def first_line(error: BaseException) -> str:
+    """What a compiler's error says first, with its kind."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # "backend='inductor' raised:", and what it raised stands below.
+    said = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
+    return f"{type(error).__name__}: {said}"[:300]
+
+
+def with_code_of_its_own(function: Any) -> Any:
+    """The same function anew: what Dynamo made of it earlier hangs on its code."""
+    return FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, closure=function.__closure__
+    )
+
+
+def is_of_dynamo(module: str) -> bool:
+    return module.startswith("torch._dynamo")
+
+
+def is_disabled(function: Any) -> bool:
+    """Whether torch.compiler.disable made it."""
+    return getattr(function, "_torchdynamo_disable", False)
+
+
+# ------------------------------------------------------------------------------------------------------------- modules
+
+
+def is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or isinstance(module, torch._dynamo.OptimizedModule)
+
+
+def plain_call(module: nn.Module) -> Callable[..., Any]:
+    """What calling the module runs where nothing is compiled, hooks included."""
+    return module._call_impl
+
+
+def set_call(module: nn.Module, call: Callable[..., Any] | None) -> Any:
+    """Have `call` stand for the module's call, as `nn.Module.compile` does; None for its own. Returns what stood there.
+
+    A deep copy of the module does not take it along.
+    """
+    before, module._compiled_call_impl = module._compiled_call_impl, call
+    return before
+
+
+def checkpoints_reentrantly(layer: Any) -> bool:
+    """Whether transformers' gradient checkpointing of a layer is the reentrant one."""
+    function = getattr(layer, "_gradient_checkpointing_func", None)
+    return layer.gradient_checkpointing and bool(getattr(function, "keywords", {}).get("use_reentrant", False))
+
+
+# ------------------------------------------------------------------------------------------------------------- tensors
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The same for all tensors on one storage, also for fake ones."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def chosen_attention(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """The SDPBackend that torch takes for causal attention of these tensors."""
+    backend: int = torch._fused_sdp_choice(query, key, value, None, 0.0, True)
+    return backend

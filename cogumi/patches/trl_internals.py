@@ -1,0 +1,168 @@
+"""What cogumi uses of the trainers and models of TRL, transformers and PEFT that those libraries do not publish.
+
+Each private name stands here once. `tests/test_patches_internals.py` fails when one of them moves.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+# Methods of transformers' Trainer that cogumi replaces on one trainer.
+SAVE_CHECKPOINT = "_save_checkpoint"
+LOAD_BEST_MODEL = "_load_best_model"
+LOAD_CHECKPOINT = "_load_from_checkpoint"
+LOAD_OPTIMIZER = "_load_optimizer_and_scheduler"
+LOAD_RNG_STATE = "_load_rng_state"
+OUTPUT_DIRECTORY = "_get_output_dir"
+PUSH_CHECKPOINT = "_push_from_checkpoint"
+TRAIN_SAMPLER = "_get_train_sampler"
+# Methods of TRL's GRPOTrainer, and of unsloth's.
+MAKE_ROLLOUT = "_generate_and_score_completions"
+GENERATE = "_generate"
+GENERATE_TURN = "_generate_single_turn"
+TOKEN_LOGPS = "_get_per_token_logps_and_entropies"
+INNER_LOSS = "_compute_loss"
+# The function of TRL's Triton head (trl/kernels/chunked_logprob.py) that multiplies two tiles.
+KERNEL_PRODUCT = "_addmm_fp32"
+
+
+def wrap_method(trainer: Any, name: str, around: Callable[..., Any]) -> None:
+    """From now on `around(original, *args, **kwargs)` answers the calls of one trainer's method."""
+    original = getattr(trainer, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(trainer, name, wrapped)
+
+
+@contextmanager
+def methods_replaced(trainer: Any, methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """These methods of one trainer for the length of a block; what the instance had of its own comes back."""
+    own = {name: vars(trainer)[name] for name in methods if name in vars(trainer)}
+    vars(trainer).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            delattr(trainer, name)
+        vars(trainer).update(own)
+
+
+# ------------------------------------------------------------------------------------------------------------ rollouts
+
+
+def makes_rollouts(trainer: Any) -> bool:
+    """Whether it is a GRPOTrainer, TRL's or unsloth's."""
+    return hasattr(trainer, MAKE_ROLLOUT)
+
+
+class RolloutObserver:
+    """Stands for the making of one trainer's rollouts, and lets subscribers watch, time or change them."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        self.make = make
+        self.subscribers: list[Callable[[Callable[[Any], Any], Any], Any]] = []
+
+    def __call__(self, inputs: Any) -> Any:
+        make = self.make
+        for subscriber in self.subscribers:
+            make = functools.partial(subscriber, make)
+        return make(inputs)
+
+
+def observe_rollouts(trainer: Any, subscriber: Callable[[Callable[[Any], Any], Any], Any]) -> None:
+    """Have `subscriber(make, inputs)` called for each rollout: it calls `make(inputs)` and returns that batch, or its own.
+
+    A later subscriber is called first.
+    """
+    observer = getattr(trainer, MAKE_ROLLOUT)
+    if not isinstance(observer, RolloutObserver):
+        observer = RolloutObserver(observer)
+        setattr(trainer, MAKE_ROLLOUT, observer)
+    observer.subscribers.append(subscriber)
+
+
+def rollout_mode(trainer: Any) -> str:
+    """Under which of "train" and "eval" the trainer logs what it does now."""
+    return "train" if trainer.model.training else "eval"
+
+
+def logged_metrics(trainer: Any, mode: str) -> dict[str, list[float]]:
+    """The values by name since the trainer last logged; TRL logs their means. A name that is not there has no values."""
+    metrics: dict[str, list[float]] = trainer._metrics[mode]
+    return metrics
+
+
+def logged_completions(trainer: Any) -> dict[str, Any]:
+    """prompt, completion and rewards by function of the last rollout, which TRL keeps for its table of completions."""
+    logs: dict[str, Any] = trainer._logs
+    return logs
+
+
+def keeps_rollouts(trainer: Any) -> bool:
+    """Whether a trainer uses a rollout for several steps."""
+    return hasattr(trainer, "_buffered_inputs") and hasattr(trainer, "_step")
+
+
+def rollout_position(trainer: Any) -> tuple[int, Any]:
+    """(micro-batches so far, the rollout in use, cut into micro-batches)."""
+    return trainer._step, trainer._buffered_inputs
+
+
+def set_rollout_position(trainer: Any, micro_batches: int, rollout: Any) -> None:
+    trainer._step, trainer._buffered_inputs = micro_batches, rollout
+
+
+def tokenized_prompts(trainer: Any, prompts: list[Any]) -> list[list[int]]:
+    """The ids of prompts as the trainer renders them, chat template and all."""
+    ids: list[list[int]] = trainer._tokenize_prompts(prompts)[0]
+    return ids
+
+
+# ------------------------------------------------------------------------------------------------- trainers and models
+
+
+def prepared_inputs(trainer: Any, inputs: Any) -> Any:
+    """A collated batch on the trainer's device."""
+    return trainer._prepare_inputs(inputs)
+
+
+def save_rng_and_scaler(trainer: Any, directory: str) -> None:
+    """Write the random states, and the gradient scaler where there is one, as a checkpoint has them."""
+    trainer._save_rng_state(directory)
+    trainer._save_scaler(directory)
+
+
+def commit_of(config: Any) -> str | None:
+    """The commit of the hub that a model was loaded from; None for a directory."""
+    return getattr(config, "_commit_hash", None)
+
+
+def attention_of(config: Any) -> str:
+    """The attention implementation that a model was loaded with; "" where it has none."""
+    return getattr(config, "_attn_implementation", None) or ""
+
+
+def supported_attention(model: Any) -> tuple[frozenset[str], tuple[str, ...]]:
+    """("sdpa" and "flash" where the model's class can, the hub's kernels that it names as compatible)."""
+    names = {"sdpa": "_supports_sdpa", "flash": "_supports_flash_attn"}
+    kinds = frozenset(name for name, attribute in names.items() if getattr(model, attribute, False))
+    return kinds, tuple(getattr(model, "_compatible_flash_implementations", None) or ())
+
+
+def holds_adapter(model: Any) -> bool:
+    """Whether an adapter was loaded into a transformers model by its own methods, without PEFT's wrapper."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def place_quantized_layers(quantizer: Any, model: Any) -> None:
+    """Put the quantizer's layers where transformers would, before any weight is loaded."""
+    quantizer._process_model_before_weight_loading(model, device_map=None)
+
+
+def swaps_features(layer: Any) -> bool:
+    """Whether PEFT took a wrapped parameter's first axis for the inputs."""
+    return bool(layer._did_swap_in_out_features)

@@ -1,0 +1,299 @@
+"""The private names of other packages that cogumi uses: they are where they were, and stand in cogumi/patches alone."""
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import trl
+from peft.tuners.lora.layer import ParamWrapper
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Trainer
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.quantizers.base import HfQuantizer
+from trl import GRPOTrainer
+
+from cogumi.patches import torch_internals, trl_internals
+
+PACKAGE = Path(torch_internals.__file__).parents[1]
+
+
+# ------------------------------------------------------------------------------------------------------ only in patches
+
+UPSTREAM = (GRPOTrainer, trl.DPOTrainer, trl.SFTTrainer, PreTrainedConfig, transformers.PreTrainedModel, nn.Module)
+# Of other packages than those of the training stack, and of the standard library; aten's are names of operators.
+ALLOWED = {
+    "os._exit",
+    "sys._getframe",
+    "each._path",
+    "stream._recv_callback",
+    "aten._local_scalar_dense",
+    "aten._grouped_mm",
+}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and len(name) > 1
+
+
+def own_names(trees: list[ast.AST]) -> set[str]:
+    """What cogumi itself defines: functions, classes, variables, parameters, attributes of its own objects."""
+    found = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                found.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                found.add(name)
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                found.add(name)
+    return found
+
+
+def foreign_names(tree: ast.AST, own: set[str], strings: set[str]) -> Iterator[str]:
+    """Private attributes that are not of cogumi, imports of private modules and names, strings that spell a method."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name) if is_private(name) and name not in own:
+                yield ast.unparse(node)
+            case ast.Import(names=names) if any(is_private(part) for each in names for part in each.name.split(".")):
+                yield ast.unparse(node)
+            case ast.ImportFrom(module=str(module), names=names) if module.partition(".")[0] != "cogumi":
+                if any(map(is_private, [*module.split("."), *(each.name for each in names)])):
+                    yield ast.unparse(node)
+            case ast.Constant(value=str(text)) if is_private(text) and text in strings:
+                yield repr(text)
+
+
+def test_no_file_outside_patches_uses_a_private_name_of_another_package() -> None:
+    files = [path for path in PACKAGE.rglob("*.py") if path.parent.name != "patches"]
+    trees = {path: ast.parse(path.read_text()) for path in files}
+    own = own_names(list(trees.values()))
+    strings = {name for cls in UPSTREAM for name in dir(cls) if is_private(name)} | vars(trl.trainer.utils).keys()
+    found = {
+        f"{path.relative_to(PACKAGE)}: {name}"
+        for path, tree in trees.items()
+        for name in foreign_names(tree, own, strings)
+        if name not in ALLOWED
+    }
+    assert found == set(), "give it a name in cogumi/patches/trl_internals.py or torch_internals.py, and a test here"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "trainer._step",
+        "self.trainer._metrics",
+        'getattr(model, "_supports_sdpa")',
+        "import torch._dynamo",
+        "from torch._subclasses.fake_tensor import FakeTensorMode",
+        "from trl.trainer.utils import _ChunkedLogProbFunction",
+        'vars(trainer)["_compute_loss"]',
+    ],
+)
+def test_the_search_finds_each_way_to_use_one(line: str) -> None:
+    strings = {name for cls in UPSTREAM for name in dir(cls)}
+    assert len(list(foreign_names(ast.parse(line), {"_own"}, strings))) == 1
+    assert list(foreign_names(ast.parse("self._own; '_ids'; from cogumi.x import _own"), {"_own"}, strings)) == []
+
+
+# --------------------------------------------------------------------------------------------------- upstream has not moved
+
+IMAGES = (
+    "pixel_values image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles image_sizes token_type_ids "
+    "mm_token_type_ids image_position_ids"
+)
+METHODS = [
+    (Trainer, trl_internals.SAVE_CHECKPOINT, "model trial"),
+    (Trainer, trl_internals.LOAD_BEST_MODEL, ""),
+    (Trainer, trl_internals.LOAD_CHECKPOINT, "resume_from_checkpoint model"),
+    (Trainer, trl_internals.LOAD_OPTIMIZER, "checkpoint"),
+    (Trainer, trl_internals.LOAD_RNG_STATE, "checkpoint"),
+    (Trainer, trl_internals.OUTPUT_DIRECTORY, "trial"),
+    (Trainer, trl_internals.PUSH_CHECKPOINT, "checkpoint_folder"),
+    (GRPOTrainer, trl_internals.TRAIN_SAMPLER, "dataset"),
+    (GRPOTrainer, trl_internals.MAKE_ROLLOUT, "inputs"),
+    (GRPOTrainer, trl_internals.GENERATE, "prompts"),
+    (GRPOTrainer, trl_internals.GENERATE_TURN, "prompt_ids images multimodal_fields num_generations has_tool_images"),
+    (
+        GRPOTrainer,
+        trl_internals.TOKEN_LOGPS,
+        f"model input_ids attention_mask logits_to_keep batch_size compute_entropy compute_aux_loss {IMAGES}",
+    ),
+    (GRPOTrainer, trl_internals.INNER_LOSS, "model inputs"),
+    (GRPOTrainer, "_tokenize_prompts", "prompts"),
+    (Trainer, "_prepare_inputs", "inputs"),
+    (Trainer, "_save_rng_state", "output_dir"),
+    (Trainer, "_save_scaler", "output_dir"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "parameters"), METHODS, ids=lambda each: getattr(each, "__name__", each))
+def test_the_methods_take_what_they_took(owner: type, name: str, parameters: str) -> None:
+    assert list(inspect.signature(getattr(owner, name)).parameters) == ["self", *parameters.split()]
+
+
+@pytest.mark.parametrize(
+    ("where", "how"),
+    [
+        (Trainer._save_checkpoint, "self._get_output_dir(trial=trial)"),
+        (Trainer._save_checkpoint, "self._save_rng_state(output_dir)"),
+        (Trainer._save_checkpoint, "self._push_from_checkpoint("),
+        (Trainer.train, "self._load_from_checkpoint("),
+        (GRPOTrainer._generate, "self._generate_single_turn("),
+        (GRPOTrainer._generate_and_score_completions, "self._generate("),
+        (GRPOTrainer._prepare_inputs, "self._generate_and_score_completions("),
+        (GRPOTrainer.training_step, "self._step += 1"),
+        (GRPOTrainer._prepare_inputs, "self._buffered_inputs[self._step % self.args.steps_per_generation]"),
+        (GRPOTrainer._compute_loss, "self._get_per_token_logps_and_entropies("),
+        (HfQuantizer.preprocess_model, "self._process_model_before_weight_loading(model"),
+        (nn.Module.__call__, "self._compiled_call_impl"),
+        (nn.Module.__call__, "self._call_impl"),
+        (nn.Module.__getstate__, '"_compiled_call_impl"'),  # so that a copy has none
+        (ParamWrapper.__init__, "self._did_swap_in_out_features ="),
+        (GradientCheckpointingLayer.__call__, "self._gradient_checkpointing_func"),
+    ],
+)
+def test_the_callers_still_call_them(where: Callable[..., Any], how: str) -> None:
+    assert how in inspect.getsource(where)
+
+
+def test_trls_head_kernel_still_multiplies_by_that_function() -> None:
+    source = (Path(trl.__file__).parent / "kernels" / "chunked_logprob.py").read_text()
+    function = next(
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and node.name == trl_internals.KERNEL_PRODUCT
+    )
+    assert len(function.args.args) == 3
+
+
+def test_a_grpo_trainer_keeps_its_rollouts_and_logs_there(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(max_steps=1, gradient_accumulation_steps=1)
+    seen: list[tuple[str, Any]] = []
+
+    def first(make: Callable[[Any], Any], inputs: Any) -> Any:
+        batch = make(inputs)
+        seen.append(("first", batch))
+        return batch
+
+    def second(make: Callable[[Any], Any], inputs: Any) -> Any:
+        batch = make(inputs)
+        seen.append(("second", batch))
+        return batch
+
+    assert trl_internals.makes_rollouts(trainer)
+    assert trl_internals.keeps_rollouts(trainer)
+    assert trl_internals.rollout_position(trainer) == (0, None)
+    trl_internals.observe_rollouts(trainer, first)
+    trl_internals.observe_rollouts(trainer, second)
+    trainer.train()
+    assert [name for name, _ in seen] == ["first", "second"], "once a rollout, the later one around the earlier"
+    assert seen[0][1] is seen[1][1]
+    position, rollout = trl_internals.rollout_position(trainer)
+    assert position == 1
+    assert len(rollout) == trainer.args.steps_per_generation
+    logs = trl_internals.logged_completions(trainer)
+    assert set(logs["rewards"]) == {"letters"}
+    assert len(logs["prompt"]) == len(logs["completion"]) == 8
+    logged = {key for row in trainer.state.log_history for key in row}
+    assert "completions/clipped_ratio" in logged
+    assert "completions/mean_terminated_length" in logged
+    for mode in ("train", "eval"):
+        trl_internals.logged_metrics(trainer, mode)["of ours"].append(1.0)
+    assert trl_internals.rollout_mode(trainer) == "train"
+    trainer.log({})
+    assert trainer.state.log_history[-1]["of ours"] == 1.0
+    trl_internals.set_rollout_position(trainer, 0, None)
+    assert trl_internals.rollout_position(trainer) == (0, None)
+    ids = trl_internals.tokenized_prompts(trainer, ["a b", "c"])
+    assert ids == [trainer.processing_class(text)["input_ids"] for text in ("a b", "c")]
+
+
+def test_methods_are_replaced_for_a_block_and_the_instances_own_comes_back() -> None:
+    class Owner:
+        def method(self) -> str:
+            return "of the class"
+
+    owner: Any = Owner()
+    with trl_internals.methods_replaced(owner, {"method": lambda: "of the block"}):
+        assert owner.method() == "of the block"
+    assert vars(owner) == {}
+    owner.method = own = lambda: "of the instance"
+    with (
+        pytest.raises(ZeroDivisionError),
+        trl_internals.methods_replaced(owner, {"method": lambda: "of the block"}),
+    ):
+        raise ZeroDivisionError
+    assert owner.method is own
+    trl_internals.wrap_method(owner, "method", lambda original, word="": f"{original()}, wrapped {word}")
+    assert owner.method("twice") == "of the instance, wrapped twice"
+
+
+def test_a_loaded_model_says_what_it_is(tiny_model: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="eager")
+    assert trl_internals.attention_of(model.config) == "eager"
+    kinds, kernels = trl_internals.supported_attention(model)
+    assert kinds == {"sdpa", "flash"}
+    assert isinstance(kernels, tuple)
+    assert trl_internals.commit_of(model.config) is None
+    assert "_commit_hash" in vars(model.config)
+    assert not trl_internals.holds_adapter(model)
+    from peft import LoraConfig
+
+    model.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    assert trl_internals.holds_adapter(model)
+
+
+# ---------------------------------------------------------------------------------------------------------------- torch
+
+
+def test_dynamo_counts_and_its_state_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    before = torch_internals.dynamo_counts()
+    monkeypatch.setattr(torch_internals.DYNAMO, torch_internals.EXPERT_ROWS, False)  # cogumi.patch() may have set it
+    with torch_internals.dynamo_left_as_found():
+        assert torch_internals.DYNAMO.capture_dynamic_output_shape_ops
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+        graphs, breaks, _, _ = torch_internals.dynamo_counts()
+        assert (graphs, breaks) == (1, {})
+    assert torch_internals.dynamo_counts()[:2] == before[:2]
+    assert not torch_internals.DYNAMO.capture_dynamic_output_shape_ops
+    with torch_internals.failures_raised():
+        assert torch._functorch.config.force_non_lazy_backward_lowering
+    assert not torch._functorch.config.force_non_lazy_backward_lowering
+
+
+def test_what_is_compiled_or_disabled_is_told() -> None:
+    part = nn.Linear(2, 2)
+    assert not torch_internals.is_compiled(part)
+    assert torch_internals.is_compiled(torch.compile(part, backend="eager"))
+    assert torch_internals.set_call(part, lambda x: x) is None
+    assert torch_internals.is_compiled(part)
+    x = torch.ones(2)
+    assert part(x) is x
+    assert torch.equal(torch_internals.plain_call(part)(x), part.forward(x))
+    assert torch_internals.set_call(part, None)(x) is x
+    disabled = torch.compiler.disable(lambda x: x)
+    assert torch_internals.is_disabled(disabled)
+    assert torch_internals.is_of_dynamo(type(torch._dynamo.optimize("eager")).__module__)
+    assert not torch_internals.is_disabled(part.forward)
+
+
+def test_a_storage_is_told_from_others_also_where_it_is_fake() -> None:
+    with torch_internals.FakeTensorMode():
+        one, other = torch.ones(2, 2), torch.ones(2, 2)
+        assert torch_internals.storage_key(one) == torch_internals.storage_key(one[1:])
+        assert torch_internals.storage_key(one) != torch_internals.storage_key(other)
+    assert list(torch_internals.tree_iter({"a": [1, (2,)]})) == [1, 2]
+
+
+def test_the_attention_that_torch_takes_is_told() -> None:
+    query = torch.randn(1, 2, 8, 16)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        chosen = torch_internals.chosen_attention(query, query, query)
+    assert chosen == torch.nn.attention.SDPBackend.MATH.value
