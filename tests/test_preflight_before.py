@@ -67,7 +67,7 @@ def forked(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
 def test_a_run_keeps_what_was_forecast(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert cogumi.train(config_of(tiny_model, code_parquet, run_dir)).passed
-    kept = json.loads((run_dir / "preflight.json").read_text())
+    kept = json.loads((run_dir / "forecast.json").read_text())["preflight"]
     assert [line["stage"] for line in kept["lines"]][:3] == ["stack", "memory", "time"]
     assert kept["fits"] is True
     memory = kept["figures"]["memory"]

@@ -613,7 +613,7 @@ def test_without_a_word_of_it_a_run_has_samples_and_a_held_out_curve_and_says_wh
     sft["train"] |= {"max_steps": 52, "per_device_train_batch_size": 8, "logging_steps": 10}
     sft["cogumi"]["compile"] = "off"
     result = cogumi.train(sft)
-    held_out = read_json(result.run_dir / "data.json")["held_out"]
+    held_out = read_json(result.run_dir / "decisions.json")["data"]["held_out"]
     assert held_out["rows"] == 8  # one in fifty of 400
     evaluated = [row["step"] for row in result.metrics if "eval_loss" in row]
     every = evaluated[1]

@@ -179,6 +179,6 @@ def test_rewards_of_steps_that_are_made_again_are_dropped(tmp_path: Path) -> Non
 
 
 def test_what_the_disks_are_wanted_for_is_kept(finished_sft: FinishedRun) -> None:
-    said = read_json(finished_sft.home / "outlook.json")
+    said = read_json(finished_sft.home / "forecast.json")["disks"]
     assert said["fits"] is True
     assert said["lines"][0].startswith("one checkpoint is ")

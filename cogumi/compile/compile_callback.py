@@ -29,7 +29,7 @@ from cogumi.compile.layers import (
 )
 from cogumi.compile.measurement import Seen, Trial, count_as_written, count_next_forward, counts, try_layer, watched
 from cogumi.core.errors import UsageError
-from cogumi.core.run_directory import read_json
+from cogumi.core.run_directory import read_section
 from cogumi.patches import graph_break, unsloth_rl
 from cogumi.patches.graph_break_probes import first_line
 
@@ -76,7 +76,7 @@ class Compiling(TrainerCallback):
         self.report = replace(self.report, prepared=tuple(prepare(self.model)))
         for line in self.report.prepared:
             log.info("compile: %s", line)
-        before = read_json(self.path) if self.path.exists() else {}
+        before = read_section(self.path, "compile")
         earlier = before if self.mode == "auto" else {}
         reason = self.why_not()
         if reason and self.mode == "layers":

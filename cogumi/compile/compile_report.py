@@ -1,4 +1,4 @@
-"""What is compiled, what is not, and why: for a run's compile.json and log, and for `cogumi doctor`."""
+"""What is compiled, what is not, and why: for a run's decisions.json and log, and for `cogumi doctor`."""
 
 import logging
 from dataclasses import asdict, dataclass, field, replace
@@ -7,7 +7,7 @@ from pathlib import Path
 from cogumi.compile.compiler import Variable, variables
 from cogumi.compile.measurement import Counts, counts
 from cogumi.core.durability import NO_SPACE
-from cogumi.core.run_directory import write_json
+from cogumi.core.run_directory import write_section
 from cogumi.patches import graph_break
 from cogumi.patches.graph_break_probes import Probe
 
@@ -105,7 +105,7 @@ class CompileReport:
         content = asdict(self)
         del content["before"]
         try:
-            write_json(path, content)
+            write_section(path, "compile", content)
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise

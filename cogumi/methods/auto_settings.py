@@ -9,7 +9,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from cogumi.config.schema import RunConfig
 from cogumi.core.formatting import gib
-from cogumi.core.run_directory import read_json, write_json
+from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.health.full_finetune import dtype_of_weights
 from cogumi.methods.gspo import is_planned, lora_parameters
 from cogumi.models.adapters import lora_config
@@ -26,7 +26,7 @@ from cogumi.rl.memory_plan import USABLE, ModelShape, free_memory_bytes, step_by
 from cogumi.stack.probes import flash_attention
 
 log = logging.getLogger("cogumi")
-CHOICES = "choices.json"  # in the run directory: what was chosen, which a run that goes on keeps
+SETTINGS = "settings"  # of decisions.json: what was chosen, which a resumed run keeps
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 # Of what the estimate leaves free, activations may take this much for layers not to be computed twice.
 MARGIN = 0.7
@@ -187,13 +187,13 @@ def precision(run: RunConfig) -> Choice:
 
 def with_choices(run: RunConfig, base: str) -> RunConfig:
     """The run with what it left open decided, each decision logged; a run that goes on keeps the ones it made."""
-    place = run.run_dir / CHOICES
-    if place.exists():
-        choices = [Choice(each["key"], each["value"], "as when the run began") for each in read_json(place)]
+    place = run.run_dir / DECISIONS
+    if begun := read_section(place, SETTINGS):
+        choices = [Choice(each["key"], each["value"], "as when the run began") for each in begun]
         choices = [choice for choice in choices if is_open(run, choice.key)]
     else:
         choices = choose(run, Machine.here(), load_of(run, base))
-        write_json(place, [{"key": each.key, "value": each.value, "reason": each.reason} for each in choices])
+        write_section(place, SETTINGS, [asdict(each) for each in choices])
     for choice in choices:
         log.info("chosen: %s", choice)
     return decided(run, choices)

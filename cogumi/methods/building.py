@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
-from cogumi.core.run_directory import read_json
+from cogumi.core.run_directory import DECISIONS, read_section
 from cogumi.health import full_finetune
 from cogumi.hub.model_files import find_commit
 from cogumi.merge.provenance import quantization_of
@@ -22,13 +22,11 @@ from cogumi.patches import unsloth_rl
 from cogumi.telemetry.heartbeat import Heartbeat
 
 log = logging.getLogger("cogumi")
-BASE = "base.json"  # in the run directory: the commit of a model of the hub
 
 
 def pinned(run: RunConfig) -> RunConfig:
     """The run with its model's revision as a commit: the one it began with, or what the hub says now."""
-    begun = run.run_dir / BASE
-    known = read_json(begun) if begun.exists() else {}
+    known = read_section(run.run_dir / DECISIONS, "base")
     name = run.model.name
     commit = known["commit"] if known.get("name") == name else find_commit(name, run.model.revision)
     if commit is None:

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.redact import hide
-from cogumi.core.run_directory import read_json, write_json
+from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.cache import Data, Prepared, Source, prepare
 from cogumi.data.cache_files import tokenizer_identity
 from cogumi.data.chat_templates import prints_the_date, read_template
@@ -26,7 +26,7 @@ from cogumi.methods.sft import MAX_LENGTH
 from cogumi.rl.guards import POSITIONS, positions_of
 
 log = logging.getLogger("cogumi")
-RECORD = "data.json"  # in the run directory: the key of its prepared data, what became of its rows, how long they are
+DATA = "data"  # of decisions.json: the key of its prepared data, what became of its rows, how long they are
 BARS = 24  # of the histogram of lengths, at most
 SHOWN = 32  # held-out rows that may be completed for samples.jsonl
 
@@ -57,7 +57,7 @@ class Examples:
         """Keep what a run goes on with, the key and the date its chat template was told; the rest is to be looked at."""
         held_out = None if self.held_out is None else account(self.held_out)
         said = {"key": self.key, "today": self.today, "max_length": self.max_length}
-        write_json(run_dir / RECORD, {**said, "train": account(self.train), "held_out": held_out})
+        write_section(run_dir / DECISIONS, DATA, {**said, "train": account(self.train), "held_out": held_out})
 
 
 def account(data: Data) -> dict[str, Any]:
@@ -109,8 +109,7 @@ def date_of(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The date for chat templates that print one: today's, or the one on which the run began, None for other formats."""
     if run.data.format == "fim" or not tokenizer.chat_template or not prints_the_date(tokenizer):
         return None
-    begun = run.run_dir / RECORD
-    known: str | None = read_json(begun)["today"] if begun.exists() else None
+    known: str | None = read_section(run.run_dir / DECISIONS, DATA).get("today")
     return known or date.today().isoformat()
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from cogumi.config.loss_presets import OURS, PRESETS
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
-from cogumi.core.run_directory import read_json, write_json
+from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.chat_templates import read_template
 from cogumi.models.adapters import lora_config
 from cogumi.patches.gspo_loss import defaults, spelled_out
@@ -37,7 +37,7 @@ from cogumi.rl.watch import RECORD, watch
 log = logging.getLogger("cogumi")
 PLANNED = ("gradient_accumulation_steps", "steps_per_generation")  # what a number of documents per step decides
 STEPS_PER_ROLLOUT = 4  # arXiv:2507.18071, section 5.1: four mini-batches
-PLAN = "batch.json"  # in the run directory: the batch that a run planned, and keeps when it goes on
+BATCH = "batch"  # of decisions.json: the batch that a run planned, and keeps when it resumes
 TRAINABLE_BYTES = 16  # per LoRA parameter: fp32 weight, gradient and two AdamW moments
 
 
@@ -116,14 +116,13 @@ def provisional_batch(run: RunConfig) -> dict[str, Any]:
 
 def plan(run: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Dataset) -> RunConfig:
     """The run with its batch cut to the loaded model and the memory beside it; one that goes on keeps its batch."""
-    planned = run.run_dir / PLAN
-    if planned.exists():
-        return with_batch(run, read_json(planned))
+    if planned := read_section(run.run_dir / DECISIONS, BATCH):
+        return with_batch(run, planned)
     longest = max(len(prompt_ids(prompt, tokenizer)) for prompt in prompts["prompt"])
     free = free_memory_bytes() - TRAINABLE_BYTES * lora_parameters(model, lora_config(run.lora).r)
     batch = batch_for(run, model.config, model.dtype.itemsize, longest, free)
     log.info("%s", batch)
-    write_json(planned, batch.arguments)
+    write_section(run.run_dir / DECISIONS, BATCH, batch.arguments)
     return with_batch(run, batch.arguments)
 
 

@@ -12,12 +12,12 @@ import torch
 
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
-from cogumi.core.run_directory import read_json, write_json
+from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.packing import PAIRS, pack, probe, rows_apart, rows_per_step, wants_one_sequence, with_labels
 from cogumi.patches import unsloth_rl
 
 log = logging.getLogger("cogumi")
-PACKING = "packing.json"  # in the run directory: whether rows are packed, why, and what a step is then
+PACKING = "packing"  # of decisions.json: whether rows are packed, why, and what a step is then
 MAX_LENGTH = 1024  # trl.SFTConfig's own, and trl.DPOConfig's
 CLOSE = 0.1  # of the examples asked for: how far from them a step of whole rows may be without a warning
 
@@ -84,27 +84,27 @@ def packed(
 
     A run that goes on keeps what it decided before its first step.
     """
-    args, place = copy.copy(args), run.run_dir / PACKING
+    args, place = copy.copy(args), run.run_dir / DECISIONS
     if args.packing and args.packing_strategy == "wrapped":
         log.warning(
             "packing: `wrapped` cuts examples and lets them read each other, as it is meant to; `bfd` does neither"
         )
-        safe = True
-        write_json(place, {"safe": None})
-    elif place.exists():
-        safe = read_json(place)["safe"]
+        safe, decided = True, {"safe": None}
+    elif decided := read_section(place, PACKING):
+        safe = decided["safe"]
         log.info("packing: %s, as when the run began", "on" if safe else "off")
     else:
         first = [train_dataset[i]["input_ids"] for i in range(min(2 * PAIRS, len(train_dataset)))]
         leak = probe(model, first if len(first) > 1 else first * 2, processing_class.pad_token_id)
         safe = not leak
-        write_json(place, {"safe": safe, "distance": leak.distance, "bound": leak.bound})
+        decided = {"safe": safe, "distance": leak.distance, "bound": leak.bound}
         if safe:
             log.info("packing: packed logits differ from separate ones by %.1e (rounding explains %.1e)",
                      leak.distance, leak.bound)  # fmt: skip
         else:
             log.warning("packing off: this model's packed logits differ from separate ones by %.2g, where rounding explains "
                         "%.1e: examples would read each other", leak.distance, leak.bound)  # fmt: skip
+    write_section(place, PACKING, decided)
     if not safe:
         args.packing = args.padding_free = False
         return {"args": args}
@@ -133,7 +133,7 @@ def packed(
         "rows_per_step": step.rows,
         "examples_per_step": step.examples,
     }
-    write_json(place, read_json(place) | figures)
+    write_section(place, PACKING, decided | figures)
     held_out = None if eval_dataset is None else with_labels(eval_dataset)
     return {"args": args, "train_dataset": rows.rows, "eval_dataset": held_out}
 

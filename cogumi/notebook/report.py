@@ -18,7 +18,7 @@ from cogumi.checkpoints.manifest import CheckpointDamaged, files_of, read_manife
 from cogumi.checkpoints.retention import checkpoints_in
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import duration, gib
-from cogumi.core.run_directory import PREFLIGHT, ROLLOUTS, write_atomic
+from cogumi.core.run_directory import DECISIONS, FORECAST, ROLLOUTS, read_section, write_atomic
 from cogumi.core.version import __version__
 from cogumi.notebook import figures, html_components
 from cogumi.notebook.completions import rollouts, side_by_side
@@ -167,7 +167,7 @@ def flags(run: Path, status: Status) -> str:
 def what_it_was(run: Path, status: Status) -> str:
     config, came_to = config_of(run), read_if_there(run / "metrics.json")
     beat = status.heartbeat
-    model, base = config.get("model", {}), read_if_there(run / "base.json")
+    model, base = config.get("model", {}), read_section(run / DECISIONS, "base")
     method = config.get("cogumi", {}).get("method")
     tuning = {"lora": "LoRA", "full": "every weight"}.get(config.get("cogumi", {}).get("tuning"), "")
     if model.get("quantization_config"):
@@ -268,15 +268,15 @@ def first_and_last(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def data(run: Path, status: Status) -> str:
-    found = read_if_there(run / "data.json")
+    found = read_section(run / DECISIONS, "data")
     accounts = [found[part] for part in ("train", "held_out") if found.get(part)]
     if not accounts:
-        return "<p>What became of the rows is not in data.json; lines of it may be among the decisions below.</p>"
+        return "<p>What became of the rows is not in decisions.json; lines of it may be among the decisions below.</p>"
     return html_components.data(accounts, found["train"]["lengths"], found.get("max_length"))
 
 
 def memory(run: Path, status: Status) -> str:
-    forecast, took = read_if_there(run / PREFLIGHT), read_if_there(run / "metrics.json").get("memory", {})
+    forecast, took = read_section(run / FORECAST, "preflight"), read_if_there(run / "metrics.json").get("memory", {})
     peak = took.get("gpu_peak_allocated")
     rows = [
         ("peak on the GPU (tensors)", gib(peak) if peak else ""),
@@ -286,7 +286,7 @@ def memory(run: Path, status: Status) -> str:
     ]
     said = facts(rows)
     if not forecast:
-        return said + "<p>No forecast: there is no preflight.json (a run without a GPU begins without one).</p>"
+        return said + "<p>No forecast: the run made none (a run without a GPU begins without one).</p>"
     return said + "<h4>Preflight</h4>" + html_components.preflight(forecast, peak)
 
 

@@ -13,7 +13,7 @@ from cogumi.checkpoints.commit import step_of
 from cogumi.checkpoints.retention import checkpoints_in
 from cogumi.checkpoints.verify import Finding, inspect
 from cogumi.core.formatting import duration
-from cogumi.core.run_directory import OUTLOOK, ROLLOUTS
+from cogumi.core.run_directory import FORECAST, ROLLOUTS, read_section
 from cogumi.notebook.curves import Curve, Curves, Plot
 from cogumi.telemetry.status import Status, read_if_there, status_of, tail_lines
 
@@ -109,4 +109,5 @@ def disk_lines(run_dir: Path, status: Status) -> list[str]:
         hours = sample.get("hours_until_full") or math.inf
         rate = f", full in {duration(hours * 3600)} at the rate of the last hour" if hours < SOON_HOURS else ""
         said.append(f"{free / 1e9:.1f} GB free{rate}" + (f" ({sample['level']})" if sample.get("level") else ""))
-    return said + read_if_there(run_dir / OUTLOOK).get("lines", [])
+    lines: list[str] = read_section(run_dir / FORECAST, "disks").get("lines", [])
+    return said + lines

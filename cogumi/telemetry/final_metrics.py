@@ -10,10 +10,9 @@ import torch
 
 from cogumi.core.disk_space import spoken
 from cogumi.core.errors import RefusedAtSetup
-from cogumi.core.run_directory import PREFLIGHT, read_jsonl, write_json
+from cogumi.core.run_directory import FORECAST, read_jsonl, read_section, write_json
 from cogumi.telemetry.heartbeat import Heartbeat
 from cogumi.telemetry.stage_timer import Meter
-from cogumi.telemetry.status import read_if_there
 from cogumi.telemetry.throughput import ROLLOUT, Throughput, gpu_peaks, peak_rss
 
 log = logging.getLogger("cogumi")
@@ -82,7 +81,7 @@ def summary(heart: Heartbeat) -> dict[str, Any]:
         key: next((row[key] for row in reversed(rows) if row.get(key) is not None), None) for key in FINAL
     }
     found["memory"] = {"peak_rss": peak_rss(), **{f"gpu_{key}": value for key, value in gpu_peaks().items()}}
-    forecast = read_if_there(heart.run_dir / PREFLIGHT).get("figures", {}).get("memory")
+    forecast = read_section(heart.run_dir / FORECAST, "preflight").get("figures", {}).get("memory")
     if forecast is not None:
         found["memory"] |= {"gpu_peak_forecast": forecast["tensors"] + forecast["workspace"]}
     return found

@@ -5,7 +5,6 @@ Where `train.eval_strategy` says nothing it is measured at each tenth of the ste
 
 import logging
 import math
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from cogumi.compile.compile_callback import Compiling
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.core.formatting import one_line
-from cogumi.core.run_directory import OUTLOOK, read_jsonl, write_json
+from cogumi.core.run_directory import DECISIONS, FORECAST, read_jsonl, write_section
 from cogumi.disk.callback import DiskMonitorCallback
 from cogumi.health import full_finetune
 from cogumi.health.sentinel import Ended, Sentinel
@@ -157,7 +156,7 @@ def fit(
     trainer.add_callback(waiting)
     trainer.add_callback(sentinel)
     sentinel.begin()  # before layers are compiled, which its shapes would cost time
-    compiling = Compiling(trainer, options.compile, run_dir / "compile.json", while_compiling, interrupted)
+    compiling = Compiling(trainer, options.compile, run_dir / DECISIONS, while_compiling, interrupted)
     trainer.add_callback(compiling)
     try:
         compiling.begin()
@@ -231,6 +230,6 @@ def say_what_the_disks_get(run: RunConfig, trainer: Any) -> None:
     except UsageError as error:  # an optimizer that tells its size only after a step
         log.warning("disk: %s", error)
         return
-    write_json(run.run_dir / OUTLOOK, {"time": time.time(), "fits": found.fits, "lines": found.lines})
+    write_section(run.run_dir / FORECAST, "disks", {"fits": found.fits, "lines": found.lines})
     for line in found.lines:
         log.log(logging.INFO if found.fits else logging.WARNING, "disk: %s", line)

@@ -7,7 +7,7 @@ import torch
 
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import RefusedAtSetup, UsageError
-from cogumi.core.run_directory import PREFLIGHT, write_json
+from cogumi.core.run_directory import FORECAST, write_section
 from cogumi.data.cache import Data
 from cogumi.forecast import data_sample, stack_line
 from cogumi.forecast.preflight_report import Line, PreflightReport
@@ -39,7 +39,7 @@ def before_training(run: RunConfig, base: str, of_base: Any, data: Data, tokeniz
         log.warning("preflight: %s; the run goes on without it", error)
         return
     report = PreflightReport(str(target), (stack_line.line(), *lines), figures)
-    write_json(run.run_dir / PREFLIGHT, report.as_dict())
+    write_section(run.run_dir / FORECAST, "preflight", report.as_dict())
     for line in report.lines:
         level, mark = (logging.WARNING, "RED: ") if line.state == "red" else (logging.INFO, "")
         log.log(level, "preflight: %s%s", mark, in_words(line))

@@ -77,6 +77,12 @@ def refuse_unless_unfinished(run: RunConfig) -> None:
     """Raise UsageError where the run directory holds anything but this run, unfinished."""
     if run.cogumi.resume == "never" or not is_unfinished(run.run_dir):
         refuse_occupied(run.run_dir)
+    if (run.run_dir / "data.json").exists():
+        raise UsageError(
+            "an older cogumi began this run, and its decisions are in files that this one does not read",
+            place=run.run_dir,
+            fix="resume it with that version, or set cogumi.run_dir to a new directory",
+        )
     refuse_another(run)
     refuse_a_second_check(run)
 

@@ -22,7 +22,15 @@ from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.core.formatting import one_line
 from cogumi.core.lost_terminal import outliving_the_screen
 from cogumi.core.notices import said
-from cogumi.core.run_directory import SAMPLES_FILE, create_run_dir, read_jsonl, write_atomic, write_json
+from cogumi.core.run_directory import (
+    DECISIONS,
+    SAMPLES_FILE,
+    create_run_dir,
+    read_jsonl,
+    write_atomic,
+    write_json,
+    write_section,
+)
 from cogumi.health import full_finetune
 from cogumi.health.verdict import Check, Scale, Verdict
 from cogumi.hub.model_files import Download, fetch, plan_download
@@ -30,7 +38,7 @@ from cogumi.merge.adapter_files import refuse_unsupported
 from cogumi.methods import gspo
 from cogumi.methods.arguments import BUILD_REFUSALS, trl_arguments
 from cogumi.methods.auto_settings import Choice, before_cuda, with_choices
-from cogumi.methods.building import BASE, build_trainer, pinned, tokenizer_of
+from cogumi.methods.building import build_trainer, pinned, tokenizer_of
 from cogumi.methods.examples import beyond_the_model, first_tokens, prepare_examples
 from cogumi.methods.limits import refuse_blind_check, refuse_impossible, refuse_spent
 from cogumi.models import warm_start
@@ -206,7 +214,7 @@ def refuse_unmergeable(run: RunConfig) -> None:
 
 def fetch_into(run_dir: Path, download: Download) -> None:
     """The download stage of a run: which commit, how much of it is here."""
-    write_json(run_dir / BASE, {"name": download.name, "commit": download.commit})
+    write_section(run_dir / DECISIONS, "base", {"name": download.name, "commit": download.commit})
 
     def told(here: int, total: int) -> None:
         set_status(run_dir, "running", stage="download", bytes=here, of=total)
