@@ -32,11 +32,11 @@ from cogumi.core.run_directory import read_json, read_jsonl
 from cogumi.health.flags import Written, written_in
 from cogumi.methods import dpo
 from cogumi.models.completion import complete
-from cogumi.telemetry import accounts, heartbeat, recorder, stage_timer
+from cogumi.telemetry import heartbeat, recorder, throughput, trackers
 from cogumi.telemetry.heartbeat import Heartbeat
+from cogumi.telemetry.recorder import Pace
 from cogumi.telemetry.samples import as_before, write_samples
-from cogumi.telemetry.stage_timer import Meter, Pace
-from cogumi.telemetry.throughput import documents_of
+from cogumi.telemetry.throughput import Meter, documents_of
 
 Config = dict[str, Any]
 TOKEN = "hf_" + "Qk7" * 12
@@ -360,9 +360,9 @@ def test_a_run_that_hangs_beats_on_and_its_step_does_not(sft: Config, monkeypatc
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Lets seconds pass for `cogumi.telemetry.stage_timer` and `pace`, which are otherwise as they are."""
+    """Lets seconds pass for the meter and the pace, which are otherwise as they are."""
     now = [1000.0]
-    monkeypatch.setattr(stage_timer.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(throughput.time, "monotonic", lambda: now[0])
 
     def passing(seconds: float) -> None:
         now[0] += seconds
@@ -506,14 +506,14 @@ def test_a_command_of_pip_is_for_this_python_and_short_where_it_can_be(
 def test_a_reporter_that_is_not_installed_is_refused_before_anything_is_loaded(
     sft: Config, reporter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accounts, "is_installed", lambda name: name == "tensorboard")
+    monkeypatch.setattr(trackers, "is_installed", lambda name: name == "tensorboard")
     with pytest.raises(UsageError, match=re.escape(f"is not installed; run: {pip(f'install {reporter}')}")):
         cogumi.train(sft, train__report_to=["tensorboard", reporter])
     assert not Path(sft["cogumi"]["run_dir"]).exists()
 
 
 def test_without_tensorboard_a_run_says_how_to_get_it(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accounts, "is_installed", lambda name: False)
+    monkeypatch.setattr(trackers, "is_installed", lambda name: False)
     result = cogumi.train(sft, train__max_steps=1)
     assert not (result.run_dir / "tensorboard").exists()
     assert f"TensorBoard is not installed ({pip('install tensorboard')})" in (result.run_dir / "run.log").read_text()

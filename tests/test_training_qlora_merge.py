@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, Mixt
 
 import cogumi
 from cogumi.core.run_directory import read_json
-from cogumi.training import artifacts
 from cogumi.training import run as training_run
+from cogumi.training import stages
 
 BF16 = torch.bfloat16
 
@@ -60,7 +60,7 @@ def test_an_adapter_on_a_base_that_is_quantized_on_disk_is_merged_into_the_origi
 def test_a_merge_that_lost_the_update_of_one_layer_fails(
     sft: Config, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    merge = artifacts.merge_adapter
+    merge = stages.merge_adapter
 
     def wrongly(adapter: Path, out: Path, **more: Any) -> Any:
         report = merge(adapter, out, **more)
@@ -68,7 +68,7 @@ def test_a_merge_that_lost_the_update_of_one_layer_fails(
         replace_tensor(out / "model.safetensors", name, load_file(tiny_model / "model.safetensors")[name])
         return report
 
-    monkeypatch.setattr(artifacts, "merge_adapter", wrongly)
+    monkeypatch.setattr(stages, "merge_adapter", wrongly)
     result = cogumi.train(sft, train__learning_rate=1e-2)
     (failed,) = (found for found in result.verdict.checks if not found.passed)
     assert failed.name == "merged logits"

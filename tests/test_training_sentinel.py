@@ -14,7 +14,7 @@ from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json, read_jsonl
 from cogumi.health import sentinel as module
-from cogumi.methods.limits import logging_settings, refuse_blind_check, rows_to_judge
+from cogumi.methods.building import logging_settings, refuse_blind_check, rows_to_judge
 
 Config = dict[str, Any]
 
@@ -217,7 +217,7 @@ def test_what_was_red_stays_known_when_a_run_goes_on(sft: Config) -> None:
 
 
 def test_pause_waits_until_the_file_is_gone(sft: Config, red: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cogumi.training.control_files.PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("cogumi.training.loop.PAUSE_SECONDS", 0.01)
     home, seen = Path(sft["cogumi"]["run_dir"]), {}
 
     def user() -> None:
@@ -246,7 +246,7 @@ def test_a_signal_ends_a_paused_run_and_it_goes_on_later(sft: Config, monkeypatc
     import os
     import signal
 
-    monkeypatch.setattr("cogumi.training.control_files.PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("cogumi.training.loop.PAUSE_SECONDS", 0.01)
     home = Path(sft["cogumi"]["run_dir"])
 
     def provider() -> None:

@@ -90,8 +90,8 @@ def planned(run: RunConfig) -> tuple[Any, list[str]]:
 
     from cogumi.core.formatting import one_line
     from cogumi.forecast.disk_lines import planned_trainer
-    from cogumi.health.full_finetune import dtype_of_weights
-    from cogumi.methods.arguments import BUILD_REFUSALS, trl_arguments
+    from cogumi.methods.auto_settings import dtype_of_weights
+    from cogumi.methods.building import BUILD_REFUSALS, trl_arguments
     from cogumi.models.adapters import keep_float32, lora_config
     from cogumi.models.loading import load_tokenizer, loaded_in, refuse_quantized_already, resolve_model
     from cogumi.models.warm_start import lora_of

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from cogumi.config.schema import RunConfig
-from cogumi.methods.arguments import trl_arguments
+from cogumi.methods.building import trl_arguments
 from cogumi.models.adapters import keep_float32, lora_config
 from cogumi.models.loading import meta_model, quantization_settings, train_on_what_was_loaded
 

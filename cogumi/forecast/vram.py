@@ -23,8 +23,7 @@ from cogumi.forecast.meta_trainer import planned_trainer
 from cogumi.forecast.preflight_report import Line
 from cogumi.forecast.target import Target, dtype_of
 from cogumi.forecast.training_step import ROLLOUT, Work, run_step
-from cogumi.health import full_finetune
-from cogumi.methods import gspo
+from cogumi.methods import auto_settings, gspo
 from cogumi.methods.auto_settings import Choice
 from cogumi.models.adapters import lora_config
 from cogumi.models.loading import meta_model
@@ -53,7 +52,7 @@ class OfTheStep:
 def step_on(run: RunConfig, config: Any, work: Work, target: Target) -> OfTheStep:
     """Run the step of a run on fake tensors. `run` has its choices made; config: the base's."""
     whole = run.cogumi.tuning == "full"
-    dtype = dtype_of(target, full_finetune.dtype_of_weights(run) if whole else run.model.dtype)
+    dtype = dtype_of(target, auto_settings.dtype_of_weights(run) if whole else run.model.dtype)
     autocast = autocast_of(run, target)
     rank = 0 if whole else lora_config(run.lora).r
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cogumi.data.packing import padding_of
-from cogumi.health.flags import Answers, Batches, Pairs, Words
+from cogumi.health.flags import Answers, Batches, Pairs, Words, students_t
 from cogumi.models.completion import end_ids
 
 OTHERS = 16  # prompts of other examples that each completion is held against
@@ -92,11 +92,6 @@ def gains(prompts: Sequence[set[int]], answers: Sequence[set[int]], weight: dict
         return sum(weight[token] for token in prompts[i] & answers[j])
 
     return [share(j, j) - statistics.fmean(share((j + k) % n, j) for k in range(1, OTHERS + 1)) for j in range(n)]
-
-
-def students_t(values: Sequence[float]) -> float:
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    return statistics.fmean(values) / error if error > 0 else 0.0
 
 
 def alike(completions: Sequence[set[int]], pieces: Sequence[set[int]]) -> float:
@@ -239,9 +234,9 @@ def ask_for_pairs(trainer: Any) -> Pairs | None:
     gains = [b - a for a, b in zip(own, other, strict=True)]
     if not all(map(math.isfinite, gains)):
         return None  # the flag for finite numbers will say so
-    error = statistics.stdev(gains) / math.sqrt(len(gains))
-    t = statistics.fmean(gains) / error if error > 0 else 0.0
-    return Pairs(len(gains), statistics.fmean(own), statistics.fmean(other), t, trainer.state.global_step)
+    return Pairs(
+        len(gains), statistics.fmean(own), statistics.fmean(other), students_t(gains), trainer.state.global_step
+    )
 
 
 def loss_of(trainer: Any, prompt: list[int], rest: list[int], labels: list[int]) -> float:

@@ -29,8 +29,7 @@ from cogumi.health.data_checks import answers_of, ask_for_pairs, look_at_batches
 from cogumi.health.flags import Batches, Flag, Run, Setting, reds, written_in
 from cogumi.health.flags_common import SETTLED_STEPS, is_not_finite
 from cogumi.health.flags_sft import TELLS, rests_at_frequencies
-from cogumi.health.verdict import Scale, judge, safe_to_scale
-from cogumi.rl.watch import Watch
+from cogumi.health.verdict import Check, Scale, judge, safe_to_scale
 from cogumi.telemetry.status import SANITY_CHECKED, STOPPED
 
 log = logging.getLogger("cogumi")
@@ -40,7 +39,7 @@ FIRST_ROWS, LATEST_ROWS = 10, 100
 EVERY, EARLY = 5, 25  # optimizer steps between two judgements, at least; twice as many after the early ones
 WRITE_SECONDS = 30.0
 ASK_AGAIN = 80  # the step at which prompts and completions are compared once more, by the model as it is then
-SAMPLED = 64  # elements of each trained tensor that are remembered, to see whether it moves
+SAMPLED = 256  # elements of each trained tensor that are remembered, to see whether it moves
 
 
 @dataclass(frozen=True)
@@ -85,16 +84,13 @@ class Sentinel(TrainerCallback):
         self.ended: Ended | None = None
         self.judged_at = 0
         self.written_at = 0.0
-        self.start_of: list[Tensor] | None = None
+        self.start_of: dict[str, Tensor] | None = None
         self.moved = False
         self.forget_steps()
         self.began = time.perf_counter()
         self.tokens_seen, self.token_seconds = 0.0, 0.0
         self.get_batch_samples = trainer.get_batch_samples
         trainer.get_batch_samples = self.timed_batches
-        for callback in trainer.callback_handler.callbacks:
-            if isinstance(callback, Watch):  # a flag of the same kind says it
-                callback.during.said |= {"variance", "unscored"}
 
     def forget_steps(self) -> None:
         """As after a logged row: nothing was seen since."""
@@ -137,16 +133,14 @@ class Sentinel(TrainerCallback):
                 self.remember(dict(row))
         if state.global_step and self.earlier_versions:  # of an earlier resume, which the later checkpoints do not tell
             self.setting = replace(self.setting, other_versions=self.earlier_versions)
-        self.take_up_reds(state.global_step)
-        self.start_of = [sample(each) for each in trained(self.trainer.model)]
+        for (
+            each
+        ) in self.earlier:  # what was red in the part before stays known, up to the step that the run resumes from
+            if each["step"] <= state.global_step:
+                self.was_red[each["name"]] = each["step"], Flag(**{key: each[key] for key in each if key != "step"})
+        self.start_of = sample_weights(self.trainer.model)
         self.forget_steps()
         self.judged_at = state.global_step
-
-    def take_up_reds(self, step: int) -> None:
-        """What was red in the part before stays known, up to the step that the run goes on from."""
-        for each in self.earlier:
-            if each["step"] <= step:
-                self.was_red[each["name"]] = each["step"], Flag(**{key: each[key] for key in each if key != "step"})
 
     # ------------------------------------------------------------------------------------------------------ what is seen
 
@@ -190,7 +184,7 @@ class Sentinel(TrainerCallback):
             return
         self.judged_at = state.global_step
         if not self.moved and self.start_of is not None:
-            row["seen/moved"] = moved_by(trained(self.trainer.model), self.start_of)
+            row["seen/moved"] = max(changes_since(self.trainer.model, self.start_of).values(), default=0.0)
             self.moved = row["seen/moved"] > 0
         row["seen/memory"] = memory_in_use(args.device)
         if self.batches is not None and self.ask_again(self.batches, state.global_step):
@@ -213,7 +207,7 @@ class Sentinel(TrainerCallback):
                 row["seen/tokens"], row["seen/token_seconds"] = tokens - self.tokens_seen, self.token_seconds
             self.tokens_seen, self.token_seconds = tokens, 0.0
         self.forget_steps()
-        if any(is_not_finite(logs.get(key)) for key in ("loss", "grad_norm")) and not self.is_red("finite numbers"):
+        if any(is_not_finite(logs.get(key)) for key in ("loss", "grad_norm")) and "finite numbers" not in self.was_red:
             row["seen/broken"] = broken_weight(self.trainer.model)
         return row
 
@@ -248,13 +242,9 @@ class Sentinel(TrainerCallback):
             self.write(step)
 
     def run(self) -> Run:
-        written = (
-            written_in(self.directory) if self.start_of is not None else []
-        )  # not before the rows beside them are known
+        # Not before the rows beside them are known.
+        written = written_in(self.directory) if self.start_of is not None else []
         return Run(self.setting, self.first, list(self.latest), self.batches, self.thresholds, written)
-
-    def is_red(self, name: str) -> bool:
-        return name in self.was_red
 
     def write(self, step: int) -> None:
         was_red = [{"step": at, **asdict(flag)} for at, flag in self.was_red.values()]
@@ -337,20 +327,38 @@ def other_versions(output_dir: str | None, step: int) -> tuple[str, ...]:
     return tuple(f"{name} {there[name]} -> {here.get(name)}" for name in there if there[name] != here.get(name))
 
 
-def trained(model: Any) -> list[Tensor]:
-    return [each for each in model.parameters() if each.requires_grad]
+def sample_weights(model: Any) -> dict[str, Tensor]:
+    """Some elements of each tensor that is trained, spread over it, copied."""
+    return {
+        name: weight.detach().flatten()[:: max(1, weight.numel() // SAMPLED)].clone()
+        for name, weight in model.named_parameters()
+        if weight.requires_grad
+    }
 
 
-def sample(weight: Tensor) -> Tensor:
-    """Some elements of a tensor, spread over it, copied."""
-    flat = weight.detach().flatten()
-    return flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].clone()
+def changes_since(model: Any, start: dict[str, Tensor]) -> dict[str, float]:
+    """The largest change of a remembered element of each tensor."""
+    now = sample_weights(model)
+    if not start:
+        return {}
+    apart = torch.stack([(now[name] - start[name]).abs().amax().float() for name in start]).nan_to_num(nan=1.0)
+    return dict(zip(start, apart.tolist(), strict=True))
 
 
-def moved_by(weights: list[Tensor], before: list[Tensor]) -> float:
-    """The largest change of a remembered element."""
-    apart = [(sample(now) - then).abs().amax().float() for now, then in zip(weights, before, strict=True)]
-    return float(torch.stack(apart).nan_to_num(nan=1.0).max()) if apart else 0.0
+def judge_moved(model: Any, start: dict[str, Tensor], tuning: str) -> Check:
+    """Whether training changed the weights. start: as they were before it, and before a checkpoint was loaded.
+
+    Of an adapter B counts: A starts from chance, and weight decay moves it without a gradient.
+    """
+    changes = changes_since(model, start)
+    if tuning == "full":
+        moved = sum(each > 0 for each in changes.values())
+        figure = f"{moved} of {len(changes)} tensors moved, by {max(changes.values(), default=0.0):.2e} at most"
+        return Check("weights", figure, "most of them", moved > len(changes) / 2, "raise train.learning_rate")
+    ups = [change for name, change in changes.items() if "lora_B" in name or "lora_embedding_B" in name]
+    largest = max(ups or changes.values(), default=0.0)
+    fix = "raise train.learning_rate, or change lora.target_modules"
+    return Check("adapter", f"largest change {largest:.2e}", "> 0", largest > 0, fix)
 
 
 def broken_weight(model: Any) -> str:

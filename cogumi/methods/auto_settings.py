@@ -1,4 +1,5 @@
-"""What a run leaves open and the machine decides: attention, gradient checkpointing, optimizer, allocator, precision.
+"""What a run leaves open and the machine decides: attention, gradient checkpointing, optimizer, allocator, precision; and
+whether training every weight (`cogumi.tuning: full`) fits.
 
 `choose` is a function of values: what the machine has (Machine), what the model needs (Load). Each decision comes with its
 reason, for a key that the config leaves unset. The estimates for a GPU are those of rl/memory_plan.py and have not been
@@ -16,9 +17,9 @@ import torch
 from transformers import AutoConfig
 
 from cogumi.config.schema import RunConfig
+from cogumi.core.errors import UsageError
 from cogumi.core.formatting import gib
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
-from cogumi.health.full_finetune import dtype_of_weights
 from cogumi.methods.gspo import is_planned, lora_parameters
 from cogumi.models.adapters import lora_config
 from cogumi.models.loading import loaded_in, meta_model
@@ -34,6 +35,18 @@ BATCH = 8  # transformers' per_device_train_batch_size
 COMPLETION, LENGTH = 256, 1024  # TRL's max_completion_length, max_length
 ADAPTER_BYTES, MOMENTS, MOMENTS_8BIT = 8, 8, 2  # per trained weight: an adapter's own float32 and gradient; two moments
 NO_FLASH = "flash attention needs bfloat16 and compute capability 8.0"
+ADAMW_BYTES = 8  # per weight: two moments in float32
+# Optimizers whose state is smaller: bytes a weight, of what must be where the weights are.
+STATE_BYTES = {
+    "sgd": 0,
+    "adafactor": 0,
+    "adamw_8bit": 2,
+    "adamw_bnb_8bit": 2,
+    "lion_8bit": 1,
+    "paged_adamw_8bit": 0,
+    "paged_adamw_32bit": 0,
+    "paged_lion_8bit": 0,
+}
 FOUR_BIT = 0.55  # bytes of a weight under nf4 with its scales
 
 
@@ -257,3 +270,58 @@ def longest(run: RunConfig) -> int:
     if run.cogumi.method == "gspo":
         return int(said + (run.train.get("max_completion_length") or COMPLETION))
     return int(said)
+
+
+# -------------------------------------------------------------------------------------------------------- every weight
+
+
+def refuse_with_adapter_settings(run: RunConfig) -> None:
+    """Raise UsageError for settings of an adapter that is not there."""
+    given = {
+        "model.adapter": run.model.adapter,
+        "cogumi.lora_preset": run.cogumi.lora_preset,
+        "cogumi.loraplus_lr_ratio": run.cogumi.loraplus_lr_ratio,
+        **{f"lora.{key}": value for key, value in run.lora.items()},
+    }
+    for key, value in given.items():
+        if value is not None:
+            raise UsageError(
+                f"{key} would be ignored: cogumi.tuning: full trains no adapter", fix="drop one of the two"
+            )
+    if run.model.quantization_config is not None:
+        raise UsageError(
+            "quantized weights cannot be trained themselves",
+            key="model.quantization_config",
+            fix="drop it, or drop cogumi.tuning: full (QLoRA)",
+        )
+
+
+def dtype_of_weights(run: RunConfig) -> str:
+    """float32 unless the user says otherwise: in bfloat16 an update below 2^-9 of a weight is lost."""
+    return "float32" if run.model.dtype == "auto" else run.model.dtype
+
+
+def refuse_what_does_not_fit(run: RunConfig, base: str, optimizer: str) -> None:
+    """Raise UsageError, before anything is loaded, where weights, gradients and optimizer states alone need more than is free.
+
+    Bytes a weight: its dtype twice (itself, its gradient), AdamW's two moments in float32 (arXiv:1910.02054, section 3.1), and
+    for DPO the reference model.
+    """
+    weights = count_weights(AutoConfig.from_pretrained(base, revision=run.model.revision))
+    itemsize = loaded_in(dtype_of_weights(run)).itemsize
+    state = STATE_BYTES.get(optimizer, ADAMW_BYTES)
+    reference = itemsize if run.cogumi.method == "dpo" and not run.train.get("precompute_ref_log_probs") else 0
+    need, free = weights * (2 * itemsize + state + reference), free_memory_bytes()
+    if need > USABLE * free:
+        raise UsageError(
+            f"cogumi.tuning: full: {weights:,} weights need {gib(need)} before the first activation "
+            f"({2 * itemsize} bytes each with the gradient, {state} for {optimizer}"
+            + (f", {reference} for the reference model" if reference else "")
+            + f") and {gib(USABLE * free)} of {gib(free)} free are usable; drop cogumi.tuning to train LoRA"
+            + (", or set train.optim: adamw_8bit" if state == ADAMW_BYTES else "")
+        )
+
+
+def count_weights(config: Any) -> int:
+    """How many weights a model has, tied ones once, from its config alone."""
+    return sum(parameter.numel() for parameter in meta_model(config).parameters())

@@ -1,21 +1,108 @@
-"""heartbeat.json: once a second, in every stage, what a run is doing, how long it takes yet, and what it costs."""
+"""heartbeat.json: once a second, in every stage, what a run is doing, how long it takes yet, and what it costs; and
+metrics.json: what it came to, whether it went to its end or not."""
 
+import importlib.util
 import logging
+import resource
+import shutil
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+import torch
+
+from cogumi.core.disk_space import spoken
 from cogumi.core.durability import NO_SPACE
-from cogumi.core.run_directory import write_json
-from cogumi.telemetry.stage_timer import HEARTBEAT, Meter
-from cogumi.telemetry.throughput import MachineUse, Throughput
+from cogumi.core.errors import RefusedAtSetup
+from cogumi.core.formatting import pip
+from cogumi.core.run_directory import FORECAST, read_jsonl, read_section, write_json
+from cogumi.telemetry.throughput import HEARTBEAT, ROLLOUT, Meter, Throughput
 
 log = logging.getLogger("cogumi")
 HEARTBEAT_SECONDS = 1.0
+SUMMARY = "metrics.json"
+FINAL = ("loss", "eval_loss", "reward")
+
+
+class MachineUse:
+    """Reads what the machine is doing, about a millisecond a time. Made in the thread that asks.
+
+    Utilization, temperature and power come from NVML (nvidia-ml-py), and are left out, with one line of log, where it
+    is not installed or does not answer, as in some containers.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.process = psutil.Process()
+        self.process.cpu_percent()  # the first call starts the interval of the next
+        psutil.cpu_percent()
+        self.nvml = torch.cuda.is_available() and nvml_answers()
+
+    def now(self) -> dict[str, Any]:
+        """Bytes are bytes, percentages 0 to 100; `cpu.process_percent` is of one core, so 8 busy cores are 800."""
+        memory, disk = psutil.virtual_memory(), shutil.disk_usage(self.directory)
+        return {
+            "gpu": self.gpu(),
+            "cpu": {
+                "percent": psutil.cpu_percent(),
+                "process_percent": self.process.cpu_percent(),
+                "cores": psutil.cpu_count(),
+            },
+            "memory": {"used": memory.total - memory.available, "total": memory.total, "process": self.process.memory_info().rss},
+            "disk": {"free": disk.free, "total": disk.total},
+        }  # fmt: skip
+
+    def gpu(self) -> dict[str, Any] | None:
+        """None without one. `used` is everybody's, `allocated` and `reserved` are of this process."""
+        if not torch.cuda.is_available():
+            return None
+        free, total = torch.cuda.mem_get_info()
+        found = {"name": torch.cuda.get_device_name(), "used": total - free, "total": total, **gpu_peaks()}
+        if self.nvml:
+            found |= {
+                "utilization_percent": torch.cuda.utilization(),
+                "temperature_celsius": torch.cuda.temperature(),
+                "power_watts": torch.cuda.power_draw() / 1000,
+            }
+        return found
+
+
+def nvml_answers() -> bool:
+    if importlib.util.find_spec("pynvml") is None:
+        install = pip("install nvidia-ml-py")
+        log.info("no GPU utilization in heartbeat.json: nvidia-ml-py is not installed (%s)", install)
+        return False
+    import pynvml
+
+    try:
+        torch.cuda.utilization(), torch.cuda.temperature(), torch.cuda.power_draw()
+    except (pynvml.NVMLError, RuntimeError) as error:
+        log.info("no GPU utilization in heartbeat.json: NVML does not answer: %s", error)
+        return False
+    return True
+
+
+def gpu_peaks() -> dict[str, int]:
+    """Bytes that torch has held at most since the run began; {} without a GPU."""
+    if not torch.cuda.is_available():
+        return {}
+    return {
+        "peak_allocated": torch.cuda.max_memory_allocated(),
+        "peak_reserved": torch.cuda.max_memory_reserved(),
+    }
+
+
+def peak_rss() -> int:
+    """The most memory this process has had resident, in bytes, over its whole life."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024  # getrusage(2): kilobytes on Linux, bytes on macOS
 
 
 @dataclass
@@ -109,3 +196,102 @@ class Heartbeat:
             "stalled": self.stalled() or None,
             **self.use.now(),
         }
+
+
+# -------------------------------------------------------------------------------------------------------- metrics.json
+
+
+@contextmanager
+def measured(run_dir: Path, meter: Meter) -> Iterator[Heartbeat]:
+    """While in the block the run's heart beats; at its end, however it comes, metrics.json says what the run came to."""
+    meter.take_up(run_dir)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    heart = Heartbeat(run_dir, meter)
+    refused = False
+    try:
+        with heart:
+            yield heart
+        if heart.throughput is not None:
+            heart.throughput.read()
+    except RefusedAtSetup:
+        refused = True  # nothing was measured, and the directory goes unless there was something in it
+        raise
+    finally:
+        if not refused:
+            write_summary(heart)
+
+
+def write_summary(heart: Heartbeat) -> None:
+    """Asks nothing of the GPU: a run that lost it has a summary as well."""
+    found = summary(heart)
+    memory = found["memory"]
+    if {"gpu_peak_allocated", "gpu_peak_forecast"} <= memory.keys():
+        peak, forecast = memory["gpu_peak_allocated"], memory["gpu_peak_forecast"]
+        log.info(
+            "GPU memory: %s at its fullest, %s forecast (%+.1f %%)",
+            spoken(peak),
+            spoken(forecast),
+            100 * (forecast / peak - 1),
+        )
+    try:
+        write_json(heart.run_dir / SUMMARY, found)
+    except OSError as error:  # what went wrong first is what the run ends with
+        log.error("%s could not be written: %s", heart.run_dir / SUMMARY, error.strerror)
+
+
+def summary(heart: Heartbeat) -> dict[str, Any]:
+    """Seconds, tokens, cost: of all parts of the run. Rates: of its steps. Memory: of this process.
+
+    `mfu` and `hfu` are of the steps without their rollouts; docs of the formula: cogumi/telemetry/throughput.py.
+    `gpu_peak_forecast` is what the preflight said that `gpu_peak_allocated` would be.
+    """
+    meter, progress, throughput = heart.meter, heart.progress, heart.throughput
+    found: dict[str, Any] = {
+        "steps": progress.step,
+        "max_steps": progress.steps,
+        "elapsed_seconds": round(meter.elapsed(), 3),
+        "seconds": {stage: round(seconds, 3) for stage, seconds in meter.seconds().items()},
+        "price_per_hour": meter.price_per_hour,
+        "cost": meter.cost(),
+    }
+    if throughput is not None:
+        found |= rates(throughput)
+    rows = read_jsonl(heart.run_dir / "metrics.jsonl")
+    found["final"] = {
+        key: next((row[key] for row in reversed(rows) if row.get(key) is not None), None) for key in FINAL
+    }
+    found["memory"] = {"peak_rss": peak_rss(), **{f"gpu_{key}": value for key, value in gpu_peaks().items()}}
+    forecast = read_section(heart.run_dir / FORECAST, "preflight").get("figures", {}).get("memory")
+    if forecast is not None:
+        found["memory"] |= {"gpu_peak_forecast": forecast["tensors"] + forecast["workspace"]}
+    return found
+
+
+def rates(throughput: Throughput) -> dict[str, Any]:
+    done = throughput.total
+    found: dict[str, Any] = {
+        "tokens": int(done.tokens),
+        "tokens_with_padding": int(done.padded_tokens),
+        "tokens_per_second": throughput.tokens_per_second(done),
+        "step_seconds": round(done.step_seconds, 3),
+    }
+    if throughput.work is not None and done.tokens:
+        context = done.squared / done.tokens
+        found |= {
+            "mean_context": round(context, 1),
+            "flop_per_token": throughput.work.model(context),
+            "weights_per_token": throughput.work.weights,
+            "trained_weights_per_token": throughput.work.trained,
+        }
+    found |= {"peak_flops": throughput.peak, "mfu": throughput.mfu(done), "hfu": throughput.hfu(done)}
+    if throughput.no_mfu:
+        found["no_mfu"] = throughput.no_mfu
+    if done.rollout_seconds:
+        found |= {
+            ROLLOUT + "_seconds": round(done.rollout_seconds, 3),
+            "update_seconds": round(done.step_seconds - done.rollout_seconds, 3),
+            "completions": int(done.completions),
+            "completions_per_second": done.completions / done.rollout_seconds,
+        }
+    return found

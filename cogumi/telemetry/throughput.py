@@ -1,4 +1,4 @@
-"""Tokens per second, the floating-point operations behind them, and what they take of the machine.
+"""Tokens per second, the floating-point operations behind them, the seconds of each stage of a run, and what they cost.
 
 FLOP per token = 4 N + 2 N_trained + 12 L d_attn T
 
@@ -26,25 +26,20 @@ was made again after a kill counts again, as do its seconds.
 """
 
 import functools
-import importlib.util
-import logging
 import math
-import resource
-import shutil
-import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 
-from cogumi.core.formatting import pip
+from cogumi.core.run_directory import read_json
 from cogumi.data.packing import padding_of
 from cogumi.stack.gpus import card_of
-from cogumi.telemetry.stage_timer import Meter
 
 NOT_MULTIPLIED = ("original_module", "lora_embedding_A", "lora_embedding_B")  # PEFT's: replaced by a copy, looked up
 EXPERTS_ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
@@ -131,13 +126,10 @@ def attention_of(config: Any) -> tuple[tuple[float, float], ...]:
     if kinds is None:  # one kind for all layers: a window where the config has one that is in use
         slides = getattr(config, "use_sliding_window", True)
         kinds = ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers
-    windows = {"full_attention": math.inf, "sliding_attention": window, "chunked_attention": chunk_of(config)}
+    chunk = float(getattr(config, "attention_chunk_size", None) or math.inf)
+    windows = {"full_attention": math.inf, "sliding_attention": window, "chunked_attention": chunk}
     attending = [windows[kind] for kind in kinds if kind in windows]
     return tuple((attention_width(config), limit) for limit in attending)
-
-
-def chunk_of(config: Any) -> float:
-    return float(getattr(config, "attention_chunk_size", None) or math.inf)
 
 
 def attention_width(config: Any) -> float:
@@ -154,88 +146,75 @@ def peak_flops(card: str) -> float | None:
     return None if known is None else known.peak
 
 
-# ---------------------------------------------------------------------------------------------------------- machine use
+# ---------------------------------------------------------------------------------------------------------------- meter
+
+HEARTBEAT = "heartbeat.json"
 
 
-log = logging.getLogger("cogumi")
+class Meter:
+    """Counts seconds from the moment it is made. Every second belongs to one stage, the innermost.
 
-
-class MachineUse:
-    """Reads what the machine is doing, about a millisecond a time. Made in the thread that asks.
-
-    Utilization, temperature and power come from NVML (nvidia-ml-py), and are left out, with one line of log, where it
-    is not installed or does not answer, as in some containers.
+    price_per_hour: what the machine costs while it is held, in whatever currency; None where nobody said.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.process = psutil.Process()
-        self.process.cpu_percent()  # the first call starts the interval of the next
-        psutil.cpu_percent()
-        self.nvml = torch.cuda.is_available() and nvml_answers()
+    def __init__(self, price_per_hour: float | None = None, stage: str = "data") -> None:
+        self.price_per_hour = price_per_hour
+        self.started = time.time()
+        self.earlier = 0.0
+        self.stage = stage
+        self.base = stage
+        self.spent: dict[str, float] = {}
+        self.counts: dict[str, float] = {}
+        """What was counted besides (`cogumi.telemetry.throughput`), kept with the seconds for the same reason."""
+        self.began = self.since = time.monotonic()
 
-    def now(self) -> dict[str, Any]:
-        """Bytes are bytes, percentages 0 to 100; `cpu.process_percent` is of one core, so 8 busy cores are 800."""
-        memory, disk = psutil.virtual_memory(), shutil.disk_usage(self.directory)
-        return {
-            "gpu": self.gpu(),
-            "cpu": {
-                "percent": psutil.cpu_percent(),
-                "process_percent": self.process.cpu_percent(),
-                "cores": psutil.cpu_count(),
-            },
-            "memory": {"used": memory.total - memory.available, "total": memory.total, "process": self.process.memory_info().rss},
-            "disk": {"free": disk.free, "total": disk.total},
-        }  # fmt: skip
+    def take_up(self, run_dir: Path) -> None:
+        """Go on counting where the earlier parts of the run in this directory ended."""
+        path = run_dir / HEARTBEAT
+        if path.exists():
+            beat = read_json(path)
+            self.earlier += beat.get("elapsed_seconds", 0.0)
+            self.started = beat.get("started", self.started)
+            self.counts = beat.get("counts", {})
+            for stage, seconds in beat.get("seconds", {}).items():
+                self.spent[stage] = self.spent.get(stage, 0.0) + seconds
 
-    def gpu(self) -> dict[str, Any] | None:
-        """None without one. `used` is everybody's, `allocated` and `reserved` are of this process."""
-        if not torch.cuda.is_available():
-            return None
-        free, total = torch.cuda.mem_get_info()
-        found = {"name": torch.cuda.get_device_name(), "used": total - free, "total": total, **gpu_peaks()}
-        if self.nvml:
-            found |= {
-                "utilization_percent": torch.cuda.utilization(),
-                "temperature_celsius": torch.cuda.temperature(),
-                "power_watts": torch.cuda.power_draw() / 1000,
-            }
-        return found
+    def enter(self, stage: str) -> None:
+        """From now on the run is in this stage, until the next."""
+        self.base = stage
+        self.turn_to(stage)
 
+    @contextmanager
+    def inside(self, stage: str) -> Iterator[None]:
+        """A piece of work of its own within a stage: an evaluation, a rollout, samples."""
+        outer = self.stage
+        self.turn_to(stage)
+        try:
+            yield
+        finally:
+            self.turn_to(outer)
 
-def nvml_answers() -> bool:
-    if importlib.util.find_spec("pynvml") is None:
-        install = pip("install nvidia-ml-py")
-        log.info("no GPU utilization in heartbeat.json: nvidia-ml-py is not installed (%s)", install)
-        return False
-    import pynvml
+    def turn_to(self, stage: str) -> None:
+        now = time.monotonic()
+        self.spent[self.stage] = self.spent.get(self.stage, 0.0) + now - self.since
+        self.stage, self.since = stage, now
 
-    try:
-        torch.cuda.utilization(), torch.cuda.temperature(), torch.cuda.power_draw()
-    except (pynvml.NVMLError, RuntimeError) as error:
-        log.info("no GPU utilization in heartbeat.json: NVML does not answer: %s", error)
-        return False
-    return True
+    def seconds(self) -> dict[str, float]:
+        """Seconds by stage, in the order in which they were first entered."""
+        stage, since, spent = self.stage, self.since, dict(self.spent)
+        spent[stage] = spent.get(stage, 0.0) + max(0.0, time.monotonic() - since)
+        return spent
 
+    def elapsed(self) -> float:
+        """Seconds of this part and of those before it."""
+        return self.earlier + time.monotonic() - self.began
 
-def gpu_peaks() -> dict[str, int]:
-    """Bytes that torch has held at most since the run began; {} without a GPU."""
-    if not torch.cuda.is_available():
-        return {}
-    return {
-        "peak_allocated": torch.cuda.max_memory_allocated(),
-        "peak_reserved": torch.cuda.max_memory_reserved(),
-    }
-
-
-def peak_rss() -> int:
-    """The most memory this process has had resident, in bytes, over its whole life."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024  # getrusage(2): kilobytes on Linux, bytes on macOS
+    def cost(self, more_seconds: float = 0.0) -> float | None:
+        """What the run has cost, or will have after so many seconds more; None without a price."""
+        return None if self.price_per_hour is None else (self.elapsed() + more_seconds) / 3600 * self.price_per_hour
 
 
 # ----------------------------------------------------------------------------------------------------------- throughput
-
 
 ROLLOUT = "rollout"
 

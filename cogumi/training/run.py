@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import AutoConfig
 
 from cogumi.checkpoints.mirror import Mirror
@@ -22,40 +21,52 @@ from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.core.formatting import one_line
 from cogumi.core.lost_terminal import outliving_the_screen
 from cogumi.core.notices import said
-from cogumi.core.run_directory import (
-    DECISIONS,
-    SAMPLES_FILE,
-    create_run_dir,
-    read_jsonl,
-    write_atomic,
-    write_json,
-    write_section,
-)
-from cogumi.health import full_finetune
+from cogumi.core.run_directory import SAMPLES_FILE, create_run_dir, read_jsonl, write_atomic, write_json
 from cogumi.health.verdict import Check, Scale, Verdict
-from cogumi.hub.model_files import Download, fetch, plan_download
+from cogumi.hub.model_files import plan_download
 from cogumi.merge.adapter_files import refuse_unsupported
 from cogumi.methods import gspo
-from cogumi.methods.arguments import BUILD_REFUSALS, trl_arguments
-from cogumi.methods.auto_settings import Choice, before_cuda, with_choices
-from cogumi.methods.building import build_trainer, pinned, tokenizer_of
+from cogumi.methods.auto_settings import (
+    Choice,
+    before_cuda,
+    refuse_what_does_not_fit,
+    refuse_with_adapter_settings,
+    with_choices,
+)
+from cogumi.methods.building import (
+    BUILD_REFUSALS,
+    build_trainer,
+    pinned,
+    refuse_blind_check,
+    refuse_impossible,
+    refuse_spent,
+    tokenizer_of,
+    trl_arguments,
+)
 from cogumi.methods.examples import beyond_the_model, first_tokens, prepare_examples
-from cogumi.methods.limits import refuse_blind_check, refuse_impossible, refuse_spent
 from cogumi.models import warm_start
 from cogumi.models.adapters import lora_config, refuse_unmatched
 from cogumi.models.loading import resolve_model
 from cogumi.rl.patching import patch
 from cogumi.stack.gpus import VARIABLE, refuse_several_gpus, use_one_gpu
-from cogumi.telemetry.accounts import refuse_unreachable
-from cogumi.telemetry.final_metrics import measured
-from cogumi.telemetry.recorder import on_screen, recorded, set_status
+from cogumi.telemetry.heartbeat import measured
+from cogumi.telemetry.recorder import recorded, set_status
 from cogumi.telemetry.samples import write_samples
-from cogumi.telemetry.stage_timer import Meter
 from cogumi.telemetry.status import SANITY_CHECKED
-from cogumi.training.artifacts import merged_or_why_not, save_adapter, when_there_is_room
-from cogumi.training.control_files import forget_requests
-from cogumi.training.loop import Fitted, fit
+from cogumi.telemetry.throughput import Meter
+from cogumi.telemetry.trackers import refuse_unreachable
+from cogumi.training.loop import Fitted, fit, forget_requests
 from cogumi.training.resumption import HOW_TO_GO_ON, alone_in, goes_on
+from cogumi.training.stages import (
+    fetch_into,
+    judge_saved,
+    merged_or_why_not,
+    run_preflight,
+    save_adapter,
+    save_model,
+    wants_preflight,
+    when_there_is_room,
+)
 
 log = logging.getLogger("cogumi")
 LOGIT_ROWS = 8  # examples on which the merged model's logits are compared
@@ -89,8 +100,6 @@ class RunResult:
 @said("train: this cell trains")
 def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> RunResult:
     """`cogumi.train`, where torch may be imported (`cogumi.runs.entry`)."""
-    from cogumi.training import preflight_stage  # which reads data and settings as this package does
-
     run = load_config(config, **overrides)
     meter = Meter(run.cogumi.price_per_hour)
     one_gpu = use_one_gpu()
@@ -111,7 +120,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     if run.cogumi.tuning == "lora":
         refuse_unmatched(run.lora, of_base)
     if run.cogumi.tuning == "full":
-        full_finetune.refuse_what_does_not_fit(run, base, str(args.optim.value))
+        refuse_what_does_not_fit(run, base, str(args.optim.value))
     if run.model.adapter is not None:
         warm_start.refuse_other_base(run.model.adapter, of_base, run.model.revision)
     download = plan_download(base, run.model.revision)
@@ -146,9 +155,9 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         if said := beyond_the_model(run, examples, of_base):
             log.warning(said)
         chosen = with_choices(run, base)
-        if preflight_stage.is_wanted(run):
+        if wants_preflight(run):
             enter("preflight")
-            preflight_stage.before_training(chosen, base, of_base, examples.train, tokenizer)
+            run_preflight(chosen, base, of_base, examples.train, tokenizer)
         if download is not None:
             enter("download")
             fetch_into(run_dir, download)
@@ -169,8 +178,8 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
             adapter = when_there_is_room(run, "save", save_adapter, trainer.model, tokenizer, run_dir, asked)
         elif fitted.ended is None:
             dtype = of_base.dtype or torch.float32
-            merged = when_there_is_room(run, "save", full_finetune.save_model, trainer.model, tokenizer, run_dir, dtype)
-            checks.append(full_finetune.judge_saved(trainer.model, merged))
+            merged = when_there_is_room(run, "save", save_model, trainer.model, tokenizer, run_dir, dtype)
+            checks.append(judge_saved(trainer.model, merged))
         if examples.prompts is not None and (fitted.ended is None or fitted.ended.state == SANITY_CHECKED):
             enter("samples")
             step = trainer.state.global_step
@@ -194,7 +203,7 @@ def refuse_early(run: RunConfig) -> None:
     if run.cogumi.mirror is not None:
         Mirror(run.cogumi.mirror)  # refuses a place that cannot be written to
     if run.cogumi.tuning == "full":
-        full_finetune.refuse_with_adapter_settings(run)
+        refuse_with_adapter_settings(run)
     elif run.cogumi.merge:
         refuse_unmergeable(run)
     refuse_unreachable(run.train)
@@ -210,17 +219,6 @@ def refuse_unmergeable(run: RunConfig) -> None:
         refuse_unsupported(Path("lora:"), json.loads(json.dumps(config, default=list)))
     except UsageError as error:
         raise UsageError(f"{error} (cogumi.merge=false trains it without merging)") from None
-
-
-def fetch_into(run_dir: Path, download: Download) -> None:
-    """The download stage of a run: which commit, how much of it is here."""
-    write_section(run_dir / DECISIONS, "base", {"name": download.name, "commit": download.commit})
-
-    def told(here: int, total: int) -> None:
-        set_status(run_dir, "running", stage="download", bytes=here, of=total)
-
-    with logging_redirect_tqdm(on_screen()):
-        fetch(download, told)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What a run leaves behind: the adapter, the merged model, and checks of both."""
+"""The stages of a run beside its training: the preflight, the download, and what is saved, merged and checked."""
 
 import logging
 import shlex
@@ -8,24 +8,83 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from cogumi.checkpoints.disk_full import remove_if_there, written_aside
 from cogumi.checkpoints.saving import REMIND_SECONDS, RETRY_SECONDS
 from cogumi.config.schema import RunConfig
 from cogumi.core.disk_space import space_of
-from cogumi.core.errors import DiskFull, UsageError
+from cogumi.core.errors import DiskFull, RefusedAtSetup, UsageError
 from cogumi.core.formatting import one_line
-from cogumi.core.run_directory import read_json
+from cogumi.core.run_directory import DECISIONS, FORECAST, read_json, write_section
+from cogumi.data.cache import Data
+from cogumi.forecast import data_sample, stack_line
+from cogumi.forecast.preflight_report import Line, PreflightReport
+from cogumi.forecast.preflight_worker import apart
+from cogumi.forecast.run_forecast import Asked
+from cogumi.forecast.target import target_of
 from cogumi.health.verdict import Check
+from cogumi.hub.model_files import Download, fetch
 from cogumi.merge import LogitCheck, MergeError, MergeReport, check_logits, merge_adapter
 from cogumi.merge.logits_disk import check_directory
 from cogumi.merge.provenance import quantization_of, record_base
 from cogumi.models.adapters import TRAINED, unlike_saved
-from cogumi.telemetry.recorder import set_status
+from cogumi.telemetry.recorder import on_screen, set_status
 
 log = logging.getLogger("cogumi")
 Result = TypeVar("Result")
+
+
+def wants_preflight(run: RunConfig) -> bool:
+    """Where there is a GPU, unless the config says otherwise: on a CPU a run takes seconds to load, and memory is cheap."""
+    return run.cogumi.preflight == "on" or (run.cogumi.preflight == "auto" and torch.cuda.is_available())
+
+
+def run_preflight(run: RunConfig, base: str, of_base: Any, data: Data, tokenizer: Any) -> None:
+    """Log what is ahead of a run whose choices are made, and keep it. Raises RefusedAtSetup for what cannot fit.
+
+    What may not fit is warned of: refused is what is larger before anything is allowed for, see
+    `cogumi.forecast.memory_forecast`.
+    """
+    target = target_of(None)
+    log.info("preflight: one step is forecast, without weights, in a process of its own")
+    try:
+        lines, figures = apart(Asked(run, base, of_base, data_sample.whole(run, data, tokenizer), target))
+    except UsageError as error:
+        raise RefusedAtSetup.like(error) from error
+    except RuntimeError as error:
+        log.warning("preflight: %s; the run continues without it", error)
+        return
+    report = PreflightReport(str(target), (stack_line.line(), *lines), figures)
+    write_section(run.run_dir / FORECAST, "preflight", report.as_dict())
+    for line in report.lines:
+        level, mark = (logging.WARNING, "RED: ") if line.state == "red" else (logging.INFO, "")
+        log.log(level, "preflight: %s%s", mark, line_in_words(line))
+    memory = figures.get("memory")
+    if memory is not None and memory["tensors"] > memory["free"]:
+        red = next(line for line in lines if line.stage == "memory")
+        raise RefusedAtSetup(f"{line_in_words(red)} (or cogumi.preflight: off, which starts it all the same)")
+
+
+def line_in_words(line: Line) -> str:
+    if line.state != "red":
+        return f"{line.stage}: {line.figure}"
+    return f"{line.stage}: {line.figure}; {line.fix}"
+
+
+def fetch_into(run_dir: Path, download: Download) -> None:
+    """The download stage of a run: which commit, how much of it is here."""
+    write_section(run_dir / DECISIONS, "base", {"name": download.name, "commit": download.commit})
+
+    def told(here: int, total: int) -> None:
+        set_status(run_dir, "running", stage="download", bytes=here, of=total)
+
+    with logging_redirect_tqdm(on_screen()):
+        fetch(download, told)
+
+
+# ------------------------------------------------------------------------------------------- saved, merged and checked
 
 
 def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, revision: str | None) -> Path:
@@ -38,6 +97,30 @@ def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, 
     remove_if_there(adapter)  # the same one: the run had come as far as this, and ended before its end
     unfinished.rename(adapter)
     return adapter
+
+
+def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, dtype: torch.dtype) -> Path:
+    """The trained model in the base's own dtype, as `merged/` like that of an adapter's run: written aside and renamed.
+
+    The model itself is turned into that dtype: what is completed and compared afterwards is what was saved.
+    """
+    unfinished, whole = run_dir / ".merged", run_dir / "merged"
+    remove_if_there(whole)
+    with written_aside(unfinished):
+        model.to(dtype).save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+    unfinished.rename(whole)
+    return whole
+
+
+def judge_saved(model: Any, saved: Path) -> Check:
+    """Load what was saved and compare every tensor with the live one, bit for bit."""
+    live = model.state_dict()
+    stored = AutoModelForCausalLM.from_pretrained(saved, dtype="auto").state_dict()
+    other = [name for name in live if name not in stored or not torch.equal(live[name].cpu(), stored[name])]
+    figure = f"{len(other)} of {len(live)} tensors differ from the live model's"
+    figure += f", the first is {other[0]}" if other else ""
+    return Check("saved model", figure, "0, bit for bit", not other, "load the last checkpoint instead of merged/")
 
 
 def when_there_is_room(run: RunConfig, stage: str, act: Callable[..., Result], *given: Any) -> Result:
