@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoModelForCausalLM
 
 import cogumi
 from cogumi.core.errors import UsageError
@@ -73,7 +73,8 @@ def test_settings_of_an_adapter_are_refused(sft: Config, key: str, value: object
 
 
 def test_what_does_not_fit_is_refused_with_the_figures(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = auto_settings.count_weights(AutoConfig.from_pretrained(sft["model"]["name"]))
+    model = AutoModelForCausalLM.from_pretrained(sft["model"]["name"])
+    weights = sum(parameter.numel() for parameter in model.parameters())
     need = weights * (4 + 4 + 8)
     monkeypatch.setattr(auto_settings, "free_memory_bytes", lambda: int(need / 0.9) - 1000)
     with pytest.raises(

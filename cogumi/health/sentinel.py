@@ -1,11 +1,8 @@
 """Watches one training: sees what the trainer does not log, judges it at each log, and does what the run asks for on red.
 
 Flags are in flags.json while the training runs. `cogumi.on_red`: warn says so; stop ends the training after the step, with
-a checkpoint; pause writes a checkpoint, and waits (`cogumi.training.control_files`). `cogumi.sanity` ends it after so many
-steps, with a checkpoint that the run can go on from, and an answer.
-
-What it costs: a clock read at each step, the rules at every fifth step at first and at every tenth then, windows of
-bounded length, and no waiting for the device but when the trainer has just waited for it.
+a checkpoint; pause writes a checkpoint, and waits (`cogumi.training.loop`). `cogumi.sanity` ends it after so many steps,
+with a checkpoint that the run can resume from, and an answer. It waits for the device only when the trainer just has.
 """
 
 import logging
@@ -20,7 +17,7 @@ from typing import Any, Literal
 import psutil
 import torch
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from cogumi.checkpoints.manifest import read_manifest, versions
 from cogumi.config.subsections import Thresholds
@@ -51,11 +48,8 @@ class Ended:
 
 
 class Sentinel(TrainerCallback):
-    """Judges a trainer's training while it runs.
-
-    directory: where flags.json goes. excused: in whose block the training may be silent. pause: what on_red "pause" does,
-    with the reason. `begin()` looks at the data before the first step.
-    """
+    """Judges a trainer's training while it runs. directory: of flags.json. excused: in whose block the training may be silent.
+    pause: what on_red "pause" does, with the reason. `begin()` checks the data before the first step."""
 
     def __init__(
         self,
@@ -98,28 +92,23 @@ class Sentinel(TrainerCallback):
         self.seconds = self.waited = 0.0
         self.learned: list[Tensor | int] = []
 
-    # ---------------------------------------------------------------------------------------------------- before the steps
-
     def begin(self) -> list[Flag]:
         """Look at what is about to be trained on, and say what is wrong with it. Call it before `trainer.train()`."""
         path = self.directory / FLAGS  # of the part before, which the first look writes over
         before = read_json(path) if path.exists() else {"was_red": []}
         self.earlier = before["was_red"]
         self.earlier_versions = tuple(before.get("other_versions", ()))
-        if self.method != "gspo":
-            with self.excused():
+        with self.excused():
+            if self.method != "gspo":
                 self.batches = look_at_batches(self.trainer)
-        if self.method == "sft" and self.batches is not None and self.batches.learned:
-            with self.excused():
+            if self.method == "sft" and self.batches is not None and self.batches.learned:
                 self.batches = replace(self.batches, pairs=ask_for_pairs(self.trainer), words=words_of(self.trainer))
-        if self.method == "dpo" and self.batches is not None:
-            self.batches = replace(self.batches, answers=answers_of(self.trainer))
+            if self.method == "dpo" and self.batches is not None:
+                self.batches = replace(self.batches, answers=answers_of(self.trainer))
         self.look(0)
         return self.flags
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.setting = replace(
             self.setting,
             max_steps=state.max_steps,
@@ -142,8 +131,6 @@ class Sentinel(TrainerCallback):
         self.forget_steps()
         self.judged_at = state.global_step
 
-    # ------------------------------------------------------------------------------------------------------ what is seen
-
     def timed_batches(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the trainer's `get_batch_samples`: the batches of one optimizer step, and how long they took."""
         began = time.perf_counter()
@@ -159,7 +146,7 @@ class Sentinel(TrainerCallback):
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         self.skipped += bool(self.trainer.accelerator.optimizer_step_was_skipped)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.steps += 1
         self.seconds += time.perf_counter() - self.began
         if self.sanity is not None and state.global_step >= self.sanity and state.global_step < state.max_steps:
@@ -167,12 +154,7 @@ class Sentinel(TrainerCallback):
             self.ended = self.ended or Ended(SANITY_CHECKED, f"the first {self.sanity} steps are done")
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
         if logs is None or "loss" not in logs:  # of an evaluation, or the summary
             return
@@ -228,8 +210,6 @@ class Sentinel(TrainerCallback):
             return asked is None and step >= min(ASK_AGAIN, self.sanity or ASK_AGAIN, self.setting.max_steps)
         return rests_at_frequencies(self.run()) and (asked is None or step - asked >= ASK_AGAIN)
 
-    # ------------------------------------------------------------------------------------------------------- what is said
-
     def look(self, step: int) -> None:
         """Judge, say which flags are red for the first time, and keep flags.json."""
         before = troubles(self.flags)
@@ -254,9 +234,7 @@ class Sentinel(TrainerCallback):
         write_json(self.directory / FLAGS, value)
         self.written_at = time.monotonic()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.conclude()
 
     def conclude(self) -> None:
@@ -268,8 +246,6 @@ class Sentinel(TrainerCallback):
         """Safe to scale: yes, no or not shown, and why."""
         return safe_to_scale(self.run(), self.flags, (flag for _, flag in self.was_red.values()))
 
-    # ------------------------------------------------------------------------------------------------------- what is done
-
     def act_on_red(self, control: TrainerControl) -> None:
         """What `on_red` says, once for each flag: whoever lets a paused training go on has seen it."""
         new = [flag for flag in reds(self.flags) if flag.name not in self.acted_on]
@@ -279,12 +255,9 @@ class Sentinel(TrainerCallback):
         control.should_save = True
         if self.on_red == "pause":
             self.pause(str(new[0]))
-            return
-        control.should_training_stop = True
-        self.ended = Ended(STOPPED, str(new[0]))
-
-
-# ------------------------------------------------------------------------------------------------------------ small answers
+        else:
+            control.should_training_stop = True
+            self.ended = Ended(STOPPED, str(new[0]))
 
 
 def troubles(flags: list[Flag]) -> set[tuple[str, str]]:
@@ -295,6 +268,7 @@ def troubles(flags: list[Flag]) -> set[tuple[str, str]]:
 def setting_of(trainer: Any, method: str) -> Setting:
     args, model = trainer.args, trainer.model
     adapter = (getattr(model, "peft_config", None) or {}).get(getattr(model, "active_adapter", None))
+    rank = getattr(adapter, "r", 0) or 0
     loss = getattr(args, "loss_type", "")
     return Setting(
         method=method,
@@ -308,16 +282,10 @@ def setting_of(trainer: Any, method: str) -> Setting:
         fp16=args.fp16,
         optimizer=str(getattr(args.optim, "value", args.optim)),
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0) or 0,
-        lora_rank=getattr(adapter, "r", 0) or 0,
-        lora_scale=lora_scale(adapter),
+        lora_rank=rank,
+        lora_scale=adapter.lora_alpha / (rank**0.5 if adapter.use_rslora else rank) if rank else 0.0,
         rollout=getattr(args, "generation_batch_size", 0) or 0,
     )
-
-
-def lora_scale(adapter: Any) -> float:
-    """What the product of an adapter's matrices is multiplied by; 0 without a LoRA."""
-    rank = getattr(adapter, "r", 0) or 0
-    return adapter.lora_alpha / (rank**0.5 if adapter.use_rslora else rank) if rank else 0.0
 
 
 def other_versions(output_dir: str | None, step: int) -> tuple[str, ...]:

@@ -37,16 +37,9 @@ ADAPTER_BYTES, MOMENTS, MOMENTS_8BIT = 8, 8, 2  # per trained weight: an adapter
 NO_FLASH = "flash attention needs bfloat16 and compute capability 8.0"
 ADAMW_BYTES = 8  # per weight: two moments in float32
 # Optimizers whose state is smaller: bytes a weight, of what must be where the weights are.
-STATE_BYTES = {
-    "sgd": 0,
-    "adafactor": 0,
-    "adamw_8bit": 2,
-    "adamw_bnb_8bit": 2,
-    "lion_8bit": 1,
-    "paged_adamw_8bit": 0,
-    "paged_adamw_32bit": 0,
-    "paged_lion_8bit": 0,
-}
+STATE_BYTES = {"adamw_8bit": 2, "adamw_bnb_8bit": 2, "lion_8bit": 1} | dict.fromkeys(
+    ("sgd", "adafactor", "paged_adamw_8bit", "paged_adamw_32bit", "paged_lion_8bit"), 0
+)
 FOUR_BIT = 0.55  # bytes of a weight under nf4 with its scales
 
 
@@ -141,19 +134,16 @@ def attention(machine: Machine, load: Load) -> Choice:
     key = "model.attn_implementation"
     there = "sdpa" if "sdpa" in load.attention else "eager"
     if load.own_kernels:
-        return Choice(
-            key, there, f"of flash attention this model takes only {', '.join(load.own_kernels)}, which you may set"
-        )
-    if machine.flash is None or "flash" not in load.attention or not machine.bf16 or load.element != 2:
-        why = (
-            "this model's class has no flash attention"
-            if "flash" not in load.attention
-            else NO_FLASH
-            if not machine.bf16 or load.element != 2
-            else machine.why_flash
-        )
-        return Choice(key, there, why if there == "sdpa" else f"{why}; its class has no sdpa")
-    return Choice(key, machine.flash, machine.why_flash)
+        why = f"of flash attention this model takes only {', '.join(load.own_kernels)}, which you may set"
+        return Choice(key, there, why)
+    why = machine.why_flash
+    if "flash" not in load.attention:
+        why = "this model's class has no flash attention"
+    elif not machine.bf16 or load.element != 2:
+        why = NO_FLASH
+    elif machine.flash is not None:
+        return Choice(key, machine.flash, why)
+    return Choice(key, there, why if there == "sdpa" else f"{why}; its class has no sdpa")
 
 
 def recomputation(machine: Machine, load: Load) -> Choice:
@@ -161,10 +151,10 @@ def recomputation(machine: Machine, load: Load) -> Choice:
     room = machine.free_bytes - load.weights - MOMENTS * load.trained
     needed, budget = load.step(checkpointing=False), int(MARGIN * room)
     estimate = f"{load.micro_batch} x {load.length} tokens are estimated at {gib(needed)} of activations"
+    why = f"{estimate}, and {f'{gib(room)} are' if room > 0 else 'nothing is'} free beside the weights"
     if needed <= budget:
-        return Choice("train.gradient_checkpointing", False, f"{estimate}, and {gib(room)} are free beside the weights")
-    free = f"{gib(room)} are free beside the weights" if room > 0 else "nothing is free beside the weights"
-    return Choice("train.gradient_checkpointing", True, f"{estimate}, and {free}: {gib(load.step(True))} with it")
+        return Choice("train.gradient_checkpointing", False, why)
+    return Choice("train.gradient_checkpointing", True, f"{why}: {gib(load.step(True))} with it")
 
 
 def optimizer(machine: Machine, load: Load, checkpointing: bool) -> Iterator[Choice]:
@@ -173,26 +163,23 @@ def optimizer(machine: Machine, load: Load, checkpointing: bool) -> Iterator[Cho
         return
     room = int(USABLE * machine.free_bytes) - load.weights - load.step(checkpointing)
     whole, small = MOMENTS * load.trained, MOMENTS_8BIT * load.trained
-    if whole <= room:
-        yield Choice("train.optim", "adamw_torch_fused", f"its moments are {gib(whole)}, and there is room")
-        return
-    short = f"AdamW's moments are {gib(whole)} in 32 bits, and {gib(max(room, 0))} are left"
-    if "bitsandbytes" not in machine.packages:
-        yield Choice(
-            "train.optim", "adamw_torch_fused", f"{short}; bitsandbytes, whose 8 bits are smaller, is not installed"
-        )
-    elif small <= room:
-        yield Choice("train.optim", "adamw_8bit", f"{short}; {gib(small)} in 8 bits")
-    else:
-        yield Choice("train.optim", "paged_adamw_8bit", f"{short}; in 8 bits {gib(small)}, paged into main memory")
+    name, why = "adamw_torch_fused", f"its moments are {gib(whole)}, and there is room"
+    if whole > room:
+        why = f"AdamW's moments are {gib(whole)} in 32 bits, and {gib(max(room, 0))} are left"
+        if "bitsandbytes" not in machine.packages:
+            why += "; bitsandbytes, whose 8 bits are smaller, is not installed"
+        elif small <= room:
+            name, why = "adamw_8bit", f"{why}; {gib(small)} in 8 bits"
+        else:
+            name, why = "paged_adamw_8bit", f"{why}; in 8 bits {gib(small)}, paged into main memory"
+    yield Choice("train.optim", name, why)
 
 
 def precision(run: RunConfig) -> Choice:
     if run.cogumi.method == "gspo":
         return Choice("train.tf32", False, "TF32 rounds at 1e-3, and GSPO clips ratios at 3e-4")
-    return Choice(
-        "train.tf32", True, "what is in float32 is multiplied in TF32, which is finer than the bfloat16 around it"
-    )
+    why = "what is in float32 is multiplied in TF32, which is finer than the bfloat16 around it"
+    return Choice("train.tf32", True, why)
 
 
 # ------------------------------------------------------------------------------------------------------- on this machine
@@ -230,11 +217,8 @@ def before_cuda(run: RunConfig) -> list[Choice]:
         return []
     if ALLOCATOR in os.environ or "PYTORCH_ALLOC_CONF" in os.environ or run.train.get("use_vllm"):
         return []  # vLLM's sleep mode has an allocator of its own, which refuses expandable segments
-    choice = Choice(
-        ALLOCATOR, "expandable_segments:True", "lengths differ from step to step, and fixed blocks fragment"
-    )
-    os.environ[choice.key] = choice.value
-    return [choice]
+    os.environ[ALLOCATOR] = "expandable_segments:True"
+    return [Choice(ALLOCATOR, os.environ[ALLOCATOR], "lengths differ from step to step, and fixed blocks fragment")]
 
 
 def load_of(run: RunConfig, base: str) -> Load:
@@ -285,15 +269,11 @@ def refuse_with_adapter_settings(run: RunConfig) -> None:
     }
     for key, value in given.items():
         if value is not None:
-            raise UsageError(
-                f"{key} would be ignored: cogumi.tuning: full trains no adapter", fix="drop one of the two"
-            )
+            reason = f"{key} would be ignored: cogumi.tuning: full trains no adapter"
+            raise UsageError(reason, fix="drop one of the two")
     if run.model.quantization_config is not None:
-        raise UsageError(
-            "quantized weights cannot be trained themselves",
-            key="model.quantization_config",
-            fix="drop it, or drop cogumi.tuning: full (QLoRA)",
-        )
+        reason, fix = "quantized weights cannot be trained themselves", "drop it, or drop cogumi.tuning: full (QLoRA)"
+        raise UsageError(reason, key="model.quantization_config", fix=fix)
 
 
 def dtype_of_weights(run: RunConfig) -> str:
@@ -302,12 +282,13 @@ def dtype_of_weights(run: RunConfig) -> str:
 
 
 def refuse_what_does_not_fit(run: RunConfig, base: str, optimizer: str) -> None:
-    """Raise UsageError, before anything is loaded, where weights, gradients and optimizer states alone need more than is free.
+    """Raise UsageError where weights, gradients and optimizer states alone need more than is free.
 
     Bytes a weight: its dtype twice (itself, its gradient), AdamW's two moments in float32 (arXiv:1910.02054, section 3.1), and
     for DPO the reference model.
     """
-    weights = count_weights(AutoConfig.from_pretrained(base, revision=run.model.revision))
+    model = meta_model(AutoConfig.from_pretrained(base, revision=run.model.revision))
+    weights = sum(parameter.numel() for parameter in model.parameters())  # tied ones once
     itemsize = loaded_in(dtype_of_weights(run)).itemsize
     state = STATE_BYTES.get(optimizer, ADAMW_BYTES)
     reference = itemsize if run.cogumi.method == "dpo" and not run.train.get("precompute_ref_log_probs") else 0
@@ -320,8 +301,3 @@ def refuse_what_does_not_fit(run: RunConfig, base: str, optimizer: str) -> None:
             + f") and {gib(USABLE * free)} of {gib(free)} free are usable; drop cogumi.tuning to train LoRA"
             + (", or set train.optim: adamw_8bit" if state == ADAMW_BYTES else "")
         )
-
-
-def count_weights(config: Any) -> int:
-    """How many weights a model has, tied ones once, from its config alone."""
-    return sum(parameter.numel() for parameter in meta_model(config).parameters())

@@ -118,9 +118,8 @@ def build_trainer(
     model: Any = load_model(base, wanted.revision, dtype, wanted.quantization_config, wanted.attn_implementation)
     log.info("%s loaded in %s on %s", base, loaded_as(model), model.device)
     if wanted.quantization_config is not None:
-        log.warning("the adapter learns to correct what quantization took as well: it fits these weights, not those of %s. "
-                    "The merge goes into the full-precision base all the same, and the verdict says how far apart the two are; "
-                    "without model.quantization_config there is nothing to correct", wanted.name)  # fmt: skip
+        log.warning("the adapter learns to correct what quantization took as well: it fits these weights, not those of %s. The "
+                    "merge is into the full-precision base, and the verdict gives their distance", wanted.name)  # fmt: skip
     if run.cogumi.method == "gspo" and gspo.is_planned(run):
         run = gspo.plan(run, model, tokenizer, examples.train.dataset)
     model, lora = (model, None) if whole else with_adapter(run, model)
@@ -185,14 +184,14 @@ def what_logs_enough(settings: dict[str, Any], steps: int, longest: int) -> str:
     if settings["logging_strategy"] == "no":
         return f"train.logging_strategy to steps, and cogumi.sanity to {ENOUGH_ROWS} or more"
 
-    def is_enough(steps: int, every: int) -> bool:
-        return (rows_to_judge(settings | {"logging_steps": every}, steps) or 0) >= ENOUGH_ROWS
+    def rows(steps: int, every: int) -> int:
+        return rows_to_judge(settings | {"logging_steps": every}, steps) or 0
 
     # The first step is logged besides.
     for every in range(steps // (ENOUGH_ROWS - 1), 0, -1):
-        if is_enough(steps, every):
+        if rows(steps, every) >= ENOUGH_ROWS:
             return f"train.logging_steps to {every} or less"
-    enough = next(more for more in count(steps) if is_enough(more, 1))
+    enough = next(more for more in count(steps) if rows(more, 1) >= ENOUGH_ROWS)
     said = [f"cogumi.sanity to {enough} or more"] * (settings["sanity"] < enough)
     said += ["train.logging_steps to 1"] * (settings["logging_steps"] != 1)
     said += [f"train.max_steps to {enough} or more"] * (0 < longest < enough)
@@ -246,10 +245,8 @@ def budget_reached(options: CogumiSection, seconds: float) -> str | None:
 def refuse_impossible(options: CogumiSection) -> None:
     """Raise UsageError for a budget in money where nobody said what an hour costs."""
     if options.max_cost is not None and options.price_per_hour is None:
-        raise UsageError(
-            f"cogumi.max_cost {options.max_cost:g}: no hourly price to count by",
-            fix="set cogumi.price_per_hour as well",
-        )
+        reason = f"cogumi.max_cost {options.max_cost:g}: no hourly price to count by"
+        raise UsageError(reason, fix="set cogumi.price_per_hour as well")
 
 
 def refuse_spent(run_dir: Path, options: CogumiSection) -> None:

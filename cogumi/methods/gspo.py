@@ -48,17 +48,13 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     name = train["loss_type"]
     for finding in clip_numbers(PRESETS[name].values | train | {"loss_type": PRESETS[name].values["loss_type"]}):
         raise UsageError(finding.message)
-    wanted = PRESETS[name].values["importance_sampling_level"]
-    if name in OURS and (level := train.get("importance_sampling_level", wanted)) != wanted:
-        raise UsageError(
-            f"{level} contradicts train.loss_type: {name}", key="train.importance_sampling_level", fix="drop one"
-        )
+    key = "importance_sampling_level"
+    wanted = PRESETS[name].values[key]
+    if name in OURS and (level := train.get(key, wanted)) != wanted:
+        raise UsageError(f"{level} contradicts train.loss_type: {name}", key=f"train.{key}", fix="drop one")
     if train.get("cast_lm_head_to_fp32"):
-        raise UsageError(
-            "TRL's switch fails on tied embeddings with PEFT",
-            key="train.cast_lm_head_to_fp32",
-            fix="set cogumi.fp32_lm_head: true instead",
-        )
+        reason, fix = "TRL's switch fails on tied embeddings with PEFT", "set cogumi.fp32_lm_head: true instead"
+        raise UsageError(reason, key="train.cast_lm_head_to_fp32", fix=fix)
     if is_planned(run):
         train |= provisional_batch(run)
     elif name in OURS and all(train.get(key) is None for key in ("steps_per_generation", "generation_batch_size")):
@@ -153,6 +149,7 @@ def prompt_ids(prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenize
 
 
 def with_batch(run: RunConfig, arguments: dict[str, Any]) -> RunConfig:
+    """The run with a planned batch in the place of documents per step."""
     decided = run.model_copy(deep=True)
     decided.cogumi.docs_per_step = decided.cogumi.prompts_per_step = None
     decided.train |= arguments
@@ -196,10 +193,11 @@ def try_rewards(run: RunConfig, prompts: Dataset) -> None:
     refuse_missing_columns(rewards, prompts.column_names)
     for reward in rewards if len(prompts) else ():
         wrong = what_is_wrong(reward, prompts[0], setting(run, "num_generations"), trainer_state=TrainerState())
-        if wrong is not None and wrong[0]:
-            raise UsageError(wrong[1], key="cogumi.rewards")
-        if wrong is not None:
-            log.warning("cogumi.rewards: %s", wrong[1])
+        refused, what = wrong or (False, "")
+        if refused:
+            raise UsageError(what, key="cogumi.rewards")
+        if what:
+            log.warning("cogumi.rewards: %s", what)
 
 
 def apply_thinking(flag: bool, rewards: list[Any], args: Any, tokenizer: PreTrainedTokenizerBase) -> list[Any]:

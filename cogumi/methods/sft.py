@@ -27,12 +27,8 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     length = run.train.get("max_length")
     if run.data.format == "fim":
         if run.train.get("completion_only_loss") is False or run.train.get("assistant_only_loss"):
-            raise UsageError(
-                "of a fill-in-the-middle example the middle is learned, and of a plain row "
-                "(data.fim.fim_rate) everything",
-                key="train.completion_only_loss",
-                fix="drop it",
-            )
+            learned = "of a fill-in-the-middle example the middle is learned, and of a plain row (data.fim.fim_rate) everything"
+            raise UsageError(learned, key="train.completion_only_loss", fix="drop it")
         budget = run.data.fim.max_length
         if length is not None and length < budget:
             raise UsageError(
@@ -42,7 +38,7 @@ def arguments(run: RunConfig) -> dict[str, Any]:
         # The data's own budget has already dropped, and counted, what is too long.
         length = length or (budget if run.train.get("packing") else None)
     else:
-        length = run.train.get("max_length") or MAX_LENGTH
+        length = length or MAX_LENGTH
     # What is learned is in the examples, and so is the chat template: TRL gets ids and masks.
     ours = {"completion_only_loss": True, "assistant_only_loss": False, "chat_template_path": None}
     return {**run.train, **ours, "max_length": length}
@@ -65,11 +61,11 @@ def build_trainer(run: RunConfig, **common: Any) -> Any:
 @contextmanager
 def without_warnings_the_probe_answers() -> Iterator[None]:
     """TRL warns of packing with any attention but flash attention: whether this model keeps examples apart was measured."""
-    theirs = logging.getLogger("trl.trainer.sft_trainer")
 
     def is_another(record: logging.LogRecord) -> bool:
         return "supported Flash Attention variant" not in record.getMessage()
 
+    theirs = logging.getLogger("trl.trainer.sft_trainer")
     theirs.addFilter(is_another)
     try:
         yield
@@ -107,8 +103,7 @@ def packed(
     write_section(place, PACKING, decided)
     if not safe:
         args.packing = args.padding_free = False
-        return {"args": args}
-    if not args.packing:  # padding_free alone: batches stay as they are
+    if not args.packing:  # of padding_free alone batches stay as they are
         return {"args": args}
     rows = pack(with_labels(train_dataset), args.max_length, args.packing_strategy)
     step = rows_per_step(rows, args.per_device_train_batch_size, args.gradient_accumulation_steps)
@@ -139,11 +134,10 @@ def packed(
 
 
 def refuse_other_labels(trainer: Any, dataset: Any) -> None:
-    """Raise RuntimeError unless the trainer learns exactly the tokens the data says: whoever's trainer it is.
+    """Raise RuntimeError unless the trainer learns exactly the tokens the data says.
 
     TRL 1.15 ignores `completion_mask` without `completion_only_loss`, and a trainer that unsloth generated may have a
-    preparation of its own. The prompts would be trained on without a word. The first token of an example predicts nobody's
-    next, so it does not count.
+    preparation of its own: prompts would be trained on without a word. Nothing predicts the first token of an example.
     """
     first = range(min(4, len(dataset)))
     wanted = [learned_of(dataset[i]) for i in first]

@@ -109,5 +109,5 @@ def disk_lines(run_dir: Path, status: Status) -> list[str]:
         hours = sample.get("hours_until_full") or math.inf
         rate = f", full in {duration(hours * 3600)} at the rate of the last hour" if hours < SOON_HOURS else ""
         said.append(f"{free / 1e9:.1f} GB free{rate}" + (f" ({sample['level']})" if sample.get("level") else ""))
-    lines: list[str] = read_section(run_dir / FORECAST, "disks").get("lines", [])
-    return said + lines
+    forecast: list[str] = read_section(run_dir / FORECAST, "disks").get("lines", [])
+    return said + forecast

@@ -1,7 +1,6 @@
 """heartbeat.json: once a second, in every stage, what a run is doing, how long it takes yet, and what it costs; and
 metrics.json: what it came to, whether it went to its end or not."""
 
-import importlib.util
 import logging
 import resource
 import shutil
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -32,11 +30,8 @@ FINAL = ("loss", "eval_loss", "reward")
 
 
 class MachineUse:
-    """Reads what the machine is doing, about a millisecond a time. Made in the thread that asks.
-
-    Utilization, temperature and power come from NVML (nvidia-ml-py), and are left out, with one line of log, where it
-    is not installed or does not answer, as in some containers.
-    """
+    """Reads what the machine is doing, about a millisecond a time. Utilization, temperature and power come from NVML
+    (nvidia-ml-py), and are left out, with one line of log, where it is not installed or does not answer."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -60,27 +55,27 @@ class MachineUse:
         }  # fmt: skip
 
     def gpu(self) -> dict[str, Any] | None:
-        """None without one. `used` is everybody's, `allocated` and `reserved` are of this process."""
+        """None without one. `used` is everybody's, the peaks are of this process."""
         if not torch.cuda.is_available():
             return None
         free, total = torch.cuda.mem_get_info()
         found = {"name": torch.cuda.get_device_name(), "used": total - free, "total": total, **gpu_peaks()}
-        if self.nvml:
-            found |= {
-                "utilization_percent": torch.cuda.utilization(),
-                "temperature_celsius": torch.cuda.temperature(),
-                "power_watts": torch.cuda.power_draw() / 1000,
-            }
-        return found
+        if not self.nvml:
+            return found
+        return found | {
+            "utilization_percent": torch.cuda.utilization(),
+            "temperature_celsius": torch.cuda.temperature(),
+            "power_watts": torch.cuda.power_draw() / 1000,
+        }
 
 
 def nvml_answers() -> bool:
-    if importlib.util.find_spec("pynvml") is None:
+    try:
+        import pynvml
+    except ImportError:
         install = pip("install nvidia-ml-py")
         log.info("no GPU utilization in heartbeat.json: nvidia-ml-py is not installed (%s)", install)
         return False
-    import pynvml
-
     try:
         torch.cuda.utilization(), torch.cuda.temperature(), torch.cuda.power_draw()
     except (pynvml.NVMLError, RuntimeError) as error:
@@ -93,16 +88,7 @@ def gpu_peaks() -> dict[str, int]:
     """Bytes that torch has held at most since the run began; {} without a GPU."""
     if not torch.cuda.is_available():
         return {}
-    return {
-        "peak_allocated": torch.cuda.max_memory_allocated(),
-        "peak_reserved": torch.cuda.max_memory_reserved(),
-    }
-
-
-def peak_rss() -> int:
-    """The most memory this process has had resident, in bytes, over its whole life."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024  # getrusage(2): kilobytes on Linux, bytes on macOS
+    return {"peak_allocated": torch.cuda.max_memory_allocated(), "peak_reserved": torch.cuda.max_memory_reserved()}
 
 
 @dataclass
@@ -112,9 +98,9 @@ class Progress:
     step: int = 0
     steps: int | None = None
     step_time: float | None = None
-    """When the last step ended, in seconds since the epoch: what stands still when the training hangs."""
+    """When the last step ended: what stands still when the training hangs."""
     eta_seconds: float | None = None
-    """To the end of the training, as of `step_time`; samples, merge and checks come after it."""
+    """To the end of the training, as of `step_time`."""
     tokens_per_second: float | None = None
     mfu: float | None = None
     of_a_stage: bool = False
@@ -142,9 +128,7 @@ class Heartbeat:
         self.thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
         self.over.set()
         self.thread.join()
         if self.failure is None:
@@ -225,15 +209,10 @@ def measured(run_dir: Path, meter: Meter) -> Iterator[Heartbeat]:
 def write_summary(heart: Heartbeat) -> None:
     """Asks nothing of the GPU: a run that lost it has a summary as well."""
     found = summary(heart)
-    memory = found["memory"]
-    if {"gpu_peak_allocated", "gpu_peak_forecast"} <= memory.keys():
-        peak, forecast = memory["gpu_peak_allocated"], memory["gpu_peak_forecast"]
-        log.info(
-            "GPU memory: %s at its fullest, %s forecast (%+.1f %%)",
-            spoken(peak),
-            spoken(forecast),
-            100 * (forecast / peak - 1),
-        )
+    peak, forecast = (found["memory"].get(key) for key in ("gpu_peak_allocated", "gpu_peak_forecast"))
+    if peak and forecast:
+        more = 100 * (forecast / peak - 1)
+        log.info("GPU memory: %s at its peak, %s forecast (%+.1f %%)", spoken(peak), spoken(forecast), more)
     try:
         write_json(heart.run_dir / SUMMARY, found)
     except OSError as error:  # what went wrong first is what the run ends with
@@ -243,8 +222,8 @@ def write_summary(heart: Heartbeat) -> None:
 def summary(heart: Heartbeat) -> dict[str, Any]:
     """Seconds, tokens, cost: of all parts of the run. Rates: of its steps. Memory: of this process.
 
-    `mfu` and `hfu` are of the steps without their rollouts; docs of the formula: cogumi/telemetry/throughput.py.
-    `gpu_peak_forecast` is what the preflight said that `gpu_peak_allocated` would be.
+    `mfu` is of the steps without their rollouts. `gpu_peak_forecast` is what the preflight said that `gpu_peak_allocated`
+    would be; `peak_rss`: the most memory that this process has had resident over its whole life.
     """
     meter, progress, throughput = heart.meter, heart.progress, heart.throughput
     found: dict[str, Any] = {
@@ -261,7 +240,9 @@ def summary(heart: Heartbeat) -> dict[str, Any]:
     found["final"] = {
         key: next((row[key] for row in reversed(rows) if row.get(key) is not None), None) for key in FINAL
     }
-    found["memory"] = {"peak_rss": peak_rss(), **{f"gpu_{key}": value for key, value in gpu_peaks().items()}}
+    # getrusage(2): kilobytes on Linux, bytes on macOS
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    found["memory"] = {"peak_rss": rss, **{f"gpu_{key}": value for key, value in gpu_peaks().items()}}
     forecast = read_section(heart.run_dir / FORECAST, "preflight").get("figures", {}).get("memory")
     if forecast is not None:
         found["memory"] |= {"gpu_peak_forecast": forecast["tensors"] + forecast["workspace"]}
@@ -284,7 +265,7 @@ def rates(throughput: Throughput) -> dict[str, Any]:
             "weights_per_token": throughput.work.weights,
             "trained_weights_per_token": throughput.work.trained,
         }
-    found |= {"peak_flops": throughput.peak, "mfu": throughput.mfu(done), "hfu": throughput.hfu(done)}
+    found |= {"peak_flops": throughput.peak, "mfu": throughput.mfu(done)}
     if throughput.no_mfu:
         found["no_mfu"] = throughput.no_mfu
     if done.rollout_seconds:

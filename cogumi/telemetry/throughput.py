@@ -15,11 +15,10 @@ A layer without attention (Mamba, linear attention) counts none.
 Sources: Kaplan et al. 2020, arXiv:2001.08361, section 2.1 (2 N forward, 6 N in all); Chowdhery et al. 2022 (PaLM),
 arXiv:2204.02311, appendix B (12 L H Q T, MFU); Hu et al. 2021, arXiv:2106.09685 (what is frozen has no gradient).
 
-MFU counts what the model needs, HFU what the hardware does: gradient checkpointing makes the forward pass a second time
-(2 N + 4 L d_attn T more), so that a perfect machine shows an MFU of 67 % with LoRA and 75 % without. Not counted, so that
-both are lower bounds: norms, softmax and optimizer, dequantizing 4-bit weights, the reference model's forward pass of DPO
-and GRPO. TRL's chunked losses multiply the LM head only with tokens that are learned: there both are an upper bound in
-the head's share.
+MFU counts what the model needs: gradient checkpointing makes the forward pass a second time, so that a perfect machine shows
+an MFU of 67 % with LoRA and 75 % without. Not counted, so that it is a lower bound: norms, softmax and optimizer,
+dequantizing 4-bit weights, the reference model's forward pass of DPO and GRPO. TRL's chunked losses multiply the LM head
+only with tokens that are learned: there it is an upper bound in the head's share.
 
 Tokens are those of the batches that the loss is computed on, prompts and completions, each time that they are: a step that
 was made again after a kill counts again, as do its seconds.
@@ -30,7 +29,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,18 +56,15 @@ class Work:
     trained: float
     attention: tuple[tuple[float, float], ...]
 
-    def forward(self, context: float) -> float:
-        """FLOP of a token's forward pass among `context` tokens."""
-        return 2 * self.weights + sum(4 * width * min(context, window) for width, window in self.attention)
-
     def model(self, context: float) -> float:
         """FLOP of a token in training, forward and backward, as the formula above has it."""
         attending = sum(12 * width * min(context, window) for width, window in self.attention)
         return 4 * self.weights + 2 * self.trained + attending
 
     def hardware(self, context: float, recomputed: bool) -> float:
-        """The same with the forward pass that gradient checkpointing repeats."""
-        return self.model(context) + (self.forward(context) if recomputed else 0.0)
+        """The same with the forward pass that gradient checkpointing repeats: 2 N + 4 L d_attn T."""
+        forward = 2 * self.weights + sum(4 * width * min(context, window) for width, window in self.attention)
+        return self.model(context) + (forward if recomputed else 0.0)
 
 
 def work_of(model: nn.Module) -> Work:
@@ -162,14 +158,16 @@ class Meter:
         self.started = time.time()
         self.earlier = 0.0
         self.stage = stage
-        self.base = stage
         self.spent: dict[str, float] = {}
         self.counts: dict[str, float] = {}
-        """What was counted besides (`cogumi.telemetry.throughput`), kept with the seconds for the same reason."""
         self.began = self.since = time.monotonic()
 
     def take_up(self, run_dir: Path) -> None:
-        """Go on counting where the earlier parts of the run in this directory ended."""
+        """Go on counting where the earlier parts of the run in this directory ended.
+
+        The heartbeat is the record: at most a second of each part is lost, or all of it where the directory was fetched
+        from a mirror.
+        """
         path = run_dir / HEARTBEAT
         if path.exists():
             beat = read_json(path)
@@ -181,23 +179,19 @@ class Meter:
 
     def enter(self, stage: str) -> None:
         """From now on the run is in this stage, until the next."""
-        self.base = stage
-        self.turn_to(stage)
+        now = time.monotonic()
+        self.spent[self.stage] = self.spent.get(self.stage, 0.0) + now - self.since
+        self.stage, self.since = stage, now
 
     @contextmanager
     def inside(self, stage: str) -> Iterator[None]:
         """A piece of work of its own within a stage: an evaluation, a rollout, samples."""
         outer = self.stage
-        self.turn_to(stage)
+        self.enter(stage)
         try:
             yield
         finally:
-            self.turn_to(outer)
-
-    def turn_to(self, stage: str) -> None:
-        now = time.monotonic()
-        self.spent[self.stage] = self.spent.get(self.stage, 0.0) + now - self.since
-        self.stage, self.since = stage, now
+            self.enter(outer)
 
     def seconds(self) -> dict[str, float]:
         """Seconds by stage, in the order in which they were first entered."""
@@ -221,17 +215,15 @@ ROLLOUT = "rollout"
 
 @dataclass
 class Counts:
-    """Sums over the batches of a training."""
+    """Sums over the batches of a training. tokens: without padding. squared: of the lengths of the documents, over `tokens`
+    the mean length among which a token attends. step_seconds: rollouts and reading data are in them, and not what lies
+    between them: saving, logging, evaluation."""
 
     tokens: float = 0.0
-    """Without padding."""
     padded_tokens: float = 0.0
-    """With it."""
     squared: float = 0.0
-    """Of the lengths of the documents: over `tokens` it is the mean length among which a token attends."""
     completions: float = 0.0
     step_seconds: float = 0.0
-    """Of the steps, rollouts and reading data in them; not what lies between them: saving, logging, evaluation."""
     rollout_seconds: float = 0.0
 
     def since(self, before: "Counts") -> "Counts":
@@ -249,7 +241,6 @@ class Throughput:
         self.total = Counts(**meter.counts)
         self.last = Counts(**meter.counts)
         self.on_device: Tensor | None = None
-        self.recomputes = bool(trainer.args.gradient_checkpointing)
         self.work, self.peak, self.no_mfu = costs_of(trainer.model)
         self.count_tokens(trainer)
         if hasattr(trainer, "_generate_and_score_completions"):  # TRL 1.15's GRPOTrainer, and unsloth's
@@ -302,7 +293,7 @@ class Throughput:
         """What was done since this was last asked."""
         self.read()
         done = self.total.since(self.last)
-        self.last = Counts(**asdict(self.total))
+        self.last = replace(self.total)
         return done
 
     def tokens_per_second(self, done: Counts) -> float | None:
@@ -311,19 +302,10 @@ class Throughput:
 
     def mfu(self, done: Counts) -> float | None:
         """The share of the card's peak, of the seconds of steps without their rollouts (which no formula here counts)."""
-        return (
-            self.share_of_peak(done, self.work.model(done.squared / done.tokens)) if self.work and done.tokens else None
-        )
-
-    def hfu(self, done: Counts) -> float | None:
-        """The same of the work done, what gradient checkpointing repeats with it."""
-        if not self.work or not done.tokens:
-            return None
-        return self.share_of_peak(done, self.work.hardware(done.squared / done.tokens, self.recomputes))
-
-    def share_of_peak(self, done: Counts, flop_per_token: float) -> float | None:
         seconds = done.step_seconds - done.rollout_seconds
-        return done.tokens * flop_per_token / seconds / self.peak if self.peak and seconds > 0 else None
+        if not self.work or not self.peak or not done.tokens or seconds <= 0:
+            return None
+        return done.tokens * self.work.model(done.squared / done.tokens) / seconds / self.peak
 
 
 def costs_of(model: Any) -> tuple[Work | None, float | None, str | None]:

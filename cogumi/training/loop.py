@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tqdm.contrib.logging import logging_redirect_tqdm
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
 from cogumi.checkpoints.disk_forecast import outlook
 from cogumi.checkpoints.protection import kept_by_runs, protect
@@ -54,9 +54,7 @@ class HeldOut(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.every = trainer, 0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         rows = len(self.trainer.eval_dataset)
         step = args.train_batch_size * args.gradient_accumulation_steps * PASSES
         self.every = max(math.ceil(state.max_steps / TIMES), math.ceil(rows / step / SHARE))
@@ -67,7 +65,7 @@ class HeldOut(TrainerCallback):
             ", without the compilation before the first (train.torch_compile)" if args.torch_compile else "",
         )  # fmt: skip
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.global_step % self.every == 0 and state.global_step < state.max_steps:
             control.should_evaluate = True  # after the step's own row is logged
 
@@ -85,7 +83,7 @@ class Budget(TrainerCallback):
         self.steps = 0
         self.foreseen = False
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.steps += 1
         left = self.progress.eta_seconds
         if not self.foreseen and left is not None and self.steps >= FORESEEN_AFTER:
@@ -123,12 +121,10 @@ class Waiting(TrainerCallback):
         """Have the training wait before its next step."""
         self.reason = reason
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         forget_requests(self.directory)  # what came too late
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         now = time.monotonic()
         if now - self.looked < LOOK_SECONDS or state.global_step >= state.max_steps:
             return
@@ -148,9 +144,7 @@ class Waiting(TrainerCallback):
             return False
         return True
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Wait, where a checkpoint was just written, until the file is removed or a signal asks the training to end.
 
         (An `on_save` of its own would have every save wait for the disk.)

@@ -255,19 +255,18 @@ def conclude(run_dir: Path, fitted: Fitted) -> Verdict:
     for step, flag in verdict.was_red:
         if flag.name not in still:
             log.warning("was red at step %d: %s", step, flag)
-    if fitted.ended is not None:
-        reason = fitted.ended.reason
-        reason += "".join(f"; {check.name}: {check.figure}" for check in verdict.checks if check.name == SAFE_TO_SCALE)
-        if verdict.safe_to_scale is Scale.NO:
-            reason += "; change what failed, and start again in another cogumi.run_dir"
-        else:
-            reason += f"; {HOW_TO_GO_ON[fitted.ended.state]}"
-        log.info("%s: %s", fitted.ended.state, reason)
-        set_status(run_dir, fitted.ended.state, reason=reason)
+    if fitted.ended is None:
+        set_status(run_dir, "finished" if verdict.passed else "finished, checks failed")
+        if verdict.passed:
+            write_atomic(run_dir / "DONE", "")
         return verdict
-    set_status(run_dir, "finished" if verdict.passed else "finished, checks failed")
-    if verdict.passed:
-        write_atomic(run_dir / "DONE", "")
+    answer = [f"{check.name}: {check.figure}" for check in verdict.checks if check.name == SAFE_TO_SCALE]
+    then = HOW_TO_GO_ON[fitted.ended.state]
+    if verdict.safe_to_scale is Scale.NO:
+        then = "change what failed, and start again in another cogumi.run_dir"
+    reason = "; ".join([fitted.ended.reason, *answer, then])
+    log.info("%s: %s", fitted.ended.state, reason)
+    set_status(run_dir, fitted.ended.state, reason=reason)
     return verdict
 
 

@@ -59,8 +59,10 @@ def run_preflight(run: RunConfig, base: str, of_base: Any, data: Data, tokenizer
     report = PreflightReport(str(target), (stack_line.line(), *lines), figures)
     write_section(run.run_dir / FORECAST, "preflight", report.as_dict())
     for line in report.lines:
-        level, mark = (logging.WARNING, "RED: ") if line.state == "red" else (logging.INFO, "")
-        log.log(level, "preflight: %s%s", mark, line_in_words(line))
+        if line.state == "red":
+            log.warning("preflight: RED: %s", line_in_words(line))
+        else:
+            log.info("preflight: %s", line_in_words(line))
     memory = figures.get("memory")
     if memory is not None and memory["tensors"] > memory["free"]:
         red = next(line for line in lines if line.stage == "memory")
@@ -124,7 +126,10 @@ def judge_saved(model: Any, saved: Path) -> Check:
 
 
 def when_there_is_room(run: RunConfig, stage: str, act: Callable[..., Result], *given: Any) -> Result:
-    """Do what writes a result. On a full disk it waits for space where `cogumi.on_full` is "pause"; otherwise DiskFull."""
+    """Do what writes a result. On a full disk it waits for space where `cogumi.on_full` is "pause"; otherwise DiskFull.
+
+    It waits until the disk has the space by its own numbers; where these say so already, as with a quota, for a while.
+    """
     while True:
         try:
             return act(*given)
@@ -133,16 +138,11 @@ def when_there_is_room(run: RunConfig, stage: str, act: Callable[..., Result], *
                 raise
             log.error("%s waits: %s", stage, full)
             set_status(run.run_dir, "running", stage=stage, reason=f"{stage} waits for space: {full}")
-            wait_for(full)
+            until = time.monotonic() + REMIND_SECONDS
+            time.sleep(RETRY_SECONDS)
+            while full.needed and space_of(Path(full.place)).free < full.needed and time.monotonic() < until:
+                time.sleep(RETRY_SECONDS)
         set_status(run.run_dir, "running", stage=stage)
-
-
-def wait_for(full: DiskFull) -> None:
-    """Until a disk has the space by its own numbers; where these say so already, as with a quota, for a while."""
-    until = time.monotonic() + REMIND_SECONDS
-    time.sleep(RETRY_SECONDS)
-    while full.needed and space_of(Path(full.place)).free < full.needed and time.monotonic() < until:
-        time.sleep(RETRY_SECONDS)
 
 
 def merged_or_why_not(
