@@ -89,7 +89,7 @@ def test_a_sanity_check_answers_and_its_steps_are_not_lost(
     config = request.getfixturevalue(method)
     if method == "gspo":  # two steps to a rollout: the check ends in the middle of its eighth
         config["train"] |= {"max_steps": 18, "generation_batch_size": 16}
-        config["cogumi"]["flags"] = {"truncated_yellow": 1, "truncated_red": 1}  # an untrained model ends nothing
+        config["cogumi"]["flags"] = {"truncated_red": 1}  # an untrained model ends nothing
     whole = train_once("watched" if method == "asked" else "eighteen-steps", tiny_model, config).result
     checked = cogumi.train(config, cogumi__sanity=steps)
     home = checked.run_dir

@@ -55,7 +55,7 @@ class Thresholds(BaseModel):
     zero_variance: float = Field(default=0.8, gt=0, le=1)
     """gspo: red above this share of groups in which all rewards are the same; yellow above three quarters of it."""
     truncated_red: float = Field(default=0.8, gt=0, le=1)
-    """gspo: red above this share of completions that were cut at their longest; yellow above 0.3."""
+    """gspo: red above this share of completions that were cut at their longest; yellow above 0.3, and 1 raises neither."""
     kl_red: float = Field(default=1.0, gt=0)
     """gspo: red above this KL (nats per token) between the policy and the one that wrote the completions; yellow above a
     tenth of it."""

@@ -79,14 +79,15 @@ def completions_end(run: Run) -> Flag | None:
     """The share of completions that were cut at the longest length."""
     key, rows = "completions/clipped_ratio", rollouts(run)
     cut, red = run.series(key, rows[-ROLLOUTS:])[1], run.thresholds.truncated_red
+    yellow = TRUNCATED if red < 1 else 1.0
     if len(cut) < FIRST_ROLLOUTS:
         return None
     part = statistics.fmean(cut)
-    level = level_above(part, TRUNCATED, red)
+    level = level_above(part, yellow, red)
     begin = statistics.fmean(run.series(key)[1][:FIRST_ROLLOUTS])
     cause = "completions are cut before they end" if part < 1 else "no completion ends before it is cut"
     knob = "train.max_completion_length, higher"
-    if begin < (TRUNCATED + red) / 2:
+    if begin < (yellow + red) / 2:
         cause, knob = "the policy learns to write without an end", "cogumi.rewards"
         lately = run.series(key, rows[-2 * ROLLOUTS :])[1]
         if level == "red" and (len(lately) < 2 * ROLLOUTS or min(lately) <= red):
@@ -95,7 +96,7 @@ def completions_end(run: Run) -> Flag | None:
     length = f", {lengths[-1]:.0f} tokens long on average" if lengths else ""
     stretch = f"steps {rows[-ROLLOUTS:][0]['step']} to {rows[-1]['step']}"
     evidence = f"{part:.0%} of the completions of {stretch} are cut{length}, {begin:.0%} at first"
-    return Flag("completions end", level, evidence, f"<= {TRUNCATED:.0%}, red > {red:.0%}", cause, knob)
+    return Flag("completions end", level, evidence, f"<= {yellow:.0%}, red > {red:.0%}", cause, knob)
 
 
 def entropy(run: Run) -> Flag | None:

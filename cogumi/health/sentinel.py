@@ -267,7 +267,7 @@ def troubles(flags: list[Flag]) -> set[tuple[str, str]]:
 
 def setting_of(trainer: Any, method: str) -> Setting:
     args, model = trainer.args, trainer.model
-    adapter = (getattr(model, "peft_config", None) or {}).get(getattr(model, "active_adapter", None))
+    adapter: Any = (getattr(model, "peft_config", None) or {}).get(getattr(model, "active_adapter", None))
     rank = getattr(adapter, "r", 0) or 0
     loss = getattr(args, "loss_type", "")
     return Setting(

@@ -85,7 +85,7 @@ def packed(
         log.warning(
             "packing: `wrapped` cuts examples and lets them read each other, as it is meant to; `bfd` does neither"
         )
-        safe, decided = True, {"safe": None}
+        safe, decided = True, dict[str, Any](safe=None)
     elif decided := read_section(place, PACKING):
         safe = decided["safe"]
         log.info("packing: %s, as when the run began", "on" if safe else "off")

@@ -61,10 +61,12 @@ class Work:
         attending = sum(12 * width * min(context, window) for width, window in self.attention)
         return 4 * self.weights + 2 * self.trained + attending
 
+    def forward(self, context: float) -> float:
+        """FLOP of a token's forward pass among `context` tokens, which gradient checkpointing repeats: 2 N + 4 L d_attn T."""
+        return 2 * self.weights + sum(4 * width * min(context, window) for width, window in self.attention)
+
     def hardware(self, context: float, recomputed: bool) -> float:
-        """The same with the forward pass that gradient checkpointing repeats: 2 N + 4 L d_attn T."""
-        forward = 2 * self.weights + sum(4 * width * min(context, window) for width, window in self.attention)
-        return self.model(context) + (forward if recomputed else 0.0)
+        return self.model(context) + (self.forward(context) if recomputed else 0.0)
 
 
 def work_of(model: nn.Module) -> Work:
