@@ -226,8 +226,8 @@ def trained(tiny_model: Path, run_dir: Path, data: Dataset, **train: Any) -> Any
     """A real trainer as a run builds it, after its steps, on data in the order given."""
     from cogumi.config.schema import load_config
     from cogumi.methods import sft
+    from cogumi.methods.building import trl_arguments
     from cogumi.models.adapters import lora_config
-    from cogumi.training.run import trl_arguments
 
     cogumi.patch()
     run = load_config(config_of(tiny_model, run_dir, **train))
@@ -339,7 +339,7 @@ def test_a_run_that_goes_on_keeps_what_it_decided(tiny_model: Path, tmp_path: Pa
     write_json(tmp_path / "decided" / "decisions.json", {"packing": {"safe": False}})
     from cogumi.config.schema import load_config
     from cogumi.methods import sft
-    from cogumi.training.run import trl_arguments
+    from cogumi.methods.building import trl_arguments
 
     run = load_config(config_of(tiny_model, tmp_path / "decided", packing=True))
     with caplog.at_level(logging.INFO, logger="cogumi"):

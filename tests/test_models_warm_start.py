@@ -24,7 +24,7 @@ from cogumi.merge.provenance import record_base
 from cogumi.models import warm_start
 from cogumi.models.adapters import keep_float32
 from cogumi.telemetry import recorder
-from cogumi.training.run import save_adapter
+from cogumi.training.stages import save_adapter
 
 Config = dict[str, Any]
 Alter = Callable[[Path], None]

@@ -593,18 +593,14 @@ def test_the_cost_of_the_held_out_loss_says_where_compilation_is(
 ) -> None:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from cogumi.training.loop import HeldOut, say_what_watching_took
+    from cogumi.training.loop import HeldOut
 
     args = TrainingArguments(str(tmp_path), torch_compile=compiled, use_cpu=True, report_to=[])
-    meter = SimpleNamespace(seconds=lambda: {"eval": 30.0, "train": 10.0})
     with caplog.at_level(logging.INFO, "cogumi"):
         held_out = HeldOut(SimpleNamespace(eval_dataset=range(8)))
         held_out.on_train_begin(args, TrainerState(max_steps=10), TrainerControl())
-        say_what_watching_took(meter, args.torch_compile)  # type: ignore[arg-type]
-    before, after = (record.getMessage() for record in caplog.records if record.name == "cogumi")
+    (before,) = (record.getMessage() for record in caplog.records if record.name == "cogumi")
     assert ("of the computing, without the compilation before the first (train.torch_compile)" in before) is compiled
-    assert after.endswith("75.0 % of the time of the training") is not compiled
-    assert ("compilation that they waited for included" in after) is compiled
 
 
 def test_without_a_word_of_it_a_run_has_samples_and_a_held_out_curve_and_says_what_they_cost(sft: Config) -> None:
@@ -627,7 +623,9 @@ def test_without_a_word_of_it_a_run_has_samples_and_a_held_out_curve_and_says_wh
     assert re.search(
         r"samples: 4 held-out prompts before the first step, every 50 steps and at the end, at most 2%", log
     )
-    assert re.search(r"held-out loss [\d.]+ s and samples [\d.]+ s: [\d.]+ % of the time", log)
+    spent = read_json(result.run_dir / "metrics.json")["seconds"]
+    assert 0 < spent["samples"] < spent["train"]
+    assert spent["eval"] > 0
 
 
 def test_what_is_measured_on_the_way_changes_nothing_of_the_training(sft: Config, tmp_path: Path) -> None:

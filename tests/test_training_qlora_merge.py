@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, Mixt
 
 import cogumi
 from cogumi.core.run_directory import read_json
-from cogumi.training import run as training_run
 from cogumi.training import stages
 
 BF16 = torch.bfloat16
@@ -78,7 +77,7 @@ def test_a_merge_that_lost_the_update_of_one_layer_fails(
 
 @pytest.mark.slow("4-bit trainings on a CPU; one merge is in the fast tier")
 def test_a_merge_of_another_adapter_than_the_live_one_fails(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = training_run.save_adapter
+    save = stages.save_adapter
     name = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
 
     def wrongly(*arguments: Any) -> Path:
@@ -87,7 +86,7 @@ def test_a_merge_of_another_adapter_than_the_live_one_fails(sft: Config, monkeyp
         replace_tensor(file, name, load_file(file)[name] * 1.001)
         return adapter
 
-    monkeypatch.setattr(training_run, "save_adapter", wrongly)
+    monkeypatch.setattr(stages, "save_adapter", wrongly)
     result = cogumi.train(sft)
     failed = [found for found in result.verdict.checks if not found.passed]
     assert [found.name for found in failed] == ["saved adapter"]

@@ -201,7 +201,7 @@ def test_what_differs_is_named_and_nothing_changes(sft: Config, stop_after: Call
 def test_a_setting_refused_when_a_run_goes_on_loses_nothing(
     sft: Config, stop_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cogumi.training import run as module
+    from cogumi.methods import building as module
 
     stop_after(3)
     with pytest.raises(RuntimeError):

@@ -19,6 +19,7 @@ from torch import Tensor
 from cogumi.data.packing import padding_of
 from cogumi.health.flags import Answers, Batches, Pairs, Words, students_t
 from cogumi.models.completion import end_ids
+from cogumi.telemetry.samples import as_before
 
 OTHERS = 16  # prompts of other examples that each completion is held against
 EXAMPLES = 256
@@ -235,14 +236,12 @@ def loss_of(trainer: Any, prompt: list[int], rest: list[int], labels: list[int])
 
 @contextmanager
 def not_training(trainer: Any) -> Iterator[None]:
-    """The model in evaluation mode, and afterwards the trainer's metrics and the generators as they were."""
-    training, logged = trainer.model.training, {key: list(values) for key, values in trainer._metrics["eval"].items()}
-    devices = [trainer.args.device] if trainer.args.device.type == "cuda" else []
-    trainer.model.eval()
+    """The model in evaluation mode, and afterwards its modes, the generators and the trainer's metrics as they were."""
+    logged = {key: list(values) for key, values in trainer._metrics["eval"].items()}
     try:
-        with torch.random.fork_rng(devices=devices):
+        with as_before(trainer.model):
+            trainer.model.eval()
             yield
     finally:
-        trainer.model.train(training)
         trainer._metrics["eval"].clear()
         trainer._metrics["eval"].update(logged)

@@ -282,7 +282,6 @@ def fit(
     # One that ended early is resumed later, and is to have logged then what it would have without stopping.
     if measure_loss and ended is None and not was_evaluated(run_dir, state.global_step):
         trainer.evaluate()
-    say_what_watching_took(heart.meter, trainer.args.torch_compile)
     trackers.close(trainer)
     metrics = read_jsonl(run_dir / "metrics.jsonl")
     if not any("loss" in row for row in metrics):  # its end was fetched from a mirror
@@ -295,19 +294,6 @@ def fit(
     if options.method == "gspo":
         checks += judge_gspo(metrics, run_dir)
     return Fitted(checks, sentinel, ended)
-
-
-def say_what_watching_took(meter: Meter, compiled: bool) -> None:
-    """What evaluation and samples have cost, of the time since training began."""
-    spent = meter.seconds()
-    watching = {
-        name: spent[stage] for stage, name in (("eval", "held-out loss"), ("samples", "samples")) if stage in spent
-    }
-    if watching:
-        said = " and ".join(f"{name} {seconds:.1f} s" for name, seconds in watching.items())
-        share = sum(watching.values()) / (sum(watching.values()) + spent.get("train", 0.0))
-        compilation = ", the compilation that they waited for included" if compiled else ""
-        log.info("%s: %.1f %% of the time of the training%s", said, 100 * share, compilation)
 
 
 def say_what_the_disks_get(run: RunConfig, trainer: Any) -> None:

@@ -25,24 +25,7 @@ from cogumi.core.run_directory import SAMPLES_FILE, create_run_dir, read_jsonl, 
 from cogumi.health.verdict import Check, Scale, Verdict
 from cogumi.hub.model_files import plan_download
 from cogumi.merge.adapter_files import refuse_unsupported
-from cogumi.methods import gspo
-from cogumi.methods.auto_settings import (
-    Choice,
-    before_cuda,
-    refuse_what_does_not_fit,
-    refuse_with_adapter_settings,
-    with_choices,
-)
-from cogumi.methods.building import (
-    BUILD_REFUSALS,
-    build_trainer,
-    pinned,
-    refuse_blind_check,
-    refuse_impossible,
-    refuse_spent,
-    tokenizer_of,
-    trl_arguments,
-)
+from cogumi.methods import auto_settings, building, gspo
 from cogumi.methods.examples import beyond_the_model, first_tokens, prepare_examples
 from cogumi.models import warm_start
 from cogumi.models.adapters import lora_config, refuse_unmatched
@@ -55,18 +38,9 @@ from cogumi.telemetry.samples import write_samples
 from cogumi.telemetry.status import SANITY_CHECKED
 from cogumi.telemetry.throughput import Meter
 from cogumi.telemetry.trackers import refuse_unreachable
+from cogumi.training import stages
 from cogumi.training.loop import Fitted, fit, forget_requests
 from cogumi.training.resumption import HOW_TO_GO_ON, alone_in, goes_on
-from cogumi.training.stages import (
-    fetch_into,
-    judge_saved,
-    merged_or_why_not,
-    run_preflight,
-    save_adapter,
-    save_model,
-    wants_preflight,
-    when_there_is_room,
-)
 
 log = logging.getLogger("cogumi")
 LOGIT_ROWS = 8  # examples on which the merged model's logits are compared
@@ -104,27 +78,30 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     meter = Meter(run.cogumi.price_per_hour)
     one_gpu = use_one_gpu()
     refuse_several_gpus(torch.cuda.device_count())
-    before_start = [*([Choice(VARIABLE, one_gpu.value, one_gpu.reason)] if one_gpu else []), *before_cuda(run)]
+    before_start = [
+        *([auto_settings.Choice(VARIABLE, one_gpu.value, one_gpu.reason)] if one_gpu else []),
+        *auto_settings.before_cuda(run),
+    ]
     patches = patch(graph_break="off")  # 4-bit layers are seen to when the model is there, if they are to be compiled
-    args = trl_arguments(run)
+    args = building.trl_arguments(run)
     refuse_early(run)
     if run.model.adapter is not None:
         run.lora = warm_start.lora_of(run.model.adapter, run.lora)
     again = goes_on(run)
     if again:
-        refuse_spent(run.run_dir, run.cogumi)
+        building.refuse_spent(run.run_dir, run.cogumi)
     written, asked = dump_config(run), run.model.revision
-    run = pinned(run)  # from here on a model of the hub is one commit, whatever happens to its branch
+    run = building.pinned(run)  # from here on a model of the hub is one commit, whatever happens to its branch
     base = resolve_model(run.model.name, run.model.revision)
     of_base = AutoConfig.from_pretrained(base, revision=run.model.revision)
     if run.cogumi.tuning == "lora":
         refuse_unmatched(run.lora, of_base)
     if run.cogumi.tuning == "full":
-        refuse_what_does_not_fit(run, base, str(args.optim.value))
+        auto_settings.refuse_what_does_not_fit(run, base, str(args.optim.value))
     if run.model.adapter is not None:
         warm_start.refuse_other_base(run.model.adapter, of_base, run.model.revision)
     download = plan_download(base, run.model.revision)
-    tokenizer = tokenizer_of(run, base)
+    tokenizer = building.tokenizer_of(run, base)
     examples = prepare_examples(run, tokenizer, of_base)
     if run.cogumi.method == "gspo":
         gspo.try_rewards(run, examples.train.dataset)
@@ -154,19 +131,19 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
             log.info(lora_presets.describe(run.cogumi.lora_preset, run.lora))
         if said := beyond_the_model(run, examples, of_base):
             log.warning(said)
-        chosen = with_choices(run, base)
-        if wants_preflight(run):
+        chosen = auto_settings.with_choices(run, base)
+        if stages.wants_preflight(run):
             enter("preflight")
-            run_preflight(chosen, base, of_base, examples.train, tokenizer)
+            stages.run_preflight(chosen, base, of_base, examples.train, tokenizer)
         if download is not None:
             enter("download")
-            fetch_into(run_dir, download)
+            stages.fetch_into(run_dir, download)
         enter("load")
         try:
-            trainer = build_trainer(chosen, base, tokenizer, examples, heart)
+            trainer = building.build_trainer(chosen, base, tokenizer, examples, heart)
         except UsageError as error:
             raise RefusedAtSetup.like(error) from error
-        except BUILD_REFUSALS as error:
+        except building.BUILD_REFUSALS as error:
             raise RefusedAtSetup(f"model, lora or train: {one_line(error)}") from error
         if examples.prompts is not None and not (run_dir / SAMPLES_FILE).exists():
             enter("samples")  # of what is trained, to be read beside those at the end
@@ -175,11 +152,13 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         fitted = fit(run, trainer, tokenizer, examples, heart)
         checks, adapter, merged = fitted.checks, None, None
         if run.cogumi.tuning == "lora":
-            adapter = when_there_is_room(run, "save", save_adapter, trainer.model, tokenizer, run_dir, asked)
+            adapter = stages.when_there_is_room(
+                run, "save", stages.save_adapter, trainer.model, tokenizer, run_dir, asked
+            )
         elif fitted.ended is None:
             dtype = of_base.dtype or torch.float32
-            merged = when_there_is_room(run, "save", save_model, trainer.model, tokenizer, run_dir, dtype)
-            checks.append(judge_saved(trainer.model, merged))
+            merged = stages.when_there_is_room(run, "save", stages.save_model, trainer.model, tokenizer, run_dir, dtype)
+            checks.append(stages.judge_saved(trainer.model, merged))
         if examples.prompts is not None and (fitted.ended is None or fitted.ended.state == SANITY_CHECKED):
             enter("samples")
             step = trainer.state.global_step
@@ -188,7 +167,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         if adapter is not None and run.cogumi.merge and fitted.ended is None:
             enter("merge")
             tokens = first_tokens(examples.train.dataset, tokenizer, LOGIT_ROWS)
-            merged, of_merge = merged_or_why_not(run, run_dir, adapter, base, trainer.model, tokens)
+            merged, of_merge = stages.merged_or_why_not(run, run_dir, adapter, base, trainer.model, tokens)
             checks += of_merge
         verdict = conclude(run_dir, fitted)
     del trainer, fitted  # model, trainer and optimizer refer to each other; the next run needs their memory
@@ -198,12 +177,12 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
 
 def refuse_early(run: RunConfig) -> None:
     """Refuse what can be seen to go wrong before there is anything to lose."""
-    refuse_impossible(run.cogumi)
-    refuse_blind_check(run)
+    building.refuse_impossible(run.cogumi)
+    building.refuse_blind_check(run)
     if run.cogumi.mirror is not None:
         Mirror(run.cogumi.mirror)  # refuses a place that cannot be written to
     if run.cogumi.tuning == "full":
-        refuse_with_adapter_settings(run)
+        auto_settings.refuse_with_adapter_settings(run)
     elif run.cogumi.merge:
         refuse_unmergeable(run)
     refuse_unreachable(run.train)
@@ -213,7 +192,7 @@ def refuse_unmergeable(run: RunConfig) -> None:
     """Refuse, before it is trained, an adapter that `cogumi.merge` could not merge afterwards."""
     try:
         config = lora_config(run.lora).to_dict()
-    except BUILD_REFUSALS as error:
+    except building.BUILD_REFUSALS as error:
         raise UsageError(one_line(error), key="lora") from error
     try:
         refuse_unsupported(Path("lora:"), json.loads(json.dumps(config, default=list)))
