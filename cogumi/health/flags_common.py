@@ -77,14 +77,10 @@ def steps_complete(run: Run) -> Flag | None:
         return None
     skipped = sum(run.series("seen/skipped", run.latest)[1])
     level = level_above(skipped / seen, SKIPPED / 5, SKIPPED)
-    return Flag(
-        "steps complete",
-        "yellow" if level == "red" and skipped < 5 else level,
-        f"{seen:.0f} steps to step {run.step}, {skipped:.0f} of them skipped",
-        f"<= {SKIPPED:.0%} skipped",
-        "gradients overflow fp16 however small the loss scale",
-        "train.bf16: true, instead of train.fp16",
-    )
+    evidence = f"{seen:.0f} steps to step {run.step}, {skipped:.0f} of them skipped"
+    threshold = f"<= {SKIPPED:.0%} skipped"
+    why = "gradients overflow fp16 however small the loss scale", "train.bf16: true, instead of train.fp16"
+    return Flag("steps complete", "yellow" if level == "red" and skipped < 5 else level, evidence, threshold, *why)
 
 
 def learning_rate(run: Run) -> Flag | None:
@@ -102,9 +98,8 @@ def learning_rate(run: Run) -> Flag | None:
     if len(idle) >= 3 and idle[-1] == steps[-1] and left > 0:
         last_moving = max((i for i, rate in enumerate(rates) if rate > 0), default=-1)
         evidence = f"the rate is 0 since step {steps[last_moving + 1]}, with {left} steps to go"
-        return Flag(
-            name, "red", evidence, threshold, "the schedule ends before the run does", "train.lr_scheduler_type"
-        )
+        why = "the schedule ends before the run does", "train.lr_scheduler_type"
+        return Flag(name, "red", evidence, threshold, *why)
     return Flag(name, "green", f"{rates[-1]:.3g} at step {steps[-1]}, at most {max(rates):.3g}", threshold)
 
 
@@ -156,14 +151,10 @@ def same_versions(run: Run) -> Flag | None:
     """Whether the packages are those that the checkpoint was saved with, of a run that resumed."""
     if not run.setting.other_versions:
         return None
-    return Flag(
-        "versions",
-        "yellow",
-        ", ".join(run.setting.other_versions),
-        "as when the checkpoint was saved",
-        "the run resumed with other versions, so its curves may jump",
-        "the environment, back to those versions",
-    )
+    evidence = ", ".join(run.setting.other_versions)
+    threshold = "as when the checkpoint was saved"
+    why = "the run resumed with other versions, so its curves may jump", "the environment, back to those versions"
+    return Flag("versions", "yellow", evidence, threshold, *why)
 
 
 def gradient_norm(run: Run) -> Flag | None:
@@ -196,9 +187,8 @@ def clipped_away(run: Run, threshold: str) -> Flag | None:
     if not limit or not norms or max(norms) <= CLIPPED_AWAY * limit:
         return None
     evidence = f"{max(norms):.3g} in the first rows, and clipping at train.max_grad_norm {limit:g} divides it"
-    return Flag(
-        "gradient norm", "yellow", evidence, threshold, "the loss may have the wrong divisor", "train.loss_type"
-    )
+    why = "the loss may have the wrong divisor", "train.loss_type"
+    return Flag("gradient norm", "yellow", evidence, threshold, *why)
 
 
 def adapter_moves(run: Run) -> Flag | None:
@@ -269,14 +259,10 @@ def waiting_for_data(run: Run) -> Flag | None:
     if len(seconds) < 5 or not sum(seconds):
         return None
     part = sum(waited) / sum(seconds)
-    return Flag(
-        "waiting for data",
-        level_above(part, *WAITING),
-        f"{part:.0%} of the time of steps {rows[0]['step']} to {rows[-1]['step']}",
-        f"<= {WAITING[0]:.0%}, red > {WAITING[1]:.0%}",
-        "the loader is slower than the model",
-        "train.dataloader_num_workers",
-    )
+    evidence = f"{part:.0%} of the time of steps {rows[0]['step']} to {rows[-1]['step']}"
+    threshold = f"<= {WAITING[0]:.0%}, red > {WAITING[1]:.0%}"
+    why = "the loader is slower than the model", "train.dataloader_num_workers"
+    return Flag("waiting for data", level_above(part, *WAITING), evidence, threshold, *why)
 
 
 def tokens_per_second(run: Run) -> Flag | None:
@@ -289,14 +275,10 @@ def tokens_per_second(run: Run) -> Flag | None:
         statistics.median(speeds[i : i + SPEED_ROWS]) for i in range(0, len(speeds) - SPEED_ROWS + 1, SPEED_ROWS)
     )
     now = statistics.median(speeds[-2 * SPEED_ROWS :])
-    return Flag(
-        "tokens per second",
-        level_above(best / now, *SLOWER),
-        f"{now:,.0f} in steps {rows[-2 * SPEED_ROWS]['step']} to {rows[-1]['step']}, at best {best:,.0f}",
-        f"slower by at most {SLOWER[0]:g}, red by {SLOWER[1]:g}",
-        "the machine has become slower",
-        "the machine's other processes",
-    )
+    evidence = f"{now:,.0f} in steps {rows[-2 * SPEED_ROWS]['step']} to {rows[-1]['step']}, at best {best:,.0f}"
+    threshold = f"slower by at most {SLOWER[0]:g}, red by {SLOWER[1]:g}"
+    why = "the machine has become slower", "the machine's other processes"
+    return Flag("tokens per second", level_above(best / now, *SLOWER), evidence, threshold, *why)
 
 
 def memory(run: Run) -> Flag | None:
@@ -305,14 +287,10 @@ def memory(run: Run) -> Flag | None:
     if not used:
         return None
     most, red = max(used), run.thresholds.memory_red
-    return Flag(
-        "memory",
-        level_above(most, MEMORY_YELLOW, red),
-        f"{most:.0%} at step {steps[used.index(most)]}",
-        f"<= {MEMORY_YELLOW:.0%}, red > {red:.0%}",
-        "a longer batch than those so far will not fit",
-        "train.per_device_train_batch_size, lower",
-    )
+    evidence = f"{most:.0%} at step {steps[used.index(most)]}"
+    threshold = f"<= {MEMORY_YELLOW:.0%}, red > {red:.0%}"
+    why = "a longer batch than those so far will not fit", "train.per_device_train_batch_size, lower"
+    return Flag("memory", level_above(most, MEMORY_YELLOW, red), evidence, threshold, *why)
 
 
 COMMON: tuple[Rule, ...] = (

@@ -65,14 +65,10 @@ def reward_trend(run: Run) -> Flag | None:
         return None
     start, end, found = statistics.median(rewards[:3]), statistics.median(rewards[-5:]), trend(steps, rewards)
     falls = found.z < -TREND_Z and start - end > max(REWARD_FALL * abs(start), 2 * noise(rewards))
-    return Flag(
-        "reward trend",
-        "red" if falls else "green",
-        f"{start:.3g} at first, {end:.3g} by step {steps[-1]} (z = {found.z:.1f})",
-        f"not down by more than {REWARD_FALL:.0%}",
-        "updates are too large, so the policy loses what it knew",
-        "train.learning_rate, lower",
-    )
+    evidence = f"{start:.3g} at first, {end:.3g} by step {steps[-1]} (z = {found.z:.1f})"
+    threshold = f"not down by more than {REWARD_FALL:.0%}"
+    why = "updates are too large, so the policy loses what it knew", "train.learning_rate, lower"
+    return Flag("reward trend", "red" if falls else "green", evidence, threshold, *why)
 
 
 def completions_end(run: Run) -> Flag | None:
@@ -109,14 +105,10 @@ def entropy(run: Run) -> Flag | None:
     level: Level = "yellow" if now < 2 * kept or now < ENTROPY else "green"
     if now < kept and (now < ENTROPY or now < kept / 2):
         level = "red"
-    return Flag(
-        "entropy",
-        level,
-        f"{start:.3g} nats a token at first, {now:.3g} by step {steps[-1]}",
-        f">= {ENTROPY:g}, and {KEPT:.0%} of its start",
-        "the policy collapses to one answer",
-        "train.learning_rate, lower",
-    )
+    evidence = f"{start:.3g} nats a token at first, {now:.3g} by step {steps[-1]}"
+    threshold = f">= {ENTROPY:g}, and {KEPT:.0%} of its start"
+    why = "the policy collapses to one answer", "train.learning_rate, lower"
+    return Flag("entropy", level, evidence, threshold, *why)
 
 
 def clip_fraction(run: Run) -> Flag | None:
@@ -129,14 +121,10 @@ def clip_fraction(run: Run) -> Flag | None:
     if len(values) < STEPS:
         return None
     part = statistics.fmean(values)
-    return Flag(
-        "clip fraction",
-        level_above(part, *OUTSIDE),
-        f"{part:.1%} of the ratios of steps {steps[0]} to {steps[-1]} are outside",
-        f"<= {OUTSIDE[0]:.1%}, red > {OUTSIDE[1]:.1%}",
-        "the sampler and the trainer compute different probabilities",
-        "train.epsilon, train.epsilon_high",
-    )
+    evidence = f"{part:.1%} of the ratios of steps {steps[0]} to {steps[-1]} are outside"
+    threshold = f"<= {OUTSIDE[0]:.1%}, red > {OUTSIDE[1]:.1%}"
+    why = "the sampler and the trainer compute different probabilities", "train.epsilon, train.epsilon_high"
+    return Flag("clip fraction", level_above(part, *OUTSIDE), evidence, threshold, *why)
 
 
 def kl_to_the_sampler(run: Run) -> Flag | None:
@@ -148,14 +136,10 @@ def kl_to_the_sampler(run: Run) -> Flag | None:
     if len(values) < 5:
         return None
     worst, red = statistics.fmean(values), run.thresholds.kl_red
-    return Flag(
-        "KL to the sampler",
-        level_above(worst, red / 10, red),
-        f"{worst:.3g} nats a token in steps {steps[0]} to {steps[-1]}",
-        f"<= {red / 10:g}, red > {red:g}",
-        "the learning rate is too high for one update",
-        "train.learning_rate, lower",
-    )
+    evidence = f"{worst:.3g} nats a token in steps {steps[0]} to {steps[-1]}"
+    threshold = f"<= {red / 10:g}, red > {red:g}"
+    why = "the learning rate is too high for one update", "train.learning_rate, lower"
+    return Flag("KL to the sampler", level_above(worst, red / 10, red), evidence, threshold, *why)
 
 
 def kl_to_the_reference(run: Run) -> Flag | None:
@@ -163,14 +147,10 @@ def kl_to_the_reference(run: Run) -> Flag | None:
     if run.setting.beta <= 0 or len(values) < 5:
         return None
     now = statistics.median(values)
-    return Flag(
-        "KL to the reference",
-        level_above(now, REFERENCE_KL / 10, REFERENCE_KL),
-        f"{now:.3g} in steps {steps[0]} to {steps[-1]}",
-        f"<= {REFERENCE_KL / 10:g}, red > {REFERENCE_KL:g}",
-        "the policy has left the reference that train.beta ties it to",
-        "train.beta, higher",
-    )
+    evidence = f"{now:.3g} in steps {steps[0]} to {steps[-1]}"
+    threshold = f"<= {REFERENCE_KL / 10:g}, red > {REFERENCE_KL:g}"
+    why = "the policy has left the reference that train.beta ties it to", "train.beta, higher"
+    return Flag("KL to the reference", level_above(now, REFERENCE_KL / 10, REFERENCE_KL), evidence, threshold, *why)
 
 
 RL: tuple[Rule, ...] = (

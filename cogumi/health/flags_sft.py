@@ -49,20 +49,17 @@ def learned_tokens(run: Run) -> Flag | None:
     steps, empty = sum(run.series("seen/steps")[1]), sum(run.series("seen/empty")[1])
     if run.batches is None and not steps:
         return None
-    parts, evidence = [share(empty, steps)] if steps else [], []
+    parts, figures = [], []
     if run.batches is not None:
         parts.append(share(run.batches.masked, run.batches.examples))
-        evidence.append(f"{run.batches.masked} of {run.batches.examples} examples without a learned token")
+        figures.append(f"{run.batches.masked} of {run.batches.examples} examples without a learned token")
     if steps:
-        evidence.append(f"{empty:.0f} of {steps:.0f} steps without one")
-    return Flag(
-        "learned tokens",
-        level_above(max(parts), 0, MASKED),
-        ", ".join(evidence),
-        f"none, red > {MASKED:.0%}",
-        "every token of these examples is masked, so nothing is learned of them",
-        "data.columns",
-    )
+        parts.append(share(empty, steps))
+        figures.append(f"{empty:.0f} of {steps:.0f} steps without one")
+    evidence = ", ".join(figures)
+    threshold = f"none, red > {MASKED:.0%}"
+    why = "every token of these examples is masked, so nothing is learned of them", "data.columns"
+    return Flag("learned tokens", level_above(max(parts), 0, MASKED), evidence, threshold, *why)
 
 
 def padding(run: Run) -> Flag | None:
@@ -220,15 +217,12 @@ def token_frequencies(run: Run) -> Flag | None:
         elif start < end * (1 - LOSS_FALL) or told:
             level, cause = "red", "the learning rate is too high, and what the base knew is gone"
             knob = "train.learning_rate, to a tenth"
-    return Flag(
-        "token frequencies",
-        level,
+    evidence = (
         f"loss {start:.3f} by step {steps[2]}, {end:.3f} in steps {half[0][0]} to {steps[-1]} (trend z = {falling.z:.1f}); "
-        f"the learned tokens' frequencies alone give {batches.entropy:.3f}",
-        f"< {AT_FREQUENCIES:.0%} of that, or falling",
-        cause,
-        knob,
+        f"the learned tokens' frequencies alone give {batches.entropy:.3f}"
     )
+    threshold = f"< {AT_FREQUENCIES:.0%} of that, or falling"
+    return Flag("token frequencies", level, evidence, threshold, cause, knob)
 
 
 def loss_noise(run: Run) -> Flag | None:
@@ -245,14 +239,10 @@ def loss_noise(run: Run) -> Flag | None:
         level = "yellow"
     if fall(run.series("loss")[1]).is_by(LOSS_FALL):
         level = "green"  # as a loss becomes small, its scatter is more and more of it
-    return Flag(
-        "loss noise",
-        level,
-        f"{part:.0%} of the loss from step to step, with {examples} examples a step",
-        f"<= {SCATTER[0]:.0%}, red > {SCATTER[1]:.0%} with fewer than {FEW_EXAMPLES} examples",
-        "the batch is too small, so its gradient is mostly chance",
-        "train.gradient_accumulation_steps, higher",
-    )
+    evidence = f"{part:.0%} of the loss from step to step, with {examples} examples a step"
+    threshold = f"<= {SCATTER[0]:.0%}, red > {SCATTER[1]:.0%} with fewer than {FEW_EXAMPLES} examples"
+    why = "the batch is too small, so its gradient is mostly chance", "train.gradient_accumulation_steps, higher"
+    return Flag("loss noise", level, evidence, threshold, *why)
 
 
 SFT: tuple[Rule, ...] = (
@@ -323,14 +313,11 @@ def chosen_likelihood(run: Run) -> Flag | None:
         return None
     found, start = trend(steps, values), statistics.median(values[:3])
     change = found.change(steps)
-    return Flag(
-        "chosen likelihood",
-        "yellow" if found.z < -TREND_Z and change < -0.2 * abs(start) else "green",
-        f"log-probability {start:.4g} at first, changed by {change:.3g} to step {steps[-1]} (z = {found.z:.1f})",
-        "not down by a fifth",
-        "both answers become unlikely, and only the margin grows",
-        "train.beta, higher",
-    )
+    evidence = f"log-probability {start:.4g} at first, changed by {change:.3g} to step {steps[-1]} (z = {found.z:.1f})"
+    threshold = "not down by a fifth"
+    why = "both answers become unlikely, and only the margin grows", "train.beta, higher"
+    level: Level = "yellow" if found.z < -TREND_Z and change < -0.2 * abs(start) else "green"
+    return Flag("chosen likelihood", level, evidence, threshold, *why)
 
 
 DPO: tuple[Rule, ...] = (learned_tokens, padding, loss_trend, preferences, chosen_likelihood)

@@ -147,18 +147,10 @@ def judge_training(metrics: list[dict[str, Any]], steps: int, max_steps: int, ea
     if early:
         done = Check("steps", f"{steps} of {max_steps}", "as far as it was to go", True)
     logged = [row[key] for row in metrics for key in ("loss", "eval_loss", "grad_norm") if key in row]
-    trained = any("loss" in row for row in metrics)
-    finite = count_finite(logged)
-    return [
-        done,
-        Check(
-            "loss and gradient norm",
-            f"{finite} of {len(logged)} logged values finite",
-            "all, and a training loss among them",
-            finite == len(logged) > 0 and trained,
-            "lower train.learning_rate" if trained else "set train.logging_steps to train.max_steps or less",
-        ),
-    ]
+    trained, finite = any("loss" in row for row in metrics), count_finite(logged)
+    figure, required = f"{finite} of {len(logged)} logged values finite", "all, and a training loss among them"
+    fix = "lower train.learning_rate" if trained else "set train.logging_steps to train.max_steps or less"
+    return [done, Check("loss and gradient norm", figure, required, finite == len(logged) > 0 and trained, fix)]
 
 
 def count_finite(values: Sequence[Any]) -> int:
@@ -171,26 +163,16 @@ def judge_gspo(metrics: list[dict[str, Any]], run_dir: Path) -> list[Check]:
     extremes = ("policy/min_ratio", "policy/max_ratio")
     ratios = [row[key] for row in metrics for key in extremes if key in row]
     clipped = [row["policy/clipped_ratio_fraction"] for row in metrics if "policy/clipped_ratio_fraction" in row]
-    numbers = count_finite(ratios + clipped)
-    span = f"{numbers} of {len(ratios + clipped)} values finite"
-    if numbers == len(ratios + clipped) > 0:
+    finite, all_of_them = count_finite(ratios + clipped), len(ratios + clipped)
+    span = f"{finite} of {all_of_them} values finite"
+    if finite == all_of_them > 0:
         span = f"ratio {min(ratios):.5f} to {max(ratios):.5f}, {sum(clipped) / len(clipped):.1%} outside the clip"
+    scored = no_reward_was_scored(metrics) or f"{len(rewards)} batches scored"
+    fix = "change cogumi.rewards, so that one scores these completions"
     return [
-        Check(
-            "rewards",
-            no_reward_was_scored(metrics) or f"{len(rewards)} batches scored",
-            "at least one",
-            bool(rewards),
-            "change cogumi.rewards, so that one scores these completions",
-        ),
+        Check("rewards", scored, "at least one", bool(rewards), fix),
         which_loss_ran(run_dir),
-        Check(
-            "ratio and clip fraction",
-            span,
-            "all finite",
-            numbers == len(ratios + clipped) > 0,
-            "lower train.learning_rate",
-        ),
+        Check("ratio and clip fraction", span, "all finite", finite == all_of_them > 0, "lower train.learning_rate"),
     ]
 
 

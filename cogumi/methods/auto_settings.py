@@ -188,7 +188,8 @@ def precision(run: RunConfig) -> Choice:
 def with_choices(run: RunConfig, base: str) -> RunConfig:
     """The run with what it left open decided, each decision logged; a run that goes on keeps the ones it made."""
     place = run.run_dir / DECISIONS
-    if begun := read_section(place, SETTINGS):
+    begun = read_section(place, SETTINGS)
+    if begun != {}:  # a list, empty where nothing was left open
         choices = [Choice(each["key"], each["value"], "as when the run began") for each in begun]
         choices = [choice for choice in choices if is_open(run, choice.key)]
     else:

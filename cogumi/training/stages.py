@@ -192,33 +192,18 @@ def compare_unquantized(
     The live model's own logits are of quantized weights, which the merged model is to be rid of.
     """
     other = unlike_saved(live, adapter)
-    saved = Check(
-        "saved adapter",
-        f"{len(other)} tensors differ from the live adapter's" + (f", the first is {other[0]}" if other else ""),
-        "0, bit for bit",
-        not other,
-        "merge the adapter of the last checkpoint",
-    )
+    figure = f"{len(other)} tensors differ from the live adapter's" + (f", the first is {other[0]}" if other else "")
+    saved = Check("saved adapter", figure, "0, bit for bit", not other, "merge the adapter of the last checkpoint")
     try:
         logits = check_directory(adapter, report.out, report.base, revision, tokens)
     except UsageError as error:  # too little memory, say; the merge is there all the same
-        required = "compared with the adapter on the base"
-        return [
-            saved,
-            Check("merged logits", one_line(error), required, False, merge_again(adapter, "--verify logits")),
-        ]
+        required, fix = "compared with the adapter on the base", merge_again(adapter, "--verify logits")
+        return [saved, Check("merged logits", one_line(error), required, False, fix)]
     trained_on = quantization_of(live.config)
     assert trained_on is not None
-    return [
-        saved,
-        *judge_logits(
-            logits,
-            f"those of the adapter on the full-precision base (it was trained on {trained_on.type or trained_on.method}"
-            + (f", q/delta {report.q_over_delta:.2f})" if report.q_over_delta is not None else ")"),
-            report,
-            adapter,
-        ),
-    ]
+    distance = "" if report.q_over_delta is None else f", q/delta {report.q_over_delta:.2f}"
+    beside = f"those of the adapter on the full-precision base (it was trained on {trained_on.type or trained_on.method}{distance})"
+    return [saved, *judge_logits(logits, beside, report, adapter)]
 
 
 def merge_again(adapter: Path, options: str = "") -> str:
@@ -243,19 +228,10 @@ def judge_logits(logits: LogitCheck, beside: str, report: MergeReport, adapter: 
     lost = lost_in_rounding(report)
     again = merge_again(adapter, "--dtype float32" if lost else "--verify logits")
     fix = f"{lost}; raise train.learning_rate, or {again}" if lost else again
+    apart, rounding = f"logits rms {logits.base_distance:.2e} apart", f"> {logits.bound:.2e}, what rounding explains"
+    figure = f"rms {logits.measured:.2e}, KL {logits.kl:.1e} from {beside}"
+    bounds = f"<= {logits.bound:.2e}, {logits.kl_bound:.1e}"
     return [
-        Check(
-            "merged differs from the base",
-            f"logits rms {logits.base_distance:.2e} apart",
-            f"> {logits.bound:.2e}, what rounding explains",
-            logits.base_distance > logits.bound,
-            fix,
-        ),
-        Check(
-            "merged logits",
-            f"rms {logits.measured:.2e}, KL {logits.kl:.1e} from {beside}",
-            f"<= {logits.bound:.2e}, {logits.kl_bound:.1e}",
-            logits.passed,
-            fix,
-        ),
+        Check("merged differs from the base", apart, rounding, logits.base_distance > logits.bound, fix),
+        Check("merged logits", figure, bounds, logits.passed, fix),
     ]
