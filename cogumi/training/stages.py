@@ -201,8 +201,9 @@ def compare_unquantized(
         return [saved, Check("merged logits", one_line(error), required, False, fix)]
     trained_on = quantization_of(live.config)
     assert trained_on is not None
-    distance = "" if report.q_over_delta is None else f", q/delta {report.q_over_delta:.2f}"
-    beside = f"those of the adapter on the full-precision base (it was trained on {trained_on.type or trained_on.method}{distance})"
+    kind = trained_on.type or trained_on.method
+    kind += "" if report.q_over_delta is None else f", q/delta {report.q_over_delta:.2f}"
+    beside = f"those of the adapter on the full-precision base (it was trained on {kind})"
     return [saved, *judge_logits(logits, beside, report, adapter)]
 
 
