@@ -2,7 +2,7 @@
 
 The model has random weights of a 1.2B Llama's shapes and the small base's tokenizer; the data are the standard library's
 functions. What is compared is torch.cuda.max_memory_allocated() over the whole run with the peak of tensors and workspaces
-that `preflight.json` has (metrics.json, `gpu_peak_forecast`).
+that `forecast.json` has (metrics.json, `gpu_peak_forecast`).
 """
 
 from __future__ import annotations

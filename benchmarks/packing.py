@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness import Row, row
-from cogumi.core.run_directory import read_json
+from cogumi.core.run_directory import DECISIONS, read_json, read_section
 
 LENGTH, PER_STEP = 256, 16
 SIDES: dict[str, dict[str, Any]] = {
@@ -35,7 +35,7 @@ def run(quick: bool = False) -> Iterator[Row]:
                 last[name] = epoch(run_dir, SIDES[name], 400 if quick else None)
                 seconds[name].append(last[name]["step_seconds"])
                 if name == "packed":
-                    packing = read_json(run_dir / "packing.json")
+                    packing = read_section(run_dir / DECISIONS, "packing")
     asked = f"{packing['examples_per_step']:.2f} of {packing['asked_per_step']} examples in a step"
     yield row(
         "packing",

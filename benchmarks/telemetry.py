@@ -26,11 +26,11 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from benchmarks.gpu_steps import Shape, build
 from benchmarks.harness import Row, interleave, ratio, row, summary
 from cogumi.config.schema import CogumiSection
-from cogumi.methods.limits import Budget
 from cogumi.telemetry import trackers
 from cogumi.telemetry.heartbeat import Heartbeat
 from cogumi.telemetry.recorder import Telemetry
-from cogumi.telemetry.stage_timer import Meter
+from cogumi.telemetry.throughput import Meter
+from cogumi.training.loop import Budget
 
 SMALL = Shape("Llama of 5 million weights", "llama", 256, 688, 4, 4, 4, 64, 8192, True, 1e4)
 ROWS, LENGTH = 4, 256  # of a step

@@ -94,13 +94,11 @@ def test_all_of_the_watch_is_timed_and_nothing_else(trainers: dict[str, Any], mo
         (watching.metrics, "add", 1.0),
         (watching.metrics, "take", 2.0),
         (watching.proof, "check", 4.0),
-        (watching.during, "warnings", 8.0),
     ):
         monkeypatch.setattr(owner, name, clock.taking(seconds, getattr(owner, name)))
     (seconds,), (share,) = gspo_step.metrics_shares(trainer, 1)
     steps, micro_batches = gspo_step.STEPS, gspo_step.STEPS * gspo_step.MICRO_BATCHES
-    logs = steps + 1  # one more when training ends
-    ours = 1.5 * micro_batches + 2 * steps + 4 * proof.step + 8 * logs
+    ours = 1.5 * micro_batches + 2 * steps + 4 * proof.step
     theirs = 100 * micro_batches + 1000
     assert seconds == ours / steps
     assert share == pytest.approx(ours / (ours + theirs))

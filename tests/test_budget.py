@@ -11,11 +11,12 @@ import cogumi
 from cogumi.config.schema import CogumiSection
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json
-from cogumi.methods import limits
-from cogumi.methods.limits import Budget, reached
+from cogumi.methods.building import budget_reached
 from cogumi.telemetry.heartbeat import Progress
 from cogumi.telemetry.recorder import Telemetry
-from cogumi.telemetry.stage_timer import Meter
+from cogumi.telemetry.throughput import Meter
+from cogumi.training import loop
+from cogumi.training.loop import Budget
 
 Config = dict[str, Any]
 
@@ -103,10 +104,14 @@ def test_money_without_a_price_is_refused(sft: Config) -> None:
 
 
 def test_limits_are_reached_at_what_they_say() -> None:
-    assert reached(3599, 1e9, 1.0, None) is None
-    assert reached(3600, None, 1.0, None) == "1.00 h of cogumi.max_hours 1"
-    assert reached(1e9, 4.99, None, 5.0) is None
-    assert reached(0, 5.0, None, 5.0) == "$5.00 of cogumi.max_cost 5"
+    hours, money = (
+        CogumiSection(method="sft", max_hours=1.0),
+        CogumiSection(method="sft", max_cost=5.0, price_per_hour=3.6),
+    )
+    assert budget_reached(hours, 3599) is None
+    assert budget_reached(hours, 3600) == "1.00 h of cogumi.max_hours 1"
+    assert budget_reached(money, 4990) is None
+    assert budget_reached(money, 5000) == "$5.00 of cogumi.max_cost 5"
 
 
 def test_what_will_not_do_is_said_once_and_early(caplog: pytest.LogCaptureFixture) -> None:
@@ -114,7 +119,7 @@ def test_what_will_not_do_is_said_once_and_early(caplog: pytest.LogCaptureFixtur
     options = CogumiSection(method="sft", price_per_hour=2.0, max_cost=3.0)
     watching, state = Budget(options, meter, progress), type("State", (), {"global_step": 1, "max_steps": 1000})()
     progress.eta_seconds = 2 * 3600
-    for _ in range(2 * limits.FORESEEN_AFTER):
+    for _ in range(2 * loop.FORESEEN_AFTER):
         watching.on_step_end(None, state, None)  # type: ignore[arg-type]
     assert caplog.text.count("at this pace the training ends in 2 h 00 min, and before that the budget: $4.00 of") == 1
     assert watching.spent is None

@@ -70,7 +70,7 @@ def test_train_then_merge(config: Path, tmp_path: Path, for_commands: dict[str, 
 
     done = cogumi("train", "tiny.yaml", "train.learning_rate=1e-2", "cogumi.merge=false")
     assert done.returncode == 0, done.stderr
-    assert "pass  adapter: max |B|" in done.stderr
+    assert "pass  adapter: largest change" in done.stderr
     assert re.search(r"runs/tiny: finished, step 2/2; \d+ of \d+ checks passed; flags: .*green", done.stdout), (
         done.stdout
     )

@@ -62,14 +62,14 @@ def trained(mode: str, tiny_model: Path, sources: list[str], folder: Path) -> tu
         processing_class=tokenizer,
         peft_config=peft.LoraConfig(r=4, target_modules="all-linear"),
     )
-    compiling = Compiling(trainer, mode, folder / "compile.json", nullcontext, lambda: False)
+    compiling = Compiling(trainer, mode, folder / "decisions.json", nullcontext, lambda: False)
     trainer.add_callback(compiling)
     compiling.begin()
     trainer.train()
     if mode != "off":
         uncompile_layers(trainer.model)
     norms = [row["grad_norm"] for row in trainer.state.log_history if "loss" in row]
-    return norms, json.loads((folder / "compile.json").read_text())
+    return norms, json.loads((folder / "decisions.json").read_text())["compile"]
 
 
 @pytest.mark.sweep  # minutes of the C++ compiler

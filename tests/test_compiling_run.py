@@ -58,7 +58,7 @@ class Run:
     """A training with the callback; losses: of its steps."""
 
     def __init__(self, mode: str, path: Path, **arguments: Any) -> None:
-        self.path = path / "compile.json"
+        self.path = path / "decisions.json"
         torch.manual_seed(3)
         self.trainer = trainer_of(tiny_llama(layers=2), path, **arguments)
         self.signalled = False
@@ -76,7 +76,7 @@ class Run:
 
     @property
     def json(self) -> dict[str, Any]:
-        return dict(json.loads(self.path.read_text()))
+        return dict(json.loads(self.path.read_text())["compile"])
 
 
 @pytest.fixture(autouse=True)
@@ -279,19 +279,19 @@ def test_layers_compile_from_the_first_step_and_count_their_own(tmp_path: Path) 
 def test_a_full_disk_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(path: Path, content: Any) -> None:
+    def full(path: Path, name: str, content: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(compile_report, "write_json", full)
+    monkeypatch.setattr(compile_report, "write_section", full)
     run = Run("auto", tmp_path).train()
     assert len(run.losses) == STEPS
     assert not run.path.exists()
-    assert any("compile.json is not written: No space left on device" in each.getMessage() for each in caplog.records)
+    assert any("decisions.json is not written: No space left on device" in each.getMessage() for each in caplog.records)
 
-    def denied(path: Path, content: Any) -> None:
+    def denied(path: Path, name: str, content: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(compile_report, "write_json", denied)
+    monkeypatch.setattr(compile_report, "write_section", denied)
     with pytest.raises(PermissionError):
         Run("off", tmp_path).compiling.begin()
 
@@ -299,9 +299,9 @@ def test_a_full_disk_ends_nothing(
 @pytest.mark.usefixtures("quick")
 def test_a_run_that_goes_on_otherwise_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run("off", tmp_path)
-    run.compiling.path.write_text(json.dumps({"decision": "off", "reason": "cogumi.compile=off"}))
+    run.compiling.path.write_text(json.dumps({"compile": {"decision": "off", "reason": "cogumi.compile=off"}}))
     run.compiling.begin()
     assert "results differ in rounding" not in caplog.text
-    run.compiling.path.write_text(json.dumps({"decision": "layers", "reason": "as cogumi.compile says"}))
+    run.compiling.path.write_text(json.dumps({"compile": {"decision": "layers", "reason": "as cogumi.compile says"}}))
     run.compiling.begin()
     assert "the part of this run before was compiled; from here on results differ in rounding" in caplog.text

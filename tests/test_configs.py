@@ -43,7 +43,7 @@ def test_all_of_them_are_seen() -> None:
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(CONFIGS)))
 def test_it_binds_and_trl_takes_it(path: Path) -> None:
-    from cogumi.methods.arguments import trl_arguments
+    from cogumi.methods.building import trl_arguments
 
     run = load_config(path)
     args = trl_arguments(run)

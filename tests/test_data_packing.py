@@ -226,8 +226,8 @@ def trained(tiny_model: Path, run_dir: Path, data: Dataset, **train: Any) -> Any
     """A real trainer as a run builds it, after its steps, on data in the order given."""
     from cogumi.config.schema import load_config
     from cogumi.methods import sft
+    from cogumi.methods.building import trl_arguments
     from cogumi.models.adapters import lora_config
-    from cogumi.training.run import trl_arguments
 
     cogumi.patch()
     run = load_config(config_of(tiny_model, run_dir, **train))
@@ -296,7 +296,7 @@ def test_a_run_packs_and_says_what_a_step_is(
     config["data"] |= {"source": str(code_parquet), "eval_rows": 4, "max_rows": 60}
     result = cogumi.train(config, cogumi__merge=False)
     assert "Flash Attention" not in caplog.text  # TRL's question, which the probe has answered
-    record = read_json(result.run_dir / "packing.json")
+    record = read_json(result.run_dir / "decisions.json")["packing"]
     assert record["safe"] is True
     assert record["distance"] <= record["bound"]
     assert record["asked_per_step"] == 8
@@ -325,7 +325,7 @@ def test_a_run_of_a_model_that_leaks_is_not_packed_and_says_why(
     config = config_of(tmp_path / "model", tmp_path / "run", packing=True, max_steps=2)
     config["data"] |= {"source": str(code_parquet), "max_rows": 60}
     result = cogumi.train(config, cogumi__merge=False)
-    assert read_json(result.run_dir / "packing.json")["safe"] is False
+    assert read_json(result.run_dir / "decisions.json")["packing"]["safe"] is False
     assert (
         "packing off: this model's packed logits differ from separate ones by 0."
         in (result.run_dir / "run.log").read_text()
@@ -336,10 +336,10 @@ def test_a_run_that_goes_on_keeps_what_it_decided(tiny_model: Path, tmp_path: Pa
     from cogumi.core.run_directory import write_json
 
     (tmp_path / "decided").mkdir()
-    write_json(tmp_path / "decided" / "packing.json", {"safe": False})
+    write_json(tmp_path / "decided" / "decisions.json", {"packing": {"safe": False}})
     from cogumi.config.schema import load_config
     from cogumi.methods import sft
-    from cogumi.training.run import trl_arguments
+    from cogumi.methods.building import trl_arguments
 
     run = load_config(config_of(tiny_model, tmp_path / "decided", packing=True))
     with caplog.at_level(logging.INFO, logger="cogumi"):

@@ -19,7 +19,7 @@ from cogumi import runs as entry
 from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.stack import gpus
 from cogumi.stack.gpus import choose_gpu, refuse_ranks, refuse_several_gpus
-from cogumi.telemetry import accounts
+from cogumi.telemetry import trackers
 
 Config = dict[str, Any]
 # Printed by `nvidia-smi --query-gpu=index,uuid,memory.free,name --format=csv,noheader,nounits`.
@@ -274,7 +274,7 @@ def test_wandb_with_a_key_or_without_a_network_is_fine(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    accounts.refuse_unreachable({"report_to": "wandb"})
+    trackers.refuse_unreachable({"report_to": "wandb"})
 
 
 @pytest.mark.usefixtures("wandb")
@@ -290,7 +290,7 @@ def test_a_wandb_run_that_cannot_be_made_is_refused_before_the_first_step(
 def test_the_directory_that_wandb_leaves_is_not_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "trackio").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert not accounts.is_installed("trackio")
+    assert not trackers.is_installed("trackio")
 
 
 @pytest.fixture
@@ -305,11 +305,11 @@ UPLOAD = {"push_to_hub": True, "hub_model_id": "someone/model"}
 
 
 def test_an_upload_with_a_token_that_the_hub_takes_is_fine(hub: HubServer) -> None:
-    accounts.refuse_unreachable(UPLOAD)
+    trackers.refuse_unreachable(UPLOAD)
     assert ("GET", "/api/whoami-v2") in hub.requests
-    accounts.refuse_unreachable({"push_to_hub": False, "hub_model_id": "someone/model"})
+    trackers.refuse_unreachable({"push_to_hub": False, "hub_model_id": "someone/model"})
     hub.faults = lambda method, path, headers: 429  # which says nothing of the token
-    accounts.refuse_unreachable(UPLOAD)
+    trackers.refuse_unreachable(UPLOAD)
 
 
 def test_an_upload_without_network_or_token_is_refused_before_there_is_a_run(

@@ -12,10 +12,22 @@ import pytest
 from cogumi.config.subsections import Thresholds
 from cogumi.core.errors import UsageError
 from cogumi.health.data_checks import shared_by_answers, shared_words
-from cogumi.health.flags import Answers, Batches, Flag, Pairs, Run, Setting, Words, reds, settled
-from cogumi.health.flags_rl import are_mixed_up
+from cogumi.health.flags import (
+    Answers,
+    Batches,
+    Flag,
+    Pairs,
+    Run,
+    Setting,
+    Words,
+    noise,
+    reds,
+    settled,
+    smooth,
+    trend,
+)
+from cogumi.health.flags_sft import are_mixed_up
 from cogumi.health.sentinel import Sentinel
-from cogumi.health.trend import noise, smooth, trend
 from cogumi.health.verdict import judge, safe_to_scale
 
 SFT = Setting("sft", 1e-3, max_steps=200, examples_per_step=16, vocabulary=1024)
@@ -409,6 +421,17 @@ def test_gradient_norms_are_held_to_their_methods_range(setting: Setting, norm: 
     assert levels(run_of([3.0] * 40, setting, None, grad_norm=norm))["gradient norm"] == level
 
 
+def test_the_first_gradients_of_a_policy_that_clipping_throws_away_are_yellow() -> None:
+    first = rl(grad_norm=[0.0, 0.0, 1024.0] + [0.1] * 57)
+    early = replace(first, first=first.first[:4], latest=[])
+    (flag,) = (flag for flag in judge(early) if flag.name == "gradient norm")
+    assert (flag.level, flag.knob) == ("yellow", "train.loss_type")
+    assert flag.evidence.startswith("1.02e+03 in the first rows, and clipping at train.max_grad_norm 1 divides it")
+    assert levels(first)["gradient norm"] == "green"  # it healed
+    for unclipped in (replace(GSPO, max_grad_norm=0.0), replace(GSPO, max_grad_norm=100.0)):
+        assert "gradient norm" not in levels(replace(early, setting=unclipped))
+
+
 def test_small_gradients_of_examples_that_are_learned_are_as_they_should_be() -> None:
     learned = falling(100, start=0.69, end=0.0, scatter=1e-4)
     assert levels(run_of(learned, DPO, None, grad_norm=4e-4))["gradient norm"] == "green"
@@ -534,6 +557,10 @@ def test_thresholds_are_overridden_by_name_and_a_wrong_name_is_told() -> None:
     assert run.cogumi.flags.grad_norm_high == 20
     with pytest.raises(UsageError, match=r"cogumi\.flags\.grad_norm_hi.*did you mean cogumi\.flags\.grad_norm_high"):
         load_config(values, cogumi__flags__grad_norm_hi=20)
+    with pytest.raises(
+        UsageError, match=r"cogumi\.flags\.loss_rise: this limit is fixed now; drop it; these can be set: gr"
+    ):
+        load_config(values, cogumi__flags__loss_rise=0.2)
     high = run_of(falling(40), grad_norm=150.0)
     assert levels(high)["gradient norm"] == "red"
     assert levels(replace(high, thresholds=Thresholds(grad_norm_high=200)))["gradient norm"] == "green"

@@ -320,7 +320,7 @@ def test_a_run_fetches_its_model_as_a_stage_and_goes_on_with_the_same_commit(
     assert weights_sent(hub) == size
     record = json.loads((run_dir / "adapter" / "cogumi-base.json").read_text())
     assert (record["name"], record["commit"], record["revision"]) == ("someone/model", first, None)
-    assert json.loads((run_dir / "base.json").read_text()) == {"name": "someone/model", "commit": first}
+    assert json.loads((run_dir / "decisions.json").read_text())["base"] == {"name": "someone/model", "commit": first}
     assert "revision: null" in (run_dir / "config.yaml").read_text()
     log = (run_dir / "run.log").read_text()
     assert f"download: someone/model at {first[:7]}" in log

@@ -22,9 +22,9 @@ from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.core.run_directory import read_json
 from cogumi.merge.adapter_files import record_base
 from cogumi.models import warm_start
-from cogumi.models.adapters import keep_float32, largest_change
+from cogumi.models.adapters import keep_float32
 from cogumi.telemetry import recorder
-from cogumi.training.run import save_adapter
+from cogumi.training.stages import save_adapter
 
 Config = dict[str, Any]
 Alter = Callable[[Path], None]
@@ -186,7 +186,7 @@ def test_policy_and_reference_are_the_saved_adapter(
     with trl.trainer.utils.use_adapter(trainer.model, "ref"):  # it stays what it was
         assert torch.equal(logits(trainer.model), expected)
     assert not torch.equal(logits(trainer.model), expected)
-    assert largest_change(trainer.model, adapter) > 1e-3
+    assert max(float((live[name] - saved[name]).abs().max()) for name in live) > 1e-3
 
 
 def test_on_four_bits_nothing_is_rounded(dpo: Callable[..., Any], adapter: Path) -> None:

@@ -43,7 +43,7 @@ def run_in(path: Path, state: str = "running", **more: Any) -> Path:
     write_json(path / "flags.json", {"step": 40, "flags": flags, "was_red": [{"step": 20, **flags[0]}]})
     shown = [{"prompt": "x" * 500 + f"p{EVIL}", "completion": f"c{EVIL}", "reward": 0.25}]
     append_jsonl(path / "rollouts.jsonl", {"step": 37, "reward": [0.25], "rewards": {"a": [0.25]}, "shown": shown})
-    write_json(path / "outlook.json", {"time": now, "fits": True, "lines": ["one checkpoint is 2.0 MB"]})
+    write_json(path / "forecast.json", {"disks": {"fits": True, "lines": ["one checkpoint is 2.0 MB"]}})
     (path / "run.log").write_text("the last line of the log\n")
     return path
 

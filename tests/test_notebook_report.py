@@ -290,7 +290,7 @@ def test_the_error_of_an_earlier_part_is_not_how_it_ended(run: Path) -> None:
 
 
 def test_any_file_may_be_missing(finished: Path, tmp_path: Path) -> None:
-    drawn = ("metrics.jsonl", "merged", "data.json")  # without them a page takes a tenth of the time
+    drawn = ("metrics.jsonl", "merged", "decisions.json")  # without them a page takes a tenth of the time
     for name in drawn:
         check_self_contained(page_of(without(finished, tmp_path / name, name)))
     files = [path.name for path in finished.iterdir() if path.name not in ("status.json", "tensorboard", *drawn)]
@@ -484,8 +484,8 @@ def test_completions_of_white_space_are_told_in_words(run: Path) -> None:
     assert "<pre><ins>" not in str(completions.side_by_side(run))
 
 
-def test_every_row_of_the_data_is_accounted_for_in_data_json(finished: Path) -> None:
-    found = read_json(finished / "data.json")
+def test_every_row_of_the_data_is_accounted_for_in_decisions_json(finished: Path) -> None:
+    found = read_json(finished / "decisions.json")["data"]
     assert found["max_length"] == 160
     for part in (found["train"], found["held_out"]):
         assert part["rows"] == part["examples"] + sum(part["dropped"].values())

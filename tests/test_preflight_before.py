@@ -21,7 +21,7 @@ from cogumi.forecast.memory_forecast import target_of
 from cogumi.forecast.run_forecast import Asked, apart, foresee, look_ahead
 from cogumi.methods.examples import prepare_examples
 from cogumi.models.loading import load_tokenizer
-from cogumi.training import preflight_stage
+from cogumi.training import stages
 
 
 def config_of(model: Path, data: Path, run_dir: Path, **train: Any) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def forked(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
 def test_a_run_keeps_what_was_forecast(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert cogumi.train(config_of(tiny_model, code_parquet, run_dir)).passed
-    kept = json.loads((run_dir / "preflight.json").read_text())
+    kept = json.loads((run_dir / "forecast.json").read_text())["preflight"]
     assert [line["stage"] for line in kept["lines"]][:3] == ["stack", "memory", "time"]
     assert kept["fits"] is True
     memory = kept["figures"]["memory"]
@@ -108,7 +108,7 @@ def test_four_bits_train_after_they_were_forecast(tmp_path: Path, tiny_model: Pa
 def test_on_a_cpu_a_run_goes_without(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> None:
     config = config_of(tiny_model, code_parquet, tmp_path / "run")
     config["cogumi"]["preflight"] = "auto"
-    assert not preflight_stage.is_wanted(load_config(config))
+    assert not stages.wants_preflight(load_config(config))
     config["cogumi"]["preflight"] = True  # what YAML 1.1 makes of a bare `on`
     written = tmp_path / "run.yaml"
     written.write_text(yaml.safe_dump(config))
@@ -137,7 +137,7 @@ def test_a_forecast_that_breaks_does_not_end_the_run(
     run, tokenizer = asked.run, load_tokenizer(asked.base)
     data = prepare_examples(run, tokenizer).train
     with caplog.at_level(logging.WARNING, "cogumi"):
-        preflight_stage.before_training(run, asked.base, asked.of_base, data, tokenizer)
+        stages.run_preflight(run, asked.base, asked.of_base, data, tokenizer)
     (said,) = [record.getMessage() for record in caplog.records if "preflight" in record.getMessage()]
     assert said.startswith("preflight: the forecast ended with status 1: ")
     assert said.endswith("; the run goes on without it")

@@ -103,7 +103,7 @@ def test_a_prompt_that_leaves_its_completion_no_room_is_dropped_and_counted(gspo
     data = {"source": str(tmp_path / "prompts.jsonl"), "format": "prompt_completion"}
     config = {**gspo, "data": data, "cogumi": {**gspo["cogumi"], "rewards": ["answer_similarity"], "merge": False}}
     result = cogumi.train(config, train__max_steps=1)
-    account = json.loads((result.run_dir / "data.json").read_text())["train"]
+    account = json.loads((result.run_dir / "decisions.json").read_text())["data"]["train"]
     assert (account["rows"], account["examples"]) == (8, 7)
     assert account["dropped"] == {"longer than 504 tokens": 1}
     assert "longer than 504 tokens, the first is row 2" in (result.run_dir / "run.log").read_text()

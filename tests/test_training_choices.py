@@ -117,7 +117,9 @@ def config_of(model: Path, data: Path, run_dir: Path, **train: Any) -> dict[str,
 
 def test_a_run_says_what_was_chosen_and_why(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> None:
     result = cogumi.train(config_of(tiny_model, code_parquet, tmp_path / "run"))
-    (choice,) = (each for each in read_json(result.run_dir / "choices.json") if "checkpointing" in each["key"])
+    (choice,) = (
+        each for each in read_json(result.run_dir / "decisions.json")["settings"] if "checkpointing" in each["key"]
+    )
     assert choice["value"] is False
     assert f"chosen: {choice['key']}: False ({choice['reason']})" in (result.run_dir / "run.log").read_text()
     assert (
@@ -129,7 +131,8 @@ def test_a_run_that_goes_on_keeps_what_was_chosen(tiny_model: Path, code_parquet
     from cogumi.core.run_directory import write_json
 
     run = load_config(config_of(tiny_model, code_parquet, tmp_path))
-    write_json(tmp_path / "choices.json", [{"key": "train.gradient_checkpointing", "value": True, "reason": "then"}])
+    then = [{"key": "train.gradient_checkpointing", "value": True, "reason": "then"}]
+    write_json(tmp_path / "decisions.json", {"settings": then})
     assert with_choices(run, str(tiny_model)).train["gradient_checkpointing"] is True
     assert "gradient_checkpointing" not in run.train
 

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import cogumi
 from cogumi.core.errors import UsageError
-from cogumi.health import full_finetune
+from cogumi.methods import auto_settings
 
 Config = dict[str, Any]
 
@@ -72,15 +73,16 @@ def test_settings_of_an_adapter_are_refused(sft: Config, key: str, value: object
 
 
 def test_what_does_not_fit_is_refused_with_the_figures(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = full_finetune.count_weights(sft["model"]["name"], None)
+    model = AutoModelForCausalLM.from_pretrained(sft["model"]["name"])
+    weights = sum(parameter.numel() for parameter in model.parameters())
     need = weights * (4 + 4 + 8)
-    monkeypatch.setattr(full_finetune, "free_memory_bytes", lambda: int(need / 0.9) - 1000)
+    monkeypatch.setattr(auto_settings, "free_memory_bytes", lambda: int(need / 0.9) - 1000)
     with pytest.raises(
         UsageError, match=r"\(8 bytes each with the gradient, 8 for adamw_\w+\).*or set train.optim: adamw_8bit"
     ):
         cogumi.train(sft)
     assert not Path(sft["cogumi"]["run_dir"]).exists()
-    monkeypatch.setattr(full_finetune, "free_memory_bytes", lambda: int(need / 0.9) + 1000)
+    monkeypatch.setattr(auto_settings, "free_memory_bytes", lambda: int(need / 0.9) + 1000)
     assert cogumi.train(sft, train__max_steps=1).merged is not None
 
 

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, Mixt
 
 import cogumi
 from cogumi.core.run_directory import read_json
-from cogumi.training import artifacts
-from cogumi.training import run as training_run
+from cogumi.training import stages
 
 BF16 = torch.bfloat16
 
@@ -60,7 +59,7 @@ def test_an_adapter_on_a_base_that_is_quantized_on_disk_is_merged_into_the_origi
 def test_a_merge_that_lost_the_update_of_one_layer_fails(
     sft: Config, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    merge = artifacts.merge_adapter
+    merge = stages.merge_adapter
 
     def wrongly(adapter: Path, out: Path, **more: Any) -> Any:
         report = merge(adapter, out, **more)
@@ -68,7 +67,7 @@ def test_a_merge_that_lost_the_update_of_one_layer_fails(
         replace_tensor(out / "model.safetensors", name, load_file(tiny_model / "model.safetensors")[name])
         return report
 
-    monkeypatch.setattr(artifacts, "merge_adapter", wrongly)
+    monkeypatch.setattr(stages, "merge_adapter", wrongly)
     result = cogumi.train(sft, train__learning_rate=1e-2)
     (failed,) = (found for found in result.verdict.checks if not found.passed)
     assert failed.name == "merged logits"
@@ -78,7 +77,7 @@ def test_a_merge_that_lost_the_update_of_one_layer_fails(
 
 @pytest.mark.slow("4-bit trainings on a CPU; one merge is in the fast tier")
 def test_a_merge_of_another_adapter_than_the_live_one_fails(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = training_run.save_adapter
+    save = stages.save_adapter
     name = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
 
     def wrongly(*arguments: Any) -> Path:
@@ -87,7 +86,7 @@ def test_a_merge_of_another_adapter_than_the_live_one_fails(sft: Config, monkeyp
         replace_tensor(file, name, load_file(file)[name] * 1.001)
         return adapter
 
-    monkeypatch.setattr(training_run, "save_adapter", wrongly)
+    monkeypatch.setattr(stages, "save_adapter", wrongly)
     result = cogumi.train(sft)
     failed = [found for found in result.verdict.checks if not found.passed]
     assert [found.name for found in failed] == ["saved adapter"]
@@ -98,7 +97,7 @@ def test_a_merge_of_another_adapter_than_the_live_one_fails(sft: Config, monkeyp
 def test_a_merge_too_large_to_compare_is_there_and_not_called_good(
     sft: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cogumi.merge.logits_disk.memory_needed", lambda *_: 1 << 50)
+    monkeypatch.setattr("cogumi.merge.logits.memory_needed", lambda *_: 1 << 50)
     result = cogumi.train(sft)
     assert not result.passed
     assert "needs 1125899.9 GB of memory" in check(result, "merged logits").figure

@@ -14,7 +14,7 @@ from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json, read_jsonl
 from cogumi.health import sentinel as module
-from cogumi.methods.limits import logging_settings, refuse_blind_check, rows_to_judge
+from cogumi.methods.building import logging_settings, refuse_blind_check, rows_to_judge
 
 Config = dict[str, Any]
 
@@ -89,7 +89,7 @@ def test_a_sanity_check_answers_and_its_steps_are_not_lost(
     config = request.getfixturevalue(method)
     if method == "gspo":  # two steps to a rollout: the check ends in the middle of its eighth
         config["train"] |= {"max_steps": 18, "generation_batch_size": 16}
-        config["cogumi"]["flags"] = {"truncated_yellow": 1, "truncated_red": 1}  # an untrained model ends nothing
+        config["cogumi"]["flags"] = {"truncated_red": 1}  # an untrained model ends nothing
     whole = train_once("watched" if method == "asked" else "eighteen-steps", tiny_model, config).result
     checked = cogumi.train(config, cogumi__sanity=steps)
     home = checked.run_dir
@@ -217,7 +217,7 @@ def test_what_was_red_stays_known_when_a_run_goes_on(sft: Config) -> None:
 
 
 def test_pause_waits_until_the_file_is_gone(sft: Config, red: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cogumi.training.control_files.PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("cogumi.training.loop.PAUSE_SECONDS", 0.01)
     home, seen = Path(sft["cogumi"]["run_dir"]), {}
 
     def user() -> None:
@@ -246,7 +246,7 @@ def test_a_signal_ends_a_paused_run_and_it_goes_on_later(sft: Config, monkeypatc
     import os
     import signal
 
-    monkeypatch.setattr("cogumi.training.control_files.PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("cogumi.training.loop.PAUSE_SECONDS", 0.01)
     home = Path(sft["cogumi"]["run_dir"])
 
     def provider() -> None:

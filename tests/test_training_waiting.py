@@ -17,15 +17,15 @@ import cogumi
 from cogumi.core.errors import UsageError
 from cogumi.core.process_id import this_process
 from cogumi.core.run_directory import read_json, read_jsonl
-from cogumi.training import control_files
+from cogumi.training import loop
 
 Config = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_files, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(control_files, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(loop, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "PAUSE_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -37,14 +37,14 @@ def sft(sft: Config) -> Config:
 
 def at_step(step: int, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Have something done before the waiting looks, at the end of a step."""
-    look = control_files.Waiting.on_step_end
+    look = loop.Waiting.on_step_end
 
     def first(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == step:
             act()
         look(self, args, state, control, **kwargs)
 
-    monkeypatch.setattr(control_files.Waiting, "on_step_end", first)
+    monkeypatch.setattr(loop.Waiting, "on_step_end", first)
 
 
 def test_a_pause_saves_waits_goes_on_and_changes_nothing(
@@ -179,6 +179,6 @@ def test_rewards_of_steps_that_are_made_again_are_dropped(tmp_path: Path) -> Non
 
 
 def test_what_the_disks_are_wanted_for_is_kept(finished_sft: FinishedRun) -> None:
-    said = read_json(finished_sft.home / "outlook.json")
+    said = read_json(finished_sft.home / "forecast.json")["disks"]
     assert said["fits"] is True
     assert said["lines"][0].startswith("one checkpoint is ")

@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from cogumi.compile.compile_report import CompileReport, count_operations, counts, keep_compiled_code, try_compiler
 from cogumi.compile.layers import REENTRANT, compile_layers, prepare, uncompile_layers, why_not
 from cogumi.core.errors import UsageError
-from cogumi.core.run_directory import read_json
+from cogumi.core.run_directory import read_section
 from cogumi.patches import graph_break, unsloth_rl
 from cogumi.patches.torch_internals import first_line
 
@@ -59,7 +59,7 @@ class Compiling(TrainerCallback):
         self.report.prepared = tuple(prepare(self.model))
         for line in self.report.prepared:
             log.info("compile: %s", line)
-        before = read_json(self.path) if self.path.exists() else {}
+        before = read_section(self.path, "compile")
         earlier = before if self.mode == "auto" else {}
         reason = self.why_not()
         if reason and self.mode == "layers":

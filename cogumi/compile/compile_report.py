@@ -1,4 +1,4 @@
-"""What compiles on this machine, what Dynamo did, and why: for a run's compile.json and log, and for `cogumi doctor`."""
+"""What compiles on this machine, what Dynamo did, and why: for a run's decisions.json and log, and for `cogumi doctor`."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from cogumi.compile.layers import decoder_of, parts_of
 from cogumi.core.durability import NO_SPACE
-from cogumi.core.run_directory import write_json
+from cogumi.core.run_directory import write_section
 from cogumi.disk import inductor_cache
 from cogumi.patches import graph_break
 from cogumi.patches.graph_break import Probe
@@ -277,7 +277,7 @@ class CompileReport:
         content = asdict(self)
         del content["before"]
         try:
-            write_json(path, content)
+            write_section(path, "compile", content)
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise

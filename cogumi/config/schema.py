@@ -27,7 +27,7 @@ from cogumi.config.binding import (
 )
 from cogumi.config.lora_presets import with_preset
 from cogumi.config.source import SECTIONS, Origins, no_section, parse_scalar, read_source, set_value
-from cogumi.config.subsections import FimConfig, Thresholds
+from cogumi.config.subsections import FIXED_LIMITS, FimConfig, Thresholds
 from cogumi.config.trl_keys import reporters_in_source
 from cogumi.core.errors import UsageError
 from cogumi.core.redact import REDACTED, SECRETS, hide
@@ -429,6 +429,9 @@ def validate_sections(values: dict[str, Any], origins: Origins, label: str) -> R
         path = [str(part) for part in problem["loc"]]
         dotted = ".".join(path)
         place = next((origins[k] for n in range(len(path), 0, -1) if (k := ".".join(path[:n])) in origins), label)
+        if path[:2] == ["cogumi", "flags"] and path[-1] in FIXED_LIMITS:
+            fix = f"drop it; these can be set: {', '.join(Thresholds.model_fields)}"
+            raise UsageError("this limit is fixed now", key=dotted, place=place, fix=fix) from None
         if problem["type"] == "extra_forbidden":
             section: Any = RunConfig
             for part in path[:-1]:

@@ -1,19 +1,18 @@
 """The run directory: what a run writes and everything else reads.
 
     config.yaml     the resolved configuration, secrets redacted
-    status.json     state, stage, reason, and which process; heartbeat.json: step and time of the last sign of life
+    status.json     state, stage, reason, and which process: written at events. A run is resumed by what it says, so it is
+                    apart from heartbeat.json (step, time, cost), which a thread replaces each second
     start.json      the process that `cogumi.start` detached; console.log: what it prints
     metrics.jsonl   one line a logged step; samples.jsonl: completions; disk.jsonl: what the disk monitor saw
     rollouts.jsonl  gspo: the rewards of each rollout, and some of its completions
-    outlook.json    what the run was forecast to want of its disks, before the first step
+    decisions.json  what is decided before the first step, and kept when the run resumes: `base` (name and commit of a
+                    model of the hub), `settings` (what the config left open), `data` (its key; rows used and left out),
+                    `packing` (sft), `batch` (gspo), `compile`
+    forecast.json   what the run was forecast to need: `preflight` (before the model is fetched), `disks`
     CHECKPOINT, PAUSE   put there to ask for a checkpoint, or for a pause; PAUSED: it waits until this is removed
-    choices.json    what the config left open and the machine decided, which a run keeps when it goes on
-    packing.json    whether an SFT run packs, what the probe measured, and what a step is then
-    base.json       name and commit of a model of the hub, which a run keeps when it goes on
-    batch.json      the batch that a GSPO run planned, and keeps when it goes on
     checkpoints/    the trainer's; adapter/, merged/: the results
     flags.json      what is green, yellow and red while it trains; metrics.json: what it came to; tensorboard/
-    data.json       rows used and left out, by reason
     verdict.json    what was checked, with figures; run.log; DONE when all of it passed
 
 Files are replaced whole (temporary file, fsync, rename); a `.jsonl` line is one write. A reader never sees half of either.
@@ -32,9 +31,8 @@ from cogumi.core.process_id import this_process
 
 # What a detached process keeps in the directory of its run, from before there is a run in it.
 CONSOLE, START = "console.log", "start.json"
-PREFLIGHT = "preflight.json"  # what was forecast of a run, before its model was fetched
+DECISIONS, FORECAST = "decisions.json", "forecast.json"  # read and written by sections
 SAMPLES_FILE = "samples.jsonl"  # completions of held-out prompts, before the training, on the way and at its end
-OUTLOOK = "outlook.json"  # what it was forecast to want of its disks
 ROLLOUTS = "rollouts.jsonl"
 # What somebody asks of a run under way, by putting a file there; and what says that it waits.
 CHECKPOINT, PAUSE, PAUSED = "CHECKPOINT", "PAUSE", "PAUSED"
@@ -103,6 +101,16 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_section(path: Path, name: str, value: Any) -> None:
+    """Set one section of a JSON object in a file, which only the run's main thread writes."""
+    write_json(path, {**(read_json(path) if path.exists() else {}), name: value})
+
+
+def read_section(path: Path, name: str) -> Any:
+    """One section of a JSON object in a file; {} where there is none yet."""
+    return read_json(path).get(name, {}) if path.exists() else {}
 
 
 def append_jsonl(path: Path, row: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ NEEDS_CUDA = ("triton", "xformers", "flash_attn", "unsloth")
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """What was found. compiling: what torch.compile does here, as a run's compile.json has it; None if not looked at."""
+    """What was found. compiling: what torch.compile does here, as a run's decisions.json has it; None if not looked at."""
 
     findings: tuple[Finding, ...]
     seconds: float

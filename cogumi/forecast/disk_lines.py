@@ -18,8 +18,8 @@ from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import read_json
 from cogumi.forecast.preflight_report import Line
 from cogumi.forecast.training_step import on_meta
-from cogumi.health.full_finetune import dtype_of_weights
-from cogumi.methods.arguments import BUILD_REFUSALS, trl_arguments
+from cogumi.methods.auto_settings import dtype_of_weights
+from cogumi.methods.building import BUILD_REFUSALS, trl_arguments
 from cogumi.models.adapters import keep_float32, lora_config
 from cogumi.models.loading import load_tokenizer, loaded_in, meta_model, refuse_quantized_already, resolve_model
 from cogumi.models.warm_start import lora_of

@@ -19,9 +19,8 @@ from cogumi.core.formatting import gib
 from cogumi.forecast.fake_tensors import Moment
 from cogumi.forecast.preflight_report import Line
 from cogumi.forecast.training_step import ROLLOUT, Work, planned_trainer, run_step
-from cogumi.health import full_finetune
 from cogumi.methods import gspo
-from cogumi.methods.auto_settings import Choice, Machine
+from cogumi.methods.auto_settings import Choice, Machine, dtype_of_weights
 from cogumi.models.adapters import lora_config
 from cogumi.models.loading import meta_model
 from cogumi.stack.gpus import Card, card_called, card_of
@@ -247,7 +246,7 @@ class OfTheStep:
 def step_on(run: RunConfig, config: Any, work: Work, target: Target) -> OfTheStep:
     """Run the step of a run on fake tensors. `run` has its choices made; config: the base's."""
     whole = run.cogumi.tuning == "full"
-    dtype = dtype_of(target, full_finetune.dtype_of_weights(run) if whole else run.model.dtype)
+    dtype = dtype_of(target, dtype_of_weights(run) if whole else run.model.dtype)
     autocast = autocast_of(run, target)
     rank = 0 if whole else lora_config(run.lora).r
     trainers: dict[tuple[int, int | None], Any] = {}

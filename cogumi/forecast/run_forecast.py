@@ -22,8 +22,7 @@ from cogumi.forecast.preflight_report import Line, PreflightReport
 from cogumi.forecast.training_step import Work, planned_trainer
 from cogumi.methods import gspo
 from cogumi.methods.auto_settings import MOMENTS, Choice, Load, choose, decided, load_of
-from cogumi.methods.building import tokenizer_of
-from cogumi.methods.limits import refuse_blind_check, refuse_impossible
+from cogumi.methods.building import refuse_blind_check, refuse_impossible, tokenizer_of
 from cogumi.models import warm_start
 from cogumi.models.adapters import refuse_unmatched
 from cogumi.models.loading import refuse_quantized_already, resolve_model

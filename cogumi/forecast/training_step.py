@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cogumi.config.schema import RunConfig
 from cogumi.forecast.fake_tensors import Live, Moment, as_on_a_card, batches_are, codes_apart, stand_in
-from cogumi.methods.arguments import trl_arguments
+from cogumi.methods.building import trl_arguments
 from cogumi.models.adapters import keep_float32, lora_config
 from cogumi.models.loading import meta_model, quantization_settings, train_on_what_was_loaded
 from cogumi.patches import head_logps, replaced

@@ -1,12 +1,10 @@
 """What is about to be trained on, checked before the first step: batches, and whether completions belong to their prompts.
 
-than with those of other examples. It needs no model, so that it tells a weak model from shuffled rows.
-
-Labels and masks are read from what the collator returns, on the CPU, so that whatever a user's trainer does to its
-examples is seen as the model will see it. The pairs are the one thing the model is asked.
+Whether a completion shares more words with its own prompt than with those of other examples needs no model, so that it tells
+a weak model from shuffled rows. Labels and masks are read from what the collator returns, on the CPU, as the model will see
+them. The pairs are the one thing the model is asked.
 """
 
-import logging
 import math
 import statistics
 from collections import Counter
@@ -19,11 +17,16 @@ import torch
 from torch import Tensor
 
 from cogumi.data.packing import padding_of
-from cogumi.health.flags import Answers, Batches, Pairs, Words
+from cogumi.health.flags import Answers, Batches, Pairs, Words, students_t
 from cogumi.models.completion import end_ids
 from cogumi.patches.trl_internals import logged_metrics, prepared_inputs
+from cogumi.telemetry.samples import as_before
 
 OTHERS = 16  # prompts of other examples that each completion is held against
+EXAMPLES = 256
+DOCUMENTS = 512  # whose words are compared: packed rows hold several each
+PAIRS = 32
+IGNORED = -100
 
 Tokens = Sequence[int]
 
@@ -38,12 +41,10 @@ def shared_words(documents: Sequence[tuple[Tokens, Tokens]]) -> Words | None:
         return None
     prompts, completions = [set(prompt) for prompt, _ in documents], [set(rest) for _, rest in documents]
     pieces, others = zip(*(piece_and_rest(prompt, len(rest)) for prompt, rest in documents), strict=True)
-    return Words(
-        examples=len(documents),
-        t=nearer_to_its_own(prompts, completions),
-        t_within=nearer_to_its_own(others, pieces),
-        alike=alike(completions, pieces),
-    )
+    # The share of the pieces' tokens that completions use too: a few labels or digits use next to none of them.
+    words = set[int]().union(*pieces)
+    alike = len(words & set[int]().union(*completions)) / len(words) if words else 0.0
+    return Words(len(documents), nearer_to_its_own(prompts, completions), nearer_to_its_own(others, pieces), alike)
 
 
 def shared_by_answers(documents: Sequence[tuple[Tokens, Tokens, Tokens]]) -> Answers | None:
@@ -95,26 +96,7 @@ def gains(prompts: Sequence[set[int]], answers: Sequence[set[int]], weight: dict
     return [share(j, j) - statistics.fmean(share((j + k) % n, j) for k in range(1, OTHERS + 1)) for j in range(n)]
 
 
-def students_t(values: Sequence[float]) -> float:
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    return statistics.fmean(values) / error if error > 0 else 0.0
-
-
-def alike(completions: Sequence[set[int]], pieces: Sequence[set[int]]) -> float:
-    """The share of the pieces' distinct tokens that completions use too: a few labels or digits use next to none of them."""
-    words = set[int]().union(*pieces)
-    return len(words & set[int]().union(*completions)) / len(words) if words else 0.0
-
-
-# ---------------------------------------------------------------------------------------------------------- data checks
-
-
-log = logging.getLogger("cogumi")
-
-EXAMPLES = 256
-DOCUMENTS = 512  # whose words are compared: packed rows hold several each
-PAIRS = 32
-IGNORED = -100
+# -------------------------------------------------------------------------------------------------------------- batches
 
 
 def look_at_batches(trainer: Any) -> Batches | None:
@@ -240,9 +222,9 @@ def ask_for_pairs(trainer: Any) -> Pairs | None:
     gains = [b - a for a, b in zip(own, other, strict=True)]
     if not all(map(math.isfinite, gains)):
         return None  # the flag for finite numbers will say so
-    error = statistics.stdev(gains) / math.sqrt(len(gains))
-    t = statistics.fmean(gains) / error if error > 0 else 0.0
-    return Pairs(len(gains), statistics.fmean(own), statistics.fmean(other), t, trainer.state.global_step)
+    return Pairs(
+        len(gains), statistics.fmean(own), statistics.fmean(other), students_t(gains), trainer.state.global_step
+    )
 
 
 def loss_of(trainer: Any, prompt: list[int], rest: list[int], labels: list[int]) -> float:
@@ -255,15 +237,13 @@ def loss_of(trainer: Any, prompt: list[int], rest: list[int], labels: list[int])
 
 @contextmanager
 def not_training(trainer: Any) -> Iterator[None]:
-    """The model in evaluation mode, and afterwards the trainer's metrics and the generators as they were."""
-    training, metrics = trainer.model.training, logged_metrics(trainer, "eval")
+    """The model in evaluation mode, and afterwards its modes, the generators and the trainer's metrics as they were."""
+    metrics = logged_metrics(trainer, "eval")
     logged = {key: list(values) for key, values in metrics.items()}
-    devices = [trainer.args.device] if trainer.args.device.type == "cuda" else []
-    trainer.model.eval()
     try:
-        with torch.random.fork_rng(devices=devices):
+        with as_before(trainer.model):
+            trainer.model.eval()
             yield
     finally:
-        trainer.model.train(training)
         metrics.clear()
         metrics.update(logged)

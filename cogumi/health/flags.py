@@ -1,20 +1,22 @@
-"""What a flag is, what it is read from, and the rules in their order: rows -> flags, without a trainer and without state.
+"""What a flag is, what it is read from, and the statistics it is judged by: rows -> flags, without a trainer or state.
 
 A row is what the trainer logged at a step, with what the sentinel saw beside it under `seen/...`. Every rule gives a
-flag with its evidence and threshold, whatever its level; a flag that is not green says in one sentence its likely cause,
+flag with its evidence and threshold, whatever its level. A flag that is not green says in one sentence its likely cause,
 the figures, and the key of the configuration to change.
 """
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from cogumi.config.subsections import Thresholds
 from cogumi.core.formatting import flag_sentence
 from cogumi.core.run_directory import SAMPLES_FILE, read_jsonl
-from cogumi.rl.runtime_warnings import number
 
 LONGEST_PIECE = 120  # characters of what is repeated
 LOOP_CHARACTERS = 20
@@ -25,7 +27,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Flag:
-    """One judgement: the figure and the steps it is from, what it was held to, and, unless green, why and what to do."""
+    """One judgement: the figure and the steps it is from, its limit, and, unless green, why and what to do."""
 
     name: str
     level: Level
@@ -50,6 +52,7 @@ class Setting:
     examples_per_step: int
     warmup_steps: int = 0
     max_grad_norm: float = 1.0
+    """0 where gradients are not clipped."""
     beta: float = 0.0
     loss: str = ""
     """train.loss_type; several are joined by a comma."""
@@ -69,27 +72,26 @@ class Setting:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Loss per learned token of some completions after their own prompt and after another example's (nats), and Student's
-    t of the paired difference."""
+    """Loss per learned token (nats) of some completions after their own prompt and after another example's, and Student's
+    t of the paired difference; `step`: after how many steps the model was asked."""
 
     examples: int
     own: float
     other: float
     t: float
     step: int = 0
-    """After how many steps the model was asked."""
 
 
 @dataclass(frozen=True)
 class Words:
     """Whether completions share words with their own prompts rather than with others'. Student's t of paired differences;
-    `t_within` is of pieces of the prompts and the rest of each, which are known to belong together."""
+    `t_within` is of pieces of the prompts and the rest of each, which are known to belong together. `alike`: share of the
+    distinct tokens of those pieces that the completions use too."""
 
     examples: int
     t: float
     t_within: float
     alike: float
-    """Share of the distinct tokens of those pieces that the completions use too."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Batches:
-    """What the collator makes of some examples, looked at before the first step. Counts are of tokens or examples."""
+    """What the collator makes of some examples before the first step. Counts are of tokens or examples."""
 
     examples: int
     masked: int
@@ -124,9 +126,8 @@ class Batches:
     entropy: float = 0.0
     """Entropy of the learned tokens' frequencies, nats."""
     pairs: Pairs | None = None
-    """What the base makes of prompts and completions."""
+    """What the base makes of prompts and completions; `pairs_now`: the model when it was asked again."""
     pairs_now: Pairs | None = None
-    """The same of the model as it was when it was asked again."""
     words: Words | None = None
     answers: Answers | None = None
 
@@ -150,7 +151,7 @@ class Written:
 @dataclass(frozen=True)
 class Run:
     """All that the rules read: `first` rows of the run and its `latest` ones once it has settled, both bounded and in order.
-    Where few steps are logged the two overlap."""
+    Where few steps are logged the two overlap. written: of held-out prompts, by step; that of step 0 is of the base."""
 
     setting: Setting
     first: Sequence[Row]
@@ -158,7 +159,6 @@ class Run:
     batches: Batches | None = None
     thresholds: Thresholds = field(default_factory=Thresholds)
     written: Sequence[Written] = ()
-    """Of held-out prompts, in the order of steps; that of step 0 is of the base."""
 
     @property
     def rows(self) -> list[Row]:
@@ -172,60 +172,32 @@ class Run:
 
     def series(self, key: str, rows: Sequence[Row] | None = None) -> tuple[list[int], list[float]]:
         """(steps, values) of a metric's finite values."""
-        steps, values = [], []
-        for row in self.rows if rows is None else rows:
-            value = number(row, key)
-            if value is not None:
-                steps.append(int(row["step"]))
-                values.append(value)
-        return steps, values
+        found = [(int(row["step"]), number(row, key)) for row in (self.rows if rows is None else rows)]
+        return [step for step, value in found if value is not None], [each for _, each in found if each is not None]
 
 
 Rule = Callable[[Run], Flag | None]
 
 # A red flag explains others: those are told as its consequences, so that one cause is named for one fault. In this order.
-FOLLOWS: dict[str, tuple[str, ...]] = {
-    "finite numbers": ("*",),
-    "learned tokens": (
-        "adapter moves",
-        "gradient norm",
-        "loss trend",
-        "loss noise",
-        "token frequencies",
-        "end tokens",
-        "held-out completions",
-        "samples end",
-    ),
-    "padding": (
-        "end tokens",
-        "prompt and completion",
-        "gradient norm",
-        "loss trend",
-        "loss noise",
-        "token frequencies",
-        "held-out completions",
-        "samples end",
-    ),
-    "learning-rate schedule": ("adapter moves", "gradient norm", "loss trend", "preferences", "reward trend"),
-    "adapter moves": ("gradient norm", "loss trend", "loss noise", "token frequencies", "preferences", "reward trend"),
-    "loss trend": ("gradient norm", "loss noise", "token frequencies", "prompt and completion", "preferences"),
-    "held-out completions": ("samples end",),
-    "samples end": ("end tokens",),
-    "prompt and completion": ("gradient norm", "loss noise", "token frequencies"),
-    "token frequencies": ("loss noise",),
-    "preferences": ("gradient norm",),
-    "KL to the sampler": (
-        "gradient norm",
-        "clip fraction",
-        "entropy",
-        "completions end",
-        "reward trend",
-        "reward varies",
-    ),
-    "entropy": ("gradient norm", "clip fraction", "completions end", "reward trend", "reward varies"),
-    "reward varies": ("gradient norm", "adapter moves", "clip fraction", "reward trend"),
-    "completions end": ("gradient norm", "adapter moves", "clip fraction", "reward trend"),
-    "waiting for data": ("tokens per second",),
+FOLLOWS = {
+    "finite numbers": "*",
+    "learned tokens": "adapter moves, gradient norm, loss trend, loss noise, token frequencies, end tokens, "
+    "held-out completions, samples end",
+    "padding": "end tokens, prompt and completion, gradient norm, loss trend, loss noise, token frequencies, "
+    "held-out completions, samples end",
+    "learning-rate schedule": "adapter moves, gradient norm, loss trend, preferences, reward trend",
+    "adapter moves": "gradient norm, loss trend, loss noise, token frequencies, preferences, reward trend",
+    "loss trend": "gradient norm, loss noise, token frequencies, prompt and completion, preferences",
+    "held-out completions": "samples end",
+    "samples end": "end tokens",
+    "prompt and completion": "gradient norm, loss noise, token frequencies",
+    "token frequencies": "loss noise",
+    "preferences": "gradient norm",
+    "KL to the sampler": "gradient norm, clip fraction, entropy, completions end, reward trend, reward varies",
+    "entropy": "gradient norm, clip fraction, completions end, reward trend, reward varies",
+    "reward varies": "gradient norm, adapter moves, clip fraction, reward trend",
+    "completions end": "gradient norm, adapter moves, clip fraction, reward trend",
+    "waiting for data": "tokens per second",
 }
 
 
@@ -235,10 +207,10 @@ def settled(flags: Sequence[Flag]) -> list[Flag]:
     for name, consequences in FOLLOWS.items():
         if name not in found or found[name].level != "red":
             continue
-        for other in found if consequences == ("*",) else consequences:
+        for other in found if consequences == "*" else consequences.split(", "):
             if other != name and other in found and found[other].level != "green":
-                root = found[name]
-                found[other] = replace(found[other], level="yellow", cause=f"follows from {name}", knob=root.knob)
+                knob = found[name].knob
+                found[other] = replace(found[other], level="yellow", cause=f"follows from {name}", knob=knob)
     order = {"red": 0, "yellow": 1, "green": 2}
     return sorted(found.values(), key=lambda flag: order[flag.level])
 
@@ -247,8 +219,18 @@ def reds(flags: Sequence[Flag]) -> list[Flag]:
     return [flag for flag in flags if flag.level == "red"]
 
 
+def level_above(value: float, yellow: float, red: float) -> Level:
+    return "red" if value > red else "yellow" if value > yellow else "green"
+
+
 def share(part: float, whole: float) -> float:
     return part / whole if whole else math.nan
+
+
+def number(row: Row, key: str) -> float | None:
+    """A finite number of a logged row; None where it is missing, None, NaN or infinite."""
+    value = row.get(key)
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def written_in(run_dir: Path) -> list[Written]:
@@ -277,3 +259,101 @@ def repeats_itself(completion: str) -> bool:
         if same + period >= max(3 * period, LOOP_CHARACTERS, len(text) / 2):
             return True
     return False
+
+
+# ----------------------------------------------------------------------------------------------------------- statistics
+
+BEYOND_NOISE = 4.0  # standard deviations from which a fall is more than noise
+USUAL_FALL = 0.1  # of the loss, as a share of its start: axolotl's training-stability page for the first 100 steps
+ORDERED = 2.5  # z of a trend below which the order of the values is chance
+
+
+@dataclass(frozen=True)
+class Trend:
+    """`slope` per unit of x; `z`: how many standard deviations the ordering of the values is from chance."""
+
+    slope: float
+    z: float
+
+    def change(self, x: Sequence[float]) -> float:
+        """What the slope amounts to from the first to the last x."""
+        return self.slope * (x[-1] - x[0])
+
+
+def trend(x: Sequence[float], y: Sequence[float]) -> Trend:
+    """Theil and Sen's slope (the median over all pairs; Sen 1968, doi:10.1080/01621459.1968.10480934) and Mann and
+    Kendall's test: S = number of rising minus falling pairs, with variance n(n-1)(2n+5)/18 less what ties take away.
+
+    Neither knows outliers from others nor a scale, so that one spike is one of n values. O(n^2): for windows of some
+    hundred. x increasing. Fewer than three values have no trend.
+    """
+    n = len(y)
+    if n < 3:
+        return Trend(0.0, 0.0)
+    xs, ys = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    later, earlier = np.triu_indices(n, 1)[::-1]
+    rises = ys[later] - ys[earlier]
+    slope = float(np.median(rises / (xs[later] - xs[earlier])))
+    s = float(np.sign(rises).sum())
+    ties = np.unique(ys, return_counts=True)[1].astype(np.float64)
+    variance = (n * (n - 1) * (2 * n + 5) - float((ties * (ties - 1) * (2 * ties + 5)).sum())) / 18
+    if variance <= 0:  # all values the same
+        return Trend(slope, 0.0)
+    return Trend(slope, (s - math.copysign(min(1.0, abs(s)), s)) / math.sqrt(variance))
+
+
+def noise(y: Sequence[float]) -> float:
+    """The scatter of one value about a smooth curve: the median absolute difference of neighbours as a standard deviation.
+
+    For a normal scatter |difference| has the median 0.6745 * sqrt(2) * sigma. Jumps and trends hardly count.
+    """
+    if len(y) < 3:
+        return 0.0
+    return float(np.median(np.abs(np.diff(np.asarray(y, dtype=np.float64))))) / (0.6744897501960817 * math.sqrt(2))
+
+
+@dataclass(frozen=True)
+class Fall:
+    """From the first values to the last ones. `z`: the fall in standard deviations of what the noise alone would do;
+    `error`: one standard deviation of `start - end`; `share`: the fall as a share of the start."""
+
+    start: float
+    end: float
+    z: float
+    error: float
+    share: float
+
+    def is_by(self, least: float) -> bool:
+        """Whether it is beyond noise, and at least this share of the start."""
+        return self.z > BEYOND_NOISE and self.share >= least
+
+
+def fall(y: Sequence[float]) -> Fall:
+    """The median of the first three values against that of the last fifth, held against the scatter of neighbours.
+
+    z is of these, or of the first and last tenth or quarter where they show more: a slow fall is in all values. The median
+    of n normal values has the standard deviation 1.2533 sigma / sqrt(n), and the mean absolute difference of neighbours is
+    2 sigma / sqrt(pi): of few values it says more than the median one, and a steep fall only adds to it. A fall that the
+    order of the values does not show (`trend`) has z = 0. y: at least one value.
+    """
+    sigma = float(np.abs(np.diff(y)).mean()) * math.sqrt(math.pi) / 2 if len(y) > 1 else 0.0
+    compared = [
+        (statistics.median(y[:first]) - statistics.median(y[-last:]), sigma * 1.2533 * math.sqrt(1 / first + 1 / last))
+        for first, last in ((3, max(3, len(y) // 5)), (len(y) // 10, len(y) // 10), (len(y) // 4, len(y) // 4))
+        if first >= 3
+    ]
+    order = trend(range(len(y)), y).z
+    found = [away / error for away, error in compared if error and away * order < 0 and abs(order) > ORDERED]
+    start, end = statistics.median(y[:3]), statistics.median(y[-max(3, len(y) // 5) :])
+    share_of_start = (start - end) / abs(start) if start else 0.0
+    return Fall(start, end, max(found, key=abs, default=0.0), compared[0][1], share_of_start)
+
+
+def students_t(values: Sequence[float]) -> float:
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.fmean(values) / error if error > 0 else 0.0
+
+
+def smooth(y: Sequence[float]) -> list[float]:
+    """The median of each value and its two neighbours: one spike is gone, a step stays where it is."""
+    return [statistics.median(y[i : i + 3]) for i in range(max(1, len(y) - 2))] if len(y) else []

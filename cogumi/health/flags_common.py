@@ -4,21 +4,27 @@ import math
 import statistics
 from typing import Any
 
-from cogumi.health.flags import Flag, Level, Rule, Run
-from cogumi.health.trend import BEYOND_NOISE, USUAL_FALL, fall, noise
+from cogumi.health.flags import BEYOND_NOISE, USUAL_FALL, Flag, Level, Rule, Run, fall, level_above, noise
 
 SETTLED_STEPS = 10  # before these a gradient norm is of a model that has not begun to move, or of a warm-up
 NO_RATE = 0.1  # Adam moves each weight by about the rate in a step, and weights are some hundredths
 SPEED_ROWS = 10  # that a stretch of the run's own speed is the median of
 WAIT_ROWS = 20
-UNTRAINED = 0.05  # share of log(vocabulary) within which a first loss is of weights that were never trained
-LEARNED = (
-    0.5  # share of its start that a loss fell by, from which small gradients are those of examples that are learned
+LOSS_RISE = (
+    0.1  # share of its start that a loss is to climb by: benchmarks/verdict.py separates whole and broken runs so
 )
+LOWEST_NORM = {"sft": 0.1, "dpo": 0.1, "gspo": 0.001}  # axolotl's training-stability page
+CLIPPED_AWAY = 100.0  # times max_grad_norm: a loss with the wrong divisor
+WAITING = 0.2, 0.5  # yellow and red share of the time that is spent in waiting for the next batch
+SLOWER = 2.0, 4.0  # yellow and red: one part in so many of the run's own best speed
+MEMORY_YELLOW = 0.92
+SKIPPED = (
+    0.1  # share of optimizer steps that fp16's loss scaling skips: it halves its scale, so some at the start are usual
+)
+UNTRAINED = 0.05  # share of log(vocabulary) within which a first loss is of weights that were never trained
+LEARNED = 0.5  # share of its start that a loss fell by, from which small gradients are of examples that are learned
 LOST = 2.0**-9  # half the spacing of bfloat16 numbers beside a number: a smaller change is rounded away
-LORA_INIT = (
-    3.0**-0.5
-)  # standard deviation of PEFT's lora_A times the square root of its columns (kaiming_uniform, a = sqrt 5)
+LORA_INIT = 3.0**-0.5  # standard deviation of PEFT's lora_A times the root of its columns (kaiming_uniform, a = sqrt 5)
 # (lowest usual rate, highest usual rate, rate times width) by method, for Adam. Above the last two a run is known to diverge:
 # it is 25 times what TRL's guide "LoRA Without Regret" trains an 8B model at (2e-4 in SFT, 2e-5 at most in RL, width 4096),
 # and the rate that lora_A bears is in inverse proportion to the width (Hayou et al. 2024, arXiv:2402.12354).
@@ -27,26 +33,31 @@ USUAL_RATES = {"sft": (1e-5, 2e-3, 20.0), "dpo": (1e-6, 1e-3, 20.0), "gspo": (1e
 
 def finite_numbers(run: Run) -> Flag:
     """The first logged row with a loss or a gradient norm that is not a number."""
-    threshold = "every loss and gradient norm is finite"
+    name, threshold = "finite numbers", "every loss and gradient norm is finite"
     for row in run.rows:
-        bad = [key for key in ("loss", "grad_norm") if is_not_finite(row.get(key))]
+        bad = [
+            word
+            for key, word in (("loss", "the loss"), ("grad_norm", "the gradient norm"))
+            if is_not_finite(row.get(key))
+        ]
         broken = row.get("seen/broken")
         if not bad and not broken:
             continue
         # The trainer puts the average of the steps before in the place of a loss that is NaN (logging_nan_inf_filter).
-        what = " and ".join({"loss": "the loss", "grad_norm": "the gradient norm"}[key] for key in bad)
-        evidence = f"step {row['step']}: {what or 'a weight'} is not finite" + (f"; so is {broken}" if broken else "")
+        what = " and ".join(bad) or "a weight"
+        evidence = f"step {row['step']}: {what} is not finite" + (f"; so is {broken}" if broken else "")
         cause, knob = "one step's numbers overflowed", "train.learning_rate"
-        if run.setting.fp16:
-            knob = "train.bf16: true, instead of train.fp16"
         if isinstance(broken, str) and broken.startswith("frozen "):
             cause, knob = "the base model's weights are broken", "model.name"
         elif climbed(run, int(row["step"])):
-            cause, knob = "the learning rate is too high, as the loss climbed before it broke", "train.learning_rate"
+            cause = "the learning rate is too high, as the loss climbed before it broke"
         elif run.setting.learning_rate >= NO_RATE:
-            cause, knob = f"the learning rate is too high, at {run.setting.learning_rate:g}", "train.learning_rate"
-        return Flag("finite numbers", "red", evidence, threshold, cause, knob)
-    return Flag("finite numbers", "green", f"steps {first_step(run)} to {run.step}", threshold)
+            cause = f"the learning rate is too high, at {run.setting.learning_rate:g}"
+        elif run.setting.fp16:
+            knob = "train.bf16: true, instead of train.fp16"
+        return Flag(name, "red", evidence, threshold, cause, knob)
+    first = int(run.rows[0]["step"]) if run.rows else 0
+    return Flag(name, "green", f"steps {first} to {run.step}", threshold)
 
 
 def is_not_finite(value: Any) -> bool:
@@ -56,29 +67,20 @@ def is_not_finite(value: Any) -> bool:
 def climbed(run: Run, before: int) -> bool:
     """Whether the loss had left the range of its start by then."""
     values = run.series("loss", [row for row in run.rows if int(row["step"]) < before])[1]
-    return len(values) >= 3 and max(values) > values[0] + max(5 * noise(values), run.thresholds.loss_rise * values[0])
-
-
-def first_step(run: Run) -> int:
-    return int(run.rows[0]["step"]) if run.rows else 0
+    return len(values) >= 3 and max(values) > values[0] + max(5 * noise(values), LOSS_RISE * values[0])
 
 
 def steps_complete(run: Run) -> Flag | None:
-    """Optimizer steps that fp16's loss scaling skipped: the scale is halved each time, and some at the start are usual."""
+    """Optimizer steps that fp16's loss scaling skipped."""
     seen = sum(run.series("seen/steps", run.latest)[1])
     if not seen:
         return None
     skipped = sum(run.series("seen/skipped", run.latest)[1])
-    part, red = skipped / seen, run.thresholds.skipped_steps
-    level: Level = "red" if part > red and skipped >= 5 else "yellow" if part > red / 5 else "green"
-    return Flag(
-        "steps complete",
-        level,
-        f"{seen:.0f} steps to step {run.step}, {skipped:.0f} of them skipped",
-        f"<= {red:.0%} skipped",
-        "gradients overflow fp16 however small the loss scale",
-        "train.bf16: true, instead of train.fp16",
-    )
+    level = level_above(skipped / seen, SKIPPED / 5, SKIPPED)
+    evidence = f"{seen:.0f} steps to step {run.step}, {skipped:.0f} of them skipped"
+    threshold = f"<= {SKIPPED:.0%} skipped"
+    why = "gradients overflow fp16 however small the loss scale", "train.bf16: true, instead of train.fp16"
+    return Flag("steps complete", "yellow" if level == "red" and skipped < 5 else level, evidence, threshold, *why)
 
 
 def learning_rate(run: Run) -> Flag | None:
@@ -89,25 +91,15 @@ def learning_rate(run: Run) -> Flag | None:
         return None
     name, threshold = "learning-rate schedule", "above 0 until the last steps, its peak within the run"
     if setting.max_steps > 1 and setting.warmup_steps >= setting.max_steps:
-        return Flag(
-            name,
-            "red",
-            f"{setting.warmup_steps} steps of warm-up in a run of {setting.max_steps}",
-            threshold,
-            "the rate never reaches its peak",
-            "train.warmup_steps",
-        )
+        evidence = f"{setting.warmup_steps} steps of warm-up in a run of {setting.max_steps}"
+        return Flag(name, "red", evidence, threshold, "the rate never reaches its peak", "train.warmup_steps")
     idle = [step for step, rate in zip(steps, rates, strict=True) if rate == 0 and step > 1]
     left = setting.max_steps - run.step
     if len(idle) >= 3 and idle[-1] == steps[-1] and left > 0:
-        return Flag(
-            name,
-            "red",
-            f"the rate is 0 since step {since(steps, rates)}, with {left} steps to go",
-            threshold,
-            "the schedule ends before the run does",
-            "train.lr_scheduler_type",
-        )
+        last_moving = max((i for i, rate in enumerate(rates) if rate > 0), default=-1)
+        evidence = f"the rate is 0 since step {steps[last_moving + 1]}, with {left} steps to go"
+        why = "the schedule ends before the run does", "train.lr_scheduler_type"
+        return Flag(name, "red", evidence, threshold, *why)
     return Flag(name, "green", f"{rates[-1]:.3g} at step {steps[-1]}, at most {max(rates):.3g}", threshold)
 
 
@@ -126,11 +118,8 @@ def lora_rate(run: Run) -> Flag | None:
     rate, steps = setting.learning_rate, setting.max_steps
     change = setting.lora_scale * setting.lora_rank**0.5 * LORA_INIT * rate * steps / 2
     level: Level = "green"
-    evidence, cause, knob = (
-        f"{rate:g} at rank {setting.lora_rank} for {steps} steps",
-        "",
-        "train.learning_rate, ten times as high",
-    )
+    evidence, cause = f"{rate:g} at rank {setting.lora_rank} for {steps} steps", ""
+    knob = "train.learning_rate, ten times as high"
     stayed = stayed_where_it_was(run) if 0 < change < LOST else ""
     if 0 < change < LOST and (rate < least or stayed):
         what = stayed.partition(" ")[0]
@@ -162,68 +151,61 @@ def same_versions(run: Run) -> Flag | None:
     """Whether the packages are those that the checkpoint was saved with, of a run that resumed."""
     if not run.setting.other_versions:
         return None
-    return Flag(
-        "versions",
-        "yellow",
-        ", ".join(run.setting.other_versions),
-        "as when the checkpoint was saved",
-        "the run resumed with other versions, so its curves may jump",
-        "the environment, back to those versions",
-    )
-
-
-def since(steps: list[int], rates: list[float]) -> int:
-    """The first step of the zeros at the end."""
-    last_moving = max((i for i, rate in enumerate(rates) if rate > 0), default=-1)
-    return steps[last_moving + 1]
+    evidence = ", ".join(run.setting.other_versions)
+    threshold = "as when the checkpoint was saved"
+    why = "the run resumed with other versions, so its curves may jump", "the environment, back to those versions"
+    return Flag("versions", "yellow", evidence, threshold, *why)
 
 
 def gradient_norm(run: Run) -> Flag | None:
     """The median norm before clipping; exactly 0 is a fault of its own, and most often another flag says whose."""
+    name, rl = "gradient norm", run.setting.method == "gspo"
+    low = LOWEST_NORM[run.setting.method]
+    high = run.thresholds.rl_grad_norm_high if rl else run.thresholds.grad_norm_high
     steps, norms = run.series("grad_norm", run.latest)
+    threshold = f"{low:g} to {high:g}"
     if len(norms) < 3:
-        return None
-    rl, limits = run.setting.method == "gspo", run.thresholds
-    low = limits.rl_grad_norm_low if rl else limits.grad_norm_low
-    high = limits.rl_grad_norm_high if rl else limits.grad_norm_high
+        return clipped_away(run, threshold) if rl else None
     far = 100 if rl else 10  # an RL loss's scale depends on its normaliser, so only orders of magnitude mean something
     median = statistics.median(norms[-20:])
-    evidence, threshold = f"median {median:.3g} of steps {steps[-20:][0]} to {steps[-1]}", f"{low:g} to {high:g}"
+    evidence = f"median {median:.3g} of steps {steps[-20:][0]} to {steps[-1]}"
     if median == 0:
-        cause = "no gradient reaches a trainable weight"
-        return Flag("gradient norm", "red", evidence, "> 0", cause, "lora.target_modules")
+        return Flag(name, "red", evidence, "> 0", "no gradient reaches a trainable weight", "lora.target_modules")
     if median > high:
-        level: Level = "red" if median > far * high else "yellow"
-        return Flag("gradient norm", level, evidence, threshold, "updates are too large", "train.learning_rate, lower")
-    if median < low and not (median > 0 and not rl and fall(run.series("loss")[1] or [0.0]).is_by(LEARNED)):
+        level = level_above(median, high, far * high)
+        return Flag(name, level, evidence, threshold, "updates are too large", "train.learning_rate, lower")
+    if median < low and (rl or not fall(run.series("loss")[1] or [0.0]).is_by(LEARNED)):
         level = "red" if median < low / 100 else "yellow"
         cause = "little is left to learn from these examples"
-        return Flag("gradient norm", level, evidence, threshold, cause, "train.learning_rate, higher")
-    return Flag("gradient norm", "green", evidence, threshold)
+        return Flag(name, level, evidence, threshold, cause, "train.learning_rate, higher")
+    return Flag(name, "green", evidence, threshold)
+
+
+def clipped_away(run: Run, threshold: str) -> Flag | None:
+    """The first gradients of a policy, where clipping divides them by orders of magnitude."""
+    limit, norms = run.setting.max_grad_norm, [norm for norm in run.series("grad_norm", run.first)[1] if norm][:3]
+    if not limit or not norms or max(norms) <= CLIPPED_AWAY * limit:
+        return None
+    evidence = f"{max(norms):.3g} in the first rows, and clipping at train.max_grad_norm {limit:g} divides it"
+    why = "the loss may have the wrong divisor", "train.loss_type"
+    return Flag("gradient norm", "yellow", evidence, threshold, *why)
 
 
 def adapter_moves(run: Run) -> Flag | None:
     """Whether the trained weights are any other than before the first step, though the rate was above zero."""
-    steps, moved = run.series("seen/moved")
+    name, (steps, moved) = "adapter moves", run.series("seen/moved")
     # At the start of a long warm-up the rate is so small that a bfloat16 weight may rightly stay where it is.
     if not moved or (moved[-1] == 0 and (run.step < SETTLED_STEPS or not any(run.series("learning_rate")[1]))):
         return None
     evidence = f"by at most {moved[-1]:.2e} to step {steps[-1]}"
     if moved[-1] > 0:
-        return Flag("adapter moves", "green", evidence, "> 0")
+        return Flag(name, "green", evidence, "> 0")
     norms = run.series("grad_norm")[1]
-    if any(norm > 0 for norm in norms):
+    if any(norms):
         cause = "the optimizer does not hold the weights that get gradients, so they are frozen"
-        return Flag(
-            "adapter moves",
-            "red",
-            f"{evidence}, with gradients up to {max(norms):.2e}",
-            "> 0",
-            cause,
-            "train.optim",
-        )
+        return Flag(name, "red", f"{evidence}, with gradients up to {max(norms):.2e}", "> 0", cause, "train.optim")
     cause = "no gradient reaches the adapter, as if its output were multiplied by 0"
-    return Flag("adapter moves", "red", evidence, "> 0", cause, "lora.lora_alpha")
+    return Flag(name, "red", evidence, "> 0", cause, "lora.lora_alpha")
 
 
 def held_out_completions(run: Run) -> Flag | None:
@@ -236,32 +218,30 @@ def held_out_completions(run: Run) -> Flag | None:
     if now is None or not now.step:
         return None
     kinds = {"empty": now.empty, "blank": now.blank, "repeating themselves": now.loops}
-    evidence = f"{now.count} completions after step {now.step}"
-    threshold = "at least half are text"
+    name, evidence, threshold = (
+        "held-out completions",
+        f"{now.count} completions after step {now.step}",
+        "at least half are text",
+    )
     if 2 * now.unusable <= now.count:
-        return Flag("held-out completions", "green", f"{now.count - now.unusable} of {evidence} are text", threshold)
-    worst = max(kinds, key=lambda kind: kinds[kind])
+        return Flag(name, "green", f"{now.count - now.unusable} of {evidence} are text", threshold)
     evidence = f"{now.unusable} of {evidence} are " + " or ".join(kind for kind, many in kinds.items() if many)
     before = next((each for each in run.written if not each.step), None)
     weak = before is not None and 2 * before.unusable > before.count
+    cause, knob = "the training has taught the model to write nothing", "train.learning_rate, lower"
     if weak and before is not None:
-        cause, knob = (
-            f"the base is too weak, as {before.unusable} of its {before.count} are no text either",
-            "model.name",
-        )
-    elif worst == "repeating themselves":
-        cause, knob = "the training has taught the model to repeat itself", "train.learning_rate, lower"
+        cause = f"the base is too weak, as {before.unusable} of its {before.count} are no text either"
+        knob = "model.name"
+    elif now.loops > max(now.empty, now.blank):
+        cause = "the training has taught the model to repeat itself"
     elif run.batches is not None and run.batches.ends:
         often = max(1, round(run.batches.learned / run.batches.ends))
         cause = (
             f"the model ends at once, as one learned token in {often} is the end token and it has learned little else"
         )
         knob = "train.max_steps, higher"
-    else:
-        cause, knob = "the training has taught the model to write nothing", "train.learning_rate, lower"
     early = 2 * now.step < run.setting.max_steps
-    level: Level = "yellow" if weak or early or is_untrained(run) else "red"
-    return Flag("held-out completions", level, evidence, threshold, cause, knob)
+    return Flag(name, "yellow" if weak or early or is_untrained(run) else "red", evidence, threshold, cause, knob)
 
 
 def is_untrained(run: Run) -> bool:
@@ -278,42 +258,27 @@ def waiting_for_data(run: Run) -> Flag | None:
     seconds, waited = run.series("seen/seconds", rows)[1], run.series("seen/wait", rows)[1]
     if len(seconds) < 5 or not sum(seconds):
         return None
-    part, limits = sum(waited) / sum(seconds), run.thresholds
-    level: Level = "red" if part > limits.data_wait_red else "yellow" if part > limits.data_wait_yellow else "green"
-    return Flag(
-        "waiting for data",
-        level,
-        f"{part:.0%} of the time of steps {rows[0]['step']} to {rows[-1]['step']}",
-        f"<= {limits.data_wait_yellow:.0%}, red > {limits.data_wait_red:.0%}",
-        "the loader is slower than the model",
-        "train.dataloader_num_workers",
-    )
+    part = sum(waited) / sum(seconds)
+    evidence = f"{part:.0%} of the time of steps {rows[0]['step']} to {rows[-1]['step']}"
+    threshold = f"<= {WAITING[0]:.0%}, red > {WAITING[1]:.0%}"
+    why = "the loader is slower than the model", "train.dataloader_num_workers"
+    return Flag("waiting for data", level_above(part, *WAITING), evidence, threshold, *why)
 
 
 def tokens_per_second(run: Run) -> Flag | None:
     """The latest rows' speed against the best stretch that is still remembered."""
-    speeds = [
-        (int(row["step"]), row["seen/tokens"] / row["seen/token_seconds"])
-        for row in run.rows
-        if row.get("seen/tokens") and row.get("seen/token_seconds")
-    ]
-    if len(speeds) < 3 * SPEED_ROWS:
+    rows = [row for row in run.rows if row.get("seen/tokens") and row.get("seen/token_seconds")]
+    if len(rows) < 3 * SPEED_ROWS:
         return None
-    stretches = [
-        statistics.median(speed for _, speed in speeds[i : i + SPEED_ROWS])
-        for i in range(0, len(speeds) - SPEED_ROWS + 1, SPEED_ROWS)
-    ]
-    now, best = statistics.median(speed for _, speed in speeds[-2 * SPEED_ROWS :]), max(stretches)
-    slower, limits = best / now, run.thresholds
-    level: Level = "red" if slower > limits.slowdown_red else "yellow" if slower > limits.slowdown_yellow else "green"
-    return Flag(
-        "tokens per second",
-        level,
-        f"{now:,.0f} in steps {speeds[-2 * SPEED_ROWS][0]} to {speeds[-1][0]}, at best {best:,.0f}",
-        f"slower by at most {limits.slowdown_yellow:g}, red by {limits.slowdown_red:g}",
-        "the machine has become slower",
-        "the machine's other processes",
+    speeds = [row["seen/tokens"] / row["seen/token_seconds"] for row in rows]
+    best = max(
+        statistics.median(speeds[i : i + SPEED_ROWS]) for i in range(0, len(speeds) - SPEED_ROWS + 1, SPEED_ROWS)
     )
+    now = statistics.median(speeds[-2 * SPEED_ROWS :])
+    evidence = f"{now:,.0f} in steps {rows[-2 * SPEED_ROWS]['step']} to {rows[-1]['step']}, at best {best:,.0f}"
+    threshold = f"slower by at most {SLOWER[0]:g}, red by {SLOWER[1]:g}"
+    why = "the machine has become slower", "the machine's other processes"
+    return Flag("tokens per second", level_above(best / now, *SLOWER), evidence, threshold, *why)
 
 
 def memory(run: Run) -> Flag | None:
@@ -321,16 +286,11 @@ def memory(run: Run) -> Flag | None:
     steps, used = run.series("seen/memory", run.latest)
     if not used:
         return None
-    most, limits = max(used), run.thresholds
-    level: Level = "red" if most > limits.memory_red else "yellow" if most > limits.memory_yellow else "green"
-    return Flag(
-        "memory",
-        level,
-        f"{most:.0%} at step {steps[used.index(most)]}",
-        f"<= {limits.memory_yellow:.0%}, red > {limits.memory_red:.0%}",
-        "a longer batch than those so far will not fit",
-        "train.per_device_train_batch_size, lower",
-    )
+    most, red = max(used), run.thresholds.memory_red
+    evidence = f"{most:.0%} at step {steps[used.index(most)]}"
+    threshold = f"<= {MEMORY_YELLOW:.0%}, red > {red:.0%}"
+    why = "a longer batch than those so far will not fit", "train.per_device_train_batch_size, lower"
+    return Flag("memory", level_above(most, MEMORY_YELLOW, red), evidence, threshold, *why)
 
 
 COMMON: tuple[Rule, ...] = (

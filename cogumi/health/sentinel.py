@@ -1,11 +1,8 @@
 """Watches one training: sees what the trainer does not log, judges it at each log, and does what the run asks for on red.
 
 Flags are in flags.json while the training runs. `cogumi.on_red`: warn says so; stop ends the training after the step, with
-a checkpoint; pause writes a checkpoint, and waits (`cogumi.training.control_files`). `cogumi.sanity` ends it after so many
-steps, with a checkpoint that the run can go on from, and an answer.
-
-What it costs: a clock read at each step, the rules at every fifth step at first and at every tenth then, windows of
-bounded length, and no waiting for the device but when the trainer has just waited for it.
+a checkpoint; pause writes a checkpoint, and waits (`cogumi.training.loop`). `cogumi.sanity` ends it after so many steps,
+with a checkpoint that the run can resume from, and an answer. It waits for the device only when the trainer just has.
 """
 
 import logging
@@ -20,7 +17,7 @@ from typing import Any, Literal
 import psutil
 import torch
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from cogumi.checkpoints.manifest import read_manifest, versions
 from cogumi.config.subsections import Thresholds
@@ -29,8 +26,7 @@ from cogumi.health.data_checks import answers_of, ask_for_pairs, look_at_batches
 from cogumi.health.flags import Batches, Flag, Run, Setting, reds, written_in
 from cogumi.health.flags_common import SETTLED_STEPS, is_not_finite
 from cogumi.health.flags_sft import TELLS, rests_at_frequencies
-from cogumi.health.verdict import Scale, judge, safe_to_scale
-from cogumi.rl.watch import Watch
+from cogumi.health.verdict import Check, Scale, judge, safe_to_scale
 from cogumi.telemetry.status import SANITY_CHECKED, STOPPED
 
 log = logging.getLogger("cogumi")
@@ -40,7 +36,7 @@ FIRST_ROWS, LATEST_ROWS = 10, 100
 EVERY, EARLY = 5, 25  # optimizer steps between two judgements, at least; twice as many after the early ones
 WRITE_SECONDS = 30.0
 ASK_AGAIN = 80  # the step at which prompts and completions are compared once more, by the model as it is then
-SAMPLED = 64  # elements of each trained tensor that are remembered, to see whether it moves
+SAMPLED = 256  # elements of each trained tensor that are remembered, to see whether it moves
 
 
 @dataclass(frozen=True)
@@ -52,11 +48,8 @@ class Ended:
 
 
 class Sentinel(TrainerCallback):
-    """Judges a trainer's training while it runs.
-
-    directory: where flags.json goes. excused: in whose block the training may be silent. pause: what on_red "pause" does,
-    with the reason. `begin()` looks at the data before the first step.
-    """
+    """Judges a trainer's training while it runs. directory: of flags.json. excused: in whose block the training may be silent.
+    pause: what on_red "pause" does, with the reason. `begin()` checks the data before the first step."""
 
     def __init__(
         self,
@@ -85,16 +78,13 @@ class Sentinel(TrainerCallback):
         self.ended: Ended | None = None
         self.judged_at = 0
         self.written_at = 0.0
-        self.start_of: list[Tensor] | None = None
+        self.start_of: dict[str, Tensor] | None = None
         self.moved = False
         self.forget_steps()
         self.began = time.perf_counter()
         self.tokens_seen, self.token_seconds = 0.0, 0.0
         self.get_batch_samples = trainer.get_batch_samples
         trainer.get_batch_samples = self.timed_batches
-        for callback in trainer.callback_handler.callbacks:
-            if isinstance(callback, Watch):  # a flag of the same kind says it
-                callback.during.said |= {"variance", "unscored"}
 
     def forget_steps(self) -> None:
         """As after a logged row: nothing was seen since."""
@@ -102,28 +92,23 @@ class Sentinel(TrainerCallback):
         self.seconds = self.waited = 0.0
         self.learned: list[Tensor | int] = []
 
-    # ---------------------------------------------------------------------------------------------------- before the steps
-
     def begin(self) -> list[Flag]:
         """Look at what is about to be trained on, and say what is wrong with it. Call it before `trainer.train()`."""
         path = self.directory / FLAGS  # of the part before, which the first look writes over
         before = read_json(path) if path.exists() else {"was_red": []}
         self.earlier = before["was_red"]
         self.earlier_versions = tuple(before.get("other_versions", ()))
-        if self.method != "gspo":
-            with self.excused():
+        with self.excused():
+            if self.method != "gspo":
                 self.batches = look_at_batches(self.trainer)
-        if self.method == "sft" and self.batches is not None and self.batches.learned:
-            with self.excused():
+            if self.method == "sft" and self.batches is not None and self.batches.learned:
                 self.batches = replace(self.batches, pairs=ask_for_pairs(self.trainer), words=words_of(self.trainer))
-        if self.method == "dpo" and self.batches is not None:
-            self.batches = replace(self.batches, answers=answers_of(self.trainer))
+            if self.method == "dpo" and self.batches is not None:
+                self.batches = replace(self.batches, answers=answers_of(self.trainer))
         self.look(0)
         return self.flags
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.setting = replace(
             self.setting,
             max_steps=state.max_steps,
@@ -137,18 +122,14 @@ class Sentinel(TrainerCallback):
                 self.remember(dict(row))
         if state.global_step and self.earlier_versions:  # of an earlier resume, which the later checkpoints do not tell
             self.setting = replace(self.setting, other_versions=self.earlier_versions)
-        self.take_up_reds(state.global_step)
-        self.start_of = [sample(each) for each in trained(self.trainer.model)]
+        for (
+            each
+        ) in self.earlier:  # what was red in the part before stays known, up to the step that the run resumes from
+            if each["step"] <= state.global_step:
+                self.was_red[each["name"]] = each["step"], Flag(**{key: each[key] for key in each if key != "step"})
+        self.start_of = sample_weights(self.trainer.model)
         self.forget_steps()
         self.judged_at = state.global_step
-
-    def take_up_reds(self, step: int) -> None:
-        """What was red in the part before stays known, up to the step that the run goes on from."""
-        for each in self.earlier:
-            if each["step"] <= step:
-                self.was_red[each["name"]] = each["step"], Flag(**{key: each[key] for key in each if key != "step"})
-
-    # ------------------------------------------------------------------------------------------------------ what is seen
 
     def timed_batches(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the trainer's `get_batch_samples`: the batches of one optimizer step, and how long they took."""
@@ -165,7 +146,7 @@ class Sentinel(TrainerCallback):
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         self.skipped += bool(self.trainer.accelerator.optimizer_step_was_skipped)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.steps += 1
         self.seconds += time.perf_counter() - self.began
         if self.sanity is not None and state.global_step >= self.sanity and state.global_step < state.max_steps:
@@ -173,12 +154,7 @@ class Sentinel(TrainerCallback):
             self.ended = self.ended or Ended(SANITY_CHECKED, f"the first {self.sanity} steps are done")
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
         if logs is None or "loss" not in logs:  # of an evaluation, or the summary
             return
@@ -190,7 +166,7 @@ class Sentinel(TrainerCallback):
             return
         self.judged_at = state.global_step
         if not self.moved and self.start_of is not None:
-            row["seen/moved"] = moved_by(trained(self.trainer.model), self.start_of)
+            row["seen/moved"] = max(changes_since(self.trainer.model, self.start_of).values(), default=0.0)
             self.moved = row["seen/moved"] > 0
         row["seen/memory"] = memory_in_use(args.device)
         if self.batches is not None and self.ask_again(self.batches, state.global_step):
@@ -213,7 +189,7 @@ class Sentinel(TrainerCallback):
                 row["seen/tokens"], row["seen/token_seconds"] = tokens - self.tokens_seen, self.token_seconds
             self.tokens_seen, self.token_seconds = tokens, 0.0
         self.forget_steps()
-        if any(is_not_finite(logs.get(key)) for key in ("loss", "grad_norm")) and not self.is_red("finite numbers"):
+        if any(is_not_finite(logs.get(key)) for key in ("loss", "grad_norm")) and "finite numbers" not in self.was_red:
             row["seen/broken"] = broken_weight(self.trainer.model)
         return row
 
@@ -234,8 +210,6 @@ class Sentinel(TrainerCallback):
             return asked is None and step >= min(ASK_AGAIN, self.sanity or ASK_AGAIN, self.setting.max_steps)
         return rests_at_frequencies(self.run()) and (asked is None or step - asked >= ASK_AGAIN)
 
-    # ------------------------------------------------------------------------------------------------------- what is said
-
     def look(self, step: int) -> None:
         """Judge, say which flags are red for the first time, and keep flags.json."""
         before = troubles(self.flags)
@@ -248,13 +222,9 @@ class Sentinel(TrainerCallback):
             self.write(step)
 
     def run(self) -> Run:
-        written = (
-            written_in(self.directory) if self.start_of is not None else []
-        )  # not before the rows beside them are known
+        # Not before the rows beside them are known.
+        written = written_in(self.directory) if self.start_of is not None else []
         return Run(self.setting, self.first, list(self.latest), self.batches, self.thresholds, written)
-
-    def is_red(self, name: str) -> bool:
-        return name in self.was_red
 
     def write(self, step: int) -> None:
         was_red = [{"step": at, **asdict(flag)} for at, flag in self.was_red.values()]
@@ -264,9 +234,7 @@ class Sentinel(TrainerCallback):
         write_json(self.directory / FLAGS, value)
         self.written_at = time.monotonic()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.conclude()
 
     def conclude(self) -> None:
@@ -278,8 +246,6 @@ class Sentinel(TrainerCallback):
         """Safe to scale: yes, no or not shown, and why."""
         return safe_to_scale(self.run(), self.flags, (flag for _, flag in self.was_red.values()))
 
-    # ------------------------------------------------------------------------------------------------------- what is done
-
     def act_on_red(self, control: TrainerControl) -> None:
         """What `on_red` says, once for each flag: whoever lets a paused training go on has seen it."""
         new = [flag for flag in reds(self.flags) if flag.name not in self.acted_on]
@@ -289,12 +255,9 @@ class Sentinel(TrainerCallback):
         control.should_save = True
         if self.on_red == "pause":
             self.pause(str(new[0]))
-            return
-        control.should_training_stop = True
-        self.ended = Ended(STOPPED, str(new[0]))
-
-
-# ------------------------------------------------------------------------------------------------------------ small answers
+        else:
+            control.should_training_stop = True
+            self.ended = Ended(STOPPED, str(new[0]))
 
 
 def troubles(flags: list[Flag]) -> set[tuple[str, str]]:
@@ -304,7 +267,8 @@ def troubles(flags: list[Flag]) -> set[tuple[str, str]]:
 
 def setting_of(trainer: Any, method: str) -> Setting:
     args, model = trainer.args, trainer.model
-    adapter = (getattr(model, "peft_config", None) or {}).get(getattr(model, "active_adapter", None))
+    adapter: Any = (getattr(model, "peft_config", None) or {}).get(getattr(model, "active_adapter", None))
+    rank = getattr(adapter, "r", 0) or 0
     loss = getattr(args, "loss_type", "")
     return Setting(
         method=method,
@@ -318,16 +282,10 @@ def setting_of(trainer: Any, method: str) -> Setting:
         fp16=args.fp16,
         optimizer=str(getattr(args.optim, "value", args.optim)),
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0) or 0,
-        lora_rank=getattr(adapter, "r", 0) or 0,
-        lora_scale=lora_scale(adapter),
+        lora_rank=rank,
+        lora_scale=adapter.lora_alpha / (rank**0.5 if adapter.use_rslora else rank) if rank else 0.0,
         rollout=getattr(args, "generation_batch_size", 0) or 0,
     )
-
-
-def lora_scale(adapter: Any) -> float:
-    """What the product of an adapter's matrices is multiplied by; 0 without a LoRA."""
-    rank = getattr(adapter, "r", 0) or 0
-    return adapter.lora_alpha / (rank**0.5 if adapter.use_rslora else rank) if rank else 0.0
 
 
 def other_versions(output_dir: str | None, step: int) -> tuple[str, ...]:
@@ -337,20 +295,38 @@ def other_versions(output_dir: str | None, step: int) -> tuple[str, ...]:
     return tuple(f"{name} {there[name]} -> {here.get(name)}" for name in there if there[name] != here.get(name))
 
 
-def trained(model: Any) -> list[Tensor]:
-    return [each for each in model.parameters() if each.requires_grad]
+def sample_weights(model: Any) -> dict[str, Tensor]:
+    """Some elements of each tensor that is trained, spread over it, copied."""
+    return {
+        name: weight.detach().flatten()[:: max(1, weight.numel() // SAMPLED)].clone()
+        for name, weight in model.named_parameters()
+        if weight.requires_grad
+    }
 
 
-def sample(weight: Tensor) -> Tensor:
-    """Some elements of a tensor, spread over it, copied."""
-    flat = weight.detach().flatten()
-    return flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].clone()
+def changes_since(model: Any, start: dict[str, Tensor]) -> dict[str, float]:
+    """The largest change of a remembered element of each tensor."""
+    now = sample_weights(model)
+    if not start:
+        return {}
+    apart = torch.stack([(now[name] - start[name]).abs().amax().float() for name in start]).nan_to_num(nan=1.0)
+    return dict(zip(start, apart.tolist(), strict=True))
 
 
-def moved_by(weights: list[Tensor], before: list[Tensor]) -> float:
-    """The largest change of a remembered element."""
-    apart = [(sample(now) - then).abs().amax().float() for now, then in zip(weights, before, strict=True)]
-    return float(torch.stack(apart).nan_to_num(nan=1.0).max()) if apart else 0.0
+def judge_moved(model: Any, start: dict[str, Tensor], tuning: str) -> Check:
+    """Whether training changed the weights. start: as they were before it, and before a checkpoint was loaded.
+
+    Of an adapter B counts: A starts from chance, and weight decay moves it without a gradient.
+    """
+    changes = changes_since(model, start)
+    if tuning == "full":
+        moved = sum(each > 0 for each in changes.values())
+        figure = f"{moved} of {len(changes)} tensors moved, by {max(changes.values(), default=0.0):.2e} at most"
+        return Check("weights", figure, "most of them", moved > len(changes) / 2, "raise train.learning_rate")
+    ups = [change for name, change in changes.items() if "lora_B" in name or "lora_embedding_B" in name]
+    largest = max(ups or changes.values(), default=0.0)
+    fix = "raise train.learning_rate, or change lora.target_modules"
+    return Check("adapter", f"largest change {largest:.2e}", "> 0", largest > 0, fix)
 
 
 def broken_weight(model: Any) -> str:

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from cogumi.core.run_directory import read_json
-from cogumi.health.flags import Flag, Rule, Run, reds, settled
+from cogumi.health.flags import BEYOND_NOISE, USUAL_FALL, Flag, Rule, Run, fall, number, reds, settled, trend
 from cogumi.health.flags_common import COMMON
-from cogumi.health.flags_rl import DPO, RL, rollouts
-from cogumi.health.flags_sft import ENOUGH_ROWS, SFT, TREND_STEPS
-from cogumi.health.trend import BEYOND_NOISE, USUAL_FALL, fall, trend
-from cogumi.rl.runtime_warnings import no_reward_was_scored
+from cogumi.health.flags_rl import RL, rollouts
+from cogumi.health.flags_sft import DPO, ENOUGH_ROWS, SFT, TREND_STEPS, TREND_Z
 from cogumi.rl.watch import RECORD
 
 RULES: dict[str, tuple[Rule, ...]] = {"sft": (*COMMON, *SFT), "dpo": (*COMMON, *DPO), "gspo": (*COMMON, *RL)}
@@ -61,7 +59,6 @@ def loss_fell(run: Run) -> tuple[Scale, str]:
         return Scale.NOT_SHOWN, "no loss was logged"
     found = fall(losses)
     figures = f"from {found.start:.3f} to {found.end:.3f} in {len(losses)} logged losses to step {steps[-1]}"
-    beyond = f"{found.z:.1f} times what its noise explains"
     if len(losses) < ENOUGH_ROWS:
         few = f"{len(losses)} logged losses, from {losses[0]:.3f} to {losses[-1]:.3f}"
         return Scale.NOT_SHOWN, f"{few}, are too few to tell, and {ENOUGH_ROWS} are needed"
@@ -69,10 +66,10 @@ def loss_fell(run: Run) -> tuple[Scale, str]:
     lately, latest = trend(steps[half:], losses[half:]), fall(losses[half:])
     if found.z < -BEYOND_NOISE:
         return Scale.NO, f"the loss rose {figures}, {-found.z:.1f} times what its noise explains"
-    if lately.z > run.thresholds.trend_z and latest.z < -BEYOND_NOISE:
+    if lately.z > TREND_Z and latest.z < -BEYOND_NOISE:
         return Scale.NO, f"the loss rose from {latest.start:.3f} to {latest.end:.3f} since step {steps[half]}"
     if found.is_by(USUAL_FALL):
-        return Scale.YES, f"the loss fell by {found.share:.0%}, {figures}, {beyond}"
+        return Scale.YES, f"the loss fell by {found.share:.0%}, {figures}, {found.z:.1f} times what its noise explains"
     if found.z > BEYOND_NOISE:
         return Scale.NOT_SHOWN, f"the loss fell by {found.share:.0%}, {figures}, and {USUAL_FALL:.0%} is usual"
     most = found.start - found.end + 2 * found.error  # that it may have fallen by
@@ -149,75 +146,63 @@ def judge_training(metrics: list[dict[str, Any]], steps: int, max_steps: int, ea
     done = Check("steps", f"{steps}", f"{max_steps}", steps == max_steps, "read in run.log what ended it")
     if early:
         done = Check("steps", f"{steps} of {max_steps}", "as far as it was to go", True)
-    losses = [row[key] for row in metrics for key in ("loss", "eval_loss") if key in row]
-    norms = [row["grad_norm"] for row in metrics if "grad_norm" in row]
-    trained = any("loss" in row for row in metrics)
-    finite = [x for x in losses + norms if isinstance(x, (int, float)) and math.isfinite(x)]
-    return [
-        done,
-        Check(
-            "loss and gradient norm",
-            f"{len(finite)} of {len(losses + norms)} logged values finite",
-            "all, and a training loss among them",
-            len(finite) == len(losses + norms) > 0 and trained,
-            "lower train.learning_rate" if trained else "set train.logging_steps to train.max_steps or less",
-        ),
-    ]
+    logged = [row[key] for row in metrics for key in ("loss", "eval_loss", "grad_norm") if key in row]
+    trained, finite = any("loss" in row for row in metrics), count_finite(logged)
+    figure, required = f"{finite} of {len(logged)} logged values finite", "all, and a training loss among them"
+    fix = "lower train.learning_rate" if trained else "set train.logging_steps to train.max_steps or less"
+    return [done, Check("loss and gradient norm", figure, required, finite == len(logged) > 0 and trained, fix)]
 
 
-def judge_adapter(largest_change: float, measured: str = "max |B|") -> Check:
-    """An adapter that was trained is no longer what it began as: zero, or what an earlier run left."""
-    fix = "raise train.learning_rate, or change lora.target_modules"
-    return Check("adapter", f"{measured} {largest_change:.2e}", "> 0", largest_change > 0, fix)
+def count_finite(values: Sequence[Any]) -> int:
+    return sum(isinstance(each, (int, float)) and math.isfinite(each) for each in values)
 
 
 def judge_gspo(metrics: list[dict[str, Any]], run_dir: Path) -> list[Check]:
     """What GSPO adds: completions were scored, the loss that was asked for ran, and every ratio is a number."""
     rewards = [row["reward"] for row in metrics if row.get("reward") is not None]
-    ratios = [
-        row[f"policy/{side}_ratio"] for row in metrics for side in ("min", "max") if f"policy/{side}_ratio" in row
-    ]
+    extremes = ("policy/min_ratio", "policy/max_ratio")
+    ratios = [row[key] for row in metrics for key in extremes if key in row]
     clipped = [row["policy/clipped_ratio_fraction"] for row in metrics if "policy/clipped_ratio_fraction" in row]
-    numbers = [x for x in ratios + clipped if isinstance(x, (int, float)) and math.isfinite(x)]
-    span = (
-        f"ratio {min(ratios):.5f} to {max(ratios):.5f}, {sum(clipped) / len(clipped):.1%} outside the clip"
-        if len(numbers) == len(ratios + clipped) > 0
-        else f"{len(numbers)} of {len(ratios + clipped)} values finite"
-    )
+    finite, all_of_them = count_finite(ratios + clipped), len(ratios + clipped)
+    span = f"{finite} of {all_of_them} values finite"
+    if finite == all_of_them > 0:
+        span = f"ratio {min(ratios):.5f} to {max(ratios):.5f}, {sum(clipped) / len(clipped):.1%} outside the clip"
+    scored = no_reward_was_scored(metrics) or f"{len(rewards)} batches scored"
+    fix = "change cogumi.rewards, so that one scores these completions"
     return [
-        Check(
-            "rewards",
-            no_reward_was_scored(metrics) or f"{len(rewards)} batches scored",
-            "at least one",
-            bool(rewards),
-            "change cogumi.rewards, so that one scores these completions",
-        ),
+        Check("rewards", scored, "at least one", bool(rewards), fix),
         which_loss_ran(run_dir),
-        Check(
-            "ratio and clip fraction",
-            span,
-            "all finite",
-            len(numbers) == len(ratios + clipped) > 0,
-            "lower train.learning_rate",
-        ),
+        Check("ratio and clip fraction", span, "all finite", finite == all_of_them > 0, "lower train.learning_rate"),
     ]
+
+
+def no_reward_was_scored(rows: Iterable[dict[str, Any]]) -> str | None:
+    """Why a run with these logged rows is a failure: not one completion was scored. None where one was.
+
+    TRL 1.15 logs `reward: None` for a rollout in which every reward function returned None for every completion.
+    """
+    scored = [number(row, "reward") is not None for row in rows if "reward" in row]
+    if any(scored):
+        return None
+    return (
+        f"no completion was ever scored: {len(scored)} logged rollouts without a reward (every reward function returned "
+        "None or NaN for all of them), so every advantage was 0 and nothing was learned"
+    )
 
 
 def which_loss_ran(run_dir: Path) -> Check:
     """The first steps' loss as `cogumi.rl.loss_check` recorded it."""
-    path, required = run_dir / RECORD, "the formula's value and gradient"
+    name, path, required = "loss that ran", run_dir / RECORD, "the formula's value and gradient"
     if not path.exists():
-        return Check("loss that ran", "no step was made", required, False, "raise train.max_steps")
+        return Check(name, "no step was made", required, False, "raise train.max_steps")
     record = read_json(path)
     what = f"{record['loss']} by {'.'.join(record['function'].split('.')[-2:])} ({record['backend']})"
     if record["unproven"]:
-        return Check("loss that ran", f"{what}; not compared: {', '.join(record['unproven'])}", "its settings", True)
+        return Check(name, f"{what}; not compared: {', '.join(record['unproven'])}", "its settings", True)
     apart = record["relative_difference"]
     figure = f"{what}, {max(apart['loss'], apart['gradient']):.1e} apart over {apart['steps']} steps"
     if not record["asserted"]:
         fix = "change cogumi.rewards, so that the rewards of a group differ"
-        return Check("loss that ran", f"{figure}, none with a gradient to compare", required, False, fix)
+        return Check(name, f"{figure}, none with a gradient to compare", required, False, fix)
     seen = record["clip_seen_at_step"]
-    return Check(
-        "loss that ran", f"{figure}, " + (f"clip seen at step {seen}" if seen else "no clip seen"), required, True
-    )
+    return Check(name, f"{figure}, " + (f"clip seen at step {seen}" if seen else "no clip seen"), required, True)

@@ -1,4 +1,5 @@
-"""What a run leaves open and the machine decides: attention, gradient checkpointing, optimizer, allocator, precision.
+"""What a run leaves open and the machine decides: attention, gradient checkpointing, optimizer, allocator, precision; and
+whether training every weight (`cogumi.tuning: full`) fits.
 
 `choose` is a function of values: what the machine has (Machine), what the model needs (Load). Each decision comes with its
 reason, for a key that the config leaves unset. The estimates for a GPU are those of rl/memory_plan.py and have not been
@@ -9,16 +10,16 @@ import importlib.util
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
 from cogumi.config.schema import RunConfig
+from cogumi.core.errors import UsageError
 from cogumi.core.formatting import gib
-from cogumi.core.run_directory import read_json, write_json
-from cogumi.health.full_finetune import dtype_of_weights
+from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.methods.gspo import is_planned, lora_parameters
 from cogumi.models.adapters import lora_config
 from cogumi.models.loading import loaded_in, meta_model
@@ -27,7 +28,7 @@ from cogumi.rl.memory_plan import USABLE, ModelShape, free_memory_bytes, step_by
 from cogumi.stack.probes import flash_attention
 
 log = logging.getLogger("cogumi")
-CHOICES = "choices.json"  # in the run directory: what was chosen, which a run that goes on keeps
+SETTINGS = "settings"  # of decisions.json: what was chosen, which a resumed run keeps
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 # Of what the estimate leaves free, activations may take this much for layers not to be computed twice.
 MARGIN = 0.7
@@ -35,6 +36,11 @@ BATCH = 8  # transformers' per_device_train_batch_size
 COMPLETION, LENGTH = 256, 1024  # TRL's max_completion_length, max_length
 ADAPTER_BYTES, MOMENTS, MOMENTS_8BIT = 8, 8, 2  # per trained weight: an adapter's own float32 and gradient; two moments
 NO_FLASH = "flash attention needs bfloat16 and compute capability 8.0"
+ADAMW_BYTES = 8  # per weight: two moments in float32
+# Optimizers whose state is smaller: bytes a weight, of what must be where the weights are.
+STATE_BYTES = {"adamw_8bit": 2, "adamw_bnb_8bit": 2, "lion_8bit": 1} | dict.fromkeys(
+    ("sgd", "adafactor", "paged_adamw_8bit", "paged_adamw_32bit", "paged_lion_8bit"), 0
+)
 FOUR_BIT = 0.55  # bytes of a weight under nf4 with its scales
 
 
@@ -129,19 +135,16 @@ def attention(machine: Machine, load: Load) -> Choice:
     key = "model.attn_implementation"
     there = "sdpa" if "sdpa" in load.attention else "eager"
     if load.own_kernels:
-        return Choice(
-            key, there, f"of flash attention this model takes only {', '.join(load.own_kernels)}, which you may set"
-        )
-    if machine.flash is None or "flash" not in load.attention or not machine.bf16 or load.element != 2:
-        why = (
-            "this model's class has no flash attention"
-            if "flash" not in load.attention
-            else NO_FLASH
-            if not machine.bf16 or load.element != 2
-            else machine.why_flash
-        )
-        return Choice(key, there, why if there == "sdpa" else f"{why}; its class has no sdpa")
-    return Choice(key, machine.flash, machine.why_flash)
+        why = f"of flash attention this model takes only {', '.join(load.own_kernels)}, which you may set"
+        return Choice(key, there, why)
+    why = machine.why_flash
+    if "flash" not in load.attention:
+        why = "this model's class has no flash attention"
+    elif not machine.bf16 or load.element != 2:
+        why = NO_FLASH
+    elif machine.flash is not None:
+        return Choice(key, machine.flash, why)
+    return Choice(key, there, why if there == "sdpa" else f"{why}; its class has no sdpa")
 
 
 def recomputation(machine: Machine, load: Load) -> Choice:
@@ -149,10 +152,10 @@ def recomputation(machine: Machine, load: Load) -> Choice:
     room = machine.free_bytes - load.weights - MOMENTS * load.trained
     needed, budget = load.step(checkpointing=False), int(MARGIN * room)
     estimate = f"{load.micro_batch} x {load.length} tokens are estimated at {gib(needed)} of activations"
+    why = f"{estimate}, and {f'{gib(room)} are' if room > 0 else 'nothing is'} free beside the weights"
     if needed <= budget:
-        return Choice("train.gradient_checkpointing", False, f"{estimate}, and {gib(room)} are free beside the weights")
-    free = f"{gib(room)} are free beside the weights" if room > 0 else "nothing is free beside the weights"
-    return Choice("train.gradient_checkpointing", True, f"{estimate}, and {free}: {gib(load.step(True))} with it")
+        return Choice("train.gradient_checkpointing", False, why)
+    return Choice("train.gradient_checkpointing", True, f"{why}: {gib(load.step(True))} with it")
 
 
 def optimizer(machine: Machine, load: Load, checkpointing: bool) -> Iterator[Choice]:
@@ -161,26 +164,23 @@ def optimizer(machine: Machine, load: Load, checkpointing: bool) -> Iterator[Cho
         return
     room = int(USABLE * machine.free_bytes) - load.weights - load.step(checkpointing)
     whole, small = MOMENTS * load.trained, MOMENTS_8BIT * load.trained
-    if whole <= room:
-        yield Choice("train.optim", "adamw_torch_fused", f"its moments are {gib(whole)}, and there is room")
-        return
-    short = f"AdamW's moments are {gib(whole)} in 32 bits, and {gib(max(room, 0))} are left"
-    if "bitsandbytes" not in machine.packages:
-        yield Choice(
-            "train.optim", "adamw_torch_fused", f"{short}; bitsandbytes, whose 8 bits are smaller, is not installed"
-        )
-    elif small <= room:
-        yield Choice("train.optim", "adamw_8bit", f"{short}; {gib(small)} in 8 bits")
-    else:
-        yield Choice("train.optim", "paged_adamw_8bit", f"{short}; in 8 bits {gib(small)}, paged into main memory")
+    name, why = "adamw_torch_fused", f"its moments are {gib(whole)}, and there is room"
+    if whole > room:
+        why = f"AdamW's moments are {gib(whole)} in 32 bits, and {gib(max(room, 0))} are left"
+        if "bitsandbytes" not in machine.packages:
+            why += "; bitsandbytes, whose 8 bits are smaller, is not installed"
+        elif small <= room:
+            name, why = "adamw_8bit", f"{why}; {gib(small)} in 8 bits"
+        else:
+            name, why = "paged_adamw_8bit", f"{why}; in 8 bits {gib(small)}, paged into main memory"
+    yield Choice("train.optim", name, why)
 
 
 def precision(run: RunConfig) -> Choice:
     if run.cogumi.method == "gspo":
         return Choice("train.tf32", False, "TF32 rounds at 1e-3, and GSPO clips ratios at 3e-4")
-    return Choice(
-        "train.tf32", True, "what is in float32 is multiplied in TF32, which is finer than the bfloat16 around it"
-    )
+    why = "what is in float32 is multiplied in TF32, which is finer than the bfloat16 around it"
+    return Choice("train.tf32", True, why)
 
 
 # ------------------------------------------------------------------------------------------------------- on this machine
@@ -188,13 +188,14 @@ def precision(run: RunConfig) -> Choice:
 
 def with_choices(run: RunConfig, base: str) -> RunConfig:
     """The run with what it left open decided, each decision logged; a run that goes on keeps the ones it made."""
-    place = run.run_dir / CHOICES
-    if place.exists():
-        choices = [Choice(each["key"], each["value"], "as when the run began") for each in read_json(place)]
+    place = run.run_dir / DECISIONS
+    begun = read_section(place, SETTINGS)
+    if begun != {}:  # a list, empty where nothing was left open
+        choices = [Choice(each["key"], each["value"], "as when the run began") for each in begun]
         choices = [choice for choice in choices if is_open(run, choice.key)]
     else:
         choices = choose(run, Machine.here(), load_of(run, base))
-        write_json(place, [{"key": each.key, "value": each.value, "reason": each.reason} for each in choices])
+        write_section(place, SETTINGS, [asdict(each) for each in choices])
     for choice in choices:
         log.info("chosen: %s", choice)
     return decided(run, choices)
@@ -218,11 +219,8 @@ def before_cuda(run: RunConfig) -> list[Choice]:
         return []
     if ALLOCATOR in os.environ or "PYTORCH_ALLOC_CONF" in os.environ or run.train.get("use_vllm"):
         return []  # vLLM's sleep mode has an allocator of its own, which refuses expandable segments
-    choice = Choice(
-        ALLOCATOR, "expandable_segments:True", "lengths differ from step to step, and fixed blocks fragment"
-    )
-    os.environ[choice.key] = choice.value
-    return [choice]
+    os.environ[ALLOCATOR] = "expandable_segments:True"
+    return [Choice(ALLOCATOR, os.environ[ALLOCATOR], "lengths differ from step to step, and fixed blocks fragment")]
 
 
 def load_of(run: RunConfig, base: str) -> Load:
@@ -258,3 +256,50 @@ def longest(run: RunConfig) -> int:
     if run.cogumi.method == "gspo":
         return int(said + (run.train.get("max_completion_length") or COMPLETION))
     return int(said)
+
+
+# -------------------------------------------------------------------------------------------------------- every weight
+
+
+def refuse_with_adapter_settings(run: RunConfig) -> None:
+    """Raise UsageError for settings of an adapter that is not there."""
+    given = {
+        "model.adapter": run.model.adapter,
+        "cogumi.lora_preset": run.cogumi.lora_preset,
+        "cogumi.loraplus_lr_ratio": run.cogumi.loraplus_lr_ratio,
+        **{f"lora.{key}": value for key, value in run.lora.items()},
+    }
+    for key, value in given.items():
+        if value is not None:
+            reason = f"{key} would be ignored: cogumi.tuning: full trains no adapter"
+            raise UsageError(reason, fix="drop one of the two")
+    if run.model.quantization_config is not None:
+        reason, fix = "quantized weights cannot be trained themselves", "drop it, or drop cogumi.tuning: full (QLoRA)"
+        raise UsageError(reason, key="model.quantization_config", fix=fix)
+
+
+def dtype_of_weights(run: RunConfig) -> str:
+    """float32 unless the user says otherwise: in bfloat16 an update below 2^-9 of a weight is lost."""
+    return "float32" if run.model.dtype == "auto" else run.model.dtype
+
+
+def refuse_what_does_not_fit(run: RunConfig, base: str, optimizer: str) -> None:
+    """Raise UsageError where weights, gradients and optimizer states alone need more than is free.
+
+    Bytes a weight: its dtype twice (itself, its gradient), AdamW's two moments in float32 (arXiv:1910.02054, section 3.1), and
+    for DPO the reference model.
+    """
+    model = meta_model(AutoConfig.from_pretrained(base, revision=run.model.revision))
+    weights = sum(parameter.numel() for parameter in model.parameters())  # tied ones once
+    itemsize = loaded_in(dtype_of_weights(run)).itemsize
+    state = STATE_BYTES.get(optimizer, ADAMW_BYTES)
+    reference = itemsize if run.cogumi.method == "dpo" and not run.train.get("precompute_ref_log_probs") else 0
+    need, free = weights * (2 * itemsize + state + reference), free_memory_bytes()
+    if need > USABLE * free:
+        raise UsageError(
+            f"cogumi.tuning: full: {weights:,} weights need {gib(need)} before the first activation "
+            f"({2 * itemsize} bytes each with the gradient, {state} for {optimizer}"
+            + (f", {reference} for the reference model" if reference else "")
+            + f") and {gib(USABLE * free)} of {gib(free)} free are usable; drop cogumi.tuning to train LoRA"
+            + (", or set train.optim: adamw_8bit" if state == ADAMW_BYTES else "")
+        )

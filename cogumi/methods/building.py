@@ -1,34 +1,77 @@
-"""From a configuration to a trainer that is ready: which commit of the model, what it is loaded in, its adapter, its batch."""
+"""From a configuration to a trainer that is ready: what is refused at once, TRL's arguments, the model, its adapter."""
 
+import dataclasses
 import logging
+import math
+from itertools import count
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cogumi.config.schema import RunConfig
+from cogumi.config.binding import config_class
+from cogumi.config.schema import TRL_CONFIGS, CogumiSection, RunConfig
 from cogumi.core.errors import UsageError
-from cogumi.core.run_directory import read_json
-from cogumi.health import full_finetune
+from cogumi.core.formatting import one_line
+from cogumi.core.redact import SECRETS, Unwritten
+from cogumi.core.run_directory import DECISIONS, read_json, read_section
+from cogumi.health.flags_sft import ENOUGH_ROWS
 from cogumi.hub.downloads import find_commit
 from cogumi.merge.adapter_files import quantization_of
-from cogumi.methods import gspo
-from cogumi.methods.arguments import METHODS, trl_arguments
+from cogumi.methods import dpo, gspo, sft
+from cogumi.methods.auto_settings import dtype_of_weights
 from cogumi.methods.examples import Examples
 from cogumi.models import warm_start
 from cogumi.models.adapters import keep_float32, lora_config, use_loraplus
 from cogumi.models.loading import load_model, load_tokenizer, use_chat_template, use_end_token
 from cogumi.patches import unsloth_rl
 from cogumi.patches.trl_internals import commit_of
+from cogumi.telemetry import trackers
 from cogumi.telemetry.heartbeat import Heartbeat
+from cogumi.telemetry.status import BUDGET_SPENT
+from cogumi.telemetry.throughput import HEARTBEAT
 
 log = logging.getLogger("cogumi")
-BASE = "base.json"  # in the run directory: the commit of a model of the hub
+METHODS: dict[str, Any] = {"sft": sft, "dpo": dpo, "gspo": gspo}
+# What transformers, peft and TRL raise for a setting they refuse, a package that is not installed, or broken weights.
+BUILD_REFUSALS = (ValueError, ImportError, OSError, RuntimeError, ArithmeticError, SafetensorError)
+NOT_PASSED_ON = {
+    "resume_from_checkpoint": "a run resumes from the last good checkpoint in its own directory",
+    "model_init_kwargs": "the model is loaded as `model:` says",
+}
+
+
+def trl_arguments(run: RunConfig) -> Any:
+    """TRL's config object for the run. Raises UsageError with TRL's own words where it refuses a combination."""
+    for key, reason in NOT_PASSED_ON.items():
+        if run.train.get(key) is not None:
+            raise UsageError(f"train.{key} would be ignored: {reason}")
+    # TRL turns bf16 autocast on wherever fp16 is off; without a GPU that is slow and blurs a GSPO ratio of 1 +- 3e-4.
+    on_gpu = torch.cuda.is_available()
+    bf16 = on_gpu and torch.cuda.is_bf16_supported()
+    defaults = {
+        "output_dir": str(run.run_dir / "checkpoints"),
+        "report_to": trackers.default_reporter(),
+        "logging_first_step": True,  # so that the shortest run has a loss to judge
+        "bf16": bf16,
+        "dataloader_pin_memory": on_gpu,
+    }
+    batch = run.train.get("per_device_train_batch_size")
+    if batch is not None and run.cogumi.method != "gspo":
+        defaults["per_device_eval_batch_size"] = batch  # the held-out loss is to fit where a step does
+    given = {**defaults, **METHODS[run.cogumi.method].arguments(run)}
+    secrets = {key: Unwritten(value) for key, value in given.items() if value and key.endswith(SECRETS)}
+    try:
+        return config_class(TRL_CONFIGS[run.cogumi.method])(**{**given, **secrets})
+    except ValueError as error:
+        raise UsageError(one_line(error), key="train") from None
 
 
 def pinned(run: RunConfig) -> RunConfig:
     """The run with its model's revision as a commit: the one it began with, or what the hub says now."""
-    begun = run.run_dir / BASE
-    known = read_json(begun) if begun.exists() else {}
+    known = read_section(run.run_dir / DECISIONS, "base")
     name = run.model.name
     commit = known["commit"] if known.get("name") == name else find_commit(name, run.model.revision)
     if commit is None:
@@ -51,17 +94,15 @@ def tokenizer_of(run: RunConfig, base: str) -> PreTrainedTokenizerBase:
         use_chat_template(tokenizer, template)
     if (token := run.train.get("eos_token")) is not None:
         use_end_token(tokenizer, token)
-    if run.data.format != "fim" and tokenizer.chat_template is None and run.data.format == "chat":
+    if run.data.format == "chat" and tokenizer.chat_template is None:
         template = "train.chat_template_path (cogumi:tulu, a .jinja file or another model)"
-        raise UsageError(
-            f"data.format: chat: the tokenizer of {run.model.name} has no chat template; "
-            + (
-                f"set {template}, or start from a model that has one"
-                if run.cogumi.method == "sft"
-                else f"cogumi.method: {run.cogumi.method} sets none, so start from a model that has one, such as the merged "
-                f"model of an SFT run with {template}"
+        fix = f"set {template}, or start from a model that has one"
+        if run.cogumi.method != "sft":
+            fix = (
+                f"cogumi.method: {run.cogumi.method} sets none, so start from a model that has one, such as the merged "
             )
-        )
+            fix += f"model of an SFT run with {template}"
+        raise UsageError(f"data.format: chat: the tokenizer of {run.model.name} has no chat template; {fix}")
     return tokenizer
 
 
@@ -73,13 +114,12 @@ def build_trainer(
     heart: is told how far dpo's reference is.
     """
     wanted, whole = run.model, run.cogumi.tuning == "full"
-    dtype = full_finetune.dtype_of_weights(run) if whole else wanted.dtype
+    dtype = dtype_of_weights(run) if whole else wanted.dtype
     model: Any = load_model(base, wanted.revision, dtype, wanted.quantization_config, wanted.attn_implementation)
     log.info("%s loaded in %s on %s", base, loaded_as(model), model.device)
     if wanted.quantization_config is not None:
-        log.warning("the adapter learns to correct what quantization took as well: it fits these weights, not those of %s. "
-                    "The merge goes into the full-precision base all the same, and the verdict says how far apart the two are; "
-                    "without model.quantization_config there is nothing to correct", wanted.name)  # fmt: skip
+        log.warning("the adapter learns to correct what quantization took as well: it fits these weights, not those of %s. The "
+                    "merge is into the full-precision base, and the verdict gives their distance", wanted.name)  # fmt: skip
     if run.cogumi.method == "gspo" and gspo.is_planned(run):
         run = gspo.plan(run, model, tokenizer, examples.train.dataset)
     model, lora = (model, None) if whole else with_adapter(run, model)
@@ -117,3 +157,102 @@ def loaded_as(model: PreTrainedModel) -> str:
     if found is None:
         return dtype
     return f"{found.type or found.method} {found.bits}-bit{' (twice quantized)' if found.double else ''} and {dtype}"
+
+
+# ------------------------------------------------------------------------------------------- where a run ends by itself
+
+
+def refuse_blind_check(run: RunConfig) -> None:
+    """Raise UsageError for a sanity check that can log too few rows for another answer than not shown."""
+    sanity = run.cogumi.sanity
+    if sanity is None:
+        return
+    settings, longest = logging_settings(run) | {"sanity": sanity}, int(run.train.get("max_steps") or 0)
+    steps = min(sanity, longest) if longest > 0 else sanity
+    found = rows_to_judge(settings, steps)
+    if found is None or found >= ENOUGH_ROWS:
+        return
+    what = "rollouts" if run.cogumi.method == "gspo" else "rows"
+    raise UsageError(
+        f"cogumi.sanity {sanity} would log {found} {what}, and {ENOUGH_ROWS} are needed to judge",
+        fix=f"set {what_logs_enough(settings, steps, longest)}",
+    )
+
+
+def what_logs_enough(settings: dict[str, Any], steps: int, longest: int) -> str:
+    """The keys to change for ENOUGH_ROWS in so many steps; or, where these are too few, with more steps."""
+    if settings["logging_strategy"] == "no":
+        return f"train.logging_strategy to steps, and cogumi.sanity to {ENOUGH_ROWS} or more"
+
+    def rows(steps: int, every: int) -> int:
+        return rows_to_judge(settings | {"logging_steps": every}, steps) or 0
+
+    # The first step is logged besides.
+    for every in range(steps // (ENOUGH_ROWS - 1), 0, -1):
+        if rows(steps, every) >= ENOUGH_ROWS:
+            return f"train.logging_steps to {every} or less"
+    enough = next(more for more in count(steps) if rows(more, 1) >= ENOUGH_ROWS)
+    said = [f"cogumi.sanity to {enough} or more"] * (settings["sanity"] < enough)
+    said += ["train.logging_steps to 1"] * (settings["logging_steps"] != 1)
+    said += [f"train.max_steps to {enough} or more"] * (0 < longest < enough)
+    return ", ".join(said)
+
+
+def logging_settings(run: RunConfig) -> dict[str, Any]:
+    """What decides how many rows are logged, with TRL's defaults. TRL's own object is not made: it sets up the device."""
+    given = {"logging_first_step": True, **METHODS[run.cogumi.method].arguments(run)}
+    fields = dataclasses.fields(config_class(TRL_CONFIGS[run.cogumi.method]))
+    settings = {field.name: field.default for field in fields} | {k: v for k, v in given.items() if v is not None}
+    strategy = settings["logging_strategy"]
+    return settings | {"logging_strategy": str(getattr(strategy, "value", strategy))}
+
+
+def rows_to_judge(settings: dict[str, Any], steps: int) -> int | None:
+    """How many rows `verdict.safe_to_scale` would have after so many steps: those of losses, or for GRPO those of rollouts.
+
+    None where that is known when the data is there: a logging strategy of epochs, a share of the steps of some epochs.
+    """
+    if settings["logging_strategy"] != "steps":
+        return 0 if settings["logging_strategy"] == "no" else None
+    every = settings["logging_steps"]
+    if every < 1:
+        if settings["max_steps"] <= 0:
+            return None
+        every = math.ceil(settings["max_steps"] * every)
+    logged = [
+        step for step in range(1, steps + 1) if step % every == 0 or (step == 1 and settings["logging_first_step"])
+    ]
+    if "steps_per_generation" not in settings:
+        return len(logged)
+    batches = settings["gradient_accumulation_steps"]  # of one optimizer step
+    rollout = (settings["generation_batch_size"] or 0) // settings["per_device_train_batch_size"]
+    between = settings["steps_per_generation"] or rollout or batches
+    between *= settings["num_iterations"]
+    return len({math.ceil(step * batches / between) for step in logged})
+
+
+def budget_reached(options: CogumiSection, seconds: float) -> str | None:
+    """Which limit is reached after so many seconds of a run, in words; None if none is."""
+    hours, most, price = options.max_hours, options.max_cost, options.price_per_hour
+    if hours is not None and seconds >= hours * 3600:
+        return f"{seconds / 3600:.2f} h of cogumi.max_hours {hours:g}"
+    cost = 0.0 if price is None else seconds / 3600 * price
+    if most is not None and price is not None and cost >= most:
+        return f"${cost:.{2 if cost >= 1 else 4}f} of cogumi.max_cost {most:g}"
+    return None
+
+
+def refuse_impossible(options: CogumiSection) -> None:
+    """Raise UsageError for a budget in money where nobody said what an hour costs."""
+    if options.max_cost is not None and options.price_per_hour is None:
+        reason = f"cogumi.max_cost {options.max_cost:g}: no hourly price to count by"
+        raise UsageError(reason, fix="set cogumi.price_per_hour as well")
+
+
+def refuse_spent(run_dir: Path, options: CogumiSection) -> None:
+    """Raise UsageError for a run that its budget has ended, started again with no more of it: it would end at once."""
+    if read_json(run_dir / "status.json").get("state") != BUDGET_SPENT or not (run_dir / HEARTBEAT).exists():
+        return
+    said = budget_reached(options, read_json(run_dir / HEARTBEAT).get("elapsed_seconds", 0.0))
+    if said is not None:
+        raise UsageError(f"the budget of this run is spent ({said})", place=run_dir, fix="raise it to resume")

@@ -17,7 +17,6 @@ from cogumi.telemetry.recorder import set_status
 
 log = logging.getLogger("cogumi")
 
-COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
 # TRL 1.15, dpo_trainer.py, _compute_loss: what these losses are where policy and reference are one, at beta.
 AT_THE_START = {
     "sigmoid": lambda beta: math.log(2),
@@ -40,11 +39,8 @@ def arguments(run: RunConfig) -> dict[str, Any]:
 
 
 class ReferencePass:
-    """TRL's pass for the reference's log-probabilities (`train.precompute_ref_log_probs`) as a stage of the run.
-
-    It is made while the trainer is built, and can take as long as many steps. Where TRL has them from its cache there is
-    no stage. The heartbeat counts batches as steps meanwhile.
-    """
+    """TRL's pass for the reference's log-probabilities (`train.precompute_ref_log_probs`) as a stage of the run, in which the
+    heartbeat counts batches as steps. It is made while the trainer is built, unless TRL has them from its cache."""
 
     STAGE = "reference"
 
@@ -112,10 +108,8 @@ def refuse_other_tokens(trainer: Any, dataset: Any) -> None:
     """Raise RuntimeError unless the trainer compares exactly the tokens that the data says: whoever's trainer it is."""
     first = [dataset[i] for i in range(min(4, len(dataset)))]
     wanted = [len(pair[side]) for side in ("chosen_ids", "rejected_ids") for pair in first]
-    limit = trainer.args.max_length
-    if limit is not None and any(
-        len(pair["prompt_ids"]) + n > limit for n, pair in zip(wanted, first * 2, strict=True)
-    ):
+    limit = trainer.args.max_length or math.inf
+    if any(len(pair["prompt_ids"]) + n > limit for n, pair in zip(wanted, first * 2, strict=True)):
         raise RuntimeError(f"a pair is longer than train.max_length {limit}, which would cut it")
     compared = trainer.data_collator(first)["completion_mask"].sum(-1).tolist()
     if compared != wanted:
@@ -130,20 +124,15 @@ def judge_dpo(metrics: list[dict[str, Any]], args: Any) -> list[Check]:
     if first is None:
         return [Check("reference", "no pair was compared", "the policy as it starts", False, "raise train.max_steps")]
     apart = max(abs(first["rewards/chosen"]), abs(first["rewards/rejected"]))
+    figure = f"the policy's rewards are {apart:.1e} before the first update"
+    required = f"<= {NO_DISTANCE:g}: it starts as its own reference"
     margins = [row["rewards/margins"] for row in metrics if "rewards/margins" in row]
     finite = sum(math.isfinite(margin) for margin in margins)
+    of_all = f"{finite} of {len(margins)} finite"
     return [
-        Check(
-            "reference",
-            f"the policy's rewards are {apart:.1e} before the first update",
-            f"<= {NO_DISTANCE:g}: it starts as its own reference",
-            apart <= NO_DISTANCE,
-            "leave out the trainer's ref_model",
-        ),
+        Check("reference", figure, required, apart <= NO_DISTANCE, "leave out the trainer's ref_model"),
         loss_at_the_start(first["loss"], args),
-        Check(
-            "margins", f"{finite} of {len(margins)} finite", "all", finite == len(margins), "lower train.learning_rate"
-        ),
+        Check("margins", of_all, "all", finite == len(margins), "lower train.learning_rate"),
     ]
 
 
@@ -153,10 +142,6 @@ def loss_at_the_start(loss: float, args: Any) -> Check:
     if len(args.loss_type) > 1 or names not in AT_THE_START or args.loss_weights or args.use_weighting:
         return Check("first loss", f"{names}: {loss:.4f}, not compared: it depends on the data", required, True)
     expected = AT_THE_START[names](args.beta)
-    return Check(
-        "first loss",
-        f"{names}: {loss:.5f}, {expected:.5f} by the formula",
-        required,
-        abs(loss - expected) < 1e-2,
-        "set train.loss_type and train.beta to those of the loss that you meant",
-    )
+    figure = f"{names}: {loss:.5f}, {expected:.5f} by the formula"
+    fix = "set train.loss_type and train.beta to those of the loss that you meant"
+    return Check("first loss", figure, required, abs(loss - expected) < 1e-2, fix)

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.redact import hide
-from cogumi.core.run_directory import read_json, write_json
+from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.cache import Data, Prepared, Source, prepare
 from cogumi.data.cache_files import tokenizer_identity
 from cogumi.data.chat_templates import prints_the_date, read_template
@@ -27,24 +27,26 @@ from cogumi.methods.sft import MAX_LENGTH
 from cogumi.rl.guards import POSITIONS, positions_of
 
 log = logging.getLogger("cogumi")
-RECORD = "data.json"  # in the run directory: the key of its prepared data, what became of its rows, how long they are
+DATA = "data"  # of decisions.json: the key of its prepared data, what became of its rows, how long they are
 BARS = 24  # of the histogram of lengths, at most
 SHOWN = 32  # held-out rows that may be completed for samples.jsonl
 
 
 @dataclass(frozen=True)
 class Examples:
-    """What a run trains on, is evaluated on, and completes for samples.jsonl; the last two None without held-out rows."""
+    """What a run trains on, is evaluated on, and completes for samples.jsonl; the last two None without held-out rows.
+
+    prompts: `prompt` (text, as the model sees it), `prompt_ids`, and what would be the answer. max_length: in tokens, None
+    of prompts, which the trainer tokenizes.
+    """
 
     train: Data
     held_out: Data | None
     prompts: Dataset | None
-    """`prompt` (text, as the model sees it), `prompt_ids`, and what would be the answer."""
     key: str
     today: str | None
     sources: tuple[str, ...] = ()
     max_length: int | None = None
-    """In tokens; None of prompts, which the trainer tokenizes."""
 
     def reports(self) -> list[str]:
         parts = [data for data in (self.train, self.held_out) if data is not None]
@@ -55,10 +57,15 @@ class Examples:
         ]
 
     def record(self, run_dir: Path) -> None:
-        """Keep what a run goes on with, the key and the date its chat template was told; the rest is to be looked at."""
-        held_out = None if self.held_out is None else account(self.held_out)
-        said = {"key": self.key, "today": self.today, "max_length": self.max_length}
-        write_json(run_dir / RECORD, {**said, "train": account(self.train), "held_out": held_out})
+        """Keep what a run resumes with, the key and the date its chat template was told; the rest is for people."""
+        found = {
+            "key": self.key,
+            "today": self.today,
+            "max_length": self.max_length,
+            "train": account(self.train),
+            "held_out": None if self.held_out is None else account(self.held_out),
+        }
+        write_section(run_dir / DECISIONS, DATA, found)
 
 
 def account(data: Data) -> dict[str, Any]:
@@ -97,12 +104,14 @@ def prepare_examples(
     parts = {"tokenizer": tokenizer_identity(tokenizer)}
     prepared = prepare(sources, selection_of(run.data), parts, bad_rows=run.data.bad_rows)
     notes = [note for each in options if (note := note_of(each, tokenizer))]
-    prompts = None
-    if prepared.held_out is not None:
-        prompts = prompts_to_complete(run, prepared, options[0], tokenizer)
-    longest = options[0].max_length
     return Examples(
-        prepared.train, prepared.held_out, prompts, prepared.key, today, (*prepared.sources, *notes), longest
+        prepared.train,
+        prepared.held_out,
+        None if prepared.held_out is None else prompts_to_complete(run, prepared, options[0], tokenizer),
+        prepared.key,
+        today,
+        (*prepared.sources, *notes),
+        options[0].max_length,
     )
 
 
@@ -110,8 +119,7 @@ def date_of(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The date for chat templates that print one: today's, or the one on which the run began, None for other formats."""
     if run.data.format == "fim" or not tokenizer.chat_template or not prints_the_date(tokenizer):
         return None
-    begun = run.run_dir / RECORD
-    known: str | None = read_json(begun)["today"] if begun.exists() else None
+    known: str | None = read_section(run.run_dir / DECISIONS, DATA).get("today")
     return known or date.today().isoformat()
 
 
@@ -146,9 +154,8 @@ def room_for_prompts(run: RunConfig, of_base: PretrainedConfig | None) -> int | 
         return None
     completion = setting(run, "max_completion_length") or 0
     if completion >= context:
-        raise UsageError(
-            f"train.max_completion_length {completion} leaves no room for a prompt: {key} is {context}", fix="lower it"
-        )
+        reason = f"train.max_completion_length {completion} leaves no room for a prompt: {key} is {context}"
+        raise UsageError(reason, fix="lower it")
     return int(context - completion)
 
 
@@ -202,11 +209,16 @@ def prompts_to_complete(
 ) -> Dataset | None:
     """The first held-out rows as prompts, with what would be the answer, for samples.jsonl."""
     assert prepared.held_out is not None
+    rows = prepared.held_out.dataset.select(range(min(SHOWN, len(prepared.held_out.dataset))))
     if run.cogumi.method == "dpo":
-        return prompts_of_pairs(prepared.held_out.dataset, tokenizer)
-    if run.cogumi.method == "gspo":
-        rows = prepared.held_out.dataset.select(range(min(SHOWN, len(prepared.held_out.dataset))))
-    else:
+        ids = {"prompt": list(rows["prompt_ids"])} | {
+            side: list(rows[f"{side}_ids"]) for side in ("chosen", "rejected")
+        }
+        texts = {
+            name: [tokenizer.decode(each, skip_special_tokens=name != "prompt") for each in ids[name]] for name in ids
+        }
+        return Dataset.from_dict({**texts, "prompt_ids": ids["prompt"]})
+    if run.cogumi.method == "sft":
         asked = FormatOptions(**{**vars(options), "method": "gspo"})
         held_out = prepared.sample_rows()
         columns = {name: name for name in held_out.columns}
@@ -214,40 +226,25 @@ def prompts_to_complete(
         rows = Dataset(tokenize(held_out, 0).table)
     if not len(rows):
         return None
-    plain = isinstance(rows[0]["prompt"], str)
-    texts = list(rows["prompt"])
+    prompts, plain = list(rows["prompt"]), isinstance(rows[0]["prompt"], str)
     if not plain:
         template = read_template(tokenizer, options.thinking, options.today)
-        texts = [template.prompt(prompt) for prompt in texts]
-    ids = tokenizer(texts, add_special_tokens=plain)["input_ids"]
-    return rows.remove_columns("prompt").add_column("prompt", texts).add_column("prompt_ids", ids)
-
-
-def prompts_of_pairs(pairs: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    first = pairs.select(range(min(SHOWN, len(pairs))))
-    return Dataset.from_dict(
-        {
-            "prompt": [tokenizer.decode(ids) for ids in first["prompt_ids"]],
-            "prompt_ids": list(first["prompt_ids"]),
-            **{
-                side: [tokenizer.decode(ids, skip_special_tokens=True) for ids in first[f"{side}_ids"]]
-                for side in ("chosen", "rejected")
-            },
-        }
-    )
+        prompts = [template.prompt(prompt) for prompt in prompts]
+    prompt_ids_of_all = tokenizer(prompts, add_special_tokens=plain)["input_ids"]
+    return rows.remove_columns("prompt").add_column("prompt", prompts).add_column("prompt_ids", prompt_ids_of_all)
 
 
 def first_tokens(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, rows: int) -> torch.Tensor:
     """Token ids of the first examples, prompt and answer, cut to the shortest: (rows, tokens)."""
-    ids = [ids_of(row, tokenizer) for row in dataset.select(range(min(rows, len(dataset))))]
+
+    def ids_of(row: dict[str, Any]) -> list[int]:
+        if "input_ids" in row:
+            return list(row["input_ids"])
+        if "prompt_ids" in row:
+            return [*row["prompt_ids"], *row["chosen_ids"]]
+        if "middle" in row:
+            return prompt_ids(row["prompt"] + row["middle"], tokenizer)
+        return prompt_ids(row["prompt"], tokenizer)
+
+    ids = [ids_of(row) for row in dataset.select(range(min(rows, len(dataset))))]
     return torch.tensor([each[: min(map(len, ids))] for each in ids])
-
-
-def ids_of(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    if "input_ids" in row:
-        return list(row["input_ids"])
-    if "prompt_ids" in row:
-        return [*row["prompt_ids"], *row["chosen_ids"]]
-    if "middle" in row:
-        return list(tokenizer(row["prompt"] + row["middle"])["input_ids"])
-    return prompt_ids(row["prompt"], tokenizer)

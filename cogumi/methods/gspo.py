@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from cogumi.config.loss_presets import OURS, PRESETS
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
-from cogumi.core.run_directory import read_json, write_json
+from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.chat_templates import read_template
 from cogumi.models.adapters import lora_config
 from cogumi.patches.gspo_loss import defaults, spelled_out
@@ -36,7 +36,7 @@ from cogumi.rl.watch import RECORD, watch
 log = logging.getLogger("cogumi")
 PLANNED = ("gradient_accumulation_steps", "steps_per_generation")  # what a number of documents per step decides
 STEPS_PER_ROLLOUT = 4  # arXiv:2507.18071, section 5.1: four mini-batches
-PLAN = "batch.json"  # in the run directory: the batch that a run planned, and keeps when it goes on
+BATCH = "batch"  # of decisions.json: the batch that a run planned, and keeps when it resumes
 TRAINABLE_BYTES = 16  # per LoRA parameter: fp32 weight, gradient and two AdamW moments
 
 
@@ -47,17 +47,13 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     name = train["loss_type"]
     for finding in clip_numbers(PRESETS[name].values | train | {"loss_type": PRESETS[name].values["loss_type"]}):
         raise UsageError(finding.message)
-    wanted = PRESETS[name].values["importance_sampling_level"]
-    if name in OURS and (level := train.get("importance_sampling_level", wanted)) != wanted:
-        raise UsageError(
-            f"{level} contradicts train.loss_type: {name}", key="train.importance_sampling_level", fix="drop one"
-        )
+    key = "importance_sampling_level"
+    wanted = PRESETS[name].values[key]
+    if name in OURS and (level := train.get(key, wanted)) != wanted:
+        raise UsageError(f"{level} contradicts train.loss_type: {name}", key=f"train.{key}", fix="drop one")
     if train.get("cast_lm_head_to_fp32"):
-        raise UsageError(
-            "TRL's switch fails on tied embeddings with PEFT",
-            key="train.cast_lm_head_to_fp32",
-            fix="set cogumi.fp32_lm_head: true instead",
-        )
+        reason, fix = "TRL's switch fails on tied embeddings with PEFT", "set cogumi.fp32_lm_head: true instead"
+        raise UsageError(reason, key="train.cast_lm_head_to_fp32", fix=fix)
     if is_planned(run):
         train |= provisional_batch(run)
     elif name in OURS and all(train.get(key) is None for key in ("steps_per_generation", "generation_batch_size")):
@@ -115,14 +111,13 @@ def provisional_batch(run: RunConfig) -> dict[str, Any]:
 
 def plan(run: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Dataset) -> RunConfig:
     """The run with its batch cut to the loaded model and the memory beside it; one that goes on keeps its batch."""
-    planned = run.run_dir / PLAN
-    if planned.exists():
-        return with_batch(run, read_json(planned))
+    if planned := read_section(run.run_dir / DECISIONS, BATCH):
+        return with_batch(run, planned)
     longest = max(len(prompt_ids(prompt, tokenizer)) for prompt in prompts["prompt"])
     free = free_memory_bytes() - TRAINABLE_BYTES * lora_parameters(model, lora_config(run.lora).r)
     batch = batch_for(run, model.config, model.dtype.itemsize, longest, free)
     log.info("%s", batch)
-    write_json(planned, batch.arguments)
+    write_section(run.run_dir / DECISIONS, BATCH, batch.arguments)
     return with_batch(run, batch.arguments)
 
 
@@ -154,6 +149,7 @@ def prompt_ids(prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenize
 
 
 def with_batch(run: RunConfig, arguments: dict[str, Any]) -> RunConfig:
+    """The run with a planned batch in the place of documents per step."""
     decided = run.model_copy(deep=True)
     decided.cogumi.docs_per_step = decided.cogumi.prompts_per_step = None
     decided.train |= arguments
@@ -197,10 +193,11 @@ def try_rewards(run: RunConfig, prompts: Dataset) -> None:
     refuse_missing_columns(rewards, prompts.column_names)
     for reward in rewards if len(prompts) else ():
         wrong = what_is_wrong(reward, prompts[0], setting(run, "num_generations"), trainer_state=TrainerState())
-        if wrong is not None and wrong[0]:
-            raise UsageError(wrong[1], key="cogumi.rewards")
-        if wrong is not None:
-            log.warning("cogumi.rewards: %s", wrong[1])
+        refused, what = wrong or (False, "")
+        if refused:
+            raise UsageError(what, key="cogumi.rewards")
+        if what:
+            log.warning("cogumi.rewards: %s", what)
 
 
 def apply_thinking(flag: bool, rewards: list[Any], args: Any, tokenizer: PreTrainedTokenizerBase) -> list[Any]:

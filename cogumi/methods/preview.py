@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from cogumi.config.schema import RunConfig, load_config
+from cogumi.config.schema import load_config
 from cogumi.core.formatting import visible
 from cogumi.core.notices import said
 from cogumi.data.rows import in_words
@@ -47,17 +47,19 @@ class Shares:
 
 @dataclass(frozen=True)
 class Preview:
-    """`examples`: each a list of (kind, text), kind being context, learned or rejected, in the order the model sees them."""
+    """`examples`: each a list of (kind, text), kind being context, learned or rejected, in the order the model sees them.
+
+    reports: of a mixture how much of each source; for each reason that rows were dropped for, the first of them. lengths:
+    (first length, last length, examples) in tokens. max_length: what examples are held to. The last two are empty, and None,
+    for prompts, which the trainer tokenizes.
+    """
 
     train: Shares
     held_out: Shares | None
     reports: tuple[str, ...]
-    """Of a mixture how much of each source; for each reason that rows were dropped for, the first of them."""
     lengths: tuple[tuple[int, int, int], ...]
-    """(first length, last length, examples) in tokens; empty for prompts, which the trainer tokenizes."""
     examples: tuple[tuple[tuple[str, str], ...], ...]
     max_length: int | None = None
-    """In tokens, what examples are held to; None of prompts."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -80,10 +82,8 @@ class Preview:
             yield f"{first:>7,} to {last:>7,} tokens {count:>9,} {bar}"
         for number, pieces in enumerate(self.examples, 1):
             yield f"\n--- example {number} " + "-" * 60
-            if colour:
-                yield "".join(f"[{STYLES[kind]}]{shown(text)}[/]" for kind, text in pieces)
-            else:
-                yield "".join(f"{MARKS[kind][0]}{shown(text)}{MARKS[kind][1]}" for kind, text in pieces)
+            marks = {kind: (f"[{style}]", "[/]") for kind, style in STYLES.items()} if colour else MARKS
+            yield "".join(f"{marks[kind][0]}{shown(text)}{marks[kind][1]}" for kind, text in pieces)
 
     def __str__(self) -> str:
         return "\n".join(self.lines(colour=False))
@@ -98,25 +98,20 @@ def preview(config: str | os.PathLike[str] | Mapping[str, Any], examples: int = 
     found = prepare_examples(run, tokenizer, AutoConfig.from_pretrained(base, revision=run.model.revision))
     data = found.train
     rows = data.dataset.select(range(min(examples, len(data.dataset))))
+    keys = {"data.fraction": run.data.fraction < 1, "data.max_rows": run.data.max_rows is not None}
+    why = ", ".join(key for key, is_set in keys.items() if is_set) or "data.mix: weight"
     return Preview(
         train=shares_of(data),
         held_out=None if found.held_out is None else shares_of(found.held_out),
         reports=(
             *found.sources,
-            *left_alone(run, data.note),
+            *([f"{data.note.removesuffix(' chosen')} kept ({why})"] if data.note else []),
             *(line for each in (data, found.held_out) if each for line in each.examples_dropped()),
         ),
         lengths=tuple(buckets(data, BARS)),
         examples=tuple(tuple(pieces_of(row, tokenizer)) for row in rows),
         max_length=found.max_length,
     )
-
-
-def left_alone(run: RunConfig, note: str) -> list[str]:
-    """How many of the rows are trained on, and the keys that decide it. note: of the prepared data."""
-    keys = {"data.fraction": run.data.fraction < 1, "data.max_rows": run.data.max_rows is not None}
-    why = ", ".join(key for key, is_set in keys.items() if is_set) or "data.mix: weight"
-    return [f"{note.removesuffix(' chosen')} kept ({why})"] if note else []
 
 
 def shares_of(data: Any) -> Shares:

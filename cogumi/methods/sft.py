@@ -12,12 +12,12 @@ import torch
 
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
-from cogumi.core.run_directory import read_json, write_json
+from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.packing import PAIRS, pack, probe, rows_apart, rows_per_step, wants_one_sequence, with_labels
 from cogumi.patches import unsloth_rl
 
 log = logging.getLogger("cogumi")
-PACKING = "packing.json"  # in the run directory: whether rows are packed, why, and what a step is then
+PACKING = "packing"  # of decisions.json: whether rows are packed, why, and what a step is then
 MAX_LENGTH = 1024  # trl.SFTConfig's own, and trl.DPOConfig's
 CLOSE = 0.1  # of the examples asked for: how far from them a step of whole rows may be without a warning
 
@@ -27,12 +27,8 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     length = run.train.get("max_length")
     if run.data.format == "fim":
         if run.train.get("completion_only_loss") is False or run.train.get("assistant_only_loss"):
-            raise UsageError(
-                "of a fill-in-the-middle example the middle is learned, and of a plain row "
-                "(data.fim.fim_rate) everything",
-                key="train.completion_only_loss",
-                fix="drop it",
-            )
+            learned = "of a fill-in-the-middle example the middle is learned, and of a plain row (data.fim.fim_rate) everything"
+            raise UsageError(learned, key="train.completion_only_loss", fix="drop it")
         budget = run.data.fim.max_length
         if length is not None and length < budget:
             raise UsageError(
@@ -42,7 +38,7 @@ def arguments(run: RunConfig) -> dict[str, Any]:
         # The data's own budget has already dropped, and counted, what is too long.
         length = length or (budget if run.train.get("packing") else None)
     else:
-        length = run.train.get("max_length") or MAX_LENGTH
+        length = length or MAX_LENGTH
     # What is learned is in the examples, and so is the chat template: TRL gets ids and masks.
     ours = {"completion_only_loss": True, "assistant_only_loss": False, "chat_template_path": None}
     return {**run.train, **ours, "max_length": length}
@@ -65,11 +61,11 @@ def build_trainer(run: RunConfig, **common: Any) -> Any:
 @contextmanager
 def without_warnings_the_probe_answers() -> Iterator[None]:
     """TRL warns of packing with any attention but flash attention: whether this model keeps examples apart was measured."""
-    theirs = logging.getLogger("trl.trainer.sft_trainer")
 
     def is_another(record: logging.LogRecord) -> bool:
         return "supported Flash Attention variant" not in record.getMessage()
 
+    theirs = logging.getLogger("trl.trainer.sft_trainer")
     theirs.addFilter(is_another)
     try:
         yield
@@ -84,31 +80,30 @@ def packed(
 
     A run that goes on keeps what it decided before its first step.
     """
-    args, place = copy.copy(args), run.run_dir / PACKING
+    args, place = copy.copy(args), run.run_dir / DECISIONS
     if args.packing and args.packing_strategy == "wrapped":
         log.warning(
             "packing: `wrapped` cuts examples and lets them read each other, as it is meant to; `bfd` does neither"
         )
-        safe = True
-        write_json(place, {"safe": None})
-    elif place.exists():
-        safe = read_json(place)["safe"]
+        safe, decided = True, dict[str, Any](safe=None)
+    elif decided := read_section(place, PACKING):
+        safe = decided["safe"]
         log.info("packing: %s, as when the run began", "on" if safe else "off")
     else:
         first = [train_dataset[i]["input_ids"] for i in range(min(2 * PAIRS, len(train_dataset)))]
         leak = probe(model, first if len(first) > 1 else first * 2, processing_class.pad_token_id)
         safe = not leak
-        write_json(place, {"safe": safe, "distance": leak.distance, "bound": leak.bound})
+        decided = {"safe": safe, "distance": leak.distance, "bound": leak.bound}
         if safe:
             log.info("packing: packed logits differ from separate ones by %.1e (rounding explains %.1e)",
                      leak.distance, leak.bound)  # fmt: skip
         else:
             log.warning("packing off: this model's packed logits differ from separate ones by %.2g, where rounding explains "
                         "%.1e: examples would read each other", leak.distance, leak.bound)  # fmt: skip
+    write_section(place, PACKING, decided)
     if not safe:
         args.packing = args.padding_free = False
-        return {"args": args}
-    if not args.packing:  # padding_free alone: batches stay as they are
+    if not args.packing:  # of padding_free alone batches stay as they are
         return {"args": args}
     rows = pack(with_labels(train_dataset), args.max_length, args.packing_strategy)
     step = rows_per_step(rows, args.per_device_train_batch_size, args.gradient_accumulation_steps)
@@ -133,17 +128,16 @@ def packed(
         "rows_per_step": step.rows,
         "examples_per_step": step.examples,
     }
-    write_json(place, read_json(place) | figures)
+    write_section(place, PACKING, decided | figures)
     held_out = None if eval_dataset is None else with_labels(eval_dataset)
     return {"args": args, "train_dataset": rows.rows, "eval_dataset": held_out}
 
 
 def refuse_other_labels(trainer: Any, dataset: Any) -> None:
-    """Raise RuntimeError unless the trainer learns exactly the tokens the data says: whoever's trainer it is.
+    """Raise RuntimeError unless the trainer learns exactly the tokens the data says.
 
     TRL 1.15 ignores `completion_mask` without `completion_only_loss`, and a trainer that unsloth generated may have a
-    preparation of its own. The prompts would be trained on without a word. The first token of an example predicts nobody's
-    next, so it does not count.
+    preparation of its own: prompts would be trained on without a word. Nothing predicts the first token of an example.
     """
     first = range(min(4, len(dataset)))
     wanted = [learned_of(dataset[i]) for i in first]

@@ -65,18 +65,6 @@ def refuse_unmatched(lora: dict[str, Any], of_base: Any) -> None:
     )
 
 
-def largest_change(model: torch.nn.Module, start: Path | None = None) -> float:
-    """How far the adapter is from where it started; 0 before training, and still 0 if nothing was learned.
-
-    That is the largest |B| of its up-projections; where it was loaded from `start`, the largest difference in any element.
-    """
-    if start is None:
-        return max((p.detach().abs().max().item() for n, p in model.named_parameters() if "lora_B" in n), default=0.0)
-    live, saved = get_peft_model_state_dict(model, adapter_name=TRAINED), load_file(start / WEIGHTS)
-    apart = (live[name].cpu() - saved[name].to(live[name].dtype) for name in live.keys() & saved.keys())
-    return max((each.abs().max().item() for each in apart), default=0.0)
-
-
 def keep_float32(model: Any) -> None:
     """Give the adapter on a quantized base the float32 back that PEFT made it in. Before there is an optimizer.
 

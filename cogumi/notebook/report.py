@@ -18,7 +18,7 @@ from cogumi.checkpoints.manifest import CheckpointDamaged, files_of, read_manife
 from cogumi.checkpoints.retention import checkpoints_in
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import duration, gib
-from cogumi.core.run_directory import PREFLIGHT, ROLLOUTS, write_atomic
+from cogumi.core.run_directory import DECISIONS, FORECAST, ROLLOUTS, read_section, write_atomic
 from cogumi.core.version import __version__
 from cogumi.notebook import figures, html_components
 from cogumi.notebook.completions import rollouts, side_by_side
@@ -161,7 +161,7 @@ def flags(run: Path) -> str:
 
 def what_it_was(run: Path, status: Status) -> str:
     config, came_to, beat = config_of(run), read_if_there(run / "metrics.json"), status.heartbeat
-    model, base = config.get("model", {}), read_if_there(run / "base.json")
+    model, base = config.get("model", {}), read_section(run / DECISIONS, "base")
     asked = config.get("cogumi", {})
     tuning = {"lora": "LoRA", "full": "every weight"}.get(asked.get("tuning"), "")
     if model.get("quantization_config"):
@@ -266,15 +266,15 @@ def completions(run: Path) -> str:
 
 
 def data(run: Path) -> str:
-    found = read_if_there(run / "data.json")
+    found = read_section(run / DECISIONS, "data")
     accounts = [found[part] for part in ("train", "held_out") if found.get(part)]
     if not accounts:
-        return "<p>What became of the rows is not in data.json; lines of it may be among the decisions below.</p>"
+        return "<p>What became of the rows is not in decisions.json; lines of it may be among the decisions below.</p>"
     return html_components.data(accounts, found["train"]["lengths"], found.get("max_length"))
 
 
 def memory(run: Path) -> str:
-    forecast, took = read_if_there(run / PREFLIGHT), read_if_there(run / "metrics.json").get("memory", {})
+    forecast, took = read_section(run / FORECAST, "preflight"), read_if_there(run / "metrics.json").get("memory", {})
     peak, expected = took.get("gpu_peak_allocated"), took.get("gpu_peak_forecast")
     off = f", {100 * (expected / peak - 1):+.1f} % from what it was" if expected and peak else ""
     rows = [
@@ -284,7 +284,7 @@ def memory(run: Path) -> str:
         ("peak of the process, main memory", gib(took["peak_rss"]) if took.get("peak_rss") else ""),
     ]
     if not forecast:
-        none = "<p>No forecast: there is no preflight.json (a run without a GPU begins without one).</p>"
+        none = "<p>No forecast: the run made none (a run without a GPU begins without one).</p>"
         return facts(rows) + none
     return facts(rows) + "<h4>Preflight</h4>" + html_components.preflight(forecast, peak)
 

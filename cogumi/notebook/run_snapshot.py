@@ -23,7 +23,7 @@ from cogumi.checkpoints.retention import checkpoints_in
 from cogumi.checkpoints.verify import Finding, inspect
 from cogumi.core.disk_space import spoken
 from cogumi.core.formatting import duration, visible
-from cogumi.core.run_directory import OUTLOOK, ROLLOUTS
+from cogumi.core.run_directory import FORECAST, ROLLOUTS, read_section
 from cogumi.notebook.curves import LAST, Curve, Curves, Plot, short
 from cogumi.telemetry.status import Status, facts, in_short, number, read_if_there, status_of, tail_lines
 
@@ -117,7 +117,8 @@ def disk_lines(run_dir: Path, status: Status) -> list[str]:
         hours = sample.get("hours_until_full") or math.inf
         rate = f", full in {duration(hours * 3600)} at the rate of the last hour" if hours < SOON_HOURS else ""
         said.append(f"{free / 1e9:.1f} GB free{rate}" + (f" ({sample['level']})" if sample.get("level") else ""))
-    return said + read_if_there(run_dir / OUTLOOK).get("lines", [])
+    forecast: list[str] = read_section(run_dir / FORECAST, "disks").get("lines", [])
+    return said + forecast
 
 
 # --------------------------------------------------------------------------------------------------------- in a terminal

@@ -26,7 +26,6 @@ from cogumi.rl.findings import OWN_OBJECTIVE, accepted, how_to_accept, is_a_runs
 from cogumi.rl.guards import guard
 from cogumi.rl.loss_capture import Backend, LossCall, backend_of, is_per_sequence, overheard, sequence_log_ratio
 from cogumi.rl.loss_check import LossProof, WrongLossError, unproven_terms
-from cogumi.rl.runtime_warnings import DuringTheRun
 from cogumi.rl.sampling import takes_rollout_logps
 
 log = logging.getLogger("cogumi")
@@ -76,7 +75,6 @@ class Watch(TrainerCallback):
         self.token_ratio = name in PRESETS and PRESETS[name].token_ratio
         self.metrics = PolicyMetrics()
         self.proof: LossProof | None = None
-        self.during = DuringTheRun(trainer.args.max_grad_norm or 0.0)
         self.guarded = False
         self.rollout_step = 0
         trainer.reward_funcs = [as_annotated(each) for each in trainer.reward_funcs]
@@ -183,7 +181,7 @@ class Watch(TrainerCallback):
                 raise WrongLossError(f"{error}; where the objective, or a term of it, is your own: {own}") from None
             on_policy = self.rollout_step == self.trainer.state.global_step
             if self.proof.step == 1 and on_policy and "ratio_outside_clip" in found:
-                self.during.first_step(found)
+                self.warn_of_numerics(found["ratio_outside_clip"], found["ratio_max_deviation"])
             self.proof = None if self.proof.complete else self.proof
             if self.trainer.accelerator.is_main_process:
                 self.record.parent.mkdir(parents=True, exist_ok=True)
@@ -198,9 +196,16 @@ class Watch(TrainerCallback):
             else:
                 logged[name].append(value)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        for warning in self.during.warnings(logs or {}):
-            log.warning("step %d: %s", state.global_step, worded_for(self.trainer, warning))
+    def warn_of_numerics(self, outside: float, deviation: float) -> None:
+        """Ratios of the first step are 1 but for rounding, since nothing was learned yet."""
+        if outside > 0:
+            log.warning(
+                "step 1: the ratios are up to %.2g away from 1 and %.0f%% of them outside the clip, before anything was "
+                "learned: the sampler's and the trainer's numerics differ, and the clip acts on that. An fp32 head on both "
+                "sides takes a part of it away; else widen the clip",
+                deviation,
+                100 * outside,
+            )
 
 
 # ----------------------------------------------------------------------------------------------------- a step's metrics

@@ -1,21 +1,94 @@
-"""heartbeat.json: once a second, in every stage, what a run is doing, how long it takes yet, and what it costs."""
+"""heartbeat.json: once a second, in every stage, what a run is doing, how long it takes yet, and what it costs; and
+metrics.json: what it came to, whether it went to its end or not."""
 
 import logging
+import resource
+import shutil
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+import psutil
+import torch
+
+from cogumi.core.disk_space import spoken
 from cogumi.core.durability import NO_SPACE
-from cogumi.core.run_directory import write_json
-from cogumi.telemetry.stage_timer import HEARTBEAT, Meter
-from cogumi.telemetry.throughput import MachineUse, Throughput
+from cogumi.core.errors import RefusedAtSetup
+from cogumi.core.formatting import pip
+from cogumi.core.run_directory import FORECAST, read_jsonl, read_section, write_json
+from cogumi.telemetry.throughput import HEARTBEAT, ROLLOUT, Meter, Throughput
 
 log = logging.getLogger("cogumi")
 HEARTBEAT_SECONDS = 1.0
+SUMMARY = "metrics.json"
+FINAL = ("loss", "eval_loss", "reward")
+
+
+class MachineUse:
+    """Reads what the machine is doing, about a millisecond a time. Utilization, temperature and power come from NVML
+    (nvidia-ml-py), and are left out, with one line of log, where it is not installed or does not answer."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.process = psutil.Process()
+        self.process.cpu_percent()  # the first call starts the interval of the next
+        psutil.cpu_percent()
+        self.nvml = torch.cuda.is_available() and nvml_answers()
+
+    def now(self) -> dict[str, Any]:
+        """Bytes are bytes, percentages 0 to 100; `cpu.process_percent` is of one core, so 8 busy cores are 800."""
+        memory, disk = psutil.virtual_memory(), shutil.disk_usage(self.directory)
+        return {
+            "gpu": self.gpu(),
+            "cpu": {
+                "percent": psutil.cpu_percent(),
+                "process_percent": self.process.cpu_percent(),
+                "cores": psutil.cpu_count(),
+            },
+            "memory": {"used": memory.total - memory.available, "total": memory.total, "process": self.process.memory_info().rss},
+            "disk": {"free": disk.free, "total": disk.total},
+        }  # fmt: skip
+
+    def gpu(self) -> dict[str, Any] | None:
+        """None without one. `used` is everybody's, the peaks are of this process."""
+        if not torch.cuda.is_available():
+            return None
+        free, total = torch.cuda.mem_get_info()
+        found = {"name": torch.cuda.get_device_name(), "used": total - free, "total": total, **gpu_peaks()}
+        if not self.nvml:
+            return found
+        return found | {
+            "utilization_percent": torch.cuda.utilization(),
+            "temperature_celsius": torch.cuda.temperature(),
+            "power_watts": torch.cuda.power_draw() / 1000,
+        }
+
+
+def nvml_answers() -> bool:
+    try:
+        import pynvml
+    except ImportError:
+        install = pip("install nvidia-ml-py")
+        log.info("no GPU utilization in heartbeat.json: nvidia-ml-py is not installed (%s)", install)
+        return False
+    try:
+        torch.cuda.utilization(), torch.cuda.temperature(), torch.cuda.power_draw()
+    except (pynvml.NVMLError, RuntimeError) as error:
+        log.info("no GPU utilization in heartbeat.json: NVML does not answer: %s", error)
+        return False
+    return True
+
+
+def gpu_peaks() -> dict[str, int]:
+    """Bytes that torch has held at most since the run began; {} without a GPU."""
+    if not torch.cuda.is_available():
+        return {}
+    return {"peak_allocated": torch.cuda.max_memory_allocated(), "peak_reserved": torch.cuda.max_memory_reserved()}
 
 
 @dataclass
@@ -25,9 +98,9 @@ class Progress:
     step: int = 0
     steps: int | None = None
     step_time: float | None = None
-    """When the last step ended, in seconds since the epoch: what stands still when the training hangs."""
+    """When the last step ended: what stands still when the training hangs."""
     eta_seconds: float | None = None
-    """To the end of the training, as of `step_time`; samples, merge and checks come after it."""
+    """To the end of the training, as of `step_time`."""
     tokens_per_second: float | None = None
     mfu: float | None = None
     of_a_stage: bool = False
@@ -55,9 +128,7 @@ class Heartbeat:
         self.thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
         self.over.set()
         self.thread.join()
         if self.failure is None:
@@ -109,3 +180,99 @@ class Heartbeat:
             "stalled": self.stalled() or None,
             **self.use.now(),
         }
+
+
+# -------------------------------------------------------------------------------------------------------- metrics.json
+
+
+@contextmanager
+def measured(run_dir: Path, meter: Meter) -> Iterator[Heartbeat]:
+    """While in the block the run's heart beats; at its end, however it comes, metrics.json says what the run came to."""
+    meter.take_up(run_dir)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    heart = Heartbeat(run_dir, meter)
+    refused = False
+    try:
+        with heart:
+            yield heart
+        if heart.throughput is not None:
+            heart.throughput.read()
+    except RefusedAtSetup:
+        refused = True  # nothing was measured, and the directory goes unless there was something in it
+        raise
+    finally:
+        if not refused:
+            write_summary(heart)
+
+
+def write_summary(heart: Heartbeat) -> None:
+    """Asks nothing of the GPU: a run that lost it has a summary as well."""
+    found = summary(heart)
+    peak, forecast = (found["memory"].get(key) for key in ("gpu_peak_allocated", "gpu_peak_forecast"))
+    if peak and forecast:
+        more = 100 * (forecast / peak - 1)
+        log.info("GPU memory: %s at its peak, %s forecast (%+.1f %%)", spoken(peak), spoken(forecast), more)
+    try:
+        write_json(heart.run_dir / SUMMARY, found)
+    except OSError as error:  # what went wrong first is what the run ends with
+        log.error("%s could not be written: %s", heart.run_dir / SUMMARY, error.strerror)
+
+
+def summary(heart: Heartbeat) -> dict[str, Any]:
+    """Seconds, tokens, cost: of all parts of the run. Rates: of its steps. Memory: of this process.
+
+    `mfu` is of the steps without their rollouts. `gpu_peak_forecast` is what the preflight said that `gpu_peak_allocated`
+    would be; `peak_rss`: the most memory that this process has had resident over its whole life.
+    """
+    meter, progress, throughput = heart.meter, heart.progress, heart.throughput
+    found: dict[str, Any] = {
+        "steps": progress.step,
+        "max_steps": progress.steps,
+        "elapsed_seconds": round(meter.elapsed(), 3),
+        "seconds": {stage: round(seconds, 3) for stage, seconds in meter.seconds().items()},
+        "price_per_hour": meter.price_per_hour,
+        "cost": meter.cost(),
+    }
+    if throughput is not None:
+        found |= rates(throughput)
+    rows = read_jsonl(heart.run_dir / "metrics.jsonl")
+    found["final"] = {
+        key: next((row[key] for row in reversed(rows) if row.get(key) is not None), None) for key in FINAL
+    }
+    # getrusage(2): kilobytes on Linux, bytes on macOS
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    found["memory"] = {"peak_rss": rss, **{f"gpu_{key}": value for key, value in gpu_peaks().items()}}
+    forecast = read_section(heart.run_dir / FORECAST, "preflight").get("figures", {}).get("memory")
+    if forecast is not None:
+        found["memory"] |= {"gpu_peak_forecast": forecast["tensors"] + forecast["workspace"]}
+    return found
+
+
+def rates(throughput: Throughput) -> dict[str, Any]:
+    done = throughput.total
+    found: dict[str, Any] = {
+        "tokens": int(done.tokens),
+        "tokens_with_padding": int(done.padded_tokens),
+        "tokens_per_second": throughput.tokens_per_second(done),
+        "step_seconds": round(done.step_seconds, 3),
+    }
+    if throughput.work is not None and done.tokens:
+        context = done.squared / done.tokens
+        found |= {
+            "mean_context": round(context, 1),
+            "flop_per_token": throughput.work.model(context),
+            "weights_per_token": throughput.work.weights,
+            "trained_weights_per_token": throughput.work.trained,
+        }
+    found |= {"peak_flops": throughput.peak, "mfu": throughput.mfu(done)}
+    if throughput.no_mfu:
+        found["no_mfu"] = throughput.no_mfu
+    if done.rollout_seconds:
+        found |= {
+            ROLLOUT + "_seconds": round(done.rollout_seconds, 3),
+            "update_seconds": round(done.step_seconds - done.rollout_seconds, 3),
+            "completions": int(done.completions),
+            "completions_per_second": done.completions / done.rollout_seconds,
+        }
+    return found

@@ -3,8 +3,10 @@
 import logging
 import shutil
 import signal
+import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -13,7 +15,7 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from cogumi.core.durability import NO_SPACE
@@ -23,12 +25,69 @@ from cogumi.core.process_id import this_process
 from cogumi.core.redact import Hiding, Shown, hide
 from cogumi.core.run_directory import append_jsonl, line_of, read_jsonl, write_atomic, write_json
 from cogumi.telemetry.heartbeat import Heartbeat
-from cogumi.telemetry.stage_timer import Pace
 from cogumi.telemetry.status import read_if_there
 from cogumi.telemetry.throughput import Throughput
 
 log = logging.getLogger("cogumi")
 LINE_SECONDS = 30.0
+CYCLES = 50  # of the latest: sequence lengths and completions change over a run
+
+
+class Pace:
+    """Seconds per step. What happens between steps (saving, evaluation, logging) is counted apart.
+
+    cycle: after how many steps the work repeats; in GSPO one of several steps makes the rollout that all of them train on.
+    A cycle is timed as a whole, and the median of the latest cycles is the pace: the first step, one that compiled, and
+    one that waited for a disk do not move it. Reading the data of a step belongs to the step.
+    """
+
+    def __init__(self, cycle: int = 1) -> None:
+        self.cycle = cycle
+        self.cycles: deque[float] = deque(maxlen=CYCLES)
+        self.under_way: list[float] = []
+        self.steps = 0
+        self.between = 0.0
+        self.last_step_end: float | None = None
+        self.mark = 0.0
+
+    def begin(self) -> None:
+        self.last_step_end = None
+        self.mark = time.monotonic()
+
+    def step_ended(self) -> float:
+        """The seconds that the step took."""
+        now = time.monotonic()
+        if self.last_step_end is not None:
+            self.between += self.mark - self.last_step_end
+        seconds = now - self.mark
+        self.under_way.append(seconds)
+        self.steps += 1
+        if len(self.under_way) == self.cycle:
+            self.cycles.append(sum(self.under_way))
+            self.under_way.clear()
+        self.last_step_end = self.mark = now
+        return seconds
+
+    def between_ended(self) -> None:
+        """Something between two steps is done; what follows is the next step, or more of the kind."""
+        self.mark = time.monotonic()
+
+    def stood_still(self, seconds: float) -> None:
+        """The training has waited for so long, and it counts as no time at all."""
+        self.mark += seconds
+        if self.last_step_end is not None:
+            self.last_step_end += seconds
+
+    def eta(self, steps_left: int) -> float | None:
+        """Seconds to the end of the training: the recent pace, and beside it what lay between steps so far at its rate.
+
+        None before the first step. The first cycle, which warms up, counts only while there is no other.
+        """
+        if not self.steps:
+            return None
+        warm = list(self.cycles)[1:] if 1 < len(self.cycles) < CYCLES else self.cycles
+        pace = statistics.median(warm) / self.cycle if warm else statistics.mean(self.under_way)
+        return steps_left * (pace + self.between / self.steps)
 
 
 class Telemetry(TrainerCallback):
@@ -51,10 +110,8 @@ class Telemetry(TrainerCallback):
         self.full = False
 
     def attach(self, trainer: Any) -> None:
-        """Take the place of transformers' own progress output, which prints every logged dictionary.
-
-        Before the reporters that `report_to` brought in, which would otherwise read a row before it is whole.
-        """
+        """Take the place of transformers' own progress output, before the reporters of `report_to`, which would otherwise read
+        a row before it is whole."""
         trainer.pop_callback(ProgressCallback)
         trainer.pop_callback(PrinterCallback)
         trainer.callback_handler.callbacks.insert(0, self)
@@ -86,15 +143,13 @@ class Telemetry(TrainerCallback):
             yield
         self.pace.stood_still(time.monotonic() - began)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         take_up_metrics(self.run_dir, state)
         self.heart.progress.step, self.heart.progress.steps = state.global_step, state.max_steps
         self.pace.begin()
         self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc=self.name, unit="step", mininterval=0.5)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.heart.refuse_silence()
         seconds = self.pace.step_ended()
         if self.throughput is not None:
@@ -105,16 +160,11 @@ class Telemetry(TrainerCallback):
         assert self.bar is not None
         self.bar.update(state.global_step - self.bar.n)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.pace.between_ended()
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
         logs = {} if logs is None else logs
         if "loss" in logs:
@@ -146,15 +196,17 @@ class Telemetry(TrainerCallback):
 
     def line(self, state: TrainerState, logs: dict[str, Any]) -> str:
         """`step 120/1000, loss 1.23, grad 0.8, lr 1e-04, 12.3k tok/s, MFU 41 %, mem 61/80 GB, eta 1 h 12 min, $3.10 of $8.90`"""
-        names = {"loss": "loss", "reward": "reward", "grad_norm": "grad", "learning_rate": "lr"}
+        words: dict[str, Callable[[Any], str]] = {
+            "loss": lambda value: f"loss {float(value):.3g}",
+            "reward": lambda value: f"reward {float(value):.3g}",
+            "grad_norm": lambda value: f"grad {float(value):.3g}",
+            "learning_rate": lambda value: f"lr {float(value):.3g}",
+            "perf/tokens_per_second": lambda value: f"{count(value)} tok/s",
+            "perf/mfu": lambda value: f"MFU {value:.0%}",
+            "perf/gpu_memory_gb": lambda value: f"mem {value:.0f}/{torch.cuda.mem_get_info()[1] / 1e9:.0f} GB",
+        }
         said = [f"step {state.global_step}/{state.max_steps}"]
-        said += [f"{name} {float(logs[key]):.3g}" for key, name in names.items() if logs.get(key) is not None]
-        if "perf/tokens_per_second" in logs:
-            said.append(f"{count(logs['perf/tokens_per_second'])} tok/s")
-        if "perf/mfu" in logs:
-            said.append(f"MFU {logs['perf/mfu']:.0%}")
-        if "perf/gpu_memory_gb" in logs:
-            said.append(f"mem {logs['perf/gpu_memory_gb']:.0f}/{torch.cuda.mem_get_info()[1] / 1e9:.0f} GB")
+        said += [say(logs[key]) for key, say in words.items() if logs.get(key) is not None]
         left = self.heart.progress.eta_seconds
         if left is not None and state.global_step < state.max_steps:
             said.append(f"eta {duration(left)}")
@@ -222,13 +274,12 @@ def recorded(run_dir: Path, goes_on: bool = False) -> Iterator[None]:
         if isinstance(error, RefusedAtSetup) and not goes_on:
             shutil.rmtree(run_dir)  # nothing in it is worth keeping, and the corrected run may want its name
             raise
+        state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        reason = f"{type(error).__name__}: {error}"
         if by := asked_by(error):
             stage = read_if_there(run_dir / "status.json").get("stage")
             what = FINISHED_AND_SAVED if stage == "train" else f"before or after the training (stage: {stage})"
             state, reason = "stopped", f"asked to by {by}: {what}"
-        else:
-            state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            reason = f"{type(error).__name__}: {error}"
         log.log(logging.WARNING if state == "stopped" else logging.ERROR, "%s: %s", state, reason)
         try:
             set_status(run_dir, state, reason=hide(reason))

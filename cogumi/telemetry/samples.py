@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from torch import nn
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
 from cogumi.core.run_directory import ROLLOUTS, SAMPLES_FILE, append_jsonl, line_of, read_jsonl, write_atomic
 from cogumi.models.completion import complete_to_end
@@ -35,9 +35,7 @@ class Rollouts(TrainerCallback):
         self.trainer, self.run_dir, self.unless_full = trainer, run_dir, unless_full
         observe_rollouts(trainer, self.noted)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         keep_until(self.run_dir, state.global_step, ROLLOUTS)
 
     def noted(self, make: Callable[[Any], Any], inputs: Any) -> Any:
@@ -53,19 +51,12 @@ def earned(trainer: Any) -> dict[str, Any]:
     logs, weights = logged_completions(trainer), trainer.reward_weights.tolist()
     rewards = {name: [round(value, 6) for value in values] for name, values in logs["rewards"].items()}
     total = [weighted(each, weights) for each in zip(*rewards.values(), strict=True)]
-    prompts, completions = list(logs["prompt"]), list(logs["completion"])
-    return {
-        "reward": total,
-        "rewards": rewards,
-        "shown": [
-            {
-                "prompt": text_of(prompts[n])[-MOST_CHARACTERS:],
-                "completion": text_of(completions[n])[:MOST_CHARACTERS],
-                "reward": total[n],
-            }
-            for n in spread(total)
-        ],
-    }
+    prompts, completions = map(text_of, logs["prompt"]), map(text_of, logs["completion"])
+    rows = [
+        {"prompt": prompt[-MOST_CHARACTERS:], "completion": completion[:MOST_CHARACTERS], "reward": reward}
+        for prompt, completion, reward in zip(prompts, completions, total, strict=True)
+    ]
+    return {"reward": total, "rewards": rewards, "shown": [rows[n] for n in spread(total)]}
 
 
 def weighted(rewards: tuple[float, ...], weights: list[float]) -> float:
@@ -101,11 +92,8 @@ SHARE = 0.02  # of the training's time, at most, for those
 
 
 class Samples(TrainerCallback):
-    """Writes samples after every `every` steps of a training. `aside` is entered while it does.
-
-    every: None for each tenth of the steps, not more often than every FEWEST, as long as it takes no more than SHARE of the
-    time. spent: the seconds by stage so far.
-    """
+    """Writes samples after every `every` steps of a training: None for each tenth of them, not more often than every FEWEST,
+    as long as it takes no more than SHARE of the time. `aside` is entered meanwhile. spent: the seconds by stage so far."""
 
     def __init__(
         self,
@@ -121,9 +109,7 @@ class Samples(TrainerCallback):
         self.spent, self.stops = spent, stops
         self.limited = every is None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         keep_until(self.run_dir, state.global_step)
         if self.every is None:
             self.every = max(FEWEST, math.ceil(state.max_steps / TIMES))
@@ -132,18 +118,14 @@ class Samples(TrainerCallback):
         log.info("samples: %d held-out prompts before the first step, %sand at the end%s (cogumi.samples_every)",
                  min(SAMPLES, len(self.prompts)), on_the_way, limit)  # fmt: skip
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **_: Any) -> None:
         assert self.every is not None
-        if state.global_step % self.every == 0 and state.global_step < state.max_steps and self.is_cheap():
+        if state.global_step % self.every or state.global_step >= state.max_steps:
+            return
+        spent = self.spent()
+        if not self.limited or spent.get("samples", 0.0) <= SHARE * spent.get("train", 0.0):
             with self.aside("samples"):
                 write_samples(self.run_dir, model, self.tokenizer, self.prompts, state.global_step, self.stops)
-
-    def is_cheap(self) -> bool:
-        """Whether samples have taken no more than their share of the time so far."""
-        spent = self.spent()
-        return not self.limited or spent.get("samples", 0.0) <= SHARE * spent.get("train", 0.0)
 
 
 def write_samples(
@@ -156,9 +138,7 @@ def write_samples(
 ) -> None:
     """Add completions of the first prompts to samples.jsonl: rows of step, the prompt's columns, completion.
 
-    prompts: `prompt` (text), `prompt_ids`, and what would be the answer.
-
-    Those of this step and of later ones, of a part of the run that is made again, are replaced.
+    prompts: `prompt` (text), `prompt_ids`, and what would be the answer. Rows of this step and of later ones are replaced.
     """
     keep_until(run_dir, step - 1)
     examples = prompts.select(range(min(SAMPLES, len(prompts))))

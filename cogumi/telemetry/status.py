@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from signal import Signals
@@ -16,14 +17,14 @@ from cogumi.core.formatting import duration, flag_sentence, visible
 from cogumi.core.process_id import host, is_running, same_process
 from cogumi.core.run_directory import CONSOLE, START, finite, is_empty, read_json
 
-# What status.json says while a process is at work. It also says so of one that was killed.
-AT_WORK = ("starting", "running", "paused")
-# How a run ends that was to go on, and what is said of a process that is gone without a word.
-# How cogumi itself ends a run before its end.
-SANITY_CHECKED, STOPPED, BUDGET_SPENT = "sanity checked", "stopped by a red flag", "budget spent"
+AT_WORK = ("starting", "running", "paused")  # a run that was killed says so too
+SANITY_CHECKED, STOPPED, BUDGET_SPENT = (
+    "sanity checked",
+    "stopped by a red flag",
+    "budget spent",
+)  # ended by cogumi itself
 BROKEN_OFF = ("interrupted", "failed", "stopped", "died")
-# A run on another machine counts as living as long as its last sign of life is no older.
-FRESH_SECONDS = 300.0
+FRESH_SECONDS = 300.0  # a run on another machine counts as living as long as its last sign of life is no older
 TAIL_BYTES = 65536
 NAMED = 3  # of the runs that a hint could name
 
@@ -37,28 +38,25 @@ class Status:
     """As in status.json (starting, running, finished, failed, stopped ...); died: it says running, and the process is gone;
     refused: a start ended in a mistake of the configuration, and there is no run."""
     stage: str | None
-    """While it runs: load, train, samples, merge ..."""
     step: int | None
     steps: int | None
     eta_seconds: float | None
     reason: str | None
     """Why it ended as it did, and what to do."""
     alive: bool | None
-    """Whether its process lives. None where that cannot be said from this machine."""
+    """None where that cannot be said from this machine."""
     pid: int | None
     host: str | None
     began: float | None
-    """When the process began."""
+    """When the process began; `last_sign`: when the run last wrote its status or heartbeat."""
     last_sign: float | None
-    """When the run last wrote its status or heartbeat."""
     checkpoint: str | None
-    """The newest checkpoint, which the run goes on from if it is whole."""
+    """The newest one."""
     heartbeat: dict[str, Any]
     """heartbeat.json as it is."""
     latest: dict[str, Any]
-    """The last value of each metric among the last logged rows."""
+    """The last value of each metric among the last logged rows, and the step that it is of."""
     latest_steps: dict[str, int]
-    """The step that each of them is of: a held-out loss may be many steps older than the loss."""
     log: str
     """The file with what the run says."""
 
@@ -98,7 +96,7 @@ def status_of(run_dir: Path) -> Status:
         said = {"state": "starting"}  # a directory that is just being begun
     beat = read_if_there(run_dir / "heartbeat.json")
     last_sign = max((each["time"] for each in (said, started, beat) if "time" in each), default=None)
-    # A start that has not come as far as a status of its own is what there is to tell, whatever was before it.
+    # A start that has no status of its own yet is what there is to tell, whatever was before it.
     newest = started if started and started["time"] > said.get("time", 0) and not same_process(started, said) else said
     alive = is_alive(run_dir, newest, last_sign)
     state, reason = said.get("state", "starting"), said.get("reason")
@@ -109,6 +107,8 @@ def status_of(run_dir: Path) -> Status:
     there, (latest, latest_steps) = checkpoints_in(run_dir / "checkpoints"), latest_metrics(run_dir / "metrics.jsonl")
     # The heartbeat is written at most once a second: the last step of a run that was stopped is in its metrics, or saved.
     reached = [each["step"] for each in (beat, latest) if "step" in each] + [step_of(path) for path in there[:1]]
+    # A detached process prints its errors into console.log too; run.log is of a run in somebody's terminal.
+    detached = started and (not said or same_process(started, said) or started["time"] > said.get("time", 0))
     return Status(
         run_dir=str(run_dir),
         state=state,
@@ -118,15 +118,13 @@ def status_of(run_dir: Path) -> Status:
         eta_seconds=beat.get("eta_seconds") if state in AT_WORK else None,
         reason=reason,
         alive=alive,
-        pid=newest.get("pid"),
-        host=newest.get("host"),
-        began=newest.get("began"),
+        **{key: newest.get(key) for key in ("pid", "host", "began")},
         last_sign=last_sign,
         checkpoint=there[0].name if there else None,
         heartbeat=beat,
         latest=latest,
         latest_steps=latest_steps,
-        log=str(log_of(run_dir, said, started)),
+        log=str(run_dir / (CONSOLE if detached else "run.log")),
     )
 
 
@@ -167,12 +165,6 @@ def is_alive(run_dir: Path, record: dict[str, Any], last_sign: float | None) -> 
             return False
     # Not every network filesystem passes locks on from machine to machine.
     return None if last_sign is not None and time.time() - last_sign < FRESH_SECONDS else False
-
-
-def log_of(run_dir: Path, said: dict[str, Any], started: dict[str, Any]) -> Path:
-    """What a detached process prints, which has its errors too; run.log of a run in somebody's terminal."""
-    detached = started and (not said or same_process(started, said) or started["time"] > said.get("time", 0))
-    return run_dir / (CONSOLE if detached else "run.log")
 
 
 def read_if_there(path: Path) -> dict[str, Any]:
@@ -230,15 +222,11 @@ def near(run_dir: Path) -> str:
     import difflib
 
     if below := runs_below(run_dir):
-        return f"; below it there is {named(below)}"
+        return f"; below it there is {', '.join(map(str, below[:NAMED]))}"
     beside = {path.name: path for path in runs_below(run_dir.parent) if path.parent == run_dir.parent}
     misspelled = [] if run_dir.exists() else difflib.get_close_matches(run_dir.name, beside, n=1)
-    found = [beside[name] for name in misspelled or beside]
-    return f"; there is {named(found)}" if found else ""
-
-
-def named(runs: list[Path]) -> str:
-    return ", ".join(map(str, runs[:NAMED]))
+    found = [str(beside[name]) for name in misspelled or beside]
+    return f"; there is {', '.join(found[:NAMED])}" if found else ""
 
 
 # -------------------------------------------------------------------------------------------------------------- in words
@@ -247,16 +235,8 @@ BAR_WIDTH = 40
 LOG_LINES = 8
 # Of what trainers log, in this order; the rest is in metrics.jsonl.
 SHOWN = (
-    "loss",
-    "eval_loss",
-    "reward",
-    "reward_std",
-    "rewards/margins",
-    "rewards/accuracies",
-    "grad_norm",
-    "learning_rate",
-    "entropy",
-    "kl",
+    *("loss", "eval_loss", "reward", "reward_std", "rewards/margins", "rewards/accuracies"),
+    *("grad_norm", "learning_rate", "entropy", "kl"),
 )
 
 
@@ -275,9 +255,7 @@ def in_short(status: Status) -> str:
 def in_words(status: Status) -> str:
     """The line, with what was checked, why it ended and what it would go on from."""
     judged = [checked(status), f"flags: {flagged(status)}"] if status.ended and flagged(status) else []
-    told = [
-        each for each in missed(checks(status)) if each["figure"] not in (status.reason or "")
-    ]  # which is said below
+    told = [each for each in missed(checks(status)) if each["figure"] not in (status.reason or "")]
     said = "; ".join([in_short(status), *filter(None, judged), *map(failure, told)])
     if status.reason:
         said += f"; {' '.join(status.reason.split())}"
@@ -356,9 +334,8 @@ def machine(heartbeat: dict[str, Any]) -> str:
 
 
 def flags(status: Status) -> list[dict[str, Any]]:
-    """What the verdict has raised so far, but for what is green."""
-    found = read_if_there(Path(status.run_dir) / "flags.json").get("flags", [])
-    return [each for each in found if each.get("level") != "green"]
+    """What the verdict has raised so far."""
+    return list(read_if_there(Path(status.run_dir) / "flags.json").get("flags", []))
 
 
 def reds(status: Status) -> list[str]:
@@ -368,11 +345,9 @@ def reds(status: Status) -> list[str]:
 
 def flagged(status: Status) -> str:
     """The flags in a few words: `12 green`, or `RED loss trend, 1 yellow, 10 green`; "" where nothing was judged yet."""
-    levels: dict[str, list[str]] = {}
-    for each in read_if_there(Path(status.run_dir) / "flags.json").get("flags", []):
-        levels.setdefault(each["level"], []).append(each["name"])
-    red = [f"RED {' and '.join(levels['red'])}"] if "red" in levels else []
-    return ", ".join([*red, *(f"{len(levels[level])} {level}" for level in ("yellow", "green") if level in levels)])
+    counts = Counter(each["level"] for each in flags(status))
+    red = [f"RED {' and '.join(reds(status))}"] if counts["red"] else []
+    return ", ".join([*red, *(f"{counts[level]} {level}" for level in ("yellow", "green") if counts[level])])
 
 
 def checks(status: Status) -> list[dict[str, Any]]:

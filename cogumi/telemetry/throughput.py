@@ -1,4 +1,4 @@
-"""Tokens per second, the floating-point operations behind them, and what they take of the machine.
+"""Tokens per second, the floating-point operations behind them, the seconds of each stage of a run, and what they cost.
 
 FLOP per token = 4 N + 2 N_trained + 12 L d_attn T
 
@@ -15,37 +15,31 @@ A layer without attention (Mamba, linear attention) counts none.
 Sources: Kaplan et al. 2020, arXiv:2001.08361, section 2.1 (2 N forward, 6 N in all); Chowdhery et al. 2022 (PaLM),
 arXiv:2204.02311, appendix B (12 L H Q T, MFU); Hu et al. 2021, arXiv:2106.09685 (what is frozen has no gradient).
 
-MFU counts what the model needs, HFU what the hardware does: gradient checkpointing makes the forward pass a second time
-(2 N + 4 L d_attn T more), so that a perfect machine shows an MFU of 67 % with LoRA and 75 % without. Not counted, so that
-both are lower bounds: norms, softmax and optimizer, dequantizing 4-bit weights, the reference model's forward pass of DPO
-and GRPO. TRL's chunked losses multiply the LM head only with tokens that are learned: there both are an upper bound in
-the head's share.
+MFU counts what the model needs: gradient checkpointing makes the forward pass a second time, so that a perfect machine shows
+an MFU of 67 % with LoRA and 75 % without. Not counted, so that it is a lower bound: norms, softmax and optimizer,
+dequantizing 4-bit weights, the reference model's forward pass of DPO and GRPO. TRL's chunked losses multiply the LM head
+only with tokens that are learned: there it is an upper bound in the head's share.
 
 Tokens are those of the batches that the loss is computed on, prompts and completions, each time that they are: a step that
 was made again after a kill counts again, as do its seconds.
 """
 
 import functools
-import importlib.util
-import logging
 import math
-import resource
-import shutil
-import sys
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 
-from cogumi.core.formatting import pip
+from cogumi.core.run_directory import read_json
 from cogumi.data.packing import padding_of
 from cogumi.patches.trl_internals import makes_rollouts, observe_rollouts
 from cogumi.stack.gpus import card_of
-from cogumi.telemetry.stage_timer import Meter
 
 NOT_MULTIPLIED = ("original_module", "lora_embedding_A", "lora_embedding_B")  # PEFT's: replaced by a copy, looked up
 EXPERTS_ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
@@ -63,17 +57,16 @@ class Work:
     trained: float
     attention: tuple[tuple[float, float], ...]
 
-    def forward(self, context: float) -> float:
-        """FLOP of a token's forward pass among `context` tokens."""
-        return 2 * self.weights + sum(4 * width * min(context, window) for width, window in self.attention)
-
     def model(self, context: float) -> float:
         """FLOP of a token in training, forward and backward, as the formula above has it."""
         attending = sum(12 * width * min(context, window) for width, window in self.attention)
         return 4 * self.weights + 2 * self.trained + attending
 
+    def forward(self, context: float) -> float:
+        """FLOP of a token's forward pass among `context` tokens, which gradient checkpointing repeats: 2 N + 4 L d_attn T."""
+        return 2 * self.weights + sum(4 * width * min(context, window) for width, window in self.attention)
+
     def hardware(self, context: float, recomputed: bool) -> float:
-        """The same with the forward pass that gradient checkpointing repeats."""
         return self.model(context) + (self.forward(context) if recomputed else 0.0)
 
 
@@ -132,13 +125,10 @@ def attention_of(config: Any) -> tuple[tuple[float, float], ...]:
     if kinds is None:  # one kind for all layers: a window where the config has one that is in use
         slides = getattr(config, "use_sliding_window", True)
         kinds = ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers
-    windows = {"full_attention": math.inf, "sliding_attention": window, "chunked_attention": chunk_of(config)}
+    chunk = float(getattr(config, "attention_chunk_size", None) or math.inf)
+    windows = {"full_attention": math.inf, "sliding_attention": window, "chunked_attention": chunk}
     attending = [windows[kind] for kind in kinds if kind in windows]
     return tuple((attention_width(config), limit) for limit in attending)
-
-
-def chunk_of(config: Any) -> float:
-    return float(getattr(config, "attention_chunk_size", None) or math.inf)
 
 
 def attention_width(config: Any) -> float:
@@ -155,105 +145,88 @@ def peak_flops(card: str) -> float | None:
     return None if known is None else known.peak
 
 
-# ---------------------------------------------------------------------------------------------------------- machine use
+# ---------------------------------------------------------------------------------------------------------------- meter
+
+HEARTBEAT = "heartbeat.json"
 
 
-log = logging.getLogger("cogumi")
+class Meter:
+    """Counts seconds from the moment it is made. Every second belongs to one stage, the innermost.
 
-
-class MachineUse:
-    """Reads what the machine is doing, about a millisecond a time. Made in the thread that asks.
-
-    Utilization, temperature and power come from NVML (nvidia-ml-py), and are left out, with one line of log, where it
-    is not installed or does not answer, as in some containers.
+    price_per_hour: what the machine costs while it is held, in whatever currency; None where nobody said.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.process = psutil.Process()
-        self.process.cpu_percent()  # the first call starts the interval of the next
-        psutil.cpu_percent()
-        self.nvml = torch.cuda.is_available() and nvml_answers()
+    def __init__(self, price_per_hour: float | None = None, stage: str = "data") -> None:
+        self.price_per_hour = price_per_hour
+        self.started = time.time()
+        self.earlier = 0.0
+        self.stage = stage
+        self.spent: dict[str, float] = {}
+        self.counts: dict[str, float] = {}
+        self.began = self.since = time.monotonic()
 
-    def now(self) -> dict[str, Any]:
-        """Bytes are bytes, percentages 0 to 100; `cpu.process_percent` is of one core, so 8 busy cores are 800."""
-        memory, disk = psutil.virtual_memory(), shutil.disk_usage(self.directory)
-        return {
-            "gpu": self.gpu(),
-            "cpu": {
-                "percent": psutil.cpu_percent(),
-                "process_percent": self.process.cpu_percent(),
-                "cores": psutil.cpu_count(),
-            },
-            "memory": {"used": memory.total - memory.available, "total": memory.total, "process": self.process.memory_info().rss},
-            "disk": {"free": disk.free, "total": disk.total},
-        }  # fmt: skip
+    def take_up(self, run_dir: Path) -> None:
+        """Go on counting where the earlier parts of the run in this directory ended.
 
-    def gpu(self) -> dict[str, Any] | None:
-        """None without one. `used` is everybody's, `allocated` and `reserved` are of this process."""
-        if not torch.cuda.is_available():
-            return None
-        free, total = torch.cuda.mem_get_info()
-        found = {"name": torch.cuda.get_device_name(), "used": total - free, "total": total, **gpu_peaks()}
-        if self.nvml:
-            found |= {
-                "utilization_percent": torch.cuda.utilization(),
-                "temperature_celsius": torch.cuda.temperature(),
-                "power_watts": torch.cuda.power_draw() / 1000,
-            }
-        return found
+        The heartbeat is the record: at most a second of each part is lost, or all of it where the directory was fetched
+        from a mirror.
+        """
+        path = run_dir / HEARTBEAT
+        if path.exists():
+            beat = read_json(path)
+            self.earlier += beat.get("elapsed_seconds", 0.0)
+            self.started = beat.get("started", self.started)
+            self.counts = beat.get("counts", {})
+            for stage, seconds in beat.get("seconds", {}).items():
+                self.spent[stage] = self.spent.get(stage, 0.0) + seconds
 
+    def enter(self, stage: str) -> None:
+        """From now on the run is in this stage, until the next."""
+        now = time.monotonic()
+        self.spent[self.stage] = self.spent.get(self.stage, 0.0) + now - self.since
+        self.stage, self.since = stage, now
 
-def nvml_answers() -> bool:
-    if importlib.util.find_spec("pynvml") is None:
-        install = pip("install nvidia-ml-py")
-        log.info("no GPU utilization in heartbeat.json: nvidia-ml-py is not installed (%s)", install)
-        return False
-    import pynvml
+    @contextmanager
+    def inside(self, stage: str) -> Iterator[None]:
+        """A piece of work of its own within a stage: an evaluation, a rollout, samples."""
+        outer = self.stage
+        self.enter(stage)
+        try:
+            yield
+        finally:
+            self.enter(outer)
 
-    try:
-        torch.cuda.utilization(), torch.cuda.temperature(), torch.cuda.power_draw()
-    except (pynvml.NVMLError, RuntimeError) as error:
-        log.info("no GPU utilization in heartbeat.json: NVML does not answer: %s", error)
-        return False
-    return True
+    def seconds(self) -> dict[str, float]:
+        """Seconds by stage, in the order in which they were first entered."""
+        stage, since, spent = self.stage, self.since, dict(self.spent)
+        spent[stage] = spent.get(stage, 0.0) + max(0.0, time.monotonic() - since)
+        return spent
 
+    def elapsed(self) -> float:
+        """Seconds of this part and of those before it."""
+        return self.earlier + time.monotonic() - self.began
 
-def gpu_peaks() -> dict[str, int]:
-    """Bytes that torch has held at most since the run began; {} without a GPU."""
-    if not torch.cuda.is_available():
-        return {}
-    return {
-        "peak_allocated": torch.cuda.max_memory_allocated(),
-        "peak_reserved": torch.cuda.max_memory_reserved(),
-    }
-
-
-def peak_rss() -> int:
-    """The most memory this process has had resident, in bytes, over its whole life."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024  # getrusage(2): kilobytes on Linux, bytes on macOS
+    def cost(self, more_seconds: float = 0.0) -> float | None:
+        """What the run has cost, or will have after so many seconds more; None without a price."""
+        return None if self.price_per_hour is None else (self.elapsed() + more_seconds) / 3600 * self.price_per_hour
 
 
 # ----------------------------------------------------------------------------------------------------------- throughput
-
 
 ROLLOUT = "rollout"
 
 
 @dataclass
 class Counts:
-    """Sums over the batches of a training."""
+    """Sums over the batches of a training. tokens: without padding. squared: of the lengths of the documents, over `tokens`
+    the mean length among which a token attends. step_seconds: rollouts and reading data are in them, and not what lies
+    between them: saving, logging, evaluation."""
 
     tokens: float = 0.0
-    """Without padding."""
     padded_tokens: float = 0.0
-    """With it."""
     squared: float = 0.0
-    """Of the lengths of the documents: over `tokens` it is the mean length among which a token attends."""
     completions: float = 0.0
     step_seconds: float = 0.0
-    """Of the steps, rollouts and reading data in them; not what lies between them: saving, logging, evaluation."""
     rollout_seconds: float = 0.0
 
     def since(self, before: "Counts") -> "Counts":
@@ -271,7 +244,6 @@ class Throughput:
         self.total = Counts(**meter.counts)
         self.last = Counts(**meter.counts)
         self.on_device: Tensor | None = None
-        self.recomputes = bool(trainer.args.gradient_checkpointing)
         self.work, self.peak, self.no_mfu = costs_of(trainer.model)
         self.count_tokens(trainer)
         if makes_rollouts(trainer):
@@ -322,7 +294,7 @@ class Throughput:
         """What was done since this was last asked."""
         self.read()
         done = self.total.since(self.last)
-        self.last = Counts(**asdict(self.total))
+        self.last = replace(self.total)
         return done
 
     def tokens_per_second(self, done: Counts) -> float | None:
@@ -331,19 +303,10 @@ class Throughput:
 
     def mfu(self, done: Counts) -> float | None:
         """The share of the card's peak, of the seconds of steps without their rollouts (which no formula here counts)."""
-        return (
-            self.share_of_peak(done, self.work.model(done.squared / done.tokens)) if self.work and done.tokens else None
-        )
-
-    def hfu(self, done: Counts) -> float | None:
-        """The same of the work done, what gradient checkpointing repeats with it."""
-        if not self.work or not done.tokens:
-            return None
-        return self.share_of_peak(done, self.work.hardware(done.squared / done.tokens, self.recomputes))
-
-    def share_of_peak(self, done: Counts, flop_per_token: float) -> float | None:
         seconds = done.step_seconds - done.rollout_seconds
-        return done.tokens * flop_per_token / seconds / self.peak if self.peak and seconds > 0 else None
+        if not self.work or not self.peak or not done.tokens or seconds <= 0:
+            return None
+        return done.tokens * self.work.model(done.squared / done.tokens) / seconds / self.peak
 
 
 def costs_of(model: Any) -> tuple[Work | None, float | None, str | None]:

@@ -1,22 +1,100 @@
-"""Where a run's metrics are shown besides its own files: `train.report_to`, with TensorBoard where nothing is said."""
+"""Where a run's metrics are shown besides its own files: `train.report_to`, with TensorBoard where nothing is said.
 
+Whether there is a package, a key, a network for what a run reports and uploads to is asked before anything is paid.
+"""
+
+import importlib.util
+import inspect
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers.integrations import TensorBoardCallback, WandbCallback
 
-from cogumi.core.errors import RefusedAtSetup
+from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.core.formatting import pip
-from cogumi.telemetry import accounts
-from cogumi.telemetry.accounts import TENSORBOARD, WITHOUT_WANDB, one_line
+from cogumi.core.redact import hide
 
 log = logging.getLogger("cogumi")
+TENSORBOARD, WANDB = "tensorboard", "wandb"
+PACKAGES = (TENSORBOARD, WANDB, "trackio")  # transformers would look for them only when the model is loaded
+WITHOUT_WANDB = "run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
+
+
+def refuse_unreachable(train: Mapping[str, Any]) -> None:
+    """Raise UsageError where what `train:` reports or uploads to would fail in the middle of the run, or when it begins."""
+    report_to = train.get("report_to") or []
+    for name in [report_to] if isinstance(report_to, str) else report_to:
+        if name in PACKAGES and not is_installed(name):
+            raise UsageError(f"{name} is not installed", key="train.report_to", fix=f"run: {pip('install ' + name)}")
+        if name == WANDB:
+            refuse_wandb_without_key()
+    if train.get("push_to_hub"):
+        refuse_no_upload(train.get("hub_model_id"), train.get("hub_token"))
+
+
+def is_installed(reporter: str) -> bool:
+    """Whether a reporter's package is there. W&B writes a directory of its own name, which Python finds as well."""
+    spec = importlib.util.find_spec(reporter)
+    return spec is not None and spec.origin is not None
+
+
+def refuse_wandb_without_key() -> None:
+    """Raise UsageError unless W&B has a key that its server takes, or writes to the disk alone (WANDB_MODE=offline)."""
+    import wandb
+
+    settings = wandb.setup().settings
+    if settings.mode in ("offline", "dryrun", "disabled"):
+        return
+    # Older releases have no such switch, and ask for a key where there is a terminal.
+    quietly = {"prompt": False} if "prompt" in inspect.signature(wandb.login).parameters else {}
+    try:
+        if wandb.login(verify=True, **quietly):
+            return
+        reason = "there is no API key"
+    except wandb.errors.Error as error:
+        reason = one_line(error)
+    raise UsageError(f"wandb: {reason}", key="train.report_to", fix=WITHOUT_WANDB)
+
+
+def refuse_no_upload(repository: str | None, token: str | None) -> None:
+    """Raise UsageError unless the hub answers, and takes the token for one that may write."""
+    import httpx
+    from huggingface_hub import HfApi, constants, get_token
+    from huggingface_hub.errors import HfHubHTTPError
+
+    what, hub = "train.push_to_hub", constants.ENDPOINT
+    another = f"make one that may write at {hub}/settings/tokens"
+    if repository is None:
+        missing = "train.hub_model_id is missing, and TRL would call the repository `checkpoints`"
+        raise UsageError(missing, key=what, fix="set it")
+    if constants.is_offline_mode():
+        raise UsageError("HF_HUB_OFFLINE is set, so nothing can be uploaded", key=what, fix=f"unset it, or drop {what}")
+    token = token or get_token()
+    if token is None:
+        fix = "run `hf auth login`, or set HF_TOKEN"
+        raise UsageError(f"there is no token to write to {hub} with", key=what, fix=fix)
+    try:
+        role = HfApi(token=token).whoami().get("auth", {}).get("accessToken", {}).get("role")
+    except HfHubHTTPError as error:
+        if error.response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            raise UsageError(f"{hub} refuses the token", key=what, fix=another) from error
+        return  # busy; the upload is some minutes or hours away
+    except httpx.TransportError as error:
+        reason = f"{hub} cannot be reached ({one_line(error)})"
+        raise UsageError(reason, key=what, fix=f"connect, or drop {what}") from error
+    if role == "read":
+        raise UsageError("the token may only read", key=what, fix=another)
+
+
+def one_line(error: Exception) -> str:
+    return hide(" ".join(f"{error}".split()).rstrip(".") or type(error).__name__)[:300]
 
 
 def default_reporter() -> str:
-    return TENSORBOARD if accounts.is_installed(TENSORBOARD) else "none"
+    return TENSORBOARD if is_installed(TENSORBOARD) else "none"
 
 
 def write_into(run_dir: Path, trainer: Any) -> None:
@@ -25,34 +103,34 @@ def write_into(run_dir: Path, trainer: Any) -> None:
     transformers would write them below checkpoints/, in a directory for each start; and into the current directory what an
     evaluation before the training logs (5.17, `TensorBoardCallback.on_log`).
     """
-    boards = [each for each in trainer.callback_handler.callbacks if isinstance(each, TensorBoardCallback)]
-    for board in boards:
+    for board in callbacks_of(trainer, TensorBoardCallback):
         if board.logging_dir is None:
             board.logging_dir = str(run_dir / TENSORBOARD)
         log.info("tensorboard --logdir %s shows the metrics", os.path.relpath(board.logging_dir))
-    if not accounts.is_installed(TENSORBOARD) and not trainer.args.report_to:
+    if not is_installed(TENSORBOARD) and not trainer.args.report_to:
         install = pip("install tensorboard")
         log.info("metrics are in metrics.jsonl alone: TensorBoard is not installed (%s)", install)
 
 
 def begin_wandb(trainer: Any) -> None:
-    """Have W&B make its run now: transformers would at the first log, and its failure would end the training with a traceback.
+    """Have W&B make its run now, or raise RefusedAtSetup in its words: transformers would at the first log, and its failure
+    would end the training with a traceback."""
+    for each in callbacks_of(trainer, WandbCallback):
+        import wandb
 
-    Raises RefusedAtSetup, in W&B's words.
-    """
-    for each in trainer.callback_handler.callbacks:
-        if isinstance(each, WandbCallback):
-            import wandb
-
-            try:
-                each.setup(trainer.args, trainer.state, trainer.model)
-            except wandb.errors.Error as error:
-                raise RefusedAtSetup(f"wandb: {one_line(error)}", key="train.report_to", fix=WITHOUT_WANDB) from error
+        try:
+            each.setup(trainer.args, trainer.state, trainer.model)
+        except wandb.errors.Error as error:
+            raise RefusedAtSetup(f"wandb: {one_line(error)}", key="train.report_to", fix=WITHOUT_WANDB) from error
 
 
 def close(trainer: Any) -> None:
     """Close TensorBoard's file, which what is logged after the training has opened again."""
-    for each in trainer.callback_handler.callbacks:
-        if isinstance(each, TensorBoardCallback) and each.tb_writer is not None:
+    for each in callbacks_of(trainer, TensorBoardCallback):
+        if each.tb_writer is not None:
             each.tb_writer.close()
             each.tb_writer = None
+
+
+def callbacks_of(trainer: Any, kind: type) -> list[Any]:
+    return [each for each in trainer.callback_handler.callbacks if isinstance(each, kind)]

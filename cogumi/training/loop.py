@@ -1,48 +1,51 @@
 """The training itself, with everything that watches it.
 
-Where `train.eval_strategy` says nothing it is measured at each tenth of the steps, or more rarely, so that it stays cheap.
+Where `train.eval_strategy` says nothing the held-out loss is measured at each tenth of the steps, or more rarely, so that it
+stays cheap. A training under way does what files in its run directory ask for: CHECKPOINT, and PAUSE, which waits between
+two steps, with a checkpoint, until the file PAUSED is removed; a red flag may ask for a pause as well.
 """
 
 import logging
 import math
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 from tqdm.contrib.logging import logging_redirect_tqdm
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
 from cogumi.checkpoints.disk_forecast import outlook
 from cogumi.checkpoints.protection import kept_by_runs, protect
 from cogumi.compile.compile_callback import Compiling
-from cogumi.config.schema import RunConfig
+from cogumi.config.schema import CogumiSection, RunConfig
 from cogumi.core.errors import RefusedAtSetup, UsageError
-from cogumi.core.formatting import one_line
-from cogumi.core.run_directory import OUTLOOK, read_jsonl, write_json
+from cogumi.core.formatting import duration, one_line
+from cogumi.core.run_directory import CHECKPOINT, DECISIONS, FORECAST, PAUSE, PAUSED, read_jsonl, write_section
 from cogumi.disk.callback import DiskMonitorCallback
-from cogumi.health import full_finetune
-from cogumi.health.sentinel import Ended, Sentinel
-from cogumi.health.verdict import Check, judge_adapter, judge_gspo, judge_training
+from cogumi.health.sentinel import Ended, Sentinel, judge_moved, sample_weights
+from cogumi.health.verdict import Check, judge_gspo, judge_training
 from cogumi.methods import dpo
+from cogumi.methods.building import budget_reached
 from cogumi.methods.examples import Examples
-from cogumi.methods.limits import Budget
-from cogumi.models.adapters import largest_change
 from cogumi.telemetry import trackers
-from cogumi.telemetry.heartbeat import Heartbeat
+from cogumi.telemetry.heartbeat import Heartbeat, Progress
 from cogumi.telemetry.recorder import Telemetry, on_screen, set_status, take_up_metrics
 from cogumi.telemetry.samples import Rollouts, Samples, as_before
-from cogumi.telemetry.stage_timer import Meter
 from cogumi.telemetry.status import BUDGET_SPENT
-from cogumi.training.control_files import Waiting
+from cogumi.telemetry.throughput import Meter
 from cogumi.training.resumption import was_evaluated
 
 log = logging.getLogger("cogumi")
 TIMES = 10  # at most so often on the way
 SHARE = 0.02  # of the computing of the training, at most, for what is measured on the way
 PASSES = 3  # of a training step: forward, and backward at twice its cost
+LOOK_SECONDS = 1.0  # between two looks at the directory, which may be on a slow disk
+PAUSE_SECONDS = 0.5
+FORESEEN_AFTER = 10  # steps: before that the pace is not known well enough to speak of the end
 
 
 class HeldOut(TrainerCallback):
@@ -51,9 +54,7 @@ class HeldOut(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.every = trainer, 0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         rows = len(self.trainer.eval_dataset)
         step = args.train_batch_size * args.gradient_accumulation_steps * PASSES
         self.every = max(math.ceil(state.max_steps / TIMES), math.ceil(rows / step / SHARE))
@@ -64,9 +65,116 @@ class HeldOut(TrainerCallback):
             ", without the compilation before the first (train.torch_compile)" if args.torch_compile else "",
         )  # fmt: skip
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.global_step % self.every == 0 and state.global_step < state.max_steps:
             control.should_evaluate = True  # after the step's own row is logged
+
+
+class Budget(TrainerCallback):
+    """Ends the training after the step in which `cogumi.max_hours` or `cogumi.max_cost` is reached, and has it saved.
+
+    Both count all parts of a run, from the first reading of the data on. What comes after the training (adapter,
+    verdict) takes its time beyond that; the merge is left for when the run is over.
+    """
+
+    def __init__(self, options: CogumiSection, meter: Meter, progress: Progress) -> None:
+        self.options, self.meter, self.progress = options, meter, progress
+        self.spent: str | None = None
+        self.steps = 0
+        self.foreseen = False
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.steps += 1
+        left = self.progress.eta_seconds
+        if not self.foreseen and left is not None and self.steps >= FORESEEN_AFTER:
+            self.foreseen = True
+            said = budget_reached(self.options, self.meter.elapsed() + left)
+            if said is not None:
+                log.warning(
+                    "at this pace the training ends in %s, and before that the budget: %s", duration(left), said
+                )
+        said = budget_reached(self.options, self.meter.elapsed())
+        if said is not None and state.global_step < state.max_steps:
+            self.spent = f"{said} after step {state.global_step} of {state.max_steps}"
+            log.warning("the budget is spent: %s; the training ends with a checkpoint. Raise it to resume", self.spent)
+            control.should_save = control.should_training_stop = True
+
+
+class Waiting(TrainerCallback):
+    """Does what is asked for by files. paused: in whose block time is no part of a step. excused: in whose block the training
+    may be silent. asked_to_end: whether a signal has come. Goes before callbacks that take the time of a step."""
+
+    def __init__(
+        self,
+        trainer: Any,
+        directory: Path,
+        paused: Callable[[], AbstractContextManager[None]],
+        excused: Callable[[], AbstractContextManager[None]],
+        asked_to_end: Callable[[], bool],
+    ) -> None:
+        self.trainer, self.directory = trainer, directory
+        self.paused, self.excused, self.asked_to_end = paused, excused, asked_to_end
+        self.reason: str | None = None
+        self.looked = 0.0
+
+    def pause(self, reason: str) -> None:
+        """Have the training wait before its next step."""
+        self.reason = reason
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        forget_requests(self.directory)  # what came too late
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        now = time.monotonic()
+        if now - self.looked < LOOK_SECONDS or state.global_step >= state.max_steps:
+            return
+        self.looked = now
+        if self.taken(PAUSE):
+            control.should_save = True
+            self.pause("asked to wait")
+        if self.taken(CHECKPOINT):
+            log.info("step %d: a checkpoint, as asked", state.global_step)
+            control.should_save = True
+
+    def taken(self, name: str) -> bool:
+        """Whether the file is there. It is removed: what it asks for is about to be done."""
+        try:
+            (self.directory / name).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Wait, where a checkpoint was just written, until the file is removed or a signal asks the training to end.
+
+        (An `on_save` of its own would have every save wait for the disk.)
+        """
+        if self.reason is None:
+            return
+        reason, self.reason = self.reason, None
+        step, path = state.global_step, self.directory / PAUSED
+        protection = getattr(self.trainer, "cogumi_protection", None)
+        if protection is not None:
+            protection.saver.settle()  # the checkpoint of this step is there when the file is
+        text = f"step {step}: {reason}\n"
+        path.write_text(
+            f"{text}`cogumi resume`, or removing this file, has it go on; end the process and it can go on later.\n"
+        )
+        set_status(self.directory, "paused", reason=text.strip())
+        log.warning("training waits after step %d; `cogumi resume %s` has it go on", step, self.directory)
+        with self.excused(), self.paused():
+            while path.exists() and not self.asked_to_end():
+                time.sleep(PAUSE_SECONDS)
+        if path.exists():
+            path.unlink()
+        else:
+            log.warning("training goes on")
+        set_status(self.directory, "running", stage="train")
+
+
+def forget_requests(directory: Path) -> None:
+    for name in (CHECKPOINT, PAUSE, PAUSED):
+        (directory / name).unlink(missing_ok=True)
 
 
 def evaluate_without_trace(trainer: Any) -> None:
@@ -98,7 +206,7 @@ def fit(
 ) -> Fitted:
     """Train, with the held-out loss before and after where the method has one, and judge what was logged."""
     run_dir, options = run.run_dir, run.cogumi
-    start = full_finetune.sample_of(trainer.model) if options.tuning == "full" else {}
+    start = sample_weights(trainer.model)
     telemetry = Telemetry(heart, options.method)
     telemetry.attach(trainer)
     trackers.write_into(run_dir, trainer)
@@ -145,19 +253,12 @@ def fit(
         trainer.add_callback(Rollouts(trainer, run_dir, telemetry.unless_full))
     waiting = Waiting(trainer, run_dir, partial(telemetry.once, "paused"), excused, interrupted)
     sentinel = Sentinel(
-        trainer,
-        run_dir,
-        options.method,
-        options.flags,
-        options.on_red,
-        options.sanity,
-        excused,
-        waiting.pause,
+        trainer, run_dir, options.method, options.flags, options.on_red, options.sanity, excused, waiting.pause
     )
     trainer.add_callback(waiting)
     trainer.add_callback(sentinel)
     sentinel.begin()  # before layers are compiled, which its shapes would cost time
-    compiling = Compiling(trainer, options.compile, run_dir / "compile.json", while_compiling, interrupted)
+    compiling = Compiling(trainer, options.compile, run_dir / DECISIONS, while_compiling, interrupted)
     trainer.add_callback(compiling)
     try:
         compiling.begin()
@@ -178,19 +279,16 @@ def fit(
             raise RefusedAtSetup(f"refused before the first step: {one_line(error)}", key="train") from error
     state = trainer.state
     ended = sentinel.ended or (None if budget.spent is None else Ended(BUDGET_SPENT, budget.spent))
-    # One that ended early goes on later, and is to have logged then what it would have without stopping.
+    # One that ended early is resumed later, and is to have logged then what it would have without stopping.
     if measure_loss and ended is None and not was_evaluated(run_dir, state.global_step):
         trainer.evaluate()
-    say_what_watching_took(heart.meter, trainer.args.torch_compile)
     trackers.close(trainer)
     metrics = read_jsonl(run_dir / "metrics.jsonl")
     if not any("loss" in row for row in metrics):  # its end was fetched from a mirror
         take_up_metrics(run_dir, state)
         metrics = read_jsonl(run_dir / "metrics.jsonl")
     checks = judge_training(metrics, state.global_step, state.max_steps, ended is not None)
-    checks.append(
-        full_finetune.judge_moved(trainer.model, start) if options.tuning == "full" else adapter_moved(run, trainer)
-    )
+    checks.append(judge_moved(trainer.model, start, options.tuning))
     if options.method == "dpo":
         checks += dpo.judge_dpo(metrics, trainer.args)
     if options.method == "gspo":
@@ -198,39 +296,19 @@ def fit(
     return Fitted(checks, sentinel, ended)
 
 
-def adapter_moved(run: RunConfig, trainer: Any) -> Check:
-    start = run.model.adapter
-    measured = "max |B|" if start is None else f"largest change from {start}"
-    return judge_adapter(largest_change(trainer.model, start), measured)
-
-
-def say_what_watching_took(meter: Meter, compiled: bool) -> None:
-    """What evaluation and samples have cost, of the time since training began."""
-    spent = meter.seconds()
-    watching = {
-        name: spent[stage] for stage, name in (("eval", "held-out loss"), ("samples", "samples")) if stage in spent
-    }
-    if watching:
-        said = " and ".join(f"{name} {seconds:.1f} s" for name, seconds in watching.items())
-        share = sum(watching.values()) / (sum(watching.values()) + spent.get("train", 0.0))
-        compilation = ", the compilation that they waited for included" if compiled else ""
-        log.info("%s: %.1f %% of the time of the training%s", said, 100 * share, compilation)
-
-
 def say_what_the_disks_get(run: RunConfig, trainer: Any) -> None:
     """Before the first step: how large checkpoints and the merged model will be, and whether there is room for them."""
     whole = run.cogumi.tuning == "full"
-    merged = run.run_dir / "merged" if run.cogumi.merge or whole else None
     try:
         found = outlook(
             trainer,
             keep=trainer.cogumi_protection.saver.keep,
             adapter_into=None if whole else run.run_dir / "adapter",
-            merged_into=merged,
+            merged_into=run.run_dir / "merged" if run.cogumi.merge or whole else None,
         )
     except UsageError as error:  # an optimizer that tells its size only after a step
         log.warning("disk: %s", error)
         return
-    write_json(run.run_dir / OUTLOOK, {"time": time.time(), "fits": found.fits, "lines": found.lines})
+    write_section(run.run_dir / FORECAST, "disks", {"fits": found.fits, "lines": found.lines})
     for line in found.lines:
         log.log(logging.INFO if found.fits else logging.WARNING, "disk: %s", line)

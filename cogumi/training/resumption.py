@@ -13,7 +13,7 @@ from cogumi.config.subsections import Thresholds
 from cogumi.core.durability import locked, why_unwritable
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import is_empty, read_json, read_jsonl, refuse_occupied, unwritable
-from cogumi.telemetry.status import BUDGET_SPENT, SANITY_CHECKED, STOPPED
+from cogumi.telemetry.status import AT_WORK, BUDGET_SPENT, SANITY_CHECKED, STOPPED
 
 HOW_TO_GO_ON = {
     SANITY_CHECKED: "the same command without cogumi.sanity continues from here",
@@ -21,35 +21,25 @@ HOW_TO_GO_ON = {
     BUDGET_SPENT: "the same command with a larger budget continues from here",
 }
 # Where a run stopped that can go on. "running" is one that was killed: a living one holds the directory's lock.
-UNFINISHED = (
-    "starting",
-    "running",
-    "interrupted",
-    "failed",
-    "stopped",
-    "paused",
-    STOPPED,
-    SANITY_CHECKED,
-    BUDGET_SPENT,
-)
+UNFINISHED = (*AT_WORK, "interrupted", "failed", "stopped", STOPPED, SANITY_CHECKED, BUDGET_SPENT)
 # What may differ when a run goes on: where it is, what is kept of it and shown of it; nothing that shapes what is learned.
+COGUMI = (
+    "run_dir",
+    "resume",
+    "merge",
+    "compile",
+    "preflight",
+    "on_full",
+    "on_hung",
+    "fallback",
+    "mirror",
+    "sanity",
+    "on_red",
+)
+MONEY = ("price_per_hour", "max_hours", "max_cost", "samples_every")
 MAY_CHANGE = {
-    "cogumi.run_dir",
-    "cogumi.resume",
-    "cogumi.merge",
-    "cogumi.compile",
-    "cogumi.preflight",
-    "cogumi.on_full",
-    "cogumi.on_hung",
-    "cogumi.fallback",
-    "cogumi.mirror",
-    "cogumi.sanity",
-    "cogumi.on_red",
-    *(f"cogumi.flags.{name}" for name in Thresholds.model_fields),
-    "cogumi.price_per_hour",
-    "cogumi.max_hours",
-    "cogumi.max_cost",
-    "cogumi.samples_every",
+    *(f"cogumi.{key}" for key in (*COGUMI, *MONEY)),
+    *(f"cogumi.flags.{key}" for key in Thresholds.model_fields),
     *(f"train.{key}" for key in ("save_steps", "save_strategy", "save_total_limit", "report_to", "run_name")),
 }
 
@@ -63,21 +53,26 @@ def goes_on(run: RunConfig) -> bool:
         return False
     with alone_in(run.run_dir):
         refuse_unless_unfinished(run)
-        refuse_unwritable(run.run_dir)
+        if error := why_unwritable(run.run_dir):  # and not because its disk is full
+            raise unwritable(run.run_dir, error)
     return True
-
-
-def refuse_unwritable(run_dir: Path) -> None:
-    """Raise UsageError where the directory takes no more files, and not because its disk is full."""
-    if error := why_unwritable(run_dir):
-        raise unwritable(run_dir, error)
 
 
 def refuse_unless_unfinished(run: RunConfig) -> None:
     """Raise UsageError where the run directory holds anything but this run, unfinished."""
     if run.cogumi.resume == "never" or not is_unfinished(run.run_dir):
         refuse_occupied(run.run_dir)
-    refuse_another(run)
+    if (run.run_dir / "data.json").exists():
+        raise UsageError(
+            "an older cogumi began this run, and its decisions are in files that this one does not read",
+            place=run.run_dir,
+            fix="resume it with that version, or set cogumi.run_dir to a new directory",
+        )
+    if other := what_differs(run):
+        raise UsageError(
+            f"{run.run_dir} holds an unfinished run of another configuration ({other})",
+            fix="set cogumi.run_dir to a new directory, or set these back to go on with that run",
+        )
     refuse_a_second_check(run)
 
 
@@ -97,16 +92,6 @@ def is_unfinished(run_dir: Path) -> bool:
     if not config.exists() or not status.exists() or not status.stat().st_size:
         return False
     return read_json(status).get("state") in UNFINISHED
-
-
-def refuse_another(run: RunConfig) -> None:
-    """Raise UsageError, with what differs, when the run in the directory is not the one that was asked for."""
-    other = what_differs(run)
-    if other:
-        raise UsageError(
-            f"{run.run_dir} holds an unfinished run of another configuration ({other})",
-            fix="set cogumi.run_dir to a new directory, or set these back to go on with that run",
-        )
 
 
 def what_differs(run: RunConfig) -> str:

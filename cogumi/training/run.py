@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import AutoConfig
 
 from cogumi.checkpoints.interruption import ending_in_good_order
@@ -23,30 +22,24 @@ from cogumi.core.formatting import one_line
 from cogumi.core.lost_terminal import outliving_the_screen
 from cogumi.core.notices import said
 from cogumi.core.run_directory import SAMPLES_FILE, create_run_dir, read_jsonl, write_atomic, write_json
-from cogumi.health import full_finetune
 from cogumi.health.verdict import Check, Scale, Verdict
-from cogumi.hub.downloads import Download, fetch, plan_download
+from cogumi.hub.downloads import plan_download
 from cogumi.merge.adapter_files import refuse_unsupported
-from cogumi.methods import gspo
-from cogumi.methods.arguments import BUILD_REFUSALS, trl_arguments
-from cogumi.methods.auto_settings import Choice, before_cuda, with_choices
-from cogumi.methods.building import BASE, build_trainer, pinned, tokenizer_of
+from cogumi.methods import auto_settings, building, gspo
 from cogumi.methods.examples import beyond_the_model, first_tokens, prepare_examples
-from cogumi.methods.limits import refuse_blind_check, refuse_impossible, refuse_spent
 from cogumi.models import warm_start
 from cogumi.models.adapters import lora_config, refuse_unmatched
 from cogumi.models.loading import resolve_model
 from cogumi.rl.patching import patch
 from cogumi.stack.gpus import VARIABLE, refuse_several_gpus, use_one_gpu
-from cogumi.telemetry.accounts import refuse_unreachable
-from cogumi.telemetry.final_metrics import measured
-from cogumi.telemetry.recorder import on_screen, recorded, set_status
+from cogumi.telemetry.heartbeat import measured
+from cogumi.telemetry.recorder import recorded, set_status
 from cogumi.telemetry.samples import write_samples
-from cogumi.telemetry.stage_timer import Meter
 from cogumi.telemetry.status import SANITY_CHECKED
-from cogumi.training.artifacts import merged_or_why_not, save_adapter, when_there_is_room
-from cogumi.training.control_files import forget_requests
-from cogumi.training.loop import Fitted, fit
+from cogumi.telemetry.throughput import Meter
+from cogumi.telemetry.trackers import refuse_unreachable
+from cogumi.training import stages
+from cogumi.training.loop import Fitted, fit, forget_requests
 from cogumi.training.resumption import HOW_TO_GO_ON, alone_in, goes_on
 
 log = logging.getLogger("cogumi")
@@ -81,33 +74,34 @@ class RunResult:
 @said("train: this cell trains")
 def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> RunResult:
     """`cogumi.train`, where torch may be imported (`cogumi.runs`)."""
-    from cogumi.training import preflight_stage  # which reads data and settings as this package does
-
     run = load_config(config, **overrides)
     meter = Meter(run.cogumi.price_per_hour)
     one_gpu = use_one_gpu()
     refuse_several_gpus(torch.cuda.device_count())
-    before_start = [*([Choice(VARIABLE, one_gpu.value, one_gpu.reason)] if one_gpu else []), *before_cuda(run)]
+    before_start = [
+        *([auto_settings.Choice(VARIABLE, one_gpu.value, one_gpu.reason)] if one_gpu else []),
+        *auto_settings.before_cuda(run),
+    ]
     patches = patch(graph_break="off")  # 4-bit layers are seen to when the model is there, if they are to be compiled
-    args = trl_arguments(run)
+    args = building.trl_arguments(run)
     refuse_early(run)
     if run.model.adapter is not None:
         run.lora = warm_start.lora_of(run.model.adapter, run.lora)
     again = goes_on(run)
     if again:
-        refuse_spent(run.run_dir, run.cogumi)
+        building.refuse_spent(run.run_dir, run.cogumi)
     written, asked = dump_config(run), run.model.revision
-    run = pinned(run)  # from here on a model of the hub is one commit, whatever happens to its branch
+    run = building.pinned(run)  # from here on a model of the hub is one commit, whatever happens to its branch
     base = resolve_model(run.model.name, run.model.revision)
     of_base = AutoConfig.from_pretrained(base, revision=run.model.revision)
     if run.cogumi.tuning == "lora":
         refuse_unmatched(run.lora, of_base)
     if run.cogumi.tuning == "full":
-        full_finetune.refuse_what_does_not_fit(run, base, str(args.optim.value))
+        auto_settings.refuse_what_does_not_fit(run, base, str(args.optim.value))
     if run.model.adapter is not None:
         warm_start.refuse_other_base(run.model.adapter, of_base, run.model.revision)
     download = plan_download(base, run.model.revision)
-    tokenizer = tokenizer_of(run, base)
+    tokenizer = building.tokenizer_of(run, base)
     examples = prepare_examples(run, tokenizer, of_base)
     if run.cogumi.method == "gspo":
         gspo.try_rewards(run, examples.train.dataset)
@@ -137,19 +131,19 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
             log.info(lora_presets.describe(run.cogumi.lora_preset, run.lora))
         if said := beyond_the_model(run, examples, of_base):
             log.warning(said)
-        chosen = with_choices(run, base)
-        if preflight_stage.is_wanted(run):
+        chosen = auto_settings.with_choices(run, base)
+        if stages.wants_preflight(run):
             enter("preflight")
-            preflight_stage.before_training(chosen, base, of_base, examples.train, tokenizer)
+            stages.run_preflight(chosen, base, of_base, examples.train, tokenizer)
         if download is not None:
             enter("download")
-            fetch_into(run_dir, download)
+            stages.fetch_into(run_dir, download)
         enter("load")
         try:
-            trainer = build_trainer(chosen, base, tokenizer, examples, heart)
+            trainer = building.build_trainer(chosen, base, tokenizer, examples, heart)
         except UsageError as error:
             raise RefusedAtSetup.like(error) from error
-        except BUILD_REFUSALS as error:
+        except building.BUILD_REFUSALS as error:
             raise RefusedAtSetup(f"model, lora or train: {one_line(error)}") from error
         if examples.prompts is not None and not (run_dir / SAMPLES_FILE).exists():
             enter("samples")  # of what is trained, to be read beside those at the end
@@ -158,11 +152,13 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         fitted = fit(run, trainer, tokenizer, examples, heart)
         checks, adapter, merged = fitted.checks, None, None
         if run.cogumi.tuning == "lora":
-            adapter = when_there_is_room(run, "save", save_adapter, trainer.model, tokenizer, run_dir, asked)
+            adapter = stages.when_there_is_room(
+                run, "save", stages.save_adapter, trainer.model, tokenizer, run_dir, asked
+            )
         elif fitted.ended is None:
             dtype = of_base.dtype or torch.float32
-            merged = when_there_is_room(run, "save", full_finetune.save_model, trainer.model, tokenizer, run_dir, dtype)
-            checks.append(full_finetune.judge_saved(trainer.model, merged))
+            merged = stages.when_there_is_room(run, "save", stages.save_model, trainer.model, tokenizer, run_dir, dtype)
+            checks.append(stages.judge_saved(trainer.model, merged))
         if examples.prompts is not None and (fitted.ended is None or fitted.ended.state == SANITY_CHECKED):
             enter("samples")
             step = trainer.state.global_step
@@ -171,7 +167,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         if adapter is not None and run.cogumi.merge and fitted.ended is None:
             enter("merge")
             tokens = first_tokens(examples.train.dataset, tokenizer, LOGIT_ROWS)
-            merged, of_merge = merged_or_why_not(run, run_dir, adapter, base, trainer.model, tokens)
+            merged, of_merge = stages.merged_or_why_not(run, run_dir, adapter, base, trainer.model, tokens)
             checks += of_merge
         verdict = conclude(run_dir, fitted)
     del trainer, fitted  # model, trainer and optimizer refer to each other; the next run needs their memory
@@ -181,12 +177,12 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
 
 def refuse_early(run: RunConfig) -> None:
     """Refuse what can be seen to go wrong before there is anything to lose."""
-    refuse_impossible(run.cogumi)
-    refuse_blind_check(run)
+    building.refuse_impossible(run.cogumi)
+    building.refuse_blind_check(run)
     if run.cogumi.mirror is not None:
         Mirror(run.cogumi.mirror)  # refuses a place that cannot be written to
     if run.cogumi.tuning == "full":
-        full_finetune.refuse_with_adapter_settings(run)
+        auto_settings.refuse_with_adapter_settings(run)
     elif run.cogumi.merge:
         refuse_unmergeable(run)
     refuse_unreachable(run.train)
@@ -196,23 +192,12 @@ def refuse_unmergeable(run: RunConfig) -> None:
     """Refuse, before it is trained, an adapter that `cogumi.merge` could not merge afterwards."""
     try:
         config = lora_config(run.lora).to_dict()
-    except BUILD_REFUSALS as error:
+    except building.BUILD_REFUSALS as error:
         raise UsageError(one_line(error), key="lora") from error
     try:
         refuse_unsupported(Path("lora:"), json.loads(json.dumps(config, default=list)))
     except UsageError as error:
         raise UsageError(f"{error} (cogumi.merge=false trains it without merging)") from None
-
-
-def fetch_into(run_dir: Path, download: Download) -> None:
-    """The download stage of a run: which commit, how much of it is here."""
-    write_json(run_dir / BASE, {"name": download.name, "commit": download.commit})
-
-    def told(here: int, total: int) -> None:
-        set_status(run_dir, "running", stage="download", bytes=here, of=total)
-
-    with logging_redirect_tqdm(on_screen()):
-        fetch(download, told)
 
 
 @contextmanager
@@ -249,19 +234,18 @@ def conclude(run_dir: Path, fitted: Fitted) -> Verdict:
     for step, flag in verdict.was_red:
         if flag.name not in still:
             log.warning("was red at step %d: %s", step, flag)
-    if fitted.ended is not None:
-        reason = fitted.ended.reason
-        reason += "".join(f"; {check.name}: {check.figure}" for check in verdict.checks if check.name == SAFE_TO_SCALE)
-        if verdict.safe_to_scale is Scale.NO:
-            reason += "; change what failed, and start again in another cogumi.run_dir"
-        else:
-            reason += f"; {HOW_TO_GO_ON[fitted.ended.state]}"
-        log.info("%s: %s", fitted.ended.state, reason)
-        set_status(run_dir, fitted.ended.state, reason=reason)
+    if fitted.ended is None:
+        set_status(run_dir, "finished" if verdict.passed else "finished, checks failed")
+        if verdict.passed:
+            write_atomic(run_dir / "DONE", "")
         return verdict
-    set_status(run_dir, "finished" if verdict.passed else "finished, checks failed")
-    if verdict.passed:
-        write_atomic(run_dir / "DONE", "")
+    answer = [f"{check.name}: {check.figure}" for check in verdict.checks if check.name == SAFE_TO_SCALE]
+    then = HOW_TO_GO_ON[fitted.ended.state]
+    if verdict.safe_to_scale is Scale.NO:
+        then = "change what failed, and start again in another cogumi.run_dir"
+    reason = "; ".join([fitted.ended.reason, *answer, then])
+    log.info("%s: %s", fitted.ended.state, reason)
+    set_status(run_dir, fitted.ended.state, reason=reason)
     return verdict
 
 

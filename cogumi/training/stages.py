@@ -1,4 +1,4 @@
-"""What a run leaves behind: the adapter, the merged model, and checks of both."""
+"""The stages of a run beside its training: the preflight, the download, and what is saved, merged and checked."""
 
 import logging
 import shlex
@@ -8,24 +8,84 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from cogumi.checkpoints.commit import remove_if_there, written_aside
 from cogumi.checkpoints.saving import REMIND_SECONDS, RETRY_SECONDS
 from cogumi.config.schema import RunConfig
 from cogumi.core.disk_space import space_of
-from cogumi.core.errors import DiskFull, UsageError
+from cogumi.core.errors import DiskFull, RefusedAtSetup, UsageError
 from cogumi.core.formatting import one_line
-from cogumi.core.run_directory import read_json
+from cogumi.core.run_directory import DECISIONS, FORECAST, read_json, write_section
+from cogumi.data.cache import Data
+from cogumi.forecast import data_sample
+from cogumi.forecast.memory_forecast import target_of
+from cogumi.forecast.preflight_report import Line, PreflightReport
+from cogumi.forecast.run_forecast import Asked, apart, stack_line
 from cogumi.health.verdict import Check
+from cogumi.hub.downloads import Download, fetch
 from cogumi.merge import LogitCheck, MergeError, MergeReport, check_logits, merge_adapter
 from cogumi.merge.adapter_files import quantization_of, record_base
 from cogumi.merge.logits import check_directory
 from cogumi.models.adapters import TRAINED, unlike_saved
-from cogumi.telemetry.recorder import set_status
+from cogumi.telemetry.recorder import on_screen, set_status
 
 log = logging.getLogger("cogumi")
 Result = TypeVar("Result")
+
+
+def wants_preflight(run: RunConfig) -> bool:
+    """Where there is a GPU, unless the config says otherwise: on a CPU a run takes seconds to load, and memory is cheap."""
+    return run.cogumi.preflight == "on" or (run.cogumi.preflight == "auto" and torch.cuda.is_available())
+
+
+def run_preflight(run: RunConfig, base: str, of_base: Any, data: Data, tokenizer: Any) -> None:
+    """Log what is ahead of a run whose choices are made, and keep it. Raises RefusedAtSetup for what cannot fit.
+
+    What may not fit is warned of: refused is what is larger before anything is allowed for, see
+    `cogumi.forecast.memory_forecast`.
+    """
+    target = target_of(None)
+    log.info("preflight: one step is forecast, without weights, in a process of its own")
+    try:
+        lines, figures = apart(Asked(run, base, of_base, data_sample.whole(run, data, tokenizer), target))
+    except UsageError as error:
+        raise RefusedAtSetup.like(error) from error
+    except RuntimeError as error:
+        log.warning("preflight: %s; the run continues without it", error)
+        return
+    report = PreflightReport(str(target), (stack_line(), *lines), figures)
+    write_section(run.run_dir / FORECAST, "preflight", report.as_dict())
+    for line in report.lines:
+        if line.state == "red":
+            log.warning("preflight: RED: %s", line_in_words(line))
+        else:
+            log.info("preflight: %s", line_in_words(line))
+    memory = figures.get("memory")
+    if memory is not None and memory["tensors"] > memory["free"]:
+        red = next(line for line in lines if line.stage == "memory")
+        raise RefusedAtSetup(f"{line_in_words(red)} (or cogumi.preflight: off, which starts it all the same)")
+
+
+def line_in_words(line: Line) -> str:
+    if line.state != "red":
+        return f"{line.stage}: {line.figure}"
+    return f"{line.stage}: {line.figure}; {line.fix}"
+
+
+def fetch_into(run_dir: Path, download: Download) -> None:
+    """The download stage of a run: which commit, how much of it is here."""
+    write_section(run_dir / DECISIONS, "base", {"name": download.name, "commit": download.commit})
+
+    def told(here: int, total: int) -> None:
+        set_status(run_dir, "running", stage="download", bytes=here, of=total)
+
+    with logging_redirect_tqdm(on_screen()):
+        fetch(download, told)
+
+
+# ------------------------------------------------------------------------------------------- saved, merged and checked
 
 
 def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, revision: str | None) -> Path:
@@ -40,8 +100,35 @@ def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, 
     return adapter
 
 
+def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, dtype: torch.dtype) -> Path:
+    """The trained model in the base's own dtype, as `merged/` like that of an adapter's run: written aside and renamed.
+
+    The model itself is turned into that dtype: what is completed and compared afterwards is what was saved.
+    """
+    unfinished, whole = run_dir / ".merged", run_dir / "merged"
+    remove_if_there(whole)
+    with written_aside(unfinished):
+        model.to(dtype).save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+    unfinished.rename(whole)
+    return whole
+
+
+def judge_saved(model: Any, saved: Path) -> Check:
+    """Load what was saved and compare every tensor with the live one, bit for bit."""
+    live = model.state_dict()
+    stored = AutoModelForCausalLM.from_pretrained(saved, dtype="auto").state_dict()
+    other = [name for name in live if name not in stored or not torch.equal(live[name].cpu(), stored[name])]
+    figure = f"{len(other)} of {len(live)} tensors differ from the live model's"
+    figure += f", the first is {other[0]}" if other else ""
+    return Check("saved model", figure, "0, bit for bit", not other, "load the last checkpoint instead of merged/")
+
+
 def when_there_is_room(run: RunConfig, stage: str, act: Callable[..., Result], *given: Any) -> Result:
-    """Do what writes a result. On a full disk it waits for space where `cogumi.on_full` is "pause"; otherwise DiskFull."""
+    """Do what writes a result. On a full disk it waits for space where `cogumi.on_full` is "pause"; otherwise DiskFull.
+
+    It waits until the disk has the space by its own numbers; where these say so already, as with a quota, for a while.
+    """
     while True:
         try:
             return act(*given)
@@ -50,16 +137,11 @@ def when_there_is_room(run: RunConfig, stage: str, act: Callable[..., Result], *
                 raise
             log.error("%s waits: %s", stage, full)
             set_status(run.run_dir, "running", stage=stage, reason=f"{stage} waits for space: {full}")
-            wait_for(full)
+            until = time.monotonic() + REMIND_SECONDS
+            time.sleep(RETRY_SECONDS)
+            while full.needed and space_of(Path(full.place)).free < full.needed and time.monotonic() < until:
+                time.sleep(RETRY_SECONDS)
         set_status(run.run_dir, "running", stage=stage)
-
-
-def wait_for(full: DiskFull) -> None:
-    """Until a disk has the space by its own numbers; where these say so already, as with a quota, for a while."""
-    until = time.monotonic() + REMIND_SECONDS
-    time.sleep(RETRY_SECONDS)
-    while full.needed and space_of(Path(full.place)).free < full.needed and time.monotonic() < until:
-        time.sleep(RETRY_SECONDS)
 
 
 def merged_or_why_not(
@@ -109,33 +191,19 @@ def compare_unquantized(
     The live model's own logits are of quantized weights, which the merged model is to be rid of.
     """
     other = unlike_saved(live, adapter)
-    saved = Check(
-        "saved adapter",
-        f"{len(other)} tensors differ from the live adapter's" + (f", the first is {other[0]}" if other else ""),
-        "0, bit for bit",
-        not other,
-        "merge the adapter of the last checkpoint",
-    )
+    figure = f"{len(other)} tensors differ from the live adapter's" + (f", the first is {other[0]}" if other else "")
+    saved = Check("saved adapter", figure, "0, bit for bit", not other, "merge the adapter of the last checkpoint")
     try:
         logits = check_directory(adapter, report.out, report.base, revision, tokens)
     except UsageError as error:  # too little memory, say; the merge is there all the same
-        required = "compared with the adapter on the base"
-        return [
-            saved,
-            Check("merged logits", one_line(error), required, False, merge_again(adapter, "--verify logits")),
-        ]
+        required, fix = "compared with the adapter on the base", merge_again(adapter, "--verify logits")
+        return [saved, Check("merged logits", one_line(error), required, False, fix)]
     trained_on = quantization_of(live.config)
     assert trained_on is not None
-    return [
-        saved,
-        *judge_logits(
-            logits,
-            f"those of the adapter on the full-precision base (it was trained on {trained_on.type or trained_on.method}"
-            + (f", q/delta {report.q_over_delta:.2f})" if report.q_over_delta is not None else ")"),
-            report,
-            adapter,
-        ),
-    ]
+    kind = trained_on.type or trained_on.method
+    kind += "" if report.q_over_delta is None else f", q/delta {report.q_over_delta:.2f}"
+    beside = f"those of the adapter on the full-precision base (it was trained on {kind})"
+    return [saved, *judge_logits(logits, beside, report, adapter)]
 
 
 def merge_again(adapter: Path, options: str = "") -> str:
@@ -160,19 +228,10 @@ def judge_logits(logits: LogitCheck, beside: str, report: MergeReport, adapter: 
     lost = lost_in_rounding(report)
     again = merge_again(adapter, "--dtype float32" if lost else "--verify logits")
     fix = f"{lost}; raise train.learning_rate, or {again}" if lost else again
+    apart, rounding = f"logits rms {logits.base_distance:.2e} apart", f"> {logits.bound:.2e}, what rounding explains"
+    figure = f"rms {logits.measured:.2e}, KL {logits.kl:.1e} from {beside}"
+    bounds = f"<= {logits.bound:.2e}, {logits.kl_bound:.1e}"
     return [
-        Check(
-            "merged differs from the base",
-            f"logits rms {logits.base_distance:.2e} apart",
-            f"> {logits.bound:.2e}, what rounding explains",
-            logits.base_distance > logits.bound,
-            fix,
-        ),
-        Check(
-            "merged logits",
-            f"rms {logits.measured:.2e}, KL {logits.kl:.1e} from {beside}",
-            f"<= {logits.bound:.2e}, {logits.kl_bound:.1e}",
-            logits.passed,
-            fix,
-        ),
+        Check("merged differs from the base", apart, rounding, logits.base_distance > logits.bound, fix),
+        Check("merged logits", figure, bounds, logits.passed, fix),
     ]
