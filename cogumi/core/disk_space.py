@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Literal
 
 from cogumi.core.durability import NO_SPACE
+from cogumi.core.formatting import format_bytes
 
 log = logging.getLogger(__name__)
+spoken = format_bytes  # its old name
 
 # Kinds of filesystem whose numbers may be a server's or a whole cluster's, and not what this user may write.
 # fmt: off
@@ -285,14 +287,6 @@ def open_files() -> Iterator[tuple[int, str, str]]:
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue
             yield int(process.name), link, target
-
-
-def spoken(count: float) -> str:
-    """Bytes in the unit a person would use, to three figures: 252 GB, 13.5 GB, 240 kB."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(count) >= size:
-            return f"{count / size:.{0 if abs(count) >= 99.95 * size else 1}f} {unit}"
-    return f"{count:.0f} B"
 
 
 # ----------------------------------------------------------------------------------------------------------- disk needs
