@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Row, interleave, ratio, row
-from cogumi.core.process_id import this_process
-from cogumi.core.run_directory import append_jsonl, write_json
+from cogumi.core.run_directory import append_jsonl, this_process, write_json
 
 ROWS, GROWING_FROM = 1_000_000, 2_000
 ROWS_A_SECOND = 5

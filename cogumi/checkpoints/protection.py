@@ -24,7 +24,7 @@ from cogumi.checkpoints.verify import OPTIMIZER, SCHEDULER, inspect
 from cogumi.checkpoints.watchdog import Pulse, Watchdog
 from cogumi.core.durability import NO_SPACE, locked, why_unwritable
 from cogumi.core.errors import UsageError
-from cogumi.core.lost_terminal import outliving_the_screen
+from cogumi.core.output import outliving_the_screen
 from cogumi.disk.callback import announce
 
 log = logging.getLogger(__name__)

@@ -26,6 +26,7 @@ import platformdirs
 import polars as pl
 
 from cogumi.core.errors import UsageError
+from cogumi.core.run_directory import write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,8 @@ def write_sample(path: str | Path, *, max_rows: int | None = None, seed: int = 0
         rows = rows[np.sort(chosen)]
     buffer = io.BytesIO()
     rows.write_parquet(buffer, compression="zstd")
-    write_atomically(path, buffer.getvalue())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, buffer.getvalue())
     left_out = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
     log.info("sample %s: kept %s functions; left out %s", path.name, f"{rows.height:,}", left_out)
     return path
@@ -136,20 +138,3 @@ def _functions(node: ast.AST, scope: str) -> Iterator[tuple[str, ast.FunctionDef
             yield from _functions(child, f"{scope}{child.name}.")
         elif isinstance(child, ast.stmt | ast.ExceptHandler):  # if TYPE_CHECKING: / try: ... except ImportError:
             yield from _functions(child, scope)
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path` such that a reader, a crash or a second writer never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Named by process, so that two first uses at once do not write into each other's file; not mkstemp, whose files
-    # only their owner may read.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -11,7 +11,8 @@ from pathlib import Path
 import platformdirs
 import polars as pl
 
-from cogumi.data.stdlib_sample import sample_path, write_atomically
+from cogumi.core.run_directory import write_atomic
+from cogumi.data.stdlib_sample import sample_path
 
 FORMAT_VERSION = 3
 """Part of the cached files' names: raise it when what is made of a function changes."""
@@ -35,7 +36,7 @@ def cached(kind: str, make: Callable[[pl.DataFrame], pl.DataFrame]) -> Path:
     if not path.exists():
         buffer = io.BytesIO()
         make(described(pl.read_parquet(sample))).write_parquet(buffer)
-        write_atomically(path, buffer.getvalue())
+        write_atomic(path, buffer.getvalue())
     return path
 
 

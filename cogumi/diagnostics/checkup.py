@@ -21,8 +21,8 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from cogumi.core.finding import Finding, State
-from cogumi.core.notices import said
+from cogumi.core.errors import Finding, State
+from cogumi.core.notices import working
 from cogumi.diagnostics import interpreter
 from cogumi.diagnostics.import_checks import Step, run_steps
 from cogumi.stack import driver, host, installed, variables
@@ -87,7 +87,7 @@ class Seen:
     steps: dict[str, Step] = field(default_factory=dict)
 
 
-@said("doctor: this machine and its packages are being checked")
+@working("doctor: this machine and its packages are being checked")
 def doctor(timeout: float = TIMEOUT) -> DoctorReport:
     """Look at this machine and this environment; takes a quarter of a minute, changes nothing and leaves no files.
 

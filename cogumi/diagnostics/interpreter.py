@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cogumi.core.finding import Finding
+from cogumi.core.errors import Finding
 from cogumi.core.formatting import pip
 
 SUPPORTED = ((3, 11), (3, 12))  # pyproject.toml

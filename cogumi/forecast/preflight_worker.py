@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from cogumi.core.errors import UsageError
-from cogumi.core.notices import said
+from cogumi.core.notices import working
 from cogumi.forecast.preflight_report import PreflightReport
 from cogumi.forecast.run_forecast import Ahead, Asked, foresee, look_ahead
 
 LIMIT = 600.0  # seconds; a model of which every layer is run takes minutes
 
 
-@said("preflight: data, memory, time and disk of the run are being worked out")
+@working("preflight: data, memory, time and disk of the run are being worked out")
 def preflight(
     config: str | os.PathLike[str] | Mapping[str, Any],
     card: str | None = None,

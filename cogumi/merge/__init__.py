@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cogumi.core.errors import MergeError, UsageError
-from cogumi.core.notices import said
+from cogumi.core.notices import working
 from cogumi.merge.adapter_files import resolve_adapter
 from cogumi.merge.bases import resolve_base
 from cogumi.merge.executor import FileDigest, cores, hashing_ahead, progress_bar, spoken, write_and_verify
@@ -85,7 +85,7 @@ class MergeReport:
         )
 
 
-@said("merge: the adapter goes into its base")
+@working("merge: the adapter goes into its base")
 def merge_adapter(
     adapter: AdapterPath | Sequence[tuple[AdapterPath, float]],
     out: AdapterPath,

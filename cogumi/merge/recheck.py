@@ -7,7 +7,7 @@ from typing import Any
 
 from cogumi.core.durability import drop_from_memory, sha256_file
 from cogumi.core.errors import MergeError, UsageError
-from cogumi.core.notices import said
+from cogumi.core.notices import working
 from cogumi.merge.adapter_files import resolve_adapter
 from cogumi.merge.bases import decoded, read_model
 from cogumi.merge.executor import Advance, cores, progress_bar, spoken, threads, verify_shards
@@ -33,7 +33,7 @@ class CheckReport:
         return f"{self.directory}: {self.files} files ({spoken(self.bytes)}) are what the manifest says; {again}"
 
 
-@said("check: the merged directory is being read")
+@working("check: the merged directory is being read")
 def check_merged(directory: Path, workers: int | None = None, *, progress: bool = True) -> CheckReport:
     """Re-read a merged directory: every hash, and every element where base and adapter are still at hand.
 

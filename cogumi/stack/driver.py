@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cogumi.core.errors import UsageError
-from cogumi.core.finding import Finding
+from cogumi.core.errors import Finding, UsageError
 
 LIBRARY = "libnvidia-ml.so.1"
 # nvmlReturn_t of nvml.h

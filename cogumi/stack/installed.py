@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cogumi.core.disk_space import spoken
-from cogumi.core.finding import Finding
+from cogumi.core.errors import Finding
 from cogumi.core.formatting import pip
 
 INSTALL = "sh requirements/install.sh"

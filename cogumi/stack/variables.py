@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from cogumi.core.finding import Finding
+from cogumi.core.errors import Finding
 
 # Libraries that torch's wheels bring themselves: another copy on LD_LIBRARY_PATH is taken instead.
 BROUGHT = (

@@ -20,8 +20,8 @@ from cogumi.config import lora_presets
 from cogumi.config.schema import RunConfig, dump_config, load_config
 from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.core.formatting import one_line
-from cogumi.core.lost_terminal import outliving_the_screen
-from cogumi.core.notices import said
+from cogumi.core.notices import working
+from cogumi.core.output import outliving_the_screen
 from cogumi.core.run_directory import SAMPLES_FILE, create_run_dir, read_jsonl, write_atomic, write_json
 from cogumi.health import full_finetune
 from cogumi.health.verdict import Check, Scale, Verdict
@@ -78,7 +78,7 @@ class RunResult:
         return [row[key] for row in self.metrics if row.get(key) is not None]
 
 
-@said("train: this cell trains")
+@working("train: this cell trains")
 def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> RunResult:
     """`cogumi.train`, where torch may be imported (`cogumi.runs.entry`)."""
     from cogumi.training import preflight_stage  # which reads data and settings as this package does
