@@ -5,7 +5,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from cogumi.config.catalog import there_are
+from cogumi.config.source import there_are
 
 REPOSITORY = Path(__file__).parents[1]
 FIELDS = ["date", "issue", "symptoms", "root cause", "solution", "files", "lesson", "status"]

@@ -13,7 +13,7 @@ from cogumi import smoke
 from cogumi.cli import preflight_command, run_commands
 from cogumi.cli.disk_commands import disk_app
 from cogumi.cli.doctor_command import doctor
-from cogumi.config.catalog import hand_out, says, there_are
+from cogumi.config.source import hand_out, says, there_are
 from cogumi.core import __version__
 from cogumi.core.errors import UsageError
 from cogumi.core.output import print_json, run_command, say, waiting

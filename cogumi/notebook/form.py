@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cogumi.config.binding import bind_mapping, reject_unknown
-from cogumi.config.catalog import PACKAGE
 from cogumi.config.schema import RunConfig, redact
-from cogumi.config.source import SECTIONS, read_source
+from cogumi.config.source import PACKAGE, SECTIONS, read_source
 from cogumi.config.yaml_text import same, with_values, written
 from cogumi.core.errors import UsageError
 from cogumi.core.redact import hide
@@ -62,11 +61,12 @@ class Form:
     def __init__(
         self, config: str | os.PathLike[str] | Mapping[str, Any], save_as: str | os.PathLike[str] | None = None
     ) -> None:
-        values, origins, label = read_source(config)
-        reject_unknown(values, SECTIONS, "", origins, label)
+        values, origins = read_source(config)
+        reject_unknown(values, SECTIONS, "", origins)
+        label = origins.label
         self.text = None if isinstance(config, Mapping) else Path(label).read_text(encoding="utf-8")
         self.source = "a mapping" if self.text is None else str(config)
-        self.values: Values = {name: plain(bind_mapping(keys, name, origins, label)) for name, keys in values.items()}
+        self.values: Values = {name: plain(bind_mapping(keys, name, origins)) for name, keys in values.items()}
         self.save_as = Path(save_as or self.offered(label))
         self.unread: dict[str, str] = {}  # what was typed and is no value at all: by key, why
         self.watchers: list[Callable[[str], None]] = []  # told the key that was set or removed

@@ -1,6 +1,6 @@
 """The policy losses as formulas, in float64: what a trainer's first loss and gradient are compared with.
 
-Written from the papers named in `cogumi.config.loss_presets`, with TRL 1.15's normalisers. Slow and plain on purpose.
+Written from the papers named in `cogumi.config.presets`, with TRL 1.15's normalisers. Slow and plain on purpose.
 """
 
 import math

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.signals import ending_in_good_order
-from cogumi.config import lora_presets
+from cogumi.config.presets import describe_lora
 from cogumi.config.schema import RunConfig, dump_config, load_config
 from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.core.formatting import one_line
@@ -134,7 +134,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         for line in (*str(patches).splitlines(), *(f"chosen: {each}" for each in before_start), *examples.reports()):
             log.info(line)
         if run.cogumi.lora_preset is not None:
-            log.info(lora_presets.describe(run.cogumi.lora_preset, run.lora))
+            log.info(describe_lora(run.cogumi.lora_preset, run.lora))
         if said := beyond_the_model(run, examples, of_base):
             log.warning(said)
         chosen = with_choices(run, base)
