@@ -7,15 +7,15 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults_processes import HUNG_SECONDS, Running, trainings
+from benchmarks.faults_processes import HUNG_SECONDS, Running
 from benchmarks.faults_training import Changes, Job, make_trainer
-from benchmarks.harness import Row, ratio, row, summary
+from benchmarks.harness import Row, ratio_row, row, summary
 from cogumi.core.durability import sync_path
 
 MANIFEST_NAME = "cogumi-manifest.json"
@@ -33,7 +33,7 @@ def save_rows(quick: bool) -> Iterator[Row]:
     Not counted: the first saves, which prune nothing, and the last, which is followed by no step.
     """
     shape, rounds, warmup = (SMALL, 2, 3) if quick else (LARGE, 8, 3)
-    with tempfile.TemporaryDirectory(prefix="cogumi-saves-") as name, ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="cogumi-saves-") as name:
         folder = Path(name)
         if not quick and shutil.disk_usage(folder).free < DISK_BYTES:
             note = f"skipped: needs {DISK_BYTES >> 30} GiB in TMPDIR"
@@ -41,10 +41,9 @@ def save_rows(quick: bool) -> Iterator[Row]:
             return
         running, steps = {}, warmup + rounds + 1
         for how in ("plain", "cogumi"):
-            start = stack.enter_context(trainings())
             papers = folder / f"{how}-journal", folder / f"{how}-words"
             job = Job(how, False, folder / how, *papers, each_save_asks=True, shape=shape, steps=steps, save_every=1)
-            running[how] = start(job)
+            running[how] = Running(job)
         rows: dict[str, list[Save]] = {how: [] for how in running}
         for turn in range(1, steps + 1):
             # Each comes first in half of the turns: what the other one leaves of the machine's memory counts.
@@ -67,8 +66,8 @@ def save_rows(quick: bool) -> Iterator[Row]:
 
 
 def compared(case: str, metric: str, ours: list[float], theirs: list[float], target: str = "") -> Row:
-    middle, low, high = ratio({"ours": ours, "theirs": theirs}, "ours", "theirs")
-    return row("faults", case, metric, middle, spread=(low, high), target=target)
+    times = {"ours": ours, "theirs": theirs}
+    return ratio_row("faults", case, metric, times, "ours", "theirs", unit="", target=target)
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,21 @@
-"""Trainings in forks of one prepared process, watched, signalled and answered; and the journals they leave."""
+"""Trainings of benchmarks/faults_training.py in forks of one prepared process, watched, signalled and answered.
+
+And the journals that they leave.
+"""
 
 from __future__ import annotations
 
-import gc
-import importlib
-import multiprocessing
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from benchmarks.faults_training import Job, train
+from benchmarks.harness import prepared_forks
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
 # With what a training would otherwise import while it is timed.
 IMPORTED = (
     "accelerate",
@@ -73,24 +71,29 @@ Message = tuple[Any, ...]
 class Running:
     """A training in its child."""
 
-    def __init__(self, pipe: Connection) -> None:
-        self.pipe = pipe
+    def __init__(self, job: Job) -> None:
+        context = prepared_forks(IMPORTED)
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=train, args=(job, theirs))
+        self.process.start()
+        theirs.close()
         self.messages: list[Message] = []
         self.exit_status: int | None = None
         self.hung = False
-        started = self.next()
-        if started is None or started[0] != "started":
+        if (started := self.next()) != ("started",):
             raise RuntimeError(f"the training said {started} before it started")
-        self.pid: int = started[1]
 
     def next(self, seconds: float = HUNG_SECONDS) -> Message | None:
         """The next message; None when there was none for so long. ("ended", exit status) is the last one."""
         if self.exit_status is not None or not self.pipe.poll(seconds):
             return None
-        message: Message = self.pipe.recv()
+        try:
+            message: Message = self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            self.exit_status = self.process.exitcode
+            message = ("ended", self.exit_status)
         self.messages.append(message)
-        if message[0] == "ended":
-            self.exit_status = message[1]
         return message
 
     def until(self, what: str, step: int | None = None) -> bool:
@@ -101,11 +104,13 @@ class Running:
         return False
 
     def signal(self, number: int) -> None:
+        assert self.process.pid is not None
         with suppress(ProcessLookupError):  # it has ended meanwhile
-            os.kill(self.pid, number)
+            os.kill(self.process.pid, number)
 
     def answer(self) -> None:
-        self.pipe.send("go on")
+        with suppress(BrokenPipeError):  # its training has ended
+            self.pipe.send("continue")
 
     def finish(self) -> int:
         """The exit status, negative for a signal. A training that hangs is killed, and that is noted."""
@@ -118,49 +123,3 @@ class Running:
     def moments(self, what: str) -> dict[int, float]:
         """When each save began ("saving") or gave the thread back ("saved"), by step, in seconds of the monotonic clock."""
         return {message[1]: message[2] for message in self.messages if message[0] == what}
-
-
-@contextmanager
-def trainings() -> Iterator[Callable[[Job], Running]]:
-    """A function that starts a training in a fork of one prepared process. One at a time."""
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,))
-    server.start()
-    theirs.close()
-    try:
-        ours.recv()
-    except EOFError:
-        raise RuntimeError("the process that starts trainings ended before it was ready") from None
-
-    def start(job: Job) -> Running:
-        ours.send(job)
-        return Running(ours)
-
-    try:
-        yield start
-    finally:
-        ours.close()
-        server.join()
-
-
-def serve(pipe: Connection) -> None:
-    """Forks a child for each job, until the other end of the pipe is closed."""
-    os.environ.update(ENVIRONMENT)
-    for name in IMPORTED:
-        importlib.import_module(name)
-    # A trainer collects garbage at its start, and looking at all of torch's objects takes longer than this training.
-    gc.collect()
-    gc.freeze()
-    context = multiprocessing.get_context("fork")
-    pipe.send("ready")
-    while True:
-        try:
-            job = pipe.recv()
-        except (EOFError, ConnectionResetError):
-            return
-        if not isinstance(job, Job):  # an answer that came when its training had ended
-            continue
-        child = context.Process(target=train, args=(job, pipe))
-        child.start()
-        child.join()
-        pipe.send(("ended", child.exitcode))

@@ -7,6 +7,7 @@ did is in a journal, a line each: every loss to the last bit, the good checkpoin
 from __future__ import annotations
 
 import filecmp
+import gc
 import hashlib
 import importlib
 import os
@@ -19,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
 STEPS, SAVE_EVERY, KEEP = 8, 2, 2
 SAVES = tuple(range(SAVE_EVERY, STEPS + 1, SAVE_EVERY))
 # Deterministic files: in a good checkpoint they are those of the undisturbed training, bit for bit.
@@ -58,10 +60,13 @@ def train(job: Job, pipe: Connection) -> None:
     """Runs in the child. Ends as a user's script would: normally, or with a traceback and exit status 1."""
     from transformers.utils.logging import disable_progress_bar
 
+    os.environ.update(ENVIRONMENT)
+    # A trainer collects garbage at its start, and going through all of torch's objects takes longer than this training.
+    gc.freeze()
     descriptor = os.open(job.words, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    pipe.send(("started", os.getpid()))
+    pipe.send(("started",))
     if job.largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job.largest_file, job.largest_file))
     disable_progress_bar()

@@ -8,20 +8,17 @@ that `preflight.json` has (metrics.json, `gpu_peak_forecast`).
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_device import out_of_time
-from benchmarks.harness import Budget, Row, attempt, row
+from benchmarks.harness import Budget, Row, attempt, out_of_time, python, row, run_process
 
 NEEDS_SECONDS = 60.0
 LLAMA: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
          "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
-TRAIN = "import sys, json, cogumi; cogumi.train(json.load(sys.stdin))"
+TRAIN = "import sys, json, cogumi; cogumi.train(json.loads(sys.argv[1]))"
 SFT = {"method": "sft"}
 GSPO = {"method": "gspo", "rewards": ["parses"]}
 ROLLOUT = {
@@ -77,39 +74,18 @@ def compared(case: str, model: Path, run_dir: Path) -> Iterator[Row]:
         "model": {"name": str(model), **of_model},
         "lora": {"r": 16, "lora_alpha": 32},
         "data": {"source": "cogumi:stdlib", "max_rows": 500, "eval_rows": 0, "fim": {"max_length": 512}},
-        "train": {
-            "max_steps": 3,
-            "per_device_train_batch_size": 8,
-            "learning_rate": 1e-5,
-            "save_strategy": "no",
-            **train,
-        },
+        "train": {"max_steps": 3, "per_device_train_batch_size": 8, "learning_rate": 1e-5, "save_strategy": "no"}
+        | train,
         "cogumi": {"run_dir": str(run_dir), "merge": False, "compile": "off", "preflight": "on", **options},
     }
-    command = [sys.executable, "-c", TRAIN]
-    done = subprocess.run(command, input=json.dumps(config), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    run_process(python(TRAIN, json.dumps(config)))
     memory = json.loads((run_dir / "metrics.json").read_text())["memory"]
     forecast, peak = memory["gpu_peak_forecast"], memory.get("gpu_peak_allocated")
     if peak is None:
-        yield row(
-            "gpu_forecast",
-            case,
-            "forecast of the peak",
-            forecast / 2**30,
-            "GiB",
-            note="no GPU: nothing to compare with",
-        )
+        note = "no GPU: nothing to compare with"
+        yield row("gpu_forecast", case, "forecast of the peak", forecast / 2**30, "GiB", note=note)
         return
     sizes = {"forecast": forecast, "peak": peak, "reserved": memory["gpu_peak_reserved"]}
     note = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in sizes.items())
-    yield row(
-        "gpu_forecast",
-        case,
-        "forecast away from the peak",
-        100 * abs(forecast / peak - 1),
-        "%",
-        target="<= 5",
-        note=note,
-    )
+    away = 100 * abs(forecast / peak - 1)
+    yield row("gpu_forecast", case, "forecast away from the peak", away, "%", target="<= 5", note=note)

@@ -15,13 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benchmarks.graph_break_processes import Mode, Model, processes
-from benchmarks.harness import Row, attempt, missing, ratio, row, summary
-
-if TYPE_CHECKING:  # not at run time: it imports torch
-    from benchmarks.graph_break_work import Prepared
+from benchmarks.graph_break_work import Mode, Model, Prepared, processes
+from benchmarks.harness import Row, attempt, missing, ratio, ratio_row, row, summary
 
 DISABLED, AUTO, AGAIN = "global disable", "auto", "auto, again"
 RUNGS = ("none", "branchless", "break_experts", "break_linear")
@@ -38,12 +35,6 @@ class Timed:
     model: Model
     rounds: int
     without: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Trained:
-    steps: int
-    backends: tuple[str, ...]
 
 
 FULL = (
@@ -67,9 +58,9 @@ def run(quick: bool = False) -> Iterator[Row]:
         for timed in QUICK if quick else FULL:
             yield from attempt("graph_break", timed.name, partial(timed_rows, modes, timed, judged=not quick))
         yield from attempt("graph_break", "captured", partial(captured_rows, modes[AUTO]))
-        trained = Trained(5, ("aot_eager",)) if quick else Trained(20, ("aot_eager", "inductor"))
+        trained = (5, ("aot_eager",)) if quick else (20, ("aot_eager", "inductor"))
         for model in (GPT_OSS,) if quick else (LLAMA, GPT_OSS):
-            yield from attempt("graph_break", model.case, partial(equality_rows, modes, model, trained))
+            yield from attempt("graph_break", model.case, partial(equality_rows, modes, model, *trained))
 
 
 # ---------------------------------------------------------------------------------------------------------- the timing
@@ -115,9 +106,7 @@ def alternate(modes: dict[str, Mode], rounds: int) -> dict[str, list[float]]:
 
 
 def compared(case: str, times: dict[str, list[float]], ours: str, theirs: str, target: str = "", note: str = "") -> Row:
-    middle, low, high = ratio(times, ours, theirs)
-    metric = f"step, {ours} / {theirs}"
-    return row("graph_break", case, metric, middle, "ratio", spread=(low, high), target=target, note=note)
+    return ratio_row("graph_break", case, f"step, {ours} / {theirs}", times, ours, theirs, target=target, note=note)
 
 
 def against_the_best(case: str, times: dict[str, list[float]], made: dict[str, Prepared], judged: bool) -> Row:
@@ -164,17 +153,17 @@ def one_graph(case: str, made: Prepared) -> Row:
 # ------------------------------------------------------------------------------------------------------------ equality
 
 
-def equality_rows(modes: dict[str, Mode], model: Model, trained: Trained) -> Iterator[Row]:
+def equality_rows(modes: dict[str, Mode], model: Model, steps: int, backends: tuple[str, ...]) -> Iterator[Row]:
     """Losses and gradients of a training that is compiled and of one that is not, both from the same weights."""
-    case = f"{trained.steps} SGD steps, 4-bit {model.case} + LoRA + checkpointing"
+    case = f"{steps} SGD steps, 4-bit {model.case} + LoRA + checkpointing"
     modes[DISABLED].open(model)
-    losses, gradients, rows = modes[DISABLED].ask("train", trained.steps)
+    losses, gradients, rows = modes[DISABLED].ask("train", steps)
     if model.case == "gpt-oss":
         note = f"of {rows['calls']} calls of an expert"
         yield row("graph_break", case, "calls of an expert with zero rows", rows["zero rows"], target=">= 1", note=note)
-    for backend in trained.backends:
+    for backend in backends:
         modes[AUTO].open(replace(model, backend=backend))
-        ours, their_gradients, _ = modes[AUTO].ask("train", trained.steps)
+        ours, their_gradients, _ = modes[AUTO].ask("train", steps)
         target = "<= 0" if backend == "aot_eager" else "<= 1e-5"
         apart = max(abs(a - b) / abs(b) for a, b in zip(ours, losses, strict=True))
         note = f"{losses[0]:.3f} to {losses[-1]:.3f}"

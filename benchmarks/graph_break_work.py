@@ -1,11 +1,15 @@
-"""What a process of the graph-break benchmark does: it opens one model after the other in its mode, and makes steps."""
+"""The processes of the graph-break benchmark: one for each mode, which opens one model after the other and makes steps.
+
+A process does what it is asked, and nothing between two questions.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +21,91 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import graph_break_models as models
-from benchmarks.graph_break_processes import Model
+from benchmarks.harness import one_line, prepared_forks
 from cogumi.compile.layers import compile_layers, decoder_layers, prepare, uncompile_layers
 from cogumi.patches import graph_break
 
 # Of rows and lengths: one after the other, so that what is guarded on does change.
 BATCHES = 4
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCHDYNAMO_DISABLE": "0",
+}
+IMPORTED = (
+    "benchmarks.graph_break_work",
+    "peft.tuners.lora.bnb",
+    "torch._inductor.compile_fx",
+    "transformers.models.gpt_oss.modeling_gpt_oss",
+    "transformers.models.llama.modeling_llama",
+)
 CAPTURED, RECOMPUTED, ENGINE = "captured by Dynamo", "recomputed", "autograd::engine"
 OPERATORS = ("aten::", "bitsandbytes::")
 # At ten times as much plain SGD is unstable, and gradients that agree to 1e-6 at equal weights are 1e-3 apart in 20 steps.
 LEARNING_RATE = 0.05
+
+
+@dataclass(frozen=True)
+class Model:
+    """case: "llama", "gpt-oss", "moe" or "straight line"; count: of its layers, or of experts; tokens: of a sequence, or rows."""
+
+    case: str
+    hidden: int
+    count: int
+    tokens: int
+    backend: str = "inductor"
+    fullgraph: bool = False
+
+
+class Mode:
+    """The process that runs models one way. `choice` is graph_break's; None is the global disable."""
+
+    def __init__(self, name: str, choice: str | None, caches: Path) -> None:
+        self.name, self.choice, self.caches = name, choice, caches
+        self.process = ProcessPoolExecutor(1, prepared_forks(IMPORTED), initializer=begin, initargs=(choice,))
+
+    def open(self, model: Model, choice: str | None = None) -> None:
+        """Build this model in the place of the one before; `choice` is another than the mode's for once."""
+        self.process.submit(open_model, model, choice or self.choice, self.caches).result()
+
+    def ask(self, what: str, *arguments: Any) -> Any:
+        """What a method of Work returns; RuntimeError with what it raised, in the mode's name."""
+        went_well, answer = self.process.submit(ask_model, what, arguments).result()
+        if not went_well:
+            raise RuntimeError(f"{self.name}: {answer}")
+        return answer
+
+
+@contextmanager
+def processes(choices: Mapping[str, str | None], caches: Path) -> Iterator[dict[str, Mode]]:
+    modes = {name: Mode(name, choice, caches) for name, choice in choices.items()}
+    try:
+        yield modes
+    finally:
+        for mode in modes.values():
+            mode.process.shutdown()
+
+
+def begin(choice: str | None) -> None:
+    os.environ |= ENVIRONMENT
+    if choice is None:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # which torch reads at each call of torch.compile
+
+
+opened: list[Work] = []  # in the process of a mode
+
+
+def open_model(*arguments: Any) -> None:
+    opened.clear()  # the one before, whose memory is wanted
+    opened.append(Work(*arguments))
+
+
+def ask_model(what: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
+    try:
+        return True, getattr(opened[0], what)(*arguments)
+    except Exception as error:  # noqa: BLE001 - handed to the parent, which raises it; it may not be picklable
+        return False, one_line(error)
 
 
 @dataclass(frozen=True)
@@ -42,7 +121,7 @@ class Prepared:
 
 
 class Work:
-    """A model that makes steps in one mode, as graph_break_processes.Model says."""
+    """A model that makes steps in one mode."""
 
     def __init__(self, wanted: Model, choice: str | None, caches: Path) -> None:
         torch.set_num_threads(1)
@@ -66,13 +145,10 @@ class Work:
 
     def build(self) -> Any:
         hidden, count = self.wanted.hidden, self.wanted.count
-        if self.wanted.case == "llama":
-            return models.llama(hidden, count)
-        if self.wanted.case == "gpt-oss":
-            return models.gpt_oss(hidden, count)
         if self.wanted.case == "moe":
             return models.moe_layer(hidden, hidden, count)
-        return models.straight_line(hidden, count)
+        make = {"llama": models.llama, "gpt-oss": models.gpt_oss}.get(self.wanted.case, models.straight_line)
+        return make(hidden, count)
 
     @property
     def is_transformer(self) -> bool:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from cogumi.core.durability import drop_from_memory
+from cogumi.core.safetensors_file import header_for
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -89,17 +90,13 @@ def write_sparse_inputs(shape: Llama, directory: Path, *, targets: str | list[st
     base = directory / "base"
     base.mkdir(parents=True)
     model.config.save_pretrained(base)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for key, dims in stored_tensors(model).items():
-        end = position + byte_count({key: dims})
-        header[key] = {"dtype": "BF16", "shape": list(dims), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    tensors = stored_tensors(model)
+    header = header_for(
+        {"format": "pt"}, [(key, "BF16", dims, byte_count({key: dims})) for key, dims in tensors.items()]
+    )
     with (base / "model.safetensors").open("xb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + position)
+        file.write(header)
+        file.truncate(len(header) + byte_count(tensors))
     return with_adapter(model, base, directory / "adapter", targets, rank)
 
 
@@ -151,12 +148,6 @@ def with_adapter(model: Any, base: Path, adapter: Path, targets: str | list[str]
 
 def forget_cached(*directories: Path) -> None:
     """Drop the files' pages from memory, so that the next reader reads the disk. Only Linux can be asked to."""
-    if sys.platform != "linux":
-        return
     os.sync()  # a page that is not on disk yet is not dropped
     for path in (each for directory in directories for each in directory.rglob("*") if each.is_file()):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+        drop_from_memory(path)

@@ -6,7 +6,7 @@ from four_bit_models import counted_rows, gradients, step, tiny_llama, tiny_moe
 
 from benchmarks import graph_break
 from benchmarks.graph_break_models import gpt_oss, hidden_rows, quantized
-from benchmarks.graph_break_processes import Model, processes
+from benchmarks.graph_break_work import Model, Prepared, processes
 
 pytestmark = pytest.mark.slow("of the benchmarks, not of the package")
 
@@ -30,8 +30,6 @@ def test_each_mode_is_first_as_often_as_last():
 
 
 def made(strategy=""):
-    from benchmarks.graph_break_work import Prepared
-
     return Prepared(strategy, "", 0.0, 1, 0, 0)
 
 
