@@ -18,8 +18,18 @@ from pathlib import Path
 
 from benchmarks import faults_costs, harness
 from benchmarks.faults_disk import allocated, damages, fill, mounted, remount, take_inodes
-from benchmarks.faults_processes import Journal, Running, read_journal, words_of
-from benchmarks.faults_training import SAVES, STATE, STEPS, WEIGHTS, Job, is_good
+from benchmarks.faults_training import (
+    SAVES,
+    STATE,
+    STEPS,
+    WEIGHTS,
+    Job,
+    Journal,
+    Running,
+    is_good,
+    read_journal,
+    words_of,
+)
 from benchmarks.harness import Row, attempt, missing, row
 
 HOWS = ("cogumi", "plain")

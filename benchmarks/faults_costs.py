@@ -13,8 +13,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults_processes import HUNG_SECONDS, Running
-from benchmarks.faults_training import Changes, Job, make_trainer
+from benchmarks.faults_training import HUNG_SECONDS, Changes, Job, Running, make_trainer
 from benchmarks.harness import Row, ratio_row, row, summary
 from cogumi.core.durability import sync_path
 

@@ -31,6 +31,7 @@ import torch
 
 from benchmarks.gpu import cogumi_head, first_run, memory_row, peak_flops, peak_memory, release, why_no_trl_kernel
 from benchmarks.harness import Budget, Row, attempt, interleave, missing, out_of_time, ratio_row, row, summary
+from benchmarks.shapes import LLAMA_3_1_8B, QWEN3_0_6B, Shape, build
 
 # GSPO paper's clip range (arXiv 2507.18071, section 5.1).
 EPSILON_LOW, EPSILON_HIGH = 3e-4, 4e-4
@@ -38,36 +39,6 @@ EPSILON_LOW, EPSILON_HIGH = 3e-4, 4e-4
 TRL = "trl, as cogumi leaves it on a GPU"
 NEEDS_SECONDS = 75.0
 CASE_SECONDS = 30.0
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The numbers of a model's config.json that decide its cost."""
-
-    name: str
-    family: str  # "qwen3" or "llama"
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    tied: bool
-    rope_theta: float
-
-    @property
-    def body_weights(self) -> int:
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
-
-    @property
-    def head_weights(self) -> int:
-        return self.vocabulary * self.hidden
-
-
-QWEN3_0_6B = Shape("Qwen3-0.6B", "qwen3", 1024, 3072, 28, 16, 8, 128, 151936, True, 1e6)
-LLAMA_3_1_8B = Shape("Llama-3.1-8B", "llama", 4096, 14336, 32, 32, 8, 128, 128256, False, 5e5)
 
 
 @dataclass(frozen=True)
@@ -91,35 +62,6 @@ def step_flops(shape: Shape, batch: Batch, scored: int) -> float:
     """FLOP of one step by the formula above; `scored` tokens go through the head."""
     attention = 12 * shape.layers * shape.heads * shape.head_dim * batch.length
     return batch.tokens * (4 * shape.body_weights + attention) + scored * 4 * shape.head_weights
-
-
-def build(shape: Shape, device: str, dtype: torch.dtype) -> Any:
-    """Random weights made directly on the device, with LoRA r16 on all linear layers and gradient checkpointing."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
-
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
-    config = {"qwen3": Qwen3Config, "llama": LlamaConfig}[shape.family](
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocabulary,
-        tie_word_embeddings=shape.tied,
-        max_position_embeddings=40960,
-        rope_parameters=rope,
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(model, lora)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.enable_input_require_grads()
-    return model.train()
 
 
 # --------------------------------------------------------------------------------------------- the losses through TRL

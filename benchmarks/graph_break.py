@@ -136,12 +136,6 @@ def captured_rows(mode: Mode) -> Iterator[Row]:
     yield one_graph("straight line of 4 Linear4bit, fullgraph", mode.ask("prepare"))
     mode.open(Model("moe", 64, 3, 32, backend="aot_eager", fullgraph=True), "branchless")
     yield one_graph("MoE layer, branchless, fullgraph", mode.ask("prepare"))
-    mode.open(Model("llama", 128, 4, 32, backend="aot_eager"))
-    for what, (inside, total) in mode.ask("captured").items():
-        case = "Llama of 4 layers, 4-bit + LoRA + checkpointing"
-        note = f"{inside} of {total} operators that Python calls"
-        metric = {"step": "captured of a step's forward and recomputation", "layers": "captured of the layers' forward"}
-        yield row("graph_break", case, metric[what], 100 * inside / total, "%", target=">= 95", note=note)
 
 
 def one_graph(case: str, made: Prepared) -> Row:

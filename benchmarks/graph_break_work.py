@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo
-from torch import Tensor, nn
-from torch.autograd.profiler import record_function
-from torch.profiler import ProfilerActivity, profile
+from torch import Tensor
 
 from benchmarks import graph_break_models as models
 from benchmarks.harness import one_line, prepared_forks
-from cogumi.compile.layers import compile_layers, decoder_layers, prepare, uncompile_layers
+from cogumi.compile.layers import compile_layers, decoder_layers, prepare
 from cogumi.patches import graph_break
 
 # Of rows and lengths: one after the other, so that what is guarded on does change.
@@ -40,8 +38,6 @@ IMPORTED = (
     "transformers.models.gpt_oss.modeling_gpt_oss",
     "transformers.models.llama.modeling_llama",
 )
-CAPTURED, RECOMPUTED, ENGINE = "captured by Dynamo", "recomputed", "autograd::engine"
-OPERATORS = ("aten::", "bitsandbytes::")
 # At ten times as much plain SGD is unstable, and gradients that agree to 1e-6 at equal weights are 1e-3 apart in 20 steps.
 LEARNING_RATE = 0.05
 
@@ -138,7 +134,10 @@ class Work:
             # Of one strategy they hold the same code: what was chosen finds what was forced before.
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(caches / wanted.case / self.strategy)
             prepare(self.model)
-            self.compile(wanted.backend)
+            if self.is_transformer:
+                compile_layers(self.model, wanted.backend)
+            else:
+                self.model.compile(backend=wanted.backend, fullgraph=wanted.fullgraph)
         else:  # asked for, and what the global disable is there to make nothing of
             for part in decoder_layers(self.model) or [self.model]:
                 part.compile(backend=wanted.backend)
@@ -158,12 +157,6 @@ class Work:
     def strategy(self) -> str:
         verdict = graph_break.verdict()
         return "" if verdict is None else verdict.strategy
-
-    def compile(self, backend: Any) -> None:
-        if self.is_transformer:
-            compile_layers(self.model, backend)
-        else:
-            self.model.compile(backend=backend, fullgraph=self.wanted.fullgraph)
 
     # ------------------------------------------------------------------------------------------------------- one step
 
@@ -224,76 +217,12 @@ class Work:
             run()
         return losses, gradients, dict(counts)
 
-    def captured(self) -> dict[str, tuple[int, int]]:
-        """{"step", "layers"}: (operators run in a graph, all that were run) of forward and recomputation in a step, and of
-        the decoder layers alone.
-
-        An operator is one that Python calls: what it calls inside is not counted again.
-        """
-        calls: list[tuple[nn.Module, Any, Any]] = []
-        layers = decoder_layers(self.model)
-        handles = [
-            layer.register_forward_pre_hook(lambda *said: calls.append(said), with_kwargs=True) for layer in layers
-        ]
-        self.loss(self.batch(0))
-        for handle in handles:
-            handle.remove()
-        uncompile_layers(self.model)
-        self.model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recomputing})
-        self.compile(noting)
-
-        def layers_alone() -> None:
-            for layer, arguments, keywords in calls:
-                layer(*arguments, **keywords)
-
-        return {"step": operators(self.step), "layers": operators(layers_alone)}
-
 
 def gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def recomputing() -> tuple[Any, Any]:
-    return nullcontext(), record_function(RECOMPUTED)
-
-
-def noting(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-    """A backend that runs the graph as it is, under a name."""
-
-    def run(*arguments: Any) -> Any:
-        with record_function(CAPTURED):
-            return graph(*arguments)
-
-    return run
-
-
-def operators(function: Callable[[], object]) -> tuple[int, int]:
-    """(run in a graph, all that were run), at the second call; a backward's own are left out."""
-    function()
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        function()
-    inside = total = 0
-    for event in profiled.events() or []:
-        above = ancestors(event)
-        if not event.name.startswith(OPERATORS) or any(name.startswith(OPERATORS) for name in above):
-            continue
-        if RECOMPUTED not in above and any(name.startswith(ENGINE) for name in above):
-            continue
-        total += 1
-        inside += CAPTURED in above
-    return inside, total
-
-
-def ancestors(event: Any) -> list[str]:
-    names = []
-    while (event := event.cpu_parent) is not None:
-        names.append(event.name)
-    return names
-
-
 def recompiles() -> int:
     """How often Dynamo compiled a frame again that it had compiled, since it was reset."""
-    compiled = [
-        each for each in torch._dynamo.utils.get_compilation_metrics() if each.co_name is not None
-    ]  # no backward
-    return sum(int(str(each.compile_id).rpartition("/")[2].partition("_")[0]) > 0 for each in compiled)
+    ids = [str(each.compile_id) for each in torch._dynamo.utils.get_compilation_metrics() if each.co_name is not None]
+    return sum(int(each.rpartition("/")[2].partition("_")[0]) > 0 for each in ids)  # those without a name are backward

@@ -26,12 +26,11 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from benchmarks.fused_head import Allocations, thread_count
-from benchmarks.gpu_device import out_of_time, release
-from benchmarks.gpu_steps import QWEN3_0_6B, Batch, Shape, build
-from benchmarks.harness import Budget, Row, ratio, row, summary, synchronize
+from benchmarks.gpu import peak_memory, release
+from benchmarks.gpu_steps import Batch
+from benchmarks.harness import Budget, Row, out_of_time, ratio_row, row, summary, synchronize
+from benchmarks.shapes import QWEN3_0_6B, SMALL, Shape, build
 
-# Large enough that a step is arithmetic and not Python, small enough for two CPU cores.
-SMALL = Shape("Llama of 5 million weights", "llama", 256, 688, 4, 4, 4, 64, 8192, True, 1e4)
 STEPS = 2  # optimizer steps of one rollout, and of one measurement
 MICRO_BATCHES = 2  # of a step, summed by the metrics
 BY_NAME = {"loss_type": "gspo"}
@@ -187,13 +186,7 @@ class OwnTime:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def ours(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return self._signed(function, 1.0)
-
-    def theirs(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return self._signed(function, -1.0)
-
-    def _signed(self, function: Callable[..., Any], sign: float) -> Callable[..., Any]:
+    def ours(self, function: Callable[..., Any], sign: float = 1.0) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             self.seconds -= sign * now()
             try:
@@ -202,6 +195,9 @@ class OwnTime:
                 self.seconds += sign * now()
 
         return timed
+
+    def theirs(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return self.ours(function, -1.0)
 
 
 def time_the_watch(trainer: Any) -> OwnTime:
@@ -241,12 +237,8 @@ def metrics_shares(trainer: Any, repeats: int) -> tuple[list[float], list[float]
 def peak_bytes(trainer: Any, device: str) -> int:
     """What `.train()` allocates at its peak beyond what is there before: activations, gradients, new optimizer state."""
     if device.startswith("cuda"):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        trainer.train()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return (peak_memory(device, trainer.train)[1] or 0) - before
     with Allocations(*held(trainer)) as allocations:
         trainer.train()
     return allocations.peak
@@ -281,8 +273,7 @@ def step_rows(shape: Shape, batch: Batch, device: str, dtype: torch.dtype, repea
         for name, seconds in times.items():
             middle, spread = summary(seconds)
             yield row("gspo_step", case, f"step, {name}", middle, "s", spread=spread)
-        middle, low, high = ratio(times, "cogumi", "stock")
-        yield row("gspo_step", case, "step, cogumi / stock TRL", middle, "ratio", spread=(low, high), target="<= 1.02")
+        yield ratio_row("gspo_step", case, "step, cogumi / stock TRL", times, "cogumi", "stock", target="<= 1.02")
 
         later = {name: peak_bytes(trainer, device) for name, trainer in trainers.items()}
         yield row("gspo_step", case, "peak memory of a step, stock", later["stock"] / 2**20, "MiB")
@@ -344,9 +335,8 @@ def trainable_head_rows(shape: Shape, batch: Batch, repeats: int) -> Iterator[Ro
                 if turn:  # the first is the warm-up
                     times[name].append(clock.seconds / STEPS)
     case = f"{shape.name}, every weight trained in bf16, {batch.sequences} x {batch.prompt}+{batch.completion} tokens"
-    middle, low, high = ratio(times, "cogumi", "dense")
     metric = "step, cogumi's head / dense logits, 1 thread"
-    yield row("gspo_step", case, metric, middle, "ratio", spread=(low, high), target="<= 1.0")
+    yield ratio_row("gspo_step", case, metric, times, "cogumi", "dense", target="<= 1.0")
 
 
 def run(quick: bool = False, device: str | None = None, budget: Budget | None = None) -> Iterator[Row]:

@@ -20,14 +20,15 @@ import torch
 from safetensors import safe_open
 
 from benchmarks.harness import ROOT, Finished, Row, attempt, missing, python, ratio_row, row, run_process, summary
-from benchmarks.merge_inputs import Inputs, Llama, forget_cached, write_inputs, write_sparse_inputs
+from benchmarks.merge_inputs import Inputs, forget_cached, write_inputs, write_sparse_inputs
 from benchmarks.merge_kills import full_disk_rows, kill_rows, shards_of
+from benchmarks.shapes import Shape
 
 # The shapes of Llama-3.2-3B; 14 of Llama-3.1-8B's layers; and what fits a 64 MB disk.
-BIG = Llama("Llama-3.2-3B", 3072, 8192, 28, 24, 8, 128256, tied=True)
-ONE_SHARD = Llama("14 layers of Llama-3.1-8B", 4096, 14336, 14, 32, 8, 128256, tied=False)
-SMALL = Llama("small Llama", 512, 1536, 6, 8, 4, 8000, tied=False)
-TINY = Llama("tiny Llama", 64, 160, 2, 4, 2, 512, tied=True)
+BIG = Shape("Llama-3.2-3B", 3072, 8192, 28, 24, 8, 128256, tied=True)
+ONE_SHARD = Shape("14 layers of Llama-3.1-8B", 4096, 14336, 14, 32, 8, 128256, tied=False)
+SMALL = Shape("small Llama", 512, 1536, 6, 8, 4, 8000, tied=False)
+TINY = Shape("tiny Llama", 64, 160, 2, 4, 2, 512, tied=True)
 WORKERS = (1, 2, 8)
 # Where `sh requirements/install.sh peers` puts what is only compared with.
 PEERS = ROOT / ".venv" / "peers"
@@ -75,9 +76,9 @@ merge_adapter(sys.argv[2], sys.argv[3], base=sys.argv[1], workers=int(sys.argv[4
 
 @dataclass(frozen=True)
 class Scale:
-    big: Llama
-    one_shard: Llama
-    small: Llama
+    big: Shape
+    one_shard: Shape
+    small: Shape
     shard_bytes: int
     rank: int
     repeats: int

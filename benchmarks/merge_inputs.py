@@ -16,24 +16,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks.shapes import Shape
 from cogumi.core.durability import drop_from_memory
 from cogumi.core.safetensors_file import header_for
 
 INDEX_NAME = "model.safetensors.index.json"
-
-
-@dataclass(frozen=True)
-class Llama:
-    """A Llama's shapes. `tied`: the embedding is the head too, and stored once."""
-
-    name: str
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
-    tied: bool
 
 
 @dataclass(frozen=True)
@@ -46,26 +33,15 @@ class Inputs:
     adapter_bytes: int
 
 
-def meta_model(shape: Llama) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def meta_model(shape: Shape) -> Any:
+    from transformers import AutoModelForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.hidden // shape.heads,
-        vocab_size=shape.vocabulary,
-        tie_word_embeddings=shape.tied,
-        architectures=["LlamaForCausalLM"],
-        dtype="bfloat16",
-    )
+    config = shape.config(architectures=["LlamaForCausalLM"], dtype="bfloat16")
     with torch.device("meta"):
-        return LlamaForCausalLM(config)
+        return AutoModelForCausalLM.from_config(config)
 
 
-def write_inputs(shape: Llama, directory: Path, *, shard_bytes: int, targets: str | list[str], rank: int) -> Inputs:
+def write_inputs(shape: Shape, directory: Path, *, shard_bytes: int, targets: str | list[str], rank: int) -> Inputs:
     """Random weights (standard deviation 0.02, norms 1) in shards of at most `shard_bytes`, and an adapter."""
     model = meta_model(shape)
     base = directory / "base"
@@ -84,7 +60,7 @@ def write_inputs(shape: Llama, directory: Path, *, shard_bytes: int, targets: st
     return with_adapter(model, base, directory / "adapter", targets, rank)
 
 
-def write_sparse_inputs(shape: Llama, directory: Path, *, targets: str | list[str], rank: int) -> Inputs:
+def write_sparse_inputs(shape: Shape, directory: Path, *, targets: str | list[str], rank: int) -> Inputs:
     """One shard whose weights are a hole in the file: they read as zeros, and take no disk."""
     model = meta_model(shape)
     base = directory / "base"

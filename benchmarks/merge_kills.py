@@ -13,6 +13,7 @@ import random
 import shutil
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -120,50 +121,33 @@ def fault_of(out: Path, expected: dict[str, str]) -> str | None:
     return f"loads with {sorted(lacking)[0]} missing, unexpected or of another shape" if lacking else None
 
 
-@dataclass
-class Tally:
-    """What a series of disturbed merges left behind."""
+class Tally(Counter[str]):
+    """What a series of disturbed merges left behind; first_fault: what was wrong with the first bad one."""
 
-    merges: int = 0
-    killed: int = 0
-    refused: int = 0
-    failed: int = 0
-    complete: int = 0
-    faults: int = 0
-    damaged: int = 0
-    repeated: int = 0
-    unexplained: int = 0
-    leftovers: int = 0
-    partials: int = 0
-    first_fault: str = ""
+    first_fault = ""
 
     def count(self, ended: Ended) -> None:
-        self.merges += 1
-        said = ended.said or ""
-        self.killed += ended.said is None and ended.exitcode == -9
-        self.refused += said.startswith("refused")
-        self.failed += said.startswith("failed")
-        self.unexplained += ended.exitcode not in (0, -9)
+        self["merges"] += 1
+        self["killed"] += ended.said is None and ended.exitcode == -9
+        self[(ended.said or "").partition(":")[0]] += 1  # done, refused or failed
+        self["unexplained"] += ended.exitcode not in (0, -9)
 
 
 def inspect(tally: Tally, merges: Merges, out: Path, expected: dict[str, str], before: list[dict[str, str]]) -> None:
     """What the last merge left, then the same merge again, undisturbed; the output is removed afterwards."""
     fault = fault_of(out, expected)
-    tally.faults += fault is not None
-    tally.first_fault = tally.first_fault or fault or ""
-    tally.complete += out.exists() and fault is None
-    tally.damaged += [digests(merges.inputs.base), digests(merges.inputs.adapter)] != before
-    tally.partials += len(leftovers(out))
-    if out.exists():
-        shutil.rmtree(out)
+    tally["faults"] += fault is not None
+    tally["complete"] += out.exists() and fault is None
+    tally["damaged"] += [digests(merges.inputs.base), digests(merges.inputs.adapter)] != before
+    tally["partials"] += len(leftovers(out))
+    shutil.rmtree(out, ignore_errors=True)
     again = merges.run(out)
     good = again.said == "done" and out.exists() and fault_of(out, expected) is None
-    tally.repeated += good
-    tally.first_fault = tally.first_fault or ("" if good else f"the next merge: {again.said}")
-    tally.leftovers += len(leftovers(out))
+    tally["repeated"] += good
+    tally.first_fault = tally.first_fault or fault or ("" if good else f"the next merge: {again.said}")
+    tally["leftovers"] += len(leftovers(out))
     for directory in [out, *leftovers(out)]:
-        if directory.exists():
-            shutil.rmtree(directory)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def leftovers(out: Path) -> list[Path]:
@@ -182,25 +166,28 @@ def kill_rows(inputs: Inputs, folder: Path, kills: int, seed: int = 0) -> Iterat
         durations.append(merges.run(out).seconds)
     shutil.rmtree(out)
     duration, moment = statistics.median(durations), random.Random(seed)
-    while tally.killed < kills and tally.merges < 3 * kills:
+    while tally["killed"] < kills and tally["merges"] < 3 * kills:
         tally.count(merges.run(out, BaseProcess.kill, after=moment.uniform(0, duration)))
         inspect(tally, merges, out, expected, before)
     case = f"SIGKILL at random moments of {duration:.2f} s, base of {inputs.base_bytes / 1e6:.0f} MB"
-    yield row("merge", case, "merges that died of it", tally.killed, f"of {tally.merges}", target=f">= {kills}")
+    yield row("merge", case, "merges that died of it", tally["killed"], f"of {tally['merges']}", target=f">= {kills}")
     yield from shared_rows(case, tally)
-    yield row("merge", case, "killed with a partial left", tally.partials, note="before the next merge")
+    yield row("merge", case, "killed with a partial left", tally["partials"], note="before the next merge")
 
 
 def shared_rows(case: str, tally: Tally) -> Iterator[Row]:
     """What must hold however a merge was disturbed."""
-    note = tally.first_fault
-    yield row("merge", case, "OUT complete", tally.complete, f"of {tally.merges}")
-    yield row("merge", case, "half-merged OUT", tally.faults, f"of {tally.merges}", target="<= 0", note=note)
-    yield row("merge", case, "damaged base or adapter", tally.damaged, f"of {tally.merges}", target="<= 0")
-    yield row("merge", case, "ended otherwise", tally.unexplained, f"of {tally.merges}", target="<= 0")
-    all_of_them = f">= {tally.merges}"
-    yield row("merge", case, "next merge complete", tally.repeated, f"of {tally.merges}", target=all_of_them, note=note)
-    yield row("merge", case, "partials left by then", tally.leftovers, target="<= 0")
+    every = tally["merges"]
+    for metric, key, target in (
+        ("OUT complete", "complete", ""),
+        ("half-merged OUT", "faults", "<= 0"),
+        ("damaged base or adapter", "damaged", "<= 0"),
+        ("ended otherwise", "unexplained", "<= 0"),
+        ("next merge complete", "repeated", f">= {every}"),
+        ("partials left by then", "leftovers", "<= 0"),
+    ):
+        note = tally.first_fault if key in ("faults", "repeated") else ""
+        yield row("merge", case, metric, tally[key], f"of {every}", target=target, note=note)
 
 
 # ------------------------------------------------------------------------------------------------------------ full disk
@@ -246,6 +233,6 @@ def full_disk_rows(
             filler.unlink()
             inspect(tally, merges, out, expected, before)
     at_least = f">= {sum(share < 1 for share in shares)}"
-    yield row("merge", case, "refused", tally.refused, f"of {tally.merges}", target=at_least)
-    yield row("merge", case, "failed with ENOSPC", tally.failed, f"of {tally.merges}")
+    yield row("merge", case, "refused", tally["refused"], f"of {tally['merges']}", target=at_least)
+    yield row("merge", case, "failed with ENOSPC", tally["failed"], f"of {tally['merges']}")
     yield from shared_rows(case, tally)
