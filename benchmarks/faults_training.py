@@ -164,22 +164,14 @@ def make_trainer(job: Job, changes: Changes, pipe: Connection) -> Any:
         # Large enough that the adapter is more than its JSON files.
         model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.1))
     tokens = torch.randint(2, 256, (20, 16)).tolist()  # eight steps of four cross the end of an epoch
+    args = TrainingArguments(
+        output_dir=str(job.directory), max_steps=job.steps, per_device_train_batch_size=4, learning_rate=1e-2,
+        warmup_steps=3, save_steps=job.save_every, save_total_limit=job.keep, logging_steps=1, use_cpu=True,
+        disable_tqdm=True, report_to="none", dataloader_pin_memory=False,
+    )  # fmt: skip
     trainer = Recorded(
         model=model,
-        args=TrainingArguments(
-            output_dir=str(job.directory),
-            max_steps=job.steps,
-            per_device_train_batch_size=4,
-            learning_rate=1e-2,
-            warmup_steps=3,
-            save_steps=job.save_every,
-            save_total_limit=job.keep,
-            logging_steps=1,
-            use_cpu=True,
-            disable_tqdm=True,
-            report_to="none",
-            dataloader_pin_memory=False,
-        ),
+        args=args,
         data_collator=default_data_collator,
         train_dataset=[{"input_ids": each, "labels": each} for each in tokens],  # type: ignore[arg-type]
         processing_class=make_tokenizer(),

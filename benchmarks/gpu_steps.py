@@ -87,28 +87,16 @@ def grpo_trainer(model: Any, device: str, dtype: torch.dtype, batch: Batch) -> A
 
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2}, unk_token="a"))
     with tempfile.TemporaryDirectory() as folder:
+        # With one ratio per sequence "grpo" is GSPO's own average: over tokens, then over sequences.
         args = GRPOConfig(
-            output_dir=folder,
-            use_cpu=device == "cpu",
-            bf16=dtype == torch.bfloat16,
-            report_to=[],
-            per_device_train_batch_size=batch.sequences,
-            num_generations=batch.sequences,
-            max_completion_length=batch.completion,
-            importance_sampling_level="sequence",
-            # With one ratio per sequence this is GSPO's own average: over tokens, then over sequences.
-            loss_type="grpo",
-            beta=0.0,
-            epsilon=EPSILON_LOW,
-            epsilon_high=EPSILON_HIGH,
-        )
-        trainer = GRPOTrainer(
-            model,
-            no_reward,
-            args,
-            Dataset.from_dict({"prompt": ["a"]}),
-            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
-        )
+            output_dir=folder, use_cpu=device == "cpu", bf16=dtype == torch.bfloat16, report_to=[],
+            per_device_train_batch_size=batch.sequences, num_generations=batch.sequences,
+            max_completion_length=batch.completion, importance_sampling_level="sequence", loss_type="grpo", beta=0.0,
+            epsilon=EPSILON_LOW, epsilon_high=EPSILON_HIGH,
+        )  # fmt: skip
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+        data = Dataset.from_dict({"prompt": ["a"]})
+        trainer = GRPOTrainer(model, no_reward, args, data, processing_class=tokenizer)
     trainer.current_gradient_accumulation_steps = 1
     return trainer
 
@@ -246,9 +234,8 @@ def run(quick: bool = False, device: str = "cuda", budget: Budget | None = None)
         if budget is not None and budget.left() < NEEDS_SECONDS:
             yield out_of_time("gpu_steps", shape.name)
             continue
-        yield from attempt(
-            "gpu_steps", shape.name, partial(shape_cases, shape, batches[shape], device, dtype, repeats, budget)
-        )
+        work = partial(shape_cases, shape, batches[shape], device, dtype, repeats, budget)
+        yield from attempt("gpu_steps", shape.name, work)
         release()
 
 
@@ -256,20 +243,16 @@ def shape_cases(
     shape: Shape, batch: Batch, device: str, dtype: torch.dtype, repeats: int, budget: Budget | None
 ) -> Iterator[Row]:
     """Both steps of one model, built once."""
-    model = None
-
-    def make() -> None:
-        nonlocal model
-        model = build(shape, device, dtype)
-
-    if problem := first_run("gpu_steps", f"{shape.name}: building it", make):
+    built: list[Any] = []
+    if problem := first_run(
+        "gpu_steps", f"{shape.name}: building it", lambda: built.append(build(shape, device, dtype))
+    ):
         yield problem
         return
-    for case, work in (("SFT", sft_case), ("GSPO", gspo_case)):
+    for name, case in (("SFT", sft_case), ("GSPO", gspo_case)):
         if budget is not None and budget.left() < NEEDS_SECONDS / 2:
-            yield out_of_time("gpu_steps", f"{case} {shape.name}")
+            yield out_of_time("gpu_steps", f"{name} {shape.name}")
             continue
-        yield from attempt(
-            "gpu_steps", f"{case} {shape.name}", partial(work, model, shape, batch, device, dtype, repeats)
-        )
+        work = partial(case, built[0], shape, batch, device, dtype, repeats)
+        yield from attempt("gpu_steps", f"{name} {shape.name}", work)
         release()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.graph_break_work import Mode, Model, Prepared, processes
-from benchmarks.harness import Row, attempt, missing, ratio, ratio_row, row, summary
+from benchmarks.harness import Row, attempt, interleave, missing, ratio, ratio_row, row, summary
 
 DISABLED, AUTO, AGAIN = "global disable", "auto", "auto, again"
 RUNGS = ("none", "branchless", "break_experts", "break_linear")
@@ -77,7 +77,7 @@ def timed_rows(modes: dict[str, Mode], timed: Timed, judged: bool) -> Iterator[R
             yield from compile_rows(timed.name, name, made[name], cached=name in (AUTO, AGAIN))
     for name in set(timed.without) & set(modes):
         yield missing("graph_break", f"{timed.name}: {name}", "experts to break at, so it is `none`")
-    times = alternate(taking_part, timed.rounds)
+    times = interleave({name: partial(mode.ask, "step") for name, mode in taking_part.items()}, timed.rounds, warmup=0)
     for name, seconds in times.items():
         middle, spread = summary([1e3 * each for each in seconds])
         yield row("graph_break", timed.name, f"step, {name}", middle, "ms", spread=spread)
@@ -94,15 +94,6 @@ def compile_rows(case: str, name: str, made: Prepared, cached: bool) -> Iterator
     yield row("graph_break", case, f"graphs / breaks / recompiles, {name}", counts, note=note)
     how = "from the cache of the same rung" if cached else "nothing cached"
     yield row("graph_break", case, f"compiling, {name}", made.seconds, "s", note=how)
-
-
-def alternate(modes: dict[str, Mode], rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step, by mode; a, b, c, c, b, a, ..., so that what drifts falls on all of them."""
-    times: dict[str, list[float]] = {name: [] for name in modes}
-    for turn in range(rounds):
-        for name in list(modes)[:: 1 if turn % 2 == 0 else -1]:
-            times[name].append(modes[name].ask("step"))
-    return times
 
 
 def compared(case: str, times: dict[str, list[float]], ours: str, theirs: str, target: str = "", note: str = "") -> Row:

@@ -94,19 +94,18 @@ def synchronize() -> None:
 
 
 def interleave(functions: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 1) -> dict[str, list[float]]:
-    """Seconds of each call, run as a, b, a, b, ... so that a neighbour's load on a shared machine falls on both.
-
-    `warmup` rounds of all functions come first and are not counted.
+    """Seconds of each call, or the seconds that it returns, run as a, b, b, a, ... so that a neighbour's load on a shared
+    machine falls on both, and neither is always second. `warmup` rounds of all come first and are not counted.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(warmup + repeats):
-        for name, function in functions.items():
+        for name in list(functions)[:: -1 if turn % 2 else 1]:
             synchronize()
             start = time.perf_counter()
-            function()
+            own = functions[name]()
             synchronize()
             if turn >= warmup:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(own if isinstance(own, float) else time.perf_counter() - start)
     return times
 
 

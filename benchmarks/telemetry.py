@@ -71,21 +71,14 @@ def make_trainer(folder: Path, steps: int, reporters: str) -> Any:
     ids = torch.randint(0, SMALL.vocabulary, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0)).tolist()
     mask = [[0] * (LENGTH // 2) + [1] * (LENGTH - LENGTH // 2)] * ROWS
     on_gpu = torch.cuda.is_available()
+    args = trl.SFTConfig(
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=ROWS, logging_steps=1, save_strategy="no",
+        report_to=reporters, disable_tqdm=True, completion_only_loss=True, max_length=None, bf16=on_gpu,
+        dataloader_pin_memory=on_gpu,
+    )  # fmt: skip
     return trl.SFTTrainer(
         model=build(SMALL, "cuda" if on_gpu else "cpu", torch.bfloat16 if on_gpu else torch.float32),
-        args=trl.SFTConfig(
-            output_dir=str(folder),
-            max_steps=steps,
-            per_device_train_batch_size=ROWS,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=reporters,
-            disable_tqdm=True,
-            completion_only_loss=True,
-            max_length=None,
-            bf16=on_gpu,
-            dataloader_pin_memory=on_gpu,
-        ),
+        args=args,
         train_dataset=Dataset.from_dict({"input_ids": ids, "completion_mask": mask}),
         processing_class=AutoTokenizer.from_pretrained(small_base_path()),
     )

@@ -29,12 +29,8 @@ STEPS = 100
 STEP_SECONDS = 0.1  # of the step that the cost is a share of
 SEED = 0
 LORA: dict[str, Any] = {
-    "r": 16,
-    "lora_alpha": 32,
-    "lora_dropout": 0.0,
-    "target_modules": "all-linear",
-    "task_type": "CAUSAL_LM",
-}
+    "r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear", "task_type": "CAUSAL_LM",
+}  # fmt: skip
 SFT_RATE, RL_RATE, DPO_RATE = 4e-3, 3e-3, 3e-3
 LENGTH = 64
 QUICK = ("sft, NaN in the base", "sft, adapter frozen", "gspo, dead reward", "sft", "own chat, large rate")

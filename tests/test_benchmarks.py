@@ -50,11 +50,13 @@ def named(rows, metric):
     return {each["case"]: each for each in rows if each["metric"] == metric}
 
 
-def test_interleave_alternates_and_leaves_the_warmup_out():
+def test_interleave_takes_turns_and_leaves_the_warmup_out():
     calls = []
     times = harness.interleave({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=3, warmup=2)
-    assert calls == ["a", "b"] * 5
+    assert "".join(calls) == "abbaabbaab"
     assert {name: len(seconds) for name, seconds in times.items()} == {"a": 3, "b": 3}
+    own = iter([3.0, 1.0, 2.0])
+    assert harness.interleave({"a": lambda: next(own)}, repeats=2) == {"a": [1.0, 2.0]}
 
 
 def test_ratio_is_the_median_of_adjacent_pairs():

@@ -11,24 +11,6 @@ from benchmarks.graph_break_work import Model, Prepared, processes
 pytestmark = pytest.mark.slow("of the benchmarks, not of the package")
 
 
-class Asked:
-    """A mode that notes its turn and takes as long as it is told."""
-
-    def __init__(self, name, turns, seconds):
-        self.name, self.turns, self.seconds = name, turns, iter(seconds)
-
-    def ask(self, what):
-        self.turns.append(self.name)
-        return next(self.seconds)
-
-
-def test_each_mode_is_first_as_often_as_last():
-    turns = []
-    times = graph_break.alternate({name: Asked(name, turns, [1.0, 2.0]) for name in "abc"}, rounds=2)
-    assert "".join(turns) == "abccba"
-    assert times == {name: [1.0, 2.0] for name in "abc"}
-
-
 def made(strategy=""):
     return Prepared(strategy, "", 0.0, 1, 0, 0)
 
