@@ -6,7 +6,7 @@ import multiprocessing
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults_training import HUNG_SECONDS, Changes, Job, Running, make_trainer
-from benchmarks.harness import Row, ratio_row, row, summary
+from benchmarks.harness import Row, Timed, ratio_row, row, summary
 from cogumi.core.durability import sync_path
 
 MANIFEST_NAME = "cogumi-manifest.json"
@@ -147,7 +147,7 @@ def monitored_training(folder: Path, steps: int) -> tuple[float, float]:
     )
     ours, theirs = multiprocessing.Pipe()
     trainer = make_trainer(job, Changes(job, theirs), theirs)
-    step, spent = trainer.training_step, 0.0
+    step, monitor, timed = trainer.training_step, cogumi.DiskMonitorCallback(), Timed()
 
     def lasting_step(*arguments: Any, **keywords: Any) -> Any:
         start = time.perf_counter()
@@ -155,24 +155,13 @@ def monitored_training(folder: Path, steps: int) -> tuple[float, float]:
         time.sleep(max(0.0, STEP_SECONDS - (time.perf_counter() - start)))
         return result
 
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            nonlocal spent
-            start = time.perf_counter()
-            result = function(*arguments, **keywords)
-            spent += time.perf_counter() - start
-            return result
-
-        return call
-
-    callback = cogumi.DiskMonitorCallback()
     for name in ("on_step_end", "on_log"):  # its other methods are called once, or do nothing
-        setattr(callback, name, timed(getattr(callback, name)))
+        timed.wrap(monitor, name)
     trainer.training_step = lasting_step
-    trainer.add_callback(callback)
+    trainer.add_callback(monitor)
     begun = time.perf_counter()
     with redirect_stdout(StringIO()):  # transformers prints each log
         trainer.train()
     seconds = time.perf_counter() - begun
     ours.close()
-    return seconds, spent
+    return seconds, timed.wall

@@ -6,6 +6,7 @@ measured before a failure is kept) rows made by `row(...)`. `python -m benchmark
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import multiprocessing
@@ -129,6 +130,30 @@ def ratio_row(
     """A row of `ratio`. more: of `row`."""
     middle, *between = ratio(times, ours, peer)
     return row(benchmark, case, metric, middle, **{"unit": "ratio", "spread": (between[0], between[1])} | more)
+
+
+class Timed:
+    """Adds up the seconds that wrapped functions take, of CPU and by the clock; a function within another counts once."""
+
+    def __init__(self) -> None:
+        self.cpu = self.wall = 0.0
+        self.inside = False
+
+    def wrap(self, owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self.inside:
+                return function(*args, **kwargs)
+            self.inside, cpu, wall = True, time.thread_time(), time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.cpu, self.wall = self.cpu + time.thread_time() - cpu, self.wall + time.perf_counter() - wall
+                self.inside = False
+
+        setattr(owner, name, timed)
 
 
 @dataclass

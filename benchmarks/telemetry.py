@@ -10,7 +10,6 @@ A step is SFT with TRL's trainer on a small model. Telemetry takes as long for a
 
 from __future__ import annotations
 
-import functools
 import logging
 import tempfile
 import time
@@ -24,7 +23,7 @@ from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from benchmarks.harness import Row, ratio_row, row, summary
+from benchmarks.harness import Row, Timed, ratio_row, row, summary
 from benchmarks.shapes import SMALL, build
 from cogumi.config.schema import CogumiSection
 from cogumi.methods.limits import Budget
@@ -35,30 +34,6 @@ from cogumi.telemetry.stage_timer import Meter
 
 ROWS, LENGTH = 4, 256  # of a step
 LIMIT = 0.01
-
-
-class Timed:
-    """Adds up the seconds that wrapped functions take, of CPU and by the clock; a function within another counts once."""
-
-    def __init__(self) -> None:
-        self.cpu = self.wall = 0.0
-        self.inside = False
-
-    def wrap(self, owner: Any, name: str) -> None:
-        function = getattr(owner, name)
-
-        @functools.wraps(function)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            if self.inside:
-                return function(*args, **kwargs)
-            self.inside, cpu, wall = True, time.thread_time(), time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.cpu, self.wall = self.cpu + time.thread_time() - cpu, self.wall + time.perf_counter() - wall
-                self.inside = False
-
-        setattr(owner, name, timed)
 
 
 def make_trainer(folder: Path, steps: int, reporters: str) -> Any:

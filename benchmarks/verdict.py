@@ -23,7 +23,7 @@ from typing import Any
 import polars as pl
 import torch
 
-from benchmarks.harness import Row, row
+from benchmarks.harness import Row, Timed, row
 
 STEPS = 100
 STEP_SECONDS = 0.1  # of the step that the cost is a share of
@@ -177,25 +177,12 @@ def cost(out: Path) -> float:
     """Seconds the sentinel's own code takes a step, in a run of a hundred whose every step is logged."""
     from cogumi.health.sentinel import Sentinel
 
-    class Timed(Sentinel):
-        spent = 0.0
-
-    def timing(name: str) -> Callable[..., None]:
-        original = getattr(Sentinel, name)
-
-        def timed(self: Timed, *args: Any, **kwargs: Any) -> None:
-            began = time.perf_counter()
-            original(self, *args, **kwargs)
-            self.spent += time.perf_counter() - began
-
-        return timed
-
+    trainer, timed = build("sft", out), Timed()
+    sentinel = Sentinel(trainer, out, "sft")
     for name in ("on_step_begin", "on_optimizer_step", "on_step_end", "on_log"):
-        setattr(Timed, name, timing(name))
-    trainer = build("sft", out)
-    sentinel = Timed(trainer, out, "sft")
+        timed.wrap(sentinel, name)
     watch(trainer, sentinel)
-    return sentinel.spent / STEPS
+    return timed.wall / STEPS
 
 
 # ---------------------------------------------------------------------------------------------------------- the trainers
