@@ -30,7 +30,6 @@ from cogumi.core.run_directory import create_run_dir, write_json
 from cogumi.stack.gpus import use_one_gpu
 
 log = logging.getLogger("cogumi")
-CONFIGS = Path(__file__).parents[1] / "configs" / "smoke"
 STACK = ("torch", "transformers", "trl", "peft", "datasets", "polars")
 GPU_PROBES = ("torch", "matmul", "triton", "bitsandbytes", "flash_attn")
 COMPARED = 32  # held-out prompts on which base, SFT and RL model are scored
@@ -87,8 +86,6 @@ def smoke(quick: bool = False, model: str | None = None, run_dir: Path | None = 
 
     from cogumi.models.loading import load_tokenizer, resolve_model
 
-    if not CONFIGS.is_dir():
-        raise UsageError(f"no {CONFIGS}: the smoke run needs a clone of the repository, with cogumi installed from it")
     if model is not None:
         load_tokenizer(resolve_model(model))
     disable_progress_bar()  # the bars of this run are its own; a 4 MB model needs none for each load and save
@@ -170,7 +167,7 @@ def check_fits(report: Report, model: str) -> None:
     from cogumi.core.formatting import gib
     from cogumi.forecast import preflight
 
-    found = preflight(CONFIGS / "sft.yaml", **overrides_of(report, "sft", model))
+    found = preflight("smoke/sft", **overrides_of(report, "sft", model))
     red = [f"{each.stage}: {each.figure}" for each in found.lines if each.state == "red"]
     memory = found.figures.get("memory")
     peak = f"{gib(memory['peak'])} of {gib(memory['free'])} at its peak" if memory else "memory not known"
@@ -206,8 +203,8 @@ def check_data(report: Report) -> None:
 
     from cogumi.data.stdlib_sample import sample_path
 
-    rows = pl.scan_parquet(sample_path()).select(pl.len(), pl.col("source").null_count().alias("nulls")).collect()
-    count, nulls = rows.row(0)
+    sources = pl.read_parquet(sample_path())["source"]
+    count, nulls = len(sources), sources.null_count()
     report.add("data", "stdlib -> parquet", f"{count:,} functions, {nulls} null", count > 1000 and nulls == 0)
 
 
@@ -237,10 +234,10 @@ def overrides_of(report: Report, method: str, model: str) -> dict[str, Any]:
 
 
 def run_config(report: Report, method: str, model: str) -> Any:
-    """Train `configs/smoke/<method>.yaml` on `model`; its verdict's checks become rows."""
+    """Train `smoke/<method>` on `model`; its verdict's checks become rows."""
     from cogumi.runs.entry import train
 
-    result = train(CONFIGS / f"{method}.yaml", **overrides_of(report, method, model))
+    result = train(f"smoke/{method}", **overrides_of(report, method, model))
     for check in result.verdict.checks:
         report.add(method, check.name, f"{check.figure} (required: {check.requirement})", check.passed)
     report.flags += [f"{method}: {flag}" for flag in result.verdict.flags if flag.level != "green"]
@@ -283,7 +280,7 @@ def compare(report: Report, models: dict[str, str]) -> None:
     from cogumi.models.loading import load_model, load_tokenizer
     from cogumi.rewards.functions import edit_similarity
 
-    run = load_config(CONFIGS / "gspo.yaml")
+    run = load_config("smoke/gspo")
     _, held_out = load_rows(run.data)
     tokenizer = load_tokenizer(models["base"])
     examples = prompts_for_rl(held_out, tokenizer, run.data.fim, column=run.data.column).dataset
