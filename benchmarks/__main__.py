@@ -38,7 +38,7 @@ GPU = {
     "gpu_probes": "gpu:probe_rows",
     "gpu_head": "gpu:head_rows",
     "gpu_steps": "gpu_steps:run",
-    "gpu_forecast": "gpu_forecast:run",
+    "gpu_forecast": "gpu:forecast_rows",
 }
 SHOWN = ("case", "metric", "value", "unit", "note")
 

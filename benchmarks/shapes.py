@@ -20,12 +20,16 @@ class Shape:
     kv_heads: int
     vocabulary: int
     tied: bool
-    head_dim: int = 0  # hidden / heads
+    wide_heads: int = 0  # their size, where it is not hidden / heads
     family: str = "llama"  # or "qwen3"
 
     @property
+    def head_dim(self) -> int:
+        return self.wide_heads or self.hidden // self.heads
+
+    @property
     def body_weights(self) -> int:
-        attention = self.hidden * (self.head_dim or self.hidden // self.heads) * (2 * self.heads + 2 * self.kv_heads)
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     @property
@@ -41,14 +45,14 @@ class Shape:
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim or self.hidden // self.heads,
+            head_dim=self.head_dim,
             vocab_size=self.vocabulary,
             tie_word_embeddings=self.tied,
             **more,
         )
 
 
-QWEN3_0_6B = Shape("Qwen3-0.6B", 1024, 3072, 28, 16, 8, 151936, True, head_dim=128, family="qwen3")
+QWEN3_0_6B = Shape("Qwen3-0.6B", 1024, 3072, 28, 16, 8, 151936, True, wide_heads=128, family="qwen3")
 LLAMA_3_1_8B = Shape("Llama-3.1-8B", 4096, 14336, 32, 32, 8, 128256, False)
 # Large enough that a step is arithmetic and not Python, small enough for two CPU cores.
 SMALL = Shape("Llama of 5 million weights", 256, 688, 4, 4, 4, 8192, True)

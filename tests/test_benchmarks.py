@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import commands, gpu, gpu_forecast, gpu_steps, harness, shapes
+from benchmarks import commands, gpu, gpu_steps, harness, shapes
 from benchmarks.harness import Budget, Finished, row
 from cogumi.patches import fused_head
 from cogumi.stack import probes
@@ -213,13 +213,13 @@ def test_a_peer_that_breaks_does_not_cost_our_own_numbers(monkeypatch):
 
 @pytest.mark.parametrize(
     "case",
-    [each if each == "sft, 4-bit" else pytest.param(each, marks=pytest.mark.sweep) for each in gpu_forecast.CASES],
+    [each if each == "sft, 4-bit" else pytest.param(each, marks=pytest.mark.sweep) for each in gpu.CASES],
 )
 def test_a_forecast_is_made_in_a_run_of_its_own(case: str, tmp_path: Path) -> None:
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 1100}  # fmt: skip
-    model = gpu_forecast.random_model(tmp_path / "model", shape)
-    (found,) = well_formed(list(gpu_forecast.compared(case, model, tmp_path / "run")))
+    model = gpu.random_model(tmp_path / "model", shape)
+    (found,) = well_formed(list(gpu.compared(case, model, tmp_path / "run")))
     assert found["note"] == "no GPU: nothing to compare with"
     assert found["value"] > 0
 

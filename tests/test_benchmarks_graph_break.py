@@ -5,8 +5,8 @@ import torch
 from four_bit_models import counted_rows, gradients, step, tiny_llama, tiny_moe
 
 from benchmarks import graph_break
+from benchmarks.graph_break import Model, Prepared, processes
 from benchmarks.graph_break_models import gpt_oss, hidden_rows, quantized
-from benchmarks.graph_break_work import Model, Prepared, processes
 
 pytestmark = pytest.mark.slow("of the benchmarks, not of the package")
 
