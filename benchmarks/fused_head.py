@@ -1,8 +1,8 @@
 """The language-model head on a CPU: cogumi's FusedLogProbFunction against dense logits and TRL's interpreted kernel.
 
 `dense` is `log_softmax(hidden @ weight.T).gather(targets)` with autograd's backward. Peak memory is what is allocated
-beyond the inputs, counted tensor by tensor (exact, the same on every machine) and, for what the operators take
-inside, as the growth of a fresh process. TRL's Triton kernel runs without a GPU only under TRITON_INTERPRET=1.
+beyond the inputs, counted tensor by tensor: exact, and the same on every machine. TRL's Triton kernel runs without a GPU
+only under TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -150,19 +150,6 @@ def thread_count(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def resident(shape: Shape) -> Iterator[Row]:
-    """What a process takes for a step, less what a first step takes at any size, and less the inputs."""
-    case = f"frozen head {'x'.join(map(str, shape))}"
-    weights = 4 * (shape[0] + shape[2]) * shape[1]
-    for head, name in (("fused", ""), ("dense", ", dense")):
-        peaks = [
-            run_process([sys.executable, "-m", "benchmarks.fused_head", head, json.dumps(size)]).high_water
-            for size in (shape, (8, shape[1], 8))
-        ]
-        grown = peaks[0] - peaks[1] - weights
-        yield row("fused_head", case, f"resident growth{name}", grown / 2**20, "MiB")
-
-
 def exactness(shape: Shape) -> Iterator[Row]:
     case = f"frozen head {'x'.join(map(str, shape))}"
     tensors = inputs(shape)
@@ -190,7 +177,7 @@ def against_interpreter(repeats: int) -> Iterator[Row]:
         yield missing("fused_head", f"{case}: TRL's kernel, interpreted", how)
         return
     # The variable is read when triton is imported, so it takes a process of its own.
-    command = [sys.executable, "-m", "benchmarks.fused_head", "interpreted", str(repeats)]
+    command = [sys.executable, "-m", "benchmarks.fused_head", str(repeats)]
     found = json.loads(last_line(run_process(command, env={**os.environ, "TRITON_INTERPRET": "1"}).output))
     metric = "TRL's kernel under TRITON_INTERPRET=1 vs ours, 1 thread"
     yield row("fused_head", case, metric, found["ratio"][0], "times", spread=found["ratio"][1:], target=">= 20")
@@ -213,13 +200,9 @@ def interpreted(repeats: int) -> dict[str, Any]:
 def run(quick: bool = False) -> Iterator[Row]:
     shape = QUICK if quick else FULL
     yield from against_dense(shape, repeats=3 if quick else 7)
-    yield from resident(shape)
     yield from exactness(shape)
     yield from against_interpreter(repeats=2 if quick else 5)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "interpreted":
-        print(json.dumps(interpreted(int(sys.argv[2]))))
-    else:
-        step({"fused": fused, "dense": dense}[sys.argv[1]], *inputs(json.loads(sys.argv[2])))
+    print(json.dumps(interpreted(int(sys.argv[1]))))
