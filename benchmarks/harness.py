@@ -1,7 +1,6 @@
-"""What every benchmark uses: interleaved timing, peak memory, the machine, one row format, one table, one JSON file.
+"""What every benchmark uses: interleaved timing, processes and their memory, the machine, one row format, table and JSON.
 
-A benchmark is a module in this folder with `run(quick: bool = False)` that returns (or yields, so that what was
-measured before a failure is kept) rows made by `row(...)`. `python -m benchmarks` prints and saves them.
+A benchmark is a function of `quick` that yields rows made by `row(...)`, so that what was measured before a failure is kept.
 """
 
 from __future__ import annotations
