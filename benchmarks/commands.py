@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from benchmarks.harness import Row, interleave, last_line, python, row, run_process
@@ -42,10 +43,8 @@ print(json.dumps({"seconds": time.monotonic() - started, "peak": found.forecast.
 
 
 def importing(quick: bool = False) -> Iterator[Row]:
-    commands = {code: python(code) for code in ("pass", "import cogumi")}
-    times = interleave(
-        {code: lambda c=command: run_process(c) for code, command in commands.items()}, 5 if quick else 21
-    )  # type: ignore[misc]
+    contenders = {code: partial(run_process, python(code)) for code in ("pass", "import cogumi")}
+    times = interleave(contenders, 5 if quick else 21)
     # The difference of adjacent pairs, as in harness.ratio: both felt the same load.
     extra = [1e3 * (ours - bare) for bare, ours in zip(*times.values(), strict=True)]
     case, spread = "import cogumi, over python -c pass", (min(extra), max(extra))
