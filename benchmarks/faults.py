@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks import faults_costs, harness
 from benchmarks.faults_disk import allocated, damages, fill, mounted, remount, take_inodes
@@ -345,7 +346,7 @@ def fault_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
             yield from kind_rows("disk full", sizes.full * 10 // 11, partial(full_disk, bench, sizes.full, disk))
             yield from kind_rows("no inodes", sizes.inodes * 3 // 4, partial(no_inodes, bench, sizes.inodes, disk))
             yield from kind_rows("read-only disk", sizes.read_only, partial(read_only, bench, sizes.read_only, disk))
-    kinds = {
+    kinds: dict[str, tuple[int, Callable[..., Iterator[Outcome]], tuple[Any, ...]]] = {
         "SIGKILL at random moments of a save": (sizes.kills * 4 // 5, signals, (sizes.kills, signal.SIGKILL)),
         "SIGKILL before a change of a file": (sizes.changes * 5 // 7, killed_before_changes, (sizes.changes,)),
         "SIGTERM during a save": (sizes.terms * 4 // 5, signals, (sizes.terms, signal.SIGTERM)),

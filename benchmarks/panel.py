@@ -8,7 +8,7 @@ import json
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,11 @@ print((time.process_time() - used) / (time.monotonic() - began))
 def run(quick: bool = False) -> Iterator[Row]:
     """`quick`: a tenth of the rows, and a few seconds."""
     rows, seconds = (ROWS // 10, 6) if quick else (ROWS, WATCHED_SECONDS)
-    parts = {"opened": partial(opened, rows), "followed": partial(followed, seconds), "drawn": drawn}
+    parts: dict[str, Callable[[Path], Iterator[Row]]] = {
+        "opened": partial(opened, rows),
+        "followed": partial(followed, seconds),
+        "drawn": drawn,
+    }
     for name, part in parts.items():
         with tempfile.TemporaryDirectory(prefix="cogumi-benchmark-") as place:
             yield from part(run_with(Path(place), rows if name == "opened" else GROWING_FROM))

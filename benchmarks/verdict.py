@@ -206,7 +206,7 @@ def build(
     import cogumi
 
     cogumi.patch(graph_break="off")
-    kind, own_model, own_data, own_values = {
+    kinds: dict[str, tuple[str, Callable[[], Any], Callable[[], Any], dict[str, Any]]] = {
         "sft": ("SFT", base, middles, {
             "per_device_train_batch_size": 16, "learning_rate": SFT_RATE, "lr_scheduler_type": "cosine", "warmup_steps": 5,
             "completion_only_loss": True, "max_length": None,
@@ -218,7 +218,8 @@ def build(
         "dpo": ("DPO", tuned, pairs, {
             "per_device_train_batch_size": 8, "learning_rate": DPO_RATE, "warmup_steps": 5, "max_length": None,
         }),
-    }[method]  # fmt: skip
+    }  # fmt: skip
+    kind, own_model, own_data, own_values = kinds[method]
     common = {
         "output_dir": str(out / "checkpoints"), "max_steps": STEPS, "logging_steps": 1, "save_strategy": "no", "bf16": False,
         "report_to": "none", "gradient_checkpointing": False, "dataloader_pin_memory": False, "disable_tqdm": True,
