@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.gpu import cogumi_head, first_run, memory_row, peak_flops, peak_memory, release, why_no_trl_kernel
 from benchmarks.harness import Budget, Row, attempt, interleave, missing, out_of_time, ratio_row, row, summary
-from benchmarks.shapes import LLAMA_3_1_8B, QWEN3_0_6B, Shape, build
+from benchmarks.models import LLAMA_3_1_8B, QWEN3_0_6B, Shape, build
 
 # GSPO paper's clip range (arXiv 2507.18071, section 5.1).
 EPSILON_LOW, EPSILON_HIGH = 3e-4, 4e-4

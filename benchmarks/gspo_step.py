@@ -29,7 +29,7 @@ from benchmarks.fused_head import Allocations, thread_count
 from benchmarks.gpu import peak_memory, release
 from benchmarks.gpu_steps import Batch
 from benchmarks.harness import Budget, Row, interleave, out_of_time, ratio_row, row, summary, synchronize
-from benchmarks.shapes import QWEN3_0_6B, SMALL, Shape, build
+from benchmarks.models import QWEN3_0_6B, SMALL, Shape, build
 
 STEPS = 2  # optimizer steps of one rollout, and of one measurement
 MICRO_BATCHES = 2  # of a step, summed by the metrics

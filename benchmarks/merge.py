@@ -20,9 +20,8 @@ import torch
 from safetensors import safe_open
 
 from benchmarks.harness import ROOT, Finished, Row, attempt, missing, python, ratio_row, row, run_process, summary
-from benchmarks.merge_inputs import Inputs, forget_cached, write_inputs, write_sparse_inputs
 from benchmarks.merge_kills import full_disk_rows, kill_rows, shards_of
-from benchmarks.shapes import Shape
+from benchmarks.models import Inputs, Shape, forget_cached, write_inputs, write_sparse_inputs
 
 # The shapes of Llama-3.2-3B; 14 of Llama-3.1-8B's layers; and what fits a 64 MB disk.
 BIG = Shape("Llama-3.2-3B", 3072, 8192, 28, 24, 8, 128256, tied=True)

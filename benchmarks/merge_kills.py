@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.faults_disk import fill, mounted
 from benchmarks.harness import Row, missing, one_line, prepared_forks, row
-from benchmarks.merge_inputs import Inputs
+from benchmarks.models import Inputs
 from cogumi.core.durability import sha256_file
 
 # With what transformers and PEFT would otherwise import during the merge.

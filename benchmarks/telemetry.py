@@ -24,7 +24,7 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from benchmarks.harness import Row, Timed, ratio_row, row, summary
-from benchmarks.shapes import SMALL, build
+from benchmarks.models import SMALL, build
 from cogumi.config.schema import CogumiSection
 from cogumi.methods.limits import Budget
 from cogumi.telemetry import trackers

@@ -1,4 +1,4 @@
-"""The harness says what happened, and every gpu case really runs, on the CPU with tiny shapes."""
+"""The harness says what happened, and every gpu case really runs, on the CPU with tiny models."""
 
 import importlib.metadata
 import json
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import commands, gpu, gpu_steps, harness, shapes
+from benchmarks import commands, gpu, gpu_steps, harness, models
 from benchmarks.harness import Budget, Finished, row
 from cogumi.patches import fused_head
 from cogumi.stack import probes
@@ -20,8 +20,8 @@ from cogumi.stack import probes
 pytestmark = pytest.mark.slow("of the benchmarks, not of the package")
 
 TINY = {
-    "qwen3": shapes.Shape("tiny-qwen3", 32, 64, 2, 4, 2, 97, True, family="qwen3"),
-    "llama": shapes.Shape("tiny-llama", 32, 64, 2, 4, 2, 97, False),
+    "qwen3": models.Shape("tiny-qwen3", 32, 64, 2, 4, 2, 97, True, family="qwen3"),
+    "llama": models.Shape("tiny-llama", 32, 64, 2, 4, 2, 97, False),
 }
 BATCH = gpu_steps.Batch(sequences=2, prompt=5, completion=7)
 
@@ -158,17 +158,17 @@ def test_peak_rate_is_known_or_unknown_and_never_guessed(name, rate):
 def test_step_flops_of_published_models():
     batch = gpu_steps.Batch(1, 0, 2048)
     # 8.03e9 parameters, of which 0.53e9 are the input embedding; about 33 GFLOP a token at T = 2048.
-    llama = shapes.LLAMA_3_1_8B
+    llama = models.LLAMA_3_1_8B
     assert llama.body_weights + 2 * llama.head_weights == pytest.approx(8.03e9, rel=1e-3)
     assert gpu_steps.step_flops(llama, batch, 2048) / 2048 == pytest.approx(33.2e9, rel=5e-3)
-    qwen = shapes.QWEN3_0_6B
+    qwen = models.QWEN3_0_6B
     assert qwen.body_weights + qwen.head_weights == pytest.approx(0.596e9, rel=1e-2)
 
 
 @pytest.mark.parametrize("family", TINY)
 def test_shape_counts_the_weights_of_the_model_it_builds(family):
     shape = TINY[family]
-    model = shapes.build(shape, "cpu", torch.bfloat16).get_base_model()
+    model = models.build(shape, "cpu", torch.bfloat16).get_base_model()
     layers = [weight for name, weight in model.named_parameters() if "layers" in name and weight.ndim == 2]
     assert sum(weight.numel() for weight in layers if not weight.requires_grad) == shape.body_weights
     assert model.get_output_embeddings().weight.numel() == shape.head_weights
@@ -226,7 +226,7 @@ def test_a_forecast_is_made_in_a_run_of_its_own(case: str, tmp_path: Path) -> No
 
 def test_the_gspo_case_is_the_papers_loss():
     """Equation 5 of arXiv 2507.18071 on ratios inside the clip range, above it, inside it and below it."""
-    model = shapes.build(TINY["qwen3"], "cpu", torch.float32)
+    model = models.build(TINY["qwen3"], "cpu", torch.float32)
     generator = torch.Generator().manual_seed(1)
     prompt = torch.randint(97, (4, 5), generator=generator)
     completion = torch.randint(97, (4, 7), generator=generator)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_steps, gspo_learning, gspo_step, harness
-from benchmarks.shapes import Shape
+from benchmarks.models import Shape
 
 pytestmark = pytest.mark.slow("of the benchmarks, not of the package")
 

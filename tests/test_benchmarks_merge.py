@@ -15,11 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks import harness, merge, merge_inputs, merge_kills
+from benchmarks import harness, merge, merge_kills, models
 from benchmarks.faults_disk import fill, mounted
 from benchmarks.harness import Finished, run_process
-from benchmarks.merge_inputs import Inputs
-from benchmarks.shapes import Shape
+from benchmarks.models import Inputs, Shape
 from cogumi.merge import merge_adapter
 from cogumi.merge.merge_manifest import MANIFEST_NAME
 
@@ -31,7 +30,7 @@ ON_LINUX = sys.platform == "linux"
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     folder = tmp_path_factory.mktemp("inputs")
-    return merge_inputs.write_inputs(merge.TINY, folder, shard_bytes=100_000, targets="all-linear", rank=4)
+    return models.write_inputs(merge.TINY, folder, shard_bytes=100_000, targets="all-linear", rank=4)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +67,7 @@ def test_the_base_is_a_sharded_model_that_transformers_loads(inputs: Inputs) -> 
     model, loading = loaded
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.dtype == torch.bfloat16
-    index = json.loads((inputs.base / merge_inputs.INDEX_NAME).read_text())
+    index = json.loads((inputs.base / models.INDEX_NAME).read_text())
     assert index["metadata"]["total_size"] == sum(2 * weight.numel() for weight in model.parameters())
     assert all(weight.any() for weight in model.parameters())
 
@@ -89,7 +88,7 @@ def test_the_adapter_is_peft_s_and_every_linear_layer_has_one(inputs: Inputs) ->
 
 def test_the_sparse_shard_is_whole_and_takes_no_disk(tmp_path: Path) -> None:
     shape = Shape("holes", 256, 512, 4, 4, 2, 4096, tied=False)
-    sparse = merge_inputs.write_sparse_inputs(shape, tmp_path, targets=["q_proj"], rank=2)
+    sparse = models.write_sparse_inputs(shape, tmp_path, targets=["q_proj"], rank=2)
     path = sparse.base / "model.safetensors"
     assert path.stat().st_size == sparse.base_bytes > 4_000_000
     if ON_LINUX:
@@ -97,7 +96,7 @@ def test_the_sparse_shard_is_whole_and_takes_no_disk(tmp_path: Path) -> None:
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
         assert not file.get_tensor("lm_head.weight").any()
-    assert names == set(merge_inputs.meta_model(shape).state_dict())
+    assert names == set(models.meta_model(shape).state_dict())
     report = merge_adapter(sparse.adapter, tmp_path / "out", base=str(sparse.base), progress=False)
     assert report.tensors_merged == shape.layers
 
