@@ -60,7 +60,7 @@ def test_values_are_changed_where_they_stand() -> None:
         "\n"
         "train:                             # trl\n"
         "  learning_rate: 5e-7     # high\n"
-        "  beta: 'no'       # not set\n"
+        "  beta: 'no'  # not set\n"
         "  packing: true\n"
         "cogumi:\n"
         "  method: sft\n"

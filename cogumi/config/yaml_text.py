@@ -1,6 +1,7 @@
 """The text of a YAML with other values in it: what is changed is changed in its place, comments and order stay."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import Any
@@ -132,12 +133,17 @@ def line_end(text: str, position: int) -> int:
 
 
 def replaced(text: str, key: yaml.Node, value: yaml.Node, new: str) -> str:
-    """`new` in the place of a value, on the line of its key."""
+    """`new` in the place of a value, on the line of its key. A comment behind it stays in its column where there is room."""
     start, end = value.start_mark.index, end_of(text, value)
-    if start == end or "\n" in text[key.end_mark.index : end]:
+    on_a_line = "\n" not in text[key.end_mark.index : end]
+    if start == end or not on_a_line:
         start, new = text.index(":", key.end_mark.index) + 1, f" {new}"
         end = max(start, end)
-    return text[:start] + new + text[end:]
+    behind = text[end:]
+    if spaces := re.match(" +(?=#)", behind):
+        column = len(spaces[0]) + (end - start if on_a_line else 0)
+        behind = " " * max(1, column - len(new)) + behind[len(spaces[0]) :]
+    return text[:start] + new + behind
 
 
 def added(text: str, mapping: yaml.MappingNode, key: str, value: Any) -> str:
