@@ -15,14 +15,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from benchmarks import faults_costs
-from benchmarks.faults_damage import damages
-from benchmarks.faults_disk import allocated, mounted, remount, take_inodes
-from benchmarks.faults_processes import Journal, Running, read_journal, trainings, words_of
-from benchmarks.faults_training import SAVES, STATE, STEPS, WEIGHTS, Job, is_good
+from benchmarks import faults_costs, harness
+from benchmarks.faults_disk import allocated, damages, fill, mounted, remount, take_inodes
+from benchmarks.faults_training import (
+    SAVES,
+    STATE,
+    STEPS,
+    WEIGHTS,
+    Job,
+    Journal,
+    Running,
+    is_good,
+    read_journal,
+    words_of,
+)
 from benchmarks.harness import Row, attempt, missing, row
-from benchmarks.merge_kills import fill
 
 HOWS = ("cogumi", "plain")
 POLICIES = ("continue", "stop", "pause")
@@ -77,8 +86,8 @@ class Usual:
 class Bench:
     """Starts trainings in `folder`, and knows the undisturbed ones."""
 
-    def __init__(self, start: Callable[[Job], Running], folder: Path) -> None:
-        self.start, self.folder, self.number = start, folder, 0
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.number = folder, 0
         self.references = {lora: folder / ("reference-lora" if lora else "reference") for lora in (False, True)}
         self.bases: dict[tuple[str, bool], Job] = {}
         for lora, directory in self.references.items():
@@ -95,7 +104,7 @@ class Bench:
         return Job(how, lora, directory, *self.papers(), reference=self.references[lora])
 
     def undisturbed(self, job: Job) -> Running:
-        running = self.start(job)
+        running = Running(job)
         if running.finish() != 0:
             raise RuntimeError(f"an undisturbed training failed: {last_line(job.words)}")
         return running
@@ -124,7 +133,7 @@ class Bench:
         """Disturb a training, heal what it ran on, and start it again if it has not come to its end. damaged: a step
         whose checkpoint was damaged on purpose, and is no loss."""
         usual = self.usual[job.how, job.lora]
-        running = self.start(job)
+        running = Running(job)
         disturb(running)
         status, hung = running.finish(), running.hung
         heal()
@@ -133,7 +142,7 @@ class Bench:
         why = self.ending(job, status)
         if read_journal(job.journal).end is None:
             job = replace(job, event=None, largest_file=None, words=self.papers()[1])
-            running = self.start(job)
+            running = Running(job)
             why = f"{why}; again: {self.ending(job, running.finish())}"
             hung, lost, met = hung or running.hung, max(lost, self.lost(job, damaged)), True
         journal = read_journal(job.journal)
@@ -160,8 +169,7 @@ class Bench:
 
 
 def last_line(words: Path) -> str:
-    lines = [line.strip() for line in words.read_text().splitlines() if line.strip()] if words.exists() else []
-    return lines[-1][:110] if lines else ""
+    return harness.last_line(words.read_text() if words.exists() else "")[:110]
 
 
 def nothing(*_: object) -> None:
@@ -184,7 +192,7 @@ def full_disk(bench: Bench, count: int, disk: Path, how: str) -> Iterator[Outcom
 
 
 def give_back_when_silent(give_back: Callable[[], object], running: Running) -> None:
-    """A paused training goes on when there is space again."""
+    """A paused training continues when there is space again."""
     while running.exit_status is None:
         if running.next(SILENT_SECONDS) is None:
             give_back()
@@ -296,33 +304,21 @@ def write_journal(path: Path, whole: Path, until: int) -> None:
 def kind_rows(kind: str, wanted: int, work: Callable[[str], Iterator[Outcome]]) -> Iterator[Row]:
     """cogumi's figures beside plain Trainer's, of one kind of fault. wanted: how many must have had an effect."""
     found = {how: list(work(how)) for how in HOWS}
-    for metric in (
-        "disturbed",
-        "finished or resumed",
-        "losses identical",
-        "good checkpoints lost",
-        "silent divergences",
-    ):
+    of = {how: f">= {len(outcomes)}" for how, outcomes in found.items()}
+    figures: tuple[tuple[str, Callable[[Outcome], int], bool, dict[str, str]], ...] = (
+        ("disturbed", lambda each: each.met, True, dict.fromkeys(HOWS, f">= {wanted}")),
+        ("finished or resumed", lambda each: each.finished, True, of),
+        ("losses identical", lambda each: each.identical, True, of),
+        ("good checkpoints lost", lambda each: each.lost, False, dict.fromkeys(HOWS, "<= 0")),
+        ("silent divergences", lambda each: each.silent, False, dict.fromkeys(HOWS, "<= 0")),
+    )
+    for metric, figure, is_good_sign, targets in figures:
         for how, outcomes in found.items():
-            value, target, bad = figure(metric, outcomes, wanted)
             name = "cogumi" if how == "cogumi" else "plain Trainer"
-            note = next((each.note for each in bad), "") if metric != "disturbed" else ""
-            judged = target if how == "cogumi" else ""
-            yield row("faults", kind, f"{metric}, {name}", value, f"of {len(outcomes)}", target=judged, note=note)
-
-
-def figure(metric: str, outcomes: list[Outcome], wanted: int) -> tuple[int, str, list[Outcome]]:
-    """(value, target, the outcomes that are not as they should be)."""
-    every = f">= {len(outcomes)}"
-    if metric == "disturbed":
-        return sum(each.met for each in outcomes), f">= {wanted}", []
-    if metric == "finished or resumed":
-        return sum(each.finished for each in outcomes), every, [each for each in outcomes if not each.finished]
-    if metric == "losses identical":
-        return sum(each.identical for each in outcomes), every, [each for each in outcomes if not each.identical]
-    if metric == "good checkpoints lost":
-        return sum(each.lost for each in outcomes), "<= 0", [each for each in outcomes if each.lost]
-    return sum(each.silent for each in outcomes), "<= 0", [each for each in outcomes if each.silent]
+            bad = (each.note for each in outcomes if bool(figure(each)) != is_good_sign)
+            note = next(bad, "") if metric != "disturbed" else ""
+            value, target = sum(map(figure, outcomes)), targets[how] if how == "cogumi" else ""
+            yield row("faults", kind, f"{metric}, {name}", value, f"of {len(outcomes)}", target=target, note=note)
 
 
 def undisturbed_rows(bench: Bench) -> Iterator[Row]:
@@ -333,8 +329,8 @@ def undisturbed_rows(bench: Bench) -> Iterator[Row]:
 
 def run(quick: bool = False) -> Iterator[Row]:
     """Some 800 trainings in a quarter of an hour, or a handful of each kind; then what a save and the monitor cost."""
-    with tempfile.TemporaryDirectory(prefix="cogumi-faults-") as name, trainings() as start:
-        yield from fault_rows(Bench(start, Path(name)), QUICK if quick else FULL)
+    with tempfile.TemporaryDirectory(prefix="cogumi-faults-") as name:
+        yield from fault_rows(Bench(Path(name)), QUICK if quick else FULL)
     yield from attempt("faults", "cost of a save", partial(faults_costs.save_rows, quick))
     yield from attempt("faults", "cost of the disk monitor", partial(faults_costs.monitor_rows, quick))
 
@@ -350,10 +346,11 @@ def fault_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
             yield from kind_rows("disk full", sizes.full * 10 // 11, partial(full_disk, bench, sizes.full, disk))
             yield from kind_rows("no inodes", sizes.inodes * 3 // 4, partial(no_inodes, bench, sizes.inodes, disk))
             yield from kind_rows("read-only disk", sizes.read_only, partial(read_only, bench, sizes.read_only, disk))
-    kills = partial(signals, bench, sizes.kills, signal.SIGKILL)
-    yield from kind_rows("SIGKILL at random moments of a save", sizes.kills * 4 // 5, kills)
-    changes = partial(killed_before_changes, bench, sizes.changes)
-    yield from kind_rows("SIGKILL before a change of a file", sizes.changes * 5 // 7, changes)
-    terms = partial(signals, bench, sizes.terms, signal.SIGTERM)
-    yield from kind_rows("SIGTERM during a save", sizes.terms * 4 // 5, terms)
-    yield from kind_rows("newest checkpoint damaged", sizes.damages or 60, partial(damaged, bench, sizes.damages))
+    kinds: dict[str, tuple[int, Callable[..., Iterator[Outcome]], tuple[Any, ...]]] = {
+        "SIGKILL at random moments of a save": (sizes.kills * 4 // 5, signals, (sizes.kills, signal.SIGKILL)),
+        "SIGKILL before a change of a file": (sizes.changes * 5 // 7, killed_before_changes, (sizes.changes,)),
+        "SIGTERM during a save": (sizes.terms * 4 // 5, signals, (sizes.terms, signal.SIGTERM)),
+        "newest checkpoint damaged": (sizes.damages or 60, damaged, (sizes.damages,)),
+    }
+    for kind, (wanted, work, arguments) in kinds.items():
+        yield from kind_rows(kind, wanted, partial(work, bench, *arguments))

@@ -6,16 +6,15 @@ import multiprocessing
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, redirect_stdout
+from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults_processes import HUNG_SECONDS, Running, trainings
-from benchmarks.faults_training import Changes, Job, make_trainer
-from benchmarks.harness import Row, ratio, row, summary
+from benchmarks.faults_training import HUNG_SECONDS, Changes, Job, Running, make_trainer
+from benchmarks.harness import Row, Timed, ratio_row, row, summary
 from cogumi.core.durability import sync_path
 
 MANIFEST_NAME = "cogumi-manifest.json"
@@ -33,7 +32,7 @@ def save_rows(quick: bool) -> Iterator[Row]:
     Not counted: the first saves, which prune nothing, and the last, which is followed by no step.
     """
     shape, rounds, warmup = (SMALL, 2, 3) if quick else (LARGE, 8, 3)
-    with tempfile.TemporaryDirectory(prefix="cogumi-saves-") as name, ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="cogumi-saves-") as name:
         folder = Path(name)
         if not quick and shutil.disk_usage(folder).free < DISK_BYTES:
             note = f"skipped: needs {DISK_BYTES >> 30} GiB in TMPDIR"
@@ -41,10 +40,9 @@ def save_rows(quick: bool) -> Iterator[Row]:
             return
         running, steps = {}, warmup + rounds + 1
         for how in ("plain", "cogumi"):
-            start = stack.enter_context(trainings())
             papers = folder / f"{how}-journal", folder / f"{how}-words"
             job = Job(how, False, folder / how, *papers, each_save_asks=True, shape=shape, steps=steps, save_every=1)
-            running[how] = start(job)
+            running[how] = Running(job)
         rows: dict[str, list[Save]] = {how: [] for how in running}
         for turn in range(1, steps + 1):
             # Each comes first in half of the turns: what the other one leaves of the machine's memory counts.
@@ -67,8 +65,8 @@ def save_rows(quick: bool) -> Iterator[Row]:
 
 
 def compared(case: str, metric: str, ours: list[float], theirs: list[float], target: str = "") -> Row:
-    middle, low, high = ratio({"ours": ours, "theirs": theirs}, "ours", "theirs")
-    return row("faults", case, metric, middle, spread=(low, high), target=target)
+    times = {"ours": ours, "theirs": theirs}
+    return ratio_row("faults", case, metric, times, "ours", "theirs", unit="", target=target)
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ def monitored_training(folder: Path, steps: int) -> tuple[float, float]:
     )
     ours, theirs = multiprocessing.Pipe()
     trainer = make_trainer(job, Changes(job, theirs), theirs)
-    step, spent = trainer.training_step, 0.0
+    step, monitor, timed = trainer.training_step, cogumi.DiskMonitorCallback(), Timed()
 
     def lasting_step(*arguments: Any, **keywords: Any) -> Any:
         start = time.perf_counter()
@@ -157,24 +155,13 @@ def monitored_training(folder: Path, steps: int) -> tuple[float, float]:
         time.sleep(max(0.0, STEP_SECONDS - (time.perf_counter() - start)))
         return result
 
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            nonlocal spent
-            start = time.perf_counter()
-            result = function(*arguments, **keywords)
-            spent += time.perf_counter() - start
-            return result
-
-        return call
-
-    callback = cogumi.DiskMonitorCallback()
     for name in ("on_step_end", "on_log"):  # its other methods are called once, or do nothing
-        setattr(callback, name, timed(getattr(callback, name)))
+        timed.wrap(monitor, name)
     trainer.training_step = lasting_step
-    trainer.add_callback(callback)
+    trainer.add_callback(monitor)
     begun = time.perf_counter()
     with redirect_stdout(StringIO()):  # transformers prints each log
         trainer.train()
     seconds = time.perf_counter() - begun
     ours.close()
-    return seconds, spent
+    return seconds, timed.wall

@@ -1,24 +1,32 @@
-"""Small disks for benchmarks/faults.py: a tmpfs that can be filled, run out of inodes and turned read-only."""
+"""What happens to disks and files in benchmarks/faults.py and merge_kills.py.
+
+A tmpfs can be filled, run out of inodes and turned read-only. The files of the newest checkpoint are deleted, cut, flipped,
+or swapped with another step's.
+"""
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+
+# Takes the newest checkpoint and the one before it.
+Damage = Callable[[Path, Path], None]
 
 
 @contextmanager
 def mounted(point: Path, options: str) -> Iterator[Path | str]:
     """A tmpfs, or why there is none: mounting takes root, and Linux."""
-    tool = shutil.which("mount")
-    if tool is None:
+    if shutil.which("mount") is None:
         yield "no mount command"
         return
     point.mkdir()
-    done = subprocess.run([tool, "-t", "tmpfs", "-o", options, "tmpfs", str(point)], capture_output=True, text=True)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(point)], capture_output=True, text=True)
     if done.returncode != 0:
         yield f"mounting a tmpfs is not permitted: {done.stderr.strip()}"
         return
@@ -45,3 +53,59 @@ def take_inodes(disk: Path, leave: int) -> Path:
 def allocated(directory: Path) -> int:
     """Bytes of the blocks that a directory's files take."""
     return sum(path.stat().st_blocks * 512 for path in directory.rglob("*"))
+
+
+def fill(filler: Path, leave: int) -> None:
+    """Take space until `leave` bytes are free."""
+    size = shutil.disk_usage(filler.parent).free - leave
+    with filler.open("xb") as file:
+        if size > 0:
+            os.posix_fallocate(file.fileno(), 0, size)
+
+
+# ----------------------------------------------------------------------------------------------------- damaged checkpoints
+
+
+def damages(newest: Path, decisive: tuple[str, ...]) -> list[tuple[str, Damage]]:
+    """Every (label, damage) for a checkpoint; all kinds for the files that decide how training goes on, else three."""
+    older = newest.with_name("checkpoint-" + str(int(newest.name.partition("-")[2]) - 2))
+    found: list[tuple[str, Damage]] = []
+    for path in sorted(newest.iterdir()):
+        name = path.name
+        found += [(f"{name} deleted", partial(delete, (name,)))]
+        found += [(f"{name} cut to a half", partial(cut, name, 0.5, 0))]
+        found += [(f"{name} with a byte flipped in the middle", partial(flip, name, 0.5))]
+        if name in decisive or "manifest" in name:
+            found += [(f"{name} emptied", partial(cut, name, 0.0, 0))]
+            found += [(f"{name} cut by a byte", partial(cut, name, 1.0, 1))]
+            found += [(f"{name} with its first byte flipped", partial(flip, name, 0.0))]
+            found += [(f"{name} with its last byte flipped", partial(flip, name, 1.0))]
+            if not filecmp.cmp(path, older / name, shallow=False):
+                found += [(f"{name} of the step before", partial(swap, name))]
+    found += [("optimizer.pt and scheduler.pt deleted", partial(delete, ("optimizer.pt", "scheduler.pt")))]
+    found += [("all but the weights deleted", partial(delete, ("optimizer.pt", "scheduler.pt", "rng_state.pth")))]
+    return found
+
+
+def delete(names: tuple[str, ...], newest: Path, older: Path) -> None:
+    for name in names:
+        (newest / name).unlink()
+
+
+def cut(name: str, share: float, less: int, newest: Path, older: Path) -> None:
+    path = newest / name
+    os.truncate(path, int(path.stat().st_size * share) - less)
+
+
+def flip(name: str, share: float, newest: Path, older: Path) -> None:
+    """Change some bits of the byte at that share of the file."""
+    with (newest / name).open("r+b") as file:
+        at = int((os.fstat(file.fileno()).st_size - 1) * share)
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x55]))
+
+
+def swap(name: str, newest: Path, older: Path) -> None:
+    shutil.copyfile(older / name, newest / name)

@@ -7,18 +7,24 @@ did is in a journal, a line each: every loss to the last bit, the good checkpoin
 from __future__ import annotations
 
 import filecmp
+import gc
 import hashlib
 import importlib
 import os
+import re
 import resource
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import prepared_forks
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
 STEPS, SAVE_EVERY, KEEP = 8, 2, 2
 SAVES = tuple(range(SAVE_EVERY, STEPS + 1, SAVE_EVERY))
 # Deterministic files: in a good checkpoint they are those of the undisturbed training, bit for bit.
@@ -26,6 +32,23 @@ STATE = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
 # Python's audit events (docs.python.org/3/library/audit_events.html) that change a directory or a file.
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink")
+# With what a training would otherwise import while it is timed.
+IMPORTED = (
+    "accelerate",
+    "cogumi.checkpoints.protection",
+    "peft.tuners.lora.model",
+    "peft.utils.transformers_weight_conversion",
+    "safetensors.torch",
+    "tokenizers",
+    "torch._dynamo",
+    "torch.utils.serialization",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+)
+# Said now and then on a disk that others use too, whatever becomes of the training.
+OF_THE_DISK = re.compile(r"came back: something holds|mtime may not be reliable")
+# A training of a second that says nothing for so long hangs.
+HUNG_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -58,10 +81,13 @@ def train(job: Job, pipe: Connection) -> None:
     """Runs in the child. Ends as a user's script would: normally, or with a traceback and exit status 1."""
     from transformers.utils.logging import disable_progress_bar
 
+    os.environ.update(ENVIRONMENT)
+    # A trainer collects garbage at its start, and going through all of torch's objects takes longer than this training.
+    gc.freeze()
     descriptor = os.open(job.words, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    pipe.send(("started", os.getpid()))
+    pipe.send(("started",))
     if job.largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job.largest_file, job.largest_file))
     disable_progress_bar()
@@ -138,22 +164,14 @@ def make_trainer(job: Job, changes: Changes, pipe: Connection) -> Any:
         # Large enough that the adapter is more than its JSON files.
         model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.1))
     tokens = torch.randint(2, 256, (20, 16)).tolist()  # eight steps of four cross the end of an epoch
+    args = TrainingArguments(
+        output_dir=str(job.directory), max_steps=job.steps, per_device_train_batch_size=4, learning_rate=1e-2,
+        warmup_steps=3, save_steps=job.save_every, save_total_limit=job.keep, logging_steps=1, use_cpu=True,
+        disable_tqdm=True, report_to="none", dataloader_pin_memory=False,
+    )  # fmt: skip
     trainer = Recorded(
         model=model,
-        args=TrainingArguments(
-            output_dir=str(job.directory),
-            max_steps=job.steps,
-            per_device_train_batch_size=4,
-            learning_rate=1e-2,
-            warmup_steps=3,
-            save_steps=job.save_every,
-            save_total_limit=job.keep,
-            logging_steps=1,
-            use_cpu=True,
-            disable_tqdm=True,
-            report_to="none",
-            dataloader_pin_memory=False,
-        ),
+        args=args,
         data_collator=default_data_collator,
         train_dataset=[{"input_ids": each, "labels": each} for each in tokens],  # type: ignore[arg-type]
         processing_class=make_tokenizer(),
@@ -257,3 +275,96 @@ def is_good(directory: Path, reference: Path, step: int) -> bool:
         )
     except FileNotFoundError:
         return False
+
+
+# ------------------------------------------------------------------------------------------------- as the parent sees it
+
+
+@dataclass(frozen=True)
+class Journal:
+    """What trainings wrote, the resumed one after the one before it."""
+
+    losses: tuple[tuple[int, str], ...]
+    good: frozenset[int]
+    end: str | None
+
+    def equals(self, other: Journal) -> bool:
+        """Every loss of every run, repeated steps too, and the weights at the end, to the last bit."""
+        return set(self.losses) == set(other.losses) and self.end == other.end
+
+
+def read_journal(path: Path) -> Journal:
+    lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    ends = [words[1] for words in lines if words[0] == "end"]
+    return Journal(
+        losses=tuple((int(words[1]), words[2]) for words in lines if words[0] == "loss"),
+        good=frozenset(int(words[1]) for words in lines if words[0] == "good"),
+        end=ends[-1] if ends else None,
+    )
+
+
+def words_of(path: Path) -> set[str]:
+    """The lines that a training said of itself, without the numbers and the places in them."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    said = (line.strip() for line in lines if not OF_THE_DISK.search(line))
+    return {re.sub(r"/\S+|[0-9a-f]{8,}|\d+", "#", line) for line in said if line}
+
+
+Message = tuple[Any, ...]
+
+
+class Running:
+    """A training in its child."""
+
+    def __init__(self, job: Job) -> None:
+        context = prepared_forks(IMPORTED)
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=train, args=(job, theirs))
+        self.process.start()
+        theirs.close()
+        self.messages: list[Message] = []
+        self.exit_status: int | None = None
+        self.hung = False
+        if (started := self.next()) != ("started",):
+            raise RuntimeError(f"the training said {started} before it started")
+
+    def next(self, seconds: float = HUNG_SECONDS) -> Message | None:
+        """The next message; None when there was none for so long. ("ended", exit status) is the last one."""
+        if self.exit_status is not None or not self.pipe.poll(seconds):
+            return None
+        try:
+            message: Message = self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            self.exit_status = self.process.exitcode
+            message = ("ended", self.exit_status)
+        self.messages.append(message)
+        return message
+
+    def until(self, what: str, step: int | None = None) -> bool:
+        """Wait for a message; False when the training ends, or hangs, before it."""
+        while (message := self.next()) is not None and message[0] != "ended":
+            if message[0] == what and step in (None, message[1]):
+                return True
+        return False
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(self.process.pid, number)
+
+    def answer(self) -> None:
+        with suppress(BrokenPipeError):  # its training has ended
+            self.pipe.send("continue")
+
+    def finish(self) -> int:
+        """The exit status, negative for a signal. A training that hangs is killed, and that is noted."""
+        while self.exit_status is None:
+            if self.next() is None:
+                self.hung = True
+                self.signal(signal.SIGKILL)
+        return self.exit_status
+
+    def moments(self, what: str) -> dict[int, float]:
+        """When each save began ("saving") or gave the thread back ("saved"), by step, in seconds of the monotonic clock."""
+        return {message[1]: message[2] for message in self.messages if message[0] == what}

@@ -1,8 +1,8 @@
 """The language-model head on a CPU: cogumi's FusedLogProbFunction against dense logits and TRL's interpreted kernel.
 
 `dense` is `log_softmax(hidden @ weight.T).gather(targets)` with autograd's backward. Peak memory is what is allocated
-beyond the inputs, counted tensor by tensor (exact, the same on every machine) and, for what the operators take
-inside, as the growth of a fresh process. TRL's Triton kernel runs without a GPU only under TRITON_INTERPRET=1.
+beyond the inputs, counted tensor by tensor: exact, and the same on every machine. TRL's Triton kernel runs without a GPU
+only under TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,18 +21,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.harness import ROOT, Row, interleave, missing, peak_rss, ratio, row
-from cogumi.patches.head_logps import FusedLogProbFunction
+from benchmarks.gpu import cogumi_head, trl_kernel
+from benchmarks.harness import Row, interleave, last_line, missing, ratio, ratio_row, row, run_process
 
 # (tokens, hidden size, vocabulary)
 Shape = tuple[int, int, int]
 FULL: Shape = (2048, 512, 32000)
 QUICK: Shape = (1024, 128, 16000)
 INTERPRETED: Shape = (64, 64, 512)
-# Vocabulary columns per tile, TRL's default.
-CHUNK = 32768
-LOG_PROBS = ("log_probs",)
-GRPO = ("log_probs", "entropy")
 
 
 class Allocations(TorchDispatchMode):
@@ -88,14 +83,7 @@ def dense(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return torch.log_softmax(hidden @ weight.T, dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
-def fused(hidden: Tensor, weight: Tensor, targets: Tensor, outputs: tuple[str, ...] = LOG_PROBS) -> Tensor:
-    return FusedLogProbFunction.apply(hidden, weight, None, targets, 1.0, CHUNK, None, 1.0, outputs)[0]
-
-
-def trl_kernel(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    from trl.kernels import ChunkedLogProbFunction
-
-    return ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, CHUNK, None, 1.0, LOG_PROBS)[0]
+fused = partial(cogumi_head, outputs=("log_probs",))
 
 
 def step(
@@ -121,23 +109,16 @@ def peak(function: Callable[..., object], *tensors: Tensor) -> int:
     return allocations.peak
 
 
-def step_alone(fused_head: bool, shape: Shape) -> None:
-    """One frozen-head step; at module level, so that a process of its own can run it."""
-    tensors = inputs(shape)
-    step(fused if fused_head else dense, *tensors)
-
-
 # -------------------------------------------------------------------------------------------------------------- cases
 
 
 def against_dense(shape: Shape, repeats: int) -> Iterator[Row]:
     tensors = inputs(shape)
     size = "x".join(map(str, shape))
-    grpo = partial(fused, outputs=GRPO)
     logits = 4 * shape[0] * shape[2]
     cases: dict[str, tuple[Callable[..., object], Callable[..., object], bool]] = {
         f"frozen head {size}": (partial(step, fused), partial(step, dense), True),
-        f"frozen head, entropy logged {size}": (partial(step, grpo), partial(step, dense), True),
+        f"frozen head, entropy logged {size}": (partial(step, cogumi_head), partial(step, dense), True),
         f"no_grad {size}": (partial(score, fused), partial(score, dense), False),
         f"trainable head {size}": (partial(step, fused, trainable=True), partial(step, dense, trainable=True), False),
     }
@@ -147,11 +128,11 @@ def against_dense(shape: Shape, repeats: int) -> Iterator[Row]:
         # which is a cost of the crowd and not of the head.
         for threads in sorted({1, torch.get_num_threads()} if promised else {torch.get_num_threads()}):
             with thread_count(threads):
-                middle, low, high = ratio(interleave(contenders, repeats), "fused", "dense")
+                times = interleave(contenders, repeats)
             # A quick run is too short to hold a time against it.
             target = "<= 0.8" if promised and shape == FULL else ""
             metric = f"time vs dense, {threads} thread{'s'[: threads > 1]}"
-            yield row("fused_head", case, metric, middle, "ratio", spread=(low, high), target=target)
+            yield ratio_row("fused_head", case, metric, times, "fused", "dense", target=target)
         ours_peak, dense_peak = peak(ours, *tensors), peak(theirs, *tensors)
         target = "<= 0.125" if promised and shape == FULL else ""
         yield row("fused_head", case, "peak memory vs the logits", ours_peak / logits, "ratio", target=target)
@@ -167,16 +148,6 @@ def thread_count(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def resident(shape: Shape) -> Iterator[Row]:
-    case = f"frozen head {'x'.join(map(str, shape))}"
-    tiny = (8, shape[1], 8)
-    weights = 4 * (shape[0] + shape[2]) * shape[1]
-    for name, is_fused in (("", True), (", dense", False)):
-        # Less what a first step costs the library at any size, and less the inputs.
-        grown = peak_rss(step_alone, is_fused, shape).grown - peak_rss(step_alone, is_fused, tiny).grown - weights
-        yield row("fused_head", case, f"resident growth{name}", grown / 2**20, "MiB")
 
 
 def exactness(shape: Shape) -> Iterator[Row]:
@@ -202,23 +173,12 @@ def distance(left: Tensor, right: Tensor) -> float:
 def against_interpreter(repeats: int) -> Iterator[Row]:
     case = f"frozen head {'x'.join(map(str, INTERPRETED))}"
     if importlib.util.find_spec("triton") is None:
-        yield missing(
-            "fused_head",
-            f"{case}: TRL's kernel, interpreted",
-            "triton (pip install --no-deps --target DIR triton==3.7.1; PYTHONPATH=DIR)",
-        )
+        how = "triton (pip install --no-deps --target DIR triton==3.7.1; PYTHONPATH=DIR)"
+        yield missing("fused_head", f"{case}: TRL's kernel, interpreted", how)
         return
     # The variable is read when triton is imported, so it takes a process of its own.
-    said = subprocess.run(
-        [sys.executable, "-m", "benchmarks.fused_head", str(repeats)],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    if said.returncode != 0:
-        raise RuntimeError(f"the interpreter comparison failed: {said.stderr.strip().splitlines()[-1:]}")
-    found = json.loads(said.stdout.splitlines()[-1])
+    command = [sys.executable, "-m", "benchmarks.fused_head", str(repeats)]
+    found = json.loads(last_line(run_process(command, env={**os.environ, "TRITON_INTERPRET": "1"}).output))
     metric = "TRL's kernel under TRITON_INTERPRET=1 vs ours, 1 thread"
     yield row("fused_head", case, metric, found["ratio"][0], "times", spread=found["ratio"][1:], target=">= 20")
     yield row("fused_head", case, "max |log-prob - TRL's|", found["error"], "nat", target="<= 1e-5")
@@ -227,8 +187,9 @@ def against_interpreter(repeats: int) -> Iterator[Row]:
 
 def interpreted(repeats: int) -> dict[str, Any]:
     tensors = inputs(INTERPRETED)
-    ours, theirs = step(fused, *tensors), step(trl_kernel, *tensors)
-    contenders = {"trl": partial(step, trl_kernel, *tensors), "fused": partial(step, fused, *tensors)}
+    interpreted_head = partial(trl_kernel, outputs=("log_probs",))
+    ours, theirs = step(fused, *tensors), step(interpreted_head, *tensors)
+    contenders = {"trl": partial(step, interpreted_head, *tensors), "fused": partial(step, fused, *tensors)}
     # The interpreter runs in Python, so a second thread would be ours alone; and these sizes are too small for two.
     with thread_count(1):
         times = interleave(contenders, repeats)
@@ -239,7 +200,6 @@ def interpreted(repeats: int) -> dict[str, Any]:
 def run(quick: bool = False) -> Iterator[Row]:
     shape = QUICK if quick else FULL
     yield from against_dense(shape, repeats=3 if quick else 7)
-    yield from resident(shape)
     yield from exactness(shape)
     yield from against_interpreter(repeats=2 if quick else 5)
 

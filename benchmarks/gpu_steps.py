@@ -10,15 +10,13 @@ tokens the loss looks at. 4 and not 6: under a frozen base a weight costs 2 FLOP
 gradient to its input, and has no gradient of its own. The attention term is the usual one that does not halve for
 causality. The input embedding is a look-up. Left out are LoRA's own products (a few percent) and what gradient
 checkpointing computes a second time (+2 * N_body), so that full recomputation caps MFU near two thirds. Peaks are in
-gpu_device.PEAK_FLOPS.
+gpu.PEAK_FLOPS.
 
-`trl` is TRL's own loss path with its Triton kernel, `cogumi` is the same with cogumi's head in the kernel's place, and
-where TRL or its kernel is missing, plain-torch versions of the same two losses stand in and say so.
+`trl` is TRL's own loss path with its Triton kernel, `cogumi` is the same with cogumi's head in the kernel's place.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import tempfile
 import time
@@ -31,17 +29,9 @@ from unittest import mock
 
 import torch
 
-from benchmarks.gpu_device import (
-    device_name,
-    first_run,
-    memory_row,
-    out_of_time,
-    peak_flops,
-    peak_memory,
-    release,
-)
-from benchmarks.gpu_head import Head, cogumi_head, dense, why_no_trl_kernel
-from benchmarks.harness import Budget, Row, attempt, interleave, missing, ratio, row, summary
+from benchmarks.gpu import cogumi_head, first_run, memory_row, peak_flops, peak_memory, release, why_no_trl_kernel
+from benchmarks.harness import Budget, Row, attempt, interleave, missing, out_of_time, ratio_row, row, summary
+from benchmarks.models import LLAMA_3_1_8B, QWEN3_0_6B, Shape, build
 
 # GSPO paper's clip range (arXiv 2507.18071, section 5.1).
 EPSILON_LOW, EPSILON_HIGH = 3e-4, 4e-4
@@ -49,36 +39,6 @@ EPSILON_LOW, EPSILON_HIGH = 3e-4, 4e-4
 TRL = "trl, as cogumi leaves it on a GPU"
 NEEDS_SECONDS = 75.0
 CASE_SECONDS = 30.0
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The numbers of a model's config.json that decide its cost."""
-
-    name: str
-    family: str  # "qwen3" or "llama"
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    tied: bool
-    rope_theta: float
-
-    @property
-    def body_weights(self) -> int:
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
-
-    @property
-    def head_weights(self) -> int:
-        return self.vocabulary * self.hidden
-
-
-QWEN3_0_6B = Shape("Qwen3-0.6B", "qwen3", 1024, 3072, 28, 16, 8, 128, 151936, True, 1e6)
-LLAMA_3_1_8B = Shape("Llama-3.1-8B", "llama", 4096, 14336, 32, 32, 8, 128, 128256, False, 5e5)
 
 
 @dataclass(frozen=True)
@@ -104,68 +64,6 @@ def step_flops(shape: Shape, batch: Batch, scored: int) -> float:
     return batch.tokens * (4 * shape.body_weights + attention) + scored * 4 * shape.head_weights
 
 
-def build(shape: Shape, device: str, dtype: torch.dtype) -> Any:
-    """Random weights made directly on the device, with LoRA r16 on all linear layers and gradient checkpointing."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
-
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
-    if shape.family == "llama":
-        rope |= {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
-    config = {"qwen3": Qwen3Config, "llama": LlamaConfig}[shape.family](
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocabulary,
-        tie_word_embeddings=shape.tied,
-        max_position_embeddings=40960 if shape.family == "qwen3" else 131072,
-        rope_parameters=rope,
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(model, lora)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.enable_input_require_grads()
-    return model.train()
-
-
-# ----------------------------------------------------------------------------- the losses without TRL, in plain torch
-
-
-def completion_log_probs(model: Any, ids: torch.Tensor, prompt: int, head: Head) -> torch.Tensor:
-    """(sequences, completion) log-probabilities of the tokens after the first `prompt` ones (at least 1)."""
-    base = model.get_base_model()
-    hidden = base.get_decoder()(input_ids=ids).last_hidden_state[:, prompt - 1 : -1]
-    targets = ids[:, prompt:]
-    logps = head(hidden.reshape(-1, hidden.shape[-1]), base.get_output_embeddings().weight, targets.reshape(-1))
-    return logps.view(targets.shape)
-
-
-def plain_sft_loss(model: Any, ids: torch.Tensor, head: Head) -> torch.Tensor:
-    return -completion_log_probs(model, ids, 1, head).mean()
-
-
-def plain_gspo_loss(model: Any, inputs: dict[str, torch.Tensor], head: Head) -> torch.Tensor:
-    """GSPO, equation 5 of arXiv 2507.18071, with every completion at full length."""
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-    logps = completion_log_probs(model, ids, inputs["prompt_ids"].shape[1], head)
-    importance = (logps - inputs["old_per_token_logps"]).mean(-1).exp()
-    clipped = importance.clamp(1 - EPSILON_LOW, 1 + EPSILON_HIGH)
-    return -torch.min(importance * inputs["advantages"], clipped * inputs["advantages"]).mean()
-
-
 # --------------------------------------------------------------------------------------------- the losses through TRL
 
 
@@ -189,28 +87,16 @@ def grpo_trainer(model: Any, device: str, dtype: torch.dtype, batch: Batch) -> A
 
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2}, unk_token="a"))
     with tempfile.TemporaryDirectory() as folder:
+        # With one ratio per sequence "grpo" is GSPO's own average: over tokens, then over sequences.
         args = GRPOConfig(
-            output_dir=folder,
-            use_cpu=device == "cpu",
-            bf16=dtype == torch.bfloat16,
-            report_to=[],
-            per_device_train_batch_size=batch.sequences,
-            num_generations=batch.sequences,
-            max_completion_length=batch.completion,
-            importance_sampling_level="sequence",
-            # With one ratio per sequence this is GSPO's own average: over tokens, then over sequences.
-            loss_type="grpo",
-            beta=0.0,
-            epsilon=EPSILON_LOW,
-            epsilon_high=EPSILON_HIGH,
-        )
-        trainer = GRPOTrainer(
-            model,
-            no_reward,
-            args,
-            Dataset.from_dict({"prompt": ["a"]}),
-            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
-        )
+            output_dir=folder, use_cpu=device == "cpu", bf16=dtype == torch.bfloat16, report_to=[],
+            per_device_train_batch_size=batch.sequences, num_generations=batch.sequences,
+            max_completion_length=batch.completion, importance_sampling_level="sequence", loss_type="grpo", beta=0.0,
+            epsilon=EPSILON_LOW, epsilon_high=EPSILON_HIGH,
+        )  # fmt: skip
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+        data = Dataset.from_dict({"prompt": ["a"]})
+        trainer = GRPOTrainer(model, no_reward, args, data, processing_class=tokenizer)
     trainer.current_gradient_accumulation_steps = 1
     return trainer
 
@@ -233,43 +119,26 @@ def head_patch() -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------------- the cases
 
 
-def trl_lacks() -> str | None:
-    """What TRL's trainers lack here."""
-    return next((name for name in ("trl", "datasets") if importlib.util.find_spec(name) is None), None)
-
-
-def contenders(
-    plain: Callable[[Head], torch.Tensor], through_trl: Callable[[], torch.Tensor] | None, device: str
-) -> dict[str, Callable[[], torch.Tensor]]:
-    """The losses to compare: `plain` takes a head, `through_trl` is TRL's own path (None where TRL is not there)."""
-    plain_dense = {"dense head, plain-torch loss": partial(plain, dense)}
-    if through_trl is None:
-        return {"cogumi head, plain-torch loss": partial(plain, cogumi_head), **plain_dense}
+def contenders(through_trl: Callable[[], torch.Tensor], device: str) -> dict[str, Callable[[], torch.Tensor]]:
+    """TRL's loss with cogumi's head, and as it is where its kernel runs."""
+    from cogumi.patches import fused_head
 
     def patched() -> torch.Tensor:
         with head_patch():
             return through_trl()
 
-    from cogumi.patches import fused_head
-
     fused_head.check_upstream()
-    if why_no_trl_kernel(device) is None:
-        return {"cogumi head, forced": patched, TRL: through_trl}
-    # Where TRL's own path does not run at all, the patched one still does.
-    return {"cogumi": patched, **plain_dense}
+    return {"cogumi": patched} if why_no_trl_kernel(device) else {"cogumi head, forced": patched, TRL: through_trl}
 
 
 def sft_case(model: Any, shape: Shape, batch: Batch, device: str, dtype: torch.dtype, repeats: int) -> Iterator[Row]:
     """SFT on random tokens, every one of them but the first of a sequence a target."""
-    ids = torch.randint(shape.vocabulary, (batch.sequences, batch.length), device=device)
-    through_trl = None
-    if not trl_lacks():
-        from trl.trainer.utils import add_fused_lm_head
+    from trl.trainer.utils import add_fused_lm_head
 
-        # With the outputs SFTTrainer asks for, for its metrics.
-        add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy", "is_top1"))
-        through_trl = partial(trl_sft_loss, model, ids)
-    losses = contenders(lambda head: plain_sft_loss(model, ids, head), through_trl, device)
+    ids = torch.randint(shape.vocabulary, (batch.sequences, batch.length), device=device)
+    # With the outputs SFTTrainer asks for, for its metrics.
+    add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy", "is_top1"))
+    losses = contenders(partial(trl_sft_loss, model, ids), device)
     flops = step_flops(shape, batch, scored=batch.sequences * (batch.length - 1))
     yield from step_rows(f"SFT {shape.name}", model, losses, batch, flops, device, dtype, repeats)
 
@@ -278,21 +147,20 @@ def gspo_case(model: Any, shape: Shape, batch: Batch, device: str, dtype: torch.
     """GSPO on one group of given completions: the trainer's share of an RL step, without the sampler's."""
     prompt = torch.randint(shape.vocabulary, (1, batch.prompt), device=device).repeat(batch.sequences, 1)
     completion = torch.randint(shape.vocabulary, (batch.sequences, batch.completion), device=device)
-    advantages = torch.linspace(-1, 1, batch.sequences, device=device)
     inputs = {
         "prompt_ids": prompt,
         "prompt_mask": torch.ones_like(prompt),
         "completion_ids": completion,
         "completion_mask": torch.ones_like(completion),
-        "advantages": advantages,
+        "advantages": torch.linspace(-1, 1, batch.sequences, device=device),
     }
     with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-        ids = torch.cat([prompt, completion], dim=1)
-        inputs["old_per_token_logps"] = completion_log_probs(model, ids, batch.prompt, cogumi_head)
-    through_trl = None
-    if not trl_lacks():
-        through_trl = partial(grpo_trainer(model, device, dtype, batch)._compute_loss, model, inputs)
-    losses = contenders(lambda head: plain_gspo_loss(model, inputs, head), through_trl, device)
+        base, ids = model.get_base_model(), torch.cat([prompt, completion], dim=1)
+        hidden = base.get_decoder()(input_ids=ids).last_hidden_state[:, batch.prompt - 1 : -1]
+        logps = cogumi_head(hidden.flatten(0, 1), base.get_output_embeddings().weight, completion.flatten())
+        inputs["old_per_token_logps"] = logps.view(completion.shape)
+    trainer = grpo_trainer(model, device, dtype, batch)
+    losses = contenders(partial(trainer._compute_loss, model, inputs), device)
     flops = step_flops(shape, batch, scored=batch.sequences * batch.completion)
     yield from step_rows(f"GSPO {shape.name}", model, losses, batch, flops, device, dtype, repeats)
 
@@ -310,7 +178,7 @@ def step_rows(
     """Steps of each loss in turn on the same model. They train it as they go, which changes no step's cost."""
     case = f"{case}, {batch.sequences} x {batch.prompt}+{batch.completion} tokens"
     if TRL not in losses:
-        yield missing("gpu_steps", f"{case}: trl", trl_lacks() or why_no_trl_kernel(device) or "")
+        yield missing("gpu_steps", f"{case}: trl", why_no_trl_kernel(device) or "")
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=1e-5, fused=device.startswith("cuda"))
 
@@ -336,7 +204,7 @@ def step_rows(
     # On a slow card fewer repetitions rather than a case that never ends.
     first = time.perf_counter() - start
     times = interleave(work, max(2, min(repeats, int(CASE_SECONDS / first))))
-    card = device_name(device)
+    card = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
     peak = peak_flops(card)
     for name, measured in work.items():
         here = f"{case}: {name}"
@@ -356,8 +224,7 @@ def step_rows(
         yield row("gpu_steps", here, "loss", loss.item(), ok=math.isfinite(loss.item()))
     ours = next(iter(losses))
     for peer in (name for name in work if ours in work and name != ours):
-        middle, low, high = ratio(times, ours, peer)
-        yield row("gpu_steps", case, f"time, {ours} / {peer}", middle, "ratio", spread=(low, high))
+        yield ratio_row("gpu_steps", case, f"time, {ours} / {peer}", times, ours, peer)
 
 
 def run(quick: bool = False, device: str = "cuda", budget: Budget | None = None) -> Iterator[Row]:
@@ -367,9 +234,8 @@ def run(quick: bool = False, device: str = "cuda", budget: Budget | None = None)
         if budget is not None and budget.left() < NEEDS_SECONDS:
             yield out_of_time("gpu_steps", shape.name)
             continue
-        yield from attempt(
-            "gpu_steps", shape.name, partial(shape_cases, shape, batches[shape], device, dtype, repeats, budget)
-        )
+        work = partial(shape_cases, shape, batches[shape], device, dtype, repeats, budget)
+        yield from attempt("gpu_steps", shape.name, work)
         release()
 
 
@@ -377,20 +243,16 @@ def shape_cases(
     shape: Shape, batch: Batch, device: str, dtype: torch.dtype, repeats: int, budget: Budget | None
 ) -> Iterator[Row]:
     """Both steps of one model, built once."""
-    model = None
-
-    def make() -> None:
-        nonlocal model
-        model = build(shape, device, dtype)
-
-    if problem := first_run("gpu_steps", f"{shape.name}: building it", make):
+    built: list[Any] = []
+    if problem := first_run(
+        "gpu_steps", f"{shape.name}: building it", lambda: built.append(build(shape, device, dtype))
+    ):
         yield problem
         return
-    for case, work in (("SFT", sft_case), ("GSPO", gspo_case)):
+    for name, case in (("SFT", sft_case), ("GSPO", gspo_case)):
         if budget is not None and budget.left() < NEEDS_SECONDS / 2:
-            yield out_of_time("gpu_steps", f"{case} {shape.name}")
+            yield out_of_time("gpu_steps", f"{name} {shape.name}")
             continue
-        yield from attempt(
-            "gpu_steps", f"{case} {shape.name}", partial(work, model, shape, batch, device, dtype, repeats)
-        )
+        work = partial(case, built[0], shape, batch, device, dtype, repeats)
+        yield from attempt("gpu_steps", f"{name} {shape.name}", work)
         release()

@@ -23,13 +23,8 @@ def quantized(linear: nn.Linear) -> Linear4bit:
     """The same layer in 4 bits, on the same device; its bias and what it computes keep the linear's dtype."""
     if linear.in_features % 64:
         raise ValueError(f"{linear.in_features} columns: only multiples of 64 are quantized rightly on a CPU")
-    layer = Linear4bit(
-        linear.in_features,
-        linear.out_features,
-        bias=linear.bias is not None,
-        compute_dtype=linear.weight.dtype,
-        quant_type="nf4",
-    )
+    sizes, bias = (linear.in_features, linear.out_features), linear.bias is not None
+    layer = Linear4bit(*sizes, bias=bias, compute_dtype=linear.weight.dtype, quant_type="nf4")
     layer.load_state_dict(linear.state_dict())
     return layer.to(linear.weight.dtype).to(linear.weight.device)
 
@@ -125,15 +120,10 @@ def llama(hidden: int = 512, layers: int = 4, vocabulary: int = 1024) -> Any:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=max(1, hidden // 128),
-        max_position_embeddings=2048,
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        num_attention_heads=hidden // 64, num_key_value_heads=max(1, hidden // 128), max_position_embeddings=2048,
         use_cache=False,
-    )
+    )  # fmt: skip
     return with_lora(quantize(LlamaForCausalLM(config)))
 
 
@@ -148,20 +138,11 @@ def gpt_oss_base(hidden: int = 64, layers: int = 2, vocabulary: int = 256, exper
 
     torch.manual_seed(0)
     config = GptOssConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=hidden // 2,
-        num_local_experts=experts,
-        num_experts_per_tok=min(2, experts - 1),
-        sliding_window=16,
-        max_position_embeddings=512,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        use_cache=False,
-    )
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=hidden, num_hidden_layers=layers,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=hidden // 2, num_local_experts=experts,
+        num_experts_per_tok=min(2, experts - 1), sliding_window=16, max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4}, use_cache=False,
+    )  # fmt: skip
     model = GptOssForCausalLM(config)
     for layer in model.model.layers:
         layer.mlp.experts = LoopedExperts(hidden, hidden, experts)

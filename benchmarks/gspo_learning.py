@@ -4,16 +4,12 @@
 configs/smoke/gspo.yaml as it is, and the same file with GRPO's token ratio and its clip of 0.2. Seeds, data, reward,
 learning rate and number of rollouts are the same, so the two differ by the loss alone; neither is tuned. The model has
 under two million weights: that reward rises shows that the machinery works, not how the methods rank.
-
-`python -m benchmarks.gspo_learning RESULT.json PICTURE.png` draws the series a run has saved.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,15 +84,11 @@ def rollout_series(metrics: list[dict[str, Any]]) -> dict[str, list[float]]:
 
     TRL logs a reward at the step that samples the rollout, and every step until the next one trains on it.
     """
-    rollouts: list[list[dict[str, Any]]] = []
-    for step in (each for each in metrics if "loss" in each):
-        if REWARD in step:
-            rollouts.append([])
-        rollouts[-1].append(step)
-    return {
-        REWARD: [steps[0][REWARD] for steps in rollouts],
-        CLIPPED: [steps[-1][CLIPPED] for steps in rollouts],
-        EFFECTIVE: [steps[-1][EFFECTIVE] for steps in rollouts],
+    steps = [each for each in metrics if "loss" in each]
+    firsts = [number for number, step in enumerate(steps) if REWARD in step]
+    lasts = [steps[number - 1] for number in (*firsts[1:], len(steps))]
+    return {REWARD: [steps[number][REWARD] for number in firsts]} | {
+        metric: [step[metric] for step in lasts] for metric in (CLIPPED, EFFECTIVE)
     }
 
 
@@ -121,80 +113,18 @@ def method_rows(method: str, series: Series, must_rise: bool) -> Iterator[Row]:
     rose = sum(rise > 0 for rise in rises)
     target = f">= {len(rises)}" if must_rise else ""
     yield row("gspo_learning", case, "seeds with last quarter above first", rose, target=target) | {"series": series}
-    for metric, name in (
-        (CLIPPED, OUTSIDE),
-        (EFFECTIVE, "effective sample size, same step"),
-    ):
+    for metric, name in ((CLIPPED, OUTSIDE), (EFFECTIVE, "effective sample size, same step")):
         yield over_seeds(case, name, [statistics.fmean(each) for each in series[metric].values()])
 
 
 def versus_row(series: dict[str, Series]) -> Row:
     """By how much GSPO's rise exceeds GRPO's, seed by seed. Without a target: it is a comparison, not a promise."""
-    rises = []
-    for found in series.values():
-        both = {seed: quarters(each) for seed, each in found[REWARD].items()}
-        rises.append({seed: last - first for seed, (first, last) in both.items()})
-    gspo, grpo = rises
-    return over_seeds("GSPO - GRPO, seed by seed", "reward, last quarter - first", [gspo[s] - grpo[s] for s in gspo])
+    gspo, grpo = ([last - first for first, last in map(quarters, found[REWARD].values())] for found in series.values())
+    apart = [ours - theirs for ours, theirs in zip(gspo, grpo, strict=True)]
+    return over_seeds("GSPO - GRPO, seed by seed", "reward, last quarter - first", apart)
 
 
 def over_seeds(case: str, metric: str, values: tuple[float, ...] | list[float]) -> Row:
     deviation = f"standard deviation {statistics.stdev(values):.3g}" if len(values) > 1 else ""
     spread = (min(values), max(values))
     return row("gspo_learning", case, metric, statistics.fmean(values), spread=spread, note=deviation)
-
-
-# -------------------------------------------------------------------------------------------------------- the picture
-
-
-def saved_series(result: Path) -> dict[str, Series]:
-    """method -> series, from a saved result."""
-    rows = json.loads(result.read_text())["rows"]
-    found = [each["series"] for each in rows if "series" in each]
-    if len(found) != len(METHODS):
-        raise SystemExit(f"{result} has {len(found)} series instead of {len(METHODS)}: not a result of gspo_learning")
-    return dict(zip(METHODS, found, strict=True))
-
-
-COLOURS = dict(zip(METHODS, ("#1f5fa8", "#c8651b"), strict=True))
-
-
-def draw(series: dict[str, Series], picture: Path) -> None:
-    """Reward of both methods above; below it, of GSPO alone, ratios outside the clip and the effective sample size."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, 6.6), layout="constrained", dpi=150)
-    reward, clip, effective = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1.2, 1.2))
-    for method, colour in COLOURS.items():
-        curves(reward, series[method][REWARD], colour, method)
-    reward.set_ylabel("mean reward")
-    reward.legend(frameon=False, loc="upper left")
-    ours = series["GSPO"]
-    curves(clip, ours[CLIPPED], COLOURS["GSPO"], "GSPO")
-    clip.set_ylabel("GSPO: ratios\noutside the clip")
-    clip.set_ylim(0, 1.05)
-    curves(effective, ours[EFFECTIVE], COLOURS["GSPO"], "GSPO")
-    effective.set_ylabel("GSPO: effective\nsample size")
-    effective.set_xlabel("rollout")
-    for axes in (reward, clip, effective):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(x=0.01)
-    seeds = len(ours[REWARD])
-    figure.suptitle(f"Fill in the middle, smoke model: mean of {seeds} seeds, each seed thin", fontsize=10)
-    figure.align_ylabels()
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture)
-
-
-def curves(axes: Any, by_seed: dict[str, list[float]], colour: str, label: str) -> None:
-    rollouts = range(1, 1 + len(next(iter(by_seed.values()))))
-    for values in by_seed.values():
-        axes.plot(rollouts, values, color=colour, linewidth=0.7, alpha=0.3)
-    mean = [statistics.fmean(each) for each in zip(*by_seed.values(), strict=True)]
-    axes.plot(rollouts, mean, color=colour, linewidth=2, label=label)
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        raise SystemExit("python -m benchmarks.gspo_learning RESULT.json PICTURE.png")
-    draw(saved_series(Path(sys.argv[1])), Path(sys.argv[2]))

@@ -26,22 +26,17 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from benchmarks.fused_head import Allocations, thread_count
-from benchmarks.gpu_device import out_of_time, release
-from benchmarks.gpu_steps import QWEN3_0_6B, Batch, Shape, build
-from benchmarks.harness import Budget, Row, ratio, row, summary, synchronize
+from benchmarks.gpu import peak_memory, release
+from benchmarks.gpu_steps import Batch
+from benchmarks.harness import Budget, Row, interleave, out_of_time, ratio_row, row, summary, synchronize
+from benchmarks.models import QWEN3_0_6B, SMALL, Shape, build
 
-# Large enough that a step is arithmetic and not Python, small enough for two CPU cores.
-SMALL = Shape("Llama of 5 million weights", "llama", 256, 688, 4, 4, 4, 64, 8192, True, 1e4)
 STEPS = 2  # optimizer steps of one rollout, and of one measurement
 MICRO_BATCHES = 2  # of a step, summed by the metrics
 BY_NAME = {"loss_type": "gspo"}
 BY_HAND = {
-    "loss_type": "grpo",
-    "importance_sampling_level": "sequence",
-    "beta": 0.0,
-    "epsilon": 3e-4,
-    "epsilon_high": 4e-4,
-}
+    "loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.0, "epsilon": 3e-4, "epsilon_high": 4e-4,
+}  # fmt: skip
 NEEDS_SECONDS = 75.0
 
 
@@ -84,34 +79,17 @@ def make_trainer(
         model = model.unload().requires_grad_(True)
     model.gradient_checkpointing_disable()  # it would make the step longer, and every share of it smaller
     args = trl.GRPOConfig(
-        output_dir=folder,
-        use_cpu=device == "cpu",
-        bf16=dtype == torch.bfloat16,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=batch.sequences // MICRO_BATCHES,
-        gradient_accumulation_steps=MICRO_BATCHES,
-        steps_per_generation=STEPS * MICRO_BATCHES,
-        num_generations=batch.sequences,
-        max_completion_length=batch.completion,
-        max_steps=steps,
-        learning_rate=1e-6,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=device != "cpu",
+        output_dir=folder, use_cpu=device == "cpu", bf16=dtype == torch.bfloat16, gradient_checkpointing=False,
+        per_device_train_batch_size=batch.sequences // MICRO_BATCHES, gradient_accumulation_steps=MICRO_BATCHES,
+        steps_per_generation=STEPS * MICRO_BATCHES, num_generations=batch.sequences,
+        max_completion_length=batch.completion, max_steps=steps, learning_rate=1e-6, lr_scheduler_type="constant",
+        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, dataloader_pin_memory=device != "cpu",
         **loss,
-    )
+    )  # fmt: skip
     numbers = torch.randint(2, shape.vocabulary, (STEPS, batch.prompt), generator=torch.Generator().manual_seed(0))
     prompts = [" ".join(map(str, line)) for line in numbers.tolist()]
-    trainer = PlayingBack(
-        model,
-        even_tokens,
-        args,
-        Dataset.from_dict({"prompt": prompts}),
-        processing_class=numbered_words(shape.vocabulary),
-    )
+    words = numbered_words(shape.vocabulary)
+    trainer = PlayingBack(model, even_tokens, args, Dataset.from_dict({"prompt": prompts}), processing_class=words)
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -147,38 +125,29 @@ def both_trainers(shape: Shape, batch: Batch, device: str, dtype: torch.dtype, f
 
 
 class Clock(TrainerCallback):
-    """Seconds of the last `.train()`, from the start of its first step; setting up and loading are left out."""
+    """Times `.train()` from the start of its first step; setting up and loading are left out."""
 
-    def __init__(self) -> None:
-        self.start = self.seconds = 0.0
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.start, self.end = trainer, 0.0, 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 0:
             self.start = now()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seconds = now() - self.start
+        self.end = now()
+
+    def seconds(self) -> float:
+        """Train, and return the seconds per step."""
+        self.trainer.add_callback(self)
+        self.trainer.train()
+        self.trainer.remove_callback(self)
+        return (self.end - self.start) / STEPS
 
 
 def now() -> float:
     synchronize()
     return time.perf_counter()
-
-
-def interleaved_steps(trainers: dict[str, Any], repeats: int) -> dict[str, list[float]]:
-    """Seconds per step of each trainer, `STEPS` steps at a time: a, b, b, a, ... so that neither is always second."""
-    clocks = {name: Clock() for name in trainers}
-    for name, trainer in trainers.items():
-        trainer.add_callback(clocks[name])
-    times: dict[str, list[float]] = {name: [] for name in trainers}
-    turns = list(trainers.items())
-    for turn in range(repeats):
-        for name, trainer in reversed(turns) if turn % 2 else turns:
-            trainer.train()
-            times[name].append(clocks[name].seconds / STEPS)
-    for name, trainer in trainers.items():
-        trainer.remove_callback(clocks[name])
-    return times
 
 
 class OwnTime:
@@ -187,13 +156,7 @@ class OwnTime:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def ours(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return self._signed(function, 1.0)
-
-    def theirs(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return self._signed(function, -1.0)
-
-    def _signed(self, function: Callable[..., Any], sign: float) -> Callable[..., Any]:
+    def ours(self, function: Callable[..., Any], sign: float = 1.0) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             self.seconds -= sign * now()
             try:
@@ -202,6 +165,9 @@ class OwnTime:
                 self.seconds += sign * now()
 
         return timed
+
+    def theirs(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return self.ours(function, -1.0)
 
 
 def time_the_watch(trainer: Any) -> OwnTime:
@@ -226,28 +192,23 @@ def metrics_shares(trainer: Any, repeats: int) -> tuple[list[float], list[float]
     """(seconds of the Watch per step, its share of the step), per measurement."""
     from cogumi.rl import loss_capture
 
-    own, clock = time_the_watch(trainer), Clock()
-    trainer.add_callback(clock)
+    own, clock = time_the_watch(trainer), Clock(trainer)
     seconds, shares = [], []
     # The one part of the Watch that runs inside of TRL's loss.
     with mock.patch.object(loss_capture, "trl_call", own.ours(loss_capture.trl_call)):
         for _ in range(repeats):
             own.seconds = 0.0
-            trainer.train()
+            step = clock.seconds()
             seconds.append(own.seconds / STEPS)
-            shares.append(own.seconds / clock.seconds)
+            shares.append(own.seconds / STEPS / step)
     return seconds, shares
 
 
 def peak_bytes(trainer: Any, device: str) -> int:
     """What `.train()` allocates at its peak beyond what is there before: activations, gradients, new optimizer state."""
     if device.startswith("cuda"):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        trainer.train()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return (peak_memory(device, trainer.train)[1] or 0) - before
     with Allocations(*held(trainer)) as allocations:
         trainer.train()
     return allocations.peak
@@ -278,12 +239,11 @@ def step_rows(shape: Shape, batch: Batch, device: str, dtype: torch.dtype, repea
         head = "cogumi's head on both sides" if fused_head.status().applied else "TRL's head on both sides"
         case = f"{shape.name}, {batch.sequences} x {batch.prompt}+{batch.completion} tokens, {head}"
         first = {name: peak_bytes(trainer, device) for name, trainer in trainers.items()}  # also the warm-up
-        times = interleaved_steps(trainers, repeats)
+        times = interleave({name: Clock(trainer).seconds for name, trainer in trainers.items()}, repeats, warmup=0)
         for name, seconds in times.items():
             middle, spread = summary(seconds)
             yield row("gspo_step", case, f"step, {name}", middle, "s", spread=spread)
-        middle, low, high = ratio(times, "cogumi", "stock")
-        yield row("gspo_step", case, "step, cogumi / stock TRL", middle, "ratio", spread=(low, high), target="<= 1.02")
+        yield ratio_row("gspo_step", case, "step, cogumi / stock TRL", times, "cogumi", "stock", target="<= 1.02")
 
         later = {name: peak_bytes(trainer, device) for name, trainer in trainers.items()}
         yield row("gspo_step", case, "peak memory of a step, stock", later["stock"] / 2**20, "MiB")
@@ -329,25 +289,19 @@ def trainable_head_rows(shape: Shape, batch: Batch, repeats: int) -> Iterator[Ro
     from cogumi.patches import fused_head
 
     fused_head.apply()
-    rollout: list[dict[str, Any]] = []
-    times: dict[str, list[float]] = {"cogumi": [], "dense": []}
     heads = {"cogumi": trl_utils._ChunkedLogProbFunction, "dense": DenseHead}
+
+    def step(trainer: Any, head: Any) -> float:
+        with mock.patch.object(trl_utils, "_ChunkedLogProbFunction", head):
+            return Clock(trainer).seconds()
+
     with tempfile.TemporaryDirectory() as folder, thread_count(1):
-        make = partial(make_trainer, BY_HAND, rollout, shape, batch, "cpu", torch.bfloat16, full=True)
-        trainers = {name: make(str(Path(folder) / name)) for name in heads}
-        for turn in range(repeats + 1):
-            for name in list(heads)[:: 1 if turn % 2 else -1]:
-                clock = Clock()
-                trainers[name].add_callback(clock)
-                with mock.patch.object(trl_utils, "_ChunkedLogProbFunction", heads[name]):
-                    trainers[name].train()
-                trainers[name].remove_callback(clock)
-                if turn:  # the first is the warm-up
-                    times[name].append(clock.seconds / STEPS)
+        make = partial(make_trainer, BY_HAND, [], shape, batch, "cpu", torch.bfloat16, full=True)
+        steps = {name: partial(step, make(str(Path(folder) / name)), head) for name, head in heads.items()}
+        times = interleave(steps, repeats)
     case = f"{shape.name}, every weight trained in bf16, {batch.sequences} x {batch.prompt}+{batch.completion} tokens"
-    middle, low, high = ratio(times, "cogumi", "dense")
     metric = "step, cogumi's head / dense logits, 1 thread"
-    yield row("gspo_step", case, metric, middle, "ratio", spread=(low, high), target="<= 1.0")
+    yield ratio_row("gspo_step", case, metric, times, "cogumi", "dense", target="<= 1.0")
 
 
 def run(quick: bool = False, device: str | None = None, budget: Budget | None = None) -> Iterator[Row]:

@@ -1,29 +1,31 @@
-"""What every benchmark uses: interleaved timing, peak memory, the machine, one row format, one table, one JSON file.
+"""What every benchmark uses: interleaved timing, processes and their memory, the machine, one row format, table and JSON.
 
-A benchmark is a module in this folder with `run(quick: bool = False)` that returns (or yields, so that what was
-measured before a failure is kept) rows made by `row(...)`. `python -m benchmarks` prints and saves them.
+A benchmark is a function of `quick` that yields rows made by `row(...)`, so that what was measured before a failure is kept.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import multiprocessing
+import operator
 import os
 import platform
 import re
-import resource
 import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from importlib import metadata
-from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +38,12 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 # The libraries whose version decides what a number means.
 LIBRARIES = (
-    "accelerate",
-    "bitsandbytes",
-    "datasets",
-    "flash-attn",
-    "numpy",
-    "peft",
-    "polars",
-    "rapidfuzz",
-    "tokenizers",
-    "torch",
-    "torchvision",
-    "transformers",
-    "triton",
-    "trl",
-    "unsloth",
-    "xformers",
-)
+    "accelerate", "bitsandbytes", "datasets", "flash-attn", "numpy", "peft", "polars", "rapidfuzz", "tokenizers", "torch",
+    "torchvision", "transformers", "triton", "trl", "unsloth", "xformers",
+)  # fmt: skip
 
 Row = dict[str, Any]
+COLUMNS = ("benchmark", "case", "metric", "value", "unit", "spread", "target", "ok", "note")
 
 
 def row(
@@ -79,25 +68,14 @@ def row(
         value, spread, ok, note = None, None, False, f"failed: {value} {note}".strip()
     if ok is None and isinstance(value, (int, float)):
         ok = _meets(value, target)
-    return {
-        "benchmark": benchmark,
-        "case": case,
-        "metric": metric,
-        "value": value,
-        "unit": unit,
-        "spread": None if spread is None else list(spread),
-        "target": target,
-        "ok": ok,
-        "note": note,
-    }
+    between = None if spread is None else list(spread)
+    return dict(zip(COLUMNS, (benchmark, case, metric, value, unit, between, target, ok, note), strict=True))
 
 
 def _meets(value: float, target: str) -> bool | None:
     found = re.match(r"(<=|>=|<|>)\s*([0-9.eE+-]+)", target)
-    if found is None:
-        return None
-    bound = float(found[2])
-    return {"<=": value <= bound, ">=": value >= bound, "<": value < bound, ">": value > bound}[found[1]]
+    compare = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+    return None if found is None else compare[found[1]](value, float(found[2]))
 
 
 def missing(benchmark: str, case: str, what: str) -> Row:
@@ -116,19 +94,18 @@ def synchronize() -> None:
 
 
 def interleave(functions: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 1) -> dict[str, list[float]]:
-    """Seconds of each call, run as a, b, a, b, ... so that a neighbour's load on a shared machine falls on both.
-
-    `warmup` rounds of all functions come first and are not counted.
+    """Seconds of each call, or the seconds that it returns, run as a, b, b, a, ... so that a neighbour's load on a shared
+    machine falls on both, and neither is always second. `warmup` rounds of all come first and are not counted.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(warmup + repeats):
-        for name, function in functions.items():
+        for name in list(functions)[:: -1 if turn % 2 else 1]:
             synchronize()
             start = time.perf_counter()
-            function()
+            own = functions[name]()
             synchronize()
             if turn >= warmup:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(own if isinstance(own, float) else time.perf_counter() - start)
     return times
 
 
@@ -141,9 +118,41 @@ def ratio(times: dict[str, list[float]], ours: str, peer: str) -> tuple[float, f
     return statistics.median(pairs), min(pairs), max(pairs)
 
 
-def summary(times: list[float]) -> tuple[float, tuple[float, float]]:
+def summary(times: Sequence[float]) -> tuple[float, tuple[float, float]]:
     """(median, (lowest, highest)): the `value` and `spread` of a row."""
     return statistics.median(times), (min(times), max(times))
+
+
+def ratio_row(
+    benchmark: str, case: str, metric: str, times: dict[str, list[float]], ours: str, peer: str, **more: Any
+) -> Row:
+    """A row of `ratio`. more: of `row`."""
+    middle, *between = ratio(times, ours, peer)
+    return row(benchmark, case, metric, middle, **{"unit": "ratio", "spread": (between[0], between[1])} | more)
+
+
+class Timed:
+    """Adds up the seconds that wrapped functions take, of CPU and by the clock; a function within another counts once."""
+
+    def __init__(self) -> None:
+        self.cpu = self.wall = 0.0
+        self.inside = False
+
+    def wrap(self, owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self.inside:
+                return function(*args, **kwargs)
+            self.inside, cpu, wall = True, time.thread_time(), time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.cpu, self.wall = self.cpu + time.thread_time() - cpu, self.wall + time.perf_counter() - wall
+                self.inside = False
+
+        setattr(owner, name, timed)
 
 
 @dataclass
@@ -157,120 +166,110 @@ class Budget:
         return self.seconds - (time.monotonic() - self.start)
 
 
-# -------------------------------------------------------------------------------------------------------------- memory
+# ----------------------------------------------------------------------------------------------------------- processes
 
 
 @dataclass(frozen=True)
-class PeakRss:
-    """Resident bytes of a fresh process: `before` the call (interpreter and imports) and at the `peak` of it."""
+class Finished:
+    """What a command took: seconds from start to exit, and peak bytes, which are 0 where there is no /proc.
 
-    before: int
-    peak: int
-
-    @property
-    def grown(self) -> int:
-        return self.peak - self.before
-
-
-def peak_rss(function: Callable[..., object], *args: object) -> PeakRss:
-    """Peak resident memory of `function(*args)` in a fresh process; function and args must be picklable (module level).
-
-    Raises RuntimeError with the child's error when the call fails.
+    resident and anonymous (RssAnon + RssShmem) are sums over it and its descendants, so shared pages count once for each;
+    high_water is VmHWM of the process alone.
     """
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=_report_peak, args=(theirs, function, args))
-    child.start()
-    theirs.close()
-    try:
-        reply = ours.recv()
-    except EOFError:
-        child.join()
-        raise RuntimeError(f"the measured process ended with exit status {child.exitcode}") from None
-    child.join()
-    if isinstance(reply, str):
-        raise RuntimeError(reply)
-    return PeakRss(*reply)
-
-
-def _report_peak(pipe: Connection, function: Callable[..., object], args: tuple[object, ...]) -> None:
-    before = high_water_mark()
-    try:
-        function(*args)
-    except Exception as error:  # noqa: BLE001 - handed to the parent, which raises it
-        pipe.send(one_line(error))
-    else:
-        pipe.send((before, high_water_mark()))
-
-
-def high_water_mark() -> int:
-    """Peak resident bytes of this process.
-
-    VmHWM, because ru_maxrss survives exec: a child of a big parent starts with the parent's number. Where /proc does
-    not say (macOS, some sandboxes), ru_maxrss is what there is.
-    """
-    status = Path("/proc/self/status")
-    if status.exists():
-        found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)
-        if found is not None:
-            return int(found[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-@dataclass(frozen=True)
-class TreeRun:
-    """One run of a command: exit status, wall seconds, peak resident bytes of it and its descendants, its output."""
 
     returncode: int
     seconds: float
-    peak_bytes: int
     output: str
+    resident: int = 0
+    anonymous: int = 0
+    high_water: int = 0
 
 
-def run_tree(
-    command: list[str], *, env: dict[str, str] | None = None, timeout: float, log: Path, interval: float = 0.05
-) -> TreeRun:
-    """Run `command`, sampling the resident memory of its process tree every `interval` seconds; output goes to `log`.
+def run_process(
+    command: list[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    sync: bool = False,
+    check: bool = True,
+    interval: float = 0.02,
+) -> Finished:
+    """Run `command`, reading its memory every `interval` seconds; `sync` flushes the disks before the clock stops.
 
-    The sum counts shared pages once per process, so it is an upper bound; a peak shorter than `interval` can be missed.
-    Raises subprocess.TimeoutExpired after killing the tree.
+    Raises RuntimeError with the last line that it said when it fails (`check`), and subprocess.TimeoutExpired after
+    killing it and its descendants.
     """
-    start, peak = time.perf_counter(), 0
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env, cwd=ROOT)
-        tree = psutil.Process(process.pid)
+    peaks = {"resident": 0, "anonymous": 0, "high_water": 0}
+    over, start = threading.Event(), time.perf_counter()
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
+        watching = threading.Thread(target=watch_memory, args=(process.pid, peaks, over, interval))
+        watching.start()
         try:
-            while process.poll() is None:
-                peak = max(peak, sum(_resident(each) for each in _family(tree)))
-                if time.perf_counter() - start > timeout:
-                    raise subprocess.TimeoutExpired(command, timeout)
-                time.sleep(interval)
+            output, _ = process.communicate(timeout=timeout)
+            if sync:
+                os.sync()
+            seconds = time.perf_counter() - start
         finally:  # late, or interrupted from the keyboard: nothing of it stays behind
-            if process.poll() is None:
-                for each in reversed(_family(tree)):
-                    _kill(each)
-                process.wait()
-    return TreeRun(process.returncode, time.perf_counter() - start, peak, log.read_text(errors="replace"))
+            over.set()
+            watching.join()
+            for each in reversed(family(process.pid)):
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+            process.wait()
+        errors.seek(0)
+        said = errors.read()
+    if check and process.returncode != 0:
+        raise RuntimeError(f"exit status {process.returncode}: {last_line(said)}")
+    return Finished(process.returncode, seconds, output if check else said + output, **peaks)
 
 
-def _family(tree: psutil.Process) -> list[psutil.Process]:
+def watch_memory(pid: int, peaks: dict[str, int], over: threading.Event, interval: float) -> None:
+    """Raise `peaks` until `over` is set. Children are listed twice a second, as that means reading all of /proc."""
+    pids, listed = [pid], time.monotonic()
+    while not over.wait(interval):
+        if time.monotonic() - listed > 0.5:
+            pids, listed = [each.pid for each in family(pid)] or [pid], time.monotonic()
+        found = [status_bytes(each) for each in pids]
+        now = {
+            "resident": sum(each.get("VmRSS", 0) for each in found),
+            "anonymous": sum(each.get("RssAnon", 0) + each.get("RssShmem", 0) for each in found),
+            "high_water": found[0].get("VmHWM", 0),
+        }
+        peaks.update({name: max(peaks[name], size) for name, size in now.items()})
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A process and its descendants; nothing once it has ended."""
     try:
-        return [tree, *tree.children(recursive=True)]
-    except psutil.NoSuchProcess:  # it ended between two looks
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
         return []
 
 
-def _kill(process: psutil.Process) -> None:
-    with suppress(psutil.NoSuchProcess):  # as above
-        process.kill()
-
-
-def _resident(process: psutil.Process) -> int:
+def status_bytes(pid: int) -> dict[str, int]:
+    """The sizes in /proc/PID/status, in bytes; none of them once the process has ended, or without /proc."""
     try:
-        return process.memory_info().rss
-    except psutil.NoSuchProcess:  # as above
-        return 0
+        text = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+    return {name: 1024 * int(size) for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+
+
+def last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["it said nothing"])[-1].strip()
+
+
+def python(code: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-c", code, *map(str, arguments)]
+
+
+def prepared_forks(modules: Iterable[str]) -> ForkServerContext:
+    """A context whose processes are forks of one that has imported `modules`: their time falls on no measurement."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(modules))
+    return context
 
 
 # ------------------------------------------------------------------------------------------------------ failure, kept
@@ -290,6 +289,10 @@ def attempt(benchmark: str, case: str, work: Callable[[], Iterable[Row]]) -> Ite
 def one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def out_of_time(benchmark: str, case: str) -> Row:
+    return row(benchmark, case, "-", None, note="skipped: out of time")
 
 
 def failed(rows: Iterable[Row]) -> list[Row]:
@@ -335,25 +338,18 @@ def _nvidia_smi() -> list[str] | None:
 
 def versions() -> dict[str, str | None]:
     """Installed version of each of LIBRARIES; None where it is not installed."""
-    return {name: version_of(name) for name in LIBRARIES}
-
-
-def version_of(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+    here = {each.name.lower(): each.version for each in metadata.distributions()}
+    return {name: here.get(name, here.get(name.replace("-", "_"))) for name in LIBRARIES}
 
 
 def git_state() -> dict[str, Any]:
     """{"commit", "dirty"} of the checkout; None where this is not one. Results themselves do not make it dirty."""
-    if shutil.which("git") is None:
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+        changed = ["git", "status", "--porcelain", "--", ".", ":!benchmarks/results"]
+        status = subprocess.run(changed, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
         return {"commit": None, "dirty": None}
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    if head.returncode != 0:
-        return {"commit": None, "dirty": None}
-    changed = ["git", "status", "--porcelain", "--", ".", ":!benchmarks/results"]
-    status = subprocess.run(changed, cwd=ROOT, capture_output=True, text=True, check=True)
     return {"commit": head.stdout.strip(), "dirty": bool(status.stdout.strip())}
 
 
@@ -370,7 +366,7 @@ def slug(about: dict[str, Any], gpu: bool) -> str:
 def show(rows: list[Row], title: str, console: Console | None = None) -> None:
     """One table; a missed target or a failure says NO and is red."""
     table = Table(title=title)
-    for column in ("benchmark", "case", "metric", "value", "spread", "target", "ok", "note"):
+    for column in (each for each in COLUMNS if each != "unit"):
         right = column in ("value", "spread")
         table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=right)
     shown: tuple[str, ...] = ("", "")

@@ -7,8 +7,8 @@ the inputs dropped from the page cache; sides take turns, so that a neighbour's 
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,25 +19,65 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from benchmarks import merge_processes as processes
-from benchmarks.harness import Row, attempt, missing, ratio, row, summary
-from benchmarks.merge_inputs import Inputs, Llama, forget_cached, write_inputs, write_sparse_inputs
-from benchmarks.merge_kills import digests, full_disk_rows, kill_rows
-from benchmarks.merge_processes import Finished, python, run_and_watch
+from benchmarks.harness import ROOT, Finished, Row, attempt, missing, python, ratio_row, row, run_process, summary
+from benchmarks.merge_kills import full_disk_rows, kill_rows, shards_of
+from benchmarks.models import Inputs, Shape, forget_cached, write_inputs, write_sparse_inputs
 
 # The shapes of Llama-3.2-3B; 14 of Llama-3.1-8B's layers; and what fits a 64 MB disk.
-BIG = Llama("Llama-3.2-3B", 3072, 8192, 28, 24, 8, 128256, tied=True)
-ONE_SHARD = Llama("14 layers of Llama-3.1-8B", 4096, 14336, 14, 32, 8, 128256, tied=False)
-SMALL = Llama("small Llama", 512, 1536, 6, 8, 4, 8000, tied=False)
-TINY = Llama("tiny Llama", 64, 160, 2, 4, 2, 512, tied=True)
+BIG = Shape("Llama-3.2-3B", 3072, 8192, 28, 24, 8, 128256, tied=True)
+ONE_SHARD = Shape("14 layers of Llama-3.1-8B", 4096, 14336, 14, 32, 8, 128256, tied=False)
+SMALL = Shape("small Llama", 512, 1536, 6, 8, 4, 8000, tied=False)
+TINY = Shape("tiny Llama", 64, 160, 2, 4, 2, 512, tied=True)
 WORKERS = (1, 2, 8)
+# Where `sh requirements/install.sh peers` puts what is only compared with.
+PEERS = ROOT / ".venv" / "peers"
+
+COGUMI = """
+import sys
+import cogumi
+report = cogumi.merge_adapter(sys.argv[2], sys.argv[3], base=sys.argv[1], progress=False)
+import torch
+print(report.largest_error, torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0)
+"""
+# A small merge first, so that what transformers and PEFT import late is there too; arguments 4 to 6 are its own.
+COGUMI_WARM = """
+import os, sys, time
+import torch, transformers, peft
+from cogumi.merge import merge_adapter
+merge_adapter(sys.argv[5], sys.argv[6], base=sys.argv[4], progress=False)
+os.sync()
+start = time.perf_counter()
+merge_adapter(sys.argv[2], sys.argv[3], base=sys.argv[1], progress=False)
+os.sync()
+print(time.perf_counter() - start)
+"""
+IMPORTS = "import torch, transformers, peft"
+PEFT = """
+import sys, torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
+model = PeftModel.from_pretrained(model, sys.argv[2])
+model.merge_and_unload().save_pretrained(sys.argv[3])
+"""
+AXOLOTL = """
+import sys
+sys.path.append(sys.argv[4])
+from axolotl.cli.utils.lora_merge import merge_lora_sharded_efficient
+merge_lora_sharded_efficient(sys.argv[1], sys.argv[2], sys.argv[3], device="cpu")
+"""
+SOME_WORKERS = """
+import sys
+from cogumi.merge import merge_adapter
+merge_adapter(sys.argv[2], sys.argv[3], base=sys.argv[1], workers=int(sys.argv[4]), progress=False)
+"""
 
 
 @dataclass(frozen=True)
 class Scale:
-    big: Llama
-    one_shard: Llama
-    small: Llama
+    big: Shape
+    one_shard: Shape
+    small: Shape
     shard_bytes: int
     rank: int
     repeats: int
@@ -62,21 +102,22 @@ def time_rows(inputs: Inputs, warm: Inputs, folder: Path, scale: Scale) -> Itera
     """All sides in turns, forwards and backwards alternately; the slow peers take part in the first turns only."""
     out = folder / "out"
     more = [warm.base, warm.adapter]
+    files = (inputs.base, inputs.adapter, out)
     commands = {
-        "cogumi": python(processes.COGUMI, inputs, out),
+        "cogumi": python(COGUMI, *files),
         "cp -r": ["cp", "-r", str(inputs.base), str(out)],
-        "cogumi, all imported": python(processes.COGUMI_WARM, inputs, out, *more, folder / "warm-out"),
-        "imports": [sys.executable, "-c", processes.IMPORTS],
-        "PEFT": python(processes.PEFT, inputs, out),
+        "cogumi, all imported": python(COGUMI_WARM, *files, *more, folder / "warm-out"),
+        "imports": python(IMPORTS),
+        "PEFT": python(PEFT, *files),
     }
-    if scale.timed and processes.axolotl_is_here():
-        commands["axolotl"] = python(processes.AXOLOTL, inputs, out, processes.PEERS)
+    if scale.timed and ((PEERS / "axolotl").is_dir() or importlib.util.find_spec("axolotl")):
+        commands["axolotl"] = python(AXOLOTL, *files, PEERS)
     runs: dict[str, list[Finished]] = {name: [] for name in commands}
     for turn in range(scale.repeats):
         names = [name for name in commands if turn < scale.peer_repeats or name not in ("PEFT", "axolotl")]
         for name in reversed(names) if turn % 2 else names:
             forget_cached(inputs.base, inputs.adapter)
-            runs[name].append(run_and_watch(commands[name], sync=True))
+            runs[name].append(run_process(commands[name], sync=True))
             for directory in (out, folder / "warm-out"):
                 if directory.exists():
                     shutil.rmtree(directory)
@@ -101,20 +142,16 @@ def seconds_and_ratios(case: str, runs: dict[str, list[Finished]], judged: bool)
     for name, seconds in times.items():
         middle, spread = summary(seconds)
         yield row("merge", case, f"time, {name}", middle, "s", spread=spread, note=said[name])
-    middle, low, high = ratio(times, "cogumi", "cp -r")
-    target = "<= 1.5" if judged else ""
-    note = "1.25 is the aim"
-    yield row("merge", case, "cogumi / cp -r", middle, "ratio", spread=(low, high), target=target, note=note)
-    middle, low, high = ratio(times, "cogumi, all imported", "cp -r")
-    yield row("merge", case, "cogumi, all imported / cp -r", middle, "ratio", spread=(low, high))
+    target, note = "<= 1.5" if judged else "", "1.25 is the aim"
+    yield ratio_row("merge", case, "cogumi / cp -r", times, "cogumi", "cp -r", target=target, note=note)
+    yield ratio_row("merge", case, "cogumi, all imported / cp -r", times, "cogumi, all imported", "cp -r")
     for peer in ("PEFT", "axolotl"):
         if peer not in times:
             yield missing("merge", f"{case}, {peer}", f"{peer} (sh requirements/install.sh peers)")
             continue
         adjacent = {peer: times[peer], "cogumi": times["cogumi"][: len(times[peer])]}
-        middle, low, high = ratio(adjacent, peer, "cogumi")
         target = ">= 4" if judged else ""
-        yield row("merge", case, f"{peer} / cogumi", middle, "ratio", spread=(low, high), target=target)
+        yield ratio_row("merge", case, f"{peer} / cogumi", adjacent, peer, "cogumi", target=target)
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
@@ -122,17 +159,13 @@ def seconds_and_ratios(case: str, runs: dict[str, list[Finished]], judged: bool)
 
 def memory_rows(case: str, inputs: Inputs, runs: dict[str, list[Finished]]) -> Iterator[Row]:
     """Peak anonymous memory over that of the imports, the largest of all runs, and what a merge holds on the GPU."""
-    peaks = {
-        name: [each.anonymous for each in found if each.anonymous is not None]
-        for name, found in runs.items()
-        if name != "cp -r"
-    }
-    if not all(peaks.values()):
+    peaks = {name: [each.anonymous for each in found] for name, found in runs.items() if name != "cp -r"}
+    if not all(map(max, peaks.values())):
         yield missing("merge", case, "/proc/PID/status, for the peak memory")
         return
     highest, imports = {name: max(found) for name, found in peaks.items()}, min(peaks["imports"])
     for name, peak in highest.items():
-        shared = max(each.high_water or 0 for each in runs[name])
+        shared = max(each.high_water for each in runs[name])
         note = f"VmHWM, file pages included: {shared / 2**20:,.0f} MiB"
         yield row("merge", case, f"peak anonymous memory, {name}", peak / 2**20, "MiB", note=note)
     allowed = (2 * inputs.adapter_bytes + (128 << 20)) / 2**20
@@ -146,7 +179,7 @@ def memory_rows(case: str, inputs: Inputs, runs: dict[str, list[Finished]]) -> I
 
 
 def last_numbers(finished: Finished) -> tuple[float, int]:
-    """(largest_error of the report, bytes reserved on the GPU): what processes.COGUMI prints."""
+    """(largest_error of the report, bytes reserved on the GPU): what COGUMI prints."""
     error, held = finished.output.split()[-2:]
     return float(error), int(held)
 
@@ -155,8 +188,8 @@ def one_shard_rows(folder: Path, scale: Scale) -> Iterator[Row]:
     """A single shard of 8 GB whose weights are a hole, with a small adapter, merged and verified."""
     inputs = write_sparse_inputs(scale.one_shard, folder, targets=["q_proj", "v_proj"], rank=8)
     out = folder / "out"
-    imports = [run_and_watch([sys.executable, "-c", processes.IMPORTS])]
-    merged = [run_and_watch(python(processes.COGUMI, inputs, out), sync=True)]
+    imports = [run_process(python(IMPORTS))]
+    merged = [run_process(python(COGUMI, inputs.base, inputs.adapter, out), sync=True)]
     case = f"{scale.one_shard.name}, one shard of {inputs.base_bytes / 1e9:.2f} GB (sparse), r=8 q and v"
     yield from memory_rows(case, inputs, {"cogumi": merged, "imports": imports})
     yield row(
@@ -175,8 +208,8 @@ def identity_rows(inputs: Inputs, folder: Path, scale: Scale) -> Iterator[Row]:
     for workers in WORKERS:
         if out.exists():
             shutil.rmtree(out)
-        run_and_watch(python(processes.WORKERS, inputs, out, str(workers)))
-        found.append({name: each for name, each in digests(out).items() if name.endswith(".safetensors")})
+        run_process(python(SOME_WORKERS, inputs.base, inputs.adapter, out, workers))
+        found.append(shards_of(out))
     different = sum(len({each[name] for each in found}) > 1 for name in found[0])
     note = f"workers {', '.join(map(str, WORKERS))}; sha256 of the files"
     unit = f"of {len(found[0])} shards"

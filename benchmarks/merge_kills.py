@@ -7,25 +7,24 @@ A merge starts in a forked process that has everything imported, so that the mom
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
-import multiprocessing
 import os
 import random
 import shutil
 import statistics
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults_disk import mounted
-from benchmarks.harness import Row, missing, one_line, row
-from benchmarks.merge_inputs import Inputs
+from benchmarks.faults_disk import fill, mounted
+from benchmarks.harness import Row, missing, one_line, prepared_forks, row
+from benchmarks.models import Inputs
+from cogumi.core.durability import sha256_file
 
 # With what transformers and PEFT would otherwise import during the merge.
 IMPORTED = ["cogumi.merge", "transformers.models.llama.modeling_llama", "peft.tuners.lora.model"]
@@ -65,56 +64,37 @@ class Merges:
     def __init__(self, inputs: Inputs) -> None:
         from transformers.utils.logging import disable_progress_bar
 
-        self.inputs = inputs
-        self.context: ForkServerContext = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(IMPORTED)
+        self.inputs, self.context = inputs, prepared_forks(IMPORTED)
         disable_progress_bar()  # each check loads a model
 
-    def start(self, out: Path) -> tuple[BaseProcess, Connection]:
-        """A child at the very moment at which it calls merge_adapter."""
+    def run(self, out: Path, disturb: Callable[[BaseProcess], object] | None = None, after: float = 0.0) -> Ended:
+        """A merge that is disturbed `after` seconds from the moment at which it calls merge_adapter."""
         ours, theirs = self.context.Pipe()
         child = self.context.Process(target=merge_and_say, args=(self.inputs, out, theirs))
         child.start()
         theirs.close()
         if ours.recv() != "started":
             raise RuntimeError("the merging process said something before it started")
-        return child, ours
-
-    def finish(self, child: BaseProcess, pipe: Connection, start: float) -> Ended:
+        start = time.perf_counter()
+        if disturb is not None:
+            time.sleep(after)
+            disturb(child)
         try:
-            said = pipe.recv()
+            said = ours.recv()
         except EOFError:  # killed
             said = None
         child.join()
         return Ended(said, child.exitcode, time.perf_counter() - start)
 
-    def undisturbed(self, out: Path) -> Ended:
-        child, pipe = self.start(out)
-        return self.finish(child, pipe, time.perf_counter())
-
-    def killed_after(self, out: Path, seconds: float) -> Ended:
-        child, pipe = self.start(out)
-        start = time.perf_counter()
-        time.sleep(seconds)
-        child.kill()
-        return self.finish(child, pipe, start)
-
-    def out_of_space_after(self, out: Path, seconds: float, filler: Path) -> Ended:
-        """Something else takes every free block of the disk while the merge runs."""
-        child, pipe = self.start(out)
-        start = time.perf_counter()
-        time.sleep(seconds)
-        take_all_space(filler)
-        return self.finish(child, pipe, start)
-
 
 def digests(directory: Path) -> dict[str, str]:
     """sha256 of every file in a directory, by name."""
-    found = {}
-    for path in sorted(each for each in directory.rglob("*") if each.is_file()):
-        with path.open("rb") as file:
-            found[path.relative_to(directory).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {path.relative_to(directory).as_posix(): sha256_file(path) for path in files}
+
+
+def shards_of(directory: Path) -> dict[str, str]:
+    return {name: each for name, each in digests(directory).items() if name.endswith(".safetensors")}
 
 
 def fault_of(out: Path, expected: dict[str, str]) -> str | None:
@@ -127,8 +107,7 @@ def fault_of(out: Path, expected: dict[str, str]) -> str | None:
         return None
     if not (out / MANIFEST_NAME).is_file():
         return f"no {MANIFEST_NAME}"
-    present = {name: digest for name, digest in digests(out).items() if name.endswith(".safetensors")}
-    if present != expected:
+    if shards_of(out) != expected:
         return "shards are not those of an undisturbed merge"
     recorded = json.loads((out / MANIFEST_NAME).read_text())["shards"]
     if {name: each["sha256"] for name, each in recorded.items()} != expected:
@@ -142,50 +121,33 @@ def fault_of(out: Path, expected: dict[str, str]) -> str | None:
     return f"loads with {sorted(lacking)[0]} missing, unexpected or of another shape" if lacking else None
 
 
-@dataclass
-class Tally:
-    """What a series of disturbed merges left behind."""
+class Tally(Counter[str]):
+    """What a series of disturbed merges left behind; first_fault: what was wrong with the first bad one."""
 
-    merges: int = 0
-    killed: int = 0
-    refused: int = 0
-    failed: int = 0
-    complete: int = 0
-    faults: int = 0
-    damaged: int = 0
-    repeated: int = 0
-    unexplained: int = 0
-    leftovers: int = 0
-    partials: int = 0
-    first_fault: str = ""
+    first_fault = ""
 
     def count(self, ended: Ended) -> None:
-        self.merges += 1
-        said = ended.said or ""
-        self.killed += ended.said is None and ended.exitcode == -9
-        self.refused += said.startswith("refused")
-        self.failed += said.startswith("failed")
-        self.unexplained += ended.exitcode not in (0, -9)
+        self["merges"] += 1
+        self["killed"] += ended.said is None and ended.exitcode == -9
+        self[(ended.said or "").partition(":")[0]] += 1  # done, refused or failed
+        self["unexplained"] += ended.exitcode not in (0, -9)
 
 
 def inspect(tally: Tally, merges: Merges, out: Path, expected: dict[str, str], before: list[dict[str, str]]) -> None:
     """What the last merge left, then the same merge again, undisturbed; the output is removed afterwards."""
     fault = fault_of(out, expected)
-    tally.faults += fault is not None
-    tally.first_fault = tally.first_fault or fault or ""
-    tally.complete += out.exists() and fault is None
-    tally.damaged += [digests(merges.inputs.base), digests(merges.inputs.adapter)] != before
-    tally.partials += len(leftovers(out))
-    if out.exists():
-        shutil.rmtree(out)
-    again = merges.undisturbed(out)
+    tally["faults"] += fault is not None
+    tally["complete"] += out.exists() and fault is None
+    tally["damaged"] += [digests(merges.inputs.base), digests(merges.inputs.adapter)] != before
+    tally["partials"] += len(leftovers(out))
+    shutil.rmtree(out, ignore_errors=True)
+    again = merges.run(out)
     good = again.said == "done" and out.exists() and fault_of(out, expected) is None
-    tally.repeated += good
-    tally.first_fault = tally.first_fault or ("" if good else f"the next merge: {again.said}")
-    tally.leftovers += len(leftovers(out))
+    tally["repeated"] += good
+    tally.first_fault = tally.first_fault or fault or ("" if good else f"the next merge: {again.said}")
+    tally["leftovers"] += len(leftovers(out))
     for directory in [out, *leftovers(out)]:
-        if directory.exists():
-            shutil.rmtree(directory)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def leftovers(out: Path) -> list[Path]:
@@ -196,49 +158,39 @@ def kill_rows(inputs: Inputs, folder: Path, kills: int, seed: int = 0) -> Iterat
     """Kill merges at uniform moments of an undisturbed one's duration until `kills` of them died of it."""
     merges, out, tally = Merges(inputs), folder / "out", Tally()
     before = [digests(inputs.base), digests(inputs.adapter)]
-    merges.undisturbed(out)  # the first one reads from the disk
-    expected = {name: digest for name, digest in digests(out).items() if name.endswith(".safetensors")}
+    merges.run(out)  # the first one reads from the disk
+    expected = shards_of(out)
     durations = []
     for _ in range(3):
         shutil.rmtree(out)
-        durations.append(merges.undisturbed(out).seconds)
+        durations.append(merges.run(out).seconds)
     shutil.rmtree(out)
     duration, moment = statistics.median(durations), random.Random(seed)
-    while tally.killed < kills and tally.merges < 3 * kills:
-        tally.count(merges.killed_after(out, moment.uniform(0, duration)))
+    while tally["killed"] < kills and tally["merges"] < 3 * kills:
+        tally.count(merges.run(out, BaseProcess.kill, after=moment.uniform(0, duration)))
         inspect(tally, merges, out, expected, before)
     case = f"SIGKILL at random moments of {duration:.2f} s, base of {inputs.base_bytes / 1e6:.0f} MB"
-    yield row("merge", case, "merges that died of it", tally.killed, f"of {tally.merges}", target=f">= {kills}")
+    yield row("merge", case, "merges that died of it", tally["killed"], f"of {tally['merges']}", target=f">= {kills}")
     yield from shared_rows(case, tally)
-    yield row("merge", case, "killed with a partial left", tally.partials, note="before the next merge")
+    yield row("merge", case, "killed with a partial left", tally["partials"], note="before the next merge")
 
 
 def shared_rows(case: str, tally: Tally) -> Iterator[Row]:
     """What must hold however a merge was disturbed."""
-    note = tally.first_fault
-    yield row("merge", case, "OUT complete", tally.complete, f"of {tally.merges}")
-    yield row("merge", case, "half-merged OUT", tally.faults, f"of {tally.merges}", target="<= 0", note=note)
-    yield row("merge", case, "damaged base or adapter", tally.damaged, f"of {tally.merges}", target="<= 0")
-    yield row("merge", case, "ended otherwise", tally.unexplained, f"of {tally.merges}", target="<= 0")
-    all_of_them = f">= {tally.merges}"
-    yield row("merge", case, "next merge complete", tally.repeated, f"of {tally.merges}", target=all_of_them, note=note)
-    yield row("merge", case, "partials left by then", tally.leftovers, target="<= 0")
+    every = tally["merges"]
+    for metric, key, target in (
+        ("OUT complete", "complete", ""),
+        ("half-merged OUT", "faults", "<= 0"),
+        ("damaged base or adapter", "damaged", "<= 0"),
+        ("ended otherwise", "unexplained", "<= 0"),
+        ("next merge complete", "repeated", f">= {every}"),
+        ("partials left by then", "leftovers", "<= 0"),
+    ):
+        note = tally.first_fault if key in ("faults", "repeated") else ""
+        yield row("merge", case, metric, tally[key], f"of {every}", target=target, note=note)
 
 
 # ------------------------------------------------------------------------------------------------------------ full disk
-
-
-def free_bytes(directory: Path) -> int:
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize
-
-
-def fill(filler: Path, leave: int) -> None:
-    """Take space until `leave` bytes are free."""
-    size = free_bytes(filler.parent) - leave
-    with filler.open("xb") as file:
-        if size > 0:
-            os.posix_fallocate(file.fileno(), 0, size)
 
 
 def take_all_space(filler: Path) -> None:
@@ -267,20 +219,20 @@ def full_disk_rows(
             return
         merges, out, filler, tally = Merges(inputs), disk / "out", disk / "filler", Tally()
         before = [digests(inputs.base), digests(inputs.adapter)]
-        duration = merges.undisturbed(out).seconds
-        expected = {name: digest for name, digest in digests(out).items() if name.endswith(".safetensors")}
+        duration = merges.run(out).seconds
+        expected = shards_of(out)
         shutil.rmtree(out)
         for share in shares:
             fill(filler, int(share * inputs.base_bytes))
-            tally.count(merges.undisturbed(out))
+            tally.count(merges.run(out))
             filler.unlink()
             inspect(tally, merges, out, expected, before)
         moment = random.Random(seed)
         for _ in range(moments):
-            tally.count(merges.out_of_space_after(out, moment.uniform(0, duration), filler))
+            tally.count(merges.run(out, lambda _: take_all_space(filler), after=moment.uniform(0, duration)))
             filler.unlink()
             inspect(tally, merges, out, expected, before)
     at_least = f">= {sum(share < 1 for share in shares)}"
-    yield row("merge", case, "refused", tally.refused, f"of {tally.merges}", target=at_least)
-    yield row("merge", case, "failed with ENOSPC", tally.failed, f"of {tally.merges}")
+    yield row("merge", case, "refused", tally["refused"], f"of {tally['merges']}", target=at_least)
+    yield row("merge", case, "failed with ENOSPC", tally["failed"], f"of {tally['merges']}")
     yield from shared_rows(case, tally)

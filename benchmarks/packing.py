@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import Row, row
+from benchmarks.harness import Row, ratio_row, row
 from cogumi.core.run_directory import DECISIONS, read_json, read_section
 
 LENGTH, PER_STEP = 256, 16
@@ -37,39 +37,19 @@ def run(quick: bool = False) -> Iterator[Row]:
                 if name == "packed":
                     packing = read_section(run_dir / DECISIONS, "packing")
     asked = f"{packing['examples_per_step']:.2f} of {packing['asked_per_step']} examples in a step"
-    yield row(
-        "packing",
-        case,
-        "slots of the rows that hold a token",
-        100 * packing["efficiency"],
-        "%",
-        target=">= 97",
-        note=asked,
-    )
+    slots = "slots of the rows that hold a token"
+    yield row("packing", case, slots, 100 * packing["efficiency"], "%", target=">= 97", note=asked)
     for name in SIDES:
-        tokens, slots = last[name]["tokens"], last[name]["tokens_with_padding"]
-        said = f"{tokens:,} tokens in {last[name]['steps']} steps"
-        yield row(
-            "packing",
-            case,
-            f"{name}: tokens that went through and are no padding",
-            100 * tokens / slots,
-            "%",
-            note=said,
-        )
+        tokens, share = last[name]["tokens"], last[name]["tokens"] / last[name]["tokens_with_padding"]
+        note = f"{tokens:,} tokens in {last[name]['steps']} steps"
+        yield row("packing", case, f"{name}: tokens that went through and are no padding", 100 * share, "%", note=note)
     lost = max(abs(last[name]["tokens"] - last["packed"]["tokens"]) for name in SIDES)
     yield row("packing", case, "tokens of an epoch that only one side trained on", lost, target="<= 0")
     for name in list(SIDES)[1:]:
-        ratios = sorted(packed / other for packed, other in zip(seconds["packed"], seconds[name], strict=True))
-        yield row(
-            "packing",
-            case,
-            f"time per epoch, packed / {name}",
-            median(ratios),
-            spread=(ratios[0], ratios[-1]),
-            target="< 1" if name == "unpacked" else "",
-            note=f"{median(seconds['packed']):.0f} s and {median(seconds[name]):.0f} s",
-        )
+        target = "< 1" if name == "unpacked" else ""
+        note = f"{median(seconds['packed']):.0f} s and {median(seconds[name]):.0f} s"
+        metric = f"time per epoch, packed / {name}"
+        yield ratio_row("packing", case, metric, seconds, "packed", name, unit="", target=target, note=note)
 
 
 def epoch(run_dir: Path, train: dict[str, Any], rows: int | None) -> dict[str, Any]:

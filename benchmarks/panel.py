@@ -8,13 +8,13 @@ import json
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Row, interleave, ratio, row
-from cogumi.core.process_id import this_process
-from cogumi.core.run_directory import append_jsonl, write_json
+from benchmarks.harness import Row, interleave, ratio_row, row
+from cogumi.core.run_directory import append_jsonl, this_process, write_json
 
 ROWS, GROWING_FROM = 1_000_000, 2_000
 ROWS_A_SECOND = 5
@@ -49,12 +49,14 @@ print((time.process_time() - used) / (time.monotonic() - began))
 def run(quick: bool = False) -> Iterator[Row]:
     """`quick`: a tenth of the rows, and a few seconds."""
     rows, seconds = (ROWS // 10, 6) if quick else (ROWS, WATCHED_SECONDS)
-    with tempfile.TemporaryDirectory(prefix="cogumi-benchmark-") as place:
-        yield from opened(run_with(Path(place), rows), rows)
-    with tempfile.TemporaryDirectory(prefix="cogumi-benchmark-") as place:
-        yield from followed(run_with(Path(place), GROWING_FROM), seconds)
-    with tempfile.TemporaryDirectory(prefix="cogumi-benchmark-") as place:
-        yield from drawn(run_with(Path(place), GROWING_FROM))
+    parts: dict[str, Callable[[Path], Iterator[Row]]] = {
+        "opened": partial(opened, rows),
+        "followed": partial(followed, seconds),
+        "drawn": drawn,
+    }
+    for name, part in parts.items():
+        with tempfile.TemporaryDirectory(prefix="cogumi-benchmark-") as place:
+            yield from part(run_with(Path(place), rows if name == "opened" else GROWING_FROM))
 
 
 def run_with(directory: Path, rows: int) -> Path:
@@ -68,7 +70,7 @@ def run_with(directory: Path, rows: int) -> Path:
     return directory
 
 
-def opened(directory: Path, rows: int) -> Iterator[Row]:
+def opened(rows: int, directory: Path) -> Iterator[Row]:
     said = in_a_kernel([OPEN.format(run=str(directory), rows=rows)])[0].split()
     size = (directory / "metrics.jsonl").stat().st_size / 1e6
     case = f"{rows:,} logged rows ({size:.0f} MB)"
@@ -77,7 +79,7 @@ def opened(directory: Path, rows: int) -> Iterator[Row]:
     yield row("panel", case, "peak memory of the whole kernel", int(said[2]) / 1e6, "MB", target="<= 200")
 
 
-def followed(directory: Path, seconds: float) -> Iterator[Row]:
+def followed(seconds: float, directory: Path) -> Iterator[Row]:
     """A run that logs several rows a second, beats each second, and is watched."""
     over = threading.Event()
 
@@ -93,13 +95,8 @@ def followed(directory: Path, seconds: float) -> Iterator[Row]:
     training = threading.Thread(target=train)
     training.start()
     try:
-        alone, _, watched = in_a_kernel(
-            [
-                BUSY.format(seconds=seconds),
-                OPEN.format(run=str(directory), rows=GROWING_FROM),
-                BUSY.format(seconds=seconds),
-            ]
-        )
+        busy = BUSY.format(seconds=seconds)
+        alone, _, watched = in_a_kernel([busy, OPEN.format(run=str(directory), rows=GROWING_FROM), busy])
     finally:
         over.set()
         training.join()
@@ -116,16 +113,8 @@ def drawn(directory: Path) -> Iterator[Row]:
     look = Looker(directory).look()
     functions = {"ours": lambda: panel.plots(look), "matplotlib": lambda: figures.curves(directory).svg()}
     times = interleave(functions, repeats=7)
-    middle, low, high = ratio(times, "ours", "matplotlib")
-    yield row(
-        "panel",
-        f"{len(look.plots)} plots",
-        "time, SVG text / matplotlib",
-        middle,
-        "",
-        spread=(low, high),
-        target="<= 0.1",
-    )
+    case, metric = f"{len(look.plots)} plots", "time, SVG text / matplotlib"
+    yield ratio_row("panel", case, metric, times, "ours", "matplotlib", unit="", target="<= 0.1")
 
 
 def in_a_kernel(cells: list[str]) -> list[str]:

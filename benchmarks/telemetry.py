@@ -10,10 +10,10 @@ A step is SFT with TRL's trainer on a small model. Telemetry takes as long for a
 
 from __future__ import annotations
 
-import functools
 import logging
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from benchmarks.gpu_steps import Shape, build
-from benchmarks.harness import Row, interleave, ratio, row, summary
+from benchmarks.harness import Row, Timed, ratio_row, row, summary
+from benchmarks.models import SMALL, build
 from cogumi.config.schema import CogumiSection
 from cogumi.telemetry import trackers
 from cogumi.telemetry.heartbeat import Heartbeat
@@ -32,33 +32,8 @@ from cogumi.telemetry.recorder import Telemetry
 from cogumi.telemetry.throughput import Meter
 from cogumi.training.loop import Budget
 
-SMALL = Shape("Llama of 5 million weights", "llama", 256, 688, 4, 4, 4, 64, 8192, True, 1e4)
 ROWS, LENGTH = 4, 256  # of a step
 LIMIT = 0.01
-
-
-class Timed:
-    """Adds up the seconds that wrapped functions take, of CPU and by the clock; a function within another counts once."""
-
-    def __init__(self) -> None:
-        self.cpu = self.wall = 0.0
-        self.inside = False
-
-    def wrap(self, owner: Any, name: str) -> None:
-        function = getattr(owner, name)
-
-        @functools.wraps(function)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            if self.inside:
-                return function(*args, **kwargs)
-            self.inside, cpu, wall = True, time.thread_time(), time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.cpu, self.wall = self.cpu + time.thread_time() - cpu, self.wall + time.perf_counter() - wall
-                self.inside = False
-
-        setattr(owner, name, timed)
 
 
 def make_trainer(folder: Path, steps: int, reporters: str) -> Any:
@@ -71,21 +46,14 @@ def make_trainer(folder: Path, steps: int, reporters: str) -> Any:
     ids = torch.randint(0, SMALL.vocabulary, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0)).tolist()
     mask = [[0] * (LENGTH // 2) + [1] * (LENGTH - LENGTH // 2)] * ROWS
     on_gpu = torch.cuda.is_available()
+    args = trl.SFTConfig(
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=ROWS, logging_steps=1, save_strategy="no",
+        report_to=reporters, disable_tqdm=True, completion_only_loss=True, max_length=None, bf16=on_gpu,
+        dataloader_pin_memory=on_gpu,
+    )  # fmt: skip
     return trl.SFTTrainer(
         model=build(SMALL, "cuda" if on_gpu else "cpu", torch.bfloat16 if on_gpu else torch.float32),
-        args=trl.SFTConfig(
-            output_dir=str(folder),
-            max_steps=steps,
-            per_device_train_batch_size=ROWS,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=reporters,
-            disable_tqdm=True,
-            completion_only_loss=True,
-            max_length=None,
-            bf16=on_gpu,
-            dataloader_pin_memory=on_gpu,
-        ),
+        args=args,
         train_dataset=Dataset.from_dict({"input_ids": ids, "completion_mask": mask}),
         processing_class=AutoTokenizer.from_pretrained(small_base_path()),
     )
@@ -103,23 +71,27 @@ class Steps(TrainerCallback):
         for each in self.timed if len(self.ends) == 1 else ():
             each.cpu = each.wall = 0.0
 
-    def seconds(self) -> tuple[float, float]:
-        """(of CPU on this thread, by the clock)"""
-        return self.ends[-1][0] - self.ends[0][0], self.ends[-1][1] - self.ends[0][1]
+    @property
+    def cpu(self) -> float:
+        return self.ends[-1][0] - self.ends[0][0]
+
+    @property
+    def wall(self) -> float:
+        return self.ends[-1][1] - self.ends[0][1]
 
 
-def stock(folder: Path, steps: int) -> tuple[float, float]:
-    """Seconds of the steps of plain TRL that logs into nothing."""
+def stock(folder: Path, steps: int) -> Steps:
+    """The steps of plain TRL that logs into nothing."""
     trainer, counted = make_trainer(folder, steps, "none"), Steps()
     for printing in (PrinterCallback, ProgressCallback):
         trainer.pop_callback(printing)
     trainer.add_callback(counted)
     trainer.train()
-    return counted.seconds()
+    return counted
 
 
-def told(folder: Path, steps: int, reporters: str, timed: Timed, beating: Timed) -> tuple[float, float]:
-    """Seconds of the same steps with telemetry as a run has it."""
+def with_telemetry(folder: Path, steps: int, reporters: str, timed: Timed, beating: Timed) -> Steps:
+    """The same steps with telemetry as a run has it."""
     folder.mkdir(parents=True, exist_ok=True)
     trainer, counted = make_trainer(folder / "checkpoints", steps, reporters), Steps(timed, beating)
     meter = Meter(price_per_hour=2.5)
@@ -129,8 +101,8 @@ def told(folder: Path, steps: int, reporters: str, timed: Timed, beating: Timed)
     trackers.write_into(folder, trainer)
     options = CogumiSection(method="sft", price_per_hour=2.5, max_hours=10.0, max_cost=25.0)
     budget = Budget(options, meter, heart.progress)
-    trainer.add_callback(budget)
-    trainer.add_callback(counted)
+    for callback in (budget, counted):
+        trainer.add_callback(callback)
     assert telemetry.throughput is not None
     beating.wrap(heart, "beat")
     boards = [each for each in trainer.callback_handler.callbacks if isinstance(each, TensorBoardCallback)]
@@ -143,7 +115,7 @@ def told(folder: Path, steps: int, reporters: str, timed: Timed, beating: Timed)
         meter.enter("train")
         trainer.train()
     telemetry.close()
-    return counted.seconds()
+    return counted
 
 
 def run(quick: bool = False) -> Iterator[Row]:
@@ -165,34 +137,28 @@ def run(quick: bool = False) -> Iterator[Row]:
 def rows_of(scratch: Path, steps: int, repeats: int, reporters: str) -> Iterator[Row]:
     case = f"SFT, {SMALL.name}, {ROWS} x {LENGTH} tokens, {reporters}"
     times: dict[str, list[float]] = {"with": [], "without": []}
-    found: dict[str, list[float]] = {"share": [], "by the clock": [], "each": [], "heart": []}
-    turn = iter(range(1000))
-
-    def with_telemetry() -> None:
+    found: dict[str, list[float]] = defaultdict(list)
+    for turn in range(1 + repeats):
+        without = stock(scratch / f"stock-{turn}", steps)
         timed, beating = Timed(), Timed()
-        cpu, wall = told(scratch / f"told-{next(turn)}", steps, reporters, timed, beating)
-        times["with"].append(wall)
-        found["share"].append(100 * (timed.cpu / cpu + beating.cpu / wall))  # it beats by the clock
-        found["by the clock"].append(100 * timed.wall / wall)
-        found["each"].append(1e3 * timed.cpu / (steps - 1))
-        found["heart"].append(100 * beating.cpu / wall)
-
-    def without() -> None:
-        times["without"].append(stock(scratch / f"stock-{next(turn)}", steps)[1])
-
-    interleave({"without": without, "with": with_telemetry}, repeats=repeats, warmup=1)
-    times = {name: values[1:] for name, values in times.items()}  # less the round that warms up
-    middle = {name: summary(values[1:]) for name, values in found.items()}
-    wall, between = summary([1e3 * seconds / (steps - 1) for seconds in times["without"]])
-    rows = (
-        ("step without", wall, "ms", between, ""),
-        ("telemetry on the training thread", middle["each"][0], "CPU ms/step", middle["each"][1], ""),
-        ("heartbeat's thread", middle["heart"][0], "% of a core", middle["heart"][1], ""),
-        ("share of a step", middle["share"][0], "%", middle["share"][1], f"<= {100 * LIMIT:g}"),
-        ("share of a step by the clock", middle["by the clock"][0], "%", middle["by the clock"][1], ""),
-    )
-    for metric, value, unit, spread, target in rows:
-        yield row("telemetry", case, metric, value, unit, spread=spread, target=target)
-    median, low, high = ratio(times, "with", "without")
-    note = "adjacent pairs"
-    yield row("telemetry", case, "steps with over without", median, "x", spread=(low, high), note=note)
+        told = with_telemetry(scratch / f"told-{turn}", steps, reporters, timed, beating)
+        if turn == 0:  # warms up
+            continue
+        times["with"].append(told.wall)
+        times["without"].append(without.wall)
+        found["step without"].append(1e3 * without.wall / (steps - 1))
+        found["telemetry on the training thread"].append(1e3 * timed.cpu / (steps - 1))
+        found["heartbeat's thread"].append(100 * beating.cpu / told.wall)
+        found["share of a step"].append(100 * (timed.cpu / told.cpu + beating.cpu / told.wall))  # it beats by the clock
+        found["share of a step by the clock"].append(100 * timed.wall / told.wall)
+    units = {
+        "step without": "ms",
+        "telemetry on the training thread": "CPU ms/step",
+        "heartbeat's thread": "% of a core",
+    }
+    for metric, values in found.items():
+        middle, spread = summary(values)
+        target = f"<= {100 * LIMIT:g}" if metric == "share of a step" else ""
+        yield row("telemetry", case, metric, middle, units.get(metric, "%"), spread=spread, target=target)
+    metric = "steps with over without"
+    yield ratio_row("telemetry", case, metric, times, "with", "without", unit="x", note="adjacent pairs")

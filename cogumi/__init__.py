@@ -5,7 +5,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
-from cogumi.core.version import __version__ as __version__
+from cogumi.core import __version__ as __version__
 
 if TYPE_CHECKING:
     from cogumi.checkpoints import last_good_checkpoint as last_good_checkpoint

@@ -1,9 +1,8 @@
 """`python -m cogumi.smoke`: the whole path on this machine, checked, in about three minutes.
 
 Doctor -> standard library -> parquet -> a small base -> preflight -> SFT on fill-in-the-middle -> merge -> GSPO on the
-merged model -> merge -> completions side by side. Every stage goes through the public functions and
-`configs/smoke/*.yaml`, and every row of the table it ends in is a check with its figure. Exit status 0 only if all of
-them passed. Flags that are not green stand below it.
+merged model -> merge -> completions side by side, all by public functions and `configs/smoke/*.yaml`. Every row of the
+table is a check with its figure; the exit status is 0 only if all passed. Flags that are not green stand below it.
 """
 
 import json
@@ -31,7 +30,6 @@ from cogumi.core.run_directory import create_run_dir, write_json
 from cogumi.stack.gpus import use_one_gpu
 
 log = logging.getLogger("cogumi")
-CONFIGS = Path(__file__).parents[1] / "configs" / "smoke"
 STACK = ("torch", "transformers", "trl", "peft", "datasets", "polars")
 GPU_PROBES = ("torch", "matmul", "triton", "bitsandbytes", "flash_attn")
 COMPARED = 32  # held-out prompts on which base, SFT and RL model are scored
@@ -49,17 +47,17 @@ class Row:
 
 @dataclass
 class Report:
-    """What the smoke run did: one row per check, and the completions of the three models."""
+    """What the smoke run did: one row per check, the flags that are not green, and completions of the three models."""
 
     run_dir: Path
     quick: bool
     rows: list[Row] = field(default_factory=list)
     flags: list[str] = field(default_factory=list)
-    """Of the two trainings, those that are not green: they say what is likely, and the rows what was checked."""
     samples: list[dict[str, str]] = field(default_factory=list)
     similarity: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     machine: str = ""
+    on_gpu: bool = False
 
     @property
     def passed(self) -> bool:
@@ -69,12 +67,8 @@ class Report:
         self.rows.append(Row(stage, checked, figure, passed))
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            **asdict(self),
-            "run_dir": str(self.run_dir),
-            "passed": self.passed,
-            "python": platform.python_version(),
-        } | {"versions": {name: version(name) for name in STACK}}
+        found = asdict(self) | {"run_dir": str(self.run_dir), "passed": self.passed}
+        return found | {"python": platform.python_version(), "versions": {name: version(name) for name in STACK}}
 
 
 def smoke(quick: bool = False, model: str | None = None, run_dir: Path | None = None) -> Report:
@@ -92,16 +86,15 @@ def smoke(quick: bool = False, model: str | None = None, run_dir: Path | None = 
 
     from cogumi.models.loading import load_tokenizer, resolve_model
 
-    if not CONFIGS.is_dir():
-        raise UsageError(f"no {CONFIGS}: the smoke run needs a clone of the repository, with cogumi installed from it")
     if model is not None:
         load_tokenizer(resolve_model(model))
     disable_progress_bar()  # the bars of this run are its own; a 4 MB model needs none for each load and save
     started = time.monotonic()
     report = Report(run_dir or Path("runs") / f"smoke-{datetime.now():%Y%m%d-%H%M%S}", quick)
     create_run_dir(report.run_dir)
-    cuda = torch.cuda.is_available()
-    report.machine = torch.cuda.get_device_name() if cuda else f"no GPU, {torch.get_num_threads()} CPU threads"
+    report.on_gpu = torch.cuda.is_available()
+    threads = f"no GPU, {torch.get_num_threads()} CPU threads"
+    report.machine = torch.cuda.get_device_name() if report.on_gpu else threads
     write_json(report.run_dir / "status.json", {"state": "running"})
     try:
         run_stages(report, model)
@@ -117,12 +110,9 @@ def smoke(quick: bool = False, model: str | None = None, run_dir: Path | None = 
 
 
 def run_stages(report: Report, model: str | None) -> None:
-    with stage(report, "doctor"):
-        check_environment(report)
-    with stage(report, "stack"):
-        check_stack(report)
-    with stage(report, "data"):
-        check_data(report)
+    for name, check in (("doctor", check_environment), ("stack", check_stack), ("data", check_data)):
+        with stage(report, name):
+            check(report)
     if model is None:
         with stage(report, "base"):
             model = check_base(report)
@@ -159,23 +149,28 @@ def stage(report: Report, name: str) -> Iterator[None]:
 
 
 def check_environment(report: Report) -> None:
-    """Only what is fatal fails here: of what the doctor warns of, that which matters shows in the stages below."""
+    """What is fatal fails here, and on a GPU an installed package that does not work there: a run would meet it half-way."""
     from cogumi.diagnostics.checkup import doctor
 
     found = doctor()
     wrong = [each for each in found.findings if each.state in ("fatal", "warning")]
     figure = "; ".join([found.summary(), *(f"{each.state}: {each.what}: {each.figure}" for each in wrong)])
-    report.add("doctor", "nothing is fatal", figure, all(each.state != "fatal" for each in found.findings))
+    report.add("doctor", "nothing is fatal", figure, all(each.state != "fatal" for each in wrong))
+    if report.on_gpu:
+        broken = [f"{each.what}: {each.figure}" for each in wrong if each.what in GPU_PROBES]
+        report.add(
+            "doctor", "what is installed works on the GPU", "; ".join(broken) or ", ".join(GPU_PROBES), not broken
+        )
 
 
 def check_fits(report: Report, model: str) -> None:
     from cogumi.core.formatting import gib
     from cogumi.forecast.run_forecast import preflight
 
-    found = preflight(CONFIGS / "sft.yaml", **overrides_of(report, "sft", model))
+    found = preflight("smoke/sft", **overrides_of(report, "sft", model))
     red = [f"{each.stage}: {each.figure}" for each in found.lines if each.state == "red"]
     memory = found.figures.get("memory")
-    peak = f"{gib(memory['peak'])} of {gib(memory['free'])} at its fullest" if memory else "memory not known"
+    peak = f"{gib(memory['peak'])} of {gib(memory['free'])} at its peak" if memory else "memory not known"
     report.add("preflight", "the SFT run fits", "; ".join([peak, *red]), found.fits)
 
 
@@ -185,7 +180,6 @@ def check_stack(report: Report) -> None:
 
     from cogumi.patches import fused_head
     from cogumi.rl.patching import patch
-    from cogumi.stack.probes import run_probe
 
     patches = {status.name: status for status in patch().patches}
     config = trl.GRPOConfig(output_dir="unused", loss_type="gspo", bf16=False)
@@ -193,16 +187,9 @@ def check_stack(report: Report) -> None:
     report.add("stack", "GRPOConfig(loss_type='gspo')", became, became == "grpo, sequence, 0.0003/0.0004")
     works = patches["fused_head"].applied or fused_head.triton_device() is not None
     report.add("stack", "TRL's losses run here", patches["fused_head"].reason, works)
-    if nvidia_driver_answers() and not torch.cuda.is_available():
+    if not report.on_gpu and nvidia_driver_answers():
         figure = f"nvidia-smi finds one, torch {torch.__version__} (CUDA {torch.version.cuda}) does not"
         report.add("stack", "the GPU is usable", figure, False)
-    if torch.cuda.is_available():
-        for name in GPU_PROBES:
-            probe = run_probe(name, "cuda")
-            read = ", ".join(f"{metric} {value} {unit}".strip() for metric, value, unit, _ in probe.readings)
-            # What is not installed is not used; what is installed and broken will be met in the middle of a run.
-            figure = probe.error or read or f"{probe.missing} is not installed"
-            report.add("stack", f"probe {name}", figure, probe.error is None)
 
 
 def nvidia_driver_answers() -> bool:
@@ -216,8 +203,8 @@ def check_data(report: Report) -> None:
 
     from cogumi.data.stdlib_sample import sample_path
 
-    rows = pl.scan_parquet(sample_path()).select(pl.len(), pl.col("source").null_count().alias("nulls")).collect()
-    count, nulls = rows.row(0)
+    sources = pl.read_parquet(sample_path())["source"]
+    count, nulls = len(sources), sources.null_count()
     report.add("data", "stdlib -> parquet", f"{count:,} functions, {nulls} null", count > 1000 and nulls == 0)
 
 
@@ -247,10 +234,10 @@ def overrides_of(report: Report, method: str, model: str) -> dict[str, Any]:
 
 
 def run_config(report: Report, method: str, model: str) -> Any:
-    """Train `configs/smoke/<method>.yaml` on `model`; its verdict's checks become rows."""
+    """Train `smoke/<method>` on `model`; its verdict's checks become rows."""
     from cogumi.runs import train
 
-    result = train(CONFIGS / f"{method}.yaml", **overrides_of(report, method, model))
+    result = train(f"smoke/{method}", **overrides_of(report, method, model))
     for check in result.verdict.checks:
         report.add(method, check.name, f"{check.figure} (required: {check.requirement})", check.passed)
     report.flags += [f"{method}: {flag}" for flag in result.verdict.flags if flag.level != "green"]
@@ -263,21 +250,16 @@ def check_sft(report: Report, model: str) -> Any:
     """The held-out loss must fall by a tenth."""
     result = run_config(report, "sft", model)
     before, *_, after = result.series("eval_loss")
-    report.add(
-        "sft",
-        "held-out loss falls by >= 10 %",
-        f"{before:.3f} -> {after:.3f} ({after / before - 1:+.0%})",
-        after <= 0.9 * before,
-    )
+    figure = f"{before:.3f} -> {after:.3f} ({after / before - 1:+.0%})"
+    report.add("sft", "held-out loss falls by >= 10 %", figure, after <= 0.9 * before)
     return result
 
 
 def check_gspo(report: Report, model: str) -> Any:
     """The reward must rise from the first quarter of the rollouts to the last, and the clip must act."""
     result = run_config(report, "gspo", model)
-    clipped = [share for share in result.series("clip_ratio/region_mean") if share > 0]
-    steps = len(result.series("clip_ratio/region_mean"))
-    report.add("gspo", "the clip acts", f"in {len(clipped)} of {steps} steps", bool(clipped))
+    clipped = [share > 0 for share in result.series("clip_ratio/region_mean")]
+    report.add("gspo", "the clip acts", f"in {sum(clipped)} of {len(clipped)} steps", any(clipped))
     rewards = result.series("reward")
     quarter = max(1, len(rewards) // 4)
     first, last = (sum(part) / quarter for part in (rewards[:quarter], rewards[-quarter:]))
@@ -297,7 +279,7 @@ def compare(report: Report, models: dict[str, str]) -> None:
     from cogumi.models.loading import load_model, load_tokenizer
     from cogumi.rewards.functions import edit_similarity
 
-    run = load_config(CONFIGS / "gspo.yaml")
+    run = load_config("smoke/gspo")
     tokenizer = load_tokenizer(models["base"])
     held_out = prepare_examples(run, tokenizer).held_out
     assert held_out is not None
@@ -308,9 +290,8 @@ def compare(report: Report, models: dict[str, str]) -> None:
         written[name] = complete(load_model(path), tokenizer, prompts, run.train["max_completion_length"])
         report.similarity[name] = sum(edit_similarity(prompts, written[name], **columns)) / len(prompts)
     changed = sum(a != b for a, b in zip(written["base"], written["rl"], strict=True))
-    report.add(
-        "compare", "base and RL model write differently", f"{changed} of {len(examples)} completions", changed > 0
-    )
+    figure = f"{changed} of {len(examples)} completions"
+    report.add("compare", "base and RL model write differently", figure, changed > 0)
     for i in range(3):
         report.samples.append({"cut out": columns["middle"][i]} | {name: texts[i] for name, texts in written.items()})
 
@@ -337,9 +318,7 @@ def show(report: Report, console: Console) -> None:
 
 
 def main(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Shorter trainings, under 45 s once the base is cached.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Shorter trainings, under 45 s with a cached base.")] = False,
     model: Annotated[str | None, typer.Option(help="A model directory or hub id instead of the small base.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where to write; runs/smoke-<time> by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on standard output.")] = False,

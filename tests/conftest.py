@@ -102,8 +102,7 @@ def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> dict[str, Any]:
 @pytest.fixture
 def none_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Detached runs compute on one thread, as here, and those still at work at the end of a test are killed."""
-    from cogumi.core.process_id import is_running
-    from cogumi.core.run_directory import START, read_json
+    from cogumi.core.run_directory import START, is_running, read_json
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     yield

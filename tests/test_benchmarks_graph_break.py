@@ -5,33 +5,13 @@ import torch
 from four_bit_models import counted_rows, gradients, step, tiny_llama, tiny_moe
 
 from benchmarks import graph_break
+from benchmarks.graph_break import Model, Prepared, processes
 from benchmarks.graph_break_models import gpt_oss, hidden_rows, quantized
-from benchmarks.graph_break_processes import Model, processes
 
 pytestmark = pytest.mark.slow("of the benchmarks, not of the package")
 
 
-class Asked:
-    """A mode that notes its turn and takes as long as it is told."""
-
-    def __init__(self, name, turns, seconds):
-        self.name, self.turns, self.seconds = name, turns, iter(seconds)
-
-    def ask(self, what):
-        self.turns.append(self.name)
-        return next(self.seconds)
-
-
-def test_each_mode_is_first_as_often_as_last():
-    turns = []
-    times = graph_break.alternate({name: Asked(name, turns, [1.0, 2.0]) for name in "abc"}, rounds=2)
-    assert "".join(turns) == "abccba"
-    assert times == {name: [1.0, 2.0] for name in "abc"}
-
-
 def made(strategy=""):
-    from benchmarks.graph_break_work import Prepared
-
     return Prepared(strategy, "", 0.0, 1, 0, 0)
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,22 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks import harness, merge, merge_inputs, merge_kills
-from benchmarks.merge_inputs import Inputs
-from benchmarks.merge_processes import Finished, run_and_watch
+from benchmarks import harness, merge, merge_kills, models
+from benchmarks.faults_disk import fill, mounted
+from benchmarks.harness import Finished, run_process
+from benchmarks.models import Inputs, Shape
 from cogumi.merge import merge_adapter
 from cogumi.merge.merge_manifest import MANIFEST_NAME
 
 pytestmark = pytest.mark.slow("of the benchmarks, not of the package")
 
 ON_LINUX = sys.platform == "linux"
-COLUMNS = {"benchmark", "case", "metric", "value", "unit", "spread", "target", "ok", "note"}
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     folder = tmp_path_factory.mktemp("inputs")
-    return merge_inputs.write_inputs(merge.TINY, folder, shard_bytes=100_000, targets="all-linear", rank=4)
+    return models.write_inputs(merge.TINY, folder, shard_bytes=100_000, targets="all-linear", rank=4)
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +45,6 @@ def out(merged: Path, tmp_path: Path) -> Path:
     """A merged directory to damage."""
     shutil.copytree(merged, tmp_path / "out")
     return tmp_path / "out"
-
-
-def shards_of(directory: Path) -> dict[str, str]:
-    return {name: each for name, each in merge_kills.digests(directory).items() if name.endswith(".safetensors")}
 
 
 def change_one_byte(path: Path) -> None:
@@ -70,7 +67,7 @@ def test_the_base_is_a_sharded_model_that_transformers_loads(inputs: Inputs) -> 
     model, loading = loaded
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.dtype == torch.bfloat16
-    index = json.loads((inputs.base / merge_inputs.INDEX_NAME).read_text())
+    index = json.loads((inputs.base / models.INDEX_NAME).read_text())
     assert index["metadata"]["total_size"] == sum(2 * weight.numel() for weight in model.parameters())
     assert all(weight.any() for weight in model.parameters())
 
@@ -90,8 +87,8 @@ def test_the_adapter_is_peft_s_and_every_linear_layer_has_one(inputs: Inputs) ->
 
 
 def test_the_sparse_shard_is_whole_and_takes_no_disk(tmp_path: Path) -> None:
-    shape = merge_inputs.Llama("holes", 256, 512, 4, 4, 2, 4096, tied=False)
-    sparse = merge_inputs.write_sparse_inputs(shape, tmp_path, targets=["q_proj"], rank=2)
+    shape = Shape("holes", 256, 512, 4, 4, 2, 4096, tied=False)
+    sparse = models.write_sparse_inputs(shape, tmp_path, targets=["q_proj"], rank=2)
     path = sparse.base / "model.safetensors"
     assert path.stat().st_size == sparse.base_bytes > 4_000_000
     if ON_LINUX:
@@ -99,7 +96,7 @@ def test_the_sparse_shard_is_whole_and_takes_no_disk(tmp_path: Path) -> None:
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
         assert not file.get_tensor("lm_head.weight").any()
-    assert names == set(merge_inputs.meta_model(shape).state_dict())
+    assert names == set(models.meta_model(shape).state_dict())
     report = merge_adapter(sparse.adapter, tmp_path / "out", base=str(sparse.base), progress=False)
     assert report.tensors_merged == shape.layers
 
@@ -117,26 +114,26 @@ def test_anonymous_memory_is_counted_and_file_pages_and_children_are_told_apart(
     )
     parent = f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {hold!r} + '; time.sleep(1.5)'])"
     peaks = {
-        name: run_and_watch([sys.executable, "-c", code])
+        name: run_process([sys.executable, "-c", code])
         for name, code in {"hold": hold, "mapped": mapped, "parent": parent}.items()
     }
-    anonymous = {name: (each.anonymous or 0) / 2**20 for name, each in peaks.items()}
+    anonymous = {name: each.anonymous / 2**20 for name, each in peaks.items()}
     assert 64 < anonymous["hold"] < 64 + 20
     assert anonymous["mapped"] < 20
-    assert (peaks["mapped"].high_water or 0) / 2**20 > 40
+    assert peaks["mapped"].high_water / 2**20 > 40
     assert anonymous["parent"] > 64
 
 
 def test_a_command_that_fails_says_why() -> None:
     with pytest.raises(RuntimeError, match=r"exit status 3: the reason"):
-        run_and_watch([sys.executable, "-c", "import sys; print('the reason', file=sys.stderr); sys.exit(3)"])
+        run_process([sys.executable, "-c", "import sys; print('the reason', file=sys.stderr); sys.exit(3)"])
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 
 def finished(seconds: float, mebibytes: int, output: str = "") -> Finished:
-    return Finished(seconds, mebibytes << 20, mebibytes << 20, output)
+    return Finished(0, seconds, output, 0, mebibytes << 20, mebibytes << 20)
 
 
 def test_ratios_are_of_adjacent_runs_and_held_to_their_targets() -> None:
@@ -160,14 +157,14 @@ def test_ratios_are_of_adjacent_runs_and_held_to_their_targets() -> None:
 def test_memory_is_the_worst_merge_over_the_imports(inputs: Inputs) -> None:
     runs = {
         "cogumi": [finished(1, 300, "0.5 0"), finished(1, 429, "0.5 7")],
-        "cp -r": [Finished(0.001, None, None, "")],
+        "cp -r": [Finished(0, 0.001, "")],
         "imports": [finished(1, 300), finished(1, 301)],
     }
     rows = {each["metric"]: each for each in merge.memory_rows("case", inputs, runs)}
     over = rows["peak anonymous memory, cogumi - imports"]
     assert (over["value"], over["target"], over["ok"]) == (129, "<= 128.1", False)
     assert (rows["GPU memory"]["value"], rows["GPU memory"]["ok"]) == (7, False)
-    runs["imports"] = [Finished(1, None, None, "")]
+    runs["imports"] = [Finished(0, 1, "")]
     (row,) = merge.memory_rows("case", inputs, runs)
     assert row["note"].startswith("missing")
 
@@ -189,7 +186,7 @@ def test_a_sampled_element_that_is_off_is_counted(inputs: Inputs, out: Path) -> 
 
 
 def test_an_output_is_complete_or_has_a_fault(merged: Path, out: Path) -> None:
-    expected = shards_of(merged)
+    expected = merge_kills.shards_of(merged)
     assert merge_kills.fault_of(out, expected) is None
     assert merge_kills.fault_of(out.parent / "absent", expected) is None
     (out / "config.json").rename(out / "elsewhere")
@@ -207,35 +204,35 @@ def test_an_output_is_complete_or_has_a_fault(merged: Path, out: Path) -> None:
 def test_what_a_merge_left_is_counted(inputs: Inputs, merged: Path, out: Path, tmp_path: Path) -> None:
     own = Inputs(tmp_path / "base", inputs.adapter, inputs.base_bytes, inputs.adapter_bytes)
     shutil.copytree(inputs.base, own.base)
-    before, expected = [merge_kills.digests(own.base), merge_kills.digests(own.adapter)], shards_of(merged)
+    before, expected = [merge_kills.digests(own.base), merge_kills.digests(own.adapter)], merge_kills.shards_of(merged)
     merges, tally = merge_kills.Merges(own), merge_kills.Tally()
     merge_kills.inspect(tally, merges, out, expected, before)
-    assert (tally.complete, tally.faults, tally.damaged, tally.repeated, tally.leftovers) == (1, 0, 0, 1, 0)
+    assert dict(+tally) == {"complete": 1, "repeated": 1}
     assert not out.exists()
     out.mkdir()
     change_one_byte(sorted(own.base.glob("*.safetensors"))[-1])
     merge_kills.inspect(tally, merges, out, expected, before)
-    assert (tally.complete, tally.faults, tally.damaged, tally.repeated) == (1, 1, 1, 1)
+    assert (tally["complete"], tally["faults"], tally["damaged"], tally["repeated"]) == (1, 1, 1, 1)
     rows = {each["metric"]: each["ok"] for each in merge_kills.shared_rows("case", tally)}
     assert not rows["half-merged OUT"]
     assert not rows["damaged base or adapter"]
     # A merge that is killed at once is one that died of it.
-    ended = merges.killed_after(out, 0.0)
+    ended = merges.run(out, BaseProcess.kill)
     assert (ended.said, ended.exitcode) == (None, -9)
     tally.count(ended)
-    assert (tally.merges, tally.killed, tally.unexplained) == (1, 1, 0)
+    assert (tally["merges"], tally["killed"], tally["unexplained"]) == (1, 1, 0)
 
 
 @pytest.mark.skipif(not ON_LINUX or os.geteuid() != 0, reason="mounts a tmpfs")
 def test_the_small_disk_is_small_and_can_be_filled(tmp_path: Path) -> None:
-    with merge_kills.mounted(tmp_path / "disk", f"size={merge_kills.DISK_BYTES}") as disk:
+    with mounted(tmp_path / "disk", f"size={merge_kills.DISK_BYTES}") as disk:
         if isinstance(disk, str):
             pytest.skip(disk)
-        assert merge_kills.free_bytes(disk) == merge_kills.DISK_BYTES
-        merge_kills.fill(disk / "filler", 3 << 20)
-        assert merge_kills.free_bytes(disk) == 3 << 20
+        assert shutil.disk_usage(disk).free == merge_kills.DISK_BYTES
+        fill(disk / "filler", 3 << 20)
+        assert shutil.disk_usage(disk).free == 3 << 20
         merge_kills.take_all_space(disk / "rest")
-        assert merge_kills.free_bytes(disk) == 0
+        assert shutil.disk_usage(disk).free == 0
     assert subprocess.run(["mountpoint", "-q", str(tmp_path / "disk")], check=False).returncode != 0
 
 
@@ -245,7 +242,7 @@ def test_the_small_disk_is_small_and_can_be_filled(tmp_path: Path) -> None:
 @pytest.mark.sweep  # seven processes that import torch, transformers and PEFT
 def test_a_quick_run_has_every_part_and_no_failure() -> None:
     rows = list(merge.run(quick=True))
-    assert all(set(each) == COLUMNS and each["benchmark"] == "merge" for each in rows)
+    assert all(tuple(each) == harness.COLUMNS and each["benchmark"] == "merge" for each in rows)
     assert harness.failed(rows) == []
     metrics = {each["metric"] for each in rows}
     assert {

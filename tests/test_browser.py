@@ -12,8 +12,7 @@ import yaml
 
 import cogumi
 from cogumi.checkpoints.verify import inspect
-from cogumi.core.process_id import is_running
-from cogumi.core.run_directory import write_json
+from cogumi.core.run_directory import is_running, write_json
 from cogumi.notebook import completions, panel
 from cogumi.notebook.report import write_report
 from tests.lab import chromium, command, lab, open_notebook, page, write_notebook

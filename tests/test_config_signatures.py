@@ -11,9 +11,18 @@ from golden import Golden
 from pydantic import TypeAdapter, ValidationError
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from cogumi.config.binding import OWNERS, config_class, hints_imported, hints_in_source
+from cogumi.config.binding import (
+    HOMES,
+    MORE_NAMES,
+    NAMED_IN_HELP,
+    OWNERS,
+    config_class,
+    fields_in_source,
+    hints_imported,
+    hints_in_source,
+    reporters_in_source,
+)
 from cogumi.config.schema import load_config, read_config
-from cogumi.config.trl_keys import HOMES, MORE_NAMES, NAMED_IN_HELP, fields_in_source, reporters_in_source
 from cogumi.core.errors import UsageError
 
 CONFIGS = Path(__file__).parents[1] / "configs"

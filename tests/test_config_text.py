@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cogumi.config.catalog import PACKAGE
+from cogumi.config.source import PACKAGE
 from cogumi.config.yaml_text import pruned, same, sections, with_values, written
 
 TEXT = """\

@@ -8,8 +8,8 @@ import yaml
 
 import cogumi
 from cogumi.cli.app import main
-from cogumi.config.catalog import PACKAGE, hand_out, there_are
 from cogumi.config.schema import load_config
+from cogumi.config.source import PACKAGE, hand_out, there_are
 from cogumi.core.errors import UsageError
 
 CONFIGS = PACKAGE / "configs"

@@ -8,6 +8,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from cogumi.core import run_directory
 from cogumi.core.errors import UsageError
 from cogumi.data import stdlib_sample
 from cogumi.data.stdlib_sample import collect_functions, sample_path, write_sample
@@ -102,7 +103,7 @@ def test_a_failed_write_leaves_neither_file_nor_temporary(tmp_path, monkeypatch)
     def fail(*arguments: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(stdlib_sample.os, "fsync", fail)
+    monkeypatch.setattr(run_directory.os, "fsync", fail)
     with pytest.raises(OSError, match="disk full"):
         stdlib_sample.write_frame(tmp_path / "a.parquet", pl.DataFrame({"a": [1]}))
     assert list(tmp_path.iterdir()) == []

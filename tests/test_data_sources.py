@@ -118,7 +118,7 @@ def test_missing_and_wrong_columns(shard):
 
 
 def test_bytes_that_are_not_utf8_become_counted_drops(tmp_path):
-    from benchmarks.fim_data import starcoder_like
+    from benchmarks.data import starcoder_like
 
     path = tmp_path / "raw.parquet"
     good = b"def f(x):\n    return x\n"

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import cogumi
-from cogumi.config.catalog import PACKAGE
+from cogumi.config.source import PACKAGE
 from cogumi.core.run_directory import read_jsonl
 from cogumi.data.stdlib_sample import chat_path, pairs_path
 

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import faults, faults_costs, faults_damage, harness
+from benchmarks import faults, faults_costs, faults_disk, harness
 from benchmarks.faults import HOWS, QUICK, Bench, Outcome
 from benchmarks.faults_disk import mounted, remount, take_inodes
-from benchmarks.faults_processes import read_journal, trainings, words_of
-from benchmarks.faults_training import SAVES, is_good
+from benchmarks.faults_training import SAVES, is_good, read_journal, words_of
 
 pytestmark = [
     pytest.mark.slow("of the benchmarks, not of the package"),
@@ -24,9 +23,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with trainings() as start:
-        yield Bench(start, tmp_path_factory.mktemp("faults"))
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture
@@ -104,7 +102,7 @@ def test_a_silent_divergence_is_seen(bench: Bench) -> None:
     for name in ("optimizer.pt", "model.safetensors"):
         job, base = bench.job("plain", False), bench.bases["plain", False]
         shutil.copytree(base.directory, job.directory)
-        faults_damage.delete((name,), job.directory / "checkpoint-6", job.directory / "checkpoint-4")
+        faults_disk.delete((name,), job.directory / "checkpoint-6", job.directory / "checkpoint-4")
         faults.write_journal(job.journal, base.journal, 6)
         found[name] = bench.endure(job, faults.nothing, faults.nothing, damaged=6)
     silent, loud = found.values()
@@ -119,7 +117,7 @@ def test_a_lost_checkpoint_is_seen(bench: Bench) -> None:
     faults.write_journal(job.journal, bench.bases["cogumi", False].journal, 6)
     assert bench.lost(job, None) == 0
     for step, (lost, lost_but_one) in {6: (1, 0), 4: (2, 1), 2: (3, 2)}.items():
-        faults_damage.flip("optimizer.pt", 0.5, job.directory / f"checkpoint-{step}", job.directory)
+        faults_disk.flip("optimizer.pt", 0.5, job.directory / f"checkpoint-{step}", job.directory)
         assert not is_good(job.directory, bench.references[False], step)
         assert (bench.lost(job, None), bench.lost(job, 6)) == (lost, lost_but_one)
 
@@ -155,7 +153,7 @@ def test_damages_are_many_and_each_changes_its_file(bench: Bench, tmp_path: Path
     for how in HOWS:
         for lora in (False, True):
             base = bench.bases[how, lora].directory
-            every = faults_damage.damages(base / "checkpoint-6", (*faults.STATE, *faults.WEIGHTS, "trainer_state.json"))
+            every = faults_disk.damages(base / "checkpoint-6", (*faults.STATE, *faults.WEIGHTS, "trainer_state.json"))
             assert len({label for label, _ in every}) == len(every) > 30
             total += len(every) if how == "cogumi" else 0
             for label, damage in every:

@@ -14,7 +14,7 @@ import torch
 from gspo_batches import PROMPTS, batch, completion_logps, grpo_trainer, loss_of
 from transformers import TrainerCallback
 
-from cogumi.config.loss_presets import preset
+from cogumi.config.presets import preset
 from cogumi.patches.head_logps import FusedLogProbFunction
 
 EXACT = {"atol": 1e-14, "rtol": 1e-12}

@@ -11,7 +11,7 @@ from qlora_runs import watch_trainers
 from transformers import TrainerCallback
 
 import cogumi
-from cogumi.config.lora_presets import PRESETS, describe
+from cogumi.config.presets import LORA_PRESETS, describe_lora
 from cogumi.config.schema import CogumiSection, load_config
 from cogumi.core.run_directory import read_json
 from cogumi.models.adapters import DEFAULTS, lora_config
@@ -63,25 +63,25 @@ def test_the_default_is_rank_16_on_every_linear_layer(sft: Config) -> None:
 
 def test_the_names_in_the_config_are_the_presets() -> None:
     literal, _ = get_args(CogumiSection.model_fields["lora_preset"].annotation)
-    assert set(get_args(literal)) == set(PRESETS)
+    assert set(get_args(literal)) == set(LORA_PRESETS)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", LORA_PRESETS)
 def test_a_preset_fills_in_what_lora_leaves_open(name: str, sft: Config) -> None:
     run = load_config(sft, cogumi__lora_preset=name)
-    assert run.lora == PRESETS[name].values
+    assert run.lora == LORA_PRESETS[name][0]
     config = lora_config(run.lora)
     assert {key: getattr(config, key) for key in run.lora} == run.lora
     assert config.target_modules == DEFAULTS["target_modules"]
     over = load_config(sft, cogumi__lora_preset=name, lora__r=3)
-    assert over.lora == PRESETS[name].values | {"r": 3}
+    assert over.lora == LORA_PRESETS[name][0] | {"r": 3}
     again = load_config(over.model_dump(mode="json"))  # as a run directory's config.yaml has it
     assert again.lora == over.lora
 
 
 def test_a_preset_is_said_with_its_reason(golden: Golden) -> None:
-    golden("models", describe("rl", {"r": 4, "lora_alpha": 32}))
-    golden("models", describe("rslora", PRESETS["rslora"].values))
+    golden("models", describe_lora("rl", {"r": 4, "lora_alpha": 32}))
+    golden("models", describe_lora("rslora", LORA_PRESETS["rslora"][0]))
 
 
 def test_an_unknown_preset_is_one_line(sft: Config, golden: Golden) -> None:

@@ -172,8 +172,8 @@ def check_first_outputs(directory: Path, cells: dict[str, str]) -> list[str]:
 @pytest.mark.timeout(200)
 def test_a_function_that_works_says_so_in_the_cell_before_it_works(tmp_path: Path) -> None:
     cells = {
-        "import time\nfrom cogumi.core.notices import said\n"
-        "@said('looked for')\ndef work(): time.sleep(1.5)\nwork()": "looked for",
+        "import time\nfrom cogumi.core.notices import working\n"
+        "@working('looked for')\ndef work(): time.sleep(1.5)\nwork()": "looked for",
         "import cogumi\ncogumi.start('none.yaml')": "start: ",
         "cogumi.doctor(timeout=0.01)": "doctor: ",
     }

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 import cogumi
-from cogumi.config.catalog import PACKAGE
 from cogumi.config.schema import load_config
+from cogumi.config.source import PACKAGE
 from cogumi.config.yaml_text import same
 from cogumi.core.errors import UsageError
 from cogumi.core.worker import Worker

@@ -15,8 +15,7 @@ from rich.console import Console
 
 import cogumi
 from cogumi.checkpoints.manifest import write_manifest
-from cogumi.core.process_id import this_process
-from cogumi.core.run_directory import append_jsonl, write_json
+from cogumi.core.run_directory import append_jsonl, this_process, write_json
 from cogumi.notebook import panel
 from cogumi.notebook.curves import Curves, short, svg_of
 from cogumi.notebook.panel import Panel

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cogumi
-from cogumi.config.loss_presets import OURS
+from cogumi.config.presets import OURS
 from cogumi.core.errors import UsageError
 from cogumi.rl import PRESETS, preset
 from cogumi.rl.findings import accept, accepted

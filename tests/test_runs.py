@@ -20,8 +20,7 @@ import cogumi
 from cogumi.config.schema import load_config
 from cogumi.core.durability import locked
 from cogumi.core.errors import UsageError
-from cogumi.core.process_id import is_running, this_process
-from cogumi.core.run_directory import CONSOLE, START, read_json, write_json
+from cogumi.core.run_directory import CONSOLE, START, is_running, read_json, this_process, write_json
 from cogumi.runs.supervisor import Starter, nothing_to_start
 from cogumi.telemetry.status import status_of
 

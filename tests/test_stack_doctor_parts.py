@@ -13,7 +13,7 @@ import pytest
 from disk_mounts import fill, mounting
 
 from cogumi.core.disk_space import Filesystem, Space, filesystem_of
-from cogumi.core.finding import Finding
+from cogumi.core.errors import Finding
 from cogumi.core.formatting import pip
 from cogumi.core.worker import run_apart
 from cogumi.diagnostics import checkup

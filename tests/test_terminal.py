@@ -28,10 +28,8 @@ import cogumi
 from cogumi.checkpoints import last_good_checkpoint, protect
 from cogumi.checkpoints.interruption import ending_in_good_order
 from cogumi.core import output
-from cogumi.core.lost_terminal import outliving_the_screen
-from cogumi.core.output import print_json
-from cogumi.core.process_id import is_running
-from cogumi.core.run_directory import START, append_jsonl, read_json, write_json
+from cogumi.core.output import outliving_the_screen, print_json
+from cogumi.core.run_directory import START, append_jsonl, is_running, read_json, write_json
 from cogumi.methods.preview import Preview, Shares
 from cogumi.telemetry.recorder import recorded, set_status
 

@@ -15,8 +15,7 @@ from transformers import TrainerCallback
 
 import cogumi
 from cogumi.core.errors import UsageError
-from cogumi.core.process_id import this_process
-from cogumi.core.run_directory import read_json, read_jsonl
+from cogumi.core.run_directory import read_json, read_jsonl, this_process
 from cogumi.training import loop
 
 Config = dict[str, Any]

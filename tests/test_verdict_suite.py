@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.verdict import Case, judged
 from benchmarks.verdict_cases import BROKEN, HELD_OUT, OWN, WHOLE
-from benchmarks.verdict_runs import Case, judged
 from cogumi.health.flags import Flag
 
 QUICK = {"sft, NaN in the base", "sft, adapter frozen", "sft"}
@@ -47,7 +47,7 @@ def test_a_whole_run_on_ones_own_data_raises_no_flag(case: Case, tmp_path: Path)
 
 
 def test_a_case_without_a_flags_name_is_held_to_its_cause_and_key() -> None:
-    case = Case("too fast", "sft", lambda out: None, cause="rate is too high", knob="train.learning_rate")
+    case = Case("too fast", "sft", cause="rate is too high", knob="train.learning_rate")
     right = Flag("loss trend", "red", "", "", "the learning rate is too high", "train.learning_rate, to a tenth")
     assert case.broken
     assert case.explained_by(right)
@@ -55,11 +55,3 @@ def test_a_case_without_a_flags_name_is_held_to_its_cause_and_key() -> None:
     assert not case.explained_by(replace(right, knob="the trainer's data_collator"))
     assert not case.explained_by(replace(right, cause="the labels are in another order"))
     assert not replace(case, flag="token frequencies").explained_by(right)
-
-
-def test_the_suite_is_as_large_as_it_has_to_be() -> None:
-    assert len(BROKEN) >= 12
-    assert len(WHOLE) >= 8
-    assert len(OWN) >= 10
-    names = [case.name for case in (*BROKEN, *WHOLE, *HELD_OUT, *OWN)]
-    assert len(set(names)) == len(names)

@@ -12,10 +12,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from cogumi.core import __version__
 from cogumi.core.durability import sha256_file, sync_path, write_synced
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import write_atomic
-from cogumi.core.version import __version__
 
 MANIFEST_NAME = "cogumi-manifest.json"
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)

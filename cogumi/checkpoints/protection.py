@@ -23,7 +23,7 @@ from cogumi.checkpoints.saving import Saver, first_line, load_rollouts, order_co
 from cogumi.checkpoints.verify import OPTIMIZER, SCHEDULER, inspect
 from cogumi.core.durability import NO_SPACE, locked, why_unwritable
 from cogumi.core.errors import UsageError
-from cogumi.core.lost_terminal import outliving_the_screen
+from cogumi.core.output import outliving_the_screen
 from cogumi.disk.callback import announce
 from cogumi.patches.trl_internals import (
     LOAD_BEST_MODEL,

@@ -12,10 +12,10 @@ import typer
 from cogumi import smoke
 from cogumi.cli import check_commands, run_commands
 from cogumi.cli.disk_commands import disk_app
-from cogumi.config.catalog import hand_out, says, there_are
+from cogumi.config.source import hand_out, says, there_are
+from cogumi.core import __version__
 from cogumi.core.errors import UsageError
 from cogumi.core.output import print_json, run_command, say, waiting
-from cogumi.core.version import __version__
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("smoke")(smoke.main)
@@ -49,7 +49,7 @@ def train(
     from cogumi.config.schema import parse_overrides
 
     words = parse_overrides(overrides or [])
-    from cogumi.core.lost_terminal import outliving_the_screen
+    from cogumi.core.output import outliving_the_screen
     from cogumi.runs import train as run
     from cogumi.telemetry.status import in_words, status_of
 

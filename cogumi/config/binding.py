@@ -1,19 +1,26 @@
-"""Sections of a config, bound to the signatures of the libraries: an unknown key or a wrong type is one line with its place."""
+"""Sections of a config, bound to the signatures of the libraries: an unknown key or a wrong type is one line with its place.
 
+Importing trl takes seconds, and a misspelt key should not wait for them. So keys and types are first read from the
+installed sources, which refuses only what is certain to be wrong; a run is bound to the imported classes afterwards.
+"""
+
+import ast
 import dataclasses
 import difflib
-import importlib
+import importlib.util
 import inspect
-from collections.abc import Iterable, Mapping
+import re
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
+from functools import cache
 from importlib.metadata import version
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from cogumi.config.source import Origins, listed, no_section
-from cogumi.config.trl_keys import fields_in_source, parameters_in_source
-from cogumi.core.errors import UsageError
 
 STRATEGIES = ("save_strategy", "eval_strategy", "logging_strategy")
 # A dtype by name, which is what a written config has; code may pass torch's own object.
@@ -28,37 +35,6 @@ QUANTIZATION_TYPES = {
     ],
 }
 OF_OTHER_BITS = {"load_in_4bit": ("llm_int8_threshold", "llm_int8_has"), "load_in_8bit": ("bnb_4bit",)}
-
-
-def bind_mapping(value: Any, section: str, origins: Origins, label: str) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise UsageError(no_section(section, value), key=section, place=origins.get(section, label))
-    return value
-
-
-def nearest(word: Any, known: Iterable[Any]) -> str | None:
-    """The known word that was meant, most likely."""
-    return next(iter(difflib.get_close_matches(str(word), map(str, known), n=1)), None)
-
-
-def reject_unknown(
-    values: Iterable[str], known: Iterable[str], prefix: str, origins: Origins, label: str, where: str = ""
-) -> None:
-    known = list(known)
-    for key in values:
-        if key not in known:
-            near = nearest(key, known)
-            hint = f"did you mean {prefix}{near}?" if near else f"valid: {listed(known)}"
-            raise UsageError(
-                f"unknown key `{prefix}{key}`{where}",
-                key=f"{prefix}{key}",
-                place=origins.get(f"{prefix}{key}", label),
-                fix=hint,
-            )
-
-
 # The library and the class of each section, and how its keys are found: imported, or read from its source.
 OWNERS = {
     "SFTConfig": "trl",
@@ -70,6 +46,48 @@ OWNERS = {
 WITHOUT_ANNOTATIONS = ("BitsAndBytesConfig",)
 MANY_CHOICES = 8  # more are not listed in a message where one is near
 Hints = Mapping[str, Any]
+# Where the classes are defined: the packages import their names lazily, which no source says in a general way.
+HOMES = {
+    "SFTConfig": "trl.trainer.sft_config",
+    "DPOConfig": "trl.trainer.dpo_config",
+    "GRPOConfig": "trl.trainer.grpo_config",
+    "TrainingArguments": "transformers.training_args",
+    "LoraConfig": "peft.tuners.lora.config",
+    "PeftConfig": "peft.config",
+    "BitsAndBytesConfig": "transformers.utils.quantization_config",
+}
+REPORTERS = ("transformers.integrations.integration_utils", "INTEGRATION_TO_CALLBACK")
+# Keys whose type is plain text, and whose help names, in quotes, the values there are.
+NAMED_IN_HELP = (
+    "packing_strategy", "truncation_mode", "train_sampling_strategy", "loss_type", "f_divergence_type", "scale_rewards",
+    "importance_sampling_level", "multi_objective_aggregation", "vllm_mode", "vllm_model_impl", "vllm_importance_sampling_mode",
+)  # fmt: skip
+MORE_NAMES = {("GRPOConfig", "loss_type")}  # cogumi has losses of its own (cogumi.config.presets)
+QUOTED = re.compile(r"""[`'"]([a-z][a-z0-9_]*)[`'"]""")
+# unsloth replaces TRL's config classes with its own, which have more keys; this is where it writes them.
+UNSLOTH = "unsloth.models.rl"
+
+
+def bind_mapping(value: Any, section: str, origins: Origins) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise origins.error(no_section(section, value), section)
+    return value
+
+
+def nearest(word: Any, known: Iterable[Any]) -> str | None:
+    """The known word that was meant, most likely."""
+    return next(iter(difflib.get_close_matches(str(word), map(str, known), n=1)), None)
+
+
+def reject_unknown(values: Iterable[str], known: Iterable[str], prefix: str, origins: Origins, where: str = "") -> None:
+    known = list(known)
+    for key in values:
+        if key not in known:
+            near = nearest(key, known)
+            hint = f"did you mean {prefix}{near}?" if near else f"valid: {listed(known)}"
+            raise origins.error(f"unknown key `{prefix}{key}`{where}", f"{prefix}{key}", hint)
 
 
 def config_class(name: str) -> Any:
@@ -104,46 +122,33 @@ def hints_of_defaults(defaults: Mapping[str, Any]) -> Hints:
     }
 
 
-def bind_class(
-    values: dict[str, Any], section: str, name: str, hints: Hints, origins: Origins, label: str
-) -> dict[str, Any]:
+def bind_class(values: dict[str, Any], section: str, name: str, hints: Hints, origins: Origins) -> dict[str, Any]:
     """The section's values, coerced to the types of a library's config class."""
     owner = f"{name}, {OWNERS[name]} {version(OWNERS[name])}"
-    return bind_values(values, section, hints, owner, origins, label)
+    return bind_values(values, section, hints, owner, origins)
 
 
-def refuse_bits(bound: dict[str, Any], section: str, origins: Origins, label: str) -> None:
+def refuse_bits(bound: dict[str, Any], section: str, origins: Origins) -> None:
     """Raise UsageError unless a quantization is to 4 bits or to 8, with nothing beside it that is for the other."""
     chosen = [key for key in ("load_in_4bit", "load_in_8bit") if bound.get(key)]
     if len(chosen) != 1:
         what = "are both true; drop one" if chosen else "are both false; set one, or drop the section"
-        raise UsageError(
-            f"{section}: load_in_4bit and load_in_8bit {what}", key=section, place=origins.get(section, label)
-        )
+        raise origins.error(f"{section}: load_in_4bit and load_in_8bit {what}", section)
     for key in bound:
         if key.startswith(OF_OTHER_BITS[chosen[0]]):
-            place = origins.get(f"{section}.{key}", label)
-            raise UsageError(
-                f"{section}.{key} would be ignored with {chosen[0]}: true",
-                key=f"{section}.{key}",
-                place=place,
-                fix="drop it",
-            )
+            ignored = f"{section}.{key} would be ignored with {chosen[0]}: true"
+            raise origins.error(ignored, f"{section}.{key}", "drop it")
 
 
 def bind_values(
-    values: dict[str, Any], section: str, hints: Mapping[str, Any], owner: str, origins: Origins, label: str
+    values: dict[str, Any], section: str, hints: Mapping[str, Any], owner: str, origins: Origins
 ) -> dict[str, Any]:
-    reject_unknown(values, hints, f"{section}.", origins, label, f" ({owner})")
+    reject_unknown(values, hints, f"{section}.", origins, f" ({owner})")
     bound = {}
     for key, value in values.items():
         try:
             if isinstance(value, bool) and hints[key] in (int, float):  # pydantic would read `yes` as 1
-                raise UsageError(
-                    f"{section}.{key} = {value}: not a number",
-                    key=f"{section}.{key}",
-                    place=origins.get(f"{section}.{key}", label),
-                )
+                raise origins.error(f"{section}.{key} = {value}: not a number", f"{section}.{key}")
             if value is False and key in STRATEGIES:
                 value = "no"  # YAML 1.1 reads a bare `no` as False
             elif isinstance(value, Enum):
@@ -153,15 +158,163 @@ def bind_values(
         except ValidationError as error:
             if value is None:  # not a value of this key: `train.beta=null` takes what the file says away
                 continue
-            wanted = (
-                getattr(hints[key], "__name__", str(hints[key])) if isinstance(hints[key], type) else str(hints[key])
-            )
+            wanted = hints[key].__name__ if isinstance(hints[key], type) else str(hints[key])
             said = error.errors()[0]["msg"]
             choices = get_args(hints[key]) if get_origin(hints[key]) is Literal else ()
             if len(choices) > MANY_CHOICES and (near := nearest(value, choices)):
                 said = f"did you mean {near}?"
             elif get_origin(hints[key]) not in (Annotated, Literal):  # what those allow is in the message
                 said += f" ({wanted})"
-            place = origins.get(f"{section}.{key}", label)
-            raise UsageError(f"{section}.{key} = {value!r}: {said}", key=f"{section}.{key}", place=place) from None
+            raise origins.error(f"{section}.{key} = {value!r}: {said}", f"{section}.{key}") from None
     return bound
+
+
+# ------------------------------------------------------------------------------------------------- read from the source
+
+
+def fields_in_source(name: str, asked: Iterable[str] = ()) -> dict[str, Any] | None:
+    """Type by key of a config dataclass, by its name in HOMES. `Any` stands for what only the library itself can tell.
+
+    asked: keys that are wanted; those that unsloth may add to a class of TRL are among the result. None where the installed
+    version has the class in another place.
+    """
+    found = find_class(HOMES[name], name)
+    if found is None:
+        return None
+    fields = dict(fields_of_class(*found))
+    if HOMES[name].startswith("trl.") and (path := file_of(UNSLOTH)) is not None:
+        text = path.read_text(encoding="utf-8")
+        fields |= {key: Any for key in asked if key not in fields and key in text}
+    return fields
+
+
+def parameters_in_source(name: str) -> dict[str, Any] | None:
+    """Default by argument of a class's `__init__`; `Any` for a default that is no plain value."""
+    found = find_class(HOMES[name], name)
+    inits = (each for each in found[1].body if isinstance(each, ast.FunctionDef)) if found is not None else ()
+    for init in inits:
+        if init.name == "__init__":
+            names = [each.arg for each in init.args.args]
+            defaults = dict(zip(reversed(names), map(plain_value, reversed(init.args.defaults)), strict=False))
+            return {each: defaults.get(each, Any) for each in names[1:]}
+    return None
+
+
+def reporters_in_source() -> list[str] | None:
+    """What `train.report_to` may name, besides none and all."""
+    tree = module_of(REPORTERS[0])
+    for each in tree.body if tree is not None else ():
+        if isinstance(each, ast.Assign) and isinstance(each.value, ast.Dict):
+            names = [target.id for target in each.targets if isinstance(target, ast.Name)]
+            if REPORTERS[1] in names:
+                return [str(key.value) for key in each.value.keys if isinstance(key, ast.Constant)]
+    return None
+
+
+@cache
+def module_of(name: str) -> ast.Module | None:
+    """The syntax tree of an installed module; None where there is none."""
+    path = file_of(name)
+    return None if path is None else ast.parse(path.read_bytes())
+
+
+def file_of(name: str) -> Path | None:
+    """The file of a module. Its package is found, not imported."""
+    package, *inside = name.split(".")
+    spec = importlib.util.find_spec(package)
+    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(place, *inside)
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return file
+    return None
+
+
+def find_class(module: str, name: str) -> tuple[str, ast.ClassDef] | None:
+    """(module, definition) of a class that a module defines or imports from its own package."""
+    tree = module_of(module)
+    for each in tree.body if tree is not None else ():
+        if isinstance(each, ast.ClassDef) and each.name == name:
+            return module, each
+        if isinstance(each, ast.ImportFrom) and any((as_.asname or as_.name) == name for as_ in each.names):
+            if name in HOMES:
+                return find_class(HOMES[name], name)
+            parents = module.split(".")[: -each.level] if each.level else []
+            origin = ".".join([*parents, *([each.module] if each.module else [])])
+            return find_class(origin, name) if origin.split(".")[0] == module.split(".")[0] else None
+    return None
+
+
+def fields_of_class(module: str, definition: ast.ClassDef) -> Iterator[tuple[str, Any]]:
+    """(key, type) of what a dataclass is built with, its bases' first."""
+    for base in definition.bases:
+        if isinstance(base, ast.Name) and (found := find_class(module, base.id)) is not None:
+            yield from fields_of_class(*found)
+    if not any("dataclass" in ast.unparse(each) for each in definition.decorator_list):
+        return
+    for each in definition.body:
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and is_argument(each):
+            key, hint = each.target.id, type_of(module, each.annotation)
+            if key in NAMED_IN_HELP and (definition.name, key) not in MORE_NAMES:
+                hint = named_in_help(hint, each)
+            yield key, hint
+
+
+def named_in_help(hint: Any, field: ast.AnnAssign) -> Any:
+    """A type of text as a Literal of the words that the field's help has in quotes; as it is where those are fewer than two."""
+    texts = (each.value for each in ast.walk(field) if isinstance(each, ast.Constant) and isinstance(each.value, str))
+    words: Any = Literal[tuple(dict.fromkeys(QUOTED.findall(" ".join(texts))))]
+    if len(get_args(words)) < 2 or hint not in (str, list[str]):
+        return hint
+    return words if hint is str else list[words]
+
+
+def is_argument(field: ast.AnnAssign) -> bool:
+    if "ClassVar" in ast.unparse(field.annotation):
+        return False
+    options = field.value.keywords if isinstance(field.value, ast.Call) else []
+    return not any(each.arg == "init" and plain_value(each.value) is False for each in options)
+
+
+class Names(dict[str, Any]):
+    """What the names of an annotation mean: builtins, `typing`'s, and enumerations as Literals of their values."""
+
+    def __init__(self, enumeration: Callable[[str], Any]) -> None:
+        super().__init__({each.__name__: each for each in (str, int, float, bool, list, dict, tuple, set)})
+        self.update({name: getattr(typing, name) for name in typing.__all__})
+        self.enumeration, self.choices = enumeration, set[Any]()
+
+    def __missing__(self, name: str) -> Any:
+        choices = self.enumeration(name)
+        if choices is not Any:
+            self.choices.add(choices)
+        return choices
+
+
+def type_of(module: str, annotation: ast.expr) -> Any:
+    """The type that an annotation means, without importing what it names: `Any` for a class that is no enumeration."""
+    names = Names(lambda name: enumeration(module, name))
+    if isinstance(annotation, ast.Constant) or any(isinstance(each, ast.Attribute) for each in ast.walk(annotation)):
+        return Any  # a type in quotes, or a dotted name
+    try:
+        hint = eval(ast.unparse(annotation), {"__builtins__": {}}, names)
+    except TypeError:  # a part in quotes, or a class that is not followed with something in brackets
+        return Any
+    parts = get_args(hint)
+    if names.choices & set(parts):  # `OptimizerNames | str`: the library makes a member of the text, or raises
+        return Union[tuple(part for part in parts if part is not str)]  # noqa: UP007
+    return hint
+
+
+@cache
+def enumeration(module: str, name: str) -> Any:
+    """The values of an enumeration as a Literal; Any for another class."""
+    found = find_class(module, name)
+    if found is None or not any("Enum" in ast.unparse(base) for base in found[1].bases):
+        return Any
+    values = [plain_value(each.value) for each in found[1].body if isinstance(each, ast.Assign)]
+    return Literal[tuple(values)] if all(isinstance(each, str) for each in values) else Any
+
+
+def plain_value(node: ast.expr) -> Any:
+    return node.value if isinstance(node, ast.Constant) else Any

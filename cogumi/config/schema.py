@@ -24,11 +24,11 @@ from cogumi.config.binding import (
     nearest,
     refuse_bits,
     reject_unknown,
+    reporters_in_source,
 )
-from cogumi.config.lora_presets import with_preset
+from cogumi.config.presets import LORA_PRESETS, PRESETS
 from cogumi.config.source import SECTIONS, Origins, no_section, parse_scalar, read_source, set_value
 from cogumi.config.subsections import FIXED_LIMITS, FimConfig, Thresholds
-from cogumi.config.trl_keys import reporters_in_source
 from cogumi.core.errors import UsageError
 from cogumi.core.redact import REDACTED, SECRETS, hide
 
@@ -201,7 +201,7 @@ class CogumiSection(Section):
     compile: Annotated[Literal["auto", "off", "layers"], BeforeValidator(word)] = "auto"
     """torch.compile, layer by layer. auto: where a few measured steps show that the rest of the run repays it."""
     lora_preset: Literal["rl", "large", "qlora", "rslora"] | None = None
-    """Rank and scale of the adapter by name (`cogumi.config.lora_presets` says why); any key of `lora:` goes over it."""
+    """Rank and scale of the adapter by name (`cogumi.config.presets` says why); any key of `lora:` goes over it."""
     loraplus_lr_ratio: float | None = Field(default=None, ge=1)
     """LoRA+: B learns this many times as fast as A, 16 in the paper, with the optimizer of `train.optim`."""
     merge: bool = True
@@ -227,21 +227,21 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any], **overrides:
     `config` is a path or a mapping; `overrides` are dotted names with `__` for the dot (`train__max_steps=5`).
     Raises UsageError with one line that names the key, where it was set, and the nearest valid name.
     """
-    run, origins, label = read_config(config, overrides)
-    run = bind_sections(run, hints_imported, origins, label)
+    run, origins = read_config(config, overrides)
+    run = bind_sections(run, hints_imported, origins)
     if run.cogumi.lora_preset is not None:
-        run.lora = with_preset(run.cogumi.lora_preset, run.lora)
+        run.lora = LORA_PRESETS[run.cogumi.lora_preset][0] | run.lora
     return run
 
 
 def read_config(
     config: str | os.PathLike[str] | Mapping[str, Any], overrides: Mapping[str, Any]
-) -> tuple[RunConfig, Origins, str]:
-    """The configuration as far as it is known without importing trl and peft, where its values come from, and its name.
+) -> tuple[RunConfig, Origins]:
+    """The configuration as far as it is known without importing trl and peft, and where its values come from.
 
     Takes some hundredths of a second, and raises UsageError as `load_config` does.
     """
-    values, origins, label = read_source(config)
+    values, origins = read_source(config)
     for name, text in sorted(os.environ.items()):
         if name.startswith(ENVIRONMENT_PREFIX):
             key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
@@ -250,59 +250,48 @@ def read_config(
         key = name.replace("__", ".")
         set_value(values, origins, key, value, f"override {key}")
 
-    reject_unknown(values, SECTIONS, "", origins, label)
+    reject_unknown(values, SECTIONS, "", origins)
     for required in ("model", "data", "cogumi"):
         if values.get(required) is None:
-            raise UsageError(
-                f"section `{required}:` is missing",
-                key=required,
-                place=origins.get(required, label),
-                fix="it is a mapping of keys",
-            )
-        bind_mapping(values[required], required, origins, label)
+            raise origins.error(f"section `{required}:` is missing", required, "it is a mapping of keys")
+        bind_mapping(values[required], required, origins)
     for optional in ("lora", "train"):
-        values[optional] = bind_mapping(values.get(optional), optional, origins, label)
+        values[optional] = bind_mapping(values.get(optional), optional, origins)
 
-    refuse_two_sources(values["data"], origins, label)
-    run = validate_sections(values, origins, label)
-    refuse_ignored(run, origins, label)
+    refuse_two_sources(values["data"], origins)
+    run = validate_sections(values, origins)
+    refuse_ignored(run, origins)
     if "output_dir" in run.train:
-        raise UsageError(
-            "train.output_dir is the run's own",
-            key="train.output_dir",
-            place=origins.get("train.output_dir", label),
-            fix="set cogumi.run_dir",
-        )
+        raise origins.error("train.output_dir is the run's own", "train.output_dir", "set cogumi.run_dir")
     for key, value in (("model.name", run.model.name), ("data.source", run.data.source)):
         if value is not None and hide(value) != value:  # an adapter's record of its base could not leave it out
-            place = origins.get(key, label)
-            raise UsageError(
-                f"{key} holds an access token", key=key, place=place, fix="put that into the environment (HF_TOKEN)"
-            )
+            raise origins.error(f"{key} holds an access token", key, "put that into the environment (HF_TOKEN)")
     if run.cogumi.run_dir is None:
-        run.cogumi.run_dir = Path("runs") / (Path(label).stem if isinstance(config, (str, os.PathLike)) else "run")
-    run = bind_sections(run, hints_in_source, origins, label)
-    refuse_unknown_names(run, origins, label)
-    return run, origins, label
+        run.cogumi.run_dir = Path("runs") / (
+            Path(origins.label).stem if isinstance(config, (str, os.PathLike)) else "run"
+        )
+    run = bind_sections(run, hints_in_source, origins)
+    refuse_unknown_names(run, origins)
+    return run, origins
 
 
 def bind_sections(
-    run: RunConfig, hints_of: Callable[[str, Iterable[str]], Hints | None], origins: Origins, label: str
+    run: RunConfig, hints_of: Callable[[str, Iterable[str]], Hints | None], origins: Origins
 ) -> RunConfig:
     """The run with `train:`, `lora:` and the quantization bound, as far as `hints_of` knows the libraries' classes."""
     run = run.model_copy(update={"model": run.model.model_copy()})
     method, quantization = TRL_CONFIGS[run.cogumi.method], run.model.quantization_config
     if (hints := hints_of(method, run.train)) is not None:
-        run.train = bind_class(run.train, "train", method, hints, origins, label)
-    refuse_out_of_range("train", run.train, origins, label)
+        run.train = bind_class(run.train, "train", method, hints, origins)
+    refuse_out_of_range("train", run.train, origins)
     if (hints := hints_of("LoraConfig", run.lora)) is not None:
-        run.lora = bind_class(run.lora, "lora", "LoraConfig", hints, origins, label)
-    refuse_out_of_range("lora", run.lora, origins, label)
-    refuse_no_lora(run.lora, origins, label)
+        run.lora = bind_class(run.lora, "lora", "LoraConfig", hints, origins)
+    refuse_out_of_range("lora", run.lora, origins)
+    refuse_no_lora(run.lora, origins)
     if quantization is not None and (hints := hints_of("BitsAndBytesConfig", quantization)) is not None:
         section = "model.quantization_config"
-        quantization = bind_class(quantization, section, "BitsAndBytesConfig", hints, origins, label)
-        refuse_bits(quantization, section, origins, label)
+        quantization = bind_class(quantization, section, "BitsAndBytesConfig", hints, origins)
+        refuse_bits(quantization, section, origins)
         run.model.quantization_config = quantization
     return run
 
@@ -333,7 +322,7 @@ def redact(value: Any, key: str = "") -> Any:
     return hide(value) if isinstance(value, str) else value
 
 
-def refuse_ignored(run: RunConfig, origins: Origins, label: str) -> None:
+def refuse_ignored(run: RunConfig, origins: Origins) -> None:
     """Raise UsageError for keys that this method or format of data does not look at."""
     formats = {entry.format or run.data.format for entry in run.data.mix} or {run.data.format}
     ignored: dict[str, str] = {}
@@ -351,13 +340,11 @@ def refuse_ignored(run: RunConfig, origins: Origins, label: str) -> None:
         *way, name = key.split(".")
         section = reduce(getattr, way, run)
         if getattr(section, name) != type(section).model_fields[name].default:
-            raise UsageError(f"{key} would be ignored: {why}", key=key, place=origins.get(key, label), fix="drop it")
+            raise origins.error(f"{key} would be ignored: {why}", key, "drop it")
 
 
-def refuse_unknown_names(run: RunConfig, origins: Origins, label: str) -> None:
+def refuse_unknown_names(run: RunConfig, origins: Origins) -> None:
     """Raise UsageError for a loss of GSPO's family, or a place for metrics, that there is not."""
-    from cogumi.config.loss_presets import PRESETS
-
     losses = {run.train.get("loss_type", "gspo")} if run.cogumi.method == "gspo" else set()
     report_to = run.train.get("report_to") or []
     reporters = {report_to} if isinstance(report_to, str) else set(report_to)
@@ -368,78 +355,62 @@ def refuse_unknown_names(run: RunConfig, origins: Origins, label: str) -> None:
         for name in sorted(named - set(known)):
             near = nearest(name, known)
             hint = f"did you mean {near}?" if near else f"one of {', '.join(known)}"
-            raise UsageError(f"{name!r} is not known", place=origins.get(key, label), key=key, fix=hint)
+            raise origins.error(f"{name!r} is not known", key, hint)
 
 
-def refuse_out_of_range(section: str, values: dict[str, Any], origins: Origins, label: str) -> None:
+def refuse_out_of_range(section: str, values: dict[str, Any], origins: Origins) -> None:
     """Raise UsageError for numbers that mean nothing, which libraries take for a default or find out late."""
     for rule, (holds, keys) in RANGES.items():
         for key in keys.split():
             name = key.removeprefix(f"{section}.")
             value = values.get(name) if name != key else None
             if isinstance(value, int | float) and not holds(value):
-                raise UsageError(f"{key} = {value:g}: {rule}", key=key, place=origins.get(key, label))
+                raise origins.error(f"{key} = {value:g}: {rule}", key)
 
 
-def refuse_no_lora(lora: dict[str, Any], origins: Origins, label: str) -> None:
+def refuse_no_lora(lora: dict[str, Any], origins: Origins) -> None:
     """Raise UsageError for keys that PEFT would take, and that make it no LoRA or are not looked at."""
     for key, reason in NOT_OF_THE_RUN.items():
         if key in lora:
-            raise UsageError(
-                f"lora.{key} is not the run's to set: {reason}",
-                key=f"lora.{key}",
-                place=origins.get(f"lora.{key}", label),
-                fix="drop it",
-            )
+            raise origins.error(f"lora.{key} is not the run's to set: {reason}", f"lora.{key}", "drop it")
     init = str(lora.get("init_lora_weights", "")).lower()
     if init in PREPARED_INITS:
-        place = origins.get("lora.init_lora_weights", label)
-        raise UsageError(
-            f"{init} needs a pass over the data before training, which a run does not make",
-            place=place,
-            key="lora.init_lora_weights",
-            fix="drop it",
-        )
+        needs = f"{init} needs a pass over the data before training, which a run does not make"
+        raise origins.error(needs, "lora.init_lora_weights", "drop it")
 
 
-def refuse_two_sources(data: Mapping[str, Any], origins: Origins, label: str) -> None:
+def refuse_two_sources(data: Mapping[str, Any], origins: Origins) -> None:
     """Raise UsageError unless there is one `source`, or a `mix` that says for itself where its rows are."""
     if data.get("source") is None and not data.get("mix"):
-        raise UsageError(
-            "`data.source` is missing (or data.mix, a list of sources)",
-            key="data.source",
-            place=origins.get("data", label),
-        )
+        raise origins.error("`data.source` is missing (or data.mix, a list of sources)", "data.source", at="data")
     for key in ("source", "revision", "split", "subset") if data.get("mix") else ():
         if data.get(key) is not None:
-            place = origins.get(f"data.{key}", label)
-            raise UsageError(
-                f"data.{key} beside data.mix would be ignored",
-                key=f"data.{key}",
-                place=place,
-                fix="give it in an entry of the mix",
-            )
+            ignored = f"data.{key} beside data.mix would be ignored"
+            raise origins.error(ignored, f"data.{key}", "give it in an entry of the mix")
 
 
-def validate_sections(values: dict[str, Any], origins: Origins, label: str) -> RunConfig:
+def validate_sections(values: dict[str, Any], origins: Origins) -> RunConfig:
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         problem = error.errors()[0]
         path = [str(part) for part in problem["loc"]]
         dotted = ".".join(path)
-        place = next((origins[k] for n in range(len(path), 0, -1) if (k := ".".join(path[:n])) in origins), label)
+        known = (k for n in range(len(path), 0, -1) if (k := ".".join(path[:n])) in origins)
+        at = next(known, "")
         if path[:2] == ["cogumi", "flags"] and path[-1] in FIXED_LIMITS:
             fix = f"drop it; these can be set: {', '.join(Thresholds.model_fields)}"
-            raise UsageError("this limit is fixed now", key=dotted, place=place, fix=fix) from None
+            raise UsageError(
+                "this limit is fixed now", key=dotted, place=origins.get(at, origins.label), fix=fix
+            ) from None
         if problem["type"] == "extra_forbidden":
             section: Any = RunConfig
             for part in path[:-1]:
                 # An entry of a list stands for its kind.
                 section = get_args(section)[0] if part.isdigit() else section.model_fields[part].annotation
-            reject_unknown([path[-1]], section.model_fields, ".".join(path[:-1]) + ".", origins, label)
+            reject_unknown([path[-1]], section.model_fields, ".".join(path[:-1]) + ".", origins)
         if problem["type"] == "missing":
-            raise UsageError(f"`{dotted}` is missing", key=dotted, place=place) from None
+            raise origins.error(f"`{dotted}` is missing", dotted, at=at) from None
         if problem["type"] in ("model_type", "dict_type"):
-            raise UsageError(no_section(dotted, problem["input"]), key=dotted, place=place) from None
-        raise UsageError(f"{dotted} = {problem['input']!r}: {problem['msg']}", key=dotted, place=place) from None
+            raise origins.error(no_section(dotted, problem["input"]), dotted, at=at) from None
+        raise origins.error(f"{dotted} = {problem['input']!r}: {problem['msg']}", dotted, at=at) from None

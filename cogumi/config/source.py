@@ -1,7 +1,11 @@
-"""Where the values of a run come from: a YAML or a mapping, then the environment and the command line, each with its place."""
+"""Where the values of a run come from: a YAML or a mapping, then the environment and the command line, each with its place.
+
+The YAMLs, recipes and templates that come with the package have names here, and `cogumi cp` copies them.
+"""
 
 import difflib
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +15,28 @@ import yaml
 from cogumi.core.errors import UsageError
 
 SECTIONS = ("model", "lora", "data", "train", "cogumi")
-# Where each value came from, for messages: dotted key -> "file.yaml:12", "environment COGUMI_X", "override".
-Origins = dict[str, str]
+PACKAGE = Path(__file__).parents[1]
+FOLDERS = {"configs": "*.yaml", "recipes": "*.py", "templates": "*.md"}
 
 
-def read_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], Origins, str]:
+class Origins(dict[str, str]):
+    """Where each value came from: dotted key -> "file.yaml:12", "environment COGUMI_X", "override".
+
+    label: the whole config, for keys that came from nowhere.
+    """
+
+    def __init__(self, label: str) -> None:
+        super().__init__()
+        self.label = label
+
+    def error(self, message: str, key: str, fix: str = "", at: str = "") -> UsageError:
+        """What is wrong with a key, at the place of that key, or of the key `at`."""
+        return UsageError(message, key=key, place=self.get(at or key, self.label), fix=fix)
+
+
+def read_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], Origins]:
     if isinstance(config, Mapping):
-        return copy_mapping(config), {}, "config"
+        return copy_mapping(config), Origins("config")
     path = named(Path(config))
     try:
         text = path.read_text(encoding="utf-8")
@@ -39,17 +58,15 @@ def read_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dic
         raise UsageError(f"not valid YAML: {' '.join(str(error).split())}", place=path) from None
     if not isinstance(node, yaml.MappingNode):
         raise UsageError(f"a config is a mapping with the sections {', '.join(SECTIONS)}", place=f"{path}:1")
-    origins: Origins = {}
-    record_lines(node, "", str(path), origins)
-    return values, origins, str(path)
+    origins = Origins(str(path))
+    record_lines(node, "", origins)
+    return values, origins
 
 
 def named(path: Path) -> Path:
     """A config that comes with the package where `path` is its name, as in `cogumi cp`: `smoke/sft`; else the path."""
     if is_yaml(path) or path.exists():
         return path
-    from cogumi.config.catalog import there_are
-
     return there_are().get(path.as_posix(), path)
 
 
@@ -57,23 +74,21 @@ def is_yaml(path: Path) -> bool:
     return path.suffix in (".yaml", ".yml")  # a name may have a point in it, as llama-3.1 has
 
 
-def record_lines(node: yaml.MappingNode, prefix: str, path: str, origins: Origins) -> None:
+def record_lines(node: yaml.MappingNode, prefix: str, origins: Origins) -> None:
     for key, value in node.value:
         dotted = f"{prefix}{key.value}"
-        place = f"{path}:{key.start_mark.line + 1}"
+        place = f"{origins.label}:{key.start_mark.line + 1}"
         if dotted in origins:
             raise UsageError(f"`{dotted}` is set twice (first at {origins[dotted]})", key=dotted, place=place)
         origins[dotted] = place
         if isinstance(value, yaml.MappingNode):
-            record_lines(value, f"{dotted}.", path, origins)
+            record_lines(value, f"{dotted}.", origins)
 
 
 def suggest_yaml(path: Path) -> str:
     """The nearest YAML beside a path that is none; of a name without an ending the nearest of the package's own."""
     names = {each.name: path.parent / each.name for each in path.parent.glob("*.yaml")} if path.parent.is_dir() else {}
     if not is_yaml(path):
-        from cogumi.config.catalog import there_are
-
         names |= {name: Path(name) for name in there_are() if not name.endswith(".py")}
     near = difflib.get_close_matches(path.name if is_yaml(path) else str(path), names, n=1)
     if near:
@@ -120,3 +135,46 @@ def set_value(values: dict[str, Any], origins: Origins, key: str, value: Any, or
         here = inner
     here[rest[-1]] = value
     origins[key] = origin
+
+
+# -------------------------------------------------------------------------------------------- what the package brings
+
+
+def there_are() -> dict[str, Path]:
+    """Everything that can be handed out, by name: configs without their ending, recipes and templates with it."""
+    found = {}
+    for folder, pattern in FOLDERS.items():
+        for path in sorted((PACKAGE / folder).rglob(pattern)):
+            relative = path.relative_to(PACKAGE / folder)
+            if relative.name != "__init__.py":
+                names = {"configs": relative.with_suffix(""), "recipes": Path(folder) / relative, "templates": relative}
+                found[str(names[folder])] = path
+    return found
+
+
+def says(path: Path) -> str:
+    """What a file is, in its own words: a config's second comment line, the first line of the others."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return lines[1].removeprefix("# ") if path.suffix == ".yaml" else lines[0].strip('"# ')
+
+
+def hand_out(name: str, destination: Path | None = None) -> Path:
+    """Copy what has this name (a path from the README does as well) to a new file, or into a directory; return the copy."""
+    known = there_are()
+    plain = name.removeprefix("configs/").removesuffix(".yaml")
+    if plain not in known:
+        near = difflib.get_close_matches(plain, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        raise UsageError(f"no config, recipe or template is called {name}", fix=hint)
+    source = known[plain]
+    copy = Path(destination or ".")
+    copy = copy / source.name if copy.is_dir() else copy
+    if not copy.parent.is_dir():
+        raise UsageError(f"there is no directory {copy.parent}", place=copy, fix="make it, or name another place")
+    if copy.exists():
+        raise UsageError(f"{copy} exists", fix=f"name another file: cogumi cp {name} FILE")
+    try:
+        shutil.copyfile(source, copy)
+    except OSError as error:
+        raise UsageError(f"cannot be written: {error.strerror}", place=copy, fix="name a place that can") from None
+    return copy

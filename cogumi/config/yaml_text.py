@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import reduce
 from typing import Any
 
 import yaml
@@ -19,7 +20,7 @@ def with_values(text: str, values: Mapping[str, Any]) -> tuple[str, bool]:
     new = text
     try:
         for path, value in changes(sections(text), values):
-            new = changed(new, path, value)
+            new = changed(new, path, value, values)
         kept = same(pruned(sections(new)), pruned(values))
     except yaml.YAMLError:
         kept = False
@@ -47,19 +48,13 @@ def flow(value: Any) -> str:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any], above: Way = ()) -> Iterator[tuple[Way, Any]]:
-    """What makes `new` of `old`: (path, value). What is taken out comes last, so that a section is not emptied between."""
-    for key in new:
-        if isinstance(old.get(key), dict) and isinstance(new[key], dict):
-            yield from (
-                (path, value) for path, value in changes(old[key], new[key], (*above, key)) if value is not ABSENT
-            )
-        elif key not in old or not same(old[key], new[key]):
-            yield (*above, key), new[key]
-    for key in old:
-        if key not in new:
-            yield (*above, key), ABSENT
-        elif isinstance(old[key], dict) and isinstance(new[key], dict):
-            yield from ((path, value) for path, value in changes(old[key], new[key], (*above, key)) if value is ABSENT)
+    """What makes `new` of `old`: (path, value), with ABSENT for what is taken out."""
+    for key in [*new, *(key for key in old if key not in new)]:
+        before, after = old.get(key, ABSENT), new.get(key, ABSENT)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from changes(before, after, (*above, key))
+        elif not same(before, after):
+            yield (*above, key), after
 
 
 def same(a: Any, b: Any) -> bool:
@@ -84,54 +79,52 @@ def pruned(value: Any) -> Any:
 # ------------------------------------------------------------------------------------------------- one change in a text
 
 
-def changed(text: str, path: Way, value: Any) -> str:
+def changed(text: str, path: Way, value: Any, values: Mapping[str, Any]) -> str:
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     assert isinstance(root, yaml.MappingNode)
     way = entries_on(root, path)
+    for depth, (key, node) in enumerate(way, 1):
+        if depth < len(path) and isinstance(node, yaml.MappingNode) and node.flow_style:  # written anew, on its line
+            return replaced(text, key, node, flow(reduce(lambda inner, name: inner[name], path[:depth], values)))
     if value is ABSENT:
         while len(way) > 1 and len(way[-2][1].value) == 1:  # the last key takes its mapping along
             way.pop()
-        mapping = way[-2][1] if len(way) > 1 else root
-        assert isinstance(mapping, yaml.MappingNode)
-        return without(text, mapping, way[-1])
+        key, node = way[-1]
+        end = max(end_of(text, node), key.end_mark.index + 1)
+        return text[: text.rfind("\n", 0, key.start_mark.index) + 1] + text[line_end(text, end) + 1 :]
     rest = path[len(way) :]
     if not rest:
         return replaced(text, *way[-1], flow(value))
+    for name in reversed(rest[1:]):
+        value = {name: value}
     above = way[-1][1] if way else root
-    for key in reversed(rest[1:]):
-        value = {key: value}
     if isinstance(above, yaml.MappingNode):
         return added(text, above, rest[0], value)
     return replaced(text, *way[-1], flow({rest[0]: value}))  # `lora:` with nothing in it
 
 
-Entry = tuple[yaml.Node, yaml.Node]
-
-
-def entries_on(root: yaml.Node, path: Way) -> list[Entry]:
+def entries_on(root: yaml.Node, path: Way) -> list[tuple[yaml.Node, yaml.Node]]:
     """The entries that lead to `path`, as far as there are any."""
-    way: list[Entry] = []
-    node = root
-    for key in path:
-        entries = node.value if isinstance(node, yaml.MappingNode) else []
-        found = next((entry for entry in entries if entry[0].value == key), None)
+    way: list[tuple[yaml.Node, yaml.Node]] = []
+    for name in path:
+        entries = root.value if isinstance(root, yaml.MappingNode) else []
+        found = next((entry for entry in entries if entry[0].value == name), None)
         if found is None:
             break
         way.append(found)
-        node = found[1]
+        root = found[1]
     return way
 
 
 def end_of(text: str, node: yaml.Node) -> int:
     """Where a value ends: PyYAML has a block end where the next key begins, beyond comments."""
+    end: int = node.end_mark.index
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         if not isinstance(last, tuple):
             return end_of(text, last)
         return max(end_of(text, last[1]), last[0].end_mark.index + 1)  # a key without a value ends at its colon
-    return (
-        len(text[: node.end_mark.index].rstrip()) if getattr(node, "style", None) in ("|", ">") else node.end_mark.index
-    )
+    return len(text[:end].rstrip()) if getattr(node, "style", None) in ("|", ">") else end
 
 
 def line_end(text: str, position: int) -> int:
@@ -140,7 +133,7 @@ def line_end(text: str, position: int) -> int:
 
 
 def replaced(text: str, key: yaml.Node, value: yaml.Node, new: str) -> str:
-    """`new` in the place of a value. A comment behind it stays in its column where there is room."""
+    """`new` in the place of a value, on the line of its key. A comment behind it stays in its column where there is room."""
     start, end = value.start_mark.index, end_of(text, value)
     on_a_line = "\n" not in text[key.end_mark.index : end]
     if start == end or not on_a_line:
@@ -154,26 +147,9 @@ def replaced(text: str, key: yaml.Node, value: yaml.Node, new: str) -> str:
 
 
 def added(text: str, mapping: yaml.MappingNode, key: str, value: Any) -> str:
-    """A key at the end of a mapping, on a line of its own unless the mapping stands on one."""
-    if mapping.flow_style:
-        at = end_of(text, mapping.value[-1][1]) if mapping.value else mapping.start_mark.index + 1
-        return f"{text[:at]}{', ' if mapping.value else ''}{flow(key)}: {flow(value)}{text[at:]}"
+    """A key on a line of its own at the end of a mapping."""
     at = line_end(text, end_of(text, mapping))
     indent = " " * mapping.start_mark.column
-    below = (
-        f"{indent}{flow(key)}:\n{lines(value, indent + '  ')}"
-        if not indent and value
-        else f"{indent}{flow(key)}: {flow(value)}"
-    )
-    return f"{text[:at].rstrip(chr(10))}\n{below}{text[at:] or chr(10)}"
-
-
-def without(text: str, mapping: yaml.MappingNode, entry: Entry) -> str:
-    start, end = entry[0].start_mark.index, max(end_of(text, entry[1]), entry[0].end_mark.index + 1)
-    if not mapping.flow_style:
-        return text[: text.rfind("\n", 0, start) + 1] + text[line_end(text, end) + 1 :]
-    number = mapping.value.index(entry)
-    if number:
-        return text[: end_of(text, mapping.value[number - 1][1])] + text[end:]
-    after = mapping.value[1][0].start_mark.index if len(mapping.value) > 1 else end
-    return text[:start] + text[after:]
+    section = not indent and value
+    below = f"\n{lines(value, indent + '  ')}" if section else f" {flow(value)}"
+    return f"{text[:at].rstrip(chr(10))}\n{indent}{flow(key)}:{below}{text[at:] or chr(10)}"

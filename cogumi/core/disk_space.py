@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Literal
 
 from cogumi.core.durability import NO_SPACE
+from cogumi.core.formatting import format_bytes
 
 log = logging.getLogger(__name__)
+spoken = format_bytes  # its old name
 
 # Kinds of filesystem whose numbers may be a server's or a whole cluster's, and not what this user may write.
 # fmt: off
@@ -223,14 +225,6 @@ def refused(directory: Path, size: int, error: OSError) -> Allocation:
             False, "no inodes", f"{directory}: all {space.inodes:,} inodes are taken: no file can be made"
         )
     return Allocation(False, "full", f"{directory}: no {spoken(size)}: the disk has {spoken(space.free)} free")
-
-
-def spoken(count: float) -> str:
-    """Bytes in the unit a person would use, to three figures: 252 GB, 13.5 GB, 240 kB."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(count) >= size:
-            return f"{count / size:.{0 if abs(count) >= 99.95 * size else 1}f} {unit}"
-    return f"{count:.0f} B"
 
 
 # ----------------------------------------------------------------------------------------------------------- disk needs

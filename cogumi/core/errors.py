@@ -1,7 +1,8 @@
-"""What the user can fix, and what a merge found wrong."""
+"""What the user can fix, what a merge found wrong, and the findings of `cogumi doctor`."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 
 class UsageError(Exception):
@@ -51,3 +52,21 @@ class MergeError(Exception):
 
 # What KeyboardInterrupt says when a training was ended in good order. (A subclass would not give exit status 130.)
 FINISHED_AND_SAVED = "the step was finished, and saved if the disk took it"
+
+
+State = Literal["ok", "note", "warning", "fatal", "skipped"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What `cogumi doctor` says of one thing.
+
+    state: "note": worth knowing, nothing wrong; "warning": something is wrong; "fatal": nothing can train before this is
+    repaired; "skipped": not examined, or not there. figure: what was found. cause and fix: "" where nothing is wrong.
+    """
+
+    what: str
+    state: State
+    figure: str = ""
+    cause: str = ""
+    fix: str = ""

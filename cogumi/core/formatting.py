@@ -54,8 +54,16 @@ def count(number: float) -> str:
     return f"{number / 1000:.1f}k" if number < 999_950 else f"{number / 1e6:.2f}M"
 
 
+def format_bytes(count: float) -> str:
+    """Bytes of a disk or a file, in decimal units to three figures: 252 GB, 13.5 GB, 240 kB."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.{0 if abs(count) >= 99.95 * size else 1}f} {unit}"
+    return f"{count:.0f} B"
+
+
 def gib(count: float) -> str:
-    """Bytes as "1.5 GiB", below a GiB as "12 MiB", below ten MiB as "1.2 MiB"."""
+    """Bytes of memory, in binary units as the driver and torch give them: 1.5 GiB, 12 MiB, 1.2 MiB."""
     if count >= 2**30:
         return f"{count / 2**30:.1f} GiB"
     return f"{count / 2**20:.0f} MiB" if count >= 10 * 2**20 else f"{count / 2**20:.1f} MiB"

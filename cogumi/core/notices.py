@@ -3,20 +3,17 @@
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
-P = ParamSpec("P")
-R = TypeVar("R")
 TICK_SECONDS = 1.0
 at_work = threading.Lock()  # a function that calls another one has said enough
 
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show `what` and the seconds so far in the cell's output, at once and until the block ends."""
+    """Show `what` and the seconds so far in the cell's output, at once and until the block, or decorated function, ends."""
     if not in_a_kernel() or not at_work.acquire(blocking=False):
         yield
         return
@@ -43,25 +40,8 @@ def working(what: str) -> Iterator[None]:
 @contextmanager
 def importing() -> Iterator[None]:
     """The line for a block that imports torch and transformers, unless they are there already."""
-    if "torch" in sys.modules:
+    with nullcontext() if "torch" in sys.modules else working("torch and transformers are being imported"):
         yield
-        return
-    with working("torch and transformers are being imported"):
-        yield
-
-
-def said(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """For a function: the line is shown for as long as it works."""
-
-    def of(function: Callable[P, R]) -> Callable[P, R]:
-        @wraps(function)
-        def saying(*args: P.args, **kwargs: P.kwargs) -> R:
-            with working(what):
-                return function(*args, **kwargs)
-
-        return saying
-
-    return of
 
 
 def in_a_kernel() -> bool:

@@ -1,29 +1,33 @@
 """What the commands print. Text that others wrote (data, logs, names of files, errors of libraries) is shown, not obeyed."""
 
+import errno
 import json
 import logging
+import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import partial, wraps
 from shutil import get_terminal_size
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import CONTROLS, visible
-from cogumi.core.lost_terminal import outliving_the_screen, restore
 from cogumi.core.redact import Shown
+
+log = logging.getLogger(__name__)
 
 WHAT_IS_LEFT = {
     "train": "; the same command continues the run",
     "merge": "; nothing is left of the merge",
 }
+BROKEN = (errno.EPIPE, errno.EIO)  # a pipe that nothing reads, a terminal that is closed
 ASKED_TO_END = (129, 130, 143)  # 128 + SIGHUP, SIGINT (what Typer exits with after Ctrl-C), SIGTERM
 
 DRAWN_SECONDS, QUIET_SECONDS = 0.25, 1.0
@@ -150,3 +154,51 @@ def run_command(app: typer.Typer) -> None:
 
 def say_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     say("".join(traceback.format_exception(kind, error, trace)), end="", to_error=True)
+
+
+# --------------------------------------------------------------------------------------- a terminal that is closed
+
+
+@contextmanager
+def outliving_the_screen() -> Iterator[None]:
+    """While in the block, a write to a broken standard output or error raises nothing: the stream is switched off.
+
+    The methods of the streams themselves are replaced, as logging handlers and progress bars hold on to a stream.
+    """
+    with ExitStack() as undo:
+        for name in ("stdout", "stderr"):
+            stream: TextIO | None = getattr(sys, name)
+            if stream is not None:
+                for method in ("flush", "write"):
+                    undo.callback(restore, stream, method, vars(stream).get(method))
+                    setattr(stream, method, forgiving(stream, f"sys.{name}", getattr(stream, method)))
+                undo.callback(stream.flush)  # first: what is still in its buffer may be what cannot be written
+        yield
+
+
+def forgiving(stream: TextIO, name: str, do: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(do)
+    def done(*text: str) -> Any:
+        try:
+            return do(*text)
+        except OSError as error:
+            if error.errno not in BROKEN:
+                raise
+            switch_off(stream)
+            log.warning("%s is switched off (%s), and the training continues", name, error.strerror)
+            return len(*text) if text else None
+
+    return done
+
+
+def switch_off(stream: TextIO) -> None:
+    """Let all that has the stream's file descriptor, C++ libraries included, write to nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def restore(stream: TextIO, method: str, before: Any) -> None:
+    delattr(stream, method)
+    if before is not None:
+        setattr(stream, method, before)

@@ -22,12 +22,16 @@ import errno
 import json
 import math
 import os
+import socket
 import time
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from cogumi.core.errors import UsageError
-from cogumi.core.process_id import this_process
 
 # What a detached process keeps in the directory of its run, from before there is a run in it.
 CONSOLE, START = "console.log", "start.json"
@@ -36,6 +40,8 @@ SAMPLES_FILE = "samples.jsonl"  # completions of held-out prompts, before the tr
 ROLLOUTS = "rollouts.jsonl"
 # What somebody asks of a run under way, by putting a file there; and what says that it waits.
 CHECKPOINT, PAUSE, PAUSED = "CHECKPOINT", "PAUSE", "PAUSED"
+# The start of a process is told in the clock of today, which may have been set since; no number comes round as soon.
+CLOCK_SECONDS = 5.0
 
 
 def create_run_dir(path: Path) -> Path:
@@ -82,12 +88,13 @@ def refuse_occupied(path: Path) -> None:
         )
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replace `path` with `text` so that a reader, a crash or a full disk leaves the old file or the new one."""
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replace `path` so that a reader, a crash, a second writer or a full disk leaves the old file or the new one."""
+    # Not mkstemp, whose files only their owner may read.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -145,3 +152,38 @@ def finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(v) for v in value]
     return value
+
+
+# ------------------------------------------------------------------------------------------------ the process of a run
+
+
+@cache
+def host() -> str:
+    return socket.gethostname()
+
+
+def this_process() -> dict[str, Any]:
+    """The record of the process that asks: its number, the machine, and when it began (seconds since 1970)."""
+    return {"pid": os.getpid(), "host": host(), "began": psutil.Process().create_time()}
+
+
+def is_running(record: Mapping[str, Any]) -> bool | None:
+    """Whether the process of a record lives; a zombie does not.
+
+    None where that cannot be said from here: a process of another machine, or one whose number is another's today, unless
+    it is the clock that was set.
+    """
+    if record.get("pid") is None or record.get("host") != host():
+        return None
+    try:
+        process = psutil.Process(record["pid"])
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        return True if abs(process.create_time() - record["began"]) <= CLOCK_SECONDS else None
+    except psutil.NoSuchProcess:
+        return False
+
+
+def same_process(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two records are of one process. A record of none is of no process."""
+    return one.get("pid") is not None and all(one.get(key) == other.get(key) for key in ("pid", "host", "began"))

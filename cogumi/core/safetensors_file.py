@@ -6,6 +6,7 @@ merge copy an untouched tensor byte for byte and write a changed one block by bl
 """
 
 import json
+import math
 import os
 import struct
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from cogumi.core.errors import UsageError
 FLOAT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 # The header's own limit in the reference implementation; a larger length means that this is not a safetensors file.
 MAX_HEADER_BYTES = 100_000_000
+
+element_count = math.prod  # of a shape
 
 
 @dataclass(frozen=True)
@@ -74,13 +77,6 @@ def read_shard(path: Path) -> Shard:
     if position != size:
         raise UsageError(f"{path} holds {size} bytes where its header promises {position}", fix="download it again")
     return Shard(path, prefix + body, metadata, tuple(spans))
-
-
-def element_count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -27,6 +27,7 @@ import platformdirs
 import polars as pl
 
 from cogumi.core.errors import UsageError
+from cogumi.core.run_directory import write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -131,17 +132,7 @@ def write_frame(path: Path, frame: pl.DataFrame, **options: str) -> None:
     buffer = io.BytesIO()
     frame.write_parquet(buffer, **options)  # type: ignore[arg-type]
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Named by process, so that two first uses at once do not write into each other's file; not mkstemp, whose files
-    # only their owner may read.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(buffer.getvalue())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomic(path, buffer.getvalue())
 
 
 # --------------------------------------------------------------------------------------------------------------- tasks

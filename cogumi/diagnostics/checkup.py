@@ -23,9 +23,9 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from cogumi.core.finding import Finding, State
+from cogumi.core.errors import Finding, State
 from cogumi.core.formatting import pip
-from cogumi.core.notices import said
+from cogumi.core.notices import working
 from cogumi.diagnostics.import_checks import Step, run_steps
 from cogumi.stack import driver, host, installed
 from cogumi.stack.lanes import torch_build
@@ -88,7 +88,7 @@ class Seen:
         return str(self.steps["torch"].answer["device"])
 
 
-@said("doctor: this machine and its packages are being checked")
+@working("doctor: this machine and its packages are being checked")
 def doctor(timeout: float = TIMEOUT) -> DoctorReport:
     """Look at this machine and this environment; takes a quarter of a minute, changes nothing and leaves no files.
 

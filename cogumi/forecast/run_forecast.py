@@ -14,7 +14,7 @@ from cogumi.config.yaml_text import sections, with_values
 from cogumi.core import worker
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
-from cogumi.core.notices import said
+from cogumi.core.notices import working
 from cogumi.core.run_directory import write_atomic
 from cogumi.forecast import data_sample, disk_lines, memory_forecast, throughput_probe
 from cogumi.forecast.memory_forecast import Target, dtype_of, target_of
@@ -52,7 +52,7 @@ class Asked:
     probe: throughput_probe.Probe | None = None
 
 
-@said("preflight: data, memory, time and disk of the run are being worked out")
+@working("preflight: data, memory, time and disk of the run are being worked out")
 def preflight(
     config: Config, card: str | None = None, train: Callable[..., Any] | None = None, **overrides: Any
 ) -> PreflightReport:

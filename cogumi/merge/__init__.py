@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cogumi.core.disk_space import spoken
 from cogumi.core.errors import MergeError, UsageError
-from cogumi.core.notices import said
+from cogumi.core.notices import working
 from cogumi.merge.adapter_files import resolve_adapter
 from cogumi.merge.bases import resolve_base
 from cogumi.merge.logits import LogitCheck, check_directory, check_logits
@@ -86,7 +86,7 @@ class MergeReport:
         )
 
 
-@said("merge: the adapter goes into its base")
+@working("merge: the adapter goes into its base")
 def merge_adapter(
     adapter: AdapterPath | Sequence[tuple[AdapterPath, float]],
     out: AdapterPath,

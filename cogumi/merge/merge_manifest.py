@@ -19,7 +19,7 @@ from huggingface_hub.repocard import metadata_load
 from cogumi.core.disk_space import spoken
 from cogumi.core.durability import drop_from_memory, sha256_file, write_synced
 from cogumi.core.errors import MergeError, UsageError
-from cogumi.core.notices import said
+from cogumi.core.notices import working
 from cogumi.core.safetensors_file import Span
 from cogumi.merge.adapter_files import ADAPTER_WEIGHTS, resolve_adapter
 from cogumi.merge.bases import Base, decoded, read_model
@@ -283,7 +283,7 @@ class CheckReport:
         return f"{self.directory}: {self.files} files ({spoken(self.bytes)}) are what the manifest says; {again}"
 
 
-@said("check: the merged directory is being read")
+@working("check: the merged directory is being read")
 def check_merged(directory: Path, workers: int | None = None, *, progress: bool = True) -> CheckReport:
     """Re-read a merged directory: every hash, and every element where base and adapter are still at hand.
 

@@ -1,4 +1,4 @@
-"""GSPO and its relatives: TRL's GRPOTrainer, or unsloth's, with a policy loss from `cogumi.config.loss_presets`, watched."""
+"""GSPO and its relatives: TRL's GRPOTrainer, or unsloth's, with a policy loss from `cogumi.config.presets`, watched."""
 
 import logging
 from typing import Any
@@ -7,7 +7,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from cogumi.config.loss_presets import OURS, PRESETS
+from cogumi.config.presets import OURS, PRESETS
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import DECISIONS, read_section, write_section

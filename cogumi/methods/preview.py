@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from cogumi.config.schema import load_config
 from cogumi.core.formatting import visible
-from cogumi.core.notices import said
+from cogumi.core.notices import working
 from cogumi.data.rows import in_words
 from cogumi.methods.building import pinned, tokenizer_of
 from cogumi.methods.examples import account, buckets, prepare_examples
@@ -89,7 +89,7 @@ class Preview:
         return "\n".join(self.lines(colour=False))
 
 
-@said("preview: the examples are being prepared")
+@working("preview: the examples are being prepared")
 def preview(config: str | os.PathLike[str] | Mapping[str, Any], examples: int = 3, **overrides: Any) -> Preview:
     """`cogumi.preview`, where torch may be imported (`cogumi.runs`)."""
     run = pinned(load_config(config, **overrides))

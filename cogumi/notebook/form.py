@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cogumi.config.binding import bind_mapping, reject_unknown
-from cogumi.config.catalog import PACKAGE
 from cogumi.config.schema import RunConfig, redact
-from cogumi.config.source import SECTIONS, read_source
+from cogumi.config.source import PACKAGE, SECTIONS, read_source
 from cogumi.config.yaml_text import same, with_values, written
 from cogumi.core.errors import UsageError
 from cogumi.core.notices import in_a_kernel
@@ -61,11 +60,12 @@ class Form:
     def __init__(
         self, config: str | os.PathLike[str] | Mapping[str, Any], save_as: str | os.PathLike[str] | None = None
     ) -> None:
-        values, origins, label = read_source(config)
-        reject_unknown(values, SECTIONS, "", origins, label)
+        values, origins = read_source(config)
+        reject_unknown(values, SECTIONS, "", origins)
+        label = origins.label
         self.text = None if isinstance(config, Mapping) else Path(label).read_text(encoding="utf-8")
         self.source = "a mapping" if self.text is None else str(config)
-        self.values: Values = {name: plain(bind_mapping(keys, name, origins, label)) for name, keys in values.items()}
+        self.values: Values = {name: plain(bind_mapping(keys, name, origins)) for name, keys in values.items()}
         own = Path("run.yaml" if self.text is None else label)  # over its own file, or here if that is the package's
         self.save_as = Path(save_as or (own.name if own.resolve().is_relative_to(PACKAGE) else own))
         self.unread: dict[str, str] = {}  # what was typed and is no value at all: by key, why

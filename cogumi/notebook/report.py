@@ -16,10 +16,10 @@ import yaml
 
 from cogumi.checkpoints.manifest import CheckpointDamaged, files_of, read_manifest
 from cogumi.checkpoints.retention import checkpoints_in
+from cogumi.core import __version__
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import duration, gib
 from cogumi.core.run_directory import DECISIONS, FORECAST, ROLLOUTS, read_section, write_atomic
-from cogumi.core.version import __version__
 from cogumi.notebook import figures, html_components
 from cogumi.notebook.completions import rollouts, side_by_side
 from cogumi.notebook.curves import Curves, svg_of

@@ -2,7 +2,7 @@
 
 TRL 1.15 takes the string, pays for the first rollout and fails at the first loss. GSPO (Zheng et al. 2025,
 arXiv:2507.18071) is its `grpo` loss with a sequence-level ratio: the per-sequence mean of the clipped objective, averaged
-over sequences, R = exp(mean_t(new - old)). `cogumi.config.loss_presets` has the values.
+over sequences, R = exp(mean_t(new - old)). `cogumi.config.presets` has the values.
 
 A trainer built from such a config is watched (`cogumi.rl.watch`): checked before its first rollout, measured, and its
 first loss compared with the formula.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
-from cogumi.config.loss_presets import OURS, PRESETS
+from cogumi.config.presets import OURS, PRESETS
 from cogumi.core.errors import UsageError
 from cogumi.patches import PatchStatus
 

@@ -12,7 +12,7 @@ from datasets import Dataset
 from torch import nn
 from transformers.trainer_utils import SaveStrategy
 
-from cogumi.config.loss_presets import PRESETS
+from cogumi.config.presets import PRESETS
 from cogumi.core.errors import UsageError
 from cogumi.patches.gspo_loss import loss_name
 from cogumi.patches.trl_internals import tokenized_prompts

@@ -230,7 +230,7 @@ def plain(value: Any) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------------- the formula
-# The policy losses in float64, written from the papers named in `cogumi.config.loss_presets`, with TRL 1.15's normalisers.
+# The policy losses in float64, written from the papers named in `cogumi.config.presets`, with TRL 1.15's normalisers.
 
 
 def loss_and_gradient(call: LossCall, token_ratio: bool = False) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from cogumi.config.loss_presets import PRESETS
+from cogumi.config.presets import PRESETS
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import write_json
 from cogumi.patches.gspo_loss import loss_name

@@ -28,10 +28,18 @@ import psutil
 
 from cogumi.core.errors import RunFailed, UsageError
 from cogumi.core.formatting import visible
-from cogumi.core.notices import said, working
-from cogumi.core.process_id import is_running, same_process
+from cogumi.core.notices import working
 from cogumi.core.redact import Shown
-from cogumi.core.run_directory import CHECKPOINT, PAUSE, PAUSED, START, read_jsonl, write_atomic
+from cogumi.core.run_directory import (
+    CHECKPOINT,
+    PAUSE,
+    PAUSED,
+    START,
+    is_running,
+    read_jsonl,
+    same_process,
+    write_atomic,
+)
 from cogumi.notebook.kernel_messages import sleep
 from cogumi.runs import refuse_mistakes
 from cogumi.stack.gpus import as_the_user_set_it
@@ -219,7 +227,7 @@ def attach(run_dir: str | os.PathLike[str]) -> Run:
     return Run(path.absolute())
 
 
-@said("start: the run is being prepared in a process of its own")
+@working("start: the run is being prepared in a process of its own")
 def start(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> Run:
     """Train one configuration in a process that outlives this one, the notebook, the terminal and the connection.
 

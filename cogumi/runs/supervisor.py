@@ -25,8 +25,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cogumi.core.errors import UsageError
-from cogumi.core.process_id import is_running, this_process
-from cogumi.core.run_directory import CONSOLE, START, is_empty, refuse_occupied, unwritable, write_json
+from cogumi.core.run_directory import (
+    CONSOLE,
+    START,
+    is_empty,
+    is_running,
+    refuse_occupied,
+    this_process,
+    unwritable,
+    write_json,
+)
 from cogumi.telemetry.status import read_if_there, status_of
 
 if TYPE_CHECKING:

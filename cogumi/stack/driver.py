@@ -9,8 +9,7 @@ from ctypes import byref, c_char_p, c_int, c_uint, c_ulonglong, c_void_p, create
 from pathlib import Path
 from typing import Any
 
-from cogumi.core.errors import UsageError
-from cogumi.core.finding import Finding
+from cogumi.core.errors import Finding, UsageError
 from cogumi.stack.lanes import lane_for
 
 LIBRARY = "libnvidia-ml.so.1"

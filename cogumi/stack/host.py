@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cogumi.core.disk_space import Filesystem, filesystem_of, hub_cache, nearest_existing, place_of, spoken
-from cogumi.core.finding import Finding
+from cogumi.core.errors import Finding
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 OWN_DISK = ("overlay", "fuse.fuse-overlayfs", "aufs")  # of a container

@@ -11,7 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from cogumi.core.disk_space import spoken
-from cogumi.core.finding import Finding, State
+from cogumi.core.errors import Finding, State
 from cogumi.core.formatting import pip
 from cogumi.stack.lanes import drift, head_of, installed_lane, normal
 

@@ -21,9 +21,8 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from cogumi.core.durability import NO_SPACE
 from cogumi.core.errors import FINISHED_AND_SAVED, RefusedAtSetup
 from cogumi.core.formatting import count, duration
-from cogumi.core.process_id import this_process
 from cogumi.core.redact import Hiding, Shown, hide
-from cogumi.core.run_directory import append_jsonl, line_of, read_jsonl, write_atomic, write_json
+from cogumi.core.run_directory import append_jsonl, line_of, read_jsonl, this_process, write_atomic, write_json
 from cogumi.telemetry.heartbeat import Heartbeat
 from cogumi.telemetry.status import read_if_there
 from cogumi.telemetry.throughput import Throughput

@@ -14,8 +14,7 @@ from cogumi.checkpoints.retention import checkpoints_in
 from cogumi.core.durability import locked
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import duration, flag_sentence, visible
-from cogumi.core.process_id import host, is_running, same_process
-from cogumi.core.run_directory import CONSOLE, START, finite, is_empty, read_json
+from cogumi.core.run_directory import CONSOLE, START, finite, host, is_empty, is_running, read_json, same_process
 
 AT_WORK = ("starting", "running", "paused")  # a run that was killed says so too
 SANITY_CHECKED, STOPPED, BUDGET_SPENT = (
@@ -68,7 +67,7 @@ class Status:
 
     @property
     def process(self) -> dict[str, Any]:
-        """The record of its process, as in `cogumi.core.process_id`."""
+        """The record of its process, as in `cogumi.core.run_directory`."""
         return {"pid": self.pid, "host": self.host, "began": self.began}
 
     @property

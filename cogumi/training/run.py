@@ -15,12 +15,12 @@ from transformers import AutoConfig
 
 from cogumi.checkpoints.interruption import ending_in_good_order
 from cogumi.checkpoints.mirror import Mirror
-from cogumi.config import lora_presets
+from cogumi.config.presets import describe_lora
 from cogumi.config.schema import RunConfig, dump_config, load_config
 from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.core.formatting import one_line
-from cogumi.core.lost_terminal import outliving_the_screen
-from cogumi.core.notices import said
+from cogumi.core.notices import working
+from cogumi.core.output import outliving_the_screen
 from cogumi.core.run_directory import SAMPLES_FILE, create_run_dir, read_jsonl, write_atomic, write_json
 from cogumi.health.verdict import Check, Scale, Verdict
 from cogumi.hub.downloads import plan_download
@@ -71,7 +71,7 @@ class RunResult:
         return [row[key] for row in self.metrics if row.get(key) is not None]
 
 
-@said("train: this cell trains")
+@working("train: this cell trains")
 def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> RunResult:
     """`cogumi.train`, where torch may be imported (`cogumi.runs`)."""
     run = load_config(config, **overrides)
@@ -128,7 +128,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         for line in (*str(patches).splitlines(), *(f"chosen: {each}" for each in before_start), *examples.reports()):
             log.info(line)
         if run.cogumi.lora_preset is not None:
-            log.info(lora_presets.describe(run.cogumi.lora_preset, run.lora))
+            log.info(describe_lora(run.cogumi.lora_preset, run.lora))
         if said := beyond_the_model(run, examples, of_base):
             log.warning(said)
         chosen = auto_settings.with_choices(run, base)

@@ -1,6 +1,6 @@
-"""Policy losses by name: each a set of TRL's own GRPOConfig values, and the paper they come from.
+"""Presets by name, each with where its numbers are from: policy losses (`train.loss_type`) and LoRA (`cogumi.lora_preset`).
 
-A run names one as `train.loss_type`; any other key beside it wins. Values equal to TRL's defaults are spelled out too,
+A loss is a set of TRL's own GRPOConfig values; any other key beside it wins. Values equal to TRL's defaults are spelled out too,
 because unsloth's generated config has other defaults (a KL term for what it does not know, learning rate 5e-5, 8-bit
 AdamW).
 """
@@ -92,3 +92,42 @@ def preset(name: str) -> dict[str, Any]:
     Ours keep their names, which `cogumi.patch()` makes GRPOConfig understand, and with them their trainers' watch.
     """
     return {**PRESETS[name].values, **({"loss_type": name} if name in OURS else {})}
+
+
+# ---------------------------------------------------------------------------------------------------------------- LoRA
+
+# Keys of peft's LoraConfig, and why these. What a preset does not say stays the default: every linear layer, rank 16,
+# alpha 32, no dropout (`models/adapters.py`).
+# "LoRA Without Regret": Schulman et al., Thinking Machines Lab, 2025, https://thinkingmachines.ai/blog/lora/
+LORA_PRESETS: dict[str, tuple[dict[str, Any], str]] = {
+    "rl": (
+        {"r": 8, "lora_alpha": 32},
+        "a reward says a few bits an episode, and rank 1 learned them as well as full fine-tuning did; alpha 32 at every "
+        "rank (LoRA Without Regret, 2025)",
+    ),
+    "large": (
+        {"r": 256, "lora_alpha": 32},
+        "for SFT on more tokens than a small adapter can hold: rank 256 followed full fine-tuning longest, with alpha 32, "
+        "about ten times its learning rate, and a batch that is not large (LoRA Without Regret, 2025)",
+    ),
+    "qlora": (
+        {"r": 64, "lora_alpha": 16, "lora_dropout": 0.1},
+        "what QLoRA trained models of up to 13B with, on every linear layer (arXiv:2305.14314, appendix B); set "
+        "lora.lora_dropout to 0 for RL, whose ratio it disturbs",
+    ),
+    "rslora": (
+        {"r": 64, "lora_alpha": 16, "use_rslora": True},
+        "alpha/sqrt(r) keeps activations and gradients of one size at every rank, where alpha/r lets them shrink "
+        "(arXiv:2312.03732); alpha 16 makes the scale 2, as the default's is",
+    ),
+}
+
+
+def describe_lora(name: str, lora: dict[str, Any]) -> str:
+    """One line for the log: what the preset gave, what `lora:` said instead, and why these numbers."""
+    values, reason = LORA_PRESETS[name]
+    given = ", ".join(f"{key} {value}" for key, value in values.items() if lora[key] == value)
+    other = ", ".join(f"{key} {lora[key]}" for key, value in values.items() if lora[key] != value)
+    instead = f"{'; ' if given else ''}lora: says {other}" if other else ""
+    of_preset = f"the preset's {', '.join(f'{key} {value}' for key, value in values.items())}: " if other else ""
+    return f"lora_preset {name}: {given}{instead} ({of_preset}{reason})"

@@ -1,14 +1,12 @@
-"""Bases and adapters for the merge benchmark: real shapes and real files with random weights, and a sparse shard.
+"""Models of real shapes with random weights: what a step or a merge costs depends on their shapes alone.
 
-Names and shapes come from transformers (a model on the meta device), adapters are saved by PEFT.
+In memory, with LoRA, for a step; on disk, as a base in real files or a sparse shard and an adapter saved by PEFT, for a merge.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import struct
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +16,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from cogumi.core.durability import drop_from_memory
+from cogumi.core.safetensors_file import header_for
+
 INDEX_NAME = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class Llama:
-    """A Llama's shapes. `tied`: the embedding is the head too, and stored once."""
+class Shape:
+    """The numbers of a model's config.json that decide its cost. `tied`: the embedding is the head too."""
 
     name: str
     hidden: int
@@ -33,6 +34,61 @@ class Llama:
     kv_heads: int
     vocabulary: int
     tied: bool
+    wide_heads: int = 0  # their size, where it is not hidden / heads
+    family: str = "llama"  # or "qwen3"
+
+    @property
+    def head_dim(self) -> int:
+        return self.wide_heads or self.hidden // self.heads
+
+    @property
+    def body_weights(self) -> int:
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def head_weights(self) -> int:
+        return self.vocabulary * self.hidden
+
+    def config(self, **more: Any) -> Any:
+        from transformers import LlamaConfig, Qwen3Config
+
+        return {"qwen3": Qwen3Config, "llama": LlamaConfig}[self.family](
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocabulary,
+            tie_word_embeddings=self.tied,
+            **more,
+        )
+
+
+QWEN3_0_6B = Shape("Qwen3-0.6B", 1024, 3072, 28, 16, 8, 151936, True, wide_heads=128, family="qwen3")
+LLAMA_3_1_8B = Shape("Llama-3.1-8B", 4096, 14336, 32, 32, 8, 128256, False)
+# Large enough that a step is arithmetic and not Python, small enough for two CPU cores.
+SMALL = Shape("Llama of 5 million weights", 256, 688, 4, 4, 4, 8192, True)
+
+
+def build(shape: Shape, device: str, dtype: torch.dtype) -> Any:
+    """Random weights made directly on the device, with LoRA r16 on all linear layers and gradient checkpointing."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = shape.config(use_cache=False, max_position_embeddings=40960)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(model, lora)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    return model.train()
+
+
+# ------------------------------------------------------------------------------------------------------------- on disk
 
 
 @dataclass(frozen=True)
@@ -45,26 +101,15 @@ class Inputs:
     adapter_bytes: int
 
 
-def meta_model(shape: Llama) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def meta_model(shape: Shape) -> Any:
+    from transformers import AutoModelForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.hidden // shape.heads,
-        vocab_size=shape.vocabulary,
-        tie_word_embeddings=shape.tied,
-        architectures=["LlamaForCausalLM"],
-        dtype="bfloat16",
-    )
+    config = shape.config(architectures=["LlamaForCausalLM"], dtype="bfloat16")
     with torch.device("meta"):
-        return LlamaForCausalLM(config)
+        return AutoModelForCausalLM.from_config(config)
 
 
-def write_inputs(shape: Llama, directory: Path, *, shard_bytes: int, targets: str | list[str], rank: int) -> Inputs:
+def write_inputs(shape: Shape, directory: Path, *, shard_bytes: int, targets: str | list[str], rank: int) -> Inputs:
     """Random weights (standard deviation 0.02, norms 1) in shards of at most `shard_bytes`, and an adapter."""
     model = meta_model(shape)
     base = directory / "base"
@@ -83,23 +128,19 @@ def write_inputs(shape: Llama, directory: Path, *, shard_bytes: int, targets: st
     return with_adapter(model, base, directory / "adapter", targets, rank)
 
 
-def write_sparse_inputs(shape: Llama, directory: Path, *, targets: str | list[str], rank: int) -> Inputs:
+def write_sparse_inputs(shape: Shape, directory: Path, *, targets: str | list[str], rank: int) -> Inputs:
     """One shard whose weights are a hole in the file: they read as zeros, and take no disk."""
     model = meta_model(shape)
     base = directory / "base"
     base.mkdir(parents=True)
     model.config.save_pretrained(base)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for key, dims in stored_tensors(model).items():
-        end = position + byte_count({key: dims})
-        header[key] = {"dtype": "BF16", "shape": list(dims), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    tensors = stored_tensors(model)
+    header = header_for(
+        {"format": "pt"}, [(key, "BF16", dims, byte_count({key: dims})) for key, dims in tensors.items()]
+    )
     with (base / "model.safetensors").open("xb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + position)
+        file.write(header)
+        file.truncate(len(header) + byte_count(tensors))
     return with_adapter(model, base, directory / "adapter", targets, rank)
 
 
@@ -151,12 +192,6 @@ def with_adapter(model: Any, base: Path, adapter: Path, targets: str | list[str]
 
 def forget_cached(*directories: Path) -> None:
     """Drop the files' pages from memory, so that the next reader reads the disk. Only Linux can be asked to."""
-    if sys.platform != "linux":
-        return
     os.sync()  # a page that is not on disk yet is not dropped
     for path in (each for directory in directories for each in directory.rglob("*") if each.is_file()):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+        drop_from_memory(path)
