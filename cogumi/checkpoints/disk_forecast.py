@@ -179,7 +179,7 @@ def double_of(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
     # Neither __init__ nor __getstate__, which leaves out what subclasses add.
     for name, value in vars(optimizer).items():
         double.__dict__[name] = copy.copy(value) if isinstance(value, (dict, list)) else value
-    hooks = {"_optimizer_step_pre_hooks": OrderedDict(), "_optimizer_step_post_hooks": OrderedDict()}
+    hooks: dict[str, Any] = {"_optimizer_step_pre_hooks": OrderedDict(), "_optimizer_step_post_hooks": OrderedDict()}
     double.__dict__.update(state=defaultdict(dict), param_groups=groups, _cpu_paged_warned=True, **hooks)
     return double
 

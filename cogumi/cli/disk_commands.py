@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -49,7 +49,7 @@ def status(
     with disk_failures_in_one_line():
         disks, using, left = filesystems(path), uses(path), leftovers(path)
     if as_json:
-        rows = {"filesystems": disks, "uses": using, "leftovers": left}
+        rows: dict[str, list[Any]] = {"filesystems": disks, "uses": using, "leftovers": left}
         print_json({name: [asdict(row) for row in found] for name, found in rows.items()})
         return
     show_filesystems(disks)

@@ -223,6 +223,7 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     by_turns = using.learn == "turns" and not plain
     texts: list[str] = []
     learned_of: list[Any] = []  # of each text its prompt, or the spans of its turns
+    prompt: Any
     kept: list[int] = []
     for each, row in zip(made, at, strict=True):
         try:

@@ -80,13 +80,13 @@ def refuse_mistakes(config: Config, overrides: Mapping[str, Any], trains: bool =
 
     if trains:
         refuse_ranks(os.environ, command_of(sys.argv))
-    run, origins, label = read_config(config, overrides)
+    run, origins = read_config(config, overrides)
     for key, source in (("source", run.data.source), *(("mix", each.source) for each in run.data.mix)):
         try:
             if source is not None:
                 refuse_missing(source)
         except UsageError as error:
-            place = origins.get(f"data.{key}", label)
+            place = origins.get(f"data.{key}", origins.label)
             raise UsageError(f"{error.place}: {error.message}", place=place, key=f"data.{key}", fix=error.fix) from None
 
 
