@@ -292,7 +292,7 @@ def test_progress_on_a_terminal(tmp_path: Path, for_commands: dict[str, str]) ->
     process.stdout.close()
     assert process.wait() == 0, shown
     drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
-    bar = r" +\S+ +[\d.]+/[\d.]+ MB +[\d.]+ [kMG]B/s +(\d:\d\d:\d\d|-:--:--)"
+    bar = r": +\d+%\|[^|]*\| [\d.]+M/[\d.]+M \[\d\d:\d\d<(\d\d:\d\d|\?), +[\d.]+[kMG]B/s\]"
     assert re.search("merging" + bar, drawn), drawn
     assert report.startswith("merged: base with 1 tensors merged")
     assert "writing" not in report

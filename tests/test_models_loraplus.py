@@ -225,7 +225,7 @@ def test_what_has_groups_of_its_own_is_refused(make: Make, tiny_model: Path) -> 
         use_loraplus(trainer, RATIO)
 
     there = make(ratio=None, by_hand=lambda model, args: torch.optim.SGD(model.parameters(), lr=1e-3))
-    with pytest.raises(UsageError, match="give the trainer none"):
+    with pytest.raises(UsageError, match="give the trainer no optimizer"):
         use_loraplus(there, RATIO)
 
     whole = make(ratio=None)
