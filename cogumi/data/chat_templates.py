@@ -13,9 +13,8 @@ earlier and no part of the whole is that turn.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
-from functools import partial
 from typing import Any, Literal
 
 from jinja2 import TemplateError
@@ -82,11 +81,9 @@ def as_the_template_takes_it(message: dict[str, Any], thinking: Thinking) -> dic
     if message["role"] != "assistant":
         return message
     thought, content = message.get("reasoning_content"), message["content"]
-    if thought is None and CLOSE not in content and not content.lstrip().startswith(OPEN):
-        return message
-    if thinking.flag is None and thought is None:
-        return message  # text as any other
     if thought is None:
+        if thinking.flag is None or (CLOSE not in content and not content.lstrip().startswith(OPEN)):
+            return message  # text as any other
         thought, content = split_thought(content)
         if thought is None or (thinking.flag and thinking.key == "content"):
             return message  # tags elsewhere are text; or the template reads them itself
@@ -176,7 +173,8 @@ class ChatTemplate:
             text = self.whole(messages, tools)
             return text, [self._span(text, messages, tools, at) for at in own if at >= first]
         text, spans = self.render(messages, tools, self.marked, return_assistant_tokens_mask=True)
-        spans = [(start + self._in_header(text, start), end) for start, end in spans]
+        header = self.header
+        spans = [(start + len(header) * text.startswith(header, start), end) for start, end in spans]
         if first and len(spans) != len(own):
             raise BadRow("whose turns the chat template does not mark one by one")
         return text, [span for at, span in zip(own, spans, strict=True) if at >= first] if first else spans
@@ -189,9 +187,6 @@ class ChatTemplate:
                 "whose earlier turns the chat template rewrites (train.completion_only_loss: true learns the last alone)"
             )
         return len(before), len(to_its_end)
-
-    def _in_header(self, text: str, start: int) -> int:
-        return len(self.header) if text.startswith(self.header, start) else 0
 
     def render(
         self, messages: Sequence[Message], tools: Any = None, template: str | None = None, **options: Any
@@ -230,7 +225,7 @@ def read_template(tokenizer: Any, thinking: bool | None = None, today: str | Non
     known = read_thinking(text, thinking)
     variables = dict(tokenizer.special_tokens_map) | known.template_kwargs
     if today is not None:
-        variables["strftime_now"] = partial(_strftime, date.fromisoformat(today))
+        variables["strftime_now"] = date.fromisoformat(today).strftime
     bare = ChatTemplate(
         text, tokenizer.get_chat_template(tools=[{}]), _marked(tokenizer, text), known, variables, "", False
     )
@@ -240,7 +235,8 @@ def read_template(tokenizer: Any, thinking: bool | None = None, today: str | Non
         marked, spans = bare.render(PROBE, None, bare.marked, return_assistant_tokens_mask=bare.marked is not None)
     except BadRow as error:
         raise UsageError(f"the chat template refuses a question and its answer: {error.excerpt}") from error
-    generation_prompt = prompt[_common(prompt, asked) :]
+    differs = (at for at, (one, other) in enumerate(zip(prompt, asked, strict=False)) if one != other)
+    generation_prompt = prompt[next(differs, len(asked)) :]
     opens = generation_prompt.rpartition(OPEN)[1] == OPEN and CLOSE not in generation_prompt.rpartition(OPEN)[2]
     if opens and thinking is False:
         raise UsageError(
@@ -249,7 +245,7 @@ def read_template(tokenizer: Any, thinking: bool | None = None, today: str | Non
             fix="drop the key, or start from a model that can answer without",
         )
     header = _overlap(marked, spans[0][0], generation_prompt) if spans else ""
-    return ChatTemplate(bare.text, bare.text_with_tools, bare.marked, known, variables, header, opens)
+    return replace(bare, header=header, prompt_opens_thought=opens)
 
 
 def prints_the_date(tokenizer: Any) -> bool:
@@ -280,14 +276,3 @@ def _overlap(text: str, start: int, generation_prompt: str) -> str:
         if text.startswith(generation_prompt, start - before):
             return generation_prompt[before:]
     return ""
-
-
-def _common(first: str, second: str) -> int:
-    """The number of characters with which both begin."""
-    return next(
-        (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
-    )
-
-
-def _strftime(day: date, format: str) -> str:
-    return day.strftime(format)

@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from cogumi.data.chat import Message, messages_of, refuse_empty_answers, string_of, tools_of
-from cogumi.data.encoding import Budget, Rendering, batches, encode, lists, shared_prefixes
+from cogumi.data.encoding import Budget, Rendering, batches, encode, shared_prefixes
 from cogumi.data.rows import BadRow, Chunk, Dropped, drop, parsed
 
 Side = str | list[Message]
@@ -45,7 +45,8 @@ def preference_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
             truncated += cut
             for name, part in zip(ids, (prompt, chosen, rejected), strict=True):
                 ids[name].append(part)
-    return Chunk(pa.table({name: list_array(parts) for name, parts in ids.items()}), dropped, truncated)
+    columns = {name: pa.array(parts, pa.list_(pa.int32())) for name, parts in ids.items()}
+    return Chunk(pa.table(columns), dropped, truncated)
 
 
 def pair_of(row: dict[str, Any]) -> dict[str, Any]:
@@ -144,8 +145,3 @@ def within(
     if not len(chosen) or not len(rejected):
         raise BadRow("with nothing to compare")
     return chosen, rejected, int(cut)
-
-
-def list_array(parts: list[NDArray[np.int32]]) -> pa.ListArray:
-    lengths: NDArray[np.int64] = np.fromiter(map(len, parts), np.int64, len(parts))
-    return lists(np.concatenate(parts) if parts else np.zeros(0, np.int32), lengths)

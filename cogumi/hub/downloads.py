@@ -86,6 +86,7 @@ class Download:
 
     def refuse_no_room(self) -> None:
         """Raise UsageError where the filesystem of the cache does not have room for what is missing."""
+        remove_leftovers(self)
         missing = self.total - self.here
         (disk,) = disks_of([Need(self.kind, hub_cache(), missing, missing, 2 * len(self.missing))], ask=True)
         if disk.refusal:
@@ -96,19 +97,17 @@ class Download:
             )
 
 
-def fetch(download: Download, told: Callable[[int, int], None] | None = None) -> Path:
+def fetch(download: Download, told: Callable[[int, int], None] = lambda here, total: None) -> Path:
     """Download what is missing and return the snapshot's directory. Files that an earlier download finished stay.
 
-    told: called with the bytes that are here and the bytes there will be, first and then once a second. Raises UsageError when
-    the hub does not answer any more or the disk is full.
+    told: called with the bytes that are here and the bytes there will be, first and then once a second. Raises
+    UsageError when the hub does not answer any more or the disk is full.
     """
     log.info("download: %s", download)
     if not download.missing:
         return download.snapshot
     began, before = time.monotonic(), download.here
-    if told is not None:
-        told(before, download.total)
-    remove_leftovers(download)
+    told(before, download.total)
     for attempt in range(1, TRIES + 1):
         try:
             hf.snapshot_download(
@@ -148,7 +147,7 @@ def remove_leftovers(download: Download) -> None:
             log.info("download: another process downloads a file of %s", download.name)
 
 
-def bar_for(download: Download, told: Callable[[int, int], None] | None) -> type[Any]:
+def bar_for(download: Download, told: Callable[[int, int], None]) -> type[Any]:
     """A progress bar of huggingface_hub's that tells how much is here."""
 
     class Bar(tqdm):
@@ -159,7 +158,7 @@ def bar_for(download: Download, told: Callable[[int, int], None] | None) -> type
 
         def update(self, n: float | None = 1) -> bool | None:
             self.arrived += int(n or 0)
-            if told is not None and self.of_bytes and time.monotonic() > self.told_at + 1:
+            if self.of_bytes and time.monotonic() > self.told_at + 1:
                 told(self.arrived, download.total)
                 self.told_at = time.monotonic()
             return super().update(n)  # type: ignore[no-any-return]
