@@ -4,8 +4,8 @@ Every row has a hash of its used columns, keyed with the seed. The rows with the
 next smallest are trained on where not all are wanted. So the choice does not depend on the order of the rows or on how they
 are spread over files, a row added to the source moves few others, and rows that are equal are never on both sides.
 
-The hashes lie in a file (8 bytes a row), the choice in another (1 byte a row); both are read in blocks, and sorted bucket by
-bucket, so that memory does not grow with the rows.
+The hashes lie in a file (8 bytes a row), the choice in another (1 byte a row). They are sorted bucket by bucket, so that memory
+grows with the rows that are equal to each other at most.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ UNUSED, TRAIN, HELD_OUT, LIKE_HELD_OUT, COPY = range(5)
 NOTHING = 2**64 - 1
 """The hash of rows whose columns are all null. They are no copies of each other, and the last to be chosen."""
 BLOCK = 2**20
-"""Hashes looked at, or sorted, at a time."""
+"""Hashes sorted at a time."""
 ONE_IN, MOST_HELD_OUT = 50, 64
 """Rows that are held out where the configuration does not say."""
 
