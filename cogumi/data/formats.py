@@ -224,6 +224,7 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     texts: list[str] = []
     learned_of: list[Any] = []  # of each text its prompt, or the spans of its turns
     kept: list[int] = []
+    prompt: Any
     for each, row in zip(made, at, strict=True):
         try:
             if isinstance(each, tuple):
