@@ -98,7 +98,7 @@ def started(hub: HubServer, cache: Path, name: str = "someone/model", revision: 
 
 def fetched(hub: HubServer, cache: Path, name: str = "someone/model", revision: str = "", **more: Any) -> str:
     process = started(hub, cache, name, revision, **more)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=300)  # a training imports torch
     assert process.returncode == 0, said
     return said
 

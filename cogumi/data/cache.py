@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("cogumi")
 
 SAMPLE_ROWS = 32
-"""Held-out rows kept as they were, for whoever completes their prompts."""
+"""Held-out rows that are kept as they were, as prompts for samples."""
 EQUAL = {COPY: "equal to an earlier row", LIKE_HELD_OUT: "equal to a held-out row"}
 HELD_OUT_NAME = "held out (data.eval_rows)"
 
@@ -51,7 +51,7 @@ class Source:
     """Field that `tokenize` knows -> column of the files."""
     tokenize: Tokenize
     identity: Any
-    """What the files hold, as JSON: a hub commit with their names, or `cache_key.files_identity`."""
+    """What the files hold, as JSON: a hub commit with their names, or `source_files.files_identity`."""
     options: Any
     """What decides what `tokenize` makes of a row, as JSON: the format and its settings."""
     weight: float = 1.0
@@ -143,7 +143,7 @@ def prepare(
     """The examples of `sources`, from the cache where these very ones were prepared before.
 
     parts: what shapes them beyond sources, selection, code and libraries, as JSON: the tokenizer
-    (`cache_key.tokenizer_identity`) above all. bad_rows: "fail" refuses rows that were dropped for what they hold.
+    (`cache_files.tokenizer_identity`) above all. bad_rows: "fail" refuses rows that were dropped for what they hold.
     cache_dir: `prepared` in the user's cache directory by default.
 
     Raises UsageError when a source cannot be read (see `sources.batches`), no row is left to train on, none is usable,

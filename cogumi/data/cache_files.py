@@ -174,9 +174,9 @@ class Part:
             if "completion_mask" in table.column_names:
                 masks = table["completion_mask"].chunks
                 self.learned += sum(int(np.count_nonzero(part.flatten())) for part in masks)
+            if self.expected_rows:
+                self.check_disk(table.nbytes / len(at))
             self.write(table)
-        if self.expected_rows:
-            self.check_disk(table.nbytes / len(at))
 
     def write(self, table: pa.Table) -> None:
         if self.schema is None:

@@ -156,7 +156,7 @@ def shared_prefixes(first: Ids, first_lengths: Places, second: Ids, second_lengt
 
 
 def special_texts(tokenizer: Any) -> list[str]:
-    """The texts that this tokenizer reads as control tokens: as part of somebody's text they would become some."""
+    """The texts that this tokenizer reads as control tokens: in a text of the data they would become some."""
     added = tokenizer.added_tokens_decoder.values()
     return list(dict.fromkeys([*tokenizer.all_special_tokens, *(token.content for token in added if token.special)]))
 

@@ -138,7 +138,7 @@ def _cut(
 
 
 def _given(frame: pl.DataFrame, controls: Controls, config: FimConfig, dropping: Dropping) -> pl.DataFrame:
-    """The pieces as they stand in the source: the cut is somebody's, only the order is drawn."""
+    """The pieces as they stand in the source: the cut is given, only the order is drawn."""
     frame = frame.with_columns(order=_order(controls, config))
     frame = dropping.keep(frame, pl.col("middle") != "", "with an empty middle", "prefix")
     frame = dropping.keep(frame, (pl.col("prefix") != "") | (pl.col("suffix") != ""), "without context", "middle")

@@ -145,7 +145,7 @@ def _shapes(options: FormatOptions, names: Sequence[str]) -> list[tuple[str, ...
     """The fields that make an example, the first that are all there."""
     if options.format == "chat":
         named = [("messages",), ("conversations",), ("instruction", "output")]
-        # Whoever names a column means that shape, whatever else the file has.
+        # A column that is named decides the shape, whatever else the file has.
         return sorted(named, key=lambda shape: not any(each in options.columns for each in shape))
     if options.format == "prompt_completion":
         return [("prompt",)] if options.method == "gspo" else [("prompt", "completion")]
@@ -225,6 +225,7 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     learned_of: list[Any] = []  # of each text its prompt, or the spans of its turns
     prompt: Any
     kept: list[int] = []
+    prompt: Any
     for each, row in zip(made, at, strict=True):
         try:
             if isinstance(each, tuple):

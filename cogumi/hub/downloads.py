@@ -141,7 +141,7 @@ def remove_leftovers(download: Download) -> None:
     locks.mkdir(parents=True, exist_ok=True)
     for part in (download.storage / "blobs").glob("*.incomplete"):
         try:
-            with FileLock(locks / f"{part.name.partition('.')[0]}.lock", timeout=0):  # as whoever downloads it
+            with FileLock(locks / f"{part.name.partition('.')[0]}.lock", timeout=0):  # huggingface_hub's own
                 part.unlink(missing_ok=True)
         except Timeout:
             log.info("download: another process downloads a file of %s", download.name)
@@ -179,7 +179,7 @@ def find_commit(name: str, revision: str | None = None) -> str | None:
     """The commit that a model's hub id means now, or None for what is no hub id: a directory, or an impossible name.
 
     Without a network it is the one that the cache knows. Raises UsageError, with the fix, where there is no such model,
-    revision or permission, or nobody answers.
+    revision or permission, or the hub does not answer.
     """
     if Path(name).exists():
         return None
@@ -187,7 +187,7 @@ def find_commit(name: str, revision: str | None = None) -> str | None:
         with refusing(name, revision, "model"):
             commit = str(hf.HfApi().resolve_revision(name, revision=revision).resolved)
             if not Download(name, commit, {}).snapshot.is_dir():
-                # Anybody may ask about a gated model; only this tells whether its files may be had.
+                # The hub describes a gated model to everyone; only this tells whether its files may be had.
                 hf.get_hf_file_metadata(hf.hf_hub_url(name, "config.json", revision=commit))
     except HFValidationError:
         return None
@@ -204,7 +204,7 @@ def plan_download(name: str, commit: str | None) -> Download | None:
     """What is to be fetched for a model at a commit, checked against the disk of the cache; None for a directory.
 
     Fetches at most the index of the weights. Raises UsageError where the repository has no weights that transformers
-    loads, the disk has no room for what is missing, or something is missing and nobody answers.
+    loads, the disk has no room for what is missing, or something is missing and the hub does not answer.
     """
     if commit is None or Path(name).exists():
         return None
@@ -337,7 +337,7 @@ def refusing(name: str, revision: str | None, kind: str) -> Iterator[None]:
 
 
 def refusal(name: str, revision: str | None, error: Exception, kind: str) -> UsageError:
-    """What the hub's error means to whoever wrote the config, in one line."""
+    """What the hub's error means for the config, in one line."""
     endpoint, token = hf.constants.ENDPOINT, hf.get_token() is not None
     page = f"{endpoint}/{'datasets/' * (kind == 'dataset')}{name}"
     key, fix, status = KEYS[kind], "", status_of(error)
@@ -356,7 +356,10 @@ def refusal(name: str, revision: str | None, error: Exception, kind: str) -> Usa
     elif status is not None:
         text, fix = f"{endpoint} answers {status} about {name}", "try again later"
     elif isinstance(error, ValueError | RuntimeError) or type(error).__module__.startswith("datasets"):
-        text, fix = f"{name}: {one_line(error)}", "data.subset names one of several" * isinstance(error, ValueError)
+        text, fix = (
+            f"{name}: {one_line(error)}",
+            "data.subset names one of several" * (kind == "dataset" and isinstance(error, ValueError)),
+        )
     else:
         here = f"there is no such file or directory (looked from {Path.cwd()})"
         text = f"no {NAMES[kind]} at {name!r}: {here}, {hub_cache()} does not have it, and {endpoint} does not answer"
