@@ -37,7 +37,7 @@ from cogumi.core.safetensors_file import header_for
 from cogumi.disk import LEFTOVERS, RESERVE, STAGING, kind_of, taken_by
 from cogumi.models.loading import meta_model
 from cogumi.patches.torch_internals import FakeTensorMode
-from cogumi.patches.trl_internals import commit_of, holds_adapter, save_rng_and_scaler
+from cogumi.patches.trl_internals import commit_of, holds_adapter
 
 log = logging.getLogger(__name__)
 
@@ -51,18 +51,19 @@ HOOKED_OPTIMIZERS = ("layerwise", "lomo")
 class Forecast:
     """Bytes of the checkpoint that the trainer writes next, by part.
 
-    files: all but weights and optimizer. measured: the optimizer has taken a step, and its bytes are those of its state;
-    before, they are those of a state made on stand-ins.
+    files: tokenizer, configs, model card and training arguments. state: of the trainer, its scheduler and random numbers.
+    measured: the optimizer has taken a step, and its bytes are those of its state; before, those of one on stand-ins.
     """
 
     weights: int
     optimizer: int
     files: int
+    state: int
     measured: bool
 
     @property
     def total(self) -> int:
-        return self.weights + self.optimizer + self.files
+        return self.weights + self.optimizer + self.files + self.state
 
 
 def checkpoint_bytes(trainer: Any) -> Forecast:
@@ -76,7 +77,7 @@ def checkpoint_bytes(trainer: Any) -> Forecast:
     if not trainer.args.save_only_model:
         state = trainer.optimizer.state_dict() if live else state_after_a_step(coming_optimizer(trainer))
         optimizer = torch_save_bytes(state)
-    return Forecast(weights_bytes(trainer), optimizer, small_files_bytes(trainer), live)
+    return Forecast(weights_bytes(trainer), optimizer, small_files_bytes(trainer), state_bytes(trainer), live)
 
 
 def merged_bytes(model_or_config: Any) -> int:
@@ -193,15 +194,10 @@ def torch_save_bytes(value: Any) -> int:
 
 
 def small_files_bytes(trainer: Any) -> int:
-    """Configs, model card, tokenizer, random states and the rest: written once, by those who write them in a save."""
+    """Configs, model card, tokenizer and training_args.bin: written once, by those who write them in a save."""
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-    size = torch_save_bytes(trainer.args) + len(json.dumps(asdict(trainer.state), indent=2))
     with tempfile.TemporaryDirectory(prefix="cogumi-forecast-") as scratch:
-        if not trainer.args.save_only_model:
-            scheduler = trainer.lr_scheduler
-            size += SCHEDULER_BYTES if scheduler is None else torch_save_bytes(scheduler.state_dict())
-            save_rng_and_scaler(trainer, scratch)
         if isinstance(model, PeftModel):
             model.create_or_update_model_card(scratch)
         elif hasattr(model, "config"):
@@ -211,8 +207,26 @@ def small_files_bytes(trainer: Any) -> int:
         if hasattr(model, "peft_config"):
             for name in saved_adapters(model):
                 model.peft_config[name].save_pretrained(Path(scratch, name))
+        return bytes_of(Path(scratch)) + torch_save_bytes(trainer.args) + tokenizer_bytes(tokenizer)
+
+
+def tokenizer_bytes(tokenizer: Any) -> int:
+    """What a tokenizer or processor saves."""
+    with tempfile.TemporaryDirectory(prefix="cogumi-forecast-") as scratch:
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
+        return bytes_of(Path(scratch))
+
+
+def state_bytes(trainer: Any) -> int:
+    """Trainer state, scheduler and random states, measured as they are now; the log history grows."""
+    size, scheduler = len(json.dumps(asdict(trainer.state), indent=2)), trainer.lr_scheduler
+    if trainer.args.save_only_model:
+        return size
+    size += SCHEDULER_BYTES if scheduler is None else torch_save_bytes(scheduler.state_dict())
+    with tempfile.TemporaryDirectory(prefix="cogumi-forecast-") as scratch:
+        trainer._save_rng_state(scratch)
+        trainer._save_scaler(scratch)
         return size + bytes_of(Path(scratch))
 
 
@@ -310,7 +324,7 @@ def outlook(
     if adapter_into is not None:
         needs.append(Need(ADAPTER, adapter_into, 0, forecast.weights + forecast.files, ENTRIES))
     if merged_into is not None:
-        needs.append(merged_need(base_on_disk(trainer.model), merged_into, forecast.files))
+        needs.append(merged_need(base_on_disk(trainer.model), merged_into, trainer.processing_class))
     return composed(
         each=forecast.total,
         made_of=f"weights {spoken(forecast.weights)}, optimizer {spoken(forecast.optimizer)}",
@@ -391,9 +405,9 @@ def saves_to_come(trainer: Any, step: int) -> int | None:
     return math.ceil(last / every) - step // every if step < last else 0
 
 
-def merged_need(config: Any, path: Path, files: int = 0) -> Need:
-    """What a merged model takes; files: bytes of its tokenizer and configs."""
-    size = merged_bytes(config) + files
+def merged_need(config: Any, path: Path, tokenizer: Any = None) -> Need:
+    """What a merged model takes, with its tokenizer."""
+    size = merged_bytes(config) + tokenizer_bytes(tokenizer)
     return Need(MERGED, path, 0, size, ENTRIES + size // SHARD_BYTES)
 
 

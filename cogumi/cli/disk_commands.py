@@ -15,6 +15,7 @@ import typer
 
 from cogumi.core.disk_space import Filesystem, filesystems, spoken
 from cogumi.core.errors import UsageError
+from cogumi.core.formatting import visible
 from cogumi.core.output import print_json, print_table, say, waiting
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """What a run will want of its disks. Exit status 1 where it does not fit. Loads and downloads no weights."""
+    from rich.console import Console
+
     with disk_failures_in_one_line(), waiting("forecasting the disks"):
         found = of_directory(target, overrides or []) if target.is_dir() else of_config(target, overrides or [])
     if as_json:
@@ -117,8 +120,9 @@ def predict(
             mount, free = disk.filesystem.mount, spoken(disk.filesystem.space.free)
             rows.append((disk.parts, mount, spoken(disk.wanted), free, disk.refusal or "fits"))
         print_table("what is wanted of the disks", ["for", "mounted at", ">wanted", ">free", ""], rows)
+        console = Console(markup=False, highlight=False, emoji=False)  # which breaks lines
         for line in found.about_saves:
-            say(line)
+            console.print(visible(line))
     raise typer.Exit(0 if found.fits else 1)
 
 
