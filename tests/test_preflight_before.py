@@ -140,7 +140,7 @@ def test_a_forecast_that_breaks_does_not_end_the_run(
         stages.run_preflight(run, asked.base, asked.of_base, data, tokenizer)
     (said,) = [record.getMessage() for record in caplog.records if "preflight" in record.getMessage()]
     assert said.startswith("preflight: the forecast ended with status 1: ")
-    assert said.endswith("; the run goes on without it")
+    assert said.endswith("; the run continues without it")
     assert not run.run_dir.exists()
 
 
