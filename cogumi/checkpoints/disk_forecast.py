@@ -37,7 +37,7 @@ from cogumi.core.safetensors_file import header_for
 from cogumi.disk import LEFTOVERS, RESERVE, STAGING, kind_of, taken_by
 from cogumi.models.loading import meta_model
 from cogumi.patches.torch_internals import FakeTensorMode
-from cogumi.patches.trl_internals import commit_of, holds_adapter
+from cogumi.patches.trl_internals import commit_of, holds_adapter, save_rng_and_scaler
 
 log = logging.getLogger(__name__)
 
@@ -225,8 +225,7 @@ def state_bytes(trainer: Any) -> int:
         return size
     size += SCHEDULER_BYTES if scheduler is None else torch_save_bytes(scheduler.state_dict())
     with tempfile.TemporaryDirectory(prefix="cogumi-forecast-") as scratch:
-        trainer._save_rng_state(scratch)
-        trainer._save_scaler(scratch)
+        save_rng_and_scaler(trainer, scratch)
         return size + bytes_of(Path(scratch))
 
 
