@@ -46,7 +46,8 @@ def run_probe(name: str, device: str, timeout: float = TIMEOUT) -> Probe:
     try:
         readings = call(name, PROBES[name], device, environment=os.environ, timeout=timeout, own_group=True)
     except RuntimeError as error:
-        return Probe(name, error=f"{installed_as(package)}: {str(error)[:300]}")
+        why = str(error).removeprefix(f"{name} ended with status 1: ")  # which any exception has
+        return Probe(name, error=f"{installed_as(package)}: {why[:300]}")
     return Probe(name, tuple(readings))
 
 
