@@ -223,13 +223,12 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     by_turns = using.learn == "turns" and not plain
     texts: list[str] = []
     learned_of: list[Any] = []  # of each text its prompt, or the spans of its turns
-    prompt: Any
     kept: list[int] = []
-    prompt: Any
     for each, row in zip(made, at, strict=True):
         try:
             if isinstance(each, tuple):
-                prompt, text = each[0], each[0] + each[1] + using.tokenizer.eos_token
+                prompt: Any = each[0]
+                text = each[0] + each[1] + using.tokenizer.eos_token
             else:
                 assert using.template is not None
                 if by_turns:
