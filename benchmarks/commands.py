@@ -28,10 +28,10 @@ import json, resource, sys, time
 started = time.monotonic()
 from transformers import AutoConfig
 from cogumi.config.schema import load_config
-from cogumi.forecast.training_step import Work
+from cogumi.forecast.training_step import StepShape
 from cogumi.rl.patching import patch
-from cogumi.forecast.memory_forecast import target_of
-from cogumi.forecast.memory_forecast import step_on
+from cogumi.forecast.memory_forecast import find_target
+from cogumi.forecast.memory_forecast import forecast_step
 patch(graph_break="off")
 run = load_config({"model": {"name": "x"}, "lora": {"r": 16, "lora_alpha": 32}, "data": {"source": "cogumi:stdlib"},
     "train": {"max_steps": 1, "gradient_checkpointing": True}, "cogumi": {"method": "sft"}})

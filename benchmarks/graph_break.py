@@ -38,7 +38,7 @@ from benchmarks.harness import (
     row,
     summary,
 )
-from cogumi.compile.layers import compile_layers, decoder_layers, prepare
+from cogumi.compile.layers import compile_layers, decoder_layers, prepare_four_bit
 from cogumi.patches import graph_break
 
 DISABLED, AUTO, AGAIN = "global disable", "auto", "auto, again"
@@ -157,7 +157,7 @@ class Work:
             graph_break.apply(choice, self.model)
             # Of one strategy they hold the same code: what was chosen finds what was forced before.
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(caches / wanted.case / self.strategy)
-            prepare(self.model)
+            prepare_four_bit(self.model)
             if self.is_transformer:
                 compile_layers(self.model, wanted.backend)
             else:

@@ -178,7 +178,7 @@ def time_the_watch(trainer: Any) -> OwnTime:
     from cogumi.rl.watch import watch
 
     own, watching = OwnTime(), watch(trainer)
-    trainer.compute_loss = own.ours(watching.overhear)
+    trainer.compute_loss = own.ours(watching.compute_watched_loss)
     watching.compute_loss = own.theirs(watching.compute_loss)
     rollouts = trainer._generate_and_score_completions  # whose only subscriber is the Watch
     rollouts.make = own.theirs(rollouts.make)
@@ -195,7 +195,7 @@ def metrics_shares(trainer: Any, repeats: int) -> tuple[list[float], list[float]
     own, clock = time_the_watch(trainer), Clock(trainer)
     seconds, shares = [], []
     # The one part of the Watch that runs inside of TRL's loss.
-    with mock.patch.object(loss_capture, "trl_call", own.ours(loss_capture.trl_call)):
+    with mock.patch.object(loss_capture, "read_trl_inputs", own.ours(loss_capture.read_trl_inputs)):
         for _ in range(repeats):
             own.seconds = 0.0
             step = clock.seconds()

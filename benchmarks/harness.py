@@ -136,21 +136,21 @@ class Timed:
 
     def __init__(self) -> None:
         self.cpu = self.wall = 0.0
-        self.inside = False
+        self.stage_inside = False
 
     def wrap(self, owner: Any, name: str) -> None:
         function = getattr(owner, name)
 
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if self.inside:
+            if self.stage_inside:
                 return function(*args, **kwargs)
-            self.inside, cpu, wall = True, time.thread_time(), time.perf_counter()
+            self.stage_inside, cpu, wall = True, time.thread_time(), time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
                 self.cpu, self.wall = self.cpu + time.thread_time() - cpu, self.wall + time.perf_counter() - wall
-                self.inside = False
+                self.stage_inside = False
 
         setattr(owner, name, timed)
 

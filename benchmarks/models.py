@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cogumi.core.durability import drop_from_memory
-from cogumi.core.safetensors_file import header_for
+from cogumi.core.safetensors_file import make_header
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -135,7 +135,7 @@ def write_sparse_inputs(shape: Shape, directory: Path, *, targets: str | list[st
     base.mkdir(parents=True)
     model.config.save_pretrained(base)
     tensors = stored_tensors(model)
-    header = header_for(
+    header = make_header(
         {"format": "pt"}, [(key, "BF16", dims, byte_count({key: dims})) for key, dims in tensors.items()]
     )
     with (base / "model.safetensors").open("xb") as file:

@@ -29,7 +29,7 @@ import time, re
 began = time.monotonic()
 import cogumi
 cogumi.attach({run!r}).dashboard()
-from cogumi.notebook.panel import shown
+from cogumi.notebook.panel import open_panels
 panel, = shown.values()
 while "<svg" not in panel.plots.value:
     time.sleep(0.01)
@@ -108,10 +108,10 @@ def followed(seconds: float, directory: Path) -> Iterator[Row]:
 
 def drawn(directory: Path) -> Iterator[Row]:
     from cogumi.notebook import figures, panel
-    from cogumi.notebook.run_snapshot import Looker
+    from cogumi.notebook.run_snapshot import SnapshotReader
 
-    look = Looker(directory).look()
-    functions = {"ours": lambda: panel.plots(look), "matplotlib": lambda: figures.curves(directory).svg()}
+    look = SnapshotReader(directory).look()
+    functions = {"ours": lambda: panel.render_plots(look), "matplotlib": lambda: figures.curves(directory).svg()}
     times = interleave(functions, repeats=7)
     case, metric = f"{len(look.plots)} plots", "time, SVG text / matplotlib"
     yield ratio_row("panel", case, metric, times, "ours", "matplotlib", unit="", target="<= 0.1")

@@ -98,7 +98,7 @@ def with_telemetry(folder: Path, steps: int, reporters: str, timed: Timed, beati
     heart = Heartbeat(folder, meter)
     telemetry = Telemetry(heart, "sft")
     telemetry.attach(trainer)
-    trackers.write_into(folder, trainer)
+    trackers.set_tensorboard_directory(folder, trainer)
     options = CogumiSection(method="sft", price_per_hour=2.5, max_hours=10.0, max_cost=25.0)
     budget = Budget(options, meter, heart.progress)
     for callback in (budget, counted):

@@ -67,9 +67,9 @@ __all__ = [*_HOME, "__version__"]
 
 
 def _html_of(report: Any) -> str:
-    from cogumi.notebook.html_components import html_of
+    from cogumi.notebook.html_components import render_html
 
-    return html_of(report)
+    return render_html(report)
 
 
 def _draw_reports(shell: Any) -> None:
@@ -84,9 +84,9 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'cogumi' has no attribute {name!r}")
     if name in _WITH_TORCH:
-        from cogumi.core.notices import importing
+        from cogumi.core.notices import show_import
 
-        with importing():
+        with show_import():
             return getattr(importlib.import_module(_HOME[name]), name)
     return getattr(importlib.import_module(_HOME[name]), name)
 

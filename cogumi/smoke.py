@@ -164,13 +164,17 @@ def check_environment(report: Report) -> None:
 
 
 def check_fits(report: Report, model: str) -> None:
-    from cogumi.core.formatting import gib
+    from cogumi.core.formatting import format_memory
     from cogumi.forecast.run_forecast import preflight
 
     found = preflight("smoke/sft", **overrides_of(report, "sft", model))
     red = [f"{each.stage}: {each.figure}" for each in found.lines if each.state == "red"]
     memory = found.figures.get("memory")
-    peak = f"{gib(memory['peak'])} of {gib(memory['free'])} at its peak" if memory else "memory not known"
+    peak = (
+        f"{format_memory(memory['peak'])} of {format_memory(memory['free'])} at its peak"
+        if memory
+        else "memory not known"
+    )
     report.add("preflight", "the SFT run fits", "; ".join([peak, *red]), found.fits)
 
 
@@ -275,7 +279,7 @@ def compare(report: Report, models: dict[str, str]) -> None:
     """Greedy completions of held-out prompts by each model, and their mean edit similarity with what was cut out."""
     from cogumi.config.schema import load_config
     from cogumi.methods.examples import prepare_examples
-    from cogumi.models.completion import complete
+    from cogumi.models.completion import complete_greedily
     from cogumi.models.loading import load_model, load_tokenizer
     from cogumi.rewards.functions import edit_similarity
 
@@ -287,7 +291,7 @@ def compare(report: Report, models: dict[str, str]) -> None:
     columns = {name: examples[name] for name in ("middle", "prefix", "suffix")}
     prompts, written = list(examples["prompt"]), {}
     for name, path in models.items():
-        written[name] = complete(load_model(path), tokenizer, prompts, run.train["max_completion_length"])
+        written[name] = complete_greedily(load_model(path), tokenizer, prompts, run.train["max_completion_length"])
         report.similarity[name] = sum(edit_similarity(prompts, written[name], **columns)) / len(prompts)
     changed = sum(a != b for a, b in zip(written["base"], written["rl"], strict=True))
     figure = f"{changed} of {len(examples)} completions"

@@ -17,7 +17,7 @@ RUN = "runs/disk"
 
 # %%
 here = disk.filesystem_of(Path.cwd())
-print(here.mount, disk.spoken(here.space.free), "free of", disk.spoken(here.space.total))
+print(here.mount, disk.format_bytes(here.space.free), "free of", disk.format_bytes(here.space.total))
 
 # %% [markdown]
 # **What would the run want**, before anything is written? (`cogumi disk predict CONFIG` in a terminal.)
@@ -33,8 +33,8 @@ print(cogumi.start(CONFIG, cogumi__run_dir=RUN, train__max_steps=40, train__save
 
 # %%
 print(cogumi.last_good_checkpoint(f"{RUN}/checkpoints"))
-for use in disk.uses(Path(RUN)):
-    print(use.what, disk.spoken(use.bytes))
+for use in disk.list_uses(Path(RUN)):
+    print(use.what, disk.format_bytes(use.bytes))
 
 # %% [markdown]
 # **In a script of your own** a callback watches the disk of any trainer, `cogumi.protect(trainer)` makes its checkpoints whole or absent, and the monitor alone watches a directory.

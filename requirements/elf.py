@@ -24,7 +24,7 @@ from typing import Any
 from lock import uv
 from package_file import ROOT, pins, requirements_of, table
 
-from cogumi.stack.installed import cuda_major, needed
+from cogumi.stack.installed import cuda_major, needed_libraries
 
 RESULT = Path(__file__).parent / "elf.json"
 MEMBER_BYTES = 64 * 2**20  # compressed. Larger ones are libtorch_cpu, libtorch_cuda, flash attention's: named, not read
@@ -83,7 +83,7 @@ def libraries(url: str) -> dict[str, Any]:
             if member.compress_size > MEMBER_BYTES:
                 unread.append(member.filename)
                 continue
-            cuda = [name for name in needed(wheel.read(member)) if cuda_major(name) and name not in inside]
+            cuda = [name for name in needed_libraries(wheel.read(member)) if cuda_major(name) and name not in inside]
             if cuda:
                 needs[member.filename] = cuda
     return {"needs": needs, "unread": unread}

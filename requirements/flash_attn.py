@@ -12,7 +12,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from cogumi.core.worker import run_apart
+from cogumi.core.worker import run_command
 from cogumi.stack.probes import HUB_FLASH_ATTN
 
 TABLE = Path(__file__).with_name("lanes.toml")
@@ -58,7 +58,7 @@ def is_installed() -> bool:
 
 def why_not() -> str:
     """The last line of what importing flash-attn printed, in a process of its own; "" where it loads."""
-    ended = run_apart([sys.executable, "-c", LOADS], SECONDS)
+    ended = run_command([sys.executable, "-c", LOADS], SECONDS)
     return "" if ended.status == 0 else last_line(ended.stderr) or ended.how
 
 

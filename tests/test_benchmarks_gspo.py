@@ -23,9 +23,11 @@ def trainers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_only_one_side_is_watched_and_both_train_the_same_loss_on_the_same_rollout(trainers: dict[str, Any]) -> None:
-    from cogumi.rl.watch import Watch
+    from cogumi.rl.watch import LossWatch
 
-    watched = {name: any(isinstance(c, Watch) for c in t.callback_handler.callbacks) for name, t in trainers.items()}
+    watched = {
+        name: any(isinstance(c, LossWatch) for c in t.callback_handler.callbacks) for name, t in trainers.items()
+    }
     assert watched == {"cogumi": True, "stock": False}
     before = {name: gspo_step.trained_weights(trainer) for name, trainer in trainers.items()}
     assert torch.equal(before["cogumi"], before["stock"])
@@ -91,7 +93,7 @@ def test_all_of_the_watch_is_timed_and_nothing_else(trainers: dict[str, Any], mo
     watching.compute_loss = clock.taking(100, watching.compute_loss)  # TRL's
     rollouts = trainer._generate_and_score_completions
     rollouts.make = clock.taking(1000, rollouts.make)
-    monkeypatch.setattr(loss_capture, "trl_call", clock.taking(0.5, loss_capture.trl_call))  # the watch's
+    monkeypatch.setattr(loss_capture, "read_trl_inputs", clock.taking(0.5, loss_capture.read_trl_inputs))  # the watch's
     for owner, name, seconds in (
         (watching.metrics, "add", 1.0),
         (watching.metrics, "take", 2.0),

@@ -204,9 +204,9 @@ def test_a_config_is_changed_in_the_form_and_written(config: Path, tmp_path: Pat
 
 
 def test_a_long_sample_is_cut_between_two_lines() -> None:
-    sample = panel.within(panel.glance("<fim_middle>\n" * 30))
+    sample = panel.wrap_piece(panel.render_excerpt("<fim_middle>\n" * 30))
     with page() as (shown, wrong):
-        shown.set_content(panel.styled(sample))
+        shown.set_content(panel.add_style(sample))
         seen, whole, line = shown.locator("pre").evaluate(
             "pre => [pre.clientHeight, pre.scrollHeight, parseFloat(getComputedStyle(pre).lineHeight)]"
         )
@@ -243,7 +243,7 @@ def test_saved_outputs_read_alike_where_the_notebook_is_not_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cogumi.methods.preview import Preview, Shares
-    from cogumi.notebook.html_components import html_of, preview
+    from cogumi.notebook.html_components import preview, render_html
 
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "nobody"))  # whose notebooks are trusted is kept there
     shares = Shares("rows", 9, 8, {"too long": 1}, 0, 0, 90, 30)
@@ -254,7 +254,7 @@ def test_saved_outputs_read_alike_where_the_notebook_is_not_trusted(
     )
     outputs = [
         nbformat.v4.new_output("display_data", data={"text/html": each})
-        for each in (html_of(found), side._repr_html_())
+        for each in (render_html(found), side._repr_html_())
     ]
     write_notebook(tmp_path / "saved.ipynb", ["found, side"])
     saved = nbformat.read(tmp_path / "saved.ipynb", as_version=4)

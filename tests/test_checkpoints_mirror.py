@@ -27,7 +27,7 @@ from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.mirror_store import RECORD_NAME
 from cogumi.checkpoints.verify import inspect
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import pip
+from cogumi.core.formatting import pip_command
 
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}
 STATE = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
@@ -212,10 +212,10 @@ def test_of_several_that_wait_only_the_newest_goes_whole(bucket: Bucket, tmp_pat
     assert reached.wait(PATIENCE)
     for path in paths[1:]:
         mirror.send(path)
-    assert mirror.busy() == {paths[0], paths[-1]}
+    assert mirror.pending() == {paths[0], paths[-1]}
     go_on.set()
     assert mirror.finish(PATIENCE) == []
-    assert mirror.busy() == set()
+    assert mirror.pending() == set()
     assert bucket.files() == {"checkpoint-2": WHOLE, "checkpoint-8": WHOLE}
     puts = [path.split("/")[-2:] for method, path in bucket.proxy.requests if method == "PUT"]
     assert [place for place, file in puts if file == "optimizer.pt"] == ["checkpoint-2", "checkpoint-8"]
@@ -478,7 +478,7 @@ sys.stdin.readline()
 def test_wrong_addresses_are_said_at_once(tmp_path: Path, golden: Golden) -> None:
     with pytest.raises(UsageError, match="gs://bucket/run: ") as missing:
         Mirror("gs://bucket/run")
-    assert missing.value.fix.startswith(pip("install gcsfs==2026"))
+    assert missing.value.fix.startswith(pip_command("install gcsfs==2026"))
     with golden.raises("mirror", message="s4://bucket"):
         Mirror("s4://bucket")
     with golden.raises("mirror", message="s3:///run"):
@@ -536,7 +536,7 @@ def test_a_full_disk_waits_for_space(tmp_path: Path, said: Any) -> None:
         mirror.send(sent)
         while "No space left" not in said():
             threading.Event().wait(0.01)
-        assert mirror.busy() == {sent}
+        assert mirror.pending() == {sent}
         assert mirror.fetch_newest(tmp_path / "there", -1) is None
         filler.unlink()
         assert mirror.finish(PATIENCE) == []
@@ -600,11 +600,11 @@ def test_names_that_lead_out_of_a_checkpoint_are_refused(tmp_path: Path, said: A
     mirror = Mirror(tmp_path / "mirror")
     mirror.send(make(tmp_path / "here", 2))
     assert mirror.finish(PATIENCE) == []
-    from cogumi.checkpoints.manifest import sealed
+    from cogumi.checkpoints.manifest import seal
 
     (tmp_path / "mirror" / "outside").write_bytes(b"mine")
     entry = {"size": 4, "sha256": "0" * 64}
-    text = sealed({"format": 1, "step": 2, "files": {"../outside": entry}})
+    text = seal({"format": 1, "step": 2, "files": {"../outside": entry}})
     (tmp_path / "mirror" / "checkpoint-2" / MANIFEST_NAME).write_text(text)
     with pytest.raises(UsageError, match="none of its 1 checkpoints"):
         mirror.fetch_newest(tmp_path / "there", -1)

@@ -31,7 +31,7 @@ from cogumi.checkpoints.verify import Finding, inspect
 from cogumi.cli.disk_commands import prune
 from cogumi.core.disk_space import filesystem_of
 from cogumi.core.errors import UsageError
-from cogumi.disk import taken_by
+from cogumi.disk import disk_bytes
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -346,7 +346,7 @@ def size(tmp_path_factory: pytest.TempPathFactory) -> int:
     """What one checkpoint takes on a disk."""
     trainer, _ = make(tmp_path_factory.mktemp("size"), max_steps=2)
     protect(trainer).train()
-    return taken_by(Path(trainer.args.output_dir) / "checkpoint-2")
+    return disk_bytes(Path(trainer.args.output_dir) / "checkpoint-2")
 
 
 @pytest.mark.parametrize("share", [0.5, 1.05, 1.5, 2.2, 2.9, 3.5])
@@ -471,7 +471,7 @@ def test_the_adapter_alone_where_a_checkpoint_does_not_fit(disk: Callable[[int],
     lora = {"r": 256, "target_modules": "all-linear"}
     whole, _ = make(tmp_path / "whole", lora=lora, max_steps=2)
     protect(whole).train()
-    point = disk(int(0.6 * taken_by(tmp_path / "whole" / "checkpoint-2")))  # two thirds of it is the optimizer's
+    point = disk(int(0.6 * disk_bytes(tmp_path / "whole" / "checkpoint-2")))  # two thirds of it is the optimizer's
     trainer, losses = make(point / "run", lora=lora, max_steps=2)
     protect(trainer).train()
     assert max(losses.seen) == 2

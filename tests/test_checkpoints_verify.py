@@ -24,10 +24,10 @@ from cogumi.checkpoints.manifest import (
     CheckpointDamaged,
     Manifest,
     read_manifest,
-    sealed,
+    seal,
     write_manifest,
 )
-from cogumi.checkpoints.retention import findings, last_good_checkpoint
+from cogumi.checkpoints.retention import inspect_all, last_good_checkpoint
 from cogumi.checkpoints.verify import Finding, check_torch_file, inspect
 from cogumi.core.durability import sha256_file
 from cogumi.core.errors import UsageError
@@ -364,7 +364,7 @@ def test_a_sealed_manifest_of_another_shape_is_rejected_in_one_line(tmp_path: Pa
     directory = tmp_path / "checkpoint-2"
     directory.mkdir()
     content = {"format": 1, "step": 2, "files": {}} | change
-    (directory / MANIFEST_NAME).write_text(sealed({key: value for key, value in content.items() if value is not None}))
+    (directory / MANIFEST_NAME).write_text(seal({key: value for key, value in content.items() if value is not None}))
     finding = inspect(directory)
     assert (finding.state, "\n" in finding.reason) == ("rejected", False)
     assert f"{MANIFEST_NAME} is damaged: it " in finding.reason
@@ -379,7 +379,7 @@ def test_a_manifest_that_is_nested_too_deep_is_rejected_in_one_line(tmp_path: Pa
 
 def test_a_manifest_of_a_later_cogumi_is_called_that_and_not_damaged(copy: Copy) -> None:
     newest = copy("full", manifest=False) / "checkpoint-4"
-    (newest / MANIFEST_NAME).write_text(sealed({"format": 2, "step": 4}))
+    (newest / MANIFEST_NAME).write_text(seal({"format": 2, "step": 4}))
     rejected(inspect(newest), "format 2")
 
 
@@ -637,7 +637,7 @@ def test_when_none_is_good_the_answer_is_none_and_that_is_said(copy: Copy, caplo
 def test_the_order_is_that_of_the_steps_and_older_ones_are_not_read_before_they_are_asked_for(copy: Copy) -> None:
     home = copy("full", manifest=True)
     shutil.copytree(home / "checkpoint-4", home / "checkpoint-10")
-    found = findings(home)
+    found = inspect_all(home)
     assert next(found).step == 10
     shutil.rmtree(home / "checkpoint-4")  # pruned meanwhile
     # The one that is gone is left out: it was not read before it was asked for.
@@ -661,7 +661,7 @@ def test_odd_names_links_and_files_are_left_alone(copy: Copy) -> None:
     (home / "checkpoint-11").symlink_to(newest, target_is_directory=True)
     (home / "checkpoint-١٢").mkdir()  # digits, but not Trainer's
     before = {path: path.lstat().st_mtime_ns for path in home.rglob("*")}
-    assert [finding.path.name for finding in findings(home)] == ["checkpoint-4", "checkpoint-2"]
+    assert [finding.path.name for finding in inspect_all(home)] == ["checkpoint-4", "checkpoint-2"]
     assert last_good_checkpoint(home) == newest
     assert before == {path: path.lstat().st_mtime_ns for path in home.rglob("*")}
 
@@ -669,7 +669,7 @@ def test_odd_names_links_and_files_are_left_alone(copy: Copy) -> None:
 def test_an_empty_directory_or_none_at_all_gives_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert last_good_checkpoint(tmp_path) is None
     assert last_good_checkpoint(tmp_path / "not-there-yet") is None
-    assert list(findings(tmp_path / "not-there-yet")) == []
+    assert list(inspect_all(tmp_path / "not-there-yet")) == []
     assert not caplog.records
 
 

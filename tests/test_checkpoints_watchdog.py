@@ -219,7 +219,7 @@ def begin(watchdog: Watchdog) -> None:
     step, began = 0, time.monotonic()
     while not watchdog.armed:
         assert time.monotonic() - began < DEADLINE
-        watchdog.step_done(step := step + 1)
+        watchdog.note_step(step := step + 1)
         time.sleep(0.001)
 
 
@@ -284,7 +284,7 @@ def test_an_excused_wait_is_none_and_what_follows_is_watched(run_log: Path) -> N
         limit = watchdog.limit
         with watchdog.excused(), watchdog.excused():
             time.sleep(3 * limit)
-        watchdog.step_done(1)
+        watchdog.note_step(1)
         assert run_log.read_text() == "what was there before\n"
         wait_for("Process ", run_log)
         assert watchdog.longest < 3 * limit  # the wait is no measure either

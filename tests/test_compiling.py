@@ -22,11 +22,11 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from cogumi.compile import compile_report
 from cogumi.compile.compile_report import count_operations, counts, keep_compiled_code, try_compiler
 from cogumi.compile.layers import (
-    but_for_generation,
+    compile_for_training,
     compile_layers,
     decoder_layers,
     parts_of,
-    prepare,
+    prepare_four_bit,
     uncompile_layers,
 )
 from cogumi.core.errors import UsageError
@@ -252,7 +252,7 @@ def test_a_model_without_layers_and_a_disabled_dynamo_are_refused(monkeypatch: p
 def test_a_failure_is_loud_also_where_unsloth_silences_it(silent: bool, rescue: bool) -> None:
     part, x = Failing(), torch.ones(2)
     errors: list[Exception] = []
-    part._compiled_call_impl = but_for_generation(part, no_backend, errors if rescue else None)  # type: ignore[arg-type]
+    part._compiled_call_impl = compile_for_training(part, no_backend, errors if rescue else None)  # type: ignore[arg-type]
     with torch._dynamo.config.patch(suppress_errors=silent):
         for _ in range(2):
             if rescue:
@@ -296,7 +296,7 @@ def test_a_backward_that_does_not_compile_fails_with_its_forward() -> None:
     backend = aot_autograd(fw_compiler=lambda graph, _: graph.forward, bw_compiler=no_backward)
     part, x = Failing(), torch.ones(2, requires_grad=True)
     errors: list[Exception] = []
-    part._compiled_call_impl = but_for_generation(part, backend, errors)  # type: ignore[arg-type]
+    part._compiled_call_impl = compile_for_training(part, backend, errors)  # type: ignore[arg-type]
     y = part(x)
     assert [first_line(error).endswith("NotImplementedError: no backward here") for error in errors] == [True]
     y.sum().backward()
@@ -307,7 +307,7 @@ def test_a_backward_that_does_not_compile_fails_with_its_forward() -> None:
 def test_the_models_own_errors_are_not_the_compilers(rescue: bool) -> None:
     part = Failing()
     errors: list[Exception] = []
-    part._compiled_call_impl = but_for_generation(part, "eager", errors if rescue else None)
+    part._compiled_call_impl = compile_for_training(part, "eager", errors if rescue else None)
     with pytest.raises(ValueError, match="of the model's own"):
         part(torch.ones(3))
     assert torch.equal(part(torch.ones(2)), torch.ones(2).sin())
@@ -336,19 +336,19 @@ def test_preparing_mends_biases_and_repacking() -> None:
         layer.support_avx512bf16_for_cpu = False
     layers[0].support_avx512bf16_for_cpu = True
     layers[1].bias.data = layers[1].bias.data.to(torch.bfloat16)
-    casts, repacking = prepare(model)
+    casts, repacking = prepare_four_bit(model)
     assert casts == "2 biases of 4-bit layers cast to the dtype they compute in"
     assert repacking.startswith("1 4-bit layers keep their weights as they are")
     assert {layer.bias.dtype for layer in layers} == {torch.bfloat16}
     assert not any(layer.support_avx512bf16_for_cpu for layer in layers)
-    assert prepare(model) == []
+    assert prepare_four_bit(model) == []
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     compiled(torch.ones(2, 64, dtype=torch.bfloat16))
 
 
 def test_a_model_without_4_bit_layers_is_not_touched() -> None:
-    assert prepare(nn.Linear(2, 2)) == []
+    assert prepare_four_bit(nn.Linear(2, 2)) == []
 
 
 # --------------------------------------------------------------------------------------------------------- a compiler

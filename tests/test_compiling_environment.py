@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cogumi.compile.compile_report import KNOWN, Variable, variables
+from cogumi.compile.compile_report import KNOWN, CompileVariable, variables
 
 PACKAGES = ("torch", "transformers", "accelerate")
 # Which of them holds the name, spelled out in quotes. unsloth is not installed where the tests run.
@@ -77,7 +77,7 @@ def test_the_old_launch_line_is_explained() -> None:
 
 def test_a_value_without_effect_is_told_so() -> None:
     assert variables({"TORCHDYNAMO_DISABLE": "true"}) == [
-        Variable("TORCHDYNAMO_DISABLE", "true", "nothing", "only 1 has an effect; leave it out")
+        CompileVariable("TORCHDYNAMO_DISABLE", "true", "nothing", "only 1 has an effect; leave it out")
     ]
     assert variables({}) == []
 

@@ -15,7 +15,7 @@ from datasets import Dataset
 from four_bit_models import gpt_oss_base
 from transformers import AutoTokenizer
 
-from cogumi.compile.compile_callback import Compiling
+from cogumi.compile.compile_callback import CompileCallback
 from cogumi.compile.layers import uncompile_layers
 from cogumi.patches import graph_break
 from cogumi.rl.patching import patch
@@ -62,7 +62,7 @@ def trained(mode: str, tiny_model: Path, sources: list[str], folder: Path) -> tu
         processing_class=tokenizer,
         peft_config=peft.LoraConfig(r=4, target_modules="all-linear"),
     )
-    compiling = Compiling(trainer, mode, folder / "decisions.json", nullcontext, lambda: False)
+    compiling = CompileCallback(trainer, mode, folder / "decisions.json", nullcontext, lambda: False)
     trainer.add_callback(compiling)
     compiling.begin()
     trainer.train()

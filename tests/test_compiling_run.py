@@ -21,12 +21,12 @@ from four_bit_models import tiny_llama
 from transformers import Trainer, TrainingArguments
 
 from cogumi.compile import compile_callback, compile_report
-from cogumi.compile.compile_callback import Compiling
+from cogumi.compile.compile_callback import CompileCallback
 from cogumi.compile.compile_report import CompilerFound, counts
 from cogumi.compile.layers import compile_layers, parts_of
 from cogumi.core.errors import UsageError
 from cogumi.patches import graph_break
-from cogumi.patches.graph_break import Probe
+from cogumi.patches.graph_break import CompileProbe
 
 STEPS = 10
 
@@ -62,7 +62,7 @@ class Run:
         torch.manual_seed(3)
         self.trainer = trainer_of(tiny_llama(layers=2), path, **arguments)
         self.signalled = False
-        self.compiling = Compiling(self.trainer, mode, self.path, nullcontext, lambda: self.signalled)
+        self.compiling = CompileCallback(self.trainer, mode, self.path, nullcontext, lambda: self.signalled)
         self.trainer.add_callback(self.compiling)
 
     def train(self) -> "Run":
@@ -91,7 +91,7 @@ def as_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """eager for inductor, a compiler that was found, and probes that passed: what the decision is about is said by a test."""
-    passed = Probe("a 4-bit layer", True, "", 0.1)
+    passed = CompileProbe("a 4-bit layer", True, "", 0.1)
     monkeypatch.setattr(compile_callback, "compile_layers", partial(compile_layers, backend="eager"))
     monkeypatch.setattr(compile_callback, "try_compiler", lambda _: CompilerFound("", 0.1))
     monkeypatch.setattr(graph_break, "probe_linear", lambda _: passed)
@@ -261,7 +261,7 @@ def test_layers_compile_from_the_first_step_and_count_their_own(tmp_path: Path) 
     torch._dynamo.utils.counters["graph_break"]["of something before"] += 1
     run = Run("layers", tmp_path / "layers")
     torch._dynamo.utils.cumulative_time_spent_ns["entire_frame_compile"] += 10**12
-    run.compiling.report = compile_callback.CompileReport.of_process("layers")
+    run.compiling.report = compile_callback.CompileReport.from_process("layers")
     torch.compiler.reset()
     run.train()
     assert run.losses == plain.losses

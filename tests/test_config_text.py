@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from cogumi.config.source import PACKAGE
-from cogumi.config.yaml_text import pruned, same, sections, with_values, written
+from cogumi.config.yaml_text import drop_empty, dump_sections, edit_yaml, equal_values, parse_sections
 
 TEXT = """\
 # head
@@ -36,8 +36,8 @@ TEXTS = [TEXT, *(path.read_text() for path in sorted((PACKAGE / "configs").rglob
 
 
 def test_values_are_changed_where_they_stand() -> None:
-    values = sections(TEXT)
-    assert with_values(TEXT, values) == (TEXT, True)
+    values = parse_sections(TEXT)
+    assert edit_yaml(TEXT, values) == (TEXT, True)
     values["train"] |= {"learning_rate": "5e-7", "beta": "no", "packing": True}
     values["data"]["fim"] |= {"seed": 3}
     del values["data"]["fim"]["max_length"]
@@ -47,7 +47,7 @@ def test_values_are_changed_where_they_stand() -> None:
     values["cogumi"] = {"method": "sft", "stop": ["a, b", "#"]}
     del values["model"]["quantization_config"]["load_in_4bit"]
     del values["model"]["quantization_config"]["llm_int8_skip_modules"]
-    text, kept = with_values(TEXT, values)
+    text, kept = edit_yaml(TEXT, values)
     assert kept
     assert text == (
         "# head\n"
@@ -79,7 +79,7 @@ VALUES: list[Any] = [
 def test_the_text_says_what_was_asked_for_and_keeps_the_comments(seed: int) -> None:
     draw = random.Random(seed)
     text = draw.choice(TEXTS)
-    values = sections(text)
+    values = parse_sections(text)
     for _ in range(6):
         section = values[draw.choice(list(values))]
         if isinstance(section.get("fim"), dict) and draw.random() < 0.3:
@@ -89,9 +89,9 @@ def test_the_text_says_what_was_asked_for_and_keeps_the_comments(seed: int) -> N
             del section[draw.choice(list(section))]
         else:
             section[draw.choice(keys)] = draw.choice(VALUES)
-    new, kept = with_values(text, values)
+    new, kept = edit_yaml(text, values)
     assert kept
-    assert same(pruned(sections(new)), pruned(values))
+    assert equal_values(drop_empty(parse_sections(new)), drop_empty(values))
     comments = [line for line in text.splitlines() if line.startswith("#")]
     assert [line for line in new.splitlines() if line.startswith("#")] == comments
 
@@ -100,13 +100,13 @@ def test_the_text_says_what_was_asked_for_and_keeps_the_comments(seed: int) -> N
     "text", ["a: &x {k: 1}\nb: *x\n", "a: {k: !!str 1}\n", "a:\n  <<: {k: 1}\n  l: 2\n", "? a\n: {k: 1}\n"]
 )
 def test_what_cannot_be_edited_is_written_anew(text: str) -> None:
-    values = sections(text)
+    values = parse_sections(text)
     values[list(values)[-1]]["k"] = "changed"
-    new, _ = with_values(text, values)
-    assert same(sections(new), values)
+    new, _ = edit_yaml(text, values)
+    assert equal_values(parse_sections(new), values)
 
 
 def test_values_alone_are_a_line_for_each_key() -> None:
     values = {"model": {"name": "x"}, "lora": {}, "data": {"fim": {"seed": 1}, "mix": [{"source": "a"}]}}
-    assert written(values) == "model:\n  name: x\ndata:\n  fim: {seed: 1}\n  mix: [{source: a}]\n"
-    assert yaml.safe_load(written(values)) == pruned(values)
+    assert dump_sections(values) == "model:\n  name: x\ndata:\n  fim: {seed: 1}\n  mix: [{source: a}]\n"
+    assert yaml.safe_load(dump_sections(values)) == drop_empty(values)

@@ -9,7 +9,7 @@ import yaml
 import cogumi
 from cogumi.cli.app import main
 from cogumi.config.schema import load_config
-from cogumi.config.source import PACKAGE, hand_out, there_are
+from cogumi.config.source import PACKAGE, copy_template, list_templates
 from cogumi.core.errors import UsageError
 
 CONFIGS = PACKAGE / "configs"
@@ -108,11 +108,11 @@ def test_a_twin_runs(trained: Any, name: str) -> None:
 
 
 def test_everything_can_be_handed_out(tmp_path: Path) -> None:
-    known = there_are()
+    known = list_templates()
     assert {path for path in known.values() if path.suffix == ".yaml"} == set(ALL)
     assert {path.name for path in known.values() if path.suffix == ".py"} == {"sft.py", "dpo.py", "gspo.py"}
     for name, source in known.items():
-        copy = hand_out(name, tmp_path / name.replace("/", "-"))
+        copy = copy_template(name, tmp_path / name.replace("/", "-"))
         assert copy.read_bytes() == source.read_bytes()
 
 
@@ -122,19 +122,21 @@ def test_the_wheel_has_them() -> None:
     pyproject = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     packaged = pyproject["tool"]["setuptools"]["package-data"]["cogumi"]
     found = {path for pattern in packaged for path in PACKAGE.glob(pattern)}
-    assert found >= {*ALL, *there_are().values(), PACKAGE / "data" / "tulu.jinja"}
+    assert found >= {*ALL, *list_templates().values(), PACKAGE / "data" / "tulu.jinja"}
 
 
 def test_a_config_goes_where_it_is_wanted_and_replaces_nothing(tmp_path: Path) -> None:
-    assert hand_out("smoke/sft", tmp_path) == tmp_path / "sft.yaml"
-    assert hand_out("configs/qwen3-4b-sft.yaml", tmp_path / "mine.yaml").name == "mine.yaml"  # the README's spelling
+    assert copy_template("smoke/sft", tmp_path) == tmp_path / "sft.yaml"
+    assert (
+        copy_template("configs/qwen3-4b-sft.yaml", tmp_path / "mine.yaml").name == "mine.yaml"
+    )  # the README's spelling
     for name, place, said in (
         ("smoke/sft", tmp_path, "sft.yaml exists; name another file"),
         ("smoke/stf", tmp_path, "no config, recipe or template is called smoke/stf; did you mean smoke/sft?"),
         ("smoke/sft", tmp_path / "no" / "where.yaml", "there is no directory"),
     ):
         with pytest.raises(UsageError) as caught:
-            hand_out(name, place)
+            copy_template(name, place)
         assert said in str(caught.value)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from cogumi.data.chat import messages_of
+from cogumi.data.chat import read_messages
 from cogumi.data.formats import FormatOptions, columns_for, tokenize_for
 from cogumi.data.rows import BadRow
 from tests.chat_tokenizers import chat_tokenizer
@@ -78,7 +78,7 @@ def test_alpaca_input_and_system() -> None:
     ],
 )  # fmt: skip
 def test_one_message(raw: dict[str, Any], message: dict[str, Any]) -> None:
-    assert messages_of([raw]) == [message]
+    assert read_messages([raw]) == [message]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_one_message(raw: dict[str, Any], message: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_no_conversation_says_why(messages: Any, reason: str) -> None:
     with pytest.raises(BadRow) as caught:
-        messages_of(messages)
+        read_messages(messages)
     assert caught.value.reason == reason
 
 

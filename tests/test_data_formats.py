@@ -8,7 +8,7 @@ from golden import Golden
 
 from cogumi.data.fim import FimConfig
 from cogumi.data.fim_tokens import FAMILIES
-from cogumi.data.formats import FormatOptions, columns_for, learned, note_of, tokenize_for
+from cogumi.data.formats import FormatOptions, columns_for, layout_note, learned_parts, tokenize_for
 from cogumi.data.rows import Chunk
 from tests.chat_tokenizers import chat_tokenizer, texts
 from tests.fim_examples import prompts_for_rl, tokenize_for_sft
@@ -95,7 +95,7 @@ def test_columns_that_make_no_example_are_a_usage_error(
     ],
 )
 def test_which_tokens_the_switches_of_trl_mean(format: str, train: dict[str, Any], expected: str) -> None:
-    assert learned(format, train) == expected
+    assert learned_parts(format, train) == expected
 
 
 def test_options_are_json_and_every_one_shows() -> None:
@@ -261,6 +261,6 @@ def test_trimmed_examples_are_counted_and_the_note_says_what_is_not_as_asked() -
     chunk = chunk_of(rows, "qwen3", options("sft", "fim", fim=config))
     dropping = chunk_of(rows, "qwen3", options("sft", "fim", fim=FimConfig(max_length=80)))
     assert chunk.truncated == len(chunk.table) - len(dropping.table) > 5
-    assert note_of(options("sft", "fim"), chat_tokenizer("qwen3")) == ""
+    assert layout_note(options("sft", "fim"), chat_tokenizer("qwen3")) == ""
     assert FAMILIES[0].family == "StarCoder"
-    assert note_of(options("sft", "chat"), None) == ""
+    assert layout_note(options("sft", "chat"), None) == ""

@@ -11,7 +11,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import cogumi
 from cogumi.core.run_directory import read_json
-from cogumi.data.packing import Packed, pack, padding_of, probe, rows_apart, rows_per_step, with_labels
+from cogumi.data.packing import (
+    Packed,
+    collate_rows_apart,
+    pack,
+    padding_mask,
+    probe_packing,
+    rows_per_step,
+    with_labels,
+)
 
 VOCABULARY = 128
 SHAPE = {
@@ -58,7 +66,7 @@ def model_of(kind: str, more: dict[str, Any], attention: str | None = None, dtyp
 def test_attention_keeps_packed_documents_apart(
     kind: str, more: dict[str, Any], attention: str, dtype: torch.dtype
 ) -> None:
-    leak = probe(model_of(kind, more, attention, dtype), documents(), pad_token_id=0)
+    leak = probe_packing(model_of(kind, more, attention, dtype), documents(), pad_token_id=0)
     assert not leak, leak
     assert leak.bound < (0.1 if dtype == torch.bfloat16 else 1e-4)
 
@@ -76,7 +84,7 @@ def test_attention_keeps_packed_documents_apart(
 def test_a_model_that_reads_across_is_found(
     kind: str, more: dict[str, Any], attention: str | None, dtype: torch.dtype
 ) -> None:
-    leak = probe(model_of(kind, more, attention, dtype), documents(), pad_token_id=0)
+    leak = probe_packing(model_of(kind, more, attention, dtype), documents(), pad_token_id=0)
     assert leak
     assert leak.distance > 2 * leak.bound, leak
 
@@ -98,12 +106,12 @@ def test_rows_beside_each_other_are_those_end_to_end() -> None:
     generator = torch.Generator().manual_seed(1)
     ids = [torch.randint(3, VOCABULARY, (sum(each),), generator=generator).tolist() for each in lengths]
     rows = [{"input_ids": row, "seq_lengths": each} for row, each in zip(ids, lengths, strict=True)]
-    one, beside = flat(rows), rows_apart(flat, rows)
+    one, beside = flat(rows), collate_rows_apart(flat, rows)
     assert one["input_ids"].shape == (1, 87)
     assert {key: value.shape for key, value in beside.items()} == dict.fromkeys(
         ("input_ids", "labels", "position_ids"), (3, 32)
     )
-    assert padding_of(beside["position_ids"]).sum(-1).tolist() == [0, 7, 2]
+    assert padding_mask(beside["position_ids"]).sum(-1).tolist() == [0, 7, 2]
     model = model_of("LlamaConfig", {}, "sdpa").double()
     losses = [model(**batch, use_cache=False).loss.item() for batch in (one, beside)]
     assert losses[0] == pytest.approx(losses[1], abs=2e-6)  # norms are in float32, whose sums may come in another order
@@ -114,7 +122,7 @@ def test_a_mask_of_ones_is_found(dtype: torch.dtype) -> None:
     from transformers import LlamaConfig
 
     torch.manual_seed(0)
-    leak = probe(WithItsOwnMask(LlamaConfig(**SHAPE)).to(dtype), documents(), pad_token_id=0)
+    leak = probe_packing(WithItsOwnMask(LlamaConfig(**SHAPE)).to(dtype), documents(), pad_token_id=0)
     assert leak
     assert leak.distance > 0.1
 
@@ -124,7 +132,7 @@ def test_documents_that_begin_alike_do_not_hide_a_leak() -> None:
 
     torch.manual_seed(0)
     alike = [[5] * 40 + [n] * 9 for n in range(6, 12)]
-    assert probe(WithItsOwnMask(LlamaConfig(**SHAPE)), alike, pad_token_id=0)
+    assert probe_packing(WithItsOwnMask(LlamaConfig(**SHAPE)), alike, pad_token_id=0)
 
 
 def test_the_probe_leaves_modes_and_random_states_and_sees_the_adapter() -> None:
@@ -138,7 +146,7 @@ def test_the_probe_leaves_modes_and_random_states_and_sees_the_adapter() -> None
     model.base_model.model.model.layers[0].eval()
     before, state = [module.training for module in model.modules()], torch.get_rng_state()
     with torch.random.fork_rng():
-        assert not probe(model, documents(), pad_token_id=0)
+        assert not probe_packing(model, documents(), pad_token_id=0)
     assert [module.training for module in model.modules()] == before
     assert len(set(before)) == 2
     assert torch.equal(torch.get_rng_state(), state)
@@ -343,6 +351,6 @@ def test_a_run_that_goes_on_keeps_what_it_decided(tiny_model: Path, tmp_path: Pa
 
     run = load_config(config_of(tiny_model, tmp_path / "decided", packing=True))
     with caplog.at_level(logging.INFO, logger="cogumi"):
-        made = sft.packed(run, None, trl_arguments(run), examples([20] * 8), None, None)
+        made = sft.pack_datasets(run, None, trl_arguments(run), examples([20] * 8), None, None)
     assert made["args"].packing is False
     assert "packing: off, as when the run began" in caplog.text

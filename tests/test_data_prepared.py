@@ -388,11 +388,11 @@ def test_two_processes_prepare_once_and_a_killed_one_leaves_nothing(tmp_path, fo
 
 
 def test_leftovers_of_other_keys_are_swept_unless_somebody_writes_there(tmp_path):
-    from cogumi.core.durability import locked
+    from cogumi.core.durability import lock_directory
 
     for name in ("dead", "alive"):
         (tmp_path / "cache" / f"{name}.unfinished").mkdir(parents=True)
-    with locked(tmp_path / "cache" / "alive.unfinished"):
+    with lock_directory(tmp_path / "cache" / "alive.unfinished"):
         run([source(tmp_path / "rows.parquet", numbered(20))], tmp_path)
     assert sorted(path.name for path in (tmp_path / "cache").glob("*.unfinished")) == ["alive.unfinished"]
 

@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 
 from cogumi.data import selection as module
-from cogumi.data.selection import HELD_OUT, NOTHING, TRAIN, UNUSED, Selection, choose, divided, row_hashes
+from cogumi.data.selection import HELD_OUT, NOTHING, TRAIN, UNUSED, Selection, choose_rows, divide_by_shares, row_hashes
 
 
 def hashes_of(rows: list[dict[str, object]], seed: int = 0) -> list[int]:
@@ -58,7 +58,7 @@ def test_any_choice_is_what_sorting_all_rows_gives(monkeypatch, block):
             deduplicate=bool(rng.random() < 0.5),
         )
         states = np.zeros(len(hashes), np.uint8)
-        counts = choose(hashes, states, bounds, weights, asked)
+        counts = choose_rows(hashes, states, bounds, weights, asked)
 
         held_out, trained = (hashes[states == state].tolist() for state in (HELD_OUT, TRAIN))
         assert len(set(held_out)) == len(held_out) <= asked.eval_rows
@@ -88,16 +88,16 @@ def test_more_rows_move_few_others():
     chosen = []
     for hashes in (before, after):
         states = np.zeros(len(hashes), np.uint8)
-        choose(hashes, states, [0, len(hashes)], [1.0], Selection(eval_rows=50, max_rows=300))
+        choose_rows(hashes, states, [0, len(hashes)], [1.0], Selection(eval_rows=50, max_rows=300))
         chosen.append(set(hashes[states == TRAIN].tolist()))
     assert len(chosen[0] & chosen[1]) >= 285
 
 
 def test_shares_are_exact_in_decimals():
     shares = [module.Fraction("0.9"), module.Fraction("0.1")]
-    assert divided(10_000, shares) == [9_000, 1_000]
-    assert divided(11, shares) == [10, 1]
+    assert divide_by_shares(10_000, shares) == [9_000, 1_000]
+    assert divide_by_shares(11, shares) == [10, 1]
     states = np.zeros(10_100, np.uint8)
     hashes = np.arange(10_100, dtype=np.uint64)
-    counts = choose(hashes, states, [0, 9_000, 10_100], [0.9, 0.1], Selection())
+    counts = choose_rows(hashes, states, [0, 9_000, 10_100], [0.9, 0.1], Selection())
     assert [each.train for each in counts] == [9_000, 1_000]

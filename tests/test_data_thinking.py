@@ -9,7 +9,7 @@ import torch
 from golden import Golden
 
 from cogumi.core.errors import UsageError
-from cogumi.data.chat_templates import read_template, read_thinking, visible
+from cogumi.data.chat_templates import read_template, read_thinking, visible_text
 from cogumi.data.formats import FormatOptions, columns_for, tokenize_for
 from cogumi.rewards.functions import on_visible
 from tests.chat_tokenizers import TEMPLATES, chat_tokenizer, learned_texts, texts, tiny_for
@@ -156,7 +156,7 @@ def test_rendering_follows_the_flag_as_rollouts_do() -> None:
     ],
 )  # fmt: skip
 def test_what_a_reader_sees(reply: str, style: str, opened: bool, seen: str | None) -> None:
-    assert visible(reply, style, opened) == seen
+    assert visible_text(reply, style, opened) == seen
 
 
 def is_five(prompts: Any, completions: Any, **_: Any) -> list[float]:

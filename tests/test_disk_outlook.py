@@ -28,10 +28,10 @@ import cogumi
 from cogumi.checkpoints.disk_forecast import (
     CHECKPOINTS,
     ENTRIES,
-    Found,
+    ExistingCheckpoints,
     Outlook,
     checkpoint_bytes,
-    composed,
+    compose_outlook,
     merged_bytes,
     outlook,
 )
@@ -54,9 +54,9 @@ def planned_run(directory: Path, **changes: Any) -> Outlook:
     """The outlook of a run with checkpoints of a megabyte, two of them kept, ten to come."""
     values: dict[str, Any] = {
         "each": SIZE, "made_of": "", "keep": 2, "staying": 2, "reserve": SIZE, "saves": 10,
-        "found": Found.below(directory), "needs": [],
+        "found": ExistingCheckpoints.below(directory), "needs": [],
     }  # fmt: skip
-    return composed(**(values | changes))
+    return compose_outlook(**(values | changes))
 
 
 def checkpoint(directory: Path, step: int, size: int = SIZE, manifest: bool = True, **state: Any) -> Path:
@@ -109,7 +109,7 @@ def test_what_is_there_already_is_not_wanted_again(tmp_path: Path) -> None:
     first, second = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
     checkpoint(tmp_path, 3, manifest=False)  # somebody else's: it stays, and counts for nobody
     taken = 2 * SIZE + 2 * 3 * 4096 + 2 * 4096  # with the blocks at the ends of their files
-    there = Found.below(tmp_path)
+    there = ExistingCheckpoints.below(tmp_path)
     assert there.ours == (second, first)
     assert there.bytes == pytest.approx(taken, abs=6 * 4096)
     found = planned_run(tmp_path)
@@ -118,16 +118,16 @@ def test_what_is_there_already_is_not_wanted_again(tmp_path: Path) -> None:
     assert found.disks[0].end == 0
     assert found.disks[0].entries == ENTRIES
     (first / "KEEP").touch()
-    assert Found.below(tmp_path).pinned == 1
+    assert ExistingCheckpoints.below(tmp_path).pinned == 1
     with (tmp_path / ".cogumi-ballast").open("xb") as file:
         os.posix_fallocate(file.fileno(), 0, SIZE)
-    reserve = Found.below(tmp_path).bytes - there.bytes
+    reserve = ExistingCheckpoints.below(tmp_path).bytes - there.bytes
     assert reserve == pytest.approx(SIZE, abs=4096)
     (tmp_path / ".cogumi-saving").mkdir()
     (tmp_path / ".cogumi-saving" / "half").write_bytes(bytes(SIZE // 2))
-    staged = Found.below(tmp_path).bytes - there.bytes - reserve
+    staged = ExistingCheckpoints.below(tmp_path).bytes - there.bytes - reserve
     assert staged == pytest.approx(SIZE // 2, abs=3 * 4096)
-    assert planned_run(tmp_path).disks[0].training == 4 * SIZE - Found.below(tmp_path).bytes
+    assert planned_run(tmp_path).disks[0].training == 4 * SIZE - ExistingCheckpoints.below(tmp_path).bytes
 
 
 def test_two_paths_on_one_disk_share_its_space(disk: Any, tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_training_that_goes_on_keeps_what_it_came_from(tmp_path: Path) -> None
     cogumi.protect(trainer_on(tmp_path, max_steps=4), keep=2).train()
     found = outlook(cogumi.protect(trainer_on(tmp_path, max_steps=12)), keep=2)
     assert (found.saves, found.held) == (4, 4)  # after step 4: the one at 4, two that stay, the one being written
-    there = Found.below(tmp_path).bytes
+    there = ExistingCheckpoints.below(tmp_path).bytes
     assert found.disks[0].training == 5 * found.checkpoint - there
 
 

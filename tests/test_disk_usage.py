@@ -15,8 +15,8 @@ from disk_mounts import ext_image, fill, mounting
 
 from cogumi import disk as usage
 from cogumi.core import disk_space
-from cogumi.core.disk_space import allocatable, filesystem_of, filesystems, space_of, spoken
-from cogumi.disk import leftovers, uses
+from cogumi.core.disk_space import filesystem_of, filesystems, format_bytes, space_of, try_allocate
+from cogumi.disk import list_leftovers, list_uses
 
 Mount = Callable[..., Path]
 MB = 1 << 20
@@ -153,7 +153,7 @@ def test_looking_at_disks_loads_nothing_heavy() -> None:
     ],
 )
 def test_bytes_in_words(count: float, words: str) -> None:
-    assert spoken(count) == words
+    assert format_bytes(count) == words
 
 
 # ------------------------------------------------------------------------------------------------------ what can be had
@@ -162,7 +162,7 @@ def test_bytes_in_words(count: float, words: str) -> None:
 def test_what_fits_can_be_had_and_is_given_back(mount: Mount) -> None:
     disk = mount()
     for size in (1, 4096, 7 * MB, 8 * MB):
-        assert allocatable(disk, size).fits is True
+        assert try_allocate(disk, size).fits is True
         assert list(disk.iterdir()) == []
     assert space_of(disk).used == 0
 
@@ -170,26 +170,26 @@ def test_what_fits_can_be_had_and_is_given_back(mount: Mount) -> None:
 def test_a_full_disk_is_told_with_its_numbers(mount: Mount) -> None:
     disk = mount()
     fill(disk, 0.75)
-    found = allocatable(disk, 3 * MB)
+    found = try_allocate(disk, 3 * MB)
     assert (found.fits, found.reason) == (False, "full")
     assert found.message == f"{disk}: no 3.1 MB: the disk has 2.1 MB free"
     assert [path.name for path in disk.iterdir()] == ["filler"]
     assert space_of(disk).free == 2 * MB
-    assert allocatable(disk, 2 * MB).fits is True
+    assert try_allocate(disk, 2 * MB).fits is True
 
 
 def test_inodes_that_are_used_up_are_told(mount: Mount) -> None:
     disk = mount("tmpfs", "size=8m,nr_inodes=20")
     for number in range(19):
         (disk / str(number)).touch()
-    found = allocatable(disk, 4096)
+    found = try_allocate(disk, 4096)
     assert (found.fits, found.reason) == (False, "no inodes")
     assert "all 20 inodes are taken" in found.message
 
 
 def test_a_limit_on_the_size_of_a_file_is_told(tmp_path: Path) -> None:
     program = f"""
-import resource; from pathlib import Path; from cogumi.core.disk_space import allocatable
+import resource; from pathlib import Path; from cogumi.core.disk_space import try_allocate
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 print(allocatable(Path({str(tmp_path)!r}), 1 << 20).fits, allocatable(Path({str(tmp_path)!r}), 1 << 21).reason)
 """
@@ -200,7 +200,7 @@ print(allocatable(Path({str(tmp_path)!r}), 1 << 20).fits, allocatable(Path({str(
 
 def test_a_filesystem_that_cannot_allocate_is_unknown_and_not_written_to(mount: Mount) -> None:
     disk = mount("ramfs", "")
-    found = allocatable(disk, 1 << 50)
+    found = try_allocate(disk, 1 << 50)
     assert (found.fits, found.reason) == (None, "unknown")
     assert list(disk.iterdir()) == []
 
@@ -212,7 +212,7 @@ def test_a_quota_is_told_from_a_full_disk(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     monkeypatch.setattr(disk_space, "fallocate", over_quota)
-    found = allocatable(tmp_path, 4096)
+    found = try_allocate(tmp_path, 4096)
     assert (found.fits, found.reason) == (False, "quota")
     assert "a quota is used up" in found.message
     assert list(tmp_path.iterdir()) == []
@@ -220,14 +220,14 @@ def test_a_quota_is_told_from_a_full_disk(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_where_no_file_can_be_made_is_an_error(mount: Mount, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        allocatable(tmp_path / "gone", 1)
+        try_allocate(tmp_path / "gone", 1)
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
-        allocatable(tmp_path / "file", 1)
+        try_allocate(tmp_path / "file", 1)
     with pytest.raises(OSError, match="Read-only"):
-        allocatable(mount(options="size=1m,ro"), 1)
+        try_allocate(mount(options="size=1m,ro"), 1)
     with pytest.raises(ValueError, match="size=0"):
-        allocatable(tmp_path, 0)
+        try_allocate(tmp_path, 0)
 
 
 # ------------------------------------------------------------------------------------------------ deleted, but still open
@@ -293,7 +293,7 @@ def test_who_uses_the_space(caches_at: Path, tmp_path: Path) -> None:
     with (run / "sparse").open("wb") as file:
         file.truncate(1 << 40)
     (run / "link").symlink_to(caches_at)
-    found = {(use.what, use.path): use for use in uses(run)}
+    found = {(use.what, use.path): use for use in list_uses(run)}
     sums = {key: use.bytes for key, use in found.items()}
     here, checkpoints = str(run), run / "a/checkpoints"
     assert sums == {
@@ -316,14 +316,14 @@ def test_who_uses_the_space(caches_at: Path, tmp_path: Path) -> None:
     }
     assert sum(size for (_, path), size in sums.items() if path == here) == du(run)
     assert found["checkpoints", here].entries == 7
-    assert [use.bytes for use in uses(run)] == sorted(sums.values(), reverse=True)
+    assert [use.bytes for use in list_uses(run)] == sorted(sums.values(), reverse=True)
     assert found["checkpoints", here].mount == filesystem_of(run).mount
 
 
 def test_caches_inside_the_directory_are_counted_once(caches_at: Path) -> None:
     write(caches_at / "HF_HOME/hub/blob", 100_000)
     write(caches_at / "mine", 10_000)
-    found = {use.what: use.bytes for use in uses(caches_at)}
+    found = {use.what: use.bytes for use in list_uses(caches_at)}
     assert set(found) == {"HF hub cache", "everything else"}
     assert sum(found.values()) == du(caches_at)
 
@@ -331,7 +331,7 @@ def test_caches_inside_the_directory_are_counted_once(caches_at: Path) -> None:
 def test_another_disk_below_is_not_counted(mount: Mount, caches_at: Path, tmp_path: Path) -> None:
     disk = mount()
     fill(disk, 0.5)
-    assert sum(use.bytes for use in uses(tmp_path)) < 4 * MB
+    assert sum(use.bytes for use in list_uses(tmp_path)) < 4 * MB
 
 
 def test_names_are_those_that_checkpoints_and_merges_give() -> None:
@@ -367,7 +367,7 @@ def test_leftovers_and_why_they_may_be_in_use(tmp_path: Path, monkeypatch: pytes
     (place / ".cogumi-trash-link").symlink_to(tmp_path)
 
     def found() -> dict[str, tuple[str, str]]:
-        return {Path(row.path).name: (row.what, row.in_use) for row in leftovers(tmp_path)}
+        return {Path(row.path).name: (row.what, row.in_use) for row in list_leftovers(tmp_path)}
 
     assert all("changed" in in_use for _, in_use in found().values())
     monkeypatch.setattr(usage, "SETTLED_SECONDS", -1.0)
@@ -377,7 +377,7 @@ def test_leftovers_and_why_they_may_be_in_use(tmp_path: Path, monkeypatch: pytes
         ".cogumi-ballast": (usage.RESERVE, ""),
         "merged.partial-0123abcd": (usage.MERGE, ""),
     }
-    assert {row.bytes for row in leftovers(tmp_path) if row.what == usage.TRASH} == {du(trash)}
+    assert {row.bytes for row in list_leftovers(tmp_path) if row.what == usage.TRASH} == {du(trash)}
     with staged.open("rb"):
         assert found()[".cogumi-saving"] == (usage.STAGING, f"process {os.getpid()} has it open")
     holder = f"""
@@ -397,4 +397,4 @@ d = os.open({str(trash)!r}, os.O_RDONLY); fcntl.flock(d, fcntl.LOCK_EX); print(f
     descriptor = os.open(trash, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     os.close(descriptor)
-    assert leftovers(tmp_path / "checkpoint-5") == []
+    assert list_leftovers(tmp_path / "checkpoint-5") == []

@@ -128,7 +128,7 @@ def test_train_and_start_of_a_script_are_refused_in_a_rank(sft: Config, monkeypa
     for call in (cogumi.train, cogumi.start):
         with pytest.raises(UsageError, match=r"run: python mine\.py fast"):
             call(sft)
-    assert entry.command_of(["/usr/bin/cogumi", "train", "a b.yaml"]) == "cogumi train 'a b.yaml'"
+    assert entry.format_command(["/usr/bin/cogumi", "train", "a b.yaml"]) == "cogumi train 'a b.yaml'"
 
 
 # ------------------------------------------------------------------------------------------------------------------ GPUs
@@ -184,15 +184,15 @@ def test_a_process_in_which_cuda_has_started_keeps_its_gpus(monkeypatch: pytest.
     gpus.use_one_gpu.cache_clear()
     assert gpus.use_one_gpu() == choose_gpu(TWO, None)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == SECOND
-    assert "CUDA_VISIBLE_DEVICES" not in gpus.as_the_user_set_it(
+    assert "CUDA_VISIBLE_DEVICES" not in gpus.without_chosen_gpu(
         os.environ
     )  # a start of this kernel chooses for itself
     gpus.use_one_gpu.cache_clear()
-    assert gpus.as_the_user_set_it(os.environ)["CUDA_VISIBLE_DEVICES"] == SECOND
+    assert gpus.without_chosen_gpu(os.environ)["CUDA_VISIBLE_DEVICES"] == SECOND
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     gpus.use_one_gpu()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
-    assert gpus.as_the_user_set_it(os.environ)["CUDA_VISIBLE_DEVICES"] == "1,0"
+    assert gpus.without_chosen_gpu(os.environ)["CUDA_VISIBLE_DEVICES"] == "1,0"
 
 
 def test_a_run_on_a_machine_with_two_gpus_sees_one_and_says_which(

@@ -13,16 +13,16 @@ from cogumi.config.subsections import Thresholds
 from cogumi.core.errors import UsageError
 from cogumi.health.data_checks import shared_by_answers, shared_words
 from cogumi.health.flags import (
-    Answers,
-    Batches,
+    AnswerOverlap,
+    BatchStatistics,
     Flag,
-    Pairs,
-    Run,
-    Setting,
-    Words,
+    PairLosses,
+    RunHistory,
+    RunSettings,
+    WordOverlap,
     noise,
-    reds,
-    settled,
+    red_flags,
+    resolve_consequences,
     smooth,
     trend,
 )
@@ -30,10 +30,10 @@ from cogumi.health.flags_sft import are_mixed_up
 from cogumi.health.sentinel import Sentinel
 from cogumi.health.verdict import judge, safe_to_scale
 
-SFT = Setting("sft", 1e-3, max_steps=200, examples_per_step=16, vocabulary=1024)
+SFT = RunSettings("sft", 1e-3, max_steps=200, examples_per_step=16, vocabulary=1024)
 GSPO = replace(SFT, method="gspo")
 DPO = replace(SFT, method="dpo", loss="sigmoid")
-BATCHES = Batches(
+BATCHES = BatchStatistics(
     examples=64, masked=0, learned=640, pads_learned=0, pads_in_text=0, ends=64, pad_is_end=False, entropy=5.0
 )
 
@@ -48,17 +48,19 @@ def rows_of(losses: list[float], **more: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def run_of(losses: list[float], setting: Setting = SFT, batches: Batches | None = BATCHES, **more: Any) -> Run:
+def run_of(
+    losses: list[float], setting: RunSettings = SFT, batches: BatchStatistics | None = BATCHES, **more: Any
+) -> RunHistory:
     rows = rows_of(losses, **more)
-    return Run(setting, rows[:10], rows[10:][-100:], batches)
+    return RunHistory(setting, rows[:10], rows[10:][-100:], batches)
 
 
-def levels(run: Run) -> dict[str, str]:
+def levels(run: RunHistory) -> dict[str, str]:
     return {flag.name: flag.level for flag in judge(run)}
 
 
-def red(run: Run) -> Flag:
-    (flag,) = reds(judge(run))
+def red(run: RunHistory) -> Flag:
+    (flag,) = red_flags(judge(run))
     assert flag.cause
     assert flag.knob
     assert flag.evidence
@@ -122,7 +124,7 @@ def test_smoothing_takes_a_spike_away_and_leaves_a_step() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_loss_that_falls_in_noise_is_green(seed: int) -> None:
-    assert reds(judge(run_of(falling(seed=seed, scatter=0.1)))) == []
+    assert red_flags(judge(run_of(falling(seed=seed, scatter=0.1)))) == []
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -131,7 +133,7 @@ def test_a_noisy_reward_is_never_red(seed: int) -> None:
     rewards = [min(1.0, max(0.0, draw.gauss(0.3 + 0.001 * i, 0.15))) for i in range(100)]
     more = {"reward": rewards, "reward_std": 0.3, "frac_reward_zero_std": 0.2, "completions/clipped_ratio": 0.1}
     run = run_of([draw.gauss(0, 0.1) for _ in range(100)], GSPO, None, entropy=0.4, **more)
-    assert reds(judge(run)) == []
+    assert red_flags(judge(run)) == []
 
 
 def test_a_sanity_check_of_ten_rows_is_judged_by_every_rule() -> None:
@@ -141,14 +143,14 @@ def test_a_sanity_check_of_ten_rows_is_judged_by_every_rule() -> None:
     for step, loss in steps.items():
         row = {"step": step, "loss": loss, "grad_norm": 1e4, "seen/seconds": 10.0, "seen/wait": 9.0, "seen/memory": 0.5}
         Sentinel.remember(kept, row)  # type: ignore[arg-type]
-    run = Run(SFT, kept.first, kept.latest, None)
+    run = RunHistory(SFT, kept.first, kept.latest, None)
     assert [row["step"] for row in run.rows] == list(steps)
     found = levels(run)
     assert (found["gradient norm"], found["waiting for data"], found["memory"]) == ("red", "red", "green")
 
 
 def test_too_few_rows_are_no_evidence() -> None:
-    assert reds(judge(run_of([3.0, 9.0, 27.0]))) == []
+    assert red_flags(judge(run_of([3.0, 9.0, 27.0]))) == []
 
 
 # ------------------------------------------------------------------------------------------------------- one fault each, sft
@@ -185,7 +187,7 @@ def test_the_first_value_that_is_no_number_is_named(key: str, name: str) -> None
     losses = falling(30)
     rows = rows_of(losses)
     rows[20] |= {key: math.nan, "seen/broken": "trained lora_A"}
-    flag = red(Run(SFT, rows[:10], rows[10:], BATCHES))
+    flag = red(RunHistory(SFT, rows[:10], rows[10:], BATCHES))
     assert flag.name == "finite numbers"
     assert f"step 21: {name} is not finite; so is trained lora_A" in flag.evidence
 
@@ -193,20 +195,20 @@ def test_the_first_value_that_is_no_number_is_named(key: str, name: str) -> None
 def test_numbers_break_for_one_of_some_reasons() -> None:
     calm, wild = [3.0] * 20, [3.0, 3.1, 3.0, 9.0, 30.0, 90.0] * 2
     rows = rows_of([*calm, math.nan])
-    flag = red(Run(SFT, rows[:10], rows[10:], None))
+    flag = red(RunHistory(SFT, rows[:10], rows[10:], None))
     assert ("overflowed" in flag.cause, flag.knob) == (True, "train.learning_rate")
-    assert red(Run(replace(SFT, fp16=True), rows[:10], rows[10:], None)).knob.startswith("train.bf16: true")
-    assert "too high, at 0.5" in red(Run(replace(SFT, learning_rate=0.5), rows[:10], rows[10:], None)).cause
+    assert red(RunHistory(replace(SFT, fp16=True), rows[:10], rows[10:], None)).knob.startswith("train.bf16: true")
+    assert "too high, at 0.5" in red(RunHistory(replace(SFT, learning_rate=0.5), rows[:10], rows[10:], None)).cause
     rows[-1]["seen/broken"] = "frozen lm_head.weight"
-    assert red(Run(SFT, rows[:10], rows[10:], None)).knob == "model.name"
+    assert red(RunHistory(SFT, rows[:10], rows[10:], None)).knob == "model.name"
     rows = rows_of([3.0, 3.1, 3.0, 3.1, 3.0, 3.1, 9.0, 90.0, math.inf])
-    assert "rate is too high" in red(Run(SFT, rows[:10], rows[10:], None)).cause
+    assert "rate is too high" in red(RunHistory(SFT, rows[:10], rows[10:], None)).cause
     assert wild
 
 
 def test_what_follows_from_a_red_flag_says_so() -> None:
     flags = judge(run_of([math.nan] * 20, batches=replace(BATCHES, masked=40)))
-    assert [flag.name for flag in reds(flags)] == ["finite numbers"]
+    assert [flag.name for flag in red_flags(flags)] == ["finite numbers"]
     (other,) = [flag for flag in flags if flag.name == "learned tokens"]
     assert (other.level, other.cause) == ("yellow", "follows from finite numbers")
     assert flags[0].level == "red"
@@ -222,8 +224,8 @@ def test_a_loss_at_rest_at_the_frequencies_is_the_rates_where_the_base_knew_more
     draw = random.Random(0)
     rests = [4.95 + draw.gauss(0, 0.05) for _ in range(100)]
     assert levels(run_of(rests))["token frequencies"] == "yellow"  # the text may have no more to it
-    told = replace(BATCHES, pairs=Pairs(32, 4.9, 5.2, 3.5))
-    still, gone = Pairs(32, 4.9, 5.1, 4.0, step=60), Pairs(32, 5.0, 5.0, 0.4, step=60)
+    told = replace(BATCHES, pairs=PairLosses(32, 4.9, 5.2, 3.5))
+    still, gone = PairLosses(32, 4.9, 5.1, 4.0, step=60), PairLosses(32, 5.0, 5.0, 0.4, step=60)
     assert levels(run_of(rests, batches=replace(told, pairs_now=still)))["token frequencies"] == "yellow"
     assert "rate is too high" in red(run_of(rests, batches=replace(told, pairs_now=gone))).cause
     rose = [4.95 - 0.3 * math.exp(-i / 8) + draw.gauss(0, 0.05) for i in range(100)]
@@ -233,14 +235,14 @@ def test_a_loss_at_rest_at_the_frequencies_is_the_rates_where_the_base_knew_more
 @pytest.mark.parametrize("seed", range(5))
 def test_a_loss_on_its_way_down_is_not_at_rest(seed: int) -> None:
     draw = random.Random(seed)
-    told = replace(BATCHES, pairs=Pairs(32, 4.9, 5.2, 3.5))
-    gone = replace(told, pairs_now=Pairs(32, 5.0, 5.0, 0.4, step=50))
+    told = replace(BATCHES, pairs=PairLosses(32, 4.9, 5.2, 3.5))
+    gone = replace(told, pairs_now=PairLosses(32, 5.0, 5.0, 0.4, step=50))
     for fall in (0.002, 0.004, 0.008):
         slow = [5.4 - fall * i + draw.gauss(0, 0.25) for i in range(100)]
         steady = [5.4 - fall * i + draw.gauss(0, 0.005) for i in range(100)]
         for step in range(50, 101, 5):
-            assert reds(judge(run_of(slow[:step], batches=told))) == []  # nothing was lost
-            assert reds(judge(run_of(steady[:step], batches=gone))) == []  # whatever was lost, it is learned
+            assert red_flags(judge(run_of(slow[:step], batches=told))) == []  # nothing was lost
+            assert red_flags(judge(run_of(steady[:step], batches=gone))) == []  # whatever was lost, it is learned
 
 
 @pytest.mark.parametrize(
@@ -250,11 +252,13 @@ def test_a_loss_on_its_way_down_is_not_at_rest(seed: int) -> None:
         (replace(BATCHES, pads_learned=100), "padding", "labels padding"),
         (replace(BATCHES, pad_is_end=True, ends=0), "padding", "end tokens are masked"),
         (replace(BATCHES, cut=40), "end tokens", "longer than the budget"),
-        (replace(BATCHES, pairs=Pairs(32, 2.0, 2.01, 0.4)), "prompt and completion", "shuffled"),
+        (replace(BATCHES, pairs=PairLosses(32, 2.0, 2.01, 0.4)), "prompt and completion", "shuffled"),
     ],
 )
-def test_what_is_wrong_with_the_batches_is_red_before_the_first_step(batches: Batches, name: str, cause: str) -> None:
-    flag = red(Run(SFT, [], [], batches))
+def test_what_is_wrong_with_the_batches_is_red_before_the_first_step(
+    batches: BatchStatistics, name: str, cause: str
+) -> None:
+    flag = red(RunHistory(SFT, [], [], batches))
     assert flag.name == name
     assert cause in flag.cause
 
@@ -262,36 +266,40 @@ def test_what_is_wrong_with_the_batches_is_red_before_the_first_step(batches: Ba
 @pytest.mark.parametrize(
     ("pairs", "level"),
     [
-        (Pairs(32, 2.0, 2.3, 6.0), "green"),
-        (Pairs(32, 2.0, 2.02, 5.0), "green"),
-        (Pairs(32, 2.0, 2.2, 1.0), "green"),
-        (Pairs(32, 2.0, 2.0, 0.0), "red"),
-        (Pairs(32, 3.6, 3.6, 0.0), "green"),  # a base that cannot tell them yet says nothing of the data
+        (PairLosses(32, 2.0, 2.3, 6.0), "green"),
+        (PairLosses(32, 2.0, 2.02, 5.0), "green"),
+        (PairLosses(32, 2.0, 2.2, 1.0), "green"),
+        (PairLosses(32, 2.0, 2.0, 0.0), "red"),
+        (PairLosses(32, 3.6, 3.6, 0.0), "green"),  # a base that cannot tell them yet says nothing of the data
     ],
 )
-def test_pairs_that_help_or_cannot_tell_are_not_red(pairs: Pairs, level: str) -> None:
-    assert levels(Run(SFT, [], [], replace(BATCHES, pairs=pairs)))["prompt and completion"] == level
+def test_pairs_that_help_or_cannot_tell_are_not_red(pairs: PairLosses, level: str) -> None:
+    assert levels(RunHistory(SFT, [], [], replace(BATCHES, pairs=pairs)))["prompt and completion"] == level
 
 
 @pytest.mark.parametrize(
     ("words", "level", "cause"),
     [
-        (Words(256, 19.0, 5.4, 0.6), "green", ""),  # a small model, and whole rows
-        (Words(256, 0.4, 12.0, 0.5), "red", "shuffled"),
-        (Words(256, 2.5, 12.0, 0.5), "yellow", "does not use the prompts"),
-        (Words(256, 0.4, 12.0, 0.02), "yellow", "does not use the prompts"),  # labels share no words, whole or not
-        (Words(256, 0.4, 1.0, 0.5), "yellow", "does not use the prompts"),  # nor does this text with itself
+        (WordOverlap(256, 19.0, 5.4, 0.6), "green", ""),  # a small model, and whole rows
+        (WordOverlap(256, 0.4, 12.0, 0.5), "red", "shuffled"),
+        (WordOverlap(256, 2.5, 12.0, 0.5), "yellow", "does not use the prompts"),
+        (
+            WordOverlap(256, 0.4, 12.0, 0.02),
+            "yellow",
+            "does not use the prompts",
+        ),  # labels share no words, whole or not
+        (WordOverlap(256, 0.4, 1.0, 0.5), "yellow", "does not use the prompts"),  # nor does this text with itself
     ],
 )
-def test_words_tell_shuffled_rows_from_a_weak_model(words: Words, level: str, cause: str) -> None:
-    asked = Pairs(32, 3.61, 3.62, 1.8)
+def test_words_tell_shuffled_rows_from_a_weak_model(words: WordOverlap, level: str, cause: str) -> None:
+    asked = PairLosses(32, 3.61, 3.62, 1.8)
     weak = replace(BATCHES, pairs=asked, pairs_now=replace(asked, step=80), words=words)
-    (flag,) = (flag for flag in judge(Run(SFT, [], [], weak)) if flag.name == "prompt and completion")
+    (flag,) = (flag for flag in judge(RunHistory(SFT, [], [], weak)) if flag.name == "prompt and completion")
     assert (flag.level, cause in flag.cause) == (level, True)
     if level == "yellow":  # before the first step it is only known that the base is weak
-        assert levels(Run(SFT, [], [], replace(weak, pairs_now=None)))["prompt and completion"] == "green"
-    strong = replace(weak, pairs=Pairs(32, 3.2, 3.6, 9.0))
-    assert levels(Run(SFT, [], [], strong))["prompt and completion"] == "green"
+        assert levels(RunHistory(SFT, [], [], replace(weak, pairs_now=None)))["prompt and completion"] == "green"
+    strong = replace(weak, pairs=PairLosses(32, 3.2, 3.6, 9.0))
+    assert levels(RunHistory(SFT, [], [], strong))["prompt and completion"] == "green"
 
 
 def made_up(kind: str, seed: int = 0) -> list[tuple[list[int], list[int]]]:
@@ -352,7 +360,7 @@ def test_scatter_is_the_batchs_only_where_it_is_small() -> None:
 def test_rows_of_many_steps_scatter_less_and_are_held_to_the_same() -> None:
     averaged = falling(start=2.05, scatter=0.8 / math.sqrt(10), seed=3)
     few = replace(SFT, examples_per_step=1)
-    assert "loss noise" not in [flag.name for flag in reds(judge(run_of(averaged, few)))]
+    assert "loss noise" not in [flag.name for flag in red_flags(judge(run_of(averaged, few)))]
     assert red(run_of(averaged, few, **{"seen/steps": 10})).name == "loss noise"
 
 
@@ -399,7 +407,7 @@ def test_schedules_that_never_get_there_or_end_early() -> None:
     flag = red(run_of(falling(40), learning_rate=ended))
     assert "0 since step 31, with 160 steps to go" in flag.evidence
     last = replace(SFT, max_steps=40)
-    assert reds(judge(run_of(falling(40), last, learning_rate=ended))) == []
+    assert red_flags(judge(run_of(falling(40), last, learning_rate=ended))) == []
 
 
 @pytest.mark.parametrize(
@@ -417,7 +425,7 @@ def test_schedules_that_never_get_there_or_end_early() -> None:
         (DPO, 5e-4, "red"),
     ],
 )
-def test_gradient_norms_are_held_to_their_methods_range(setting: Setting, norm: float, level: str) -> None:
+def test_gradient_norms_are_held_to_their_methods_range(setting: RunSettings, norm: float, level: str) -> None:
     assert levels(run_of([3.0] * 40, setting, None, grad_norm=norm))["gradient norm"] == level
 
 
@@ -441,7 +449,7 @@ def test_small_gradients_of_examples_that_are_learned_are_as_they_should_be() ->
 # ---------------------------------------------------------------------------------------------------------- one fault each, rl
 
 
-def rl(**more: Any) -> Run:
+def rl(**more: Any) -> RunHistory:
     usual: dict[str, Any] = {"reward": 0.3, "reward_std": 0.2, "frac_reward_zero_std": 0.1, "entropy": 0.4}
     usual |= {"completions/clipped_ratio": 0.1, "policy/kl_new_old": 1e-4, "policy/clipped_ratio_fraction": 0.3}
     return run_of([0.01] * 60, GSPO, None, **(usual | {"grad_norm": 0.1} | more))
@@ -484,13 +492,13 @@ def test_rewards_are_read_at_the_steps_that_sampled() -> None:
     rows = rows_of([0.01] * 40, entropy=0.4)
     for row in rows[::4]:
         row |= {"reward": 0.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0}
-    assert "steps 9 to 37" in red(Run(GSPO, rows[:10], rows[10:])).evidence
+    assert "steps 9 to 37" in red(RunHistory(GSPO, rows[:10], rows[10:])).evidence
 
 
 # ---------------------------------------------------------------------------------------------------------------------- dpo
 
 
-def dpo(right: float, loss: float, answers: Answers | None = None) -> Run:
+def dpo(right: float, loss: float, answers: AnswerOverlap | None = None) -> RunHistory:
     draw = random.Random(0)
     accuracies = [sum(draw.random() < right for _ in range(16)) / 16 for _ in range(100)]
     losses = [loss + draw.gauss(0, 0.01) for _ in range(100)]
@@ -507,13 +515,15 @@ def test_preferences() -> None:
 @pytest.mark.parametrize(
     ("answers", "level"),
     [
-        (Answers(512, 12.0, 20.0, 0.1), "yellow"),  # whole, and not learned yet
-        (Answers(512, -0.8, 20.0, 0.1), "red"),
-        (Answers(512, -0.8, 20.0, 0.7), "yellow"),  # both answers are about their prompt: words cannot tell them
-        (Answers(512, -0.8, 1.0, 0.1), "yellow"),  # none is
+        (AnswerOverlap(512, 12.0, 20.0, 0.1), "yellow"),  # whole, and not learned yet
+        (AnswerOverlap(512, -0.8, 20.0, 0.1), "red"),
+        (AnswerOverlap(512, -0.8, 20.0, 0.7), "yellow"),  # both answers are about their prompt: words cannot tell them
+        (AnswerOverlap(512, -0.8, 1.0, 0.1), "yellow"),  # none is
     ],
 )
-def test_words_tell_pairs_that_are_mixed_up_from_a_model_that_cannot_tell_them(answers: Answers, level: str) -> None:
+def test_words_tell_pairs_that_are_mixed_up_from_a_model_that_cannot_tell_them(
+    answers: AnswerOverlap, level: str
+) -> None:
     assert levels(dpo(0.5, 0.693, answers))["preferences"] == level
     assert levels(dpo(0.8, 0.5, answers))["preferences"] == "green"
 
@@ -539,7 +549,7 @@ def test_words_shared_by_answers(kind: str, mixed: bool) -> None:
 
 def test_a_follower_keeps_its_own_level_where_its_cause_is_not_red() -> None:
     yellow, own = Flag("loss trend", "yellow", "", "", "a", "b"), Flag("gradient norm", "red", "", "", "c", "d")
-    assert settled([yellow, own])[0] is own
+    assert resolve_consequences([yellow, own])[0] is own
 
 
 def test_the_answer_names_every_reason() -> None:

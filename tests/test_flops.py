@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from cogumi.telemetry.throughput import peak_flops, work_of
+from cogumi.telemetry.throughput import flops_of, peak_flops
 
 
 def on_meta(kind: str, **config: Any) -> Any:
@@ -25,7 +25,7 @@ LLAMA_8B: dict[str, Any] = {
 
 def test_llama_8b_with_a_frozen_base_is_33_gflop_a_token() -> None:
     model = on_meta("llama", **LLAMA_8B).requires_grad_(False)
-    work = work_of(model)
+    work = flops_of(model)
     assert work.weights == 8_030_261_248 - 128256 * 4096 - 65 * 4096  # all but the embedding table and the norms
     assert work.trained == 0
     assert work.model(2048) == 4 * work.weights + 12 * 32 * 4096 * 2048
@@ -36,10 +36,10 @@ def test_llama_8b_with_a_frozen_base_is_33_gflop_a_token() -> None:
 
 
 def test_full_fine_tuning_is_six_n_and_lora_four_n_and_six_of_its_own() -> None:
-    full = work_of(on_meta("llama", **LLAMA_8B))
+    full = flops_of(on_meta("llama", **LLAMA_8B))
     assert full.trained == full.weights
     assert full.model(0) == 6 * full.weights
-    lora = work_of(
+    lora = flops_of(
         peft.get_peft_model(on_meta("llama", **LLAMA_8B), peft.LoraConfig(r=16, target_modules="all-linear"))
     )
     adapter = 16 * 32 * (2 * 8192 + 2 * (4096 + 1024) + 3 * (4096 + 14336))  # r (in + out) of q, o; k, v; the MLP
@@ -58,7 +58,7 @@ def test_full_fine_tuning_is_six_n_and_lora_four_n_and_six_of_its_own() -> None:
     ],
 )
 def test_of_a_mixture_of_experts_only_those_routed_to_count(kind: str, billions: float) -> None:
-    assert work_of(on_meta(kind)).weights / 1e9 == pytest.approx(billions, rel=0.02)
+    assert flops_of(on_meta(kind)).weights / 1e9 == pytest.approx(billions, rel=0.02)
 
 
 def test_the_forward_pass_is_what_torch_counts() -> None:
@@ -69,7 +69,7 @@ def test_the_forward_pass_is_what_torch_counts() -> None:
         head_dim=32, vocab_size=97, attn_implementation="eager",
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
-    work, length = work_of(model), 24
+    work, length = flops_of(model), 24
     assert work.attention == ((128, math.inf),) * 3  # heads x head_dim, twice the hidden size here
     ids = torch.randint(0, 97, (2, length))
     with FlopCounterMode(display=False) as counter:
@@ -94,11 +94,11 @@ def test_a_frozen_base_spares_the_gradients_of_its_weights() -> None:
     ids = torch.randint(0, 97, (2, 24))
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    assert counter.get_total_flops() == pytest.approx(work_of(model).model(24) * ids.numel(), rel=0.02)
+    assert counter.get_total_flops() == pytest.approx(flops_of(model).model(24) * ids.numel(), rel=0.02)
 
 
 def test_a_window_limits_what_a_layer_sees() -> None:
-    work = work_of(on_meta("gpt_oss"))
+    work = flops_of(on_meta("gpt_oss"))
     assert sorted(set(work.attention)) == [(4096, 128), (4096, math.inf)]
     both = sum(12 * 4096 * min(2048, window) for _, window in work.attention)
     assert work.model(2048) - work.model(0) == both == 18 * 12 * 4096 * (128 + 2048)
@@ -107,17 +107,17 @@ def test_a_window_limits_what_a_layer_sees() -> None:
 def test_a_tied_head_counts_and_layers_without_attention_attend_to_nothing() -> None:
     tied = on_meta("llama", **{**LLAMA_8B, "num_hidden_layers": 1}, tie_word_embeddings=True)
     apart = on_meta("llama", **{**LLAMA_8B, "num_hidden_layers": 1}, tie_word_embeddings=False)
-    assert work_of(tied).weights == work_of(apart).weights
-    assert work_of(on_meta("falcon_mamba")).attention == ()
+    assert flops_of(tied).weights == flops_of(apart).weights
+    assert flops_of(on_meta("falcon_mamba")).attention == ()
     hybrid = on_meta("qwen3_next")
-    assert len(work_of(hybrid).attention) == hybrid.config.num_hidden_layers // 4
+    assert len(flops_of(hybrid).attention) == hybrid.config.num_hidden_layers // 4
 
 
 def test_four_bit_weights_are_counted_unpacked(tiny_model: Any) -> None:
     from cogumi.models.loading import load_model
 
     plain, packed = load_model(str(tiny_model)), load_model(str(tiny_model), quantization={"load_in_4bit": True})
-    assert work_of(packed).weights == work_of(plain).weights
+    assert flops_of(packed).weights == flops_of(plain).weights
     assert sum(p.numel() for p in packed.parameters()) < sum(p.numel() for p in plain.parameters())
 
 
@@ -125,7 +125,7 @@ def test_what_cannot_be_counted_is_said() -> None:
     model = on_meta("mixtral", num_hidden_layers=1)
     model.config.num_experts_per_tok = 0
     with pytest.raises(ValueError, match=r"experts is a mixture of experts, and its config does not say"):
-        work_of(model)
+        flops_of(model)
 
 
 @pytest.mark.parametrize(

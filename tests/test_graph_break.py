@@ -24,7 +24,7 @@ import cogumi
 from cogumi.core.errors import UsageError
 from cogumi.patches import graph_break
 from cogumi.patches.branchless_4bit import Branchless4bit, fused_takes_no_rows
-from cogumi.patches.graph_break import Probe, probe_linear, probe_zero_rows
+from cogumi.patches.graph_break import CompileProbe, probe_linear, probe_zero_rows
 
 CPU = torch.device("cpu")
 ORIGINAL_MATMUL, ORIGINAL_FORWARD = bitsandbytes.matmul_4bit, Linear4bit.forward
@@ -55,8 +55,8 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return choose
 
 
-def answer(name: str, passed: bool) -> Probe:
-    return Probe(name, passed, "" if passed else f"Unsupported: {name}", 0.0)
+def answer(name: str, passed: bool) -> CompileProbe:
+    return CompileProbe(name, passed, "" if passed else f"Unsupported: {name}", 0.0)
 
 
 class Counting:

@@ -13,9 +13,16 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from cogumi.config.schema import load_config
-from cogumi.forecast.fake_tensors import BLOCK, Live, as_on_a_card, attention, codes_apart, trls_head
+from cogumi.forecast.fake_tensors import (
+    BLOCK,
+    StorageCounter,
+    attention,
+    emulate_cuda,
+    preserve_bitsandbytes_codes,
+    trl_head_without_kernels,
+)
 from cogumi.forecast.memory_forecast import MemoryForecast, Steps
-from cogumi.forecast.training_step import Work, inputs_of, planned_trainer, run_step
+from cogumi.forecast.training_step import StepShape, inputs_of, planned_trainer, run_step
 from cogumi.models.adapters import lora_config
 from cogumi.rl.patching import patch
 
@@ -27,9 +34,9 @@ SHAPE = {
     "vocab_size": 2048,
 }
 WORKS = {
-    "sft": Work("sft", 4, 128, padded=False),
-    "dpo": Work("dpo", 2, 128, padded=False),
-    "gspo": Work("gspo", 4, 64, 64, padded=False),
+    "sft": StepShape("sft", 4, 128, padded=False),
+    "dpo": StepShape("dpo", 2, 128, padded=False),
+    "gspo": StepShape("gspo", 4, 64, 64, padded=False),
 }
 
 
@@ -75,7 +82,7 @@ def allocated(work: Any) -> tuple[int, int]:
     return most, held
 
 
-def step_for_real(trainer: Any, work: Work, autocast: torch.dtype | None) -> int:
+def step_for_real(trainer: Any, work: StepShape, autocast: torch.dtype | None) -> int:
     """Most bytes held in the second step, weights, gradients and optimizer included."""
     model = trainer.model
     resident = sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in
@@ -179,7 +186,7 @@ def test_a_deep_model_is_told_by_two_short_ones(method: str, accumulated: int) -
     run, config = config_of(method), llama(10)
     work = replace(WORKS[method], micro_batches=accumulated)
 
-    def measure(work: Work, rank: int, layers: int | None) -> Any:
+    def measure(work: StepShape, rank: int, layers: int | None) -> Any:
         changed = run.model_copy(deep=True)
         changed.lora["r"] = rank
         return run_step(
@@ -211,8 +218,8 @@ def test_a_deep_model_is_told_by_two_short_ones(method: str, accumulated: int) -
 
 
 def test_a_storage_counts_once_and_until_nobody_holds_it() -> None:
-    live = Live()
-    with FakeTensorMode(), live, live.during("one"):
+    live = StorageCounter()
+    with FakeTensorMode(), live, live.in_stage("one"):
         whole = torch.empty(1000, dtype=torch.float32)
         view = whole[10:20]
         assert live.total == 4096  # 4000 bytes in blocks of 512
@@ -220,9 +227,9 @@ def test_a_storage_counts_once_and_until_nobody_holds_it() -> None:
         assert live.total == 4096
         del view
         assert live.total == 0
-        with live.making("weights"):
+        with live.counting_as("weights"):
             kept = torch.empty(4, 128)
-        live.are("gradients", kept)
+        live.set_kind("gradients", kept)
         assert live.by_kind["weights"] == 0
         assert live.by_kind["gradients"] == 2048
     assert live.moments["one"].total == 4096
@@ -237,14 +244,14 @@ def test_attention_of_a_card_keeps_no_scores() -> None:
     assert query.grad is not None
     assert key.grad is not None
     assert key.grad.shape == key.shape
-    live = Live()
-    with FakeTensorMode(), live, live.during("attention"):
+    live = StorageCounter()
+    with FakeTensorMode(), live, live.in_stage("attention"):
         given = [torch.empty(2, heads, 512, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2)]
         before = live.total
         kept = attention(*given)
         scores = 2 * 8 * 512 * 512 * 2
         assert live.total - before < scores / 4
-        with live.during("backward"):
+        with live.in_stage("backward"):
             kept.sum().backward()
     # Three gradients come, and what the kernel holds beside them: a float32 accumulator as large as the query, and keys
     # and values of every head.
@@ -273,11 +280,11 @@ def test_bitsandbytes_quantizes_after_a_forecast_as_before() -> None:
         return found
 
     functional.name2qmap.clear()
-    with FakeTensorMode(allow_non_fake_inputs=True), Live(), codes_apart():
+    with FakeTensorMode(allow_non_fake_inputs=True), StorageCounter(), preserve_bitsandbytes_codes():
         assert isinstance(scales(), FakeTensor)
     assert not isinstance(scales(), FakeTensor)
     had = dict(functional.name2qmap)
-    with codes_apart():
+    with preserve_bitsandbytes_codes():
         assert functional.name2qmap == {}
     assert functional.name2qmap == had != {}
 
@@ -286,7 +293,7 @@ def test_trls_own_head_runs_without_triton_and_is_put_back() -> None:
     import trl.trainer.utils as upstream
 
     before: Any = upstream._ChunkedLogProbFunction  # type: ignore[attr-defined]
-    with as_on_a_card():
+    with emulate_cuda():
         assert upstream._ChunkedLogProbFunction.__name__ == "ChunkedLogProbFunction"  # type: ignore[attr-defined]
         assert torch.nn.functional.scaled_dot_product_attention is attention
     assert upstream._ChunkedLogProbFunction is before  # type: ignore[attr-defined]
@@ -294,7 +301,7 @@ def test_trls_own_head_runs_without_triton_and_is_put_back() -> None:
     with FakeTensorMode():
         hidden = torch.empty(96, 32, requires_grad=True)
         weight, targets = torch.empty(500, 32), torch.empty(96, dtype=torch.long)
-        found = trls_head().apply(hidden, weight, None, targets, 1.0, 128, None, 1.0, ("entropy",))
+        found = trl_head_without_kernels().apply(hidden, weight, None, targets, 1.0, 128, None, 1.0, ("entropy",))
         assert found[0].shape == (96,)
         found[0].sum().backward()
         assert hidden.grad is not None
@@ -315,4 +322,4 @@ def test_the_forecast_of_a_config_json_alone(tmp_path: Path) -> None:
     moments = run_step(
         planned_trainer(config_of("sft"), config, torch.bfloat16, "sdpa"), WORKS["sft"], torch.bfloat16, True
     )
-    assert MemoryForecast(moments).fullest.stage in ("forward", "backward")
+    assert MemoryForecast(moments).peak_moment.stage in ("forward", "backward")

@@ -24,8 +24,8 @@ from transformers import (
 
 from cogumi.core.errors import UsageError
 from cogumi.merge import MergeReport, merge_adapter
-from cogumi.merge.adapter_files import record_base
-from cogumi.models.loading import reads_rows
+from cogumi.merge.adapter_files import write_base_record
+from cogumi.models.loading import reads_4bit_rows
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SIZES: dict[str, Any] = {
@@ -42,7 +42,7 @@ NF4_SINGLE = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 INT8 = BitsAndBytesConfig(load_in_8bit=True)
 INPUT_IDS = torch.arange(2 * 24).reshape(2, 24) * 5 % 256
 LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": LINEARS}
-READS_ROWS = reads_rows(SIZES["intermediate_size"])  # of itself, before the fixture
+READS_ROWS = reads_4bit_rows(SIZES["intermediate_size"])  # of itself, before the fixture
 
 pytestmark = pytest.mark.usefixtures("reads_4bit")
 
@@ -89,7 +89,7 @@ def make_adapter(base: Path | str, path: Path, record: bool = False, lora: dict[
     randomise(adapted)
     adapted.save_pretrained(str(path))
     if record:
-        record_base(path, adapted, load.get("revision"))
+        write_base_record(path, adapted, load.get("revision"))
     return path
 
 

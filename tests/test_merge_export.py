@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import pip, python_here
+from cogumi.core.formatting import pip_command, python_command
 from cogumi.merge.gguf import export_gguf, find_converter, gguf_arguments, gguf_path, install_hint
 
 INSTALLED = find_converter()
@@ -66,8 +66,8 @@ def test_without_a_converter_nothing_is_written_and_the_command_is_known(merged:
     hint = install_hint(merged, gguf_path(merged))
     assert "\n" not in hint
     _, install, last_words = hint.split(" && ")
-    assert install == pip("install -r llama.cpp/requirements/requirements-convert_hf_to_gguf.txt")
-    assert last_words.startswith(f"{python_here()} ")
+    assert install == pip_command("install -r llama.cpp/requirements/requirements-convert_hf_to_gguf.txt")
+    assert last_words.startswith(f"{python_command()} ")
     last = shlex.split(last_words)[1:]
     out = f"{merged.parent}/merged-bf16.gguf"
     assert last == ["llama.cpp/convert_hf_to_gguf.py", str(merged), "--outfile", out, "--outtype", "bf16"]

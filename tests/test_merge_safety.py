@@ -160,7 +160,7 @@ def test_torch_is_as_it_was_after_a_failure(
 COUNT_THREADS = """
 import os, sys, torch
 from cogumi.merge.arithmetic import one_thread_each
-from cogumi.merge.stream import threads
+from cogumi.merge.stream import thread_pool
 def product(matrix):
     before = len(os.listdir("/proc/self/task"))
     matrix @ matrix

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 from transformers import Gemma3ForConditionalGeneration as Gemma3
 
 from cogumi.merge import LogitCheck
-from cogumi.merge.merge_manifest import hub_id_of, licence_of, model_card
+from cogumi.merge.merge_manifest import hub_id_of, model_card, read_licence
 from cogumi.merge.side_files import has_tokenizer, output_config, side_files
 
 BASE_TEMPLATE = "base: {{ messages[0]['content'] }}"
@@ -333,7 +333,7 @@ def test_the_card_says_base_commit_adapter_and_checks(base: Path) -> None:
     )
     logits = LogitCheck(1e-3, 2e-3, 1e-3, 3e-3, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0)
     retained = {"one": {"delta_retained": 0.9987}, "other": {"delta_retained": 1.0}, "whole": {"replaced": True}}
-    text = card(licence_of(base), tensors=retained, q_over_delta=5.7, logits=asdict(logits))
+    text = card(read_licence(base), tensors=retained, q_over_delta=5.7, logits=asdict(logits))
     parsed = ModelCard(text)
     assert parsed.data.to_dict() == {
         "base_model": "org/model",
@@ -393,6 +393,6 @@ def test_a_base_in_the_hubs_cache_has_its_hub_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("readme", ["no front matter\nlicense: mit\n", "---\na: [\n---\n", "---\n- list\n---\n"])
 def test_a_readme_without_a_readable_licence_yields_none(readme: str, tmp_path: Path) -> None:
-    assert licence_of(tmp_path) == {}
+    assert read_licence(tmp_path) == {}
     (tmp_path / "README.md").write_text(readme)
-    assert licence_of(tmp_path) == {}
+    assert read_licence(tmp_path) == {}

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCa
 
 import cogumi
 from cogumi.checkpoints import protect
-from cogumi.checkpoints.disk_forecast import coming_optimizer
+from cogumi.checkpoints.disk_forecast import planned_optimizer
 from cogumi.core.errors import UsageError
 from cogumi.models.adapters import loraplus_groups, use_loraplus
 
@@ -213,7 +213,7 @@ def test_a_run_learns_with_it(
 def test_an_optimizer_can_be_made_more_than_once(make: Make) -> None:
     trainer = make()
     for _ in range(2):
-        assert [group["lr"] for group in coming_optimizer(trainer).param_groups] == pytest.approx([1e-3, 1.6e-2])
+        assert [group["lr"] for group in planned_optimizer(trainer).param_groups] == pytest.approx([1e-3, 1.6e-2])
 
 
 def test_what_has_groups_of_its_own_is_refused(make: Make, tiny_model: Path) -> None:

@@ -17,10 +17,10 @@ import cogumi
 from cogumi.cli.app import app
 from cogumi.config.schema import dump_config, load_config
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import pip
+from cogumi.core.formatting import pip_command
 from cogumi.merge.quantized import nf4_round_trip
 from cogumi.models import loading
-from cogumi.models.loading import load_model, quantization_settings, reads_rows
+from cogumi.models.loading import load_model, quantization_settings, reads_4bit_rows
 
 GOOD = """\
 model:
@@ -153,7 +153,7 @@ def test_rows_that_bitsandbytes_misreads_are_refused(
         tie_word_embeddings=True,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    monkeypatch.setattr(loading, "reads_rows", lambda columns: columns % 64 == 0)
+    monkeypatch.setattr(loading, "reads_4bit_rows", lambda columns: columns % 64 == 0)
     error = refused(golden, tmp_path)
     assert error.key == "model"
     assert "model.layers.0.mlp.down_proj" in error.message
@@ -182,7 +182,7 @@ def by_rows(packed: torch.Tensor, state: Any) -> torch.Tensor:
 
 
 def test_the_probe_tells_a_reader_that_counts_blocks_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = reads_rows.__wrapped__
+    probe = reads_4bit_rows.__wrapped__
     assert probe(128)
     monkeypatch.setattr(functional, "dequantize_4bit", by_rows)
     assert probe(128)
@@ -222,7 +222,7 @@ def test_without_bitsandbytes_a_run_is_one_line_and_leaves_nothing(
         lambda name, *rest: None if name == "bitsandbytes" else find_spec(name, *rest),
     )
     run = qlora(tiny_model, code_parquet, tmp_path / "run")
-    with pytest.raises(UsageError, match=re.escape(pip("install bitsandbytes"))):
+    with pytest.raises(UsageError, match=re.escape(pip_command("install bitsandbytes"))):
         cogumi.train(run)
     assert not (tmp_path / "run").exists()
 

@@ -20,7 +20,7 @@ import cogumi
 from cogumi.checkpoints import protect
 from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.core.run_directory import read_json
-from cogumi.merge.adapter_files import record_base
+from cogumi.merge.adapter_files import write_base_record
 from cogumi.models import warm_start
 from cogumi.models.adapters import keep_float32
 from cogumi.telemetry import recorder
@@ -53,7 +53,7 @@ def trained_adapter(base: Path, out: Path, **lora: Any) -> Path:
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(str(out))
-    record_base(out, model)
+    write_base_record(out, model)
     return out
 
 
@@ -136,7 +136,7 @@ def dpo(tiny_model: Path, sources: list[str], tmp_path: Path) -> Callable[..., A
             processing_class=AutoTokenizer.from_pretrained(tiny_model),
         )
         keep_float32(trainer.model)
-        warm_start.settle(trainer, adapter, compares=True)
+        warm_start.load_exact_values(trainer, adapter, compares=True)
         return trainer
 
     return make
@@ -462,17 +462,17 @@ def test_a_commit_is_compared(tiny_model: Path, adapter: Path, tmp_path: Path) -
     copy = tmp_path / "altered"
     shutil.copytree(adapter, copy)
     with_json("cogumi-base.json", name="someone/tiny", commit=COMMIT, weights=None)(copy)
-    assert f"at commit {COMMIT}" in warm_start.refuse_other_base(copy, config, None)
+    assert f"at commit {COMMIT}" in warm_start.check_base(copy, config, None)
     config._commit_hash = OTHER_COMMIT
     with pytest.raises(UsageError, match=f"set model.revision: {COMMIT}"):
-        warm_start.refuse_other_base(copy, config, None)
+        warm_start.check_base(copy, config, None)
     config._commit_hash = None
-    assert "not known is whether" in warm_start.refuse_other_base(copy, config, "main")
+    assert "not known is whether" in warm_start.check_base(copy, config, "main")
     # Without cogumi's record PEFT's config says it, where its revision is a commit.
     without_record(copy)
     with_json("adapter_config.json", base_model_name_or_path="someone/tiny", revision=COMMIT)(copy)
     config._commit_hash = OTHER_COMMIT
     with pytest.raises(UsageError, match=f"set model.revision: {COMMIT}"):
-        warm_start.refuse_other_base(copy, config, None)
+        warm_start.check_base(copy, config, None)
     with_json("adapter_config.json", revision="main")(copy)
-    assert "(revision main then, None now)" in warm_start.refuse_other_base(copy, config, None)
+    assert "(revision main then, None now)" in warm_start.check_base(copy, config, None)

@@ -155,7 +155,7 @@ def test_an_interrupt_within_an_answer_leaves_a_kernel_that_answers(waiting: tup
 def test_elsewhere_it_only_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(kernel_messages.time, "sleep", slept.append)
-    kernel_messages.sleep(0.25)
+    kernel_messages.sleep_and_answer(0.25)
     assert slept == [0.25]
 
 
@@ -172,7 +172,7 @@ def check_first_outputs(directory: Path, cells: dict[str, str]) -> list[str]:
 @pytest.mark.timeout(200)
 def test_a_function_that_works_says_so_in_the_cell_before_it_works(tmp_path: Path) -> None:
     cells = {
-        "import time\nfrom cogumi.core.notices import working\n"
+        "import time\nfrom cogumi.core.notices import show_seconds\n"
         "@working('looked for')\ndef work(): time.sleep(1.5)\nwork()": "looked for",
         "import cogumi\ncogumi.start('none.yaml')": "start: ",
         "cogumi.doctor(timeout=0.01)": "doctor: ",

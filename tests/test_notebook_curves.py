@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cogumi.core.run_directory import append_jsonl, line_of, write_atomic
+from cogumi.core.run_directory import append_jsonl, json_line, write_atomic
 from cogumi.notebook.curves import MOST_BINS, PLOTS, Curves
 
 
 def written(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(map(line_of, rows)))
+    path.write_text("".join(map(json_line, rows)))
     return path
 
 
@@ -48,7 +48,7 @@ def test_what_is_read_bit_by_bit_is_what_is_read_at_once(tmp_path: Path) -> None
     assert not bit_by_bit.read()  # there is no file yet
     for begin in range(0, 3000, 100):
         with path.open("a") as file:
-            file.writelines(map(line_of, rows[begin : begin + 100]))
+            file.writelines(map(json_line, rows[begin : begin + 100]))
         assert bit_by_bit.read()
     assert not bit_by_bit.read()
     at_once = Curves(path)
@@ -87,7 +87,7 @@ def test_a_run_that_goes_on_from_an_earlier_step_is_read_anew(replace: bool, tmp
     path = written(tmp_path / "metrics.jsonl", losses(50))
     curves = Curves(path)
     curves.read()
-    fewer = "".join(map(line_of, losses(20)))
+    fewer = "".join(map(json_line, losses(20)))
     if replace:
         write_atomic(path, fewer)
     else:
@@ -123,7 +123,7 @@ def test_a_million_lines_stay_small(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text(json.dumps({"state": "finished", "time": 0.0}))
     looks = (
         "import re, sys; from pathlib import Path\n"
-        "from cogumi.notebook.run_snapshot import Looker; from cogumi.notebook.panel import plots\n"
+        "from cogumi.notebook.run_snapshot import SnapshotReader; from cogumi.notebook.panel import render_plots\n"
         "looker = Looker(Path(sys.argv[1])); look = looker.look(); first = looker.curves.rows\n"
         "while look.behind: look = looker.look()\n"
         "drawn = plots(look)\n"

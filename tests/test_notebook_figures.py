@@ -22,7 +22,7 @@ from cogumi.forecast.preflight_report import Line, PreflightReport
 from cogumi.notebook import figures
 from cogumi.notebook.curves import INK, LEVELS
 from cogumi.notebook.figures import COLOURS, DASHES, HATCHES, MARKERS
-from cogumi.notebook.html_components import html_of
+from cogumi.notebook.html_components import render_html
 
 Write = Callable[..., Path]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -195,7 +195,7 @@ def test_equal_rewards_and_one_step_are_drawn(logged: Write) -> None:
 
 def test_many_steps_of_rewards_become_some_bands() -> None:
     steps = np.repeat(np.arange(1000), 4)
-    middles, quantiles = figures.bands(steps, steps.astype(float))
+    middles, quantiles = figures.reward_quantiles(steps, steps.astype(float))
     assert len(middles) == figures.MOST_BANDS
     assert quantiles.shape == (5, figures.MOST_BANDS)
     assert (np.diff(quantiles[2]) > 0).all()
@@ -321,7 +321,7 @@ def test_change_by_layer_is_what_the_merge_measured(experts: bool, tmp_path: Pat
         np.testing.assert_allclose(below["down_proj"].get_ydata(), down)
     else:
         assert f"lm_head {tensors['lm_head.weight']['delta_over_weight']:.2%}" in drawing.words
-    html = html_of(report)
+    html = render_html(report)
     assert f"{report.elements:,} elements read back" in html
     assert "largest change" in html
 

@@ -15,7 +15,7 @@ import yaml
 import cogumi
 from cogumi.config.schema import load_config
 from cogumi.config.source import PACKAGE
-from cogumi.config.yaml_text import same
+from cogumi.config.yaml_text import equal_values
 from cogumi.core.errors import UsageError
 from cogumi.core.worker import Worker
 from cogumi.forecast.preflight_report import Line, PreflightReport
@@ -114,7 +114,7 @@ def test_what_is_entered_comes_back_from_the_yaml(
     assert form.problem == ""
     path = form.write()
     again = Form(path)
-    assert same(again.get(key), value)
+    assert equal_values(again.get(key), value)
     assert again.panel.entries[key].value == entry.value
     others = {section: dict(keys) for section, keys in again.values.items()}
     if key.count(".") == 1:
@@ -298,7 +298,7 @@ def test_every_key_that_can_be_added_is_what_a_run_takes() -> None:
                 form.add(f"{section}.{field.key}")
         assert form.problem == ""
         assert len(form.values["train"]) > 100
-        assert same(yaml.safe_load(form.yaml), form.values)
+        assert equal_values(yaml.safe_load(form.yaml), form.values)
 
 
 @pytest.mark.sweep
@@ -412,11 +412,11 @@ def test_a_newer_change_ends_the_older_preflight(form: Form, monkeypatch: Any) -
 
 
 def test_the_report_is_drawn_as_a_notebook_shows_it() -> None:
-    from cogumi.notebook.form_panel import shown_report
+    from cogumi.notebook.form_panel import render_preflight
 
     report = PreflightReport("T4", (Line("memory", "24 GiB < 15 GiB", "red", "a smaller batch"),), {})
-    assert "24 GiB &lt; 15 GiB" in shown_report(report)
-    assert shown_report(None) == ""
+    assert "24 GiB &lt; 15 GiB" in render_preflight(report)
+    assert render_preflight(None) == ""
 
 
 def test_without_a_notebook_one_line_says_what_to_do(mine: Path, capsys: Any, monkeypatch: Any) -> None:

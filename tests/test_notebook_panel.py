@@ -17,10 +17,10 @@ import cogumi
 from cogumi.checkpoints.manifest import write_manifest
 from cogumi.core.run_directory import append_jsonl, this_process, write_json
 from cogumi.notebook import panel
-from cogumi.notebook.curves import Curves, short, svg_of
-from cogumi.notebook.panel import Panel
+from cogumi.notebook.curves import Curves, format_number, render_svg
+from cogumi.notebook.panel import RunPanel
 from cogumi.notebook.report import write_report
-from cogumi.notebook.run_snapshot import Looker, screen
+from cogumi.notebook.run_snapshot import SnapshotReader, render_screen
 
 EVIL = "</pre><script>alert(1)</script>"
 FLAG = {"threshold": "< 1", "cause": "a rate too high", "knob": "train.learning_rate"}
@@ -48,8 +48,8 @@ def run_in(path: Path, state: str = "running", **more: Any) -> Path:
 
 
 def html_of(path: Path) -> str:
-    look = Looker(path).look()
-    parts = (panel.head, panel.flags, panel.plots, panel.samples, panel.rest)
+    look = SnapshotReader(path).look()
+    parts = (panel.render_head, panel.render_flags, panel.render_plots, panel.render_samples, panel.render_rest)
     return "".join(part(look) for part in parts)
 
 
@@ -83,7 +83,7 @@ def test_a_panel_draws_until_the_run_has_ended_and_its_buttons_ask(
     monkeypatch.setattr(panel, "REFRESH_SECONDS", 0.05)
     monkeypatch.setattr(panel, "WAIT_PER_WORK", 0.0)
     home = run_in(tmp_path / "run")
-    shown = Panel(cogumi.attach(home))
+    shown = RunPanel(cogumi.attach(home))
     shown.thread.start()
     until(lambda: "step 4" in shown.head.value)
     assert not shown.stop.disabled
@@ -109,7 +109,7 @@ def test_a_panel_draws_until_the_run_has_ended_and_its_buttons_ask(
 
 def test_what_a_button_asked_for_is_shown_as_done_once_the_run_has_done_it(tmp_path: Path) -> None:
     home = run_in(tmp_path / "run")
-    shown = Panel(cogumi.attach(home))
+    shown = RunPanel(cogumi.attach(home))
 
     def said() -> str:
         shown.draw(shown.looker.look())
@@ -151,7 +151,7 @@ def test_what_a_button_asked_for_is_shown_as_done_once_the_run_has_done_it(tmp_p
 def test_a_flag_that_comes_after_its_row_is_marked_and_a_refused_stop_can_be_tried_again(tmp_path: Path) -> None:
     home = run_in(tmp_path / "run")
     (home / "flags.json").rename(tmp_path / "flags.json")
-    shown = Panel(cogumi.attach(home))
+    shown = RunPanel(cogumi.attach(home))
     shown.draw(shown.looker.look())
     assert "red: loss trend" not in shown.plots.value
     (tmp_path / "flags.json").rename(home / "flags.json")
@@ -174,10 +174,10 @@ def test_a_checkpoint_that_is_cut_short_is_no_longer_called_verified(tmp_path: P
     place.mkdir(parents=True)
     (place / "optimizer.pt").write_bytes(b"0123456789")
     write_manifest(place, 3)
-    looker = Looker(home)
-    assert "verified when it was saved" in panel.rest(looker.look())
+    looker = SnapshotReader(home)
+    assert "verified when it was saved" in panel.render_rest(looker.look())
     (place / "optimizer.pt").write_bytes(b"01234")
-    assert "rejected: optimizer.pt has 5 bytes, and 10 were saved" in panel.rest(looker.look())
+    assert "rejected: optimizer.pt has 5 bytes, and 10 were saved" in panel.render_rest(looker.look())
 
 
 def test_a_checkpoint_from_after_numbers_broke_is_told_apart(
@@ -196,14 +196,14 @@ def test_a_checkpoint_from_after_numbers_broke_is_told_apart(
     assert said in html_of(path)
     assert said in write_report(path).read_text()
     console = Console(width=200, file=io.StringIO())
-    console.print(screen(Looker(path).look()))
+    console.print(render_screen(SnapshotReader(path).look()))
     assert said in console.file.getvalue()
 
 
 def test_a_directory_that_goes_is_said_in_the_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panel, "REFRESH_SECONDS", 0.05)
     home = run_in(tmp_path / "run")
-    shown = Panel(cogumi.attach(home))
+    shown = RunPanel(cogumi.attach(home))
     shown.thread.start()
     until(lambda: "step 4" in shown.head.value)
     home.rename(tmp_path / "elsewhere")
@@ -239,8 +239,8 @@ def test_without_a_kernel_it_is_one_screen_of_text(tmp_path: Path, capsys: pytes
 def test_what_a_curve_is_now_is_not_its_last_number_where_that_was_none(tmp_path: Path) -> None:
     shown = html_of(run_in(tmp_path / "run"))
     assert shown.count("not finite<") == 1  # the legend of the loss
-    assert short(1.23e30) == "1.2e+30"
-    assert (short(12_345.6), short(1234.5), short(0.000123)) == ("12.3k", "1,234", "0.000123")
+    assert format_number(1.23e30) == "1.2e+30"
+    assert (format_number(12_345.6), format_number(1234.5), format_number(0.000123)) == ("12.3k", "1,234", "0.000123")
 
 
 def test_completions_that_show_nothing_are_told_in_words(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_the_plot_of_one_step_has_one_tick_and_an_axis_about_its_value(tmp_path:
         append_jsonl(curves.path, {"step": 7, "learning_rate": value})
         curves.read()
         ((plot, of),) = curves.plots()
-        return re.findall(r'font-size="10"[^>]*>([^<>]+)</text>', svg_of(plot, of))
+        return re.findall(r'font-size="10"[^>]*>([^<>]+)</text>', render_svg(plot, of))
 
     assert words_of(0.0) == ["1", "0", "step 7", "0"]
     assert words_of(2.0) == ["3", "1", "step 7", "2"]
@@ -271,7 +271,7 @@ def test_in_a_real_kernel_there_is_a_widget_and_text_for_who_has_none(tmp_path: 
     code = [
         "import cogumi, sys\nrun = cogumi.attach('run')\nrun.dashboard()",
         "run.dashboard()",
-        "from cogumi.notebook.panel import shown\nimport time\npanel, = shown.values()\n"
+        "from cogumi.notebook.panel import open_panels\nimport time\npanel, = shown.values()\n"
         "while 'step 4' not in panel.head.value: time.sleep(0.05)\n"
         "print('torch' in sys.modules, 'matplotlib.pyplot' in sys.modules)",
         "raise cogumi.UsageError('one line')",

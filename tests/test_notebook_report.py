@@ -22,11 +22,11 @@ from cogumi.core.run_directory import append_jsonl, read_json, read_jsonl, write
 from cogumi.forecast.preflight_report import Line, PreflightReport
 from cogumi.methods.preview import Preview, Shares
 from cogumi.notebook import completions, figures
-from cogumi.notebook.completions import marked
-from cogumi.notebook.curves import short
-from cogumi.notebook.html_components import html_of, style
+from cogumi.notebook.completions import mark_differences
+from cogumi.notebook.curves import format_number
+from cogumi.notebook.html_components import render_html, style
 from cogumi.notebook.report import write_report
-from cogumi.notebook.run_snapshot import Looker
+from cogumi.notebook.run_snapshot import SnapshotReader
 from tests.test_notebook_figures import contrast, words_in
 
 SECRET = HUB_TOKEN
@@ -132,7 +132,7 @@ def test_a_finished_run_is_all_there(run: Path) -> None:
     for flag in read_json(run / "flags.json")["flags"]:
         assert flag["name"] in page.sections["Flags"]
     loss = [row["loss"] for row in read_jsonl(run / "metrics.jsonl") if "loss" in row]
-    assert f"loss from {short(loss[0])} to {short(loss[-1])}" in page.sections["Curves"]
+    assert f"loss from {format_number(loss[0])} to {format_number(loss[-1])}" in page.sections["Curves"]
     assert "before the training" in page.sections["Completions"]
     assert "after step 6" in page.sections["Completions"]
     for row in read_jsonl(run / "samples.jsonl"):
@@ -153,7 +153,7 @@ def test_it_can_be_read_by_everybody(finished: Path, run: Path) -> None:
     levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch(r"h\d", tag)]
     assert set(levels) <= {1, 2, 4}
     plots = [attributes for tag, attributes in page.tags if tag == "svg"]
-    assert len(plots) == len(Looker(run).look().plots) > 3
+    assert len(plots) == len(SnapshotReader(run).look().plots) > 3
     assert all(each["role"] == "img" and len(each["aria-label"] or "") > 30 for each in plots)
     images = [attributes for tag, attributes in page.tags if tag == "img"]
     assert len(images) == 2  # lengths, change by layer
@@ -228,7 +228,7 @@ def test_red_flags_and_failed_checks_are_said_first(run: Path) -> None:
     for words in ("RED", "loss 9 (< 3)", "rate too high", "train.learning_rate", "Was red before", "RED from step 3"):
         assert words in said
     assert "⚑1 red at step 2: loss trend" in page.sections["Curves"]
-    assert page.sections["Curves"].count("red: loss trend") == len(Looker(run).look().plots)
+    assert page.sections["Curves"].count("red: loss trend") == len(SnapshotReader(run).look().plots)
 
     checks = [{"name": n, "figure": "f", "requirement": "r", "passed": n == "good"} for n in ("good", "bad")]
     write_json(run / "verdict.json", {"passed": False, "checks": checks, "flags": [], "was_red": []})
@@ -382,7 +382,7 @@ def test_a_preview_tells_tokens_apart_by_words_and_underlines_too() -> None:
         [("context", "Say\n\thi  <b>"), ("learned", f"hi {HOSTILE}\n")],
         [("context", "x"), ("learned", "y"), ("rejected", "z")],
     )
-    html = html_of(found)
+    html = render_html(found)
     page = Page(html)
     assert not page.unbalanced
     assert "Say\n\thi  <b>learnedhi " + HOSTILE in page.text  # whitespace kept, markup escaped
@@ -396,12 +396,12 @@ def test_a_preview_tells_tokens_apart_by_words_and_underlines_too() -> None:
     (drawn,) = re.findall(r"data:image/svg\+xml;base64,([^\"]+)", html)
     assert "max_length 24" in b64decode(drawn).decode()
     assert figures.lengths(found).svg()
-    assert "rejected" not in Page(html_of(preview_of([("context", "x")]))).text
+    assert "rejected" not in Page(render_html(preview_of([("context", "x")]))).text
 
 
 def test_a_preview_of_prompts_has_no_histogram() -> None:
     found = Preview(Shares("p", 1, 1, {}, 0, 0, 0, 0), None, (), (), ((("context", "x"),),))
-    assert "<svg" not in html_of(found)
+    assert "<svg" not in render_html(found)
 
 
 def test_a_notebook_draws_the_reports_of_public_functions() -> None:
@@ -426,7 +426,7 @@ def test_a_preflight_says_its_states_in_words() -> None:
         Line("memory", "too much", "red", "set train.x: 1"),
     )
     memory = {"peak": 50 * 2**30, "free": 40 * 2**30, "breakdown": {"weights": 50 * 2**30}}
-    html = html_of(PreflightReport("a T4", lines, {"memory": memory}))
+    html = render_html(PreflightReport("a T4", lines, {"memory": memory}))
     page = Page(html)
     assert not page.unbalanced
     (drawn,) = re.findall(r"data:image/svg\+xml;base64,([^\"]+)", html)
@@ -444,11 +444,11 @@ def test_a_preflight_says_its_states_in_words() -> None:
 
 
 def test_differences_are_marked_on_both_sides() -> None:
-    assert marked("a b c", "a x c", "a x c") == "a <ins>x</ins> c"
-    assert marked("a x c", "a x c", "a c") == "a <del>x </del>c"
-    assert marked("a", "<b>", "a") == "<ins><del>&lt;b&gt;</del></ins>"
+    assert mark_differences("a b c", "a x c", "a x c") == "a <ins>x</ins> c"
+    assert mark_differences("a x c", "a x c", "a c") == "a <del>x </del>c"
+    assert mark_differences("a", "<b>", "a") == "<ins><del>&lt;b&gt;</del></ins>"
     long = "w " * 5_000
-    assert "<ins>" not in marked("other " + long, long, long)
+    assert "<ins>" not in mark_differences("other " + long, long, long)
 
 
 def test_completions_of_several_runs_side_by_side(finished: Path, run: Path, tmp_path: Path) -> None:

@@ -15,30 +15,30 @@ from transformers import AutoConfig, AutoTokenizer, GptOssConfig, LlamaConfig
 import cogumi
 from cogumi.config.schema import RunConfig, load_config
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import pip
+from cogumi.core.formatting import pip_command
 from cogumi.forecast import memory_forecast
-from cogumi.forecast.data_sample import line_of, sample
-from cogumi.forecast.disk_lines import outlook_of
+from cogumi.forecast.data_sample import describe_data, sample_data
+from cogumi.forecast.disk_lines import forecast_disks
 from cogumi.forecast.memory_forecast import (
     MemoryForecast,
-    OfTheStep,
+    StepForecast,
     Target,
-    autocast_of,
-    dtype_of,
-    fewer_at_once,
-    period_of,
+    autocast_dtype,
+    find_target,
+    layer_period,
     planned_work,
-    target_of,
-    vllm_of,
+    smaller_rollout,
+    vllm_bytes,
+    weights_dtype,
 )
 from cogumi.forecast.preflight_report import Line, PreflightReport
-from cogumi.forecast.run_forecast import fixed, foresee, here, stack_line, write_fixed
-from cogumi.forecast.throughput_probe import Pace, Probe, continued, lines_of, steps_of
-from cogumi.forecast.training_step import Work, planned_trainer, run_step
-from cogumi.methods.building import tokenizer_of
+from cogumi.forecast.run_forecast import describe_stack, fit_config, forecast_run, here, write_fitted_config
+from cogumi.forecast.throughput_probe import MeasuredSteps, TimeForecast, describe_time, extrapolate_time, steps_of
+from cogumi.forecast.training_step import StepShape, planned_trainer, run_step
+from cogumi.methods.building import load_run_tokenizer
 from cogumi.models.loading import load_tokenizer, meta_model, resolve_model, use_chat_template
 from cogumi.stack import lanes
-from cogumi.stack.gpus import CARDS, card_called, card_of
+from cogumi.stack.gpus import CARDS, find_card, parse_card
 
 CommandLine = Callable[..., tuple[int, str, str]]
 COUNTS = ("max_steps", "logging_steps")
@@ -61,10 +61,10 @@ def wide(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def each_step_once() -> Iterator[None]:
     """What a step takes does not depend on the price or on how many steps follow: one of the same run is run once."""
-    found: dict[str, OfTheStep] = {}
-    original = memory_forecast.step_on
+    found: dict[str, StepForecast] = {}
+    original = memory_forecast.forecast_step
 
-    def step_on(run: RunConfig, config: Any, work: Work, target: Target) -> OfTheStep:
+    def step_on(run: RunConfig, config: Any, work: StepShape, target: Target) -> StepForecast:
         asked = run.model_dump()
         for section, names in {"cogumi": ("max_cost", "price_per_hour", "sanity", "run_dir"), "train": COUNTS}.items():
             for name in names:
@@ -75,13 +75,13 @@ def each_step_once() -> Iterator[None]:
         return found[key]
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(memory_forecast, "step_on", step_on)
+        patched.setattr(memory_forecast, "forecast_step", step_on)
         yield
 
 
 def preflight(config: Any, card: str | None = None, train: Any = None, **overrides: Any) -> PreflightReport:
     """As the command line does it, in this process; tests/test_preflight_before.py has it apart."""
-    return foresee(config, card, train, overrides, here)
+    return forecast_run(config, card, train, overrides, here)
 
 
 def config_of(base: Path, tmp_path: Path, **sections: Any) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def test_rows_that_make_no_example_are_named(wide: Path, tmp_path: Path) -> None
     config = config_of(wide, tmp_path, data=data, train={"chat_template_path": "cogumi:tulu", "max_length": 64})
     del config["data"]["fim"]
     run = load_config(config)
-    said = line_of(sample(run, tokenizer_of(run, str(wide))), run)
+    said = describe_data(sample_data(run, load_run_tokenizer(run, str(wide))), run)
     assert said.state == "yellow"
     assert "18 of the first 20 make one" in said.figure
     assert "left out: 2 " in said.figure
@@ -171,30 +171,32 @@ def test_what_does_not_fit_is_red_and_the_fix_fits(wide: Path, tmp_path: Path) -
     assert line(red, "memory").state == "red"
     assert line(red, "memory").changes
     assert not red.fits
-    report, changes = fixed(config, "T4")
+    report, changes = fit_config(config, "T4")
     assert report.fits, str(report)
     documents = changes["train.per_device_train_batch_size"] * changes["train.gradient_accumulation_steps"]
     assert documents == 512 * 2
     source, out = tmp_path / "run.yaml", tmp_path / "fits.yaml"
     source.write_text(yaml.safe_dump(config) + "# a word to myself\n")
-    write_fixed(source, out, changes, {})
+    write_fitted_config(source, out, changes, {})
     assert out.read_text().endswith("# a word to myself\n")
     assert load_config(out).train["per_device_train_batch_size"] == changes["train.per_device_train_batch_size"]
     with pytest.raises(UsageError, match="there is such a file already"):
-        write_fixed(source, out, changes, {})
+        write_fitted_config(source, out, changes, {})
 
 
 def test_more_memory_is_needed_for_more(wide: Path, tmp_path: Path) -> None:
     """Each of these moves the peak the way it must."""
 
-    target = target_of("H200")
+    target = find_target("H200")
 
     def peak(rows: int = 4, padded: bool = True, **sections: Any) -> int:
         run = load_config(config_of(wide, tmp_path, **sections))
         run.train["gradient_checkpointing"] = sections.get("train", {}).get("gradient_checkpointing", True)
-        dtype, autocast = dtype_of(target, "auto"), autocast_of(run, target)
+        dtype, autocast = weights_dtype(target, "auto"), autocast_dtype(run, target)
         trainer = planned_trainer(run, AutoConfig.from_pretrained(wide), dtype, "sdpa", 2)
-        return MemoryForecast(run_step(trainer, Work("sft", rows, 512, padded=padded), autocast, on_card=True)).peak
+        return MemoryForecast(
+            run_step(trainer, StepShape("sft", rows, 512, padded=padded), autocast, on_card=True)
+        ).peak
 
     base = peak()
     assert peak(padded=False) < base
@@ -208,8 +210,8 @@ def test_more_memory_is_needed_for_more(wide: Path, tmp_path: Path) -> None:
 def test_the_disk_of_a_run_that_trains_every_weight_holds_every_weight(wide: Path, tmp_path: Path) -> None:
     """1.6 billion weights: a checkpoint has them in float32 with two moments each, and there is no adapter."""
     weights = sum(parameter.numel() for parameter in meta_model(AutoConfig.from_pretrained(wide)).parameters())
-    lora = outlook_of(load_config(config_of(wide, tmp_path)))
-    whole = outlook_of(load_config(config_of(wide, tmp_path, cogumi={"tuning": "full", "merge": False}, lora=None)))
+    lora = forecast_disks(load_config(config_of(wide, tmp_path)))
+    whole = forecast_disks(load_config(config_of(wide, tmp_path, cogumi={"tuning": "full", "merge": False}, lora=None)))
     assert whole.checkpoint == pytest.approx(12 * weights, rel=0.01)
     assert lora.checkpoint < whole.checkpoint / 50
     kinds = [need.what for disk in whole.disks for need in disk.needs]
@@ -228,20 +230,20 @@ def test_what_is_not_known_is_not_called_fitting() -> None:
 
 def test_a_budget_that_ends_the_run_is_red() -> None:
     run = load_config(SMOKE / "sft.yaml", cogumi__price_per_hour=2.0, cogumi__max_cost=1.0)
-    (said,) = lines_of(Pace(1000, 10_000, 3600.0, 10), run, target_of(None))
+    (said,) = describe_time(TimeForecast(1000, 10_000, 3600.0, 10), run, find_target(None))
     assert said.state == "red"
     assert said.changes == {"train.max_steps": 500}
     assert "$2.00 at $2 an hour" in said.figure
-    (said,) = lines_of(Pace(400, 10_000, 1440.0, 10), run, target_of(None))
+    (said,) = describe_time(TimeForecast(400, 10_000, 1440.0, 10), run, find_target(None))
     assert said.state == "green"
-    (said,) = lines_of(Pace(8, 200, 16.0, 8), run, target_of(None))
+    (said,) = describe_time(TimeForecast(8, 200, 16.0, 8), run, find_target(None))
     assert "by 8 steps made here" in said.figure
-    (said,) = lines_of(Pace(400, 10_000, None), run, target_of(None))
+    (said,) = describe_time(TimeForecast(400, 10_000, None), run, find_target(None))
     assert (said.state, "--probe" in said.fix) == ("unknown", True)
     assert "nor what cogumi.max_cost allows" in said.figure
-    (said,) = lines_of(Pace(400, 10_000, None), run, target_of("T4"))
+    (said,) = describe_time(TimeForecast(400, 10_000, None), run, find_target("T4"))
     assert (said.state, said.fix) == ("unknown", "")  # ten steps made here say nothing of it
-    (said,) = lines_of(Pace(1, 10, 2.0, 1), run, target_of(None))
+    (said,) = describe_time(TimeForecast(1, 10, 2.0, 1), run, find_target(None))
     assert "less than a cent at $2 an hour (by 1 step made here)" in said.figure
 
 
@@ -257,19 +259,19 @@ def test_a_probe_makes_ten_steps_and_leaves_nothing(tmp_path: Path, monkeypatch:
 
 def test_a_training_takes_as_many_times_its_step_as_it_has_steps() -> None:
     run = load_config(SMOKE / "sft.yaml", train__max_steps=100)
-    found = sample(run, load_tokenizer(resolve_model(run.model.name)))
-    how_long = continued(run, Work("sft", 16, 128), found, Probe(10, 20.0))
+    found = sample_data(run, load_tokenizer(resolve_model(run.model.name)))
+    how_long = extrapolate_time(run, StepShape("sft", 16, 128), found, MeasuredSteps(10, 20.0))
     assert (how_long.steps, how_long.seconds, how_long.measured) == (100, 200.0, 10)
 
 
 def test_the_stack_line_is_the_doctors(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stack_line().state == "green", "the test lane is installed as pinned"
+    assert describe_stack().state == "green", "the test lane is installed as pinned"
     there = lanes.installed_versions()
     monkeypatch.setattr(lanes, "installed_versions", lambda: {**there, "trl": "0.1"})
-    said = stack_line()
+    said = describe_stack()
     assert said.state == "yellow"
     assert "trl 0.1 (pinned " in said.figure
-    assert said.fix.startswith(pip("install"))
+    assert said.fix.startswith(pip_command("install"))
 
 
 def test_time_and_money_are_those_of_the_steps_that_a_sanity_check_makes(wide: Path, tmp_path: Path) -> None:
@@ -302,7 +304,7 @@ def test_a_cost_that_is_not_known_is_said_with_the_key_that_sets_its_price(wide:
     priced = config | {"cogumi": config["cogumi"] | {"price_per_hour": 2.0}}
     assert said not in line(preflight(priced, "H100 SXM"), "time").figure
     for given, expected in ((config, True), (priced, False)):
-        (here,) = lines_of(Pace(20, 1000, None), load_config(given), target_of(None))
+        (here,) = describe_time(TimeForecast(20, 1000, None), load_config(given), find_target(None))
         assert (said in here.figure) is expected
 
 
@@ -333,7 +335,7 @@ def test_the_sample_is_what_the_run_prepares(tmp_path: Path) -> None:
     run = load_config(SMOKE / "sft.yaml", cogumi__run_dir=str(tmp_path))
     run.data.max_rows = None
     tokenizer = load_tokenizer(resolve_model(run.model.name))
-    found, whole = sample(run, tokenizer), prepare_examples(run, tokenizer).train
+    found, whole = sample_data(run, tokenizer), prepare_examples(run, tokenizer).train
     assert found.trained == pytest.approx(len(whole.dataset), rel=0.1)
     assert found.longest <= whole.lengths.quantile(1.0)
     assert found.mean == pytest.approx(whole.lengths.mean, rel=0.25)
@@ -345,7 +347,7 @@ def test_what_makes_no_example_is_not_counted_as_trained(tmp_path: Path) -> None
     pl.DataFrame({"source": texts}).write_parquet(tmp_path / "texts.parquet")
     run = load_config(SMOKE / "sft.yaml", data__source=str(tmp_path / "texts.parquet"), data__eval_rows=100)
     run.data.max_rows = None
-    found = sample(run, load_tokenizer(resolve_model(run.model.name)))
+    found = sample_data(run, load_tokenizer(resolve_model(run.model.name)))
     assert (found.rows, found.looked_at, found.examples) == (2000, 1000, 500)
     assert found.trained == 950
 
@@ -353,32 +355,32 @@ def test_what_makes_no_example_is_not_counted_as_trained(tmp_path: Path) -> None
 def test_steps_are_those_of_the_epochs() -> None:
     run = load_config(SMOKE / "sft.yaml", train__max_steps=-1, train__num_train_epochs=2)
     tokenizer_free = type("Found", (), {"trained": 1000, "packed": None})()
-    assert steps_of(run, Work("sft", 4, 128, micro_batches=8), tokenizer_free) == 63  # 2 x 1000 / 32
+    assert steps_of(run, StepShape("sft", 4, 128, micro_batches=8), tokenizer_free) == 63  # 2 x 1000 / 32
     run = load_config(SMOKE / "gspo.yaml", train__max_steps=-1, train__num_train_epochs=1)
     group = run.train["num_generations"]
-    assert steps_of(run, Work("gspo", 4, 64, 64, micro_batches=2), tokenizer_free) == -(-1000 * group // 8)
+    assert steps_of(run, StepShape("gspo", 4, 64, 64, micro_batches=2), tokenizer_free) == -(-1000 * group // 8)
 
 
 def test_cards_are_found_by_what_people_say_and_by_torchs_name() -> None:
-    assert card_called("h100 sxm") is card_of("NVIDIA H100 80GB HBM3")
-    assert card_called("NVIDIA GeForce RTX 4090").name == "RTX 4090"
-    assert card_called("T4").peak is None
+    assert parse_card("h100 sxm") is find_card("NVIDIA H100 80GB HBM3")
+    assert parse_card("NVIDIA GeForce RTX 4090").name == "RTX 4090"
+    assert parse_card("T4").peak is None
     with pytest.raises(UsageError, match=r"may be H100 PCIe or H100 NVL or H100 SXM; say which"):
-        card_called("h100")
+        parse_card("h100")
     with pytest.raises(UsageError, match=r"card 'hal 9000' is not known; there are B200, "):
-        card_called("hal 9000")
-    assert all(card_called(card.name) is card for card in CARDS)
-    assert card_of("NVIDIA RTX 2000") is None
-    assert target_of("T4").machine.bf16 is False
+        parse_card("hal 9000")
+    assert all(parse_card(card.name) is card for card in CARDS)
+    assert find_card("NVIDIA RTX 2000") is None
+    assert find_target("T4").machine.bf16 is False
 
 
 def test_a_rollout_that_does_not_fit_is_made_smaller_under_the_key_that_says_its_size() -> None:
     planned = load_config(SMOKE / "gspo.yaml", cogumi__docs_per_step=16)
-    work = Work("gspo", 4, 64, 64, rollout=64, micro_batches=4)
-    assert fewer_at_once(planned, work, 16) == ("train.generation_batch_size", 32)
+    work = StepShape("gspo", 4, 64, 64, rollout=64, micro_batches=4)
+    assert smaller_rollout(planned, work, 16) == ("train.generation_batch_size", 32)
     planned.cogumi.docs_per_step = None
-    assert fewer_at_once(planned, work, 16) == ("train.steps_per_generation", 8)
-    assert fewer_at_once(planned, replace(work, rollout=16), 16) == (
+    assert smaller_rollout(planned, work, 16) == ("train.steps_per_generation", 8)
+    assert smaller_rollout(planned, replace(work, rollout=16), 16) == (
         "train.steps_per_generation",
         4,
     )  # never less than a step
@@ -386,23 +388,23 @@ def test_a_rollout_that_does_not_fit_is_made_smaller_under_the_key_that_says_its
 
 def test_vllm_beside_the_step_takes_its_share() -> None:
     run = load_config(SMOKE / "gspo.yaml")
-    target = target_of("A100 80GB")
-    assert vllm_of(run, target) == 0
+    target = find_target("A100 80GB")
+    assert vllm_bytes(run, target) == 0
     run.train |= {"use_vllm": True, "vllm_gpu_memory_utilization": 0.4}
     assert target.card is not None
-    assert vllm_of(run, target) == round(0.4 * target.card.bytes)
+    assert vllm_bytes(run, target) == round(0.4 * target.card.bytes)
     assert planned_work(run, 64).rollout == 0
     run.train["vllm_enable_sleep_mode"] = True
-    assert vllm_of(run, target) == 0
+    assert vllm_bytes(run, target) == 0
 
 
 def test_layers_of_two_kinds_are_taken_in_pairs() -> None:
     small: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 100}
-    assert period_of(GptOssConfig(num_hidden_layers=8, num_local_experts=4, head_dim=16, **small)) == 2
-    assert period_of(LlamaConfig(num_hidden_layers=8, **small)) == 1
+    assert layer_period(GptOssConfig(num_hidden_layers=8, num_local_experts=4, head_dim=16, **small)) == 2
+    assert layer_period(LlamaConfig(num_hidden_layers=8, **small)) == 1
     uneven = ["full_attention"] + ["sliding_attention"] * 7
     assert (
-        period_of(GptOssConfig(num_hidden_layers=8, num_local_experts=4, head_dim=16, layer_types=uneven, **small))
+        layer_period(GptOssConfig(num_hidden_layers=8, num_local_experts=4, head_dim=16, layer_types=uneven, **small))
         is None
     )
 

@@ -17,8 +17,8 @@ import cogumi
 from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
 from cogumi.forecast import data_sample
-from cogumi.forecast.memory_forecast import target_of
-from cogumi.forecast.run_forecast import Asked, apart, foresee, look_ahead
+from cogumi.forecast.memory_forecast import find_target
+from cogumi.forecast.run_forecast import ForecastRequest, apart, forecast_lines, forecast_run
 from cogumi.methods.examples import prepare_examples
 from cogumi.models.loading import load_tokenizer
 from cogumi.training import stages
@@ -46,10 +46,10 @@ def config_of(model: Path, data: Path, run_dir: Path, **train: Any) -> dict[str,
 
 
 @pytest.fixture
-def asked(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Asked:
+def asked(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> ForecastRequest:
     run = load_config(config_of(tiny_model, code_parquet, tmp_path / "run"))
     base, of_base = str(tiny_model), AutoConfig.from_pretrained(tiny_model)
-    return Asked(run, base, of_base, data_sample.sample(run, load_tokenizer(base)), target_of(None))
+    return ForecastRequest(run, base, of_base, data_sample.sample_data(run, load_tokenizer(base)), find_target(None))
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_four_bits_train_after_they_were_forecast(tmp_path: Path, tiny_model: Pa
     config = config_of(tiny_model, code_parquet, tmp_path / "run")
     config["model"]["quantization_config"] = {"load_in_4bit": True}
     config["cogumi"]["preflight"] = "off"
-    assert foresee(config, None, None, {}, look_ahead).fits
+    assert forecast_run(config, None, None, {}, forecast_lines).fits
     assert cogumi.train(config).passed
 
 
@@ -116,22 +116,22 @@ def test_on_a_cpu_a_run_goes_without(tiny_model: Path, code_parquet: Path, tmp_p
     assert load_config(written, cogumi__preflight=False).cogumi.preflight == "off"
 
 
-def test_another_process_says_the_same(asked: Asked, forked: None) -> None:
-    here = look_ahead(asked)
+def test_another_process_says_the_same(asked: ForecastRequest, forked: None) -> None:
+    here = forecast_lines(asked)
     there = apart(asked)
     assert there[1] == here[1]
     assert [line.stage for line in there[0]] == [line.stage for line in here[0]] == ["memory", "time", "disk"]
     assert there[0][0] == here[0][0]
 
 
-def test_what_another_process_refuses_is_refused_here(asked: Asked, forked: None) -> None:
+def test_what_another_process_refuses_is_refused_here(asked: ForecastRequest, forked: None) -> None:
     asked.run.lora["target_modules"] = ["nowhere"]
     with pytest.raises(UsageError, match=r"Target modules .*nowhere"):
         apart(asked)
 
 
 def test_a_forecast_that_breaks_does_not_end_the_run(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    asked: ForecastRequest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PYTHONHOME", "/nonexistent")
     run, tokenizer = asked.run, load_tokenizer(asked.base)
@@ -144,32 +144,32 @@ def test_a_forecast_that_breaks_does_not_end_the_run(
     assert not run.run_dir.exists()
 
 
-def test_a_forecast_that_takes_too_long_is_ended(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forecast_that_takes_too_long_is_ended(asked: ForecastRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cogumi.forecast.run_forecast.LIMIT", 0.2)
     with pytest.raises(RuntimeError, match=r"the forecast was ended after 0.2 s"):
         apart(asked)
 
 
-def test_a_run_is_forecast_with_all_of_its_data(asked: Asked) -> None:
+def test_a_run_is_forecast_with_all_of_its_data(asked: ForecastRequest) -> None:
     run, tokenizer = asked.run, load_tokenizer(asked.base)
     data = prepare_examples(run, tokenizer).train
-    found = data_sample.whole(run, data, tokenizer)
+    found = data_sample.measure_data(run, data, tokenizer)
     lengths = [len(row["input_ids"]) for row in data.dataset]
     assert (found.longest, found.examples, found.trained) == (max(lengths), len(lengths), len(lengths))
     assert found.mean == pytest.approx(sum(lengths) / len(lengths))
     assert found.packed is None
     run.train |= {"packing": True, "max_length": 160}
-    assert data_sample.whole(run, data, tokenizer).packed == data_sample.packed_rows(run, data.dataset)
+    assert data_sample.measure_data(run, data, tokenizer).packed == data_sample.packed_rows(run, data.dataset)
 
 
-def test_prompts_are_measured_as_they_are_sent(asked: Asked, tmp_path: Path) -> None:
+def test_prompts_are_measured_as_they_are_sent(asked: ForecastRequest, tmp_path: Path) -> None:
     there = load_config(Path(__file__).parents[1] / "configs" / "smoke" / "gspo.yaml", cogumi__run_dir=str(tmp_path))
     run = asked.run.model_copy(update={"cogumi": there.cogumi, "train": there.train})
     tokenizer = load_tokenizer(asked.base)
     data = prepare_examples(run, tokenizer).train
     longest = max(len(tokenizer(prompt)["input_ids"]) for prompt in data.dataset["prompt"])
-    assert data_sample.whole(run, data, tokenizer).longest == longest
-    asked = replace(asked, run=run, found=data_sample.whole(run, data, tokenizer))
-    (memory, *_), figures = look_ahead(asked)
+    assert data_sample.measure_data(run, data, tokenizer).longest == longest
+    asked = replace(asked, run=run, found=data_sample.measure_data(run, data, tokenizer))
+    (memory, *_), figures = forecast_lines(asked)
     assert memory.stage == "memory"
     assert figures["memory"]["work"]["prompt"] == longest

@@ -11,7 +11,7 @@ import pytest
 import cogumi
 from cogumi.cli.app import main
 from cogumi.config.schema import load_config
-from cogumi.data.rows import in_words
+from cogumi.data.rows import describe_value
 from cogumi.data.stdlib_sample import chat_path
 from cogumi.methods.preview import Preview
 
@@ -32,13 +32,13 @@ def chat(tiny_model: Path, tmp_path: Path) -> Config:
 
 
 def test_it_shows_what_the_trainer_gets(chat: Config) -> None:
-    from cogumi.methods.building import tokenizer_of
+    from cogumi.methods.building import load_run_tokenizer
     from cogumi.methods.examples import prepare_examples
     from cogumi.models.loading import load_tokenizer
 
     shown = cogumi.preview(chat, examples=5)
     run = load_config(chat)
-    dataset = prepare_examples(run, tokenizer_of(run, run.model.name)).train.dataset
+    dataset = prepare_examples(run, load_run_tokenizer(run, run.model.name)).train.dataset
     tokenizer = load_tokenizer(run.model.name)
     for pieces, row in zip(shown.examples, dataset, strict=False):
         assert "".join(text for _, text in pieces) == tokenizer.decode(row["input_ids"])
@@ -90,9 +90,9 @@ def test_a_bad_row_is_shown_as_text(shape: str, chat: Config, tmp_path: Path) ->
 
 
 def test_what_the_rewards_get_is_shown_as_json(tmp_path: Path) -> None:
-    assert in_words(["a", None, {"é": True}]) == '["a", null, {"é": true}]'
-    assert in_words(MESSAGES) == "user: 2 + 2? assistant: 4"
-    assert in_words(("2+3=", "", None)) == "2+3= | (empty) | null"
+    assert describe_value(["a", None, {"é": True}]) == '["a", null, {"é": true}]'
+    assert describe_value(MESSAGES) == "user: 2 + 2? assistant: 4"
+    assert describe_value(("2+3=", "", None)) == "2+3= | (empty) | null"
 
 
 def test_a_broken_file_is_named_once(chat: Config, tmp_path: Path) -> None:

@@ -11,7 +11,14 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from cogumi.core.errors import UsageError
-from cogumi.merge.adapter_files import BaseRecord, Quantization, quantization_of, read_base, record_base, weights_sample
+from cogumi.merge.adapter_files import (
+    BaseRecord,
+    Quantization,
+    quantization_of,
+    read_base_record,
+    weights_sample,
+    write_base_record,
+)
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 BNB_NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
@@ -25,9 +32,9 @@ def trained(base: str | Path, **loading: Any) -> Any:
 def test_a_directory_has_no_commit(tiny_model: Path, tmp_path: Path) -> None:
     model = trained(tiny_model, dtype=torch.bfloat16)
     model.save_pretrained(str(tmp_path))
-    record = record_base(tmp_path, model)
+    record = write_base_record(tmp_path, model)
     assert record == BaseRecord(str(tiny_model), None, None, None, "bfloat16", weights_sample(str(tiny_model)))
-    assert read_base(tmp_path) == record
+    assert read_base_record(tmp_path) == record
 
 
 def test_a_hub_model_has_the_commit_that_was_loaded(
@@ -39,7 +46,7 @@ def test_a_hub_model_has_the_commit_that_was_loaded(
     (repository / "refs" / "v2").write_text(COMMIT)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     model = trained("someone/tiny", revision="v2", cache_dir=str(tmp_path / "cache"))
-    assert record_base(tmp_path, model, "v2") == BaseRecord("someone/tiny", COMMIT, "v2", None, "bfloat16")
+    assert write_base_record(tmp_path, model, "v2") == BaseRecord("someone/tiny", COMMIT, "v2", None, "bfloat16")
     assert json.loads((tmp_path / "cogumi-base.json").read_text()) == {
         "format": 1,
         "name": "someone/tiny",
@@ -66,17 +73,17 @@ def test_what_the_base_was_quantized_to(
     config: BitsAndBytesConfig, expected: Quantization, tiny_model: Path, tmp_path: Path
 ) -> None:
     model = trained(tiny_model, quantization_config=config, dtype=torch.bfloat16)
-    record = record_base(tmp_path, model)
+    record = write_base_record(tmp_path, model)
     assert record.quantization == expected
     assert record.dtype == "bfloat16"
-    assert read_base(tmp_path) == record
+    assert read_base_record(tmp_path) == record
 
 
 def test_a_quantized_checkpoint_loaded_as_it_is(tiny_model: Path, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(tiny_model, quantization_config=BNB_NF4, dtype=torch.bfloat16).save_pretrained(
         tmp_path / "four-bit"
     )
-    record = record_base(tmp_path, trained(tmp_path / "four-bit"))
+    record = write_base_record(tmp_path, trained(tmp_path / "four-bit"))
     assert record.quantization == Quantization("bitsandbytes", 4, "nf4", True)
     assert record.name == str(tmp_path / "four-bit")
 
@@ -99,12 +106,12 @@ def test_a_model_that_was_not_loaded_has_no_base_to_record(tmp_path: Path) -> No
         LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
     )
     with pytest.raises(ValueError, match="does not know its base"):
-        record_base(tmp_path, model)
+        write_base_record(tmp_path, model)
     assert not list(tmp_path.iterdir())
 
 
 def test_an_adapter_from_elsewhere_has_no_record(tmp_path: Path) -> None:
-    assert read_base(tmp_path) is None
+    assert read_base_record(tmp_path) is None
 
 
 WHOLE = {"format": 1, "name": "a/b", "commit": None, "revision": None, "quantization": None, "dtype": "bfloat16"}
@@ -129,9 +136,9 @@ def test_a_damaged_record_is_one_line(content: Any, key: str, tmp_path: Path) ->
     text = content if isinstance(content, str) else json.dumps(content)
     (tmp_path / "cogumi-base.json").write_text(text)
     with pytest.raises(UsageError) as error:
-        read_base(tmp_path)
+        read_base_record(tmp_path)
     assert (error.value.place, error.value.key) == (str(tmp_path / "cogumi-base.json"), key)
     assert "pass base=" in error.value.fix
     assert "\n" not in str(error.value)
     (tmp_path / "cogumi-base.json").write_text(json.dumps(WHOLE))
-    assert read_base(tmp_path) == BaseRecord("a/b", None, None, None, "bfloat16")
+    assert read_base_record(tmp_path) == BaseRecord("a/b", None, None, None, "bfloat16")

@@ -12,7 +12,7 @@ from golden import Golden
 
 from cogumi.core.errors import UsageError
 from cogumi.rewards.functions import Completion, answer_similarity, edit_similarity, final_number
-from cogumi.rewards.named_rewards import as_annotated, own_reward, refuse_missing_columns, rewards_of, what_is_wrong
+from cogumi.rewards.named_rewards import as_annotated, load_reward, refuse_missing_columns, rewards_of, try_reward
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_reward_of_the_users_own(tmp_path: Path) -> None:
     file.write_text("def shout(completions, **kwargs):\n    return [float(c.isupper()) for c in completions]\n")
     (mine,) = rewards_of([f"{file}:shout"])
     assert mine(completions=["A", "a"]) == [1.0, 0.0]
-    theirs = own_reward("cogumi.rewards.functions:edit_similarity")
+    theirs = load_reward("cogumi.rewards.functions:edit_similarity")
     assert inspect.signature(theirs) == inspect.signature(edit_similarity)
     assert theirs.__name__ == "edit_similarity"
 
@@ -60,7 +60,7 @@ def test_an_error_in_a_reward_names_it_and_the_line(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def boom(completions, **_):\n    raise ValueError('kaput')\n")
     with pytest.raises(RuntimeError, match=r"cogumi.rewards: .*mine.py:boom raised ValueError: kaput \(.*mine.py:2\)"):
-        own_reward(f"{file}:boom")(completions=["a"])
+        load_reward(f"{file}:boom")(completions=["a"])
 
 
 @pytest.mark.parametrize(
@@ -140,13 +140,13 @@ SAID = [{"role": "assistant", "content": " 42\n"}]
 def test_a_reward_gets_chat_as_it_is_annotated(reward: Any) -> None:
     assert as_annotated(reward)(prompts=[CHAT["prompt"]], completions=[SAID], answer=["42"]) == [1.0]
     assert as_annotated(reward).__name__ == reward.__name__
-    assert what_is_wrong(reward, CHAT, 4) is None
+    assert try_reward(reward, CHAT, 4) is None
 
 
 def test_a_reward_gets_text_as_it_is_annotated() -> None:
     for reward in (of_text, of_messages):
         assert as_annotated(reward)(prompts=["6 * 7 = "], completions=["42"]) == [1.0]
-        assert what_is_wrong(reward, TEXT, 4) is None
+        assert try_reward(reward, TEXT, 4) is None
     assert asyncio.run(as_annotated(of_awaited_text)(prompts=[[]], completions=[SAID])) == [1.0]
     assert as_annotated(text_unsaid) is text_unsaid
 
@@ -159,7 +159,7 @@ def test_a_reward_gets_text_as_it_is_annotated() -> None:
     ],
 )
 def test_a_reward_that_fails_on_the_shape_says_so_in_one_line(reward: Any, row: Any, words: tuple[str, ...]) -> None:
-    refused, said = what_is_wrong(reward, row, 4)  # type: ignore[misc]
+    refused, said = try_reward(reward, row, 4)  # type: ignore[misc]
     assert refused
     assert "\n" not in said
     assert all(word in said for word in (f"reward {reward.__name__} raised", "test_rewards_named.py:", *words))
@@ -169,6 +169,6 @@ def test_a_reward_that_fails_otherwise_is_said_and_not_refused() -> None:
     def strict(completions: list[str], **_: Any) -> list[float]:
         return [float(each.split("<answer>")[1]) for each in completions]
 
-    refused, said = what_is_wrong(strict, TEXT, 4)  # type: ignore[misc]
+    refused, said = try_reward(strict, TEXT, 4)  # type: ignore[misc]
     assert not refused
     assert "reward strict raised IndexError" in said

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cogumi.core.errors import UsageError
 from cogumi.patches import fused_head
-from cogumi.rl.sampling import SampledLogps, recorded, use_rollout_logps
+from cogumi.rl.sampling import SampledLogps, record_logps, use_rollout_logps
 
 LOW, HIGH = 3e-4, 4e-4
 # Of different token lengths, so that the rows of a batch are padded on the left.
@@ -226,7 +226,7 @@ def test_generate_is_left_as_it_was(build: Callable[..., Any]) -> None:
     assert "generate" not in vars(trainer.model)
     prompts = torch.ones(2, 3, dtype=torch.long)
     sampled = SampledLogps(1.0)
-    with recorded(trainer.model, sampled):
+    with record_logps(trainer.model, sampled):
         trainer.model.generate(input_ids=prompts, attention_mask=prompts, max_new_tokens=2, do_sample=True)
     assert "generate" not in vars(trainer.model)
     assert [step.shape for step in sampled.steps] == [(2,), (2,)]

@@ -17,7 +17,7 @@ import cogumi
 from cogumi.core.errors import UsageError
 from cogumi.patches import fused_head
 from cogumi.patches.head_logps import FusedLogProbFunction
-from cogumi.rl.fp32_head import VOCABULARY_TILE, fp32_lm_head, is_in_fp32, plain_model, project_in_fp32
+from cogumi.rl.fp32_head import VOCABULARY_TILE, fp32_lm_head, has_fp32_head, project_in_fp32, unwrap_peft
 
 TEMPERATURE = 0.7
 KINDS = [
@@ -134,7 +134,7 @@ def scored(trainer: Any, sequences: Tensor) -> Tensor:
 
 def oracle(model: Any, sequences: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities (4, 8) of the hidden states as the bf16 body gives them: (float64 head, bf16 head)."""
-    plain = plain_model(model)
+    plain = unwrap_peft(model)
     with torch.no_grad():
         hidden = plain.model(sequences).last_hidden_state[:, -9:-1]
     assert hidden.dtype == torch.bfloat16
@@ -169,7 +169,7 @@ def test_a_model_trains_and_its_weights_stay_what_they_are(
 ) -> None:
     trainer = build(tied, peft)
     fp32_lm_head(trainer)
-    plain = plain_model(trainer.model)
+    plain = unwrap_peft(trainer.model)
     embedding, head = plain.get_input_embeddings(), plain.get_output_embeddings()
     assert (embedding.weight is head.weight) == tied
     before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
@@ -229,7 +229,7 @@ def test_gradients_are_those_of_an_fp32_head(build: Callable[..., Any]) -> None:
         trainer.model, sequences, torch.ones_like(sequences), 8, compute_entropy=True
     )
     fused = torch.autograd.grad(logps.sum(), factors)
-    plain = plain_model(trainer.model)
+    plain = unwrap_peft(trainer.model)
     hidden = plain.model(sequences).last_hidden_state[:, -9:-1]
     dense = torch.autograd.grad(chosen(hidden.float() @ plain.lm_head.weight.float().t(), sequences).sum(), factors)
     for one, other in zip(fused, dense, strict=True):
@@ -240,7 +240,7 @@ def test_gradients_are_those_of_an_fp32_head(build: Callable[..., Any]) -> None:
 def test_a_reference_model_gets_the_same_head(build: Callable[..., Any]) -> None:
     trainer = build(tied=True, peft=False, beta=0.1)
     fp32_lm_head(trainer)
-    assert is_in_fp32(trainer.ref_model.lm_head)
+    assert has_fp32_head(trainer.ref_model.lm_head)
     sequences, _ = sampled(trainer.model)
     with torch.no_grad():
         reference, _, _ = trainer._get_per_token_logps_and_entropies(
@@ -274,7 +274,7 @@ def test_the_head_kernel_gets_fp32_outside_autocast(build: Callable[..., Any], m
 def test_twice_is_once(build: Callable[..., Any]) -> None:
     trainer = build(tied=True, peft=True)
     fp32_lm_head(trainer)
-    plain = plain_model(trainer.model)
+    plain = unwrap_peft(trainer.model)
     scoring, heading = plain.forward, plain.lm_head.forward
     fp32_lm_head(trainer)
     assert plain.forward == scoring
@@ -336,7 +336,7 @@ def test_a_head_that_is_not_a_linear_layer_is_refused(build: Callable[..., Any])
     trainer.model.set_output_embeddings(head)
     with pytest.raises(UsageError, match=r"plain Linear head and LlamaForCausalLM has .*OwnHead"):
         fp32_lm_head(trainer)
-    assert not is_in_fp32(head)
+    assert not has_fp32_head(head)
 
 
 def test_vllm_that_was_not_told_is_warned_about(build: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
@@ -349,7 +349,7 @@ def test_vllm_that_was_not_told_is_warned_about(build: Callable[..., Any], caplo
     caplog.clear()
     told = build(tied=True, peft=True)
     told.use_vllm = True
-    plain_model(told.model).config.head_dtype = "float32"
+    unwrap_peft(told.model).config.head_dtype = "float32"
     with caplog.at_level("WARNING", logger="cogumi.rl.fp32_head"):
         fp32_lm_head(told)
     assert not caplog.records

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from cogumi.core.errors import UsageError
-from cogumi.health.verdict import no_reward_was_scored
+from cogumi.health.verdict import describe_unscored
 from cogumi.rl import guards
-from cogumi.rl.findings import NAMES, OWN_OBJECTIVE, in_python
+from cogumi.rl.findings import NAMES, OWN_OBJECTIVE, to_python_names
 from cogumi.rl.fp32_head import fp32_lm_head
-from cogumi.rl.guards import before_the_first_rollout, guard
+from cogumi.rl.guards import find_problems, guard_trainer
 from cogumi.rl.memory_plan import check_groups
 from cogumi.rl.sampling import use_rollout_logps
 from cogumi.rl.watch import watch
@@ -23,7 +23,7 @@ GOOD = {"steps_per_generation": 4}
 
 
 def messages(trainer: Any, refused: bool | None = None, backend: Any = "trl", **kwargs: Any) -> list[str]:
-    found = before_the_first_rollout(trainer, backend=backend, **kwargs)
+    found = find_problems(trainer, backend=backend, **kwargs)
     assert all("\n" not in finding.message for finding in found)
     return [finding.message for finding in found if refused in (None, finding.refused)]
 
@@ -35,19 +35,19 @@ def refusal(trainer: Any, **kwargs: Any) -> str:
 
 def test_a_good_run_is_left_alone(make_trainer: Callable[..., Any]) -> None:
     assert messages(make_trainer(**GOOD)) == []
-    assert guard(make_trainer(**GOOD, loss_type="dapo"), backend="unsloth") == []
+    assert guard_trainer(make_trainer(**GOOD, loss_type="dapo"), backend="unsloth") == []
     assert messages(make_trainer("gspo-length", **GOOD)) == messages(make_trainer("gspo-token", **GOOD)) == []
 
 
 def test_every_refusal_is_in_one_message_and_warnings_are_returned(make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(lora={"lora_dropout": 0.05}, epsilon=0.2, epsilon_high=0.28, steps_per_generation=1)
     with pytest.raises(UsageError) as refused:
-        guard(trainer, backend="trl")
+        guard_trainer(trainer, backend="trl")
     lines = str(refused.value).splitlines()
     assert len(lines) == 2
     assert "lora_dropout" in lines[0]
     assert "GRPOConfig.epsilon 0.2 and GRPOConfig.epsilon_high 0.28" in lines[1]
-    (warning,) = guard(make_trainer(steps_per_generation=1), backend="trl")
+    (warning,) = guard_trainer(make_trainer(steps_per_generation=1), backend="trl")
     assert "exactly 1" in warning
 
 
@@ -57,7 +57,7 @@ YAML_KEYS = re.compile(r"\b(train|lora)\.\w|cogumi\.(behaviour_logps|fp32_lm_hea
 def test_a_script_is_told_in_python_and_a_run_in_yaml(make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(lora={"lora_dropout": 0.05}, epsilon=0.2, generation_kwargs={"temperature": 0.5})
     with pytest.raises(UsageError) as refused:
-        guard(trainer, backend="trl")
+        guard_trainer(trainer, backend="trl")
     said = str(refused.value)
     assert not YAML_KEYS.search(said), said
     assert "set LoraConfig.lora_dropout=0 (GRPOConfig.disable_dropout=True does the same)" in said
@@ -66,7 +66,7 @@ def test_a_script_is_told_in_python_and_a_run_in_yaml(make_trainer: Callable[...
     assert 'GRPOConfig.generation_kwargs["temperature"] 0.5' in said
     trainer.cogumi_run = True
     with pytest.raises(UsageError) as refused:
-        guard(trainer, backend="trl")
+        guard_trainer(trainer, backend="trl")
     said = str(refused.value)
     assert "GRPOConfig" not in said
     assert "accept" not in said
@@ -74,7 +74,7 @@ def test_a_script_is_told_in_python_and_a_run_in_yaml(make_trainer: Callable[...
 
 
 def test_a_users_train_py_keeps_its_name() -> None:
-    said = in_python("reward f raised KeyError: 'x' (/home/me/train.py:3), (train.py:4); set train.epsilon: 3e-4")
+    said = to_python_names("reward f raised KeyError: 'x' (/home/me/train.py:3), (train.py:4); set train.epsilon: 3e-4")
     assert said.endswith("(/home/me/train.py:3), (train.py:4); set GRPOConfig.epsilon=3e-4")
 
 
@@ -101,13 +101,13 @@ def test_what_is_refused_about_a_scripts_sampler_is_python(make_trainer: Callabl
 def test_every_refusal_names_how_to_accept_it_and_is_let_pass(make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(**GOOD, epsilon=0.2, epsilon_high=0.2, lora={"lora_dropout": 0.05})
     with pytest.raises(UsageError) as refused:
-        guard(trainer, backend="trl")
+        guard_trainer(trainer, backend="trl")
     first, second = str(refused.value).splitlines()
     assert first.endswith("cogumi.patch(accept=['dropout'])")
     assert second.endswith("cogumi.patch(accept=['wide-clip'])")
     with pytest.raises(UsageError, match=r"cogumi\.patch\(accept=\['dropout', 'wide-clip'\]\)"):  # and what was, stays
-        guard(trainer, backend="trl", accepted=frozenset({"dropout"}))
-    warnings = guard(trainer, backend="trl", accepted=frozenset({"dropout", "wide-clip"}))
+        guard_trainer(trainer, backend="trl", accepted=frozenset({"dropout"}))
+    warnings = guard_trainer(trainer, backend="trl", accepted=frozenset({"dropout", "wide-clip"}))
     assert [line.partition(":")[0] for line in warnings] == ["accepted (dropout)", "accepted (wide-clip)"]
 
 
@@ -515,7 +515,7 @@ def test_two_temperatures_are_refused(make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer("gspo", **GOOD, temperature=0.7, generation_kwargs={"temperature": 1.0})
     assert "TRL scores at train.temperature 0.7" in refusal(trainer)
     same = make_trainer("gspo", **GOOD, temperature=0.7, generation_kwargs={"temperature": 0.7})
-    assert guard(same, backend="trl") == []
+    assert guard_trainer(same, backend="trl") == []
 
 
 def test_fewer_prompts_than_one_rollout_are_refused(make_trainer: Callable[..., Any]) -> None:
@@ -545,8 +545,8 @@ def nothing(completions: list[str], **_: Any) -> list[None]:
 def test_a_run_in_which_nothing_was_scored_is_a_failure(make_trainer: Callable[..., Any]) -> None:
     rows = run(make_trainer(max_steps=4), nothing)
     assert [row["reward"] for row in rows if "reward" in row] == [None, None]
-    assert "2 logged rollouts without a reward" in str(no_reward_was_scored(rows))
-    assert no_reward_was_scored([*rows, {"reward": 0.0}]) is None
-    assert no_reward_was_scored([{"reward": float("nan")}]) is not None
-    assert no_reward_was_scored([]) is not None
-    assert no_reward_was_scored(run(make_trainer(max_steps=2))) is None
+    assert "2 logged rollouts without a reward" in str(describe_unscored(rows))
+    assert describe_unscored([*rows, {"reward": 0.0}]) is None
+    assert describe_unscored([{"reward": float("nan")}]) is not None
+    assert describe_unscored([]) is not None
+    assert describe_unscored(run(make_trainer(max_steps=2))) is None

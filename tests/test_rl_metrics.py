@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cogumi.rl.loss_capture import LossCall
+from cogumi.rl.loss_capture import LossInputs
 from cogumi.rl.watch import PolicyMetrics, effective_sample_size
 
 LOW, HIGH = 3e-4, 4e-4
 
 
-def some_call(level: str, rows: int = 6, width: int = 7, seed: int = 0) -> LossCall:
+def some_call(level: str, rows: int = 6, width: int = 7, seed: int = 0) -> LossInputs:
     """Uneven lengths, an empty row, tool tokens in the middle, and rubbish where nothing counts."""
     generator = torch.Generator().manual_seed(seed)
     old = -torch.rand(rows, width, generator=generator)
@@ -21,7 +21,7 @@ def some_call(level: str, rows: int = 6, width: int = 7, seed: int = 0) -> LossC
     mask[3, 1] = mask[5, 4] = 0
     mask = mask[:rows]
     new[mask == 0], old[mask == 0] = -50.0, -20.0
-    return LossCall(
+    return LossInputs(
         new=new.requires_grad_(),
         old=old,
         ref=None,
@@ -33,7 +33,7 @@ def some_call(level: str, rows: int = 6, width: int = 7, seed: int = 0) -> LossC
     )
 
 
-def plain_loop(calls: list[LossCall]) -> dict[str, float]:
+def plain_loop(calls: list[LossInputs]) -> dict[str, float]:
     """The same in Python floats, document by document."""
     documents: list[dict[str, float]] = []
     ratios: list[float] = []
@@ -81,7 +81,7 @@ class OneProcess:
         return tensor
 
 
-def measured(calls: list[LossCall], staleness: list[float] | None = None) -> dict[str, float]:
+def measured(calls: list[LossInputs], staleness: list[float] | None = None) -> dict[str, float]:
     metrics = PolicyMetrics()
     for call, late in zip(calls, staleness or [0.0] * len(calls), strict=True):
         metrics.add(call, late)
@@ -103,7 +103,7 @@ def test_a_step_of_two_micro_batches_equals_the_plain_loop(level: str) -> None:
 def test_a_step_does_not_depend_on_how_it_is_cut_up() -> None:
     whole = some_call("sequence")
     parts = [
-        LossCall(
+        LossInputs(
             *(x if x is None else x[rows] for x in (whole.new, whole.old, whole.ref, whole.mask, whole.advantages)),  # type: ignore[arg-type]
             entropy=whole.entropy[rows],  # type: ignore[index]
             function=whole.function,

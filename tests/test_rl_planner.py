@@ -18,8 +18,8 @@ from cogumi.rl.memory_plan import (
     documents_of,
     plan_batch,
     refuse_uneven,
+    repeat_to_rollout,
     step_bytes,
-    whole_rollout,
 )
 
 SHAPE = ModelShape(hidden_size=1024, intermediate_size=3072, layers=28, vocabulary=151936)
@@ -271,7 +271,7 @@ def test_a_small_data_set_is_repeated_until_one_rollout_is_whole(prompts: int, n
     from datasets import Dataset
 
     dataset = Dataset.from_dict({"prompt": [f"p{n}" for n in range(prompts)]})
-    whole, line = whole_rollout(dataset, needed)
+    whole, line = repeat_to_rollout(dataset, needed)
     assert len(whole) >= needed
     if prompts >= needed:
         assert whole is dataset
@@ -282,7 +282,7 @@ def test_a_small_data_set_is_repeated_until_one_rollout_is_whole(prompts: int, n
         assert f"{prompts} prompts repeated {times} times" in str(line)
         assert prompts_drawn(len(whole), needed, 1) != [set()]
     with pytest.raises(UsageError, match="no prompts"):
-        whole_rollout(dataset.select([]), needed)
+        repeat_to_rollout(dataset.select([]), needed)
 
 
 def test_three_prompts_train(make_trainer: Callable[..., Any]) -> None:
@@ -292,7 +292,7 @@ def test_three_prompts_train(make_trainer: Callable[..., Any]) -> None:
     bare = make_trainer(rows=3, **found.arguments)
     assert len(bare.get_train_dataloader()) == 0
     trainer = make_trainer(rows=3, max_steps=5, **found.arguments)
-    trainer.train_dataset, _ = whole_rollout(trainer.train_dataset, found.prompts_per_rollout)
+    trainer.train_dataset, _ = repeat_to_rollout(trainer.train_dataset, found.prompts_per_rollout)
     trainer.train()
     losses = [row for row in trainer.state.log_history if "loss" in row]
     assert trainer.state.global_step == len(losses) == 5

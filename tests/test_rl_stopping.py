@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from cogumi.core.errors import UsageError
-from cogumi.models.completion import cut
-from cogumi.rl.sampling import graded_without, stop_at
+from cogumi.models.completion import cut_at_stop
+from cogumi.rl.sampling import stop_rollouts_at, strip_stops
 
 MakeTrainer = Callable[..., Any]
 
@@ -24,7 +24,7 @@ def rollout(trainer: Any) -> tuple[list[list[int]], list[str]]:
 
 def test_a_completion_ends_at_the_first_stop_string(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(max_completion_length=48)
-    stop_at(trainer, ["e", "\n\n"])
+    stop_rollouts_at(trainer, ["e", "\n\n"])
     ids, texts = rollout(trainer)
     pad = trainer.processing_class.pad_token_id
     ended = [text for text in texts if "e" in text or "\n\n" in text]
@@ -46,7 +46,7 @@ def test_without_stops_the_same_prompts_run_on(make_trainer: MakeTrainer) -> Non
 def test_a_token_of_the_vocabulary_ends_the_sequence_for_trl(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(max_completion_length=48)
     token = trainer.processing_class.added_tokens_decoder[max(trainer.processing_class.added_tokens_decoder)].content
-    stop_at(trainer, [token])
+    stop_rollouts_at(trainer, [token])
     expected = trainer.processing_class.convert_tokens_to_ids(token)
     assert expected in trainer.eos_token_ids
     assert expected in trainer.generation_config.eos_token_id
@@ -62,7 +62,7 @@ def test_training_with_stops_learns_only_up_to_them(make_trainer: MakeTrainer) -
     seen: list[dict[str, Any]] = []
     score = trainer._generate_and_score_completions
     trainer._generate_and_score_completions = lambda inputs: seen.append(score(inputs)) or seen[-1]
-    stop_at(trainer, ["e"])
+    stop_rollouts_at(trainer, ["e"])
     trainer.train()
     decode = trainer.processing_class.decode
     for batch in seen:
@@ -73,18 +73,18 @@ def test_training_with_stops_learns_only_up_to_them(make_trainer: MakeTrainer) -
 
 def test_two_masters_are_refused(make_trainer: MakeTrainer) -> None:
     with pytest.raises(UsageError, match="mask_truncated_completions"):
-        stop_at(make_trainer(mask_truncated_completions=True), ["e"])
+        stop_rollouts_at(make_trainer(mask_truncated_completions=True), ["e"])
     with pytest.raises(UsageError, match=r"generation_kwargs\.stop_strings and cogumi\.stop"):
-        stop_at(make_trainer(generation_kwargs={"stop_strings": ["x"]}), ["e"])
+        stop_rollouts_at(make_trainer(generation_kwargs={"stop_strings": ["x"]}), ["e"])
 
 
 def test_rewards_see_what_stands_before_the_stop() -> None:
     def length(completions: list[Any], **_: Any) -> list[float]:
         return [float(len(text if isinstance(text, str) else text[-1]["content"])) for text in completions]
 
-    graded = graded_without(length, ["</answer>", "\n\n"])
+    graded = strip_stops(length, ["</answer>", "\n\n"])
     assert graded.__name__ == "length"  # what TRL logs it as
     chat = [{"role": "assistant", "content": "four</answer>"}]
     assert graded(prompts=[], completions=["ab\n\ncd", "abc", chat]) == [2, 3, 4]
     assert chat[0]["content"] == "four</answer>"  # the completion itself is left alone
-    assert cut([{"role": "assistant", "content": None, "tool_calls": []}], ["x"])[0]["content"] == ""
+    assert cut_at_stop([{"role": "assistant", "content": None, "tool_calls": []}], ["x"])[0]["content"] == ""

@@ -12,10 +12,10 @@ import cogumi
 from cogumi.config.presets import OURS
 from cogumi.core.errors import UsageError
 from cogumi.rl import PRESETS, preset
-from cogumi.rl.findings import accept, accepted
-from cogumi.rl.loss_capture import LossCall
-from cogumi.rl.loss_check import WrongLossError, clip_cut
-from cogumi.rl.watch import Watch, watch
+from cogumi.rl.findings import accept_findings, accepted_findings
+from cogumi.rl.loss_capture import LossInputs
+from cogumi.rl.loss_check import WrongLossError, has_clipped_gradient
+from cogumi.rl.watch import LossWatch, watch
 
 # TRL's own names mean TRL's own defaults in a script; the preset is then given value by value.
 TRLS = [name for name in PRESETS if name not in OURS]
@@ -216,9 +216,9 @@ def test_a_token_without_weight_is_not_taken_for_a_clipped_one() -> None:
 
     def cut(drift: float, advantage: float) -> bool:
         old = -ones
-        call = LossCall(new=old + drift, old=old, ref=None, mask=ones, advantages=torch.full((2,), advantage),
+        call = LossInputs(new=old + drift, old=old, ref=None, mask=ones, advantages=torch.full((2,), advantage),
                         entropy=None, function=None, arguments=arguments, weight=torch.zeros(2, 1))  # fmt: skip
-        return clip_cut(call)
+        return has_clipped_gradient(call)
 
     assert not cut(0.0, 1.0)
     assert cut(1e-3, 1.0)
@@ -283,7 +283,7 @@ def with_auxiliary_loss() -> Any:
 @pytest.fixture
 def nothing_accepted() -> Iterator[None]:
     yield
-    accept([])
+    accept_findings([])
 
 
 @pytest.mark.usefixtures("nothing_accepted")
@@ -308,7 +308,7 @@ def test_an_auxiliary_loss_is_named_accepted_and_said(
     assert "compared with no formula" in said
     assert "Auxiliary._compute_loss" in said
     cogumi.patch()  # as every cell that needs it calls it: what was accepted stays so
-    assert accepted() == {"own-objective"}
+    assert accepted_findings() == {"own-objective"}
 
 
 @pytest.mark.usefixtures("nothing_accepted")
@@ -366,10 +366,10 @@ def test_an_objective_that_was_typed_has_a_place(make_trainer: Callable[..., Any
 
 def test_a_script_is_watched_because_of_the_name_alone(make_trainer: Callable[..., Any]) -> None:
     ours, trls = make_trainer("gspo"), make_trainer("dapo")
-    assert [type(c) for c in ours.callback_handler.callbacks].count(Watch) == 1
-    assert not any(isinstance(c, Watch) for c in trls.callback_handler.callbacks)
+    assert [type(c) for c in ours.callback_handler.callbacks].count(LossWatch) == 1
+    assert not any(isinstance(c, LossWatch) for c in trls.callback_handler.callbacks)
     assert watch(ours) is watch(ours)
-    assert [type(c) for c in ours.callback_handler.callbacks].count(Watch) == 1
+    assert [type(c) for c in ours.callback_handler.callbacks].count(LossWatch) == 1
 
 
 def test_every_step_logs_the_metrics(make_trainer: Callable[..., Any]) -> None:

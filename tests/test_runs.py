@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import cogumi
 from cogumi.config.schema import load_config
-from cogumi.core.durability import locked
+from cogumi.core.durability import lock_directory
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import CONSOLE, START, is_running, read_json, this_process, write_json
 from cogumi.runs.supervisor import Starter, nothing_to_start
@@ -161,7 +161,7 @@ def test_a_number_that_is_somebody_elses_by_now_is_not_signalled(tmp_path: Path)
         assert is_running(record)
         write_json(tmp_path / "status.json", {"state": "running", "time": 1.0, **record, "began": 1.0})
         assert status_of(tmp_path).state == "died"
-        with locked(tmp_path):
+        with lock_directory(tmp_path):
             run = cogumi.attach(tmp_path)
             assert run.status().alive
             with pytest.raises(UsageError, match=f"not by number {child.pid}"):

@@ -65,7 +65,7 @@ def test_a_refusal_that_nobody_waited_for_is_found_in_the_directory(sft: Config,
     ours, theirs = socket.socketpair()
     ours.close()
     with (tmp_path / "output").open("wb") as output, theirs:
-        handle.launch(theirs, (sft, {"train__adam_epsilon": -1.0}), output, handle.Begun())
+        handle.launch(theirs, (sft, {"train__adam_epsilon": -1.0}), output, handle.StartAttempt())
     until(lambda: (run_dir / START).exists() and "exit" in read_json(run_dir / START))
     refused = cogumi.attach(run_dir).status()
     assert (refused.state, refused.alive, refused.passed) == ("refused", False, False)
@@ -99,15 +99,15 @@ def test_a_refusal_is_raised_when_nothing_of_it_is_left(tmp_path: Path) -> None:
 
     def trainer() -> None:
         starter = Starter(theirs.detach())
-        assert starter.told(refused="no such thing")
+        assert starter.tell(refused="no such thing")
         time.sleep(0.3)
         left.unlink()
         starter.hang_up()
 
     with ours, ThreadPoolExecutor() as pool:
         refusing = pool.submit(trainer)
-        word = until(lambda: handle.listen(ours, handle.Begun()))
+        word = until(lambda: handle.receive_word(ours, handle.StartAttempt()))
         with pytest.raises(UsageError, match="no such thing"):
-            handle.refuse(word, ours)
+            handle.raise_refusal(word, ours)
         assert not left.exists()
         refusing.result()

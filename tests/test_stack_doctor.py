@@ -417,9 +417,9 @@ def test_torch_without_metadata(environment: Environment) -> None:
 def test_a_driver_that_refuses(
     environment: Environment, tmp_path: Path, answer: int, state: str, figure: str, cause: str
 ) -> None:
-    from cogumi.stack.driver import findings, sign_of_a_gpu
+    from cogumi.stack.driver import find_gpu_sign, findings
 
-    if sign_of_a_gpu() and answer == 9:
+    if find_gpu_sign() and answer == 9:
         pytest.skip("this machine has a GPU")
     (found,) = findings(asked(environment, fake_nvml(tmp_path / "driver", answer)), "", None)
     assert (found.state, found.figure) == (state, figure)
@@ -458,9 +458,9 @@ def test_a_driver_too_old_for_torch(environment: Environment, tmp_path: Path) ->
 
 
 def test_no_gpu_at_all_is_a_note(environment: Environment) -> None:
-    from cogumi.stack.driver import findings, sign_of_a_gpu
+    from cogumi.stack.driver import find_gpu_sign, findings
 
-    if sign_of_a_gpu() or shutil.which("nvidia-smi"):
+    if find_gpu_sign() or shutil.which("nvidia-smi"):
         pytest.skip("this machine has a GPU, or its tools")
     answer = asked(environment, {})
     assert "libnvidia-ml.so.1" in answer["missing"]
@@ -469,17 +469,17 @@ def test_no_gpu_at_all_is_a_note(environment: Environment) -> None:
 
 
 def test_a_gpu_that_the_kernel_shows(tmp_path: Path) -> None:
-    from cogumi.stack.driver import sign_of_a_gpu
+    from cogumi.stack.driver import find_gpu_sign
 
-    assert sign_of_a_gpu(tmp_path) == ""
+    assert find_gpu_sign(tmp_path) == ""
     device = tmp_path / "sys" / "bus" / "pci" / "devices" / "0000:01:00.0"
     device.mkdir(parents=True)
     (device / "vendor").write_text("0x10de\n")
-    assert sign_of_a_gpu(tmp_path) == ""
+    assert find_gpu_sign(tmp_path) == ""
     (device / "class").write_text("0x040300\n")  # its sound
-    assert sign_of_a_gpu(tmp_path) == ""
+    assert find_gpu_sign(tmp_path) == ""
     (device / "class").write_text("0x030200\n")
-    assert sign_of_a_gpu(tmp_path) == "PCI device 0000:01:00.0"
+    assert find_gpu_sign(tmp_path) == "PCI device 0000:01:00.0"
 
 
 # --------------------------------------------------------------------------------------------------------------- full disks
@@ -502,13 +502,13 @@ def test_a_full_disk_for_temporary_files(environment: Environment, tmp_path: Pat
 def test_no_disk_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
     import tempfile
 
-    from cogumi.stack.host import temporary
+    from cogumi.stack.host import check_temporary_files
 
     def none() -> str:
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/var/tmp']")
 
     monkeypatch.setattr(tempfile, "gettempdir", none)
-    (found,) = temporary()
+    (found,) = check_temporary_files()
     assert (found.state, found.fix.startswith("free space")) == ("fatal", True)
 
 

@@ -14,11 +14,11 @@ from disk_mounts import fill, mounting
 
 from cogumi.core.disk_space import Filesystem, Space, filesystem_of
 from cogumi.core.errors import Finding
-from cogumi.core.formatting import pip
-from cogumi.core.worker import run_apart
+from cogumi.core.formatting import pip_command
+from cogumi.core.worker import run_command
 from cogumi.diagnostics import checkup
-from cogumi.diagnostics.checkup import DoctorReport, lines
-from cogumi.diagnostics.import_checks import part
+from cogumi.diagnostics.checkup import DoctorReport, render_finding
+from cogumi.diagnostics.import_checks import stderr_of_step
 from cogumi.stack import driver, host, installed
 
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
@@ -54,7 +54,7 @@ def test_kernels_of_this_environment_and_of_another(jupyter: Path) -> None:
     kernelspec(jupyter, "cogumi", starting(sys.executable))
     kernelspec(jupyter, "other", starting("/opt/other/bin/python"))
     kernelspec(jupyter, "ir", starting("R", "R"))
-    found = {each.figure: each for each in checkup.kernels()}
+    found = {each.figure: each for each in checkup.kernel_findings()}
     assert found["python3 starts /usr/bin/python3"].state == "note"
     assert found["other starts /opt/other/bin/python"].state == "note"
     assert found["cogumi: this environment"].state == "ok"
@@ -70,14 +70,14 @@ def test_another_python_is_fatal_and_the_installer_gets_one(
     release: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "version_info", Release(release))
-    (found,) = checkup.python()
+    (found,) = checkup.python_finding()
     assert (found.state, found.fix.split(":")[0]) == ("fatal", "sh requirements/install.sh")
 
 
 @pytest.mark.parametrize("name", ["python3", "cogumi"])
 def test_a_kernel_that_notebooks_take_by_themselves_is_of_this_environment(name: str, jupyter: Path) -> None:
     kernelspec(jupyter, name, starting("/usr/bin/python3"))
-    (found,) = checkup.kernels()
+    (found,) = checkup.kernel_findings()
     assert (found.state, found.figure) == ("warning", f"{name} starts /usr/bin/python3")
     assert found.fix.startswith(f"{sys.executable} -m ipykernel install --user")
 
@@ -85,7 +85,7 @@ def test_a_kernel_that_notebooks_take_by_themselves_is_of_this_environment(name:
 def test_the_first_kernel_of_a_name_counts_and_a_bare_python_is_the_servers(jupyter: Path, tmp_path: Path) -> None:
     kernelspec(jupyter, "python3", starting("python3"))
     kernelspec(tmp_path / "env" / "share" / "jupyter", "Python3", starting("/opt/other/bin/python"))
-    (found,) = checkup.kernels()
+    (found,) = checkup.kernel_findings()
     assert (found.state, found.figure) == ("ok", "python3: this environment")
 
 
@@ -100,19 +100,19 @@ def test_the_paths_are_jupyters_own(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 @pytest.mark.parametrize("text", ["{", "[]", '{"argv": []}', '{"language": "python"}', "\x00"])
 def test_a_kernel_that_cannot_be_read_is_one_line(jupyter: Path, text: str) -> None:
     path = kernelspec(jupyter, "broken", text)
-    (found,) = checkup.kernels()
+    (found,) = checkup.kernel_findings()
     assert (found.state, found.figure) == ("warning", f"{path}: not a kernel's JSON with an argv")
 
 
 def test_a_kernel_file_that_is_a_directory(jupyter: Path) -> None:
     (jupyter / "kernels" / "broken" / "kernel.json").mkdir(parents=True)
-    (found,) = checkup.kernels()
+    (found,) = checkup.kernel_findings()
     assert found.figure.endswith("kernel.json: Is a directory")
 
 
 def test_another_active_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path))
-    (found,) = checkup.python()
+    (found,) = checkup.python_finding()
     assert (found.state, found.fix) == ("warning", f"run {tmp_path}/bin/python -m cogumi doctor")
 
 
@@ -127,7 +127,7 @@ def test_another_active_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     ],
 )
 def test_c_libraries(name: str, version: str, state: str) -> None:
-    assert checkup.glibc(name, version).state == state
+    assert checkup.glibc_finding(name, version).state == state
 
 
 # ------------------------------------------------------------------------------------------------------------------ boxes
@@ -141,14 +141,14 @@ POD = {"RUNPOD_POD_ID": "abc123"}
 
 
 def test_which_box_it_is(tmp_path: Path) -> None:
-    assert host.box_of(POD, tmp_path).kind == "RunPod"
-    assert host.box_of(POD | {"RUNPOD_VOLUME_ID": "qf2l"}, tmp_path).network_volume == "qf2l"
-    assert host.box_of({"VAST_CONTAINERLABEL": "C.12"}, tmp_path).kind == "Vast"
-    assert host.box_of({}, tmp_path).kind == "machine"
+    assert host.find_host(POD, tmp_path).kind == "RunPod"
+    assert host.find_host(POD | {"RUNPOD_VOLUME_ID": "qf2l"}, tmp_path).network_volume == "qf2l"
+    assert host.find_host({"VAST_CONTAINERLABEL": "C.12"}, tmp_path).kind == "Vast"
+    assert host.find_host({}, tmp_path).kind == "machine"
     (tmp_path / ".dockerenv").touch()
-    assert host.box_of({}, tmp_path).kind == "container"
+    assert host.find_host({}, tmp_path).kind == "container"
     (tmp_path / "etc" / "vast_boot.d").mkdir(parents=True)
-    assert host.box_of({}, tmp_path) == host.Box("Vast", "/etc/vast_boot.d")
+    assert host.find_host({}, tmp_path) == host.Host("Vast", "/etc/vast_boot.d")
 
 
 def test_a_login_over_ssh_has_the_variables_of_the_first_process(
@@ -156,10 +156,10 @@ def test_a_login_over_ssh_has_the_variables_of_the_first_process(
 ) -> None:
     monkeypatch.delenv("RUNPOD_POD_ID", raising=False)
     (tmp_path / "environ").write_bytes(b"HOME=/root\0RUNPOD_POD_ID=abc\0SECRET=1\0RUNPOD_\0")
-    told = host.environment_of_the_box(tmp_path / "environ")
+    told = host.host_environment(tmp_path / "environ")
     assert told["RUNPOD_POD_ID"] == "abc"
     assert "SECRET" not in told
-    assert host.environment_of_the_box(tmp_path / "none") == dict(os.environ)
+    assert host.host_environment(tmp_path / "none") == dict(os.environ)
 
 
 @pytest.mark.parametrize(
@@ -180,14 +180,14 @@ def test_what_stays(
     kind: str, volume: str, disk: Filesystem, stop: bool | None, end: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "filesystem_of", lambda path: disk)
-    found = host.kept(Path("/anywhere"), host.Box(kind, network_volume=volume))
+    found = host.persistence_of(Path("/anywhere"), host.Host(kind, network_volume=volume))
     assert (found.on_stop, found.on_end) == (stop, end)
 
 
 def test_a_work_directory_in_memory_is_warned_of(tmp_path: Path) -> None:
     with mounting(tmp_path) as mount:
         disk = mount()
-        found = host.directory("work directory", disk, host.Box("machine"))
+        found = host.check_directory("work directory", disk, host.Host("machine"))
     assert found.state == "warning"
     assert found.cause == f"{disk} is in memory: what is written here is lost when the box stops"
 
@@ -197,7 +197,7 @@ def test_a_work_directory_in_memory_is_warned_of(tmp_path: Path) -> None:
 )
 def test_a_work_directory_that_takes_no_file(tmp_path: Path, option: str, said: str) -> None:
     with mounting(tmp_path) as mount:
-        found = host.directory("work directory", mount(options=option), host.Box("machine"))
+        found = host.check_directory("work directory", mount(options=option), host.Host("machine"))
     assert (found.state, said in found.cause) == ("warning", True)
 
 
@@ -210,7 +210,7 @@ def test_caches_on_the_small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             monkeypatch.delenv(name, raising=False)
         for name in ("HF_HOME", "PIP_CACHE_DIR", "UV_CACHE_DIR"):
             monkeypatch.setenv(name, str(small / name.lower()))
-        found = {each.what: each for each in host.caches(host.Box("machine"), tmp_path)}
+        found = {each.what: each for each in host.check_caches(host.Host("machine"), tmp_path)}
     hub = found["Hugging Face cache"]
     place = Path(filesystem_of(tmp_path).mount) / ".cache"
     assert (hub.state, hub.fix) == ("warning", f"export HF_HOME={place / 'hf'}")
@@ -227,7 +227,7 @@ def test_a_nearly_full_disk_for_temporary_files(tmp_path: Path, monkeypatch: pyt
         fill(disk, 0.5)
         monkeypatch.setattr(tempfile, "tempdir", None)
         monkeypatch.setenv("TMPDIR", str(disk))
-        (found,) = host.temporary()
+        (found,) = host.check_temporary_files()
     monkeypatch.setattr(tempfile, "tempdir", None)
     assert (found.state, found.cause) == ("warning", "less than 200 MB is left there for temporary files")
 
@@ -236,7 +236,7 @@ def test_a_nearly_full_disk_for_temporary_files(tmp_path: Path, monkeypatch: pyt
 
 
 def test_nothing_in_the_way(tmp_path: Path) -> None:
-    (found,) = host.variables(
+    (found,) = host.check_variables(
         {"PATH": "/bin", "LD_LIBRARY_PATH": f":{tmp_path}", "PYTHONPATH": str(tmp_path)}, tmp_path
     )
     assert (found.state, found.figure) == ("ok", "no variable is in the way")
@@ -262,7 +262,7 @@ def test_a_variable_in_the_way(tmp_path: Path, environment: dict[str, str], what
     for name in ("libcudart.so.12", "libnvJitLink.so.12.4.127", "libother.so.1", "torch.py", "datasets/__init__.py"):
         (place / name).touch()
     told = {name: value.format(place=place) for name, value in environment.items()}
-    (found,) = host.variables(told, tmp_path)
+    (found,) = host.check_variables(told, tmp_path)
     assert (found.what, found.state) == (what, state)
     assert found.figure.startswith(figure.format(place=place))
     assert bool(found.fix) == (state == "warning")
@@ -271,7 +271,7 @@ def test_a_variable_in_the_way(tmp_path: Path, environment: dict[str, str], what
 def test_a_file_of_the_work_directory_that_hides_a_package(tmp_path: Path) -> None:
     (tmp_path / "tokenizers.py").touch()
     (tmp_path / "datasets").mkdir()  # of data: no package
-    (found,) = host.variables({}, tmp_path)
+    (found,) = host.check_variables({}, tmp_path)
     assert (found.what, found.state, found.figure) == ("work directory", "warning", f"{tmp_path}: tokenizers")
 
 
@@ -287,20 +287,20 @@ def test_what_is_installed_here_is_whole() -> None:
     assert {"torch", "numpy", "pyarrow"} <= {each.name for each in found}
     assert next(each.version for each in found if each.name == "numpy") == importlib.metadata.version("numpy")
     assert sum(len(each.libraries) for each in found) > 100
-    assert [each.figure for each in installed.broken(found) if each.state != "note"] == []
-    assert list(installed.doubled(found)) == []
+    assert [each.figure for each in installed.check_files(found) if each.state != "note"] == []
+    assert list(installed.check_duplicates(found)) == []
 
 
 def test_libraries_of_two_cuda_majors() -> None:
     names = ["nvidia-nccl-cu12", "nvidia-cublas", "nvidia-nccl-cu13", "nvidia-cudnn-cu13", "nvidia-ml-py"]
-    (found,) = installed.mixed([distribution(name, "1") for name in names], "13.0")
+    (found,) = installed.check_cuda_mix([distribution(name, "1") for name in names], "13.0")
     assert (found.state, found.figure) == ("warning", "1 for CUDA 12, 2 for CUDA 13")
-    assert found.fix == pip("uninstall -y nvidia-nccl-cu12")
-    assert list(installed.mixed([distribution(name, "1") for name in names[1:]], "13.0")) == []
+    assert found.fix == pip_command("uninstall -y nvidia-nccl-cu12")
+    assert list(installed.check_cuda_mix([distribution(name, "1") for name in names[1:]], "13.0")) == []
 
 
 def test_two_versions_over_each_other() -> None:
-    (found,) = installed.doubled(
+    (found,) = installed.check_duplicates(
         [distribution("torch", "2.13.0"), distribution("torch", "2.11.0"), distribution("numpy", "1")]
     )
     assert found.figure == "torch: 2.11.0 and 2.13.0"
@@ -324,12 +324,12 @@ def test_an_extension_for_another_cuda_major(tmp_path: Path) -> None:
         distribution("numpy", "2.3.5", plain, tmp_path / "gone.so"),
         distribution("cut", "1", tmp_path / "cut.so"),
     ]
-    (found,) = installed.cuda_majors(here, "13.0")
+    (found,) = installed.check_cuda_majors(here, "13.0")
     assert (found.state, found.figure) == ("warning", "xformers 0.0.35")
     assert found.cause == "it needs libcudart.so.12, and torch is built for CUDA 13.0"
-    (fine,) = installed.cuda_majors(here, "12.8")
+    (fine,) = installed.check_cuda_majors(here, "12.8")
     assert (fine.state, fine.figure) == ("ok", "every package with CUDA code has it for CUDA 12, like torch (1)")
-    (none,) = installed.cuda_majors(here, None)
+    (none,) = installed.check_cuda_majors(here, None)
     assert none.state == "skipped"
 
 
@@ -342,14 +342,14 @@ def test_an_extension_for_another_cuda_major(tmp_path: Path) -> None:
 )
 def test_which_driver_runs_which_torch(cuda: tuple[int, int], torch: str | None, state: str) -> None:
     """Any driver of a major runs every release of that major."""
-    found = driver.fitting("550.127.05", cuda, torch)
+    found = driver.check_cuda_version("550.127.05", cuda, torch)
     if found.state == "warning":
         pytest.skip("this machine has cuda-compat")
     assert found.state == state
 
 
 def test_a_driver_older_than_every_lane() -> None:
-    found = driver.fitting("470.1", (11, 4), "13.0")
+    found = driver.check_cuda_version("470.1", (11, 4), "13.0")
     assert found.fix == "another host (driver 580 or newer)"
 
 
@@ -364,20 +364,20 @@ def test_a_driver_without_a_card_and_one_that_does_not_answer() -> None:
 
 
 def test_how_a_command_ended() -> None:
-    assert run_apart(["sh", "-c", "echo out; echo err >&2; exit 3"], 20).how == "exit status 3"
-    assert run_apart(["sh", "-c", "kill -SEGV $$"], 20).how == "ended by SIGSEGV"
-    late = run_apart(["sh", "-c", "echo out; sleep 1000"], 0.3)
+    assert run_command(["sh", "-c", "echo out; echo err >&2; exit 3"], 20).how == "exit status 3"
+    assert run_command(["sh", "-c", "kill -SEGV $$"], 20).how == "ended by SIGSEGV"
+    late = run_command(["sh", "-c", "echo out; sleep 1000"], 0.3)
     assert (late.status, late.how, late.stdout) == (None, "no answer in time", "out\n")
 
 
 def test_what_each_step_wrote_is_its_own() -> None:
     stderr = "before\ncogumi step: one\nof one\ncogumi step: two\nof two\n"
-    assert [part(stderr, name) for name in ("one", "two")] == ["of one\n", "of two\n"]
-    assert part("cannot start\n", "one") == "cannot start\n"
+    assert [stderr_of_step(stderr, name) for name in ("one", "two")] == ["of one\n", "of two\n"]
+    assert stderr_of_step("cannot start\n", "one") == "cannot start\n"
 
 
 def test_what_a_command_left_running_is_ended() -> None:
-    done = run_apart(["sh", "-c", "setsid sleep 1000 >/dev/null 2>&1 & echo $!"], 20)
+    done = run_command(["sh", "-c", "setsid sleep 1000 >/dev/null 2>&1 & echo $!"], 20)
     assert done.status == 0
     assert not is_running(int(done.stdout))
 
@@ -396,7 +396,7 @@ def test_a_finding_in_lines() -> None:
     finding = Finding(
         "driver", "fatal", "word " * 20, "cause " * 20, "python -m pip install --no-deps " + "x" * 90 + "\nsecond"
     )
-    said = list(lines(finding, 60))
+    said = list(render_finding(finding, 60))
     assert said[0] == "fatal    driver             word word word word word word"
     assert all(len(line) <= 60 for line in said if "pip" not in line)
     assert said[-2] == f"         fix    {finding.fix.splitlines()[0]}"

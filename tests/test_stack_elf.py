@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cogumi.stack.installed import cuda_major, needed
+from cogumi.stack.installed import cuda_major, needed_libraries
 
 SITE = Path(sysconfig.get_paths()["purelib"])
 # Large and small, patched by auditwheel and not, linked by GNU ld and by lld.
@@ -26,12 +26,12 @@ def readelf(path: Path) -> tuple[str, ...]:
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="readelf (binutils) is not here")
 def test_it_says_what_readelf_says() -> None:
     assert len(LIBRARIES) >= 15
-    assert {path: needed(path) for path in LIBRARIES} == {path: readelf(path) for path in LIBRARIES}
-    assert any(needed(path) for path in LIBRARIES)
+    assert {path: needed_libraries(path) for path in LIBRARIES} == {path: readelf(path) for path in LIBRARIES}
+    assert any(needed_libraries(path) for path in LIBRARIES)
 
 
 def test_bytes_and_files_give_the_same() -> None:
-    assert needed(A_LIBRARY.read_bytes()) == needed(A_LIBRARY) != ()
+    assert needed_libraries(A_LIBRARY.read_bytes()) == needed_libraries(A_LIBRARY) != ()
 
 
 @pytest.mark.skipif(
@@ -44,17 +44,17 @@ def test_what_gcc_links(options: list[str], tmp_path: Path) -> None:
     source, made = tmp_path / "empty.c", tmp_path / "made"
     source.write_text("int main(void) { return 0; }\n")
     subprocess.run(["gcc", "-fPIC", str(source), "-o", str(made), *options], check=True, capture_output=True)
-    assert needed(made) == readelf(made)
+    assert needed_libraries(made) == readelf(made)
 
 
 @pytest.mark.parametrize("kept", [0, 3, 4, 20, 63, 64, 100, 500])
 def test_a_truncated_library_is_a_value_error(kept: int, tmp_path: Path) -> None:
     whole = A_LIBRARY.read_bytes()
     with pytest.raises(ValueError, match="truncated ELF file: it ends at byte"):
-        needed(whole[:kept])
+        needed_libraries(whole[:kept])
     (tmp_path / "cut.so").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"cut\.so: truncated ELF file"):
-        needed(tmp_path / "cut.so")
+        needed_libraries(tmp_path / "cut.so")
 
 
 def test_every_damaged_byte_of_the_headers_is_read_or_refused() -> None:
@@ -65,7 +65,7 @@ def test_every_damaged_byte_of_the_headers_is_read_or_refused() -> None:
         damaged = bytearray(whole)
         damaged[at] ^= 0xFF
         try:
-            needed(bytes(damaged))
+            needed_libraries(bytes(damaged))
         except ValueError as error:
             assert "ELF" in str(error)  # noqa: PT017 - it may as well be read
 
@@ -81,7 +81,7 @@ def test_every_damaged_byte_of_the_headers_is_read_or_refused() -> None:
 )
 def test_what_is_no_library_of_this_machine(data: bytes, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        needed(data)
+        needed_libraries(data)
 
 
 @pytest.mark.parametrize(

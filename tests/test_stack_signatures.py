@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from cogumi.diagnostics import signatures as module
-from cogumi.diagnostics.signatures import explain, explained, signatures
+from cogumi.diagnostics.signatures import explain, explain_text, signatures
 
 HERE = Path(__file__).parent
 FIXTURES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((HERE / "signatures").glob("*.txt"))}
@@ -109,7 +109,7 @@ def test_the_table_is_in_the_wheel(tmp_path: Path) -> None:
 
 def test_importing_and_explaining_loads_no_torch() -> None:
     code = (
-        "import sys; from cogumi.diagnostics.signatures import explained; print(explained('CUDA error: out of memory')); "
+        "import sys; from cogumi.diagnostics.signatures import explain_text; print(explained('CUDA error: out of memory')); "
         "print([name for name in ('torch', 'numpy', 'transformers', 'pydantic') if name in sys.modules])"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
@@ -393,7 +393,7 @@ ModuleNotFoundError: No module named 'torch'
 
 @pytest.mark.parametrize("text", UNRELATED.values(), ids=UNRELATED)
 def test_what_is_not_known_is_called_unknown(text: str) -> None:
-    explanation = explained(text)
+    explanation = explain_text(text)
     assert explain(text) == ()
     assert explanation.last_line == text.splitlines()[-1]
     assert str(explanation).startswith(f"unknown: none of the {len(signatures())} known failures; the last line is: ")
@@ -401,7 +401,7 @@ def test_what_is_not_known_is_called_unknown(text: str) -> None:
 
 
 def test_what_is_not_known_gets_a_next_step() -> None:
-    said = str(explained(UNRELATED["another CUDA error"])).splitlines()
+    said = str(explain_text(UNRELATED["another CUDA error"])).splitlines()
     assert said[0].endswith("the last line is: RuntimeError: CUDA error: misaligned address")
     assert said[1:] == [
         "  next: `cogumi doctor` looks at this environment; a CUDA error: once more with CUDA_LAUNCH_BLOCKING=1, "
@@ -416,7 +416,7 @@ def test_the_failed_check_stands_before_the_assert_that_follows() -> None:
 
 @pytest.mark.parametrize("text", ["", "\n\n", " \r\n\t"])
 def test_no_text_is_said_to_be_none(text: str) -> None:
-    assert str(explained(text)) == "unknown: there is no text to explain"
+    assert str(explain_text(text)) == "unknown: there is no text to explain"
 
 
 # --- order ------------------------------------------------------------------------------------------------------------
@@ -537,14 +537,14 @@ def test_a_very_long_line_is_shown_around_what_matched_and_without_secrets(monke
     assert "CUDA out of memory" in diagnosis.line
     assert "token=<redacted>" in diagnosis.line
     assert len(diagnosis.line) <= module.SHOWN
-    assert "a-secret-of" not in json.dumps(explained("hf: a-secret-of-the-environment").as_dict())
+    assert "a-secret-of" not in json.dumps(explain_text("hf: a-secret-of-the-environment").as_dict())
 
 
 # --- what is printed --------------------------------------------------------------------------------------------------
 
 
 def test_an_explanation_names_cause_line_and_fix() -> None:
-    explanation = explained(message("torchvision-pair"))
+    explanation = explain_text(message("torchvision-pair"))
     said = str(explanation).splitlines()
     assert said[0].startswith("torchvision-pair: torchvision is of another release than torch")
     assert said[1].endswith(": RuntimeError: operator torchvision::nms does not exist")

@@ -26,17 +26,17 @@ import cogumi
 from cogumi.compile import compile_callback
 from cogumi.compile.compile_report import CompilerFound
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import count, duration, pip, python_here
-from cogumi.core.redact import REDACTED, Unwritten, hide
+from cogumi.core.formatting import count, format_duration, pip_command, python_command
+from cogumi.core.redact import REDACTED, RedactedStr, redact_text
 from cogumi.core.run_directory import read_json, read_jsonl
-from cogumi.health.flags import Written, written_in
+from cogumi.health.flags import SampleCounts, read_samples
 from cogumi.methods import dpo
-from cogumi.models.completion import complete
+from cogumi.models.completion import complete_greedily
 from cogumi.telemetry import heartbeat, recorder, throughput, trackers
 from cogumi.telemetry.heartbeat import Heartbeat
-from cogumi.telemetry.recorder import Pace
-from cogumi.telemetry.samples import as_before, write_samples
-from cogumi.telemetry.throughput import Meter, documents_of
+from cogumi.telemetry.recorder import StepTimer
+from cogumi.telemetry.samples import preserve_rng_and_mode, write_samples
+from cogumi.telemetry.throughput import Meter, document_lengths
 
 Config = dict[str, Any]
 TOKEN = "hf_" + "Qk7" * 12
@@ -98,7 +98,9 @@ def test_an_sft_run_says_what_it_came_to(sft: Config, monkeypatch: pytest.Monkey
         AutoModelForCausalLM.from_pretrained(sft["model"]["name"], dtype=torch.float32), result.adapter
     )
     samples = [row for row in read_jsonl(result.run_dir / "samples.jsonl") if row["step"] > 0]
-    written = complete(read_back, AutoTokenizer.from_pretrained(result.adapter), [row["prompt"] for row in samples])
+    written = complete_greedily(
+        read_back, AutoTokenizer.from_pretrained(result.adapter), [row["prompt"] for row in samples]
+    )
     assert written == [row["completion"] for row in samples]
 
 
@@ -232,9 +234,9 @@ def test_completions_that_hold_nothing_are_counted(tiny_model: Path, tmp_path: P
     assert tokenizer.eos_token_id == 0
     torch.nn.init.zeros_(model.lm_head.weight)  # of logits that are all equal the first is taken
     write_samples(tmp_path, model, tokenizer, prompts, 2)
-    first, second = written_in(tmp_path)
+    first, second = read_samples(tmp_path)
     assert (first.step, first.empty, first.ended) == (1, 0, 0)
-    assert second == Written(2, 2, empty=2, ended=2)
+    assert second == SampleCounts(2, 2, empty=2, ended=2)
 
 
 def test_samples_of_steps_made_again_are_replaced(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +272,7 @@ def test_random_states_and_modes_are_put_back(tiny_model: Path) -> None:
     torch.manual_seed(3), random.seed(3), np.random.seed(3)
     wanted = torch.rand(3), random.random(), np.random.rand()
     torch.manual_seed(3), random.seed(3), np.random.seed(3)
-    with as_before(model):
+    with preserve_rng_and_mode(model):
         model.eval()
         torch.rand(7), random.random(), np.random.rand()
     assert {name: module.training for name, module in model.named_modules()} == before
@@ -288,7 +290,7 @@ def test_the_heart_beats_while_the_training_thread_is_busy(tmp_path: Path, monke
     with Heartbeat(tmp_path, meter) as heart:
         heart.progress.step, heart.progress.steps, heart.progress.step_time = 7, 10, 1000.0
         heart.progress.eta_seconds = 200.0
-        with meter.inside("eval"):
+        with meter.stage_inside("eval"):
             deadline, seen = time.monotonic() + 20, set()
             while len(seen) < 3 and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -317,7 +319,7 @@ def test_what_stops_the_heart_is_raised_where_the_training_is(tmp_path: Path, mo
         with Heartbeat(tmp_path, Meter()) as heart:
             monkeypatch.setattr(Heartbeat, "now", broken)
             heart.thread.join(timeout=20)
-            heart.refuse_silence()
+            heart.raise_failure()
             pytest.fail("the training went on")
 
     with pytest.raises(PermissionError, match="no longer ours"):
@@ -375,9 +377,9 @@ def test_every_second_belongs_to_the_innermost_stage(clock: Callable[[float], No
     clock(1)
     meter.enter("train")
     clock(10)
-    with meter.inside("eval"):
+    with meter.stage_inside("eval"):
         clock(5)
-        with meter.inside("samples"):
+        with meter.stage_inside("samples"):
             clock(2)
         clock(1)
     clock(4)
@@ -391,14 +393,14 @@ def test_every_second_belongs_to_the_innermost_stage(clock: Callable[[float], No
         "counts": {"tokens": 3.0},
     }
     (tmp_path / "heartbeat.json").write_text(json.dumps(beat))
-    meter.take_up(tmp_path)
+    meter.resume_from(tmp_path)
     assert meter.elapsed() == 123
     assert meter.seconds() == {"data": 11, "train": 104, "eval": 6, "samples": 2}
     assert (meter.started, meter.counts) == (5.0, {"tokens": 3.0})
 
 
 def test_a_slow_first_step_saves_and_evaluations_do_not_move_the_pace(clock: Callable[[float], None]) -> None:
-    timed = Pace()
+    timed = StepTimer()
     timed.begin()
     clock(60)
     assert timed.step_ended() == 60
@@ -413,7 +415,7 @@ def test_a_slow_first_step_saves_and_evaluations_do_not_move_the_pace(clock: Cal
 
 
 def test_of_a_rollout_and_its_updates_the_whole_cycle_is_the_pace(clock: Callable[[float], None]) -> None:
-    timed = Pace(cycle=4)
+    timed = StepTimer(cycle=4)
     timed.begin()
     for _ in range(10):
         for seconds in (20, 1, 1, 1):
@@ -438,7 +440,7 @@ def test_a_trainer_that_generates_has_a_cycle(tmp_path: Path) -> None:
     [(4.4, "4 s"), (89, "89 s"), (95, "2 min"), (3599, "1 h 00 min"), (4320, "1 h 12 min"), (200000, "2 d 7 h")],
 )
 def test_durations_in_words(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
+    assert format_duration(seconds) == words
 
 
 def test_counts_in_words() -> None:
@@ -454,19 +456,19 @@ def test_the_lengths_of_documents_in_each_kind_of_batch() -> None:
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
     ids = torch.zeros(2, 4, dtype=torch.long)
     padded = {"input_ids": ids, "attention_mask": mask}
-    assert [int(each) for each in documents_of(padded)] == [9 + 1, 4, 8]
+    assert [int(each) for each in document_lengths(padded)] == [9 + 1, 4, 8]
     packed = {"input_ids": torch.zeros(1, 7), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1]])}
-    assert [int(each) for each in documents_of(packed)] == [9 + 4 + 4, 7, 7]
+    assert [int(each) for each in document_lengths(packed)] == [9 + 4 + 4, 7, 7]
     beside = {"input_ids": torch.zeros(2, 5), "position_ids": torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 0, 0]])}
-    assert [int(each) for each in documents_of(beside)] == [9 + 4 + 4, 7, 10]
+    assert [int(each) for each in document_lengths(beside)] == [9 + 4 + 4, 7, 10]
     rollout = {
         "prompt_ids": ids,
         "prompt_mask": mask.flip(-1),
         "completion_ids": ids[:, :2],
         "completion_mask": mask[:, :2],
     }
-    assert [int(each) for each in documents_of(rollout)] == [25 + 4, 7, 12]
-    assert [int(each) for each in documents_of({"input_ids": ids})] == [32, 8, 8]
+    assert [int(each) for each in document_lengths(rollout)] == [25 + 4, 7, 12]
+    assert [int(each) for each in document_lengths({"input_ids": ids})] == [32, 8, 8]
 
 
 def test_packed_rows_have_documents(sft: Config) -> None:
@@ -486,7 +488,7 @@ def test_a_command_of_pip_is_for_this_python_and_short_where_it_can_be(
     def run(words: str) -> str:
         return subprocess.run(["bash", "-c", words], capture_output=True, text=True, check=True).stdout.strip()
 
-    assert run(f"{python_here()} -c 'import sys; print(sys.executable)'") == sys.executable
+    assert run(f"{python_command()} -c 'import sys; print(sys.executable)'") == sys.executable
     python = tmp_path / "my home" / "work" / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
@@ -495,10 +497,10 @@ def test_a_command_of_pip_is_for_this_python_and_short_where_it_can_be(
     (tmp_path / "elsewhere").mkdir()
     for place, said in (("my home/work", ".venv/bin/python"), ("elsewhere", "~/work/.venv/bin/python")):
         monkeypatch.chdir(tmp_path / place)
-        assert pip("install x") == f"{said} -m pip install x"
-        assert run(f"{python_here()} -c 'print(1)'") == "1"
+        assert pip_command("install x") == f"{said} -m pip install x"
+        assert run(f"{python_command()} -c 'print(1)'") == "1"
     monkeypatch.setenv("HOME", str(tmp_path / "another"))
-    assert shlex.split(pip("install x")) == [str(python), "-m", "pip", "install", "x"]
+    assert shlex.split(pip_command("install x")) == [str(python), "-m", "pip", "install", "x"]
 
 
 @pytest.mark.parametrize("reporter", ["wandb", "trackio"])
@@ -506,7 +508,7 @@ def test_a_reporter_that_is_not_installed_is_refused_before_anything_is_loaded(
     sft: Config, reporter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trackers, "is_installed", lambda name: name == "tensorboard")
-    with pytest.raises(UsageError, match=re.escape(f"is not installed; run: {pip(f'install {reporter}')}")):
+    with pytest.raises(UsageError, match=re.escape(f"is not installed; run: {pip_command(f'install {reporter}')}")):
         cogumi.train(sft, train__report_to=["tensorboard", reporter])
     assert not Path(sft["cogumi"]["run_dir"]).exists()
 
@@ -515,7 +517,10 @@ def test_without_tensorboard_a_run_says_how_to_get_it(sft: Config, monkeypatch: 
     monkeypatch.setattr(trackers, "is_installed", lambda name: False)
     result = cogumi.train(sft, train__max_steps=1)
     assert not (result.run_dir / "tensorboard").exists()
-    assert f"TensorBoard is not installed ({pip('install tensorboard')})" in (result.run_dir / "run.log").read_text()
+    assert (
+        f"TensorBoard is not installed ({pip_command('install tensorboard')})"
+        in (result.run_dir / "run.log").read_text()
+    )
 
 
 def test_none_is_none(sft: Config) -> None:
@@ -572,17 +577,17 @@ def test_a_token_in_a_name_that_will_be_written_down_is_refused(sft: Config, key
 def test_what_looks_like_a_secret_is_hidden_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "short")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI/K7MDENG")
-    assert hide(f"a {TOKEN} b") == f"a {REDACTED} b"
-    assert hide("s3://AKIA:s3cr3t@bucket/x") == f"s3://{REDACTED}@bucket/x"
-    assert hide("key wJalrXUtnFEMI/K7MDENG.") == f"key {REDACTED}."
+    assert redact_text(f"a {TOKEN} b") == f"a {REDACTED} b"
+    assert redact_text("s3://AKIA:s3cr3t@bucket/x") == f"s3://{REDACTED}@bucket/x"
+    assert redact_text("key wJalrXUtnFEMI/K7MDENG.") == f"key {REDACTED}."
     for plain in ("hf_tiny", "shortbread", "user@host:22", "http://host:8000/a@b", "/work/hf_hub/model", "12:30@noon"):
-        assert hide(plain) == plain
+        assert redact_text(plain) == plain
 
 
 def test_an_unwritten_secret_is_itself_until_it_is_pickled() -> None:
     import copy
 
-    secret = Unwritten(TOKEN)
+    secret = RedactedStr(TOKEN)
     assert secret == copy.deepcopy([secret])[0] == copy.copy(secret) == TOKEN
     assert pickle.loads(pickle.dumps(secret)) == REDACTED
 
@@ -593,11 +598,11 @@ def test_the_cost_of_the_held_out_loss_says_where_compilation_is(
 ) -> None:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from cogumi.training.loop import HeldOut
+    from cogumi.training.loop import HeldOutLoss
 
     args = TrainingArguments(str(tmp_path), torch_compile=compiled, use_cpu=True, report_to=[])
     with caplog.at_level(logging.INFO, "cogumi"):
-        held_out = HeldOut(SimpleNamespace(eval_dataset=range(8)))
+        held_out = HeldOutLoss(SimpleNamespace(eval_dataset=range(8)))
         held_out.on_train_begin(args, TrainerState(max_steps=10), TrainerControl())
     (before,) = (record.getMessage() for record in caplog.records if record.name == "cogumi")
     assert ("of the computing, without the compilation before the first (train.torch_compile)" in before) is compiled

@@ -26,12 +26,12 @@ from transformers import TrainerCallback
 
 import cogumi
 from cogumi.checkpoints import last_good_checkpoint, protect
-from cogumi.checkpoints.interruption import ending_in_good_order
+from cogumi.checkpoints.interruption import exit_on_signals
 from cogumi.core import output
-from cogumi.core.output import outliving_the_screen, print_json
+from cogumi.core.output import print_json, survive_closed_terminal
 from cogumi.core.run_directory import START, append_jsonl, is_running, read_json, write_json
 from cogumi.methods.preview import Preview, Shares
-from cogumi.telemetry.recorder import recorded, set_status
+from cogumi.telemetry.recorder import record_run, set_status
 
 CTRL_C = b"\x03"
 # Run in a prepared process, which a shell could only start as one of its own: `trap : INT; cogumi WORDS 2>&1 | tee log`.
@@ -197,7 +197,7 @@ def test_what_is_in_the_buffer_of_a_broken_stream_is_dropped(monkeypatch: pytest
     far, near = os.pipe()
     with open(near, "w") as out:
         monkeypatch.setattr(sys, "stdout", out)
-        with outliving_the_screen(), outliving_the_screen():
+        with survive_closed_terminal(), survive_closed_terminal():
             print("kept in the buffer")
             os.close(far)
         assert not {"write", "flush"} & vars(out).keys()
@@ -206,7 +206,7 @@ def test_what_is_in_the_buffer_of_a_broken_stream_is_dropped(monkeypatch: pytest
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_outside_the_training_is_written_into_the_status(number: int, tmp_path: Path) -> None:
     def download() -> None:
-        with ending_in_good_order(), recorded(tmp_path):
+        with exit_on_signals(), record_run(tmp_path):
             set_status(tmp_path, "running", stage="download")
             os.kill(os.getpid(), number)
 
@@ -349,7 +349,7 @@ def test_a_preview_on_a_terminal_obeys_nothing_in_the_data() -> None:
 
 
 def test_escapes_in_a_line_of_log_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with recorded(tmp_path):
+    with record_run(tmp_path):
         logging.getLogger("cogumi").info("completion: %s", EVIL)
     assert SHOWN in (tmp_path / "run.log").read_text()
 
@@ -428,7 +428,7 @@ def test_the_line_of_what_takes_its_time_makes_way(monkeypatch: pytest.MonkeyPat
     line = rb"counting \\x1b\[31m, \d+ s"
     with open(slave, "w", buffering=1) as screen:
         monkeypatch.setattr(sys, "stderr", screen)
-        with output.waiting("counting \x1b[31m"):
+        with output.show_waiting("counting \x1b[31m"):
             read(line)
             print("said", file=sys.stderr)
             read(rb"\r +\rsaid\r\n")

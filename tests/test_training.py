@@ -82,7 +82,7 @@ def test_only_the_adapter_is_trained_and_the_base_directory_is_untouched(finishe
 
 def test_examples_longer_than_the_model_was_made_for_are_told(sft: Config) -> None:
     from cogumi.config.schema import load_config
-    from cogumi.methods.examples import beyond_the_model, prepare_examples
+    from cogumi.methods.examples import describe_overlong, prepare_examples
     from cogumi.models.loading import load_tokenizer
 
     del sft["data"]["max_rows"]
@@ -93,7 +93,7 @@ def test_examples_longer_than_the_model_was_made_for_are_told(sft: Config) -> No
     assert "data.fim.max_length=512 takes no longer ones" in said
     asked = load_config(sft, data__fim__max_length=512)
     examples = prepare_examples(asked, load_tokenizer(asked.model.name))
-    assert not beyond_the_model(asked, examples, AutoConfig.from_pretrained(asked.model.name))
+    assert not describe_overlong(asked, examples, AutoConfig.from_pretrained(asked.model.name))
 
 
 def test_a_prompt_that_leaves_its_completion_no_room_is_dropped_and_counted(gspo: Config, tmp_path: Path) -> None:
@@ -130,22 +130,24 @@ def test_answers_of_several_kinds_are_one_line_before_anything_is_written(gspo: 
 def test_what_a_model_was_made_for_counts_the_scaling_of_its_positions() -> None:
     from transformers import BloomConfig, Gemma3TextConfig, Qwen2Config
 
-    from cogumi.methods.examples import positions_of
+    from cogumi.methods.examples import context_of
 
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    assert positions_of(Qwen2Config(max_position_embeddings=32768)) == 32768
-    assert positions_of(Qwen2Config(max_position_embeddings=32768, rope_scaling=yarn)) == 131072
-    assert positions_of(Gemma3TextConfig(max_position_embeddings=8192)) == 8192  # rope by kind of layer
-    assert positions_of(BloomConfig()) is None
+    assert context_of(Qwen2Config(max_position_embeddings=32768)) == 32768
+    assert context_of(Qwen2Config(max_position_embeddings=32768, rope_scaling=yarn)) == 131072
+    assert context_of(Gemma3TextConfig(max_position_embeddings=8192)) == 8192  # rope by kind of layer
+    assert context_of(BloomConfig()) is None
 
 
 @pytest.mark.parametrize("method", ["sft", "gspo"])
 def test_the_adapter_says_what_it_was_trained_on(method: str, request: pytest.FixtureRequest) -> None:
-    from cogumi.merge.adapter_files import BaseRecord, read_base, weights_sample
+    from cogumi.merge.adapter_files import BaseRecord, read_base_record, weights_sample
 
     result = request.getfixturevalue(f"finished_{method}").result
     dtype = "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
-    assert read_base(result.adapter) == BaseRecord(result.base, None, None, None, dtype, weights_sample(result.base))
+    assert read_base_record(result.adapter) == BaseRecord(
+        result.base, None, None, None, dtype, weights_sample(result.base)
+    )
 
 
 def test_the_sft_loss_is_the_mean_cross_entropy_of_the_middles(sft: Config, tiny_model: Path) -> None:
@@ -255,7 +257,7 @@ def test_a_run_in_which_no_reward_was_scored_fails(gspo: Config, monkeypatch: py
     def undecided(completions: list[str], **_: Any) -> list[None]:
         return [None] * len(completions)
 
-    monkeypatch.setitem(named_rewards.REWARDS, "parses", undecided)
+    monkeypatch.setitem(named_rewards.BUILTIN_REWARDS, "parses", undecided)
     result = cogumi.train(gspo, cogumi__rewards=["parses"], cogumi__merge=False)
     failed = {check.name: check.figure for check in result.verdict.checks if not check.passed}
     assert "no completion was ever scored" in failed["rewards"]
@@ -446,7 +448,7 @@ def test_a_run_that_fails_says_so_in_its_directory(
     def broken(**kwargs: Any) -> list[float]:
         raise error("the grader is down")
 
-    monkeypatch.setitem(named_rewards.REWARDS, "parses", broken)
+    monkeypatch.setitem(named_rewards.BUILTIN_REWARDS, "parses", broken)
     with pytest.raises(error, match="the grader is down"):
         cogumi.train(gspo)
     status = json.loads(Path(gspo["cogumi"]["run_dir"], "status.json").read_text())

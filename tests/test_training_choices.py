@@ -10,7 +10,7 @@ import torch
 import cogumi
 from cogumi.config.schema import RunConfig, load_config
 from cogumi.core.run_directory import read_json
-from cogumi.methods.auto_settings import Load, Machine, choose, with_choices
+from cogumi.methods.auto_settings import Load, Machine, apply_choices, choose
 from cogumi.rl.memory_plan import ModelShape
 from cogumi.stack.probes import HUB_FLASH_ATTN, flash_attention
 
@@ -133,7 +133,7 @@ def test_a_run_that_goes_on_keeps_what_was_chosen(tiny_model: Path, code_parquet
     run = load_config(config_of(tiny_model, code_parquet, tmp_path))
     then = [{"key": "train.gradient_checkpointing", "value": True, "reason": "then"}]
     write_json(tmp_path / "decisions.json", {"settings": then})
-    assert with_choices(run, str(tiny_model)).train["gradient_checkpointing"] is True
+    assert apply_choices(run, str(tiny_model)).train["gradient_checkpointing"] is True
     assert "gradient_checkpointing" not in run.train
 
 

@@ -15,7 +15,7 @@ from cogumi.cli.app import app
 from cogumi.core.disk_space import space_of
 from cogumi.core.errors import DiskFull, UsageError
 from cogumi.core.run_directory import read_json
-from cogumi.telemetry.status import on_a_screen, status_of
+from cogumi.telemetry.status import format_screen, status_of
 from cogumi.training import run as module
 from cogumi.training import stages
 
@@ -103,7 +103,7 @@ def test_a_mirror_that_takes_nothing_is_said_by_the_status(
     assert result.passed, str(result.verdict)
     stalled = "resumability has stalled before the first checkpoint since "
     assert stalled in caplog.text
-    shown = on_a_screen(status_of(result.run_dir))
+    shown = format_screen(status_of(result.run_dir))
     assert stalled in shown
     assert "No space left on device" in shown.partition(stalled)[2].partition("\n")[0]
 

@@ -13,8 +13,8 @@ import cogumi
 from cogumi.checkpoints.disk_forecast import checkpoint_bytes
 from cogumi.checkpoints.verify import bytes_of
 from cogumi.config.schema import load_config
-from cogumi.forecast.disk_lines import planned
-from cogumi.merge.adapter_files import BaseRecord, Quantization, read_base, weights_sample
+from cogumi.forecast.disk_lines import plan_trainer
+from cogumi.merge.adapter_files import BaseRecord, Quantization, read_base_record, weights_sample
 from cogumi.telemetry.recorder import Telemetry
 
 BF16 = torch.bfloat16
@@ -56,7 +56,7 @@ def test_sft_trains_an_adapter_on_four_bits(optim: str, sft: Config, tiny_model:
     assert result.passed, str(result.verdict)
     assert "loaded in nf4 4-bit (twice quantized) and float32" in (result.run_dir / "run.log").read_text()
     nf4 = Quantization("bitsandbytes", 4, "nf4", True)
-    assert read_base(result.adapter) == BaseRecord(
+    assert read_base_record(result.adapter) == BaseRecord(
         str(tiny_model), None, None, nf4, "float32", weights_sample(str(tiny_model))
     )
 
@@ -80,7 +80,7 @@ def test_eight_bits_train_too(sft: Config) -> None:
     sft["model"]["quantization_config"] = {"load_in_8bit": True}
     result = cogumi.train(sft)
     assert result.passed, str(result.verdict)
-    record = read_base(result.adapter)
+    record = read_base_record(result.adapter)
     assert record is not None
     assert record.quantization == Quantization("bitsandbytes", 8)
 
@@ -147,7 +147,7 @@ def test_a_checkpoint_is_forecast_before_the_run(
     if on_disk:
         config["model"] = {"name": str(four_bit_copy(tiny_model, tmp_path / "base"))}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    trainer, notes = planned(load_config(tmp_path / "run.yaml"))
+    trainer, notes = plan_trainer(load_config(tmp_path / "run.yaml"))
     forecast = checkpoint_bytes(trainer)
     result = cogumi.train(tmp_path / "run.yaml")
     (written,) = (result.run_dir / "checkpoints").glob("checkpoint-*")

@@ -14,7 +14,7 @@ from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json, read_jsonl
 from cogumi.health import sentinel as module
-from cogumi.methods.building import logging_settings, refuse_blind_check, rows_to_judge
+from cogumi.methods.building import count_logged_rows, logging_settings, refuse_blind_check
 
 Config = dict[str, Any]
 
@@ -168,7 +168,7 @@ def test_a_check_of_rollouts_needs_as_many_steps_as_sample_enough(gspo: Config, 
 def test_the_rows_that_are_foreseen_are_those_that_are_logged(sft: Config, steps: int, train: Config) -> None:
     run = load_config(sft | {"train": sft["train"] | train}, cogumi__sanity=steps)
     result = cogumi.train(sft | {"train": sft["train"] | train}, cogumi__sanity=steps)
-    assert rows_to_judge(logging_settings(run), steps) == len(result.series("loss"))
+    assert count_logged_rows(logging_settings(run), steps) == len(result.series("loss"))
     assert result.verdict.safe_to_scale is not None
     assert "too few to tell" not in str(result.verdict)
 

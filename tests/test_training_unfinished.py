@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import cogumi
-from cogumi.checkpoints.manifest import run_of
+from cogumi.checkpoints.manifest import read_run_name
 from cogumi.cli.app import app
 from cogumi.core.disk_space import space_of
-from cogumi.core.durability import locked
+from cogumi.core.durability import lock_directory
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json, read_jsonl
 from cogumi.health.verdict import judge_training
@@ -223,7 +223,7 @@ def test_a_held_directory_is_not_touched(sft: Config, stop_after: Callable[[int]
     with pytest.raises(RuntimeError):
         cogumi.train(sft)
     run_dir = Path(sft["cogumi"]["run_dir"])
-    with locked(run_dir) as ours:
+    with lock_directory(run_dir) as ours:
         assert ours
         with pytest.raises(UsageError, match="under way in another process"):
             cogumi.train(sft)
@@ -266,7 +266,7 @@ def test_a_report_that_finds_no_room_takes_nothing_from_the_run(
 ) -> None:
     from cogumi.training import run as module
 
-    leave = module.leave_report
+    leave = module.write_run_report
     with mounting(tmp_path) as mount:
         disk = mount(options="size=8m")
 
@@ -274,7 +274,7 @@ def test_a_report_that_finds_no_room_takes_nothing_from_the_run(
             (disk / "somebody's").write_bytes(bytes(space_of(disk).free))
             leave(run_dir)
 
-        monkeypatch.setattr(module, "leave_report", filled)
+        monkeypatch.setattr(module, "write_run_report", filled)
         result = cogumi.train(sft, cogumi__run_dir=str(disk / "run"))
         assert result.passed, str(result.verdict)
         assert "report.html: cannot be written: No space left on device; name another file (--out)" in caplog.text
@@ -302,7 +302,7 @@ def test_a_fresh_machine_takes_up_a_finished_training_from_its_mirror(sft: Confi
     assert there.passed, str(there.verdict)
     assert there.series("loss") == first.series("loss")
     assert the_same(there.run_dir, first.run_dir)
-    assert run_of(there.run_dir / "checkpoints") == run_of(first.run_dir / "checkpoints")
+    assert read_run_name(there.run_dir / "checkpoints") == read_run_name(first.run_dir / "checkpoints")
     with pytest.raises(UsageError, match=r"of another training \(learning_rate: 0.01 there, 0.02 here\)"):
         cogumi.train(
             sft,

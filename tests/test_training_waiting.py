@@ -36,14 +36,14 @@ def sft(sft: Config) -> Config:
 
 def at_step(step: int, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Have something done before the waiting looks, at the end of a step."""
-    look = loop.Waiting.on_step_end
+    look = loop.ControlCallback.on_step_end
 
     def first(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == step:
             act()
         look(self, args, state, control, **kwargs)
 
-    monkeypatch.setattr(loop.Waiting, "on_step_end", first)
+    monkeypatch.setattr(loop.ControlCallback, "on_step_end", first)
 
 
 def test_a_pause_saves_waits_goes_on_and_changes_nothing(
@@ -115,7 +115,7 @@ def test_saving_in_a_run_does_not_wait_for_the_disk(sft: Config, monkeypatch: py
     from cogumi.checkpoints.saving import Saver
 
     found = []
-    at_once = Saver.must_be_there_at_once
+    at_once = Saver.is_read_on_save
 
     class Theirs(TrainerCallback):
         def on_save(self, *_: Any, **__: Any) -> None: ...
@@ -126,7 +126,7 @@ def test_saving_in_a_run_does_not_wait_for_the_disk(sft: Config, monkeypatch: py
         found.append(at_once(self))
         return found[-1]
 
-    monkeypatch.setattr(Saver, "must_be_there_at_once", noted)
+    monkeypatch.setattr(Saver, "is_read_on_save", noted)
     cogumi.train(sft, train__max_steps=2)
     assert found[:2] == [False, True]
 
@@ -155,13 +155,13 @@ def test_rollouts_are_what_the_trainer_was_rewarded_for(sft: Config, tmp_path: P
 
 
 def test_a_completion_that_nobody_scored_has_no_reward() -> None:
-    from cogumi.telemetry.samples import spread, text_of, weighted
+    from cogumi.telemetry.samples import spread_by_reward, text_of, weighted_sum
 
     nan = float("nan")
-    assert weighted((0.5, nan), [2.0, 1.0]) == 1.0
-    assert str(weighted((nan, nan), [1.0, 1.0])) == "nan"
-    assert spread([0.3, nan, 0.1]) == [2, 0]
-    assert spread([5.0, 1.0, 4.0, 2.0, 3.0, 0.0]) == [5, 3, 4, 0]
+    assert weighted_sum((0.5, nan), [2.0, 1.0]) == 1.0
+    assert str(weighted_sum((nan, nan), [1.0, 1.0])) == "nan"
+    assert spread_by_reward([0.3, nan, 0.1]) == [2, 0]
+    assert spread_by_reward([5.0, 1.0, 4.0, 2.0, 3.0, 0.0]) == [5, 3, 4, 0]
     assert text_of([{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [1]}]) == (
         "user: hi\nassistant: [1]"
     )
@@ -169,11 +169,11 @@ def test_a_completion_that_nobody_scored_has_no_reward() -> None:
 
 def test_rewards_of_steps_that_are_made_again_are_dropped(tmp_path: Path) -> None:
     from cogumi.core.run_directory import ROLLOUTS
-    from cogumi.telemetry.samples import keep_until
+    from cogumi.telemetry.samples import drop_later_rows
 
     path = tmp_path / ROLLOUTS
     path.write_text("".join(json.dumps({"step": step, "reward": []}) + "\n" for step in (1, 5, 9)))
-    keep_until(tmp_path, 5, ROLLOUTS)
+    drop_later_rows(tmp_path, 5, ROLLOUTS)
     assert [row["step"] for row in read_jsonl(path)] == [1, 5]
 
 

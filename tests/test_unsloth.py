@@ -138,7 +138,7 @@ def by_token(values: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor | 
 def run_losses(whose: str, model_path: str, results: str, old_from: str = "") -> None:
     """Every loss once on the same batch; loss, gradient and what was overheard, saved to `results`."""
     import cogumi
-    from cogumi.rl.loss_capture import overheard
+    from cogumi.rl.loss_capture import capture_loss_inputs
 
     if whose == "unsloth":
         assert unsloth_rl.apply().applied
@@ -169,7 +169,7 @@ def run_losses(whose: str, model_path: str, results: str, old_from: str = "") ->
         unheard.backward()
         without = gradients(model)
         model.zero_grad()
-        with overheard(trainer, this, token_ratio=False) as calls:
+        with capture_loss_inputs(trainer, this, token_ratio=False) as calls:
             loss = trainer.compute_loss(model, this)
         loss.backward()
         (call,) = calls
@@ -192,7 +192,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 def run_training(model_path: str, results: str) -> None:
     """Two optimizer steps of GSPO on one rollout, so that the second step's ratio is not 1."""
     from cogumi.patches import gspo_loss
-    from cogumi.rl.loss_capture import overheard, sequence_log_ratio
+    from cogumi.rl.loss_capture import capture_loss_inputs, sequence_log_ratio
 
     unsloth_rl.apply()
     gspo_loss.apply()
@@ -201,7 +201,7 @@ def run_training(model_path: str, results: str) -> None:
     compute, seen = trainer.compute_loss, []
 
     def compute_loss(model: Any, inputs: dict[str, Any], **kwargs: Any) -> torch.Tensor:
-        with overheard(trainer, inputs, token_ratio=False) as calls:
+        with capture_loss_inputs(trainer, inputs, token_ratio=False) as calls:
             loss = compute(model, inputs, **kwargs)
         (call,) = calls
         arguments = {k: call.arguments[k] for k in ("loss_type", "importance_sampling_level", "beta", "epsilon_low")}
@@ -390,7 +390,7 @@ def test_the_recorded_signatures_are_the_installed_ones() -> None:
 
 def recorded(release: str, file: str, name: str) -> unsloth_rl.Signature:
     entry = RECORDED[release][file][name]
-    return unsloth_rl.takes(entry["parameters"], entry.get("returns"))
+    return unsloth_rl.parse_signature(entry["parameters"], entry.get("returns"))
 
 
 def test_without_a_gpu_or_unsloth_trl_trains_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,7 +422,7 @@ def test_a_changed_upstream_is_named(name: str, now: str | None, said: str) -> N
     if now is None:
         del found[name]
     else:
-        found[name] = unsloth_rl.takes(now, returns=7)
+        found[name] = unsloth_rl.parse_signature(now, returns=7)
     (problem,) = unsloth_rl.differences(found, unsloth_rl.UPSTREAM[file])
     assert said in problem
 
@@ -430,8 +430,8 @@ def test_a_changed_upstream_is_named(name: str, now: str | None, said: str) -> N
 def test_signatures_are_read_from_source() -> None:
     source = "def f(a, /, b, *c, d=1, **e):\n    return 1, 2\nclass G:\n    @staticmethod\n    def forward(ctx, x=None): return x"
     found = unsloth_rl.signatures(source)
-    assert found["f"] == unsloth_rl.takes("a b *c d **e", returns=2)
-    assert found["G.forward"] == unsloth_rl.takes("ctx x")
+    assert found["f"] == unsloth_rl.parse_signature("a b *c d **e", returns=2)
+    assert found["G.forward"] == unsloth_rl.parse_signature("ctx x")
 
 
 IMPORTS = {
@@ -533,7 +533,7 @@ class Offloaded(torch.autograd.Function):
 @pytest.mark.parametrize("layout", ["packed", "padded in parts", "offloaded"])
 @pytest.mark.parametrize("law", [(0.0, 0.0, 0.0, 1.0), (1.5, 2.0, 3.0, 0.7)], ids=["plain", "scaled and capped"])
 def test_every_token_gets_its_own_entropy(layout: str, law: tuple[float, float, float, float]) -> None:
-    from cogumi.rl.loss_capture import Scores
+    from cogumi.rl.loss_capture import EntropyRecorder
 
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 5, 8, generator=generator, dtype=torch.float64).requires_grad_()
@@ -543,7 +543,7 @@ def test_every_token_gets_its_own_entropy(layout: str, law: tuple[float, float, 
     )
     ids = torch.randint(11, (3, 5), generator=generator)
     mask = torch.tensor([[0, 1, 1, 1, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
-    scores = Scores()
+    scores = EntropyRecorder()
     record = scores.recorder(dense)
 
     def score(some: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -566,7 +566,7 @@ def test_every_token_gets_its_own_entropy(layout: str, law: tuple[float, float, 
 
 
 def test_logits_that_were_already_there_give_the_same_entropy() -> None:
-    from cogumi.rl.loss_capture import Scores
+    from cogumi.rl.loss_capture import EntropyRecorder
 
     logits = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()
     ids, mask = torch.randint(7, (2, 3)), torch.ones(2, 3)
@@ -574,24 +574,24 @@ def test_logits_that_were_already_there_give_the_same_entropy() -> None:
     def score_logits(logits: torch.Tensor, index: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
         return (logits / temperature).log_softmax(-1).gather(-1, index[..., None])[..., 0]
 
-    scores = Scores()
+    scores = EntropyRecorder()
     entropy = scores.entropy(scores.recorder(score_logits)(logits, ids, temperature=0.6), mask)
     log_p = (logits.detach().double() / 0.6).log_softmax(-1)
     torch.testing.assert_close(entropy, -(log_p.exp() * log_p).sum(-1).float(), atol=1e-6, rtol=0)
 
 
 def test_a_score_from_elsewhere_is_said_not_guessed() -> None:
-    from cogumi.rl.loss_capture import Scores
+    from cogumi.rl.loss_capture import EntropyRecorder
 
     new = torch.randn(2, 3).requires_grad_()
     with pytest.warns(UserWarning, match="no entropy is logged"):
-        assert Scores().entropy(new * 1, torch.ones(2, 3)) is None
+        assert EntropyRecorder().entropy(new * 1, torch.ones(2, 3)) is None
 
 
 @pytest.mark.parametrize("release", RECORDED)
 def test_recorders_bind_to_the_recorded_signatures(release: str) -> None:
     """The call unsloth makes, with the parameters of each release in their order."""
-    from cogumi.rl.loss_capture import LossCall, Scores, record_efficient
+    from cogumi.rl.loss_capture import EntropyRecorder, LossInputs, wrap_efficient_loss
 
     _, *parameters = recorded(release, unsloth_rl.LOSS_FILE, "UnslothEfficientGRPO.forward").parameters
     names: dict[str, Any] = {}
@@ -611,8 +611,8 @@ def test_recorders_bind_to_the_recorded_signatures(release: str) -> None:
     given = {name: torch.full((2, 3), float(place)) for place, name in enumerate(parameters)}
     settings = {"loss_type": "grpo", "epsilon_low": 3e-4, "get_gamma_weights": print}
     given |= {"beta": 0.0, "extra_kwargs": settings, "_old_logps": None, "_advantages": torch.ones(2)}
-    calls: list[LossCall] = []
-    assert record_efficient(UnslothEfficientGRPO, calls, Scores()).apply(*given.values())[0] == "loss"
+    calls: list[LossInputs] = []
+    assert wrap_efficient_loss(UnslothEfficientGRPO, calls, EntropyRecorder()).apply(*given.values())[0] == "loss"
     (call,) = calls
     assert (call.new is given["_new_logps"], call.mask is given["_mask"], call.old, call.ref) == (
         True,

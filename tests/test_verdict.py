@@ -10,30 +10,41 @@ import pytest
 
 import cogumi
 from cogumi.core.run_directory import append_jsonl, read_json, write_json
-from cogumi.health.flags import Batches, Flag, Pairs, Run, Setting, Words, Written, reds, repeats_itself, written_in
+from cogumi.health.flags import (
+    BatchStatistics,
+    Flag,
+    PairLosses,
+    RunHistory,
+    RunSettings,
+    SampleCounts,
+    WordOverlap,
+    is_loop,
+    read_samples,
+    red_flags,
+)
 from cogumi.health.verdict import Check, Verdict, judge, safe_to_scale
 from cogumi.notebook import panel
-from cogumi.notebook.run_snapshot import Looker
-from cogumi.telemetry.status import in_words, on_a_screen, status_of
+from cogumi.notebook.run_snapshot import SnapshotReader
+from cogumi.telemetry.status import format_screen, format_sentence, status_of
 
-SFT = Setting("sft", 2e-4, max_steps=200, examples_per_step=16, vocabulary=1024)
+SFT = RunSettings("sft", 2e-4, max_steps=200, examples_per_step=16, vocabulary=1024)
 DPO = replace(SFT, method="dpo", loss="sigmoid")
 GSPO = replace(SFT, method="gspo", rollout=16)
-BATCHES = Batches(
+BATCHES = BatchStatistics(
     examples=64, masked=0, learned=640, pads_learned=0, pads_in_text=0, ends=64, pad_is_end=False, entropy=5.0
 )
 
 
-def run_of(losses: list[float], setting: Setting = SFT, every: int = 1, **more: Any) -> Run:
+def run_of(losses: list[float], setting: RunSettings = SFT, every: int = 1, **more: Any) -> RunHistory:
     rows = [
         {"step": every * (i + 1), "loss": loss, "grad_norm": 0.5, "learning_rate": 1e-4}
         | {key: value[i] if isinstance(value, list) else value for key, value in more.items()}
         for i, loss in enumerate(losses)
     ]
-    return Run(setting, rows[:10], rows[10:][-100:], BATCHES if setting.method == "sft" else None)
+    return RunHistory(setting, rows[:10], rows[10:][-100:], BATCHES if setting.method == "sft" else None)
 
 
-def answer(run: Run) -> tuple[str, str]:
+def answer(run: RunHistory) -> tuple[str, str]:
     safe, why = safe_to_scale(run, judge(run))
     assert bool(safe) is (safe == "yes")
     return str(safe), why
@@ -44,7 +55,7 @@ def noisy(start: float, end: float, steps: int, scatter: float, seed: int = 0) -
     return [start + (end - start) * i / (steps - 1) + draw.gauss(0, scatter) for i in range(steps)]
 
 
-def flag_of(run: Run, name: str) -> Flag:
+def flag_of(run: RunHistory, name: str) -> Flag:
     (flag,) = (each for each in judge(run) if each.name == name)
     return flag
 
@@ -134,14 +145,14 @@ def test_equal_rewards_of_one_rollout_are_forgiven_when_the_next_ones_differ() -
     ],
 )
 def test_a_loop_is_the_same_piece_again_and_again(text: str, loops: bool) -> None:
-    assert repeats_itself(text) is loops
+    assert is_loop(text) is loops
 
 
-def written(tmp_path: Path, *looks: tuple[int, list[str]]) -> list[Written]:
+def written(tmp_path: Path, *looks: tuple[int, list[str]]) -> list[SampleCounts]:
     for step, completions in looks:
         for completion in completions:
             append_jsonl(tmp_path / "samples.jsonl", {"step": step, "completion": completion, "ended": True})
-    return written_in(tmp_path)
+    return read_samples(tmp_path)
 
 
 TEXT, LOOP = "return self.optional", "self.self.self.self.self.self.self."
@@ -181,14 +192,14 @@ def test_completions_of_the_first_half_have_time_to_come_and_those_of_the_base_a
 
 def test_samples_that_never_reach_the_end_token_are_a_flag() -> None:
     run = run_of(noisy(2.5, 1.9, 100, 0.02), every=2)
-    never, once = Written(200, 4, ended=0), Written(200, 4, ended=1)
+    never, once = SampleCounts(200, 4, ended=0), SampleCounts(200, 4, ended=1)
     assert flag_of(replace(run, written=[once]), "samples end").level == "green"
     short = flag_of(replace(run, written=[never]), "samples end")
     assert (short.level, "one learned token in 10 is the end token" in short.cause) == ("yellow", True)
     long = replace(BATCHES, learned=64 * 300)  # answers of 300 tokens are longer than a sample
     assert flag_of(replace(run, written=[never], batches=long), "samples end").level == "green"
     none = replace(run, written=[never], batches=replace(BATCHES, ends=0))
-    (red,) = reds(judge(none))
+    (red,) = red_flags(judge(none))
     assert (red.name, "no learned token is the end token" in red.cause) == ("samples end", True)
 
 
@@ -215,10 +226,10 @@ def test_lora_rates_that_cannot_move_or_are_known_to_diverge(
 ) -> None:
     setting = replace(SFT, method=method, learning_rate=rate, max_steps=steps, hidden_size=hidden)
     adapted = replace(setting, lora_rank=8, lora_scale=2.0, optimizer="adamw_torch_fused")
-    found = flag_of(Run(adapted, [], []), "LoRA learning rate")
+    found = flag_of(RunHistory(adapted, [], []), "LoRA learning rate")
     assert (found.level, cause in found.cause) == (level, True)
     for other in (setting, replace(adapted, optimizer="sgd")):  # all weights, or another optimizer: other rates
-        assert "LoRA learning rate" not in [flag.name for flag in judge(Run(other, [], []))]
+        assert "LoRA learning rate" not in [flag.name for flag in judge(RunHistory(other, [], []))]
 
 
 @pytest.mark.parametrize(
@@ -258,21 +269,21 @@ def test_a_policy_that_its_first_steps_destroy_is_told_by_the_rate() -> None:
     """The figures of GSPO at a hundred times its rate: the entropy is gone in step 5, from what steps 2 and 4 did."""
     kl = [0.0, 4.1, 0.0, 3.1, 0.0, 0.0]
     entropy = [4.5, 5.9, 3.0, 1.9, 0.0, 0.2]
-    (red,) = reds(judge(run_of([0.01] * 6, GSPO, **{"policy/kl_new_old": kl, "entropy": entropy})))
+    (red,) = red_flags(judge(run_of([0.01] * 6, GSPO, **{"policy/kl_new_old": kl, "entropy": entropy})))
     assert (red.name, red.cause) == ("KL to the sampler", "the learning rate is too high for one update")
 
 
-def rollouts(count: int, reward: float, deviation: float = 0.0) -> Run:
+def rollouts(count: int, reward: float, deviation: float = 0.0) -> RunHistory:
     more = {"reward": reward, "reward_std": deviation, "frac_reward_zero_std": float(not deviation)}
     return run_of([0.0] * count, GSPO, **more)
 
 
 def test_a_constant_reward_is_red_after_the_first_rollout() -> None:
-    (red,) = reds(judge(rollouts(1, 0.7)))
+    (red,) = red_flags(judge(rollouts(1, 0.7)))
     assert (red.name, "constant" in red.cause) == ("reward varies", True)
     assert "reward varies" not in [flag.name for flag in judge(rollouts(1, 0.7, 0.2))]
     assert "reward varies" not in [flag.name for flag in judge(rollouts(3, 0.0))]  # 48 completions: a rare success
-    (dead,) = reds(judge(rollouts(4, 0.0)))
+    (dead,) = red_flags(judge(rollouts(4, 0.0)))
     assert "dead" in dead.cause
 
 
@@ -282,8 +293,8 @@ def test_a_constant_reward_is_red_after_the_first_rollout() -> None:
 def test_a_loss_that_falls_from_6_to_below_1_raises_neither_noise_nor_prompts() -> None:
     draw = random.Random(0)
     losses = [0.37 + 5.73 * 0.93**i + draw.gauss(0, 0.12) for i in range(100)]
-    weak = Pairs(32, 6.1, 6.1, 0.3)
-    words = Words(256, 9.0, 12.0, 0.5)  # completions share words with their own prompts
+    weak = PairLosses(32, 6.1, 6.1, 0.3)
+    words = WordOverlap(256, 9.0, 12.0, 0.5)  # completions share words with their own prompts
     batches = replace(BATCHES, pairs=weak, pairs_now=replace(weak, own=0.4, other=0.401, t=1.1, step=80), words=words)
     run = replace(run_of(losses, replace(SFT, examples_per_step=4)), batches=batches)
     assert [str(flag) for flag in judge(run) if flag.level != "green"] == []
@@ -311,22 +322,22 @@ def test_a_flag_says_one_thing_in_one_sentence() -> None:
 
 @pytest.mark.parametrize("level", ["red", "yellow"])
 def test_the_headline_withholds_its_word_while_a_flag_is_red(level: str, tmp_path: Path) -> None:
-    from cogumi.notebook.report import in_a_word, verdict
+    from cogumi.notebook.report import headline, verdict
 
     checks = [{"name": "steps", "figure": "9", "requirement": "9", "passed": True}]
     flag = {"name": "completions end", "level": level, "evidence": "all are cut", "cause": "too short", "knob": "x"}
     write_json(tmp_path / "status.json", {"state": "finished", "time": 1.0})
     write_json(tmp_path / "verdict.json", {"passed": True, "checks": checks, "flags": [flag], "was_red": []})
     write_json(tmp_path / "flags.json", {"flags": [flag], "was_red": []})
-    status, look = status_of(tmp_path), Looker(tmp_path).look()
-    said = [in_words(status), panel.flags(look), str(in_a_word(status)), verdict(tmp_path, status)]
+    status, look = status_of(tmp_path), SnapshotReader(tmp_path).look()
+    said = [format_sentence(status), panel.render_flags(look), str(headline(status)), verdict(tmp_path, status)]
     for each in said:
         assert ("passed" in each) is (level == "yellow"), each
         assert ("RED" in each) is (level == "red"), each
 
 
 def test_the_headline_names_the_check_that_failed_and_its_fix(tmp_path: Path) -> None:
-    from cogumi.notebook.report import in_a_word, verdict
+    from cogumi.notebook.report import headline, verdict
 
     met = Check("steps", "24", "24", True, "a fix of what is met is not told")
     lost = Check("merged logits", "rms 4.4e-03", "<= 3.7e-03", False, "raise train.learning_rate")
@@ -334,17 +345,23 @@ def test_the_headline_names_the_check_that_failed_and_its_fix(tmp_path: Path) ->
     write_json(tmp_path / "status.json", {"state": "finished, checks failed", "time": 1.0})
     write_json(tmp_path / "verdict.json", judged.as_dict())
     write_json(tmp_path / "flags.json", {"flags": [], "was_red": []})
-    status, look = status_of(tmp_path), Looker(tmp_path).look()
-    assert "; FAIL merged logits: raise train.learning_rate" in in_words(status)
-    for said in (in_words(status), str(judged), panel.flags(look), on_a_screen(status), verdict(tmp_path, status)):
+    status, look = status_of(tmp_path), SnapshotReader(tmp_path).look()
+    assert "; FAIL merged logits: raise train.learning_rate" in format_sentence(status)
+    for said in (
+        format_sentence(status),
+        str(judged),
+        panel.render_flags(look),
+        format_screen(status),
+        verdict(tmp_path, status),
+    ):
         assert "raise train.learning_rate" in said
         assert "is not told" not in said
-    assert in_a_word(status)[1] == "FAIL (finished, checks failed): merged logits"
+    assert headline(status)[1] == "FAIL (finished, checks failed): merged logits"
     found = read_json(tmp_path / "verdict.json")
     for each in found["checks"]:
         del each["fix"]
     write_json(tmp_path / "verdict.json", found)  # as versions before have written it
-    assert "; FAIL merged logits: rms 4.4e-03" in in_words(status)
+    assert "; FAIL merged logits: rms 4.4e-03" in format_sentence(status)
 
 
 # ---------------------------------------------------------------------------------------------------------------- a real run
@@ -360,7 +377,7 @@ def test_an_update_that_rounding_loses_is_told_beside_the_rounding(sft: dict[str
     ), fix
     assert "raise train.learning_rate, or merge again: cogumi merge " in fix
     assert fix.endswith(" OUT --dtype float32")
-    assert f"FAIL {failed[0].name}: {fix}" in in_words(status_of(result.run_dir))
+    assert f"FAIL {failed[0].name}: {fix}" in format_sentence(status_of(result.run_dir))
 
 
 def test_a_run_that_learns_to_write_nothing_says_so(sft: dict[str, Any]) -> None:
@@ -369,7 +386,7 @@ def test_a_run_that_learns_to_write_nothing_says_so(sft: dict[str, Any]) -> None
     del sft["data"]["max_rows"]
     result = cogumi.train(sft, train__max_steps=12)
     (flag,) = (each for each in result.verdict.flags if each.name == "held-out completions")
-    now = written_in(result.run_dir)[-1]
+    now = read_samples(result.run_dir)[-1]
     assert (now.step, now.empty) == (12, 4)
     assert flag.level == "yellow"  # and not red, as its base was never trained
     assert "one learned token in 2 is the end token" in flag.cause

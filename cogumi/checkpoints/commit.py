@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cogumi.checkpoints.manifest import files_of, step_of, write_manifest
+from cogumi.checkpoints.manifest import list_manifest_files, step_of, write_manifest
 from cogumi.checkpoints.verify import Finding, inspect
-from cogumi.core.disk_space import allocatable, space_of
+from cogumi.core.disk_space import space_of, try_allocate
 from cogumi.core.durability import NO_SPACE, drop_from_memory, sync_path
 from cogumi.core.errors import DiskFull
 from cogumi.core.formatting import one_line
@@ -57,10 +57,10 @@ def commit(staged: Path, final: Path) -> Finding:
     staged.rename(final)
     staged.parent.rmdir()
     sync_path(final.parent)
-    for path in files_of(final).values():
+    for path in list_manifest_files(final).values():
         drop_from_memory(path)
     finding = inspect(final)
-    for path in files_of(final).values():
+    for path in list_manifest_files(final).values():
         drop_from_memory(path)
     return finding
 
@@ -77,24 +77,26 @@ def set_aside(directory: Path) -> Path:
 # Libraries report it in four disguises, measured over 46 free-space points: OSError with an errno (8), SafetensorError (14),
 # a bare Exception of the tokenizers library (3), and a RuntimeError of torch's writer that does not say why (21).
 # As Rust and C say ENOSPC, EDQUOT and EFBIG.
-SAID = re.compile(r"no space left|os error (28|122|27)\b|disk quota exceeded|file too large", re.IGNORECASE)
+FULL_DISK_MESSAGES = re.compile(
+    r"no space left|os error (28|122|27)\b|disk quota exceeded|file too large", re.IGNORECASE
+)
 # What says nothing of the cause; then the disk is asked.
-UNTOLD = re.compile(
+AMBIGUOUS_MESSAGES = re.compile(
     r"unexpected pos|iostream error|PytorchStreamWriter|cannot be opened|failed finding central directory"
 )
 PROBE_BYTES = 1 << 20
 
 
-def disk_is_full(error: BaseException, directory: Path) -> bool:
+def is_disk_full(error: BaseException, directory: Path) -> bool:
     """Whether a save into `directory` failed because no more could be written there."""
     causes: list[BaseException] = []  # the error, and those that it was raised from
     each: BaseException | None = error
     while each is not None and each not in causes:
-        if (isinstance(each, OSError) and each.errno in NO_SPACE) or SAID.search(str(each)):
+        if (isinstance(each, OSError) and each.errno in NO_SPACE) or FULL_DISK_MESSAGES.search(str(each)):
             return True
         causes.append(each)
         each = each.__cause__ or each.__context__
-    return bool(UNTOLD.search(str(error))) and not can_write(directory)
+    return bool(AMBIGUOUS_MESSAGES.search(str(error))) and not can_write(directory)
 
 
 def can_write(directory: Path) -> bool:
@@ -103,19 +105,19 @@ def can_write(directory: Path) -> bool:
     largest = max((path.stat().st_size for path in directory.rglob("*") if path.is_file()), default=0)
     if limit != resource.RLIM_INFINITY and largest + PROBE_BYTES > limit:
         return False
-    asked = allocatable(directory, PROBE_BYTES)
+    asked = try_allocate(directory, PROBE_BYTES)
     return asked.fits if asked.fits is not None else space_of(directory).free >= PROBE_BYTES
 
 
 @contextmanager
-def written_aside(unfinished: Path) -> Iterator[None]:
+def write_aside(unfinished: Path) -> Iterator[None]:
     """In the block a directory is written from nothing; nothing of it stays where that fails, as on a full disk."""
     remove_if_there(unfinished)
     try:
         yield
     except BaseException as error:
         what = unfinished.name.lstrip(".")
-        full = isinstance(error, Exception) and disk_is_full(error, unfinished.parent)
+        full = isinstance(error, Exception) and is_disk_full(error, unfinished.parent)
         remove_if_there(unfinished)
         if full:
             raise DiskFull(

@@ -29,12 +29,12 @@ from peft import PeftModel, get_peft_model_state_dict
 from transformers import AutoConfig, PreTrainedConfig
 
 from cogumi.checkpoints.manifest import MANIFEST_NAME, step_of
-from cogumi.checkpoints.retention import PIN_NAME, checkpoints_in
+from cogumi.checkpoints.retention import PIN_NAME, list_checkpoints
 from cogumi.checkpoints.verify import bytes_of
-from cogumi.core.disk_space import Disk, Need, disks_of, spoken
+from cogumi.core.disk_space import Disk, Need, format_bytes, group_needs
 from cogumi.core.errors import UsageError
-from cogumi.core.safetensors_file import header_for
-from cogumi.disk import LEFTOVERS, RESERVE, STAGING, kind_of, taken_by
+from cogumi.core.safetensors_file import make_header
+from cogumi.disk import LEFTOVERS, RESERVE, STAGING, disk_bytes, kind_of
 from cogumi.models.loading import meta_model
 from cogumi.patches.torch_internals import FakeTensorMode
 from cogumi.patches.trl_internals import commit_of, holds_adapter, save_rng_and_scaler
@@ -75,7 +75,7 @@ def checkpoint_bytes(trainer: Any) -> Forecast:
     """
     live, optimizer = trainer.optimizer is not None and trainer.state.global_step > 0, 0
     if not trainer.args.save_only_model:
-        state = trainer.optimizer.state_dict() if live else state_after_a_step(coming_optimizer(trainer))
+        state = trainer.optimizer.state_dict() if live else optimizer_state(planned_optimizer(trainer))
         optimizer = torch_save_bytes(state)
     return Forecast(weights_bytes(trainer), optimizer, small_files_bytes(trainer), state_bytes(trainer), live)
 
@@ -123,10 +123,10 @@ def without_aliases(tensors: Mapping[str, Any]) -> dict[str, Any]:
 def safetensors_bytes(tensors: Mapping[str, Any]) -> int:
     """The file that safetensors writes: the header, and the data back to back."""
     entries = [(name, "BF16", tuple(each.shape), each.numel() * each.element_size()) for name, each in tensors.items()]
-    return len(header_for({"format": "pt"}, entries)) + sum(entry[3] for entry in entries)
+    return len(make_header({"format": "pt"}, entries)) + sum(entry[3] for entry in entries)
 
 
-def coming_optimizer(trainer: Any) -> Any:
+def planned_optimizer(trainer: Any) -> Any:
     """The optimizer that the trainer has, or one like that which it will make: it is made, looked at and let go."""
     if trainer.optimizer is not None:
         return getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # out of accelerate's wrapper
@@ -139,7 +139,7 @@ def coming_optimizer(trainer: Any) -> Any:
         trainer.optimizer = None
 
 
-def state_after_a_step(optimizer: Any) -> dict[str, Any]:
+def optimizer_state(optimizer: Any) -> dict[str, Any]:
     """The state dict that an optimizer would have after its first step, as fake tensors.
 
     A copy of it takes the step, on fake parameters of the same shapes: so it decides itself which states it keeps, for
@@ -150,12 +150,12 @@ def state_after_a_step(optimizer: Any) -> dict[str, Any]:
     family = type(optimizer).__module__.partition(".")[0]
     groups = optimizer.param_groups
     with FakeTensorMode(allow_non_fake_inputs=True):
-        stand_ins = [{**group, "params": [stand_in(p) for p in group["params"]]} for group in groups]
+        stand_ins = [{**group, "params": [fake_parameter(p) for p in group["params"]]} for group in groups]
         if family not in ("torch", "transformers", "bitsandbytes"):
             log.info("%s is not known: forecast as an AdamW until its first step", type(optimizer).__name__)
             double = torch.optim.AdamW([{"params": group["params"]} for group in stand_ins])
         else:
-            double = double_of(optimizer, stand_ins)
+            double = copy_optimizer(optimizer, stand_ins)
             if family == "bitsandbytes":
                 # Which parameters are overridden is looked up by the identity of the real ones. What it does with the
                 # state, once made, needs no rehearsal, nor a kernel.
@@ -167,14 +167,14 @@ def state_after_a_step(optimizer: Any) -> dict[str, Any]:
         return double.state_dict()
 
 
-def stand_in(parameter: Any) -> Any:
+def fake_parameter(parameter: Any) -> Any:
     """A parameter of the same shape and dtype, with a gradient if it is trained. On the CPU, where nothing is paged."""
     fake = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad)
     fake.grad = torch.empty_like(fake) if parameter.requires_grad else None
     return fake
 
 
-def double_of(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
+def copy_optimizer(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
     """A copy of an optimizer with other parameters and nothing in common that a step writes to."""
     double = object.__new__(type(optimizer))
     # Neither __init__ nor __getstate__, which leaves out what subclasses add.
@@ -269,9 +269,9 @@ class Outlook:
     @property
     def about_saves(self) -> list[str]:
         """The same without what is said of each disk."""
-        reserve = f" and a reserve of {spoken(self.reserve)}" if self.reserve else ""
+        reserve = f" and a reserve of {format_bytes(self.reserve)}" if self.reserve else ""
         made_of = f" ({self.made_of})" if self.made_of else ""
-        most = f"one checkpoint is {spoken(self.checkpoint)}{made_of}; at most there are {self.held}{reserve}"
+        most = f"one checkpoint is {format_bytes(self.checkpoint)}{made_of}; at most there are {self.held}{reserve}"
         short = [disk for disk in self.disks if disk.short]
         helps = [f"{disk.filesystem.mount}: what helps: {'; '.join(self.advice(disk))}" for disk in short]
         asked = [disk.allocation for disk in self.disks if disk.allocation is not None]
@@ -287,14 +287,16 @@ class Outlook:
         if disk.training > free and CHECKPOINTS in sizes:
             kept = self.held - 1 if self.keep is None else self.keep
             if kept > 2:
-                saved, instead = spoken((kept - 2) * self.checkpoint), "all" if self.keep is None else kept
+                saved, instead = format_bytes((kept - 2) * self.checkpoint), "all" if self.keep is None else kept
                 helps.append(f"2 checkpoints kept instead of {instead} (save_total_limit) are {saved} less")
             helps.append("cogumi.fallback, or protect(fallback=...), names a directory on another disk")
         if disk.end > free and MERGED in sizes:
-            helps.append(f"cogumi.merge=false leaves {spoken(sizes[MERGED].end)} for `cogumi merge` to write elsewhere")
+            helps.append(
+                f"cogumi.merge=false leaves {format_bytes(sizes[MERGED].end)} for `cogumi merge` to write elsewhere"
+            )
         if DOWNLOAD in sizes and sizes[DOWNLOAD].training:
             helps.append("HF_HOME on another disk")
-        return [*helps, f"{spoken(disk.short)} more space, or the run on another disk"]
+        return [*helps, f"{format_bytes(disk.short)} more space, or the run on another disk"]
 
 
 def outlook(
@@ -314,7 +316,7 @@ def outlook(
     """
     args, forecast = trainer.args, checkpoint_bytes(trainer)
     regular = args.save_strategy.value != "no"
-    found = Found.below(Path(args.output_dir))
+    found = ExistingCheckpoints.below(Path(args.output_dir))
     # The newest there is resumed from, and stays.
     resumed = bool(found.ours) and trainer.state.global_step == 0
     step = step_of(found.ours[0]) if resumed else trainer.state.global_step
@@ -323,21 +325,21 @@ def outlook(
     if adapter_into is not None:
         needs.append(Need(ADAPTER, adapter_into, 0, forecast.weights + forecast.files, ENTRIES))
     if merged_into is not None:
-        needs.append(merged_need(base_on_disk(trainer.model), merged_into, trainer.processing_class))
-    return composed(
+        needs.append(merged_need(base_config(trainer.model), merged_into, trainer.processing_class))
+    return compose_outlook(
         each=forecast.total,
-        made_of=f"weights {spoken(forecast.weights)}, optimizer {spoken(forecast.optimizer)}",
+        made_of=f"weights {format_bytes(forecast.weights)}, optimizer {format_bytes(forecast.optimizer)}",
         keep=keep,
         staying=None if keep is None else keep + beside,
         reserve=forecast.total if regular else 0,
-        saves=saves_to_come(trainer, step) if regular else 1,
+        saves=count_saves(trainer, step) if regular else 1,
         found=found,
         needs=needs,
         notes=(*(() if regular else (NO_SAVES,)), *notes),
     )
 
 
-def composed(
+def compose_outlook(
     *,
     each: int,
     made_of: str,
@@ -345,7 +347,7 @@ def composed(
     staying: int | None,
     reserve: int,
     saves: int | None,
-    found: "Found",
+    found: "ExistingCheckpoints",
     needs: list[Need],
     notes: tuple[str, ...] = (),
     ask: bool = True,
@@ -362,11 +364,13 @@ def composed(
         training = max(0, held * each + reserve - found.bytes)
         end = max(0, int(min(total, at_end)) * each - found.bytes)
     needs = [Need(CHECKPOINTS, found.directory, training, end, max(0, held - present) * ENTRIES), *needs]
-    return Outlook(each, made_of, keep, held, reserve if saves != 0 else 0, saves, tuple(disks_of(needs, ask)), notes)
+    return Outlook(
+        each, made_of, keep, held, reserve if saves != 0 else 0, saves, tuple(group_needs(needs, ask)), notes
+    )
 
 
 @dataclass(frozen=True)
-class Found:
+class ExistingCheckpoints:
     """What is in a directory of checkpoints already.
 
     ours: those that count toward what is kept. bytes: what they, the reserve and a save under way take on the disk.
@@ -378,21 +382,23 @@ class Found:
     bytes: int
 
     @classmethod
-    def below(cls, directory: Path) -> "Found":
-        return cls.of(directory, tuple(path for path in checkpoints_in(directory) if (path / MANIFEST_NAME).is_file()))
+    def below(cls, directory: Path) -> "ExistingCheckpoints":
+        return cls.of(
+            directory, tuple(path for path in list_checkpoints(directory) if (path / MANIFEST_NAME).is_file())
+        )
 
     @classmethod
-    def of(cls, directory: Path, ours: tuple[Path, ...]) -> "Found":
+    def of(cls, directory: Path, ours: tuple[Path, ...]) -> "ExistingCheckpoints":
         others = directory.iterdir() if directory.is_dir() else []
         replaced = [path for path in others if kind_of(path.name, LEFTOVERS) in (RESERVE, STAGING)]
         taken = 0
         for path in (*ours, *replaced):
             with suppress(FileNotFoundError):  # a save or a removal has just given it another name
-                taken += taken_by(path)
+                taken += disk_bytes(path)
         return cls(directory, ours, sum((path / PIN_NAME).exists() for path in ours), taken)
 
 
-def saves_to_come(trainer: Any, step: int) -> int | None:
+def count_saves(trainer: Any, step: int) -> int | None:
     """How many checkpoints the trainer writes after a step; None where that is not known, as before an epoch's length is."""
     args, state = trainer.args, trainer.state
     last, strategy = max(state.max_steps, args.max_steps, 0), args.save_strategy.value
@@ -410,7 +416,7 @@ def merged_need(config: Any, path: Path, tokenizer: Any = None) -> Need:
     return Need(MERGED, path, 0, size, ENTRIES + size // SHARD_BYTES)
 
 
-def base_on_disk(model: Any) -> Any:
+def base_config(model: Any) -> Any:
     """The config that the base has on disk, whose dtype a merge keeps: a loaded model's says what it was loaded in."""
     name = model.config.name_or_path
     return AutoConfig.from_pretrained(name, revision=commit_of(model.config)) if name else model.config

@@ -36,12 +36,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 @contextmanager
-def ending_in_good_order() -> Iterator[None]:
+def exit_on_signals() -> Iterator[None]:
     """While in the block, SIGTERM and SIGHUP raise SystemExit where they would kill: what is begun is put in order."""
     here = threading.current_thread() is threading.main_thread()
     deadly = [each for each in SIGNALS if here and signal.getsignal(each) is signal.SIG_DFL]
     for each in deadly:
-        signal.signal(each, end)
+        signal.signal(each, raise_exit)
     try:
         yield
     finally:
@@ -49,7 +49,7 @@ def ending_in_good_order() -> Iterator[None]:
             signal.signal(each, signal.SIG_DFL)
 
 
-def end(number: int, frame: FrameType | None) -> None:
+def raise_exit(number: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the second of a closed terminal is not to disturb what follows
     raise SystemExit(128 + number)
 
@@ -81,7 +81,7 @@ class Preemption:
             for each, handler in self.before.items():
                 signal.signal(each, signal.SIG_DFL if handler is None else handler)
         if self.received is not None:
-            self.do_as_asked(self.received)
+            self.follow_signal(self.received)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
@@ -97,7 +97,7 @@ class Preemption:
         else:
             os._exit(128 + number)
 
-    def do_as_asked(self, number: int) -> None:
+    def follow_signal(self, number: int) -> None:
         handler = self.before[number]
         if callable(handler) and handler is not signal.default_int_handler:  # a scheduler's may requeue the job
             handler(number, None)
@@ -143,9 +143,9 @@ class Watchdog:
             )
         self.log_path, self.times, self.policy, self.floor = Path(log_path), times, policy, floor
         self.excuses = 0
-        self.forget_all()
+        self.reset()
 
-    def forget_all(self) -> None:
+    def reset(self) -> None:
         """As before a training."""
         # How long this process had run when the watch looked last, and when that was.
         self.mark = 0.0, time.monotonic()
@@ -155,9 +155,9 @@ class Watchdog:
         self.step: int | None = None
         self.reports = 0
         self.asked_at: float | None = None
-        self.forget_last()
+        self.restart_silence()
 
-    def forget_last(self) -> None:
+    def restart_silence(self) -> None:
         """Count from now, and take what was before for no measure of anything."""
         self.last_sign = self.now()
         self.last_step: float | None = None
@@ -176,7 +176,7 @@ class Watchdog:
             self.longest = max(self.longest, now - self.last_sign)
         self.last_sign, self.seen = now, True
 
-    def step_done(self, step: int) -> None:
+    def note_step(self, step: int) -> None:
         """An optimizer step is done. step: its number."""
         self.alive()
         if self.last_step is not None:
@@ -190,7 +190,7 @@ class Watchdog:
         try:
             yield
         finally:
-            self.forget_last()
+            self.restart_silence()
             self.excuses -= 1
 
     # ------------------------------------------------------------------------------------------------ the thread watches
@@ -198,9 +198,9 @@ class Watchdog:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch while in the block, from a thread of its own."""
-        self.forget_all()
+        self.reset()
         ending, was_there = threading.Event(), self.log_path.exists()
-        with opened(self.log_path) as stream:
+        with open_log(self.log_path) as stream:
             thread = threading.Thread(target=self.watch, args=[ending, stream], name="cogumi-watchdog", daemon=True)
             thread.start()
             try:
@@ -247,8 +247,8 @@ class Watchdog:
             line = (
                 f"the training was asked to end and shows no sign of life for {limit:.0f} s more: exit status {number}"
             )
-            in_time(log.error, line)
-            in_time(logging.shutdown)
+            run_with_timeout(log.error, line)
+            run_with_timeout(logging.shutdown)
             os._exit(number)
         if silence <= limit:
             if self.reports:
@@ -257,7 +257,7 @@ class Watchdog:
             return
         if silence > limit * 2**self.reports:
             self.reports += 1
-            in_time(self.report, silence, limit)
+            run_with_timeout(self.report, silence, limit)
         if self.policy == "stop" and self.armed and self.asked_at is None:
             self.asked_at = now
             # To the main thread, whose call it is to interrupt: one that another thread gets is not seen while that waits.
@@ -268,8 +268,10 @@ class Watchdog:
         after = "before the first step was done" if self.step is None else f"after step {self.step}"
         hung = f"the training hangs: no sign of life for {silence:.1f} s {after}, and {limit:.1f} s is the limit"
         # Before the line of log: what hangs may be a handler of logging, whose lock is taken then.
-        text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {hung}; its stacks:\n{stacks()}{processes()}".encode()
-        with opened(self.log_path) as stream:
+        text = (
+            f"{time.strftime('%Y-%m-%d %H:%M:%S')} {hung}; its stacks:\n{format_stacks()}{format_processes()}".encode()
+        )
+        with open_log(self.log_path) as stream:
             try:
                 stream.write(text)
             except OSError as error:
@@ -279,14 +281,14 @@ class Watchdog:
         log.error("%s; the stacks are in %s%s", hung, self.log_path, asked)
 
 
-def in_time(function: Callable[..., Any], *args: Any) -> None:
+def run_with_timeout(function: Callable[..., Any], *args: Any) -> None:
     """Call a function and wait for it, some seconds at most: where a disk is what hangs, writing to it hangs too."""
     thread = threading.Thread(target=function, args=args, name="cogumi-watchdog-writes", daemon=True)
     thread.start()
     thread.join(WRITING_SECONDS)
 
 
-def opened(path: Path) -> FileIO:
+def open_log(path: Path) -> FileIO:
     """A file to add to, or standard error where it cannot be: a full disk ends no training, nor its watch."""
     try:
         return FileIO(path, "ab")
@@ -295,7 +297,7 @@ def opened(path: Path) -> FileIO:
         return FileIO(os.dup(2), "ab")
 
 
-def stacks() -> str:
+def format_stacks() -> str:
     """Where each thread is. Without the lines of the sources, which may be on a disk that hangs."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = []
@@ -306,7 +308,7 @@ def stacks() -> str:
     return "".join(lines)
 
 
-def processes() -> str:
+def format_processes() -> str:
     """This process and those below it: a hang is often in a worker of a DataLoader, or in waiting for one that is gone."""
     this, lines = psutil.Process(), []
     for each in [this, *this.children(recursive=True)]:

@@ -73,7 +73,9 @@ def write_manifest(directory: Path, step: int) -> None:
     The caller has synced the files. The manifest appears whole or not at all, and is durable on return. Raises OSError,
     as a full disk does.
     """
-    files = {name: FileEntry(path.stat().st_size, sha256_file(path)) for name, path in files_of(directory).items()}
+    files = {
+        name: FileEntry(path.stat().st_size, sha256_file(path)) for name, path in list_manifest_files(directory).items()
+    }
     content = {
         "format": FORMAT,
         "step": step,
@@ -81,14 +83,14 @@ def write_manifest(directory: Path, step: int) -> None:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "files": {name: asdict(entry) for name, entry in files.items()},
     }
-    write_atomic(directory / MANIFEST_NAME, sealed(content))
+    write_atomic(directory / MANIFEST_NAME, seal(content))
     sync_path(directory)
 
 
 def read_manifest(directory: Path) -> Manifest | None:
     """The manifest of a checkpoint, None where there is none. Raises CheckpointDamaged where it cannot be believed."""
     try:
-        return manifest_in((directory / MANIFEST_NAME).read_text(encoding="utf-8"))
+        return parse_manifest((directory / MANIFEST_NAME).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -97,7 +99,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         raise CheckpointDamaged(f"{MANIFEST_NAME} is damaged: it is not JSON any more") from error
 
 
-def manifest_in(text: str) -> Manifest:
+def parse_manifest(text: str) -> Manifest:
     """A manifest from its text. Raises CheckpointDamaged where it cannot be believed."""
     try:
         content = json.loads(text)
@@ -108,7 +110,7 @@ def manifest_in(text: str) -> Manifest:
     if content.get("format") != FORMAT:
         raise CheckpointDamaged(f"{MANIFEST_NAME} has format {content.get('format')!r}; this cogumi knows {FORMAT}")
     content.pop("checksum", None)
-    if sealed(content) != text:
+    if seal(content) != text:
         raise CheckpointDamaged(f"{MANIFEST_NAME} is damaged: its own checksum does not fit")
     if not isinstance(content.get("step"), int):
         raise CheckpointDamaged(f"{MANIFEST_NAME} is damaged: it has no step")
@@ -122,13 +124,13 @@ def manifest_in(text: str) -> Manifest:
     return Manifest(content["step"], entries, versions if isinstance(versions, dict) else {})
 
 
-def sealed(content: dict[str, Any]) -> str:
+def seal(content: dict[str, Any]) -> str:
     """The manifest's text, with a checksum of its own, so that no byte of it can change unseen, the time's included."""
     checksum = hashlib.sha256(json.dumps(content, indent=1).encode()).hexdigest()
     return json.dumps(content | {"checksum": checksum}, indent=1) + "\n"
 
 
-def files_of(directory: Path) -> dict[str, Path]:
+def list_manifest_files(directory: Path) -> dict[str, Path]:
     """Every file below a checkpoint, by relative name and in that order, without the manifest and its temporary file."""
     paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
     return {
@@ -146,7 +148,7 @@ RUN_NAME = ".cogumi-run"
 NAME = re.compile("[0-9a-f]+")  # part of a directory's name in the fallback
 
 # Arguments that do not shape what is learned: where things are, what is shown and kept, how they get there.
-NOT_SHAPING = (
+IGNORED_SETTINGS = (
     "output_dir", "logging", "log_", "save_", "eval_", "do_", "hub_", "push_", "report_to", "run_name", "project",
     "trackio", "dataloader_", "disable_tqdm", "use_cpu", "local_rank", "resume_", "include_", "ddp_", "debug",
     "load_best", "metric_for", "greater_is", "enable_jit", "vllm_", "torch_compile", "restore_", "prediction_",
@@ -168,12 +170,12 @@ class Identity:
         write_synced(checkpoint / IDENTITY_NAME, (json.dumps(content, indent=1) + "\n").encode())
 
 
-def settings_of(trainer: Any) -> dict[str, Any]:
+def read_settings(trainer: Any) -> dict[str, Any]:
     """What shapes a training, as far as a trainer knows: its arguments, its adapters, how many weights and examples."""
     arguments = {
         key: value
         for key, value in trainer.args.to_dict().items()
-        if value is not None and not key.startswith(NOT_SHAPING)
+        if value is not None and not key.startswith(IGNORED_SETTINGS)
     }
     adapters = {
         f"adapter {name}": {key: getattr(config, key, None) for key in ("r", "lora_alpha", "target_modules")}
@@ -191,7 +193,7 @@ def settings_of(trainer: Any) -> dict[str, Any]:
     return found
 
 
-def identity_in(text: str) -> Identity:
+def parse_identity(text: str) -> Identity:
     """What a checkpoint's file says. Raises ValueError where it is not one."""
     content = json.loads(text)
     if (
@@ -203,7 +205,7 @@ def identity_in(text: str) -> Identity:
     return Identity(content["run"], content["settings"])
 
 
-def run_of(directory: Path) -> str | None:
+def read_run_name(directory: Path) -> str | None:
     """The name of the training that a directory of checkpoints, or one checkpoint, is of. Raises UsageError for another text."""
     own, of_checkpoint = directory / RUN_NAME, directory / IDENTITY_NAME
     if own.exists():
@@ -214,12 +216,12 @@ def run_of(directory: Path) -> str | None:
     if not of_checkpoint.exists():
         return None
     try:
-        return identity_in(of_checkpoint.read_text(encoding="utf-8")).run
+        return parse_identity(of_checkpoint.read_text(encoding="utf-8")).run
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{of_checkpoint} is damaged ({error})", fix="remove that file to resume from it") from error
 
 
-def name_run(output_dir: Path, run: str) -> None:
+def write_run_name(output_dir: Path, run: str) -> None:
     """Have a directory of checkpoints be of a training from now on."""
     path = output_dir / RUN_NAME
     if not path.exists() or path.read_text(encoding="utf-8").strip() != run:

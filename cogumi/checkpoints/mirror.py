@@ -18,11 +18,11 @@ from cogumi.checkpoints.manifest import (
     CheckpointDamaged,
     Identity,
     Manifest,
-    identity_in,
-    manifest_in,
+    parse_identity,
+    parse_manifest,
     step_of,
 )
-from cogumi.checkpoints.mirror_store import RECORD_NAME, HubRepository, Store, hidden, is_inside, secrets_of
+from cogumi.checkpoints.mirror_store import RECORD_NAME, HubRepository, Store, is_inside, redact_secrets, secrets_of
 from cogumi.checkpoints.verify import inspect
 from cogumi.core.durability import NO_SPACE, sync_path
 from cogumi.core.errors import UsageError
@@ -70,7 +70,7 @@ class Mirror:
     def send(self, checkpoint: Path) -> None:
         """Have a committed checkpoint mirrored; returns at once. Of several that wait only the newest is sent."""
         with self.changed:
-            if checkpoint in self.busy():
+            if checkpoint in self.pending():
                 return
             if self.waiting is not None:
                 log.warning("%s is not mirrored to %s: a newer one waits", self.waiting, self)
@@ -83,7 +83,7 @@ class Mirror:
                 self.thread.start()
             self.changed.notify_all()
 
-    def busy(self) -> frozenset[Path]:
+    def pending(self) -> frozenset[Path]:
         """The checkpoints that are still to be read. One that is removed all the same is named as not mirrored."""
         return frozenset(path for path in (self.waiting, self.under_way) if path is not None)
 
@@ -109,14 +109,14 @@ class Mirror:
 
         Returns what was not mirrored since the last time, each logged as an error with its reason."""
         with self.changed:
-            if self.busy():
-                names = ", ".join(path.name for path in self.busy())
+            if self.pending():
+                names = ", ".join(path.name for path in self.pending())
                 log.warning("waiting for %s to reach %s, at most %.0f minutes", names, self, patience / 60)
             deadline, troubled = time.monotonic() + patience, math.inf
-            while self.busy() and time.monotonic() < min(deadline, troubled) and not ended():
+            while self.pending() and time.monotonic() < min(deadline, troubled) and not ended():
                 self.changed.wait(0.2)
                 troubled = min(troubled, time.monotonic() + TROUBLE_SECONDS) if self.failures else math.inf
-            for path in self.busy():
+            for path in self.pending():
                 self.lost[path] = self.trouble or f"it was not there after {patience:.0f} s"
                 log.error("%s did not reach %s: %s", path, self, self.lost[path])
             self.waiting, self.stopped, self.failures = None, True, 0
@@ -137,7 +137,7 @@ class Mirror:
                     return
             checkpoint, failure = self.under_way, self.mirror(self.under_way)
             with self.changed:
-                self.trouble = "" if failure is None else self.why(failure)
+                self.trouble = "" if failure is None else self.describe(failure)
                 if failure is None:
                     self.arrived(checkpoint)
                 elif isinstance(failure, CheckpointDamaged | ValueError):  # of the disk, or a mistake: it stays so
@@ -166,7 +166,7 @@ class Mirror:
         try:
             if not (checkpoint / MANIFEST_NAME).exists():
                 raise CheckpointDamaged("it was removed before it was read, or has no manifest")
-            manifest = manifest_in((checkpoint / MANIFEST_NAME).read_text(encoding="utf-8"))
+            manifest = parse_manifest((checkpoint / MANIFEST_NAME).read_text(encoding="utf-8"))
             self.place.send(checkpoint, manifest)
             seconds = time.monotonic() - began
             log.info("%s is in %s and verified (%.2f GB, %.0f s)", checkpoint, self, manifest.bytes / 1e9, seconds)
@@ -175,7 +175,7 @@ class Mirror:
         try:
             self.remove_older(step_of(checkpoint))
         except Exception as error:  # noqa: BLE001
-            log.warning("removing older checkpoints from %s failed (%s)", self, self.why(error))
+            log.warning("removing older checkpoints from %s failed (%s)", self, self.describe(error))
         return None
 
     def remove_older(self, newest: int) -> None:
@@ -194,7 +194,7 @@ class Mirror:
                     if whole <= KEPT_WHOLE:
                         continue
                 text = self.place.text(name, MANIFEST_NAME if MANIFEST_NAME in files else RECORD_NAME)
-                ours = [file for file in manifest_in(text).files if file in files and is_inside(file)]
+                ours = [file for file in parse_manifest(text).files if file in files and is_inside(file)]
                 self.place.discard(name, ours, text)  # what others put there stays
             except CheckpointDamaged as damage:
                 log.warning("%s of %s stays as it is: %s", name, self, damage)
@@ -256,7 +256,7 @@ class Mirror:
         if IDENTITY_NAME not in files:
             raise CheckpointDamaged(f"{IDENTITY_NAME} is missing")
         try:
-            return identity_in(self.place.text(name, IDENTITY_NAME))
+            return parse_identity(self.place.text(name, IDENTITY_NAME))
         except (ValueError, RecursionError) as error:
             raise CheckpointDamaged(f"{IDENTITY_NAME} is damaged") from error
 
@@ -264,7 +264,7 @@ class Mirror:
         """The manifest of a checkpoint in the mirror. Raises CheckpointDamaged where it does not fit what is there."""
         if MANIFEST_NAME not in files:
             raise CheckpointDamaged(f"it has no {MANIFEST_NAME}")
-        manifest = manifest_in(self.place.text(name, MANIFEST_NAME))
+        manifest = parse_manifest(self.place.text(name, MANIFEST_NAME))
         for file, entry in manifest.files.items():
             if not is_inside(file):
                 raise CheckpointDamaged(f"{MANIFEST_NAME} lists {file!r}, which is outside the checkpoint")
@@ -313,12 +313,13 @@ class Mirror:
             raise
         except Exception as error:
             raise UsageError(
-                f"mirror {self} {failed} ({self.why(error)})", fix="correct its address or its access, or leave it out"
+                f"mirror {self} {failed} ({self.describe(error)})",
+                fix="correct its address or its access, or leave it out",
             ) from error
 
-    def why(self, error: Exception) -> str:
+    def describe(self, error: Exception) -> str:
         """An error in one line, without the secrets of the URL."""
-        return hidden(" ".join(f"{type(error).__name__}: {error}".split()), self.secrets)[:300]
+        return redact_secrets(" ".join(f"{type(error).__name__}: {error}".split()), self.secrets)[:300]
 
 
 def newest_first(names: Iterable[str]) -> list[str]:

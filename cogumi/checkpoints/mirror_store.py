@@ -17,10 +17,10 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import known_implementations
 from fsspec.utils import get_protocol
 
-from cogumi.checkpoints.manifest import CHECKPOINT_NAME, MANIFEST_NAME, CheckpointDamaged, Manifest, manifest_in
+from cogumi.checkpoints.manifest import CHECKPOINT_NAME, MANIFEST_NAME, CheckpointDamaged, Manifest, parse_manifest
 from cogumi.core.durability import sha256_file, sync_path
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import pip
+from cogumi.core.formatting import pip_command
 
 # A copy of the manifest that is written first: which files are ours while the manifest itself is not there.
 RECORD_NAME = "cogumi-upload.json"
@@ -46,7 +46,7 @@ def secrets_of(url: str) -> list[str]:
     return [secret for each in found for secret in (each, unquote(each)) if secret]
 
 
-def hidden(text: str, secrets: list[str]) -> str:
+def redact_secrets(text: str, secrets: list[str]) -> str:
     for secret in secrets:
         text = text.replace(secret, "***")
     return text
@@ -85,11 +85,11 @@ class Store:
             package = known["class"].partition(".")[0] if known else protocol
             raise UsageError(
                 f"mirror {self.name}: {protocol}:// needs the package {package} ({error})",
-                fix=f"{pip(f'install {package}=={fsspec.__version__}')}, the version of the installed fsspec",
+                fix=f"{pip_command(f'install {package}=={fsspec.__version__}')}, the version of the installed fsspec",
             ) from error
         except (ValueError, OSError) as error:
             raise UsageError(
-                f"mirror {self.name} cannot be opened ({hidden(str(error), secrets_of(url))})",
+                f"mirror {self.name} cannot be opened ({redact_secrets(str(error), secrets_of(url))})",
                 fix="name a directory, s3://BUCKET/PATH or hf://USER/REPO",
             ) from error
         self.is_local = isinstance(self.fs, LocalFileSystem)
@@ -176,7 +176,7 @@ class Store:
         stale = {MANIFEST_NAME}  # and what was listed of an earlier checkpoint of this step; others' files stay
         for other in earlier.values():
             with suppress(CheckpointDamaged):
-                stale |= {file for file in manifest_in(other).files if is_inside(file) and file not in sizes}
+                stale |= {file for file in parse_manifest(other).files if is_inside(file) and file not in sizes}
         self.remove(name, [*stale & there.keys()])
         for file, entry in manifest.files.items():
             if sha256_file(checkpoint / file) != entry.sha256:

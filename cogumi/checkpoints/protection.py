@@ -16,15 +16,15 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 from cogumi.checkpoints.commit import set_aside
 from cogumi.checkpoints.disk_forecast import outlook
 from cogumi.checkpoints.interruption import Preemption, Watchdog
-from cogumi.checkpoints.manifest import Identity, differences, name_run, run_of, settings_of, step_of
+from cogumi.checkpoints.manifest import Identity, differences, read_run_name, read_settings, step_of, write_run_name
 from cogumi.checkpoints.mirror import Mirror
-from cogumi.checkpoints.retention import checkpoints_in, clean, last_good_checkpoint
-from cogumi.checkpoints.saving import Saver, first_line, load_rollouts, order_continued
+from cogumi.checkpoints.retention import last_good_checkpoint, list_checkpoints, remove_trash
+from cogumi.checkpoints.saving import Saver, continue_prompt_order, first_line, load_rollouts
 from cogumi.checkpoints.verify import OPTIMIZER, SCHEDULER, inspect
-from cogumi.core.durability import NO_SPACE, locked, why_unwritable
+from cogumi.core.durability import NO_SPACE, lock_directory, write_error
 from cogumi.core.errors import UsageError
-from cogumi.core.output import outliving_the_screen
-from cogumi.disk.callback import announce
+from cogumi.core.output import survive_closed_terminal
+from cogumi.disk.callback import log_or_print
 from cogumi.patches.trl_internals import (
     LOAD_BEST_MODEL,
     LOAD_CHECKPOINT,
@@ -78,9 +78,9 @@ def protect(
     preemption = Preemption()
     saver = Saver(
         trainer,
-        keep or kept_of(trainer.args.save_total_limit),
+        keep or keep_limit(trainer.args.save_total_limit),
         on_full,
-        None if fallback is None else usable(Path(fallback)),
+        None if fallback is None else check_fallback(Path(fallback)),
         None if mirror is None else Mirror(mirror),
         watchdog.excused,
         lambda: preemption.received is not None,
@@ -88,7 +88,7 @@ def protect(
     protection = Protection(trainer, saver, watchdog, preemption, resume)
     protection.apply()
     trainer.cogumi_protection = protection
-    announce(f"checkpoints: {protection}")
+    log_or_print(f"checkpoints: {protection}")
     return trainer
 
 
@@ -102,14 +102,14 @@ def unprotect(trainer: Any) -> Any:
     return trainer
 
 
-def kept_of(limit: int | None) -> int | None:
+def keep_limit(limit: int | None) -> int | None:
     """How many checkpoints stay under a `save_total_limit`: all (None) where there is none, as in transformers."""
     return max(2, limit) if limit is not None and limit > 0 else None
 
 
-def kept_by_runs(limit: int | None) -> int:
+def run_keep_limit(limit: int | None) -> int:
     """The same for a run of `cogumi train`, which keeps two where its YAML says nothing."""
-    return kept_of(limit) or DEFAULT_KEEP
+    return keep_limit(limit) or DEFAULT_KEEP
 
 
 def check_arguments(trainer: Any, keep: int | None, resume: str, on_full: str, mirror: str | Path | None) -> None:
@@ -133,7 +133,7 @@ def check_arguments(trainer: Any, keep: int | None, resume: str, on_full: str, m
         raise UsageError(f"protect knows checkpoints of one process, and this trainer uses {several or other}")
 
 
-def usable(fallback: Path) -> Path:
+def check_fallback(fallback: Path) -> Path:
     """Raises UsageError, now and not when the disk is full, unless checkpoints can be written there."""
     try:
         fallback.mkdir(exist_ok=True)
@@ -158,11 +158,11 @@ class Protection:
         self.callbacks = [Watch(self.saver, self.preemption), Pulse(watchdog)]
         self.ours = {
             SAVE_CHECKPOINT: self.saver.save,
-            LOAD_BEST_MODEL: self.best_of_all,
+            LOAD_BEST_MODEL: self.load_best_model,
             LOAD_CHECKPOINT: self.load_all_adapters,
             LOAD_OPTIMIZER: self.load_optimizer,
             LOAD_RNG_STATE: self.load_rng,
-            "train": self.train_from,
+            "train": self.train_protected,
         }
         # What the instance had of its own: others wrap trainers too.
         self.before = {name: vars(trainer)[name] for name in self.ours if name in vars(trainer)}
@@ -198,27 +198,27 @@ class Protection:
         for callback in self.callbacks:
             self.trainer.remove_callback(callback)
 
-    def train_from(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train_protected(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """In place of `trainer.train`."""
         output_dir = Path(self.trainer.args.output_dir)
         output_dir.mkdir(parents=True, exist_ok=True)
-        if error := why_unwritable(output_dir):
+        if error := write_error(output_dir):
             raise UsageError(
                 f"no checkpoint can be written there ({error.strerror})", place=output_dir, fix="set another output_dir"
             )
-        with locked(output_dir) as ours:
+        with lock_directory(output_dir) as ours:
             if ours is False:
                 raise UsageError(
                     "another training is writing there", place=output_dir, fix="wait for it, or set another output_dir"
                 )
             point = self.resume_point(resume_from_checkpoint)
-            for path in clean(output_dir):
+            for path in remove_trash(output_dir):
                 log.info("removed %s, left by an interrupted removal", path.name)
-            self.put_later_aside(point)
-            self.saver.begin(point, self.name_of(point))
-            if point is not None and self.is_the_end(point):
+            self.set_later_aside(point)
+            self.saver.begin(point, self.resolve_run_name(point))
+            if point is not None and self.is_finished(point):
                 try:
-                    done = self.take_up_the_end(point)
+                    done = self.load_finished(point)
                 finally:
                     self.saver.finish()
                 return self.pruned(done)
@@ -226,10 +226,10 @@ class Protection:
                 with loading(point, "its rollouts"):
                     load_rollouts(self.trainer, point)
             with (
-                outliving_the_screen(),
+                survive_closed_terminal(),
                 self.preemption.listening(),
                 self.watchdog.watching(),
-                order_continued(self.trainer, point),
+                continue_prompt_order(self.trainer, point),
             ):
                 try:
                     done = self.train(None if point is None else str(point), *args, **kwargs)
@@ -253,27 +253,27 @@ class Protection:
                 raise UsageError(f"{wanted} cannot be resumed from: {finding.reason}")
             return Path(wanted)
         output_dir = Path(self.trainer.args.output_dir)
-        spilled = self.saver.spills_to(run_of(output_dir))
+        spilled = self.saver.fallback_directory(read_run_name(output_dir))
         places = [output_dir] if spilled is None else [output_dir, spilled]
         found = [point for point in map(last_good_checkpoint, places) if point is not None]
         point = max(found, key=step_of, default=None)
         if self.saver.mirror is not None:
             newer_than = -1 if point is None else step_of(point)
-            point = self.saver.mirror.fetch_newest(output_dir, newer_than, self.is_ours) or point
+            point = self.saver.mirror.fetch_newest(output_dir, newer_than, self.is_of_this_run) or point
         if point is None and wanted is True:
             raise UsageError(f"{output_dir} holds no checkpoint that can be resumed from")
         if point is not None:
-            announce(f"resuming from {point}")
+            log_or_print(f"resuming from {point}")
         return point
 
-    def is_ours(self, found: Identity, place: str) -> bool:
+    def is_of_this_run(self, found: Identity, place: str) -> bool:
         """Whether a checkpoint in a mirror is of this training. On a machine that knows nothing of it yet the settings say so.
 
         Raises UsageError there for another's: whoever names its mirror may want that one, and would be given it.
         """
-        run = run_of(Path(self.trainer.args.output_dir))
+        run = read_run_name(Path(self.trainer.args.output_dir))
         if run is None:
-            other = differences(found.settings, settings_of(self.trainer))
+            other = differences(found.settings, read_settings(self.trainer))
             if other:
                 raise UsageError(
                     f"{place} is of another training ({other})",
@@ -281,19 +281,19 @@ class Protection:
                 )
         return run in (None, found.run)
 
-    def name_of(self, point: Path | None) -> str:
+    def resolve_run_name(self, point: Path | None) -> str:
         """The name of the training that goes on from `point`, or begins; noted in the output directory."""
         output_dir = Path(self.trainer.args.output_dir)
-        run = (None if point is None else run_of(point) or run_of(output_dir)) or secrets.token_hex(4)
+        run = (None if point is None else read_run_name(point) or read_run_name(output_dir)) or secrets.token_hex(4)
         try:
-            name_run(output_dir, run)
+            write_run_name(output_dir, run)
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
             log.warning("%s is full already: not even the name of this training fits", output_dir)
         return run
 
-    def is_the_end(self, point: Path) -> bool:
+    def is_finished(self, point: Path) -> bool:
         """Whether the training that wrote a checkpoint had no step left, and none was added since."""
         args = self.trainer.args
         with loading(point, "trainer_state.json"):
@@ -302,9 +302,9 @@ class Protection:
             return state.global_step >= args.max_steps
         return state.global_step >= state.max_steps and args.num_train_epochs <= state.num_train_epochs
 
-    def take_up_the_end(self, point: Path) -> TrainOutput:
+    def load_finished(self, point: Path) -> TrainOutput:
         """The trained model, without training: transformers would train one more step (5.17, `_inner_training_loop`)."""
-        announce(f"{point} is the end of this training: its weights are loaded, and nothing is left to train")
+        log_or_print(f"{point} is the end of this training: its weights are loaded, and nothing is left to train")
         getattr(self.trainer, LOAD_CHECKPOINT)(str(point))
         self.trainer.state = state = TrainerState.load_from_json(str(point / "trainer_state.json"))
         if self.trainer.args.load_best_model_at_end and state.best_model_checkpoint:
@@ -333,15 +333,15 @@ class Protection:
         with loading(checkpoint, "rng_state.pth"):
             self.load_rng_of(checkpoint)
 
-    def put_later_aside(self, point: Path | None) -> None:
+    def set_later_aside(self, point: Path | None) -> None:
         """Checkpoints after the one resumed from are of another run, or do not verify: their steps are yet to come."""
         reached = -1 if point is None else step_of(point)
-        for path in checkpoints_in(Path(self.trainer.args.output_dir)):
+        for path in list_checkpoints(Path(self.trainer.args.output_dir)):
             if step_of(path) > reached:
                 aside = set_aside(path).name
                 log.warning("%s is from before this start, and %s now; delete it when you do not need it", path, aside)
 
-    def best_of_all(self) -> None:
+    def load_best_model(self) -> None:
         """In place of `trainer._load_best_model`: the best may be the one under way."""
         self.saver.settle()
         self.load_best()
@@ -373,7 +373,7 @@ class Watch(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.saver.keep is None:
-            say_whether_all_fit(self.saver.trainer)
+            warn_unless_all_fit(self.saver.trainer)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.saver.poll()
@@ -393,10 +393,10 @@ class Pulse(TrainerCallback):
     on_substep_end = on_prediction_step = on_evaluate = on_log = on_step_begin
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.watchdog.step_done(state.global_step)
+        self.watchdog.note_step(state.global_step)
 
 
-def say_whether_all_fit(trainer: Any) -> None:
+def warn_unless_all_fit(trainer: Any) -> None:
     """Where every checkpoint stays: a warning if this training's do not fit on the disk."""
     try:
         found = outlook(trainer, keep=None)

@@ -25,7 +25,7 @@ def last_good_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
     after a look at its structure alone. Raises UsageError when `output_dir` cannot be listed.
     """
     rejected = 0
-    for finding in findings(output_dir):
+    for finding in inspect_all(output_dir):
         if finding.state == "rejected":
             log.warning("%s is not resumed from: %s", finding.path, finding.reason)
             rejected += 1
@@ -38,19 +38,19 @@ def last_good_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
     return None
 
 
-def findings(output_dir: str | os.PathLike[str]) -> Iterator[Finding]:
+def inspect_all(output_dir: str | os.PathLike[str]) -> Iterator[Finding]:
     """Verify each checkpoint of `output_dir`, newest first, when it is asked for: that reads the whole checkpoint.
 
     Only directories named checkpoint-STEP count, and no links. One that is removed meanwhile, as by a training beside, is
     left out. Nothing in a directory that does not exist. Raises UsageError when it cannot be listed.
     """
-    for directory in checkpoints_in(Path(output_dir)):
-        finding = inspect_beside(directory)
+    for directory in list_checkpoints(Path(output_dir)):
+        finding = inspect_while_running(directory)
         if finding is not None:
             yield finding
 
 
-def inspect_beside(directory: Path) -> Finding | None:
+def inspect_while_running(directory: Path) -> Finding | None:
     """Verify a checkpoint while others may remove it, or put another one in its place; None where it is gone."""
     while (before := inode_of(directory)) is not None:
         finding = inspect(directory)
@@ -66,7 +66,7 @@ def inode_of(path: Path) -> int | None:
         return None
 
 
-def checkpoints_in(output_dir: Path) -> list[Path]:
+def list_checkpoints(output_dir: Path) -> list[Path]:
     """The directories named checkpoint-STEP, the highest step first."""
     try:
         paths = list(output_dir.iterdir())
@@ -107,7 +107,7 @@ def plan_pruning(
     if keep < 1:
         raise ValueError(f"keep={keep} would remove every checkpoint")
     kept, damaged, foreign, going, good = [], [], [], [], 0
-    for path in checkpoints_in(output_dir):  # the newest first
+    for path in list_checkpoints(output_dir):  # the newest first
         if not (path / MANIFEST_NAME).is_file():
             foreign.append(f"{path.name}: not written by cogumi")
             continue
@@ -139,7 +139,7 @@ def remove(path: Path) -> int:
     return space_of(path.parent).free - free
 
 
-def clean(output_dir: Path) -> list[Path]:
+def remove_trash(output_dir: Path) -> list[Path]:
     """Remove what interrupted removals left behind."""
     found = [path for path in output_dir.glob(f"{TRASH_PREFIX}*") if path.is_dir() and not path.is_symlink()]
     for path in found:

@@ -16,18 +16,18 @@ from transformers import TrainerCallback
 from cogumi.checkpoints.commit import (
     STAGING_NAME,
     commit,
-    disk_is_full,
+    is_disk_full,
     open_staging,
     remove_staging,
     set_aside,
 )
-from cogumi.checkpoints.manifest import MANIFEST_NAME, Identity, settings_of, step_of
+from cogumi.checkpoints.manifest import MANIFEST_NAME, Identity, read_settings, step_of
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.retention import plan_pruning, remove
 from cogumi.checkpoints.verify import Finding, inspect
-from cogumi.core.disk_space import spoken
+from cogumi.core.disk_space import format_bytes
 from cogumi.core.durability import sync_path
-from cogumi.disk import taken_by
+from cogumi.disk import disk_bytes
 from cogumi.patches.trl_internals import (
     OUTPUT_DIRECTORY,
     PUSH_CHECKPOINT,
@@ -80,7 +80,7 @@ class Saver:
     def begin(self, resumed_from: Path | None, run: str) -> None:
         """At the beginning of each training of a trainer: the steps of two have the same names."""
         self.resumed_from = resumed_from
-        self.identity = Identity(run, settings_of(self.trainer))
+        self.identity = Identity(run, read_settings(self.trainer))
         self.committed.clear()
         self.findings.clear()
         self.remove_leftovers()
@@ -92,7 +92,7 @@ class Saver:
 
     def remove_leftovers(self) -> None:
         """Remove the reserve, and a save that no thread is at work on. The caller holds the directory's lock."""
-        spilled = self.spills_to(self.identity.run)
+        spilled = self.fallback_directory(self.identity.run)
         for directory in [Path(self.trainer.args.output_dir), *([] if spilled is None else [spilled])]:
             try:
                 if self.pending is None:
@@ -102,7 +102,7 @@ class Saver:
             except OSError as error:  # a fallback that is read-only or gone must not end the training
                 log.warning("%s: what a save left there cannot be removed (%s)", directory, first_line(error))
 
-    def spills_to(self, run: str | None) -> Path | None:
+    def fallback_directory(self, run: str | None) -> Path | None:
         """Where in the fallback a training's checkpoints go: others have the same names."""
         if self.fallback is None or run is None:
             return None
@@ -124,9 +124,9 @@ class Saver:
                 if self.write(model, trial, final):
                     return
         self.keep_adapter(output_dir)
-        if self.spill(model, trial, final.name):
+        if self.save_to_fallback(model, trial, final.name):
             return
-        self.follow_policy(final, lambda: self.write(model, trial, final))
+        self.apply_full_policy(final, lambda: self.write(model, trial, final))
 
     def write(self, model: Any, trial: Any, final: Path) -> bool:
         """Stage a checkpoint and have it committed; False where the disk is full, and then nothing of it is left."""
@@ -135,13 +135,13 @@ class Saver:
             if final.exists():
                 log.warning("%s was there already, from another run; it is %s now", final, set_aside(final).name)
             staged = open_staging(final.parent) / final.name
-            with staged_in(self.trainer, staging):
+            with redirect_saves(self.trainer, staging):
                 self.original(model, trial)
             self.correct_best(staged, final)
             save_rollouts(self.trainer, staged)
             self.identity.write(staged)
         except BaseException as error:
-            full = isinstance(error, Exception) and disk_is_full(error, final.parent)  # before its room is given back
+            full = isinstance(error, Exception) and is_disk_full(error, final.parent)  # before its room is given back
             self.trainer.state.best_model_checkpoint = best  # Trainer may have noted the place that is now gone
             remove_staging(final.parent)
             if not full:
@@ -151,15 +151,15 @@ class Saver:
             self.refused = final
             return False
         self.pending = staged, final, self.committer.submit(commit, staged, final)
-        if self.must_be_there_at_once():
+        if self.is_read_on_save():
             self.settle()
         if self.trainer.args.push_to_hub and final in self.committed:
             getattr(self.trainer, PUSH_CHECKPOINT)(str(final))
         return True
 
-    def spill(self, model: Any, trial: Any, name: str) -> bool:
+    def save_to_fallback(self, model: Any, trial: Any, name: str) -> bool:
         """Write a checkpoint into the fallback; False where that takes none either, for whatever reason."""
-        directory = self.spills_to(self.identity.run)
+        directory = self.fallback_directory(self.identity.run)
         if directory is None:
             return False
         try:
@@ -180,7 +180,7 @@ class Saver:
             values = json.loads(path.read_text(encoding="utf-8")) | {"best_model_checkpoint": str(final)}
             path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
-    def must_be_there_at_once(self) -> bool:
+    def is_read_on_save(self) -> bool:
         """Whether a callback of the user's, or the hub's upload, reads the checkpoint right after the save."""
         kinds = [type(each) for each in self.trainer.callback_handler.callbacks]
         return self.trainer.args.push_to_hub or any(
@@ -202,21 +202,21 @@ class Saver:
         try:
             finding = committing.result()
         except OSError as error:
-            if not disk_is_full(error, final.parent):
+            if not is_disk_full(error, final.parent):
                 self.pending = None
-                self.refuse_unless_spilled(final, error)
+                self.raise_unless_fallback(final, error)
                 return
             log.warning("%s could not be committed (%s)", final, first_line(error))
             self.pending = None
             if not (self.drop_ballast(final.parent) and self.commit_again(staged, final)):
-                self.follow_policy(final, lambda: self.commit_again(staged, final))
+                self.apply_full_policy(final, lambda: self.commit_again(staged, final))
             return
         self.pending = None
         self.conclude(final, finding)
 
-    def refuse_unless_spilled(self, final: Path, error: OSError) -> None:
+    def raise_unless_fallback(self, final: Path, error: OSError) -> None:
         """Raise what a commit failed of, but for one into the fallback: that may be gone, and the training is not."""
-        if final.parent != self.spills_to(self.identity.run):
+        if final.parent != self.fallback_directory(self.identity.run):
             raise error
         log.warning("the fallback %s did not keep %s (%s)", final.parent, final.name, first_line(error))
 
@@ -225,7 +225,7 @@ class Saver:
         try:
             finding = commit(staged, final)
         except OSError as error:
-            if not disk_is_full(error, final.parent):
+            if not is_disk_full(error, final.parent):
                 raise
             return False
         self.conclude(final, finding)
@@ -234,25 +234,25 @@ class Saver:
     def conclude(self, final: Path, finding: Finding) -> None:
         if finding.state != "verified":
             why = f"{final} was written and reads back differently ({finding.reason}): disk or memory fail"
-            self.refuse_unless_spilled(final, OSError(why))
+            self.raise_unless_fallback(final, OSError(why))
             return
         self.committed.append(final)
         self.findings[final] = finding
-        log.info("%s is saved and verified (%s)", final, spoken(finding.bytes))
+        log.info("%s is saved and verified (%s)", final, format_bytes(finding.bytes))
         if self.mirror is not None:
             self.mirror.send(final)
         if self.keep is not None:
             self.prune(final.parent, self.keep)
-        self.take_ballast(final.parent, taken_by(final))
+        self.take_ballast(final.parent, disk_bytes(final))
 
     def prune(self, output_dir: Path, keep: int, urgent: bool = False) -> bool:
         """Let older checkpoints go, one that stays having just been read back; whether any went. urgent: space is short."""
-        best, pinned = self.staying()
+        best, pinned = self.kept_checkpoints()
         if self.mirror is not None and not urgent:  # else what was not copied yet goes as well
-            pinned |= self.mirror.busy()
+            pinned |= self.mirror.pending()
         going, _ = plan_pruning(output_dir, keep, best, pinned, self.look)
         for path in going:
-            log.info("%s makes room (%s)", path, spoken(remove(path)))
+            log.info("%s makes room (%s)", path, format_bytes(remove(path)))
         return bool(going)
 
     def look(self, path: Path) -> Finding:
@@ -266,7 +266,7 @@ class Saver:
         self.findings[path] = finding
         return finding
 
-    def staying(self) -> tuple[Path | None, frozenset[Path]]:
+    def kept_checkpoints(self) -> tuple[Path | None, frozenset[Path]]:
         """(the best checkpoint, those that are pinned): they stay however old they are."""
         best = self.trainer.state.best_model_checkpoint
         pinned = [] if self.resumed_from is None else [self.resumed_from]
@@ -299,7 +299,7 @@ class Saver:
         if newest is None or newest.parent != output_dir or inspect(newest).state != "verified":
             return False
         keep = 1
-        while self.keep is None and plan_pruning(output_dir, keep + 1, *self.staying(), self.look)[0]:
+        while self.keep is None and plan_pruning(output_dir, keep + 1, *self.kept_checkpoints(), self.look)[0]:
             keep += 1
         return self.prune(output_dir, keep, urgent=True)
 
@@ -317,14 +317,14 @@ class Saver:
                 sync_path(path)
             staged.rename(final)
         except Exception as error:
-            if not disk_is_full(error, output_dir):
+            if not is_disk_full(error, output_dir):
                 raise
             log.warning("not even the adapter alone fits on the disk")
         else:
             log.warning("saved the adapter alone to %s: it can be used and merged, not resumed from", final)
         remove_staging(output_dir)
 
-    def follow_policy(self, final: Path, again: Callable[[], bool]) -> None:
+    def apply_full_policy(self, final: Path, again: Callable[[], bool]) -> None:
         """The checkpoint is not to be had. again: tries once more, and says whether it worked."""
         place = final.parent.absolute()
         if self.on_full == "pause" and not self.asked_to_end():
@@ -370,7 +370,7 @@ class Saver:
 
 
 @contextmanager
-def staged_in(trainer: Any, staging: Path) -> Iterator[None]:
+def redirect_saves(trainer: Any, staging: Path) -> Iterator[None]:
     """Have the trainer write its checkpoints below `staging`, rotate nothing and upload nothing."""
     limit = trainer.args.save_total_limit
     ours: dict[str, Callable[..., Any]] = {
@@ -416,7 +416,7 @@ def load_rollouts(trainer: Any, directory: Path) -> None:
 
 
 @contextmanager
-def order_continued(trainer: Any, directory: Path | None) -> Iterator[None]:
+def continue_prompt_order(trainer: Any, directory: Path | None) -> Iterator[None]:
     """While in the block, a new sampler of prompts begins with the epoch in which the checkpoint was written."""
     if directory is None or not keeps_rollouts(trainer):
         yield

@@ -21,7 +21,7 @@ from cogumi.checkpoints.manifest import (
     MANIFEST_NAME,
     CheckpointDamaged,
     Manifest,
-    files_of,
+    list_manifest_files,
     read_manifest,
 )
 from cogumi.core.durability import sha256_file
@@ -100,7 +100,7 @@ def inspect(directory: Path, whole: bool = True) -> Finding:
 def list_files(directory: Path) -> dict[str, Path]:
     """Every file of a checkpoint by its relative name. Raises OSError where there is no directory to list."""
     os.listdir(directory)  # rglob finds nothing in a directory that is not there, and says nothing
-    return files_of(directory)
+    return list_manifest_files(directory)
 
 
 def bytes_of(directory: Path) -> int:
@@ -267,7 +267,7 @@ def check_torch_file(name: str, path: Path) -> None:
             raise CheckpointDamaged(f"{name} is cut off, or is not what torch.save wrote")
         try:
             with zipfile.ZipFile(file) as archive:
-                whole = all(plain(record) for record in archive.infolist()) and archive.testzip() is None
+                whole = all(is_plain_record(record) for record in archive.infolist()) and archive.testzip() is None
                 whole = whole and any(record.endswith("/data.pkl") for record in archive.namelist())
         except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError) as error:
             raise CheckpointDamaged(f"{name} is damaged: {error or 'it ends too early'}") from error
@@ -275,7 +275,7 @@ def check_torch_file(name: str, path: Path) -> None:
         raise CheckpointDamaged(f"{name} is damaged: its records are not those that torch.save wrote")
 
 
-def plain(record: zipfile.ZipInfo) -> bool:
+def is_plain_record(record: zipfile.ZipInfo) -> bool:
     """Whether a record's entry in the directory is one of torch.save's: stored as it is, on one disk, with nothing added.
 
     Not all of it is covered by a checksum, and what zipfile overlooks there makes torch.load fail.

@@ -12,10 +12,10 @@ import typer
 from cogumi import smoke
 from cogumi.cli import check_commands, run_commands
 from cogumi.cli.disk_commands import disk_app
-from cogumi.config.source import hand_out, says, there_are
+from cogumi.config.source import copy_template, describe_template, list_templates
 from cogumi.core import __version__
 from cogumi.core.errors import UsageError
-from cogumi.core.output import print_json, run_command, say, waiting
+from cogumi.core.output import print_json, print_text, run_command, show_waiting
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("smoke")(smoke.main)
@@ -49,13 +49,13 @@ def train(
     from cogumi.config.schema import parse_overrides
 
     words = parse_overrides(overrides or [])
-    from cogumi.core.output import outliving_the_screen
+    from cogumi.core.output import survive_closed_terminal
     from cogumi.runs import train as run
-    from cogumi.telemetry.status import in_words, status_of
+    from cogumi.telemetry.status import format_sentence, status_of
 
-    with waiting("working"), outliving_the_screen():
+    with show_waiting("working"), survive_closed_terminal():
         result = run(config, **words)
-        say(in_words(status_of(result.run_dir)))
+        print_text(format_sentence(status_of(result.run_dir)))
     raise typer.Exit(0 if result.passed else 1)
 
 
@@ -69,7 +69,7 @@ def preview(
     """What a run would train on: examples as the model sees them, lengths, what is left out."""
     from rich.console import Console
 
-    with waiting("reading and preparing the data"):
+    with show_waiting("reading and preparing the data"):
         from cogumi.config.schema import parse_overrides
         from cogumi.runs import preview as look
 
@@ -81,7 +81,7 @@ def preview(
         for line in found.lines(colour=True):
             console.print(line)  # made visible piece by piece
     else:
-        say(found)
+        print_text(found)
 
 
 @app.command()
@@ -93,14 +93,14 @@ def cp(
 ) -> None:
     """Copy a config or a recipe, to be changed and run, or the template of an issues log."""
     if name is None:
-        known = there_are()
+        known = list_templates()
         width = max(map(len, known))
-        say("\n".join(f"{each:{width}}  {says(path)}" for each, path in known.items()))
+        print_text("\n".join(f"{each:{width}}  {describe_template(path)}" for each, path in known.items()))
         return
-    copy = hand_out(name, destination)
-    say(f"{copy}")
+    copy = copy_template(name, destination)
+    print_text(f"{copy}")
     if runner := {".yaml": "cogumi train", ".py": "python"}.get(copy.suffix):
-        say(f"{runner} {copy}")
+        print_text(f"{runner} {copy}")
 
 
 @app.command()
@@ -133,12 +133,12 @@ def merge(
     if check is not None:
         if adapter is not None or add or export:
             raise UsageError(f"--check {check} merges nothing", fix=f"leave out {adapter or 'the options of a merge'}")
-        with waiting("loading the libraries"):
+        with show_waiting("loading the libraries"):
             from cogumi.merge import check_merged
 
         with failures_in_one_line():
             found = check_merged(check, workers)
-        print_json(asdict(found)) if as_json else say(found)
+        print_json(asdict(found)) if as_json else print_text(found)
         return
     if adapter is None or out is None:
         raise UsageError(
@@ -146,13 +146,13 @@ def merge(
         )
     if export not in (None, "gguf"):
         raise UsageError(f"--export {export} is not known", fix="gguf is")
-    with waiting("loading the libraries"):
+    with show_waiting("loading the libraries"):
         from cogumi.merge import merge_adapter
 
-    adapters = [(adapter, weight), *(weighted_path(word) for word in add or [])]
+    adapters = [(adapter, weight), *(parse_weighted_path(word) for word in add or [])]
     with failures_in_one_line():
         report = merge_adapter(adapters, out, base, revision, base_mode, dtype, verify, workers=workers)
-    print_json(asdict(report)) if as_json else say(report)
+    print_json(asdict(report)) if as_json else print_text(report)
     if export:
         export_to_gguf(out)
 
@@ -165,13 +165,13 @@ def failures_in_one_line() -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        raise UsageError(as_typed(str(error))) from error
+        raise UsageError(to_command_line(str(error))) from error
     except (MergeError, OSError) as error:
-        say(f"cogumi: {error}", to_error=True)
+        print_text(f"cogumi: {error}", to_error=True)
         raise typer.Exit(1) from error
 
 
-def as_typed(text: str) -> str:
+def to_command_line(text: str) -> str:
     """What Python is to be passed, in the words of the command line."""
     text = re.sub(r"\b(base_mode|verify|dtype)='([a-z0-9]*)'", r"--\1 \2", text).replace("base_revision", "--revision")
     return (
@@ -181,7 +181,7 @@ def as_typed(text: str) -> str:
     )
 
 
-def weighted_path(word: str) -> tuple[Path, float]:
+def parse_weighted_path(word: str) -> tuple[Path, float]:
     """DIRECTORY=WEIGHT in two. Raises UsageError for anything else."""
     path, _, number = word.rpartition("=")
     if not path:
@@ -197,10 +197,10 @@ def export_to_gguf(merged: Path) -> None:
 
     written = export_gguf(merged)
     if written is None:
-        say("llama.cpp's converter is not installed, so there is no GGUF file yet; this makes it:")
-        say(install_hint(merged, gguf_path(merged)))
+        print_text("llama.cpp's converter is not installed, so there is no GGUF file yet; this makes it:")
+        print_text(install_hint(merged, gguf_path(merged)))
     else:
-        say(f"{written}: {written.stat().st_size / 1e9:.2f} GB")
+        print_text(f"{written}: {written.stat().st_size / 1e9:.2f} GB")
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from cogumi.core.errors import UsageError
-from cogumi.core.output import say, show, waiting
+from cogumi.core.output import print_report, print_text, show_waiting
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
@@ -21,20 +21,20 @@ def doctor(
 ) -> None:
     """What is wrong with this machine and this environment, and how to mend it. Exit status 1 if something is."""
     if explain is not None:
-        from cogumi.diagnostics.signatures import explained
+        from cogumi.diagnostics.signatures import explain_text
 
-        found = explained(text_of(explain))
-        show(found, as_json)
+        found = explain_text(read_text(explain))
+        print_report(found, as_json)
         raise typer.Exit(0 if found.diagnoses else 1)
     from cogumi.diagnostics.checkup import doctor as examine
 
-    with waiting("checking the machine, its packages and what they compute"):
+    with show_waiting("checking the machine, its packages and what they compute"):
         report = examine()
-    show(report, as_json)
+    print_report(report, as_json)
     raise typer.Exit(0 if report.passed else 1)
 
 
-def text_of(place: str) -> str:
+def read_text(place: str) -> str:
     """The text to explain. Raises UsageError where there is none."""
     key = f"--explain {place}"
     try:
@@ -78,19 +78,19 @@ def preflight(
     from cogumi.runs import libraries, refuse_mistakes, train
 
     refuse_mistakes(config, words, trains=probe)
-    with waiting("forecasting memory, time and disk"), libraries():
-        from cogumi.forecast.run_forecast import fixed, foresee, here, write_fixed
+    with show_waiting("forecasting memory, time and disk"), libraries():
+        from cogumi.forecast.run_forecast import fit_config, forecast_run, here, write_fitted_config
 
         if fix is None:
             changes: dict[str, object] = {}
-            report = foresee(config, card, train if probe else None, words, here)
+            report = forecast_run(config, card, train if probe else None, words, here)
         else:
-            report, changes = fixed(config, card, **words)
-    show(report, as_json)
+            report, changes = fit_config(config, card, **words)
+    print_report(report, as_json)
     if fix is not None and report.fits:
-        write_fixed(config, fix, changes, words)
+        write_fitted_config(config, fix, changes, words)
         said = ", ".join(f"{key}: {value}" for key, value in changes.items()) or "nothing had to be changed"
-        say(f"{fix}: {said}", to_error=as_json)
+        print_text(f"{fix}: {said}", to_error=as_json)
     elif fix is not None:
-        say(f"{fix} is not written: no change of the config that is known here makes this fit", to_error=True)
+        print_text(f"{fix} is not written: no change of the config that is known here makes this fit", to_error=True)
     raise typer.Exit(0 if report.fits else 1)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cogumi.core.disk_space import Filesystem, filesystems, spoken
+from cogumi.core.disk_space import Filesystem, filesystems, format_bytes
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import visible
-from cogumi.core.output import print_json, print_table, say, waiting
+from cogumi.core.formatting import escape_controls
+from cogumi.core.output import print_json, print_table, print_text, show_waiting
 
 if TYPE_CHECKING:
     from cogumi.checkpoints.disk_forecast import Outlook
@@ -44,11 +44,11 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """What the filesystems of a run hold, and who uses the space. Changes nothing."""
-    from cogumi.disk import leftovers, uses
+    from cogumi.disk import list_leftovers, list_uses
 
     check_directory(path)
-    with disk_failures_in_one_line():
-        disks, using, left = filesystems(path), uses(path), leftovers(path)
+    with report_disk_failures():
+        disks, using, left = filesystems(path), list_uses(path), list_leftovers(path)
     if as_json:
         rows: dict[str, list[Any]] = {"filesystems": disks, "uses": using, "leftovers": left}
         print_json({name: [asdict(row) for row in found] for name, found in rows.items()})
@@ -67,27 +67,30 @@ def show_filesystems(disks: list[Filesystem]) -> None:
         kind = f"{disk.kind}, network" if disk.network else disk.kind
         share = "?" if space.used_share is None else percent(space.used_share)
         inodes = "" if space.inodes_share is None else percent(space.inodes_share)
-        free = "read-only" if space.read_only else spoken(space.free)
-        rows.append((", ".join(disk.used_for), disk.mount, kind, spoken(space.total), share, free, inodes))
+        free = "read-only" if space.read_only else format_bytes(space.free)
+        rows.append((", ".join(disk.used_for), disk.mount, kind, format_bytes(space.total), share, free, inodes))
     print_table("filesystems", ["for", "mounted at", "type", ">size", ">used", ">free", ">inodes used"], rows)
     if any(disk.network for disk in disks):
-        say("The numbers of a network filesystem may be the whole cluster's: a quota shows only when it is used up.")
+        print_text(
+            "The numbers of a network filesystem may be the whole cluster's: a quota shows only when it is used up."
+        )
 
 
 def show_uses(found: list["Use"], directory: Path) -> None:
     here = str(directory.resolve())
     rows = [
-        (use.what, "here" if use.path == here else use.path, spoken(use.bytes), f"{use.entries:,}") for use in found
+        (use.what, "here" if use.path == here else use.path, format_bytes(use.bytes), f"{use.entries:,}")
+        for use in found
     ]
     print_table(f"who uses the space (here: {directory})", ["what", "where", ">on disk", ">entries"], rows)
     for use in found:
         if use.unreadable:
-            say(f"{use.path}: {use.unreadable} directories could not be read; {use.what} is larger than that.")
+            print_text(f"{use.path}: {use.unreadable} directories could not be read; {use.what} is larger than that.")
 
 
 def show_leftovers(found: list["Leftover"], directory: Path) -> None:
     rows = [
-        (row.what, os.path.relpath(row.path, directory), spoken(row.bytes), row.in_use or "no sign of use")
+        (row.what, os.path.relpath(row.path, directory), format_bytes(row.bytes), row.in_use or "no sign of use")
         for row in found
     ]
     if rows:
@@ -106,7 +109,7 @@ def predict(
     """What a run will want of its disks. Exit status 1 where it does not fit. Loads and downloads no weights."""
     from rich.console import Console
 
-    with disk_failures_in_one_line(), waiting("forecasting the disks"):
+    with report_disk_failures(), show_waiting("forecasting the disks"):
         found = of_directory(target, overrides or []) if target.is_dir() else of_config(target, overrides or [])
     if as_json:
         disks = [
@@ -117,12 +120,12 @@ def predict(
     else:
         rows = []
         for disk in found.disks:
-            mount, free = disk.filesystem.mount, spoken(disk.filesystem.space.free)
-            rows.append((disk.parts, mount, spoken(disk.wanted), free, disk.refusal or "fits"))
+            mount, free = disk.filesystem.mount, format_bytes(disk.filesystem.space.free)
+            rows.append((disk.parts, mount, format_bytes(disk.wanted), free, disk.refusal or "fits"))
         print_table("what is wanted of the disks", ["for", "mounted at", ">wanted", ">free", ""], rows)
         console = Console(markup=False, highlight=False, emoji=False)  # which breaks lines
         for line in found.about_saves:
-            console.print(visible(line))
+            console.print(escape_controls(line))
     raise typer.Exit(0 if found.fits else 1)
 
 
@@ -144,9 +147,9 @@ def of_config(path: Path, words: list[str]) -> "Outlook":
     from cogumi.config.schema import load_config, parse_overrides
 
     run = load_config(path, **parse_overrides(words))
-    from cogumi.forecast.disk_lines import outlook_of
+    from cogumi.forecast.disk_lines import forecast_disks
 
-    return outlook_of(run)
+    return forecast_disks(run)
 
 
 # -------------------------------------------------------------------------------------------------------------- verify
@@ -156,30 +159,30 @@ def of_config(path: Path, words: list[str]) -> "Outlook":
 def verify(directory: Directory, as_json: AsJson = False) -> None:
     """Read every checkpoint, or the one named, and say which are good. Exit status 1 if one is rejected."""
     from cogumi.checkpoints.manifest import CHECKPOINT_NAME
-    from cogumi.checkpoints.retention import findings, inspect_beside
+    from cogumi.checkpoints.retention import inspect_all, inspect_while_running
 
     place = checkpoints_dir(directory)
-    with disk_failures_in_one_line(), waiting(f"reading the checkpoints of {place}"):
+    with report_disk_failures(), show_waiting(f"reading the checkpoints of {place}"):
         if CHECKPOINT_NAME.fullmatch(place.resolve().name):
-            one = inspect_beside(place)
+            one = inspect_while_running(place)
             if one is None:
                 raise UsageError(
                     f"{place} was removed while it was read", fix=f"verify {place.parent} for those that are there"
                 )
-            found = [unless_unfinished(one)]
+            found = [unless_recent(one)]
         else:
-            found = [unless_unfinished(finding) for finding in findings(place)]
+            found = [unless_recent(finding) for finding in inspect_all(place)]
     if not found:
         raise no_checkpoints(place)
     if as_json:
         print_json([asdict(finding) for finding in found])
     else:
-        rows = [(row.path.name, row.state, spoken(row.bytes), row.reason) for row in found]
+        rows = [(row.path.name, row.state, format_bytes(row.bytes), row.reason) for row in found]
         print_table(str(place), ["checkpoint", "", ">size", "why"], rows)
     raise typer.Exit(1 if any(finding.state == "rejected" for finding in found) else 0)
 
 
-def unless_unfinished(finding: "Finding") -> "Finding":
+def unless_recent(finding: "Finding") -> "Finding":
     """A checkpoint that a trainer without `protect` writes in place is not called damaged while it changes."""
     from cogumi import disk
     from cogumi.checkpoints.manifest import MANIFEST_NAME
@@ -194,27 +197,27 @@ def unless_unfinished(finding: "Finding") -> "Finding":
 @disk_app.command("resume-point")
 def resume_point(directory: Directory, as_json: AsJson = False) -> None:
     """Print the newest checkpoint that a run can resume from; exit status 1 where there is none."""
-    from cogumi.checkpoints.retention import findings
+    from cogumi.checkpoints.retention import inspect_all
 
     place = checkpoints_dir(directory)
     looked_at: list[Finding] = []
-    with disk_failures_in_one_line(), waiting(f"looking for a good checkpoint in {place}"):
-        for finding in findings(place):
+    with report_disk_failures(), show_waiting(f"looking for a good checkpoint in {place}"):
+        for finding in inspect_all(place):
             looked_at.append(finding)
             if finding.state != "rejected":
                 break
     for finding in looked_at:
         if finding.reason:
-            say(f"{finding.path.name} is {finding.state}: {finding.reason}", to_error=True)
+            print_text(f"{finding.path.name} is {finding.state}: {finding.reason}", to_error=True)
     good = looked_at[-1].path if looked_at and looked_at[-1].state != "rejected" else None
     if good is None:
         why = f"none of {len(looked_at)} checkpoints is good" if looked_at else "there are no checkpoints"
-        say(f"cogumi: {place}: nothing to resume from: {why}", to_error=True)
-        say("A run reads its mirror and its fallback too when it resumes; this command does not.", to_error=True)
+        print_text(f"cogumi: {place}: nothing to resume from: {why}", to_error=True)
+        print_text("A run reads its mirror and its fallback too when it resumes; this command does not.", to_error=True)
     if as_json:
         print_json({"resume_point": good, "looked_at": [asdict(finding) for finding in looked_at]})
     elif good is not None:
-        say(good)
+        print_text(good)
     raise typer.Exit(0 if good is not None else 1)
 
 
@@ -229,22 +232,22 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """Remove old checkpoints that cogumi wrote. The newest that verify, the best and pinned ones stay."""
-    from cogumi.checkpoints.retention import checkpoints_in, plan_pruning, remove
-    from cogumi.core.durability import locked
+    from cogumi.checkpoints.retention import list_checkpoints, plan_pruning, remove
+    from cogumi.core.durability import lock_directory
 
     if keep < 2:
         raise UsageError(
             "at least 2, since the newest checkpoint is the one that a fault damages", key=f"--keep {keep}"
         )
     place = checkpoints_dir(directory)
-    if not checkpoints_in(place):
+    if not list_checkpoints(place):
         raise no_checkpoints(place)
-    with disk_failures_in_one_line(), locked(place) as free:
+    with report_disk_failures(), lock_directory(place) as free:
         if free is False:
             raise UsageError(
                 "a training is writing there, and removes old checkpoints itself", place=place, fix="wait for it"
             )
-        with waiting(f"verifying what stays in {place}"):
+        with show_waiting(f"verifying what stays in {place}"):
             going, staying = plan_pruning(place, keep, best_of(place))
         back = [(path, None if dry_run else remove(path)) for path in going]
     if as_json:
@@ -252,21 +255,21 @@ def prune(
         print_json({"dry_run": dry_run, "removed": removed, "kept": staying})
         return
     for line in staying:
-        say(f"stays     {line}")
+        print_text(f"stays     {line}")
     for path, count in back:
-        came_back = "" if count is None else f": {spoken(max(0, count))} came back"
-        say(f"{'would go' if count is None else 'gone    '}  {path.name}{came_back}")
+        came_back = "" if count is None else f": {format_bytes(max(0, count))} came back"
+        print_text(f"{'would go' if count is None else 'gone    '}  {path.name}{came_back}")
     if not back:
-        say("nothing to remove")
+        print_text("nothing to remove")
     elif not dry_run:
-        say(f"{spoken(sum(count or 0 for _, count in back))} came back")
+        print_text(f"{format_bytes(sum(count or 0 for _, count in back))} came back")
 
 
 def best_of(directory: Path) -> Path | None:
     """The checkpoint that the newest trainer state here calls the best."""
-    from cogumi.checkpoints.retention import checkpoints_in
+    from cogumi.checkpoints.retention import list_checkpoints
 
-    for path in checkpoints_in(directory):
+    for path in list_checkpoints(directory):
         try:
             state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
@@ -279,14 +282,14 @@ def best_of(directory: Path) -> Path | None:
 @disk_app.command()
 def clean(directory: Directory, dry_run: DryRun = False, as_json: AsJson = False) -> None:
     """Remove what interrupted trainings left (.cogumi-saving, .cogumi-trash-*, .cogumi-ballast), and nothing else."""
-    from cogumi.disk import RESERVE, STAGING, TRASH, leftovers
+    from cogumi.disk import RESERVE, STAGING, TRASH, list_leftovers
 
     check_directory(directory)
     removed: list[Leftover] = []
     kept: list[tuple[Leftover, str]] = []
-    with disk_failures_in_one_line():
-        for row in leftovers(directory):
-            reason = row.in_use or (whole_inside(Path(row.path)) if row.what == STAGING else "")
+    with report_disk_failures():
+        for row in list_leftovers(directory):
+            reason = row.in_use or (find_verified(Path(row.path)) if row.what == STAGING else "")
             if row.what in (STAGING, TRASH, RESERVE) and reason:
                 kept.append((row, reason))
             elif row.what in (STAGING, TRASH, RESERVE):
@@ -298,11 +301,11 @@ def clean(directory: Directory, dry_run: DryRun = False, as_json: AsJson = False
         print_json({"dry_run": dry_run, "removed": [asdict(row) for row in removed], "kept": left})
         return
     for row in removed:
-        say(f"{'would go' if dry_run else 'removed'}: {row.path} ({row.what}, {spoken(row.bytes)})")
+        print_text(f"{'would go' if dry_run else 'removed'}: {row.path} ({row.what}, {format_bytes(row.bytes)})")
     for row, reason in kept:
-        say(f"kept: {row.path} ({row.what}, {spoken(row.bytes)}): {reason}")
+        print_text(f"kept: {row.path} ({row.what}, {format_bytes(row.bytes)}): {reason}")
     if not removed and not kept:
-        say(f"{directory}: nothing to clean")
+        print_text(f"{directory}: nothing to clean")
 
 
 def remove_leftover(path: Path) -> None:
@@ -317,7 +320,7 @@ def remove_leftover(path: Path) -> None:
         shutil.rmtree(path.rename(path.with_name(f"{TRASH_PREFIX}{path.name.lstrip('.')}-{secrets.token_hex(2)}")))
 
 
-def whole_inside(staging: Path) -> str:
+def find_verified(staging: Path) -> str:
     """Why a save that was not finished is worth keeping: killed just before its rename, it is a good checkpoint."""
     from cogumi.checkpoints.manifest import CHECKPOINT_NAME
     from cogumi.checkpoints.verify import inspect
@@ -342,11 +345,11 @@ def check_directory(path: Path) -> None:
 
 def checkpoints_dir(path: Path) -> Path:
     """Where the checkpoints are: `path`, or the checkpoints/ in it where it has none itself, as in a run's directory."""
-    from cogumi.checkpoints.retention import checkpoints_in
+    from cogumi.checkpoints.retention import list_checkpoints
 
     check_directory(path)
-    with disk_failures_in_one_line():
-        return path / "checkpoints" if not checkpoints_in(path) and (path / "checkpoints").is_dir() else path
+    with report_disk_failures():
+        return path / "checkpoints" if not list_checkpoints(path) and (path / "checkpoints").is_dir() else path
 
 
 def no_checkpoints(path: Path) -> UsageError:
@@ -354,10 +357,10 @@ def no_checkpoints(path: Path) -> UsageError:
 
 
 @contextmanager
-def disk_failures_in_one_line() -> Iterator[None]:
+def report_disk_failures() -> Iterator[None]:
     """A disk that fails, or a directory that may not be read, is one line and exit status 1."""
     try:
         yield
     except OSError as error:
-        say(f"cogumi: {error}", to_error=True)
+        print_text(f"cogumi: {error}", to_error=True)
         raise typer.Exit(1) from error

@@ -10,19 +10,19 @@ from typing import Annotated
 import typer
 
 from cogumi.core.errors import RunFailed, UsageError
-from cogumi.core.formatting import duration
-from cogumi.core.output import print_json, print_table, say, waiting
+from cogumi.core.formatting import format_duration
+from cogumi.core.output import print_json, print_table, print_text, show_waiting
 from cogumi.core.run_directory import PAUSED
 from cogumi.runs import handle
 from cogumi.telemetry.status import (
     Status,
-    flagged,
-    in_short,
-    in_words,
+    count_flags,
+    format_headline,
+    format_screen,
+    format_sentence,
+    format_value,
     is_run,
-    near_here,
-    number,
-    on_a_screen,
+    relative_path,
     runs_below,
     runs_in,
     status_of,
@@ -48,23 +48,23 @@ def start(
 
     words = parse_overrides(overrides or [])
     try:
-        with waiting("checking, loading, making the first step"):
+        with show_waiting("checking, loading, making the first step"):
             run = handle.start(config, **words)
     except RunFailed as error:
-        say(f"cogumi: {error}", to_error=True)
+        print_text(f"cogumi: {error}", to_error=True)
         raise typer.Exit(1) from error
     if not run.status().ended:
-        where = near_here(str(run.run_dir))
-        say(f"follow it: cogumi attach {where}    end it: cogumi stop {where}")
+        where = relative_path(str(run.run_dir))
+        print_text(f"follow it: cogumi attach {where}    end it: cogumi stop {where}")
 
 
 def attach(run_dir: RunDir) -> None:
     """Follow a run's log until it ends; Ctrl-C leaves it running. Exit status 1 if it did not end well."""
     run = handle.attach(run_dir)
-    with detaching(lambda: f"{left(run_dir)}; come back with `cogumi attach {run_dir}`"):
+    with leaving_on_interrupt(lambda: f"{describe_left_run(run_dir)}; come back with `cogumi attach {run_dir}`"):
         for text in run.follow():
-            say(text, end="")
-    conclude(run.status())
+            print_text(text, end="")
+    say_end(run.status())
 
 
 def status(
@@ -89,34 +89,34 @@ def status(
     if as_json:
         print_json([each.as_dict() for each in found])
     elif run_dirs and len(run_dirs) == 1 and is_run(run_dirs[0]):
-        say(on_a_screen(found[0]))
+        print_text(format_screen(found[0]))
     elif not found:
-        say(f"no runs below {' or '.join(PLACES)} in {Path.cwd()}; name a run's directory")
+        print_text(f"no runs below {' or '.join(PLACES)} in {Path.cwd()}; name a run's directory")
     elif get_terminal_size().columns < TABLE_WIDTH:
         for each in found:
-            say("; ".join(filter(None, (in_words(each), cost(each)))))
+            print_text("; ".join(filter(None, (format_sentence(each), format_cost(each)))))
     else:
         columns = ["run", "state", ">step", ">to go", ">loss", "flags", ">cost", ">last sign"]
         rows = [
             (
-                near_here(each.run_dir),
+                relative_path(each.run_dir),
                 f"{each.state} ({each.stage})" if each.stage else each.state,
                 "" if each.steps is None else f"{each.step}/{each.steps}",
-                "" if each.eta_seconds is None else duration(each.eta_seconds),
-                number(each.latest.get("loss", "")),
-                flagged(each),
-                cost(each),
-                "" if each.last_sign is None else f"{duration(time.time() - each.last_sign)} ago",
+                "" if each.eta_seconds is None else format_duration(each.eta_seconds),
+                format_value(each.latest.get("loss", "")),
+                count_flags(each),
+                format_cost(each),
+                "" if each.last_sign is None else f"{format_duration(time.time() - each.last_sign)} ago",
             )
             for each in found
         ]
         print_table("runs", columns, rows, whole=("run",))
         for each in found:
             if each.reason:
-                say(in_words(each))
+                print_text(format_sentence(each))
 
 
-def cost(status: Status) -> str:
+def format_cost(status: Status) -> str:
     """What it cost so far, "" where no price was given."""
     so_far = status.heartbeat.get("cost_so_far")
     return "" if so_far is None else f"${so_far:.2f}"
@@ -131,9 +131,11 @@ def follow_one(paths: list[Path], as_json: bool) -> None:
     if len(paths) != 1:
         raise UsageError(f"--watch follows one run, and {len(paths)} are there: name its directory")
     run = handle.attach(paths[0])
-    with detaching(lambda: f"{left(run.run_dir)}; come back with `cogumi status --watch {paths[0]}`"):
+    with leaving_on_interrupt(
+        lambda: f"{describe_left_run(run.run_dir)}; come back with `cogumi status --watch {paths[0]}`"
+    ):
         watch(run.run_dir)
-    conclude(run.status())
+    say_end(run.status())
 
 
 def logs(
@@ -146,11 +148,11 @@ def logs(
     """What a run said: decisions with their reasons, warnings, and the traceback if it failed."""
     run = handle.attach(run_dir)
     if not follow:
-        say(run.logs(last))
+        print_text(run.logs(last))
         return
-    with detaching(lambda: left(run_dir)):
+    with leaving_on_interrupt(lambda: describe_left_run(run_dir)):
         for text in run.follow(last):
-            say(text, end="")
+            print_text(text, end="")
 
 
 def report(
@@ -159,17 +161,19 @@ def report(
 ) -> None:
     """Write a run's report: one file with verdict, curves, samples and all, for any browser."""
     run = handle.attach(run_dir)
-    with waiting("drawing the report"):
+    with show_waiting("drawing the report"):
         written = run.report(out)
-    say(f"{near_here(str(written))}: one file, opens without this machine or a network; {in_short(run.status())}")
+    print_text(
+        f"{relative_path(str(written))}: one file, opens without this machine or a network; {format_headline(run.status())}"
+    )
 
 
 def wait(run_dir: RunDir) -> None:
     """Wait until a run has ended. Exit status 0 if it came to its end and every check passed, else 1."""
     run = handle.attach(run_dir)
-    with detaching(lambda: left(run_dir), 1):
+    with leaving_on_interrupt(lambda: describe_left_run(run_dir), 1):
         found = run.wait()
-    conclude(found)
+    say_end(found)
 
 
 def stop(
@@ -180,20 +184,20 @@ def stop(
 ) -> None:
     """Have a run finish its step, save a checkpoint and end. Asked a second time, it ends at once, without saving."""
     run = handle.attach(run_dir)
-    with detaching(lambda: "it was asked to stop, and will", 1), waiting("the run saves and ends"):
+    with leaving_on_interrupt(lambda: "it was asked to stop, and will", 1), show_waiting("the run saves and ends"):
         run.stop(kill_after)
 
 
 def checkpoint(run_dir: RunDir) -> None:
     """Have a run save a checkpoint after its step, and train on."""
     handle.attach(run_dir).checkpoint()
-    say(f"{run_dir}: asked for a checkpoint; `cogumi status {run_dir}` says when it is there")
+    print_text(f"{run_dir}: asked for a checkpoint; `cogumi status {run_dir}` says when it is there")
 
 
 def pause(run_dir: RunDir) -> None:
     """Have a run save a checkpoint after its step and wait, with all that it holds of the machine."""
     handle.attach(run_dir).pause()
-    say(
+    print_text(
         f"{run_dir}: asked to save and wait; `cogumi unpause {run_dir}` ends the pause, `cogumi stop {run_dir}` the run"
     )
 
@@ -201,7 +205,7 @@ def pause(run_dir: RunDir) -> None:
 def unpause(run_dir: RunDir) -> None:
     """End the pause of a run: it trains on."""
     handle.attach(run_dir).unpause()
-    say(f"{run_dir}: no longer paused")
+    print_text(f"{run_dir}: no longer paused")
 
 
 def resume(run_dir: RunDir) -> None:
@@ -212,24 +216,24 @@ def resume(run_dir: RunDir) -> None:
     )
 
 
-def conclude(status: Status) -> None:
+def say_end(status: Status) -> None:
     """Say how a run ended; exit status 1 if not well."""
-    say(in_words(status))
+    print_text(format_sentence(status))
     if not status.passed:
         raise typer.Exit(1)
 
 
-def left(run_dir: Path) -> str:
+def describe_left_run(run_dir: Path) -> str:
     """What a run does after the command that showed it has ended."""
     paused = (run_dir / PAUSED).exists()
     return f"the run waits until `cogumi unpause {run_dir}`" if paused else "the run goes on"
 
 
 @contextmanager
-def detaching(word: Callable[[], str], exit_status: int = 0) -> Iterator[None]:
+def leaving_on_interrupt(word: Callable[[], str], exit_status: int = 0) -> Iterator[None]:
     """Ctrl-C ends the command, not the run. word: what is said then."""
     try:
         yield
     except KeyboardInterrupt:
-        say(f"\ncogumi: {word()}", to_error=True)
+        print_text(f"\ncogumi: {word()}", to_error=True)
         raise typer.Exit(exit_status) from None

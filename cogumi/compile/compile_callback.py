@@ -16,7 +16,7 @@ from accelerate.utils.dataclasses import DynamoBackend
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from cogumi.compile.compile_report import CompileReport, count_operations, counts, keep_compiled_code, try_compiler
-from cogumi.compile.layers import REENTRANT, compile_layers, prepare, uncompile_layers, why_not
+from cogumi.compile.layers import REENTRANT, compile_layers, find_obstacle, prepare_four_bit, uncompile_layers
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_section
 from cogumi.patches import graph_break, unsloth_rl
@@ -31,7 +31,7 @@ WORTH_COMPILING = 600.0
 AS_BEFORE = "as in the part of this run before"
 
 
-class Compiling(TrainerCallback):
+class CompileCallback(TrainerCallback):
     """Compiles a trainer's model as the run asks for, and keeps the report in `path`.
 
     mode: "auto", "layers" or "off". excused: in whose block the training waits and may be silent. ending: whether the
@@ -48,7 +48,7 @@ class Compiling(TrainerCallback):
     ) -> None:
         self.model, self.args, self.accelerate = trainer.model, trainer.args, trainer.accelerator.state
         self.mode, self.path, self.excused, self.ending = mode, path, excused, ending
-        self.report = CompileReport.of_process(mode)
+        self.report = CompileReport.from_process(mode)
         self.on = False
         self.began = self.compiled_before = 0.0
         self.steps: list[float] = []
@@ -56,12 +56,12 @@ class Compiling(TrainerCallback):
 
     def begin(self) -> None:
         """Before training. Raises UsageError where layers are to be compiled and cannot be; auto says so and trains."""
-        self.report.prepared = tuple(prepare(self.model))
+        self.report.prepared = tuple(prepare_four_bit(self.model))
         for line in self.report.prepared:
             log.info("compile: %s", line)
         before = read_section(self.path, "compile")
         earlier = before if self.mode == "auto" else {}
-        reason = self.why_not()
+        reason = self.find_obstacle()
         if reason and self.mode == "layers":
             raise UsageError(f"cogumi.compile=layers: {reason}")
         if reason:
@@ -74,7 +74,7 @@ class Compiling(TrainerCallback):
             was = "compiled" if before["decision"] == "layers" else "not compiled"
             log.warning("compile: the part of this run before was %s; from here on results differ in rounding", was)
 
-    def why_not(self) -> str:
+    def find_obstacle(self) -> str:
         if self.mode == "off":
             return "cogumi.compile=off"
         if self.args.torch_compile:
@@ -87,7 +87,7 @@ class Compiling(TrainerCallback):
             return REENTRANT  # set up when training begins, so that the layers do not show it yet
         if unsloth_rl.status().applied:
             return "unsloth's own layers run here, and it compiles parts of them itself"
-        return why_not(self.model)
+        return find_obstacle(self.model)
 
     def compile(self, reason: str) -> None:
         """Patch what 4-bit layers need, try the compiler, and have the layers run compiled. Raises UsageError under layers."""
@@ -97,11 +97,11 @@ class Compiling(TrainerCallback):
             error = try_compiler(next(self.model.parameters()).device).error
         # Counted from now: dropping compiled code sets some of Dynamo's counts to zero.
         self.report = replace(
-            CompileReport.of_process(self.mode),
+            CompileReport.from_process(self.mode),
             prepared=self.report.prepared,
             seconds_per_step_eager=self.report.seconds_per_step_eager,
         )
-        for line in self.report.of_the_process():
+        for line in self.report.process_lines():
             log.info("compile: %s", line)
         if error and self.mode == "layers":
             raise UsageError(f"nothing can be compiled here: {error}", fix="use cogumi.compile=off")
@@ -125,7 +125,7 @@ class Compiling(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.failures and self.on:  # a run that can train must not end by the compiler
-            self.take_back()
+            self.uncompile()
             self.decide("off", f"a layer does not compile: {first_line(self.failures[0])}", logging.ERROR)
         if counts().seconds == self.compiled_before:  # a step that compiled something says nothing of the others
             self.steps.append(time.perf_counter() - self.began)
@@ -160,11 +160,11 @@ class Compiling(TrainerCallback):
         if step is not None and eager is not None:
             took = f"steps took {step:.2f} s compiled and {eager:.2f} s as they are"
             if step > eager:
-                self.take_back()
+                self.uncompile()
                 self.decide("off", took)
                 return
             self.decide("layers", took)
-        for line in self.report.of_the_model():
+        for line in self.report.model_lines():
             log.info("compile: %s", line)
         self.report.write(self.path)
 
@@ -175,7 +175,7 @@ class Compiling(TrainerCallback):
         log.log(level, "compile: %s: %s", decision, reason)
         self.report.write(self.path)
 
-    def take_back(self) -> None:
+    def uncompile(self) -> None:
         self.on = False
         uncompile_layers(self.model)
 

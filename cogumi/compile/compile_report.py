@@ -18,7 +18,7 @@ from cogumi.core.durability import NO_SPACE
 from cogumi.core.run_directory import write_section
 from cogumi.disk import inductor_cache
 from cogumi.patches import graph_break
-from cogumi.patches.graph_break import Probe
+from cogumi.patches.graph_break import CompileProbe
 from cogumi.patches.torch_internals import (
     dynamo_counts,
     dynamo_left_as_found,
@@ -35,7 +35,7 @@ log = logging.getLogger("cogumi")
 
 
 @dataclass(frozen=True)
-class Variable:
+class CompileVariable:
     """One variable that is set. effect: "off" (nothing compiles), "changes" (compiling) or "nothing" (no library reads it)."""
 
     name: str
@@ -62,7 +62,7 @@ KNOWN: dict[str, tuple[tuple[str, ...] | None, str, str]] = {
 ASKS_NOTHING = ("ACCELERATE_DYNAMO_BACKEND", "no")
 
 
-def variables(environ: Mapping[str, str] | None = None) -> list[Variable]:
+def variables(environ: Mapping[str, str] | None = None) -> list[CompileVariable]:
     """Those of the known variables that are set (by default in this process), in the order of KNOWN."""
     found = os.environ if environ is None else environ
     told = []
@@ -72,7 +72,7 @@ def variables(environ: Mapping[str, str] | None = None) -> list[Variable]:
             continue
         if values is not None and value not in values:
             effect, meaning = "nothing", f"only {' or '.join(values)} has an effect; leave it out"
-        told.append(Variable(name, value, effect, meaning))
+        told.append(CompileVariable(name, value, effect, meaning))
     return told
 
 
@@ -134,7 +134,7 @@ def keep_compiled_code() -> Path:
 
 
 @dataclass(frozen=True)
-class Counts:
+class DynamoCounts:
     """What Dynamo did in this process. breaks: reason -> how often. seconds: spent compiling, forward and backward."""
 
     graphs: int
@@ -142,9 +142,9 @@ class Counts:
     recompiles: int = 0
     seconds: float = 0.0
 
-    def since(self, before: "Counts") -> "Counts":
+    def since(self, before: "DynamoCounts") -> "DynamoCounts":
         breaks = {reason: n - before.breaks.get(reason, 0) for reason, n in self.breaks.items()}
-        return Counts(
+        return DynamoCounts(
             self.graphs - before.graphs,
             {reason: n for reason, n in breaks.items() if n},
             max(0, self.recompiles - before.recompiles),  # which a reset sets back
@@ -152,8 +152,8 @@ class Counts:
         )
 
 
-def counts() -> Counts:
-    return Counts(*dynamo_counts())
+def counts() -> DynamoCounts:
+    return DynamoCounts(*dynamo_counts())
 
 
 def count_operations(model: nn.Module, told: Callable[[int, int], None]) -> None:
@@ -183,10 +183,10 @@ def count_operations(model: nn.Module, told: Callable[[int, int], None]) -> None
 def operations(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         module(*args, **kwargs)
-    return sum(outside_compiled(event for event in profiler.events() if event.cpu_parent is None))
+    return sum(iterate_uncompiled(event for event in profiler.events() if event.cpu_parent is None))
 
 
-def outside_compiled(events: Iterable[Any]) -> Iterator[int]:
+def iterate_uncompiled(events: Iterable[Any]) -> Iterator[int]:
     """1 for each operator that no other operator calls, compiled code left out."""
     for event in events:
         if event.name.startswith("Torch-Compiled Region"):
@@ -194,7 +194,7 @@ def outside_compiled(events: Iterable[Any]) -> Iterator[int]:
         if "::" in event.name:
             yield 1
         else:  # a range of the profiler's own, or of a Python-side function
-            yield from outside_compiled(event.cpu_children)
+            yield from iterate_uncompiled(event.cpu_children)
 
 
 @dataclass
@@ -211,22 +211,22 @@ class CompileReport:
     versions: dict[str, str]
     strategy: str
     strategy_reason: str
-    probes: tuple[Probe, ...]
+    probes: tuple[CompileProbe, ...]
     patched: tuple[str, ...]
     foreign: tuple[str, ...]
-    variables: tuple[Variable, ...]
-    before: Counts
+    variables: tuple[CompileVariable, ...]
+    before: DynamoCounts
     decision: str = ""
     reason: str = ""
     operations: int | None = None
     operations_outside: int | None = None
-    counts: Counts | None = None
+    counts: DynamoCounts | None = None
     seconds_per_step_eager: float | None = None
     seconds_per_step: float | None = None
     prepared: tuple[str, ...] = ()
 
     @classmethod
-    def of_process(cls, mode: str = "") -> "CompileReport":
+    def from_process(cls, mode: str = "") -> "CompileReport":
         """What holds in this process now."""
         found = graph_break.verdict() or graph_break.Verdict("", graph_break.status().reason)
         return cls(
@@ -241,7 +241,7 @@ class CompileReport:
             counts(),
         )
 
-    def of_the_process(self) -> list[str]:
+    def process_lines(self) -> list[str]:
         """Lines on what holds for anything that is compiled here."""
         said = [f"versions: {', '.join(f'{name} {version}' for name, version in self.versions.items())}"]
         said += [str(each) for each in self.variables]
@@ -254,7 +254,7 @@ class CompileReport:
             said.append(f"patched by others: {', '.join(self.foreign)}")
         return said
 
-    def of_the_model(self) -> list[str]:
+    def model_lines(self) -> list[str]:
         """Lines on a model that was compiled, some steps later."""
         assert self.counts is not None
         found, breaks = self.counts, sum(self.counts.breaks.values())
@@ -288,7 +288,7 @@ def examine_process() -> CompileReport:
     """What holds on this machine for what is compiled here, for `cogumi doctor`; what is tried for it is undone."""
     applied_before = graph_break.verdict()
     graph_break.apply("auto")
-    report = CompileReport.of_process()
+    report = CompileReport.from_process()
     if applied_before is None:
         graph_break.undo()
     return report

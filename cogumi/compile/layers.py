@@ -13,7 +13,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cogumi.core.errors import UsageError
-from cogumi.models.loading import train_on_what_was_loaded
+from cogumi.models.loading import keep_4bit_unpacked
 from cogumi.patches.torch_internals import (
     TorchDynamoException,
     checkpoints_reentrantly,
@@ -58,7 +58,7 @@ def adapted_parameters(model: nn.Module) -> list[nn.Module]:
     return [module for module in wrappers if id(module) not in inner]
 
 
-def why_not(model: nn.Module) -> str:
+def find_obstacle(model: nn.Module) -> str:
     """Why a model's layers are not to be compiled, in words; "" where they can be tried."""
     if by := dynamo_switched_off_by():
         return f"Dynamo is switched off by {by}; unset it to compile"
@@ -77,19 +77,19 @@ def compile_layers(
 
     Nothing is compiled yet. Generation calls with another length each time, and with a cache. failures: gets an error of
     the compiler, after which what is not compiled yet runs as it is written; without it that is raised. Raises UsageError
-    in `why_not`'s words.
+    in `find_obstacle`'s words.
     """
-    if reason := why_not(model):
+    if reason := find_obstacle(model):
         raise UsageError(f"compile: {reason}")
     layers = decoder_layers(model)
     for part in parts_of(model):
-        set_call(part, but_for_generation(part, backend, failures, with_gradient_only=part not in layers))
+        set_call(part, compile_for_training(part, backend, failures, with_gradient_only=part not in layers))
     for module in adapted_parameters(model):
         set_call(module, torch.compiler.disable(plain_call(module)))
     return layers
 
 
-def but_for_generation(
+def compile_for_training(
     part: nn.Module, backend: str, failures: list[Exception] | None = None, with_gradient_only: bool = False
 ) -> Callable[..., Any]:
     """What to call in a part's place. with_gradient_only: it is not given the cache by which generation is told."""
@@ -126,7 +126,7 @@ def uncompile_layers(model: nn.Module) -> None:
 # ----------------------------------------------------------------------------------------------------- what stands in the way
 
 
-def prepare(model: nn.Module) -> list[str]:
+def prepare_four_bit(model: nn.Module) -> list[str]:
     """Change what makes 4-bit layers break a graph or train on nothing. Returns what was done, a line each."""
     if not any(type(module).__module__.startswith("bitsandbytes") for module in model.modules()):
         return []
@@ -140,7 +140,7 @@ def prepare(model: nn.Module) -> list[str]:
         if bias is not None and dtype is not None and bias.dtype != dtype:
             bias.data = bias.data.to(dtype)  # bitsandbytes would do so in its forward, and end the graph there
             biases += 1
-    repacking = train_on_what_was_loaded(model)
+    repacking = keep_4bit_unpacked(model)
     done = {
         f"{biases} biases of 4-bit layers cast to the dtype they compute in": biases,
         f"{repacking} 4-bit layers keep their weights as they are: after a forward without gradients bitsandbytes "

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
-from cogumi.config.source import Origins, listed, no_section
+from cogumi.config.source import Origins, list_names, not_a_section
 
 STRATEGIES = ("save_strategy", "eval_strategy", "logging_strategy")
 # A dtype by name, which is what a written config has; code may pass torch's own object.
@@ -34,7 +34,7 @@ QUANTIZATION_TYPES = {
         Literal["uint8", "int8", "float16", "bfloat16", "float32", "float64"], PLAIN_NAME
     ],
 }
-OF_OTHER_BITS = {"load_in_4bit": ("llm_int8_threshold", "llm_int8_has"), "load_in_8bit": ("bnb_4bit",)}
+KEYS_OF_OTHER_BITS = {"load_in_4bit": ("llm_int8_threshold", "llm_int8_has"), "load_in_8bit": ("bnb_4bit",)}
 # The library and the class of each section, and how its keys are found: imported, or read from its source.
 OWNERS = {
     "SFTConfig": "trl",
@@ -72,7 +72,7 @@ def bind_mapping(value: Any, section: str, origins: Origins) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise origins.error(no_section(section, value), section)
+        raise origins.error(not_a_section(section, value), section)
     return value
 
 
@@ -86,7 +86,7 @@ def reject_unknown(values: Iterable[str], known: Iterable[str], prefix: str, ori
     for key in values:
         if key not in known:
             near = nearest(key, known)
-            hint = f"did you mean {prefix}{near}?" if near else f"valid: {listed(known)}"
+            hint = f"did you mean {prefix}{near}?" if near else f"valid: {list_names(known)}"
             raise origins.error(f"unknown key `{prefix}{key}`{where}", f"{prefix}{key}", hint)
 
 
@@ -135,7 +135,7 @@ def refuse_bits(bound: dict[str, Any], section: str, origins: Origins) -> None:
         what = "are both true; drop one" if chosen else "are both false; set one, or drop the section"
         raise origins.error(f"{section}: load_in_4bit and load_in_8bit {what}", section)
     for key in bound:
-        if key.startswith(OF_OTHER_BITS[chosen[0]]):
+        if key.startswith(KEYS_OF_OTHER_BITS[chosen[0]]):
             ignored = f"{section}.{key} would be ignored with {chosen[0]}: true"
             raise origins.error(ignored, f"{section}.{key}", "drop it")
 

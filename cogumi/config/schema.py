@@ -27,10 +27,10 @@ from cogumi.config.binding import (
     reporters_in_source,
 )
 from cogumi.config.presets import LORA_PRESETS, PRESETS
-from cogumi.config.source import SECTIONS, Origins, no_section, parse_scalar, read_source, set_value
+from cogumi.config.source import SECTIONS, Origins, not_a_section, parse_scalar, read_source, set_value
 from cogumi.config.subsections import FIXED_LIMITS, FimConfig, Thresholds
 from cogumi.core.errors import UsageError
-from cogumi.core.redact import REDACTED, SECRETS, hide
+from cogumi.core.redact import REDACTED, SECRETS, redact_text
 
 ENVIRONMENT_PREFIX = "COGUMI_"
 TRL_CONFIGS = {"sft": "SFTConfig", "dpo": "DPOConfig", "gspo": "GRPOConfig"}
@@ -38,7 +38,7 @@ TRL_CONFIGS = {"sft": "SFTConfig", "dpo": "DPOConfig", "gspo": "GRPOConfig"}
 GSPO_ONLY = ("rewards", "docs_per_step", "prompts_per_step", "behaviour_logps", "fp32_lm_head")
 FIM_ALWAYS = "seed"
 # Keys of LoraConfig that are not the run's to choose, and what says it instead.
-NOT_OF_THE_RUN = {
+FIXED_LORA_KEYS = {
     "peft_type": "cogumi trains LoRA and no other kind of adapter",
     "task_type": "the model is a causal language model",
     "inference_mode": "a frozen adapter does not train",
@@ -264,7 +264,7 @@ def read_config(
     if "output_dir" in run.train:
         raise origins.error("train.output_dir is the run's own", "train.output_dir", "set cogumi.run_dir")
     for key, value in (("model.name", run.model.name), ("data.source", run.data.source)):
-        if value is not None and hide(value) != value:  # an adapter's record of its base could not leave it out
+        if value is not None and redact_text(value) != value:  # an adapter's record of its base could not leave it out
             raise origins.error(f"{key} holds an access token", key, "put that into the environment (HF_TOKEN)")
     if run.cogumi.run_dir is None:
         run.cogumi.run_dir = Path("runs") / (
@@ -319,7 +319,7 @@ def redact(value: Any, key: str = "") -> Any:
         return [redact(v) for v in value]
     if key.lower().endswith(SECRETS):
         return REDACTED if value else value
-    return hide(value) if isinstance(value, str) else value
+    return redact_text(value) if isinstance(value, str) else value
 
 
 def refuse_ignored(run: RunConfig, origins: Origins) -> None:
@@ -370,7 +370,7 @@ def refuse_out_of_range(section: str, values: dict[str, Any], origins: Origins) 
 
 def refuse_no_lora(lora: dict[str, Any], origins: Origins) -> None:
     """Raise UsageError for keys that PEFT would take, and that make it no LoRA or are not looked at."""
-    for key, reason in NOT_OF_THE_RUN.items():
+    for key, reason in FIXED_LORA_KEYS.items():
         if key in lora:
             raise origins.error(f"lora.{key} is not the run's to set: {reason}", f"lora.{key}", "drop it")
     init = str(lora.get("init_lora_weights", "")).lower()
@@ -412,5 +412,5 @@ def validate_sections(values: dict[str, Any], origins: Origins) -> RunConfig:
         if problem["type"] == "missing":
             raise origins.error(f"`{dotted}` is missing", dotted, at=at) from None
         if problem["type"] in ("model_type", "dict_type"):
-            raise origins.error(no_section(dotted, problem["input"]), dotted, at=at) from None
+            raise origins.error(not_a_section(dotted, problem["input"]), dotted, at=at) from None
         raise origins.error(f"{dotted} = {problem['input']!r}: {problem['msg']}", dotted, at=at) from None

@@ -37,7 +37,7 @@ class Origins(dict[str, str]):
 def read_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], Origins]:
     if isinstance(config, Mapping):
         return copy_mapping(config), Origins("config")
-    path = named(Path(config))
+    path = find_config(Path(config))
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -63,11 +63,11 @@ def read_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dic
     return values, origins
 
 
-def named(path: Path) -> Path:
+def find_config(path: Path) -> Path:
     """A config that comes with the package where `path` is its name, as in `cogumi cp`: `smoke/sft`; else the path."""
     if is_yaml(path) or path.exists():
         return path
-    return there_are().get(path.as_posix(), path)
+    return list_templates().get(path.as_posix(), path)
 
 
 def is_yaml(path: Path) -> bool:
@@ -89,14 +89,14 @@ def suggest_yaml(path: Path) -> str:
     """The nearest YAML beside a path that is none; of a name without an ending the nearest of the package's own."""
     names = {each.name: path.parent / each.name for each in path.parent.glob("*.yaml")} if path.parent.is_dir() else {}
     if not is_yaml(path):
-        names |= {name: Path(name) for name in there_are() if not name.endswith(".py")}
+        names |= {name: Path(name) for name in list_templates() if not name.endswith(".py")}
     near = difflib.get_close_matches(path.name if is_yaml(path) else str(path), names, n=1)
     if near:
         return f"did you mean {names[near[0]]}?"
-    return f"there are {listed(sorted(names))}" if names else "`cogumi cp` lists the configs that come with cogumi"
+    return f"there are {list_names(sorted(names))}" if names else "`cogumi cp` lists the configs that come with cogumi"
 
 
-def listed(names: Sequence[str]) -> str:
+def list_names(names: Sequence[str]) -> str:
     """The first dozen of the names, and how many more there are."""
     return ", ".join(names[:12]) + f" and {len(names) - 12} more" * (len(names) > 12)
 
@@ -112,14 +112,14 @@ def copy_mapping(mapping: Mapping[str, Any]) -> dict[str, Any]:
     return {k: copy_mapping(v) if isinstance(v, Mapping) else v for k, v in mapping.items()}
 
 
-def no_section(key: str, value: Any) -> str:
+def not_a_section(key: str, value: Any) -> str:
     return f"{key}: must be a section (keys and values), is {value!r}"
 
 
 def set_value(values: dict[str, Any], origins: Origins, key: str, value: Any, origin: str) -> None:
     section, *rest = key.split(".")
     if section in SECTIONS and not rest and not isinstance(value, Mapping):
-        raise UsageError(no_section(section, value), key=section, place=origin)
+        raise UsageError(not_a_section(section, value), key=section, place=origin)
     if section not in SECTIONS or not rest or not all(rest):
         example = (origin.split()[0] == "environment" and "COGUMI_TRAIN__MAX_STEPS") or "train.max_steps"
         near = difflib.get_close_matches(section, SECTIONS, n=1) or ["train"]
@@ -131,7 +131,7 @@ def set_value(values: dict[str, Any], origins: Origins, key: str, value: Any, or
         if inner is None:
             inner = here[part] = {}
         if not isinstance(inner, dict):
-            raise UsageError(no_section(part, inner), key=part, place=origin)
+            raise UsageError(not_a_section(part, inner), key=part, place=origin)
         here = inner
     here[rest[-1]] = value
     origins[key] = origin
@@ -140,7 +140,7 @@ def set_value(values: dict[str, Any], origins: Origins, key: str, value: Any, or
 # -------------------------------------------------------------------------------------------- what the package brings
 
 
-def there_are() -> dict[str, Path]:
+def list_templates() -> dict[str, Path]:
     """Everything that can be handed out, by name: configs without their ending, recipes and templates with it."""
     found = {}
     for folder, pattern in FOLDERS.items():
@@ -152,15 +152,15 @@ def there_are() -> dict[str, Path]:
     return found
 
 
-def says(path: Path) -> str:
+def describe_template(path: Path) -> str:
     """What a file is, in its own words: a config's second comment line, the first line of the others."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return lines[1].removeprefix("# ") if path.suffix == ".yaml" else lines[0].strip('"# ')
 
 
-def hand_out(name: str, destination: Path | None = None) -> Path:
+def copy_template(name: str, destination: Path | None = None) -> Path:
     """Copy what has this name (a path from the README does as well) to a new file, or into a directory; return the copy."""
-    known = there_are()
+    known = list_templates()
     plain = name.removeprefix("configs/").removesuffix(".yaml")
     if plain not in known:
         near = difflib.get_close_matches(plain, known, n=1)

@@ -12,80 +12,82 @@ ABSENT = object()  # the value of a key that is taken out
 Way = tuple[str, ...]
 
 
-def with_values(text: str, values: Mapping[str, Any]) -> tuple[str, bool]:
+def edit_yaml(text: str, values: Mapping[str, Any]) -> tuple[str, bool]:
     """(the text with `values` instead of its own, whether its comments are still there).
 
     A text that cannot be edited in its place, such as one with anchors, is written anew from the values.
     """
     new = text
     try:
-        for path, value in changes(sections(text), values):
-            new = changed(new, path, value, values)
-        kept = same(pruned(sections(new)), pruned(values))
+        for path, value in diff_values(parse_sections(text), values):
+            new = apply_change(new, path, value, values)
+        kept = equal_values(drop_empty(parse_sections(new)), drop_empty(values))
     except yaml.YAMLError:
         kept = False
-    return (new, True) if kept else (written(values), False)
+    return (new, True) if kept else (dump_sections(values), False)
 
 
-def sections(text: str) -> dict[str, Any]:
+def parse_sections(text: str) -> dict[str, Any]:
     """The values of a text, `lora:` with nothing in it being an empty mapping."""
     return {section: {} if keys is None else keys for section, keys in (yaml.safe_load(text) or {}).items()}
 
 
-def written(values: Mapping[str, Any]) -> str:
+def dump_sections(values: Mapping[str, Any]) -> str:
     """A YAML of the values, a line for each key of a section."""
-    return "".join(f"{section}:\n{lines(keys, '  ')}\n" for section, keys in values.items() if keys)
+    return "".join(f"{section}:\n{dump_keys(keys, '  ')}\n" for section, keys in values.items() if keys)
 
 
-def lines(keys: Mapping[str, Any], indent: str) -> str:
-    return "\n".join(f"{indent}{flow(key)}: {flow(value)}" for key, value in keys.items())
+def dump_keys(keys: Mapping[str, Any], indent: str) -> str:
+    return "\n".join(f"{indent}{dump_flow(key)}: {dump_flow(value)}" for key, value in keys.items())
 
 
-def flow(value: Any) -> str:
+def dump_flow(value: Any) -> str:
     """A value as it stands on one line."""
     text = yaml.safe_dump([value], default_flow_style=True, sort_keys=False, allow_unicode=True, width=float("inf"))
     return json.dumps(value, ensure_ascii=False) if "\n" in text.strip() else text.strip()[1:-1]
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any], above: Way = ()) -> Iterator[tuple[Way, Any]]:
+def diff_values(old: Mapping[str, Any], new: Mapping[str, Any], above: Way = ()) -> Iterator[tuple[Way, Any]]:
     """What makes `new` of `old`: (path, value), with ABSENT for what is taken out."""
     for key in [*new, *(key for key in old if key not in new)]:
         before, after = old.get(key, ABSENT), new.get(key, ABSENT)
         if isinstance(before, dict) and isinstance(after, dict):
-            yield from changes(before, after, (*above, key))
-        elif not same(before, after):
+            yield from diff_values(before, after, (*above, key))
+        elif not equal_values(before, after):
             yield (*above, key), after
 
 
-def same(a: Any, b: Any) -> bool:
+def equal_values(a: Any, b: Any) -> bool:
     """Equal, and of one type all the way down: 1 is neither 1.0 nor true."""
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(equal_values(a[key], b[key]) for key in a)
     if isinstance(a, list):
-        return len(a) == len(b) and all(map(same, a, b))
+        return len(a) == len(b) and all(map(equal_values, a, b))
     return bool(a == b) or (a != a and b != b)  # nan
 
 
-def pruned(value: Any) -> Any:
+def drop_empty(value: Any) -> Any:
     """Without mappings that hold nothing: a section without keys is no section."""
     if not isinstance(value, Mapping):
         return value
-    inner = {key: pruned(each) for key, each in value.items()}
+    inner = {key: drop_empty(each) for key, each in value.items()}
     return {key: each for key, each in inner.items() if each != {}}
 
 
 # ------------------------------------------------------------------------------------------------- one change in a text
 
 
-def changed(text: str, path: Way, value: Any, values: Mapping[str, Any]) -> str:
+def apply_change(text: str, path: Way, value: Any, values: Mapping[str, Any]) -> str:
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     assert isinstance(root, yaml.MappingNode)
-    way = entries_on(root, path)
+    way = find_entries(root, path)
     for depth, (key, node) in enumerate(way, 1):
         if depth < len(path) and isinstance(node, yaml.MappingNode) and node.flow_style:  # written anew, on its line
-            return replaced(text, key, node, flow(reduce(lambda inner, name: inner[name], path[:depth], values)))
+            return replace_value(
+                text, key, node, dump_flow(reduce(lambda inner, name: inner[name], path[:depth], values))
+            )
     if value is ABSENT:
         while len(way) > 1 and len(way[-2][1].value) == 1:  # the last key takes its mapping along
             way.pop()
@@ -94,16 +96,16 @@ def changed(text: str, path: Way, value: Any, values: Mapping[str, Any]) -> str:
         return text[: text.rfind("\n", 0, key.start_mark.index) + 1] + text[line_end(text, end) + 1 :]
     rest = path[len(way) :]
     if not rest:
-        return replaced(text, *way[-1], flow(value))
+        return replace_value(text, *way[-1], dump_flow(value))
     for name in reversed(rest[1:]):
         value = {name: value}
     above = way[-1][1] if way else root
     if isinstance(above, yaml.MappingNode):
-        return added(text, above, rest[0], value)
-    return replaced(text, *way[-1], flow({rest[0]: value}))  # `lora:` with nothing in it
+        return insert_key(text, above, rest[0], value)
+    return replace_value(text, *way[-1], dump_flow({rest[0]: value}))  # `lora:` with nothing in it
 
 
-def entries_on(root: yaml.Node, path: Way) -> list[tuple[yaml.Node, yaml.Node]]:
+def find_entries(root: yaml.Node, path: Way) -> list[tuple[yaml.Node, yaml.Node]]:
     """The entries that lead to `path`, as far as there are any."""
     way: list[tuple[yaml.Node, yaml.Node]] = []
     for name in path:
@@ -132,7 +134,7 @@ def line_end(text: str, position: int) -> int:
     return len(text) if found < 0 else found
 
 
-def replaced(text: str, key: yaml.Node, value: yaml.Node, new: str) -> str:
+def replace_value(text: str, key: yaml.Node, value: yaml.Node, new: str) -> str:
     """`new` in the place of a value, on the line of its key. A comment behind it stays in its column where there is room."""
     start, end = value.start_mark.index, end_of(text, value)
     on_a_line = "\n" not in text[key.end_mark.index : end]
@@ -146,10 +148,10 @@ def replaced(text: str, key: yaml.Node, value: yaml.Node, new: str) -> str:
     return text[:start] + new + behind
 
 
-def added(text: str, mapping: yaml.MappingNode, key: str, value: Any) -> str:
+def insert_key(text: str, mapping: yaml.MappingNode, key: str, value: Any) -> str:
     """A key on a line of its own at the end of a mapping."""
     at = line_end(text, end_of(text, mapping))
     indent = " " * mapping.start_mark.column
     section = not indent and value
-    below = f"\n{lines(value, indent + '  ')}" if section else f" {flow(value)}"
-    return f"{text[:at].rstrip(chr(10))}\n{indent}{flow(key)}:{below}{text[at:] or chr(10)}"
+    below = f"\n{dump_keys(value, indent + '  ')}" if section else f" {dump_flow(value)}"
+    return f"{text[:at].rstrip(chr(10))}\n{indent}{dump_flow(key)}:{below}{text[at:] or chr(10)}"

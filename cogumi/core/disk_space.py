@@ -19,7 +19,7 @@ from cogumi.core.durability import NO_SPACE
 from cogumi.core.formatting import format_bytes
 
 log = logging.getLogger(__name__)
-spoken = format_bytes  # its old name
+format_bytes = format_bytes  # its old name
 
 # Kinds of filesystem whose numbers may be a server's or a whole cluster's, and not what this user may write.
 # fmt: off
@@ -127,22 +127,24 @@ def nearest_existing(path: Path) -> Path:
     return next(place for place in (absolute, *absolute.parents) if place.exists())
 
 
-def place_of(variable: str, default: Path) -> Path:
+def path_from_environment(variable: str, default: Path) -> Path:
     """The path in an environment variable, with ~ and $NAME in it replaced; `default` where it is not set."""
     said = os.environ.get(variable)
     return Path(os.path.expandvars(os.path.expanduser(said))) if said else default
 
 
 def hf_home() -> Path:
-    return place_of("HF_HOME", place_of("XDG_CACHE_HOME", Path.home() / ".cache") / "huggingface")
+    return path_from_environment(
+        "HF_HOME", path_from_environment("XDG_CACHE_HOME", Path.home() / ".cache") / "huggingface"
+    )
 
 
 def hub_cache() -> Path:
-    return place_of("HF_HUB_CACHE", place_of("HUGGINGFACE_HUB_CACHE", hf_home() / "hub"))
+    return path_from_environment("HF_HUB_CACHE", path_from_environment("HUGGINGFACE_HUB_CACHE", hf_home() / "hub"))
 
 
 def datasets_cache() -> Path:
-    return place_of("HF_DATASETS_CACHE", hf_home() / "datasets")
+    return path_from_environment("HF_DATASETS_CACHE", hf_home() / "datasets")
 
 
 def is_network(kind: str) -> bool:
@@ -161,7 +163,7 @@ class Allocation:
     message: str
 
 
-def allocatable(directory: Path, size: int) -> Allocation:
+def try_allocate(directory: Path, size: int) -> Allocation:
     """Ask the filesystem for `size` bytes in `directory`, and give them back at once.
 
     Quotas, thin volumes and network volumes show free space that cannot be written: only this tells. The file asked for
@@ -182,11 +184,13 @@ def allocatable(directory: Path, size: int) -> Allocation:
             os.close(file)
     except OSError as error:
         if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
-            return Allocation(None, "unknown", f"{directory}: this filesystem can only tell by writing {spoken(size)}")
+            return Allocation(
+                None, "unknown", f"{directory}: this filesystem can only tell by writing {format_bytes(size)}"
+            )
         if error.errno not in NO_SPACE:
             raise
-        return refused(directory, size, error)
-    return Allocation(True, "", f"{directory}: {spoken(size)} can be had")
+        return explain_refusal(directory, size, error)
+    return Allocation(True, "", f"{directory}: {format_bytes(size)} can be had")
 
 
 def open_nameless(directory: int) -> int:
@@ -213,18 +217,24 @@ def fallocate(file: int, size: int) -> None:
             raise OSError(number, os.strerror(number))
 
 
-def refused(directory: Path, size: int, error: OSError) -> Allocation:
+def explain_refusal(directory: Path, size: int, error: OSError) -> Allocation:
     """Which of the limits it was, with the numbers."""
     space = space_of(directory)
     if error.errno == errno.EDQUOT:
-        return Allocation(False, "quota", f"{directory}: no {spoken(size)}: a quota is used up ({error.strerror})")
+        return Allocation(
+            False, "quota", f"{directory}: no {format_bytes(size)}: a quota is used up ({error.strerror})"
+        )
     if error.errno == errno.EFBIG:
-        return Allocation(False, "file size limit", f"{directory}: no file may have {spoken(size)} ({error.strerror})")
+        return Allocation(
+            False, "file size limit", f"{directory}: no file may have {format_bytes(size)} ({error.strerror})"
+        )
     if space.inodes_free == 0:
         return Allocation(
             False, "no inodes", f"{directory}: all {space.inodes:,} inodes are taken: no file can be made"
         )
-    return Allocation(False, "full", f"{directory}: no {spoken(size)}: the disk has {spoken(space.free)} free")
+    return Allocation(
+        False, "full", f"{directory}: no {format_bytes(size)}: the disk has {format_bytes(space.free)} free"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- disk needs
@@ -293,7 +303,7 @@ class Disk:
         if space.read_only:
             return "it is read-only"
         if self.short:
-            return f"{spoken(self.short)} are missing"
+            return f"{format_bytes(self.short)} are missing"
         if self.lacks_inodes:
             return f"it has inodes for {space.inodes_free:,} more files, and {self.entries:,} are wanted"
         if self.allocation is not None and self.allocation.fits is False:
@@ -304,7 +314,7 @@ class Disk:
     def parts(self) -> str:
         """What it is wanted for, at that moment."""
         sizes = {need.what: need.end if self.end > self.training else need.training for need in self.needs}
-        return ", ".join(f"{what} {spoken(size)}" for what, size in sizes.items())
+        return ", ".join(f"{what} {format_bytes(size)}" for what, size in sizes.items())
 
     @property
     def fits(self) -> bool:
@@ -313,13 +323,13 @@ class Disk:
     def __str__(self) -> str:
         space = self.filesystem.space
         when = "at the end" if self.end > self.training else "while training"
-        said = f"wants {spoken(self.wanted)} more {when}" if self.wanted else "wants nothing more"
+        said = f"wants {format_bytes(self.wanted)} more {when}" if self.wanted else "wants nothing more"
         verdict = f"does not fit: {self.refusal}" if self.refusal else "fits"
         kind = f"{self.filesystem.kind}, network" if self.filesystem.network else self.filesystem.kind
-        return f"{self.filesystem.mount} ({kind}) {said} ({self.parts}); {spoken(space.free)} free: {verdict}"
+        return f"{self.filesystem.mount} ({kind}) {said} ({self.parts}); {format_bytes(space.free)} free: {verdict}"
 
 
-def disks_of(needs: Iterable[Need], ask: bool) -> Iterable[Disk]:
+def group_needs(needs: Iterable[Need], ask: bool) -> Iterable[Disk]:
     """The filesystems that the needs are for, each once, in the order in which they come up."""
     grouped: dict[tuple[int, int], tuple[Filesystem, list[Need]]] = {}
     for need in needs:
@@ -330,7 +340,7 @@ def disks_of(needs: Iterable[Need], ask: bool) -> Iterable[Disk]:
     for one, those in grouped.values():
         disk = Disk(one, tuple(those), None)
         if ask and disk.wanted and disk.fits and one.kind != IN_MEMORY:
-            answer = allocatable(nearest_existing(those[0].path).resolve(), disk.wanted)
+            answer = try_allocate(nearest_existing(those[0].path).resolve(), disk.wanted)
             # One file of that size may be refused where many smaller ones are not.
             disk = Disk(one, tuple(those), None if answer.reason == "file size limit" else answer)
         yield disk

@@ -25,7 +25,7 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def why_unwritable(directory: Path) -> OSError | None:
+def write_error(directory: Path) -> OSError | None:
     """Why a directory takes no new file; None where it takes one, or is merely full."""
     try:
         with TemporaryFile(dir=directory):
@@ -43,7 +43,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[bool | None]:
+def lock_directory(directory: Path) -> Iterator[bool | None]:
     """Hold the lock of a directory while in the block: True, False where somebody else has it, None if none can be had."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:

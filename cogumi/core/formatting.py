@@ -13,12 +13,12 @@ from typing import Any
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def visible(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Text for a terminal that others wrote: control characters are shown, as in `\\x1b[31m`, and not obeyed."""
     return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text.replace("\r\n", "\n"))
 
 
-def python_here() -> str:
+def python_command() -> str:
     """This environment's Python as a shell takes it: below the current directory, below home, or as a whole path."""
     python = Path(sys.executable or "python")
     try:
@@ -31,12 +31,12 @@ def python_here() -> str:
     return shlex.quote(str(python))
 
 
-def pip(words: str) -> str:
-    """A command of pip for this environment, whatever `pip` and `python` are in the shell that it is typed into."""
-    return f"{python_here()} -m pip {words}"
+def pip_command(words: str) -> str:
+    """A command of pip for this environment, whatever `pip_command` and `python` are in the shell that it is typed into."""
+    return f"{python_command()} -m pip {words}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`45 s`, `12 min`, `1 h 05 min`, `2 d 3 h`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -62,7 +62,7 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def gib(count: float) -> str:
+def format_memory(count: float) -> str:
     """Bytes of memory, in binary units as the driver and torch give them: 1.5 GiB, 12 MiB, 1.2 MiB."""
     if count >= 2**30:
         return f"{count / 2**30:.1f} GiB"

@@ -12,9 +12,9 @@ at_work = threading.Lock()  # a function that calls another one has said enough
 
 
 @contextmanager
-def working(what: str) -> Iterator[None]:
+def show_seconds(what: str) -> Iterator[None]:
     """Show `what` and the seconds so far in the cell's output, at once and until the block, or decorated function, ends."""
-    if not in_a_kernel() or not at_work.acquire(blocking=False):
+    if not is_notebook() or not at_work.acquire(blocking=False):
         yield
         return
     from IPython.display import display
@@ -38,18 +38,18 @@ def working(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def importing() -> Iterator[None]:
+def show_import() -> Iterator[None]:
     """The line for a block that imports torch and transformers, unless they are there already."""
-    with nullcontext() if "torch" in sys.modules else working("torch and transformers are being imported"):
+    with nullcontext() if "torch" in sys.modules else show_seconds("torch and transformers are being imported"):
         yield
 
 
-def in_a_kernel() -> bool:
+def is_notebook() -> bool:
     """Whether this is a notebook, and not a terminal: then IPython has a kernel."""
-    return kernel_of_this() is not None
+    return current_kernel() is not None
 
 
-def kernel_of_this() -> Any | None:
+def current_kernel() -> Any | None:
     """The kernel that this process is, if it is one."""
     python = sys.modules.get("IPython")
     return getattr(python.get_ipython(), "kernel", None) if python is not None else None

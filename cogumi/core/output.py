@@ -18,24 +18,24 @@ from typing import Any, TextIO
 import typer
 
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import CONTROLS, visible
-from cogumi.core.redact import Shown
+from cogumi.core.formatting import CONTROLS, escape_controls
+from cogumi.core.redact import VisibleFormatter
 
 log = logging.getLogger(__name__)
 
-WHAT_IS_LEFT = {
+AFTER_INTERRUPT = {
     "train": "; the same command continues the run",
     "merge": "; nothing is left of the merge",
 }
 BROKEN = (errno.EPIPE, errno.EIO)  # a pipe that nothing reads, a terminal that is closed
-ASKED_TO_END = (129, 130, 143)  # 128 + SIGHUP, SIGINT (what Typer exits with after Ctrl-C), SIGTERM
+STOP_CODES = (129, 130, 143)  # 128 + SIGHUP, SIGINT (what Typer exits with after Ctrl-C), SIGTERM
 
 DRAWN_SECONDS, QUIET_SECONDS = 0.25, 1.0
 
 
-def say(text: object = "", end: str = "\n", to_error: bool = False) -> None:
+def print_text(text: object = "", end: str = "\n", to_error: bool = False) -> None:
     """Print text, control characters made visible."""
-    print(visible(str(text)), end=end, file=sys.stderr if to_error else sys.stdout, flush=True)
+    print(escape_controls(str(text)), end=end, file=sys.stderr if to_error else sys.stdout, flush=True)
 
 
 def print_json(value: Any) -> None:
@@ -43,21 +43,21 @@ def print_json(value: Any) -> None:
     print(CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
-def show(report: Any, as_json: bool) -> None:
+def print_report(report: Any, as_json: bool) -> None:
     """A report in words, or its `as_dict` as one JSON object."""
     if as_json:
         print_json(report.as_dict())
     else:
-        say(report)
+        print_text(report)
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
+def show_waiting(what: str) -> Iterator[None]:
     """Where standard error is a terminal: while nothing else is printed, say there what takes its time, and for how long."""
     if not sys.stderr.isatty():
         yield
         return
-    line = Line(visible(what))
+    line = StatusLine(escape_controls(what))
     with ExitStack() as undo:
         for stream in (sys.stdout, sys.stderr):
             if stream.isatty():
@@ -68,7 +68,7 @@ def waiting(what: str) -> Iterator[None]:
         yield
 
 
-class Line:
+class StatusLine:
     """The last line of a terminal, which makes way for all that is printed, and waits until a progress bar has ended its line."""
 
     def __init__(self, what: str) -> None:
@@ -120,7 +120,7 @@ def print_table(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=visible(title), box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    table = Table(title=escape_controls(title), box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for name in columns:
         right = name.startswith(">")
         # Words are not broken, but for paths and reasons, which may be of any length.
@@ -128,39 +128,39 @@ def print_table(
             name.lstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=right or name in whole
         )
     for row in rows:
-        table.add_row(*map(visible, row))
+        table.add_row(*map(escape_controls, row))
     Console(markup=False, highlight=False, emoji=False).print(table)
 
 
 def run_command(app: typer.Typer) -> None:
     """Run a Typer app; a mistake of the user is one line on standard error and exit status 2, Ctrl-C is 130."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(Shown("%(message)s"))
+    handler.setFormatter(VisibleFormatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("cogumi").setLevel(logging.INFO)
     try:
         app()
     except UsageError as error:
-        say(f"cogumi: {error}", to_error=True)
+        print_text(f"cogumi: {error}", to_error=True)
         sys.exit(2)
     except SystemExit as stop:
-        if stop.code in ASKED_TO_END:
-            with outliving_the_screen():
-                say(f"cogumi: interrupted{WHAT_IS_LEFT.get(' '.join(sys.argv[1:2]), '')}", to_error=True)
+        if stop.code in STOP_CODES:
+            with survive_closed_terminal():
+                print_text(f"cogumi: interrupted{AFTER_INTERRUPT.get(' '.join(sys.argv[1:2]), '')}", to_error=True)
         raise
     finally:
-        sys.excepthook = say_traceback  # Typer has put its own there
+        sys.excepthook = print_traceback  # Typer has put its own there
 
 
-def say_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    say("".join(traceback.format_exception(kind, error, trace)), end="", to_error=True)
+def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    print_text("".join(traceback.format_exception(kind, error, trace)), end="", to_error=True)
 
 
 # --------------------------------------------------------------------------------------- a terminal that is closed
 
 
 @contextmanager
-def outliving_the_screen() -> Iterator[None]:
+def survive_closed_terminal() -> Iterator[None]:
     """While in the block, a write to a broken standard output or error raises nothing: the stream is switched off.
 
     The methods of the streams themselves are replaced, as logging handlers and progress bars hold on to a stream.
@@ -171,12 +171,12 @@ def outliving_the_screen() -> Iterator[None]:
             if stream is not None:
                 for method in ("flush", "write"):
                     undo.callback(restore, stream, method, vars(stream).get(method))
-                    setattr(stream, method, forgiving(stream, f"sys.{name}", getattr(stream, method)))
+                    setattr(stream, method, ignore_broken_stream(stream, f"sys.{name}", getattr(stream, method)))
                 undo.callback(stream.flush)  # first: what is still in its buffer may be what cannot be written
         yield
 
 
-def forgiving(stream: TextIO, name: str, do: Callable[..., Any]) -> Callable[..., Any]:
+def ignore_broken_stream(stream: TextIO, name: str, do: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(do)
     def done(*text: str) -> Any:
         try:
@@ -184,14 +184,14 @@ def forgiving(stream: TextIO, name: str, do: Callable[..., Any]) -> Callable[...
         except OSError as error:
             if error.errno not in BROKEN:
                 raise
-            switch_off(stream)
+            redirect_to_null(stream)
             log.warning("%s is switched off (%s), and the training continues", name, error.strerror)
             return len(*text) if text else None
 
     return done
 
 
-def switch_off(stream: TextIO) -> None:
+def redirect_to_null(stream: TextIO) -> None:
     """Let all that has the stream's file descriptor, C++ libraries included, write to nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())

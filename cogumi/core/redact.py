@@ -5,7 +5,7 @@ import os
 import re
 from typing import Any
 
-from cogumi.core.formatting import visible
+from cogumi.core.formatting import escape_controls
 
 REDACTED = "<redacted>"
 # Keys of a config whose value is a secret.
@@ -17,41 +17,41 @@ HOLDS_SECRET = re.compile(r"(TOKEN|API_KEY|ACCESS_KEY|SECRET|PASSWORD)$")
 SHORTEST = 8  # characters: what is shorter occurs in ordinary text, and would be taken out of it
 
 
-def hide(text: str) -> str:
+def redact_text(text: str) -> str:
     """The text without the secrets in it, those of the environment included."""
-    for secret in of_environment():
+    for secret in environment_secrets():
         text = text.replace(secret, REDACTED)
     return LOOKS_SECRET.sub(REDACTED, text)
 
 
-def of_environment() -> list[str]:
+def environment_secrets() -> list[str]:
     """The longest first: one may be a part of another."""
     found = {value for name, value in os.environ.items() if HOLDS_SECRET.search(name) and len(value) >= SHORTEST}
     return sorted(found, key=len, reverse=True)
 
 
-class Shown(logging.Formatter):
+class VisibleFormatter(logging.Formatter):
     """Formats lines of log so that control characters in them are shown, not obeyed."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record))
+        return escape_controls(super().format(record))
 
 
-class Hiding(Shown):
+class RedactingFormatter(VisibleFormatter):
     """Formats lines of log, tracebacks included, also without secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return hide(super().format(record))
+        return redact_text(super().format(record))
 
 
-class Unwritten(str):
+class RedactedStr(str):
     """A secret that is used as it is and pickled as `<redacted>`: transformers saves its arguments in every checkpoint."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (REDACTED,)
 
-    def __copy__(self) -> "Unwritten":
+    def __copy__(self) -> "RedactedStr":
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Unwritten":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RedactedStr":
         return self

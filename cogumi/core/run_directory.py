@@ -57,11 +57,11 @@ def create_run_dir(path: Path) -> Path:
             "another run is being started there", place=path, fix="set cogumi.run_dir to a new directory"
         ) from None
     except OSError as error:
-        raise unwritable(path, error) from None
+        raise unwritable_error(path, error) from None
     return path
 
 
-def unwritable(path: Path, error: OSError) -> UsageError:
+def unwritable_error(path: Path, error: OSError) -> UsageError:
     return UsageError(
         f"cannot write the run directory: {error.strerror}", place=path, fix="make it writable, or set cogumi.run_dir"
     )
@@ -103,7 +103,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_atomic(path, json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n")
+    write_atomic(path, json.dumps(jsonable_numbers(value), indent=2, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
@@ -124,7 +124,7 @@ def append_jsonl(path: Path, row: dict[str, Any]) -> None:
     """Add one line. Raises OSError, with the file as it was, where only a part of it fits on the disk."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        before, line = os.fstat(descriptor).st_size, line_of(row).encode()
+        before, line = os.fstat(descriptor).st_size, json_line(row).encode()
         if os.write(descriptor, line) != len(line):
             os.ftruncate(descriptor, before)
             raise OSError(errno.ENOSPC, "only part of a line fits on the disk", str(path))
@@ -132,8 +132,8 @@ def append_jsonl(path: Path, row: dict[str, Any]) -> None:
         os.close(descriptor)
 
 
-def line_of(row: dict[str, Any]) -> str:
-    return json.dumps(finite(row), ensure_ascii=False) + "\n"
+def json_line(row: dict[str, Any]) -> str:
+    return json.dumps(jsonable_numbers(row), ensure_ascii=False) + "\n"
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -143,14 +143,14 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
-def finite(value: Any) -> Any:
+def jsonable_numbers(value: Any) -> Any:
     """NaN and infinities as strings: JSON has no word for them, and a metric that is NaN must stay visible."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items()}
+        return {k: jsonable_numbers(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(v) for v in value]
+        return [jsonable_numbers(v) for v in value]
     return value
 
 

@@ -86,7 +86,7 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return element_count(shape[:-1]), shape[-1]
 
 
-def header_for(metadata: dict[str, str], tensors: list[tuple[str, str, tuple[int, ...], int]]) -> bytes:
+def make_header(metadata: dict[str, str], tensors: list[tuple[str, str, tuple[int, ...], int]]) -> bytes:
     """Header bytes for tensors (name, dtype, shape, bytes) that will be written in this order."""
     entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     offset = 0

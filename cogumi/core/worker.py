@@ -24,7 +24,7 @@ TOKEN = "COGUMI_APART"  # the variable by which what a command started is known,
 
 
 @dataclass(frozen=True)
-class Ended:
+class CommandResult:
     """How a command ended. status: as in subprocess, negative for a signal; None: it was killed after `timeout` seconds."""
 
     status: int | None
@@ -38,9 +38,9 @@ class Ended:
         return f"ended by {signal.Signals(-self.status).name}" if self.status < 0 else f"exit status {self.status}"
 
 
-def run_apart(
+def run_command(
     command: Sequence[str], timeout: float, environment: Mapping[str, str] | None = None, stop: Event | None = None
-) -> Ended:
+) -> CommandResult:
     """Run a command for at most `timeout` seconds; then, on Ctrl-C, or once `stop` is set, its process group is killed.
 
     What it started and left running is killed too, however it ended. Raises OSError where it cannot be started.
@@ -67,7 +67,7 @@ def run_apart(
             kill_marked(f"{TOKEN}={token}".encode())
         with suppress(subprocess.TimeoutExpired):  # a process out of reach still holds the pipes
             said = said or process.communicate(timeout=PIPES)
-    return Ended(status, *(said or ("", "")))
+    return CommandResult(status, *(said or ("", "")))
 
 
 def kill_marked(mark: bytes) -> None:

@@ -21,13 +21,32 @@ import numpy as np
 import platformdirs
 import polars as pl
 
-from cogumi.core.disk_space import spoken
+from cogumi.core.disk_space import format_bytes
 from cogumi.core.durability import NO_SPACE, sync_path, write_synced
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import duration
-from cogumi.data.cache_files import RECORD, Lengths, Part, alone, cache_key, code_and_libraries, is_whole, told
+from cogumi.core.formatting import format_duration
+from cogumi.data.cache_files import (
+    RECORD,
+    ExamplesWriter,
+    Lengths,
+    alone,
+    cache_key,
+    code_and_libraries,
+    is_complete,
+    told,
+)
 from cogumi.data.rows import Dropped, Tokenize, excerpt_of
-from cogumi.data.selection import COPY, HELD_OUT, LIKE_HELD_OUT, TRAIN, Counts, Selection, States, choose, row_hashes
+from cogumi.data.selection import (
+    COPY,
+    HELD_OUT,
+    LIKE_HELD_OUT,
+    TRAIN,
+    Counts,
+    Selection,
+    States,
+    choose_rows,
+    row_hashes,
+)
 from cogumi.data.sources import Alike, batches
 
 if TYPE_CHECKING:
@@ -155,10 +174,10 @@ def prepare(
         {"sources": described, "selection": asdict(selection), "parts": parts, "code": code_and_libraries()}
     )
     directory = home / key
-    if is_whole(directory):
+    if is_complete(directory):
         prepared = _load(directory)
         age = time.time() - (directory / RECORD).stat().st_mtime
-        log.info("prepared data from cache %s (%s old, %s)", directory, duration(age), size_of(directory))
+        log.info("prepared data from cache %s (%s old, %s)", directory, format_duration(age), size_of(directory))
     else:
         with alone(home, key) as unfinished:
             if unfinished is not None:
@@ -237,7 +256,7 @@ def _select(sources: Sequence[Source], selection: Selection, out: Path) -> tuple
     bounds = [0, *np.cumsum(rows_of).tolist()]
     hashes = np.memmap(out / "hashes", np.uint64, "r")
     states = np.memmap(out / "states", np.uint8, "w+", shape=(bounds[-1],))
-    counts = choose(hashes, states, bounds, [source.weight for source in sources], selection)
+    counts = choose_rows(hashes, states, bounds, [source.weight for source in sources], selection)
     if not any(count.train for count in counts):
         for source, count in zip(sources, counts, strict=True):
             copies = count.duplicates if selection.deduplicate else 0
@@ -254,8 +273,8 @@ def _tokenize(
     sources: Sequence[Source], selection: Selection, counts: Sequence[Counts], states: States, out: Path
 ) -> dict[str, Any]:
     """The second pass: the chosen rows become examples. Returns the record of both parts."""
-    train = Part(out / "train.arrow", sum(each.train for each in counts))
-    held_out = Part(out / "held_out.arrow", sum(each.held_out for each in counts))
+    train = ExamplesWriter(out / "train.arrow", sum(each.train for each in counts))
+    held_out = ExamplesWriter(out / "held_out.arrow", sum(each.held_out for each in counts))
     sample_rows: list[dict[str, Any]] = []
     for number, first_row, rows in _numbered(sources, "preparing", len(states)):
         here = np.asarray(states[first_row : first_row + rows.height])
@@ -319,4 +338,4 @@ def _plain(rows: pl.DataFrame) -> list[dict[str, Any]]:
 
 
 def size_of(directory: Path) -> str:
-    return spoken(sum(path.stat().st_size for path in directory.iterdir()))
+    return format_bytes(sum(path.stat().st_size for path in directory.iterdir()))

@@ -18,8 +18,8 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cogumi.core.disk_space import space_of, spoken
-from cogumi.core.durability import locked, sync_path, why_unwritable
+from cogumi.core.disk_space import format_bytes, space_of
+from cogumi.core.durability import lock_directory, sync_path, write_error
 from cogumi.core.errors import UsageError
 from cogumi.data.rows import Chunk, Dropped, Tokenize
 
@@ -71,7 +71,7 @@ RECORD = "prepared.json"
 WAIT_SECONDS = 0.5
 
 
-def is_whole(directory: Path) -> bool:
+def is_complete(directory: Path) -> bool:
     """Whether all files are there with the length they had; what a disk lost is prepared again."""
     try:
         sizes = json.loads((directory / RECORD).read_text(encoding="utf-8"))["sizes"]
@@ -89,7 +89,7 @@ def alone(home: Path, key: str) -> Iterator[Path | None]:
     """An empty directory to write into while no other process does, or None where another has finished meanwhile."""
     try:
         home.mkdir(parents=True, exist_ok=True)
-        error = why_unwritable(home)
+        error = write_error(home)
     except OSError as refused:
         error = refused
     if error:
@@ -100,7 +100,7 @@ def alone(home: Path, key: str) -> Iterator[Path | None]:
     while not (home / key).exists():
         unfinished.mkdir(exist_ok=True)
         number = unfinished.stat().st_ino
-        with locked(unfinished) as held:
+        with lock_directory(unfinished) as held:
             # The process that had the lock before may have renamed the directory, or removed it.
             if held is not False and unfinished.exists() and unfinished.stat().st_ino == number:
                 for left in unfinished.iterdir():
@@ -121,7 +121,7 @@ def remove_leftovers(home: Path) -> None:
     """Remove what processes left that were killed: their locks are free."""
     for left in home.glob("*.unfinished"):
         try:
-            with locked(left) as held:
+            with lock_directory(left) as held:
                 if held:
                     shutil.rmtree(left)
         except FileNotFoundError:  # renamed or removed by another process
@@ -131,7 +131,7 @@ def remove_leftovers(home: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- arrow file
 
 
-class Part:
+class ExamplesWriter:
     """Takes the rows of one part (trained on, or held out) and writes the examples that they become to an arrow stream.
 
     expected_rows: how many will come, by which the first batch says whether the disk has room for them.
@@ -170,7 +170,7 @@ class Part:
             self.count(reason, Dropped(dropped.count, int(at[dropped.row - self.position]), dropped.excerpt))
         self.position += len(at)
         if len(table):
-            self.counts += np.bincount(np.minimum(lengths_of(table), LONGEST), minlength=LONGEST + 1)
+            self.counts += np.bincount(np.minimum(token_lengths(table), LONGEST), minlength=LONGEST + 1)
             if "completion_mask" in table.column_names:
                 masks = table["completion_mask"].chunks
                 self.learned += sum(int(np.count_nonzero(part.flatten())) for part in masks)
@@ -183,7 +183,7 @@ class Part:
             self.schema = table.schema
             self.file = pa.ipc.new_stream(str(self.path), self.schema)
         elif table.schema != self.schema:
-            schema = one_schema(self.schema, table.schema)
+            schema = unify_schemas(self.schema, table.schema)
             if schema != self.schema:
                 self.rewrite(schema)
             table = table.select(schema.names).cast(schema)
@@ -206,7 +206,7 @@ class Part:
         free = space_of(self.path.parent).free
         if needed > free:
             raise UsageError(
-                f"prepared data will take about {spoken(needed)} and {spoken(free)} are free",
+                f"prepared data will take about {format_bytes(needed)} and {format_bytes(free)} are free",
                 place=self.path.parents[1],
                 fix="free some, set XDG_CACHE_HOME to another disk, or use fewer rows (data.max_rows)",
             )
@@ -231,7 +231,7 @@ class Part:
         }
 
 
-def one_schema(before: pa.Schema, now: pa.Schema) -> pa.Schema:
+def unify_schemas(before: pa.Schema, now: pa.Schema) -> pa.Schema:
     """The types that hold both chunks' values; UsageError names a column for which there are none."""
     fields = []
     for name in before.names:
@@ -300,7 +300,7 @@ class Lengths:
         ]
 
 
-def lengths_of(table: pa.Table) -> npt.NDArray[np.int64]:
+def token_lengths(table: pa.Table) -> npt.NDArray[np.int64]:
     """Tokens of each example of a chunk; none where the chunk holds text, which a trainer tokenizes."""
     if "input_ids" in table.column_names:
         return _list_lengths(table, "input_ids")

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cogumi.data.rows import BadRow, decoded
+from cogumi.data.rows import BadRow, decode_value
 
 Message = dict[str, Any]
 
@@ -52,11 +52,11 @@ class Conversation:
     """Messages before this one are a prompt, of which nothing is learned."""
 
 
-def messages_of(value: Any) -> list[Message]:
+def read_messages(value: Any) -> list[Message]:
     """The messages in a cell: a list of objects, or JSON text of one. Raises BadRow."""
-    value = decoded(value)
+    value = decode_value(value)
     if isinstance(value, str):
-        value = json_of(value, "whose messages are neither a list nor JSON")
+        value = parse_json(value, "whose messages are neither a list nor JSON")
     if not isinstance(value, list | tuple):
         raise BadRow("whose messages are neither a list nor JSON")
     if not value:
@@ -71,31 +71,31 @@ def message_of(raw: Any) -> Message:
     lower = name.strip().lower() if isinstance(name, str) else None
     content = raw.get("content") if raw.get("content") is not None else raw.get("value")
     if lower in CALLS:
-        call = json_of(content, "with a tool call that is not JSON") if isinstance(content, str) else content
+        call = parse_json(content, "with a tool call that is not JSON") if isinstance(content, str) else content
         calls = call if isinstance(call, list) else [call]
         return {"role": "assistant", "content": "", "tool_calls": [tool_call_of(each) for each in calls]}
     if lower not in ROLES:
         raise BadRow("with a message of no known role", f"role {name!r}")
     message: Message = {"role": ROLES[lower]}
     if raw.get("tool_calls"):
-        message["content"] = "" if content is None else text_of(content)
+        message["content"] = "" if content is None else join_parts(content)
         message["tool_calls"] = [tool_call_of(each) for each in raw["tool_calls"]]
     elif content is None:
         raise BadRow("with a message that has no content")
     else:
-        message["content"] = text_of(content)
+        message["content"] = join_parts(content)
     thought = next((raw[key] for key in THOUGHTS if raw.get(key)), None)
     if thought is not None:
-        message["reasoning_content"] = text_of(thought)
+        message["reasoning_content"] = join_parts(thought)
     for key in ("name", "tool_call_id"):
         if raw.get(key) is not None:
-            message[key] = text_of(raw[key])
+            message[key] = join_parts(raw[key])
     return message
 
 
-def text_of(content: Any) -> str:
+def join_parts(content: Any) -> str:
     """A message's content as text; parts of text are joined as they are."""
-    content = decoded(content)
+    content = decode_value(content)
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -117,7 +117,7 @@ def tool_call_of(raw: Any) -> dict[str, Any]:
         raise BadRow("with a tool call that names no function")
     arguments = called.get("arguments")
     if isinstance(arguments, str):
-        arguments = json_of(arguments, "with tool-call arguments that are no JSON object")
+        arguments = parse_json(arguments, "with tool-call arguments that are no JSON object")
     else:
         arguments = without_nulls({} if arguments is None else arguments)
     if not isinstance(arguments, Mapping):
@@ -128,13 +128,13 @@ def tool_call_of(raw: Any) -> dict[str, Any]:
     return call
 
 
-def tools_of(value: Any) -> list[dict[str, Any]] | None:
+def read_tools(value: Any) -> list[dict[str, Any]] | None:
     """The JSON schemas of the tools a conversation may call; a list, or JSON text of one."""
     if value is None or value in ("", b""):
         return None
-    value = decoded(value)
+    value = decode_value(value)
     if isinstance(value, str):
-        value = json_of(value, "with tools that are no list of JSON schemas")
+        value = parse_json(value, "with tools that are no list of JSON schemas")
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         raise BadRow("with tools that are no list of JSON schemas")
     # `or None`: Llama's template writes about tools even for an empty list.
@@ -143,18 +143,18 @@ def tools_of(value: Any) -> list[dict[str, Any]] | None:
 
 def alpaca_messages(instruction: Any, extra: Any, output: Any, system: Any = None) -> list[Message]:
     """One turn of instruction, with its input below it where there is one, and the output as the answer."""
-    question = string_of(instruction)
-    if extra is not None and (more := string_of(extra)).strip():
+    question = read_text(instruction)
+    if extra is not None and (more := read_text(extra)).strip():
         question = f"{question}\n\n{more}"
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": string_of(output)}]
-    if system is not None and (rule := string_of(system)).strip():
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": read_text(output)}]
+    if system is not None and (rule := read_text(system)).strip():
         messages.insert(0, {"role": "system", "content": rule})
     return messages
 
 
-def string_of(value: Any) -> str:
+def read_text(value: Any) -> str:
     """A cell that must hold text."""
-    value = decoded(value)
+    value = decode_value(value)
     if not isinstance(value, str):
         raise BadRow("with a field that is no text", f"{value!r}")
     return value
@@ -175,7 +175,7 @@ def refuse_empty_answers(messages: Sequence[Message], first: int = 0) -> None:
             raise BadRow("with an empty answer")
 
 
-def json_of(text: str, reason: str) -> Any:
+def parse_json(text: str, reason: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

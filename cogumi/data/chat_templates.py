@@ -73,7 +73,7 @@ def read_thinking(template: str, flag: bool | None) -> Thinking:
     return Thinking(flag, style, key, kwargs)  # type: ignore[arg-type]
 
 
-def as_the_template_takes_it(message: dict[str, Any], thinking: Thinking) -> dict[str, Any]:
+def adapt_thought(message: dict[str, Any], thinking: Thinking) -> dict[str, Any]:
     """An assistant's message with its thought removed, or under the key from which this template renders it.
 
     Raises BadRow where the thought never closes, or cannot be shown although nothing says to leave it out.
@@ -112,7 +112,7 @@ def split_thought(content: str) -> tuple[str | None, str]:
     return before.strip().removeprefix(OPEN).strip("\n"), answer.lstrip("\n")
 
 
-def visible(reply: str, style: str, opened: bool = False) -> str | None:
+def visible_text(reply: str, style: str, opened: bool = False) -> str | None:
     """What a reader sees of a model's reply; None where its thinking never closes, so that there is no answer.
 
     `reply` has the control tokens in it where `style` is harmony. `opened`: the prompt ends inside a thought.
@@ -194,7 +194,7 @@ class ChatTemplate:
         """(text, spans), spans empty without `return_assistant_tokens_mask`. Raises BadRow with the template's words."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        shown = [as_the_template_takes_it(message, self.thinking) for message in messages]
+        shown = [adapt_thought(message, self.thinking) for message in messages]
         chosen = template or (self.text_with_tools if tools else self.text)
         try:
             rendered: Any = render_jinja_template(
@@ -248,7 +248,7 @@ def read_template(tokenizer: Any, thinking: bool | None = None, today: str | Non
     return replace(bare, header=header, prompt_opens_thought=opens)
 
 
-def prints_the_date(tokenizer: Any) -> bool:
+def prints_date(tokenizer: Any) -> bool:
     """Whether what this template renders depends on the day (gpt-oss's does)."""
     return tokenizer.chat_template is not None and "strftime_now" in tokenizer.get_chat_template()
 

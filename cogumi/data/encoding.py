@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from cogumi.core.errors import UsageError
 from cogumi.data.chat_templates import ChatTemplate, Spans
-from cogumi.data.rows import Chunk, Dropped, drop
+from cogumi.data.rows import Chunk, Dropped, count_dropped
 
 Ids = npt.NDArray[np.int32]
 Places = npt.NDArray[np.int64]
@@ -31,20 +31,20 @@ def encode(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False) -
     """(all ids one after the other, ids per text). special_tokens: with those that it puts around every text by itself."""
     if tokenizer.is_fast:
         # Straight to the Rust tokenizer: the Python layer would build an attention mask and a list copy per text.
-        found = as_whole_texts(tokenizer).encode_batch_fast(list(texts), add_special_tokens=special_tokens)
+        found = reset_backend(tokenizer).encode_batch_fast(list(texts), add_special_tokens=special_tokens)
         encoded = [each.ids for each in found]
     else:
         encoded = tokenizer(texts, add_special_tokens=special_tokens)["input_ids"]
-    return joined(encoded, np.int32)
+    return concatenate_lists(encoded, np.int32)
 
 
-def joined(rows: Sequence[Sequence[int]], dtype: type[Integer]) -> tuple[npt.NDArray[Integer], Places]:
+def concatenate_lists(rows: Sequence[Sequence[int]], dtype: type[Integer]) -> tuple[npt.NDArray[Integer], Places]:
     """(the rows one after the other, their lengths)."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     return np.fromiter(chain.from_iterable(rows), dtype, int(lengths.sum())), lengths
 
 
-def as_whole_texts(tokenizer: Any) -> Any:
+def reset_backend(tokenizer: Any) -> Any:
     """The Rust tokenizer without what an earlier padded call left set; transformers sets it anew on every call."""
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
@@ -131,13 +131,13 @@ def encode_by_words(tokenizer: Any, texts: Sequence[str]) -> tuple[Ids, Places]:
     dictionary = words.dictionary_encode()
     word_ids, word_lengths = encode(tokenizer, dictionary.dictionary.to_pylist())
     which = dictionary.indices.to_numpy()
-    ids = gather(word_ids, (np.cumsum(word_lengths) - word_lengths)[which], word_lengths[which])
+    ids = gather_runs(word_ids, (np.cumsum(word_lengths) - word_lengths)[which], word_lengths[which])
     # Ids before each bound, not per text's words: empty texts have none, several may share one edge.
     ids_before = np.concatenate([[0], np.cumsum(word_lengths[which])])
     return ids, np.diff(ids_before[np.searchsorted(edges, bounds)])
 
 
-def gather(
+def gather_runs(
     pool: npt.NDArray[Integer], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
 ) -> npt.NDArray[Integer]:
     """The runs pool[start : start + length] one after the other."""
@@ -149,8 +149,8 @@ def shared_prefixes(first: Ids, first_lengths: Places, second: Ids, second_lengt
     """Of every pair of runs, the number of ids with which both begin."""
     lengths = np.minimum(first_lengths, second_lengths)
     begin = np.cumsum(lengths) - lengths
-    left = gather(first, np.cumsum(first_lengths) - first_lengths, lengths)
-    right = gather(second, np.cumsum(second_lengths) - second_lengths, lengths)
+    left = gather_runs(first, np.cumsum(first_lengths) - first_lengths, lengths)
+    right = gather_runs(second, np.cumsum(second_lengths) - second_lengths, lengths)
     unlike = np.append(np.flatnonzero(left != right), len(left))
     return np.minimum(unlike[np.searchsorted(unlike, begin)] - begin, lengths)
 
@@ -212,7 +212,7 @@ def learn_spans(tokenizer: Any, texts: Sequence[str], spans: Sequence[Spans]) ->
     ids: list[list[int]] = []
     masks: list[npt.NDArray[np.int8]] = []
     for start, end in batches(texts):
-        found = as_whole_texts(tokenizer).encode_batch(list(texts[start:end]), add_special_tokens=False)
+        found = reset_backend(tokenizer).encode_batch(list(texts[start:end]), add_special_tokens=False)
         for encoding, text, its_spans in zip(found, texts[start:end], spans[start:end], strict=True):
             mask = np.zeros(len(encoding.ids), np.int8)
             for span in its_spans:
@@ -220,7 +220,7 @@ def learn_spans(tokenizer: Any, texts: Sequence[str], spans: Sequence[Spans]) ->
                 mask[first:last] = 1
             ids.append(encoding.ids)
             masks.append(mask)
-    flat, lengths = joined(ids, np.int32)
+    flat, lengths = concatenate_lists(ids, np.int32)
     return Masked(flat, np.concatenate([np.zeros(0, np.int8), *masks]), lengths)
 
 
@@ -292,16 +292,16 @@ def masked_chunk(
             reason = f"with nothing to learn within {budget.max_length} tokens"
         else:
             reason = "with nothing to learn"
-        drop(dropped, reason, rows[at], values[at])
+        count_dropped(dropped, reason, rows[at], values[at])
     kept = ~too_long & (learned > 0)
     starts, lengths = starts[kept], lengths[kept]
     columns = {
-        "input_ids": lists(gather(examples.ids, starts, lengths), lengths),
-        "completion_mask": lists(gather(examples.mask, starts, lengths), lengths),
+        "input_ids": list_array(gather_runs(examples.ids, starts, lengths), lengths),
+        "completion_mask": list_array(gather_runs(examples.mask, starts, lengths), lengths),
     }
     return Chunk(pa.table(columns), dropped, int((over & kept).sum()))
 
 
-def lists(flat: npt.NDArray[Any], lengths: Places) -> pa.ListArray:
+def list_array(flat: npt.NDArray[Any], lengths: Places) -> pa.ListArray:
     """Lists of these lengths over a flat array."""
     return pa.ListArray.from_arrays(pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32()), pa.array(flat))

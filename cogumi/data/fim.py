@@ -29,7 +29,7 @@ import pyarrow as pa
 
 from cogumi.config.subsections import FimConfig
 from cogumi.core.errors import UsageError
-from cogumi.data.encoding import lists
+from cogumi.data.encoding import list_array
 from cogumi.data.fim_tokens import (
     PLAIN,
     PSM,
@@ -45,7 +45,7 @@ from cogumi.data.rows import Chunk, Dropped, excerpt_of
 PIECES = ("prefix", "middle", "suffix")
 
 
-class Dropping:
+class DroppedCounter:
     """The rows dropped so far, by reason."""
 
     def __init__(self, first_row: int):
@@ -70,7 +70,7 @@ def cut_rows(
     controls: Controls,
     config: FimConfig,
     fim_rate: float,
-    dropping: Dropping,
+    dropping: DroppedCounter,
 ) -> pl.DataFrame:
     """Examples: `row`, `order`, `prefix`, `middle`, `suffix`, and `shown_prefix` and `shown_suffix`, which trimming may
     shorten. A plain row is all middle. `columns` is {"source": column}, or names the three pieces."""
@@ -91,7 +91,9 @@ def _draws(height: int, first_row: int, seed: int) -> pl.DataFrame:
     return pl.DataFrame(draws, schema=["fim", "spm", "length", "start"]).with_row_index("row")
 
 
-def _with_text(frame: pl.DataFrame, rows: pl.DataFrame, name: str, column: str, dropping: Dropping) -> pl.DataFrame:
+def _with_text(
+    frame: pl.DataFrame, rows: pl.DataFrame, name: str, column: str, dropping: DroppedCounter
+) -> pl.DataFrame:
     """The frame with a column of text; rows that have none are dropped."""
     if column not in rows.columns:
         raise UsageError(f"no column {column!r} in the rows", fix=f"they have: {', '.join(rows.columns)}")
@@ -106,7 +108,7 @@ def _with_text(frame: pl.DataFrame, rows: pl.DataFrame, name: str, column: str, 
 
 
 def _cut(
-    frame: pl.DataFrame, controls: Controls, config: FimConfig, fim_rate: float, dropping: Dropping
+    frame: pl.DataFrame, controls: Controls, config: FimConfig, fim_rate: float, dropping: DroppedCounter
 ) -> pl.DataFrame:
     frame = frame.with_columns(
         n=pl.col("source").str.len_chars(),
@@ -137,7 +139,7 @@ def _cut(
     )
 
 
-def _given(frame: pl.DataFrame, controls: Controls, config: FimConfig, dropping: Dropping) -> pl.DataFrame:
+def _given(frame: pl.DataFrame, controls: Controls, config: FimConfig, dropping: DroppedCounter) -> pl.DataFrame:
     """The pieces as they stand in the source: the cut is given, only the order is drawn."""
     frame = frame.with_columns(order=_order(controls, config))
     frame = dropping.keep(frame, pl.col("middle") != "", "with an empty middle", "prefix")
@@ -151,7 +153,9 @@ def _order(controls: Controls, config: FimConfig) -> pl.Expr:
     return pl.when(pl.col("spm") < controls.spm_rate(config.spm_rate)).then(SPM).otherwise(PSM)
 
 
-def _without_special_texts(frame: pl.DataFrame, name: str, controls: Controls, dropping: Dropping) -> pl.DataFrame:
+def _without_special_texts(
+    frame: pl.DataFrame, name: str, controls: Controls, dropping: DroppedCounter
+) -> pl.DataFrame:
     clean = ~pl.col(name).str.contains_any(controls.special_texts)
     return dropping.keep(frame, clean, "containing a special token", name)
 
@@ -182,13 +186,13 @@ def fim_sft_chunk(
     `columns` is {"source": the column of code}, or names the columns of `prefix`, `middle` and `suffix`, which are then
     laid out as they are: `fim_rate` and `middle_chars` do not apply.
     """
-    dropping = Dropping(first_row)
+    dropping = DroppedCounter(first_row)
     examples = cut_rows(rows, columns, controls, config, config.fim_rate, dropping)
     kept, segments = _fitting(examples, tokenizer, controls, config, dropping)
     lengths = segments.lengths.sum(axis=1)
     table = {
-        "input_ids": lists(segments.gather(), lengths),
-        "completion_mask": lists(segments.completion_mask(), lengths),
+        "input_ids": list_array(segments.gather(), lengths),
+        "completion_mask": list_array(segments.completion_mask(), lengths),
     }
     return Chunk(pa.table(table), dropping.dropped, _trimmed(kept))
 
@@ -210,7 +214,7 @@ def fim_prompts_chunk(
     row has nothing to ask for. The budget is that of the whole example, so `max_length` less the longest middle bounds
     the prompt. Raises UsageError when the tokenizer reads a prompt's text as other ids.
     """
-    dropping = Dropping(first_row)
+    dropping = DroppedCounter(first_row)
     of_fim = {name: column for name, column in columns.items() if name in ("source", *PIECES)}
     examples = cut_rows(rows, of_fim, controls, config, 1.0, dropping)
     kept, segments = _fitting(examples, tokenizer, controls, config, dropping)
@@ -224,7 +228,7 @@ def fim_prompts_chunk(
 
 
 def _fitting(
-    examples: pl.DataFrame, tokenizer: Any, controls: Controls, config: FimConfig, dropping: Dropping
+    examples: pl.DataFrame, tokenizer: Any, controls: Controls, config: FimConfig, dropping: DroppedCounter
 ) -> tuple[pl.DataFrame, Segments]:
     """The examples that fit the budget, trimmed for it where the config says so, and their tokens."""
     if config.overlong == "trim":

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import polars as pl
 
 from cogumi.core.errors import UsageError
-from cogumi.data.encoding import cuts_at_spaces, encode, encode_by_words, gather, special_texts
+from cogumi.data.encoding import cuts_at_spaces, encode, encode_by_words, gather_runs, special_texts
 
 PLAIN, PSM, SPM = 0, 1, 2
 """Left to right; prefix, suffix, middle; suffix, prefix, middle."""
@@ -189,10 +189,10 @@ class Segments:
 
     def gather(self) -> npt.NDArray[np.int32]:
         """All examples' ids one after the other."""
-        return gather(self.pool, self.starts.ravel(), self.lengths.ravel())
+        return gather_runs(self.pool, self.starts.ravel(), self.lengths.ravel())
 
     def completion_mask(self) -> npt.NDArray[np.int8]:
-        """For each id of `gather`: 1 in the middle and the end."""
+        """For each id of `gather_runs`: 1 in the middle and the end."""
         learned = np.array([0, 0, 0, 0, 0, 1, 1], np.int8)
         return np.repeat(np.tile(learned, len(self.lengths)), self.lengths.ravel())
 

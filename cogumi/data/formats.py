@@ -24,12 +24,12 @@ from cogumi.data.chat import (
     Message,
     alpaca_messages,
     last_turn,
-    messages_of,
+    read_messages,
+    read_text,
+    read_tools,
     refuse_empty_answers,
-    string_of,
-    tools_of,
 )
-from cogumi.data.chat_templates import as_the_template_takes_it, read_template, split_thought
+from cogumi.data.chat_templates import adapt_thought, read_template, split_thought
 from cogumi.data.encoding import (
     Budget,
     Rendering,
@@ -42,7 +42,7 @@ from cogumi.data.encoding import (
 from cogumi.data.fim import FimConfig, fim_prompts_chunk, fim_sft_chunk
 from cogumi.data.fim_tokens import order_note, read_controls
 from cogumi.data.preference import preference_chunk
-from cogumi.data.rows import BadRow, Chunk, Dropped, Tokenize, drop, parsed
+from cogumi.data.rows import BadRow, Chunk, Dropped, Tokenize, count_dropped, parse_rows
 from cogumi.data.sources import Alike
 
 FORMATS = {
@@ -125,7 +125,7 @@ def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:
     return {each: found[each] for each in dict.fromkeys(wanted_fields) if each in found}
 
 
-def alike_in(options: FormatOptions, columns: Mapping[str, str]) -> dict[str, Alike]:
+def column_kinds(options: FormatOptions, columns: Mapping[str, str]) -> dict[str, Alike]:
     """Which of these columns ({field: column}) have to hold values of one kind, and how alike they have to be.
 
     What the rewards are given becomes an arrow column. Prompts are texts or messages, and so are completions.
@@ -161,7 +161,7 @@ def _near(name: str, names: Sequence[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"there is {', '.join(names) or 'none'}"
 
 
-def learned(format: str, train: Mapping[str, Any]) -> Literal["turns", "completion", "all"]:
+def learned_parts(format: str, train: Mapping[str, Any]) -> Literal["turns", "completion", "all"]:
     """What `train.completion_only_loss` and `train.assistant_only_loss` mean for a format.
 
     Neither: every turn of a conversation, the completion of a prompt. Both: the same as the completion alone, since
@@ -203,7 +203,7 @@ def tokenize_for(
     return partial(make_chunk, using=using)
 
 
-def note_of(options: FormatOptions, tokenizer: Any) -> str:
+def layout_note(options: FormatOptions, tokenizer: Any) -> str:
     """What a report of the data should add: why a layout is not the one asked for; mostly nothing."""
     return order_note(read_controls(tokenizer), options.fim.spm_rate) if options.format == "fim" else ""
 
@@ -217,8 +217,8 @@ def holds_messages(columns: Mapping[str, str], schema: Mapping[str, Any]) -> boo
 def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk:
     """`input_ids` and `completion_mask` of conversations, or of prompts and completions."""
     dropped: dict[str, Dropped] = {}
-    make = completion_of if "prompt" in using.columns else partial(conversation_of, learn=using.learn)
-    made, at = parsed(rows, first_row, using.columns, make, dropped, using.special)
+    make = read_completion if "prompt" in using.columns else partial(read_conversation, learn=using.learn)
+    made, at = parse_rows(rows, first_row, using.columns, make, dropped, using.special)
     plain = any(isinstance(each, tuple) for each in made)
     by_turns = using.learn == "turns" and not plain
     texts: list[str] = []
@@ -238,7 +238,9 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
                     prompt = "" if using.learn == "all" else using.template.prompt(asked, each.tools)
                     text = using.template.whole(each.messages, each.tools)
         except BadRow as error:
-            drop(dropped, error.reason, row, error.excerpt or (each if isinstance(each, tuple) else each.messages))
+            count_dropped(
+                dropped, error.reason, row, error.excerpt or (each if isinstance(each, tuple) else each.messages)
+            )
             continue
         texts.append(text)
         learned_of.append(prompt)
@@ -250,10 +252,10 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     return masked_chunk(examples, using.budget, kept, texts, dropped)
 
 
-def conversation_of(row: dict[str, Any], learn: str = "turns") -> Conversation:
+def read_conversation(row: dict[str, Any], learn: str = "turns") -> Conversation:
     """A chat row's conversation, with at least one answer in it; what comes after the last one is cut off, since nothing
     is learned from it (unless all is learned)."""
-    messages = messages_in(row)
+    messages = row_messages(row)
     last = last_turn(messages, "assistant")
     if learn != "all":
         messages = messages[: last + 1]
@@ -261,33 +263,33 @@ def conversation_of(row: dict[str, Any], learn: str = "turns") -> Conversation:
     if last == 0:
         raise BadRow("with nothing before the answer")
     refuse_empty_answers(messages, prompt_length)
-    return Conversation(messages, tools_of(row.get("tools")), prompt_length)
+    return Conversation(messages, read_tools(row.get("tools")), prompt_length)
 
 
-def messages_in(row: dict[str, Any]) -> list[Message]:
+def row_messages(row: dict[str, Any]) -> list[Message]:
     """The messages of a chat row of any shape."""
     for name in ("messages", "conversations"):
         if name in row:
-            return messages_of(row[name])
+            return read_messages(row[name])
     return alpaca_messages(row["instruction"], row.get("input"), row["output"], row.get("system"))
 
 
-def completion_of(row: dict[str, Any]) -> Conversation | tuple[str, str]:
+def read_completion(row: dict[str, Any]) -> Conversation | tuple[str, str]:
     """(prompt, completion) where both are text; else one conversation, the prompt's messages first."""
     prompt, completion = row["prompt"], row["completion"]
     if not isinstance(prompt, list) and not isinstance(completion, list):
-        texts = string_of(prompt), string_of(completion)
+        texts = read_text(prompt), read_text(completion)
         if not texts[1].strip():
             raise BadRow("with an empty answer")
         return texts
-    asked = messages_of(prompt) if isinstance(prompt, list) else [{"role": "user", "content": string_of(prompt)}]
+    asked = read_messages(prompt) if isinstance(prompt, list) else [{"role": "user", "content": read_text(prompt)}]
     if isinstance(completion, list):
-        answered = messages_of(completion)
+        answered = read_messages(completion)
     else:
-        answered = [{"role": "assistant", "content": string_of(completion)}]
+        answered = [{"role": "assistant", "content": read_text(completion)}]
     last_turn(answered, "assistant")
     refuse_empty_answers(answered)
-    return Conversation(asked + answered, tools_of(row.get("tools")), len(asked))
+    return Conversation(asked + answered, read_tools(row.get("tools")), len(asked))
 
 
 def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk:
@@ -298,7 +300,7 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
     columns, template, most = using.columns, using.template, using.budget.max_length
     dropped: dict[str, Dropped] = {}
     chat = "prompt" not in columns
-    made, at = parsed(rows, first_row, columns, question_of if chat else prompt_of, dropped, using.special)
+    made, at = parse_rows(rows, first_row, columns, read_question if chat else read_prompt, dropped, using.special)
     text = not any(isinstance(each["prompt"], list) for each in made)
     usable: list[tuple[Any, str, str | None, int]] = []
     for each, row in zip(made, at, strict=True):
@@ -306,17 +308,17 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
         try:
             if not text:
                 assert template is not None
-                prompt = bare([as_the_template_takes_it(message, template.thinking) for message in prompt])
+                prompt = strip_messages([adapt_thought(message, template.thinking) for message in prompt])
                 shown = template.prompt(prompt)
         except BadRow as error:
-            drop(dropped, error.reason, row, error.excerpt or each["prompt"])
+            count_dropped(dropped, error.reason, row, error.excerpt or each["prompt"])
             continue
         usable.append((prompt, shown, each["answer"], row))
     if most is not None:
         _, lengths = encode(using.tokenizer, [shown for _, shown, _, _ in usable], special_tokens=text)
         for (prompt, _, _, row), length in zip(usable, lengths, strict=True):
             if length > most:
-                drop(dropped, using.budget.too_long, row, prompt)
+                count_dropped(dropped, using.budget.too_long, row, prompt)
         usable = [each for each, length in zip(usable, lengths, strict=True) if length <= most]
     others = [name for name in columns if name not in (*FIELDS["chat"], *FIELDS["prompt_completion"])]
     made_of = {"prompt": pa.array([each[0] for each in usable], pa.string() if text else PROMPT_MESSAGES)}
@@ -328,34 +330,34 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
     return Chunk(pa.table(made_of), dropped)
 
 
-def question_of(row: dict[str, Any]) -> dict[str, Any]:
+def read_question(row: dict[str, Any]) -> dict[str, Any]:
     """{"prompt": messages up to the last turn of the user, "answer": what the assistant says after it}."""
-    messages = messages_in(row)
+    messages = row_messages(row)
     asked = last_turn(messages, "user") + 1
     answers = [each["content"] for each in messages[asked:] if each["role"] == "assistant"]
-    return {"prompt": messages[:asked], "answer": without_thought(answers[-1]) if answers else None}
+    return {"prompt": messages[:asked], "answer": strip_thought(answers[-1]) if answers else None}
 
 
-def prompt_of(row: dict[str, Any]) -> dict[str, Any]:
+def read_prompt(row: dict[str, Any]) -> dict[str, Any]:
     """{"prompt": text or messages, "answer": the completion's text or its last message's}."""
     prompt, completion = row["prompt"], row.get("completion")
     if isinstance(completion, list):
-        completion = messages_of(completion)[-1]["content"]
-    answer = None if completion is None else without_thought(string_of(completion))
+        completion = read_messages(completion)[-1]["content"]
+    answer = None if completion is None else strip_thought(read_text(completion))
     if isinstance(prompt, list):
-        return {"prompt": messages_of(prompt), "answer": answer}
-    if not string_of(prompt):
+        return {"prompt": read_messages(prompt), "answer": answer}
+    if not read_text(prompt):
         raise BadRow("with an empty prompt")
-    return {"prompt": string_of(prompt), "answer": answer}
+    return {"prompt": read_text(prompt), "answer": answer}
 
 
-def bare(messages: list[Message]) -> list[Message]:
+def strip_messages(messages: list[Message]) -> list[Message]:
     """Roles and contents. Raises BadRow where a message has more that its template would show."""
     if any("tool_calls" in message for message in messages):
         raise BadRow("with tool calls in the prompt")
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
-def without_thought(answer: str) -> str:
+def strip_thought(answer: str) -> str:
     """The answer that is to be compared with the visible part of a completion."""
     return split_thought(answer)[1]

@@ -2,7 +2,7 @@
 
 TRL's `bfd` packing lays the rows of a micro-batch end to end, in one sequence whose position ids begin again at each
 example, without an attention mask. That is how flash attention wants them. Any other attention computes the whole square of
-that sequence, so that it gets the rows beside each other: `rows_apart`.
+that sequence, so that it gets the rows beside each other: `collate_rows_apart`.
 transformers 5.17 makes a block-diagonal mask of the position ids. A model that carries a state along the sequence, makes
 a mask of its own or (gpt_oss there, unless with flash attention) makes one without the position ids lets examples read each
 other. That is found out on the loaded model, not looked up.
@@ -80,7 +80,7 @@ def wants_one_sequence(model: Any) -> bool:
     return "flash" in attention_of(model.config)
 
 
-def rows_apart(collate: Any, examples: list[dict[str, Any]]) -> dict[str, Any]:
+def collate_rows_apart(collate: Any, examples: list[dict[str, Any]]) -> dict[str, Any]:
     """A micro-batch of packed rows, a row each: `input_ids`, `labels`, `position_ids`, (rows, longest row).
 
     collate: TRL's DataCollatorForLanguageModeling, which pads on the right. Padding has position 0, as if each of its tokens
@@ -92,13 +92,13 @@ def rows_apart(collate: Any, examples: list[dict[str, Any]]) -> dict[str, Any]:
     return batch
 
 
-def padding_of(position_ids: torch.Tensor) -> torch.Tensor:
-    """Where `rows_apart` padded: what begins anew at the token after its beginning. No example is one token long."""
+def padding_mask(position_ids: torch.Tensor) -> torch.Tensor:
+    """Where `collate_rows_apart` padded: what begins anew at the token after its beginning. No example is one token long."""
     begins = position_ids == 0
     return begins & torch.nn.functional.pad(begins[:, 1:], (0, 1), value=True)
 
 
-def probe(model: Any, documents: Sequence[Sequence[int]], pad_token_id: int) -> Leak:
+def probe_packing(model: Any, documents: Sequence[Sequence[int]], pad_token_id: int) -> Leak:
     """Send pairs of documents through the model packed and apart, and return the pair that differs least beyond rounding.
 
     documents: token ids of at least two examples, of which the last DOCUMENT tokens are used (chats begin alike). Packed as
@@ -110,7 +110,7 @@ def probe(model: Any, documents: Sequence[Sequence[int]], pad_token_id: int) -> 
     if len(ends) < 2:
         raise ValueError("packing is probed with two documents of at least two tokens")
     pairs = list(zip(ends[::2], ends[1::2], strict=False))[:PAIRS]
-    with as_it_is(model):
+    with evaluation_mode(model):
         leaks = [probe_pair(model, *pair, pad_token_id) for pair in pairs]
     return min(leaks, key=lambda leak: leak.distance / leak.bound if leak.bound else leak.distance)
 
@@ -132,23 +132,23 @@ def probe_pair(model: Any, one: list[int], other: list[int], pad_token_id: int) 
     if wants_one_sequence(model):
         packed = logits_of(flat, both)[0]
     else:
-        packed = logits_of(partial(rows_apart, flat), both, {"input_ids": one, "seq_lengths": [len(one)]})[0]
+        packed = logits_of(partial(collate_rows_apart, flat), both, {"input_ids": one, "seq_lengths": [len(one)]})[0]
     alone = torch.cat([logits_of(flat, {"input_ids": ids})[0] for ids in (one, other)])
     padded = logits_of(padding, {"input_ids": one}, {"input_ids": other})
     together = torch.cat([row[: len(ids)] for row, ids in zip(padded, (one, other), strict=True)])
     measured = (alone - together).abs().max().item()
-    epsilon = torch.finfo(computed_in(model)).eps * alone.abs().max().item()
+    epsilon = torch.finfo(computing_dtype(model)).eps * alone.abs().max().item()
     return Leak((packed - alone).abs().max().item(), max(TIMES_MEASURED * measured, TIMES_EPSILON * epsilon))
 
 
-def computed_in(model: Any) -> torch.dtype:
+def computing_dtype(model: Any) -> torch.dtype:
     """The coarsest dtype of the model's floating-point parameters."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     return max((dtype for dtype in dtypes if dtype.itemsize > 1), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 @contextmanager
-def as_it_is(model: Any) -> Iterator[None]:
+def evaluation_mode(model: Any) -> Iterator[None]:
     """Eval mode without gradients, for the length of a block that leaves neither a mode nor a random state changed."""
     modes = {module: module.training for module in model.modules()}
     model.eval()

@@ -12,9 +12,9 @@ import polars as pl
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from cogumi.data.chat import Message, messages_of, refuse_empty_answers, string_of, tools_of
+from cogumi.data.chat import Message, read_messages, read_text, read_tools, refuse_empty_answers
 from cogumi.data.encoding import Budget, Rendering, batches, encode, shared_prefixes
-from cogumi.data.rows import BadRow, Chunk, Dropped, drop, parsed
+from cogumi.data.rows import BadRow, Chunk, Dropped, count_dropped, parse_rows
 
 Side = str | list[Message]
 
@@ -22,25 +22,25 @@ Side = str | list[Message]
 def preference_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk:
     """`prompt_ids`, `chosen_ids`, `rejected_ids`. The template may be None where no row holds messages."""
     dropped: dict[str, Dropped] = {}
-    pairs, at = parsed(rows, first_row, using.columns, pair_of, dropped, using.special)
+    pairs, at = parse_rows(rows, first_row, using.columns, read_pair, dropped, using.special)
     texts: list[tuple[str, str, str]] = []
     at_text: list[int] = []
     for pair, row in zip(pairs, at, strict=True):
         try:
-            texts.append(rendered(pair, using))
+            texts.append(render_pair(pair, using))
             at_text.append(row)
         except BadRow as error:
-            drop(dropped, error.reason, row, error.excerpt or tuple(pair.values()))
+            count_dropped(dropped, error.reason, row, error.excerpt or tuple(pair.values()))
     ids: dict[str, list[NDArray[np.int32]]] = {"prompt_ids": [], "chosen_ids": [], "rejected_ids": []}
     truncated = 0
     plain = bool(pairs) and isinstance(pairs[0]["prompt"], str)
     for start, end in batches([chosen for _, chosen, _ in texts]):
-        sides = tokenized(texts[start:end], using.tokenizer, plain)
+        sides = tokenize_pairs(texts[start:end], using.tokenizer, plain)
         for (prompt, chosen, rejected), row, shown in zip(sides, at_text[start:end], texts[start:end], strict=True):
             try:
-                chosen, rejected, cut = within(using.budget, prompt, chosen, rejected)
+                chosen, rejected, cut = fit_budget(using.budget, prompt, chosen, rejected)
             except BadRow as error:
-                drop(dropped, error.reason, row, shown[0])
+                count_dropped(dropped, error.reason, row, shown[0])
                 continue
             truncated += cut
             for name, part in zip(ids, (prompt, chosen, rejected), strict=True):
@@ -49,7 +49,7 @@ def preference_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     return Chunk(pa.table(columns), dropped, truncated)
 
 
-def pair_of(row: dict[str, Any]) -> dict[str, Any]:
+def read_pair(row: dict[str, Any]) -> dict[str, Any]:
     """{"prompt", "chosen", "rejected"}, all text or all messages, and "tools". Raises BadRow."""
     sides: dict[str, Side] = {side: text_or_messages(row[side]) for side in ("chosen", "rejected")}
     chosen, rejected = sides["chosen"], sides["rejected"]
@@ -78,11 +78,11 @@ def pair_of(row: dict[str, Any]) -> dict[str, Any]:
             if any(message["role"] == "user" for message in side):  # its question would be learned with the answers
                 raise BadRow("with a question inside a side")
             refuse_empty_answers(side)
-    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "tools": tools_of(row.get("tools"))}
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "tools": read_tools(row.get("tools"))}
 
 
 def text_or_messages(value: Any) -> Side:
-    return messages_of(value) if isinstance(value, list) else string_of(value)
+    return read_messages(value) if isinstance(value, list) else read_text(value)
 
 
 def implicit_prompt(chosen: Side, rejected: Side) -> int:
@@ -99,7 +99,7 @@ def implicit_prompt(chosen: Side, rejected: Side) -> int:
     return length
 
 
-def rendered(pair: dict[str, Any], using: Rendering) -> tuple[str, str, str]:
+def render_pair(pair: dict[str, Any], using: Rendering) -> tuple[str, str, str]:
     """(prompt, prompt and chosen, prompt and rejected). Raises BadRow."""
     prompt, chosen, rejected, tools = (pair[key] for key in ("prompt", "chosen", "rejected", "tools"))
     if isinstance(prompt, str):
@@ -111,7 +111,7 @@ def rendered(pair: dict[str, Any], using: Rendering) -> tuple[str, str, str]:
     return asked, template.whole(prompt + chosen, tools), template.whole(prompt + rejected, tools)
 
 
-def tokenized(
+def tokenize_pairs(
     texts: list[tuple[str, str, str]], tokenizer: Any, plain: bool
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]]:
     """(prompt, chosen, rejected) in ids: the prompt ends where its own tokens part from either whole's."""
@@ -125,7 +125,7 @@ def tokenized(
         yield p[a : a + n], c[b + n : b + chosen[1][at]], r[d + n : d + rejected[1][at]]
 
 
-def within(
+def fit_budget(
     budget: Budget, prompt: NDArray[np.int32], chosen: NDArray[np.int32], rejected: NDArray[np.int32]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
     """(chosen, rejected, whether something was cut). Raises BadRow where nothing is left to compare.

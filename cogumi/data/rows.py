@@ -56,7 +56,7 @@ class BadRow(Exception):
         self.reason, self.excerpt = reason, excerpt
 
 
-def drop(dropped: dict[str, Dropped], reason: str, row: int, value: Any) -> None:
+def count_dropped(dropped: dict[str, Dropped], reason: str, row: int, value: Any) -> None:
     """Count row number `row`, which holds `value`; rows come in their order."""
     if reason in dropped:
         dropped[reason] += Dropped(1, row, "")
@@ -66,24 +66,24 @@ def drop(dropped: dict[str, Dropped], reason: str, row: int, value: Any) -> None
 
 def excerpt_of(value: Any) -> str:
     """The start of a value on one line, in at most 80 characters."""
-    text = " ".join(in_words(value)[: 4 * EXCERPT].split())
+    text = " ".join(describe_value(value)[: 4 * EXCERPT].split())
     return text if len(text) <= EXCERPT else text[: EXCERPT - 1] + "…"
 
 
-def in_words(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """A value of a row for people: text as it stands, the fields of a row apart, messages by their roles, the rest as JSON."""
     if isinstance(value, str):
         return value or "(empty)"
     if isinstance(value, bytes):
         return value.decode(errors="backslashreplace")
     if isinstance(value, tuple):
-        return " | ".join(map(in_words, value))
+        return " | ".join(map(describe_value, value))
     if isinstance(value, list) and value and all(isinstance(each, dict) and set(each) == SPOKEN for each in value):
-        return " ".join(f"{each['role']}: {in_words(each['content'])}" for each in value)
+        return " ".join(f"{each['role']}: {describe_value(each['content'])}" for each in value)
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def decoded(value: Any) -> Any:
+def decode_value(value: Any) -> Any:
     """Bytes as text, everything else as it is. Raises BadRow for null and for bytes that are no UTF-8."""
     if value is None:
         raise BadRow("null")
@@ -95,7 +95,7 @@ def decoded(value: Any) -> Any:
     return value
 
 
-def parsed(
+def parse_rows(
     rows: pl.DataFrame,
     first_row: int,
     columns: Mapping[str, str],
@@ -116,26 +116,26 @@ def parsed(
             made.append(make(dict(zip(columns, row, strict=True))))
             at.append(index)
         except BadRow as error:
-            drop(dropped, error.reason, index, error.excerpt or row)
-    texts = pl.Series(["\0".join(strings_in(each)) for each in made], dtype=pl.String)
+            count_dropped(dropped, error.reason, index, error.excerpt or row)
+    texts = pl.Series(["\0".join(iter_strings(each)) for each in made], dtype=pl.String)
     bad = texts.str.contains_any(special).to_list() if special else [False] * len(made)
     for hit, row_number, text in zip(bad, at, texts, strict=True):
         if hit:
-            drop(dropped, "containing a special token", row_number, text)
+            count_dropped(dropped, "containing a special token", row_number, text)
     kept = [place for place, hit in enumerate(bad) if not hit]
     return [made[place] for place in kept], [at[place] for place in kept]
 
 
-def strings_in(value: Any) -> Iterator[str]:
+def iter_strings(value: Any) -> Iterator[str]:
     """Every text in a value of messages or tools, however deep, keys included; of a dataclass its values."""
     if isinstance(value, str):
         yield value
     elif is_dataclass(value):
-        yield from strings_in(list(vars(value).values()))
+        yield from iter_strings(list(vars(value).values()))
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from strings_in(key)
-            yield from strings_in(inner)
+            yield from iter_strings(key)
+            yield from iter_strings(inner)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from strings_in(inner)
+            yield from iter_strings(inner)

@@ -41,7 +41,7 @@ class Selection:
     """How many rows, and which."""
 
     eval_rows: int | None = 0
-    """None: as many as `held_out_of` says."""
+    """None: as many as `held_out_rows` says."""
     max_rows: int | None = None
     fraction: float = 1.0
     """Of the rows of each source that may be trained on."""
@@ -66,7 +66,7 @@ class Counts:
     """Rows equal to an earlier one (of any source), beyond those equal to a held-out row. Dropped or not."""
 
 
-def held_out_of(rows: int, asked: int | None) -> int:
+def held_out_rows(rows: int, asked: int | None) -> int:
     """How many rows are held out: as many as were asked for, or one in ONE_IN, at most MOST_HELD_OUT."""
     return min(MOST_HELD_OUT, rows // ONE_IN) if asked is None else asked
 
@@ -115,7 +115,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def choose(
+def choose_rows(
     hashes: Hashes, states: States, bounds: Sequence[int], weights: Sequence[float], selection: Selection
 ) -> list[Counts]:
     """Write into `states` what becomes of every row, and count it by source.
@@ -130,11 +130,11 @@ def choose(
     shares = [share / sum(shares) for share in shares]
     parts = [slice(start, stop) for start, stop in pairwise(bounds)]
     held_out = np.empty(0, np.uint64)
-    wanted = divided(held_out_of(len(hashes), selection.eval_rows), shares)
+    wanted = divide_by_shares(held_out_rows(len(hashes), selection.eval_rows), shares)
     for part, count in zip(parts, wanted, strict=True):
-        held_out = np.union1d(held_out, hold_out(hashes[part], states[part], count, held_out))
+        held_out = np.union1d(held_out, mark_held_out(hashes[part], states[part], count, held_out))
     duplicates = np.zeros(len(parts), np.int64)
-    for rows in ascending(hashes):
+    for rows in iter_ascending(hashes):
         states[rows[np.isin(hashes[rows], held_out) & (states[rows] == UNUSED)]] = LIKE_HELD_OUT
         rows = rows[(states[rows] == UNUSED) & (hashes[rows] != NOTHING)]
         copies = rows[~is_first(hashes[rows])]
@@ -146,8 +146,8 @@ def choose(
     total = min(int(limit / share) for limit, share in zip(limits, shares, strict=True))
     if selection.max_rows is not None:
         total = min(total, selection.max_rows)
-    for part, count in zip(parts, divided(total, shares), strict=True):
-        for rows in ascending(hashes[part]):
+    for part, count in zip(parts, divide_by_shares(total, shares), strict=True):
+        for rows in iter_ascending(hashes[part]):
             chosen = rows[states[part][rows] == UNUSED][:count]
             states[part][chosen] = TRAIN
             count -= len(chosen)
@@ -163,10 +163,10 @@ def choose(
     ]
 
 
-def hold_out(hashes: Hashes, states: States, count: int, taken: Hashes) -> Hashes:
+def mark_held_out(hashes: Hashes, states: States, count: int, taken: Hashes) -> Hashes:
     """HELD_OUT for the first row with each of the `count` smallest hashes that are not `taken`. Returns those hashes."""
     chosen = [np.empty(0, np.int64)]
-    for rows in ascending(hashes):
+    for rows in iter_ascending(hashes):
         if not count:
             break
         here = hashes[rows]
@@ -178,7 +178,7 @@ def hold_out(hashes: Hashes, states: States, count: int, taken: Hashes) -> Hashe
     return np.asarray(hashes[places])
 
 
-def ascending(hashes: Hashes) -> Iterator[npt.NDArray[np.int64]]:
+def iter_ascending(hashes: Hashes) -> Iterator[npt.NDArray[np.int64]]:
     """The numbers of all rows in the order of their hashes, equal ones in theirs, about BLOCK of them at a time."""
     shift = np.uint64(64 - max(0, (len(hashes) - 1) // BLOCK).bit_length())
     for bucket in range(1 << (64 - int(shift))):
@@ -195,7 +195,7 @@ def is_first(hashes: Hashes) -> npt.NDArray[np.bool_]:
     return np.concatenate([[True], hashes[1:] != hashes[:-1]])[: len(hashes)]
 
 
-def divided(total: int, shares: Sequence[Fraction]) -> list[int]:
+def divide_by_shares(total: int, shares: Sequence[Fraction]) -> list[int]:
     """Whole numbers in these shares (which sum to 1) that add up to `total`: the largest remainders are rounded up."""
     exact = [total * share for share in shares]
     whole = [int(each) for each in exact]

@@ -24,8 +24,8 @@ from threading import Event
 from typing import Any
 
 from cogumi.core.errors import Finding, State
-from cogumi.core.formatting import pip
-from cogumi.core.notices import working
+from cogumi.core.formatting import pip_command
+from cogumi.core.notices import show_seconds
 from cogumi.diagnostics.import_checks import Step, run_steps
 from cogumi.stack import driver, host, installed
 from cogumi.stack.lanes import torch_build
@@ -65,7 +65,7 @@ class DoctorReport:
         }
 
     def __str__(self) -> str:
-        return "\n".join([*(line for each in self.findings for line in lines(each)), "", self.summary()])
+        return "\n".join([*(line for each in self.findings for line in render_finding(each)), "", self.summary()])
 
     def summary(self) -> str:
         counted = {state: sum(each.state == state for each in self.findings) for state in ("fatal", "warning", "note")}
@@ -74,7 +74,7 @@ class DoctorReport:
 
 
 @dataclass
-class Seen:
+class CheckupState:
     """What one check found that a later one needs."""
 
     timeout: float
@@ -88,7 +88,7 @@ class Seen:
         return str(self.steps["torch"].answer["device"])
 
 
-@working("doctor: this machine and its packages are being checked")
+@show_seconds("doctor: this machine and its packages are being checked")
 def doctor(timeout: float = TIMEOUT) -> DoctorReport:
     """Look at this machine and this environment; takes a quarter of a minute, changes nothing and leaves no files.
 
@@ -96,7 +96,7 @@ def doctor(timeout: float = TIMEOUT) -> DoctorReport:
     not an exception.
     """
     began = time.perf_counter()
-    seen = Seen(timeout, Path.cwd())
+    seen = CheckupState(timeout, Path.cwd())
     found: list[Finding] = []
     for number, (name, check) in enumerate(CHECKS):
         try:
@@ -118,16 +118,16 @@ def doctor(timeout: float = TIMEOUT) -> DoctorReport:
 # ------------------------------------------------------------------------------------------------------- without importing
 
 
-def the_interpreter(_: Seen) -> Iterator[Finding]:
-    yield from python()
-    yield from kernels()
+def check_python(_: CheckupState) -> Iterator[Finding]:
+    yield from python_finding()
+    yield from kernel_findings()
 
 
-def the_disks(seen: Seen) -> Iterator[Finding]:
-    yield from host.findings(host.box_of(host.environment_of_the_box()), seen.work)
+def check_disks(seen: CheckupState) -> Iterator[Finding]:
+    yield from host.findings(host.find_host(host.host_environment()), seen.work)
 
 
-def the_driver(seen: Seen) -> Iterator[Finding]:
+def check_driver(seen: CheckupState) -> Iterator[Finding]:
     _, seen.torch_cuda = torch_build()
     (step,) = run_steps(["driver"], seen.timeout, environment(None))
     yield from driver.findings(step.answer, step.error, seen.torch_cuda)
@@ -136,22 +136,22 @@ def the_driver(seen: Seen) -> Iterator[Finding]:
         yield Finding("torch", "warning", "CPU build", cause, f"remove {sys.prefix}, then {installed.INSTALL}")
 
 
-def the_environment(seen: Seen) -> Iterator[Finding]:
-    yield from host.variables(os.environ, seen.work)
+def check_environment(seen: CheckupState) -> Iterator[Finding]:
+    yield from host.check_variables(os.environ, seen.work)
     seen.distributions = installed.distributions()
-    yield from installed.mixed(seen.distributions, seen.torch_cuda)
+    yield from installed.check_cuda_mix(seen.distributions, seen.torch_cuda)
 
 
-def the_packages(seen: Seen) -> Iterator[Finding]:
-    yield from installed.broken(seen.distributions)
-    yield from installed.doubled(seen.distributions)
-    yield from installed.against_lane(seen.distributions)
+def check_packages(seen: CheckupState) -> Iterator[Finding]:
+    yield from installed.check_files(seen.distributions)
+    yield from installed.check_duplicates(seen.distributions)
+    yield from installed.check_lane(seen.distributions)
 
 
 # ------------------------------------------------------------------------------------------------- Python, and notebooks
 
 
-def python() -> Iterator[Finding]:
+def python_finding() -> Iterator[Finding]:
     version, here = platform.python_version(), sys.prefix
     place = f"{version} in {here}" + ("" if sys.prefix != sys.base_prefix else ", which is no virtual environment")
     if sys.version_info[:2] not in SUPPORTED or sys.version_info.releaselevel != "final":
@@ -169,7 +169,7 @@ def python() -> Iterator[Finding]:
         yield Finding("Python", "ok", place)
 
 
-def c_library(_: Seen) -> Iterator[Finding]:
+def c_library(_: CheckupState) -> Iterator[Finding]:
     system, processor = platform.system(), platform.machine()
     if system == "Darwin" and processor == "arm64":
         yield Finding("C library", "ok", f"macOS {platform.mac_ver()[0]} on {processor}")
@@ -177,10 +177,10 @@ def c_library(_: Seen) -> Iterator[Finding]:
         cause = f"the lanes are for Linux on x86-64, and for macOS on Apple silicon; this is {system} on {processor}"
         yield Finding("C library", "warning", f"{system} {processor}", cause, "take such a machine")
     else:
-        yield glibc(*platform.libc_ver())
+        yield glibc_finding(*platform.libc_ver())
 
 
-def glibc(name: str, version: str) -> Finding:
+def glibc_finding(name: str, version: str) -> Finding:
     newer = "take an Ubuntu 22.04 or Debian 12 image, or newer"
     if name != "glibc":
         cause = "wheels for Linux (manylinux) need glibc; this system has another C library, as Alpine does"
@@ -193,7 +193,7 @@ def glibc(name: str, version: str) -> Finding:
     return Finding("C library", "ok", figure)
 
 
-def kernels() -> Iterator[Finding]:
+def kernel_findings() -> Iterator[Finding]:
     """Notebook kernels that are not this environment, in which cogumi and its wheels would not be found."""
     what, here = "notebook kernel", os.path.realpath(os.path.dirname(os.path.abspath(sys.executable)))
     found, unreadable = kernelspecs()
@@ -219,7 +219,7 @@ def kernels() -> Iterator[Finding]:
     if ours:
         yield Finding(what, "ok", f"{', '.join(ours)}: this environment")
     elif not others and not unreadable:
-        yield Finding(what, "note", f"none is installed here; {pip('install ipykernel')} makes one")
+        yield Finding(what, "note", f"none is installed here; {pip_command('install ipykernel')} makes one")
 
 
 def kernelspecs() -> tuple[dict[str, str], list[tuple[Path, str]]]:
@@ -270,7 +270,7 @@ def package_elsewhere() -> str:
 # ----------------------------------------------------------------------------------------------- by importing, in processes
 
 
-def torch_itself(seen: Seen) -> Iterator[Finding]:
+def check_torch(seen: CheckupState) -> Iterator[Finding]:
     """Runs every step, of which the later checks tell."""
     with tempfile.TemporaryDirectory(prefix="cogumi-doctor-", ignore_cleanup_errors=True) as scratch:
         own = environment(scratch)
@@ -287,15 +287,15 @@ def torch_itself(seen: Seen) -> Iterator[Finding]:
     if step is None:
         yield Finding("torch", "skipped", "ended before it answered, as what follows had failed")
     elif step.error:
-        yield failed("torch", step, "fatal")
+        yield describe_failure("torch", step, "fatal")
     else:
         build = f"for CUDA {step.answer['cuda']}" if step.answer["cuda"] else "a CPU build"
         figure = f"{step.answer['version']}, {build}; computes on {seen.device}"
         yield Finding(
-            "torch", "ok", "; ".join([figure, *(measured(*each[:3]) for each in step.answer["readings"][1:])])
+            "torch", "ok", "; ".join([figure, *(format_reading(*each[:3]) for each in step.answer["readings"][1:])])
         )
         if "matmul" in seen.steps:
-            yield of_probe(seen.steps["matmul"], "matmul")
+            yield describe_probe(seen.steps["matmul"], "matmul")
 
 
 def environment(scratch: str | None) -> dict[str, str]:
@@ -311,44 +311,44 @@ def environment(scratch: str | None) -> dict[str, str]:
     return found
 
 
-def the_training_libraries(seen: Seen) -> Iterator[Finding]:
+def check_libraries(seen: CheckupState) -> Iterator[Finding]:
     for name, what in (("data", "data libraries"), ("libraries", "training libraries")):
         step = seen.steps.get(name)
         if step is None:
             return
         if step.error:
-            yield failed(what, step, "fatal")
+            yield describe_failure(what, step, "fatal")
             return
         versions = ", ".join(f"{module} {version}" for module, version in step.answer.items())
-        yield warned(Finding(what, "ok", versions), step)
+        yield describe_warning(Finding(what, "ok", versions), step)
 
 
-def the_probes(seen: Seen) -> Iterator[Finding]:
+def check_probes(seen: CheckupState) -> Iterator[Finding]:
     absent = [name for name in SOME_PACKAGE if name not in seen.steps]
     for name in SOME_PACKAGE:
         if name in seen.steps:
-            yield of_probe(seen.steps[name], name, seen.device)
+            yield describe_probe(seen.steps[name], name, seen.device)
     if absent:
         yield Finding("not installed", "skipped", ", ".join(absent))
 
 
-def of_probe(step: Step, what: str, device: str = "cpu") -> Finding:
+def describe_probe(step: Step, what: str, device: str = "cpu") -> Finding:
     if step.error and device == "cpu" and what in NEEDS_CUDA:
         return Finding(what, "note", f"installed; it needs a GPU, and there is none ({step.error})")
     if step.error:
-        return failed(what, step, "warning")
-    return warned(Finding(what, "ok", "; ".join(measured(*each) for each in step.answer)), step)
+        return describe_failure(what, step, "warning")
+    return describe_warning(Finding(what, "ok", "; ".join(format_reading(*each) for each in step.answer)), step)
 
 
-def measured(metric: str, value: Any, unit: str, note: str = "") -> str:
+def format_reading(metric: str, value: Any, unit: str, note: str = "") -> str:
     spoken = f"{value:.3g}" if isinstance(value, float) else str(value)
     return f"{metric} {spoken} {unit}".strip() + (f" ({note})" if note else "")
 
 
-def the_attention(seen: Seen) -> Iterator[Finding]:
+def check_attention(seen: CheckupState) -> Iterator[Finding]:
     step = seen.steps["attention"]
     if step.error:
-        yield failed("attention", step, "warning")
+        yield describe_failure("attention", step, "warning")
         return
     timed = ", ".join(f"{name} {value:.2f} ms" for name, value, _, _ in step.answer["readings"] if value is not None)
     flash, asked = seen.steps.get("flash_attn"), "torch's sdpa"
@@ -359,11 +359,11 @@ def the_attention(seen: Seen) -> Iterator[Finding]:
     yield Finding("attention", "ok", f"{asked}; of sdpa's kernels {step.answer['chosen']} is taken ({timed})")
 
 
-def the_compiler(seen: Seen) -> Iterator[Finding]:
+def check_compiler(seen: CheckupState) -> Iterator[Finding]:
     """What `torch.compile` does here, for 4-bit layers and at all, and which variables change that."""
     if step := seen.steps.get("four_bit"):
         if step.error:
-            yield failed("4-bit layers", step, "warning")
+            yield describe_failure("4-bit layers", step, "warning")
         else:
             report = step.answer["report"]
             for each in report["variables"]:
@@ -376,9 +376,9 @@ def the_compiler(seen: Seen) -> Iterator[Finding]:
             yield Finding("4-bit layers", "ok", f"{how}{tried}")
     if step := seen.steps.get("compiler"):
         if step.error:
-            yield failed("compiler", step, "warning")
+            yield describe_failure("compiler", step, "warning")
         elif error := step.answer["error"]:
-            yield explained(Finding("compiler", "warning", error, "torch.compile does not work here"), error)
+            yield with_explanation(Finding("compiler", "warning", error, "torch.compile does not work here"), error)
         else:
             seconds = step.answer["seconds"]
             yield Finding("compiler", "ok", f"torch compiles here (the smallest function in {seconds:.1f} s)")
@@ -387,19 +387,19 @@ def the_compiler(seen: Seen) -> Iterator[Finding]:
 # ------------------------------------------------------------------------------------------------------------- what failed
 
 
-def failed(what: str, step: Step, state: State) -> Finding:
+def describe_failure(what: str, step: Step, state: State) -> Finding:
     """A finding on a step that failed, with cause and fix where what it wrote is a known failure."""
     fix = "cogumi doctor --explain FILE, with all that the import printed"
     plain = Finding(what, state, step.error, "not one of the known failures", fix)
-    return explained(plain, f"{step.said}\n{step.error}")
+    return with_explanation(plain, f"{step.said}\n{step.error}")
 
 
-def warned(fine: Finding, step: Step) -> Finding:
+def describe_warning(fine: Finding, step: Step) -> Finding:
     """A step that worked may have printed that something in it does not."""
-    return explained(fine, step.said, "warning")
+    return with_explanation(fine, step.said, "warning")
 
 
-def explained(plain: Finding, text: str, state: State | None = None) -> Finding:
+def with_explanation(plain: Finding, text: str, state: State | None = None) -> Finding:
     from cogumi.diagnostics.signatures import explain
 
     known = explain(text)
@@ -411,23 +411,23 @@ def explained(plain: Finding, text: str, state: State | None = None) -> Finding:
     return Finding(plain.what, state or plain.state, figure, first.cause, first.fix)
 
 
-CHECKS: tuple[tuple[str, Callable[[Seen], Iterator[Finding]]], ...] = (
-    ("Python", the_interpreter),
+CHECKS: tuple[tuple[str, Callable[[CheckupState], Iterator[Finding]]], ...] = (
+    ("Python", check_python),
     ("C library", c_library),
-    ("disks", the_disks),
-    ("driver", the_driver),
-    ("environment", the_environment),
-    ("packages", the_packages),
-    ("CUDA majors", lambda seen: installed.cuda_majors(seen.distributions, seen.torch_cuda)),
-    ("torch", torch_itself),
-    ("libraries", the_training_libraries),
-    ("probes", the_probes),
-    ("attention", the_attention),
-    ("torch.compile", the_compiler),
+    ("disks", check_disks),
+    ("driver", check_driver),
+    ("environment", check_environment),
+    ("packages", check_packages),
+    ("CUDA majors", lambda seen: installed.check_cuda_majors(seen.distributions, seen.torch_cuda)),
+    ("torch", check_torch),
+    ("libraries", check_libraries),
+    ("probes", check_probes),
+    ("attention", check_attention),
+    ("torch.compile", check_compiler),
 )
 
 
-def lines(finding: Finding, width: int | None = None) -> Iterator[str]:
+def render_finding(finding: Finding, width: int | None = None) -> Iterator[str]:
     """One finding as lines of a table; a fix is never broken, as it is to be copied."""
     columns = width or min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
     start, below = f"{finding.state:8} {finding.what:18} ", " " * 9

@@ -51,29 +51,29 @@ def run_steps(
 ) -> list[Step]:
     """Run steps for at most `timeout` seconds a process. After one of `needed` has failed no more are run, and `stop` is
     set, which ends those who look at it too. Raises OSError where no process can be had."""
-    from cogumi.core.worker import run_apart  # not found yet where this file is run by its path
+    from cogumi.core.worker import run_command  # not found yet where this file is run by its path
 
     stop = stop or Event()
     done: list[Step] = []
     while (left := names[len(done) :]) and not stop.is_set():
         command = [sys.executable, "-B", "-P", "-X", "faulthandler", __file__, *left]
-        ended = run_apart(command, timeout, environment, stop)
+        ended = run_command(command, timeout, environment, stop)
         marked = [line.removeprefix(MARK) for line in ended.stdout.splitlines() if line.startswith(MARK)]
         answers = [json.loads(line) for line in marked]
-        found = [Step(**each, said=part(ended.stderr, each["name"])) for each in answers]
+        found = [Step(**each, said=stderr_of_step(ended.stderr, each["name"])) for each in answers]
         if stop.is_set():
             return done + found
         if not found or (len(found) < len(left) and not found[-1].error):
             # It ended, or was ended, in the middle of the step after the last that answered.
             how = ended.how if ended.status is not None else f"no answer in {timeout:.0f} s"
-            found.append(Step(left[len(found)], error=how, said=part(ended.stderr, left[len(found)])))
+            found.append(Step(left[len(found)], error=how, said=stderr_of_step(ended.stderr, left[len(found)])))
         done += found
         if any(step.error and step.name in needed for step in found):
             stop.set()
     return done
 
 
-def part(stderr: str, name: str) -> str:
+def stderr_of_step(stderr: str, name: str) -> str:
     """What was written to standard error during one step."""
     _, found, rest = stderr.partition(f"{MARK}{name}\n")
     return rest.partition(MARK)[0] if found else stderr.partition(MARK)[0]

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cogumi.core.redact import hide
+from cogumi.core.redact import redact_text
 
 # Terminal colours, also as a notebook file spells them, and the links that some terminals write.
 COLOURS = re.compile(r"(?:\x1b|\\u001b|\\x1b|\\033)\[[0-9;:?]{0,40}[A-Za-z]|\x1b\][^\x07\x1b\n]{0,2000}(?:\x07|\x1b\\)")
@@ -102,7 +102,7 @@ def explain(text: str) -> tuple[Diagnosis, ...]:
     text = COLOURS.sub("", text)
     found: dict[str, tuple[Signature, re.Match[str]]] = {}
     for signature in signatures():
-        matches = [match for pattern in signature.patterns if (match := _first(pattern, text))]
+        matches = [match for pattern in signature.patterns if (match := _first_match(pattern, text))]
         if matches:
             found[signature.name] = signature, min(matches, key=re.Match.start)
 
@@ -111,18 +111,18 @@ def explain(text: str) -> tuple[Diagnosis, ...]:
         return not signature.fatal, any(name in found for name in signature.follows), match.start()
 
     return tuple(
-        Diagnosis(signature.name, signature.cause, signature.fix, _shown(text, match), _line_number(text, match))
+        Diagnosis(signature.name, signature.cause, signature.fix, _matched_line(text, match), _line_number(text, match))
         for signature, match in sorted(found.values(), key=rank)
     )
 
 
-def explained(text: str) -> Explanation:
+def explain_text(text: str) -> Explanation:
     """`explain`, for printing: its text names cause, line and fix of each, or says plainly that nothing is known."""
     last = COLOURS.sub("", text[-10_000:]).rstrip().replace("\r", "\n").rsplit("\n", 1)[-1]
-    return Explanation(explain(text), hide(_one_line(last)[:SHOWN]))
+    return Explanation(explain(text), redact_text(_one_line(last)[:SHOWN]))
 
 
-def _first(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+def _first_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     """The first match that is not in a line of source code."""
     for match in pattern.finditer(text):
         line = text.rfind("\n", max(0, match.start() - 1000), match.start()) + 1
@@ -131,13 +131,13 @@ def _first(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     return None
 
 
-def _shown(text: str, match: re.Match[str]) -> str:
+def _matched_line(text: str, match: re.Match[str]) -> str:
     """The line, or the wrapped lines, of a match: at most SHOWN characters, of a longer line those around the match."""
     # Far more than is shown, so that a secret is seen whole before the line is cut.
     start, end = max(0, match.start() - 4 * SHOWN), match.end() + 4 * SHOWN
     start = max(start, *(text.rfind(newline, start, match.start()) + 1 for newline in "\n\r"))
     end = min((at for newline in "\n\r" if (at := text.find(newline, match.end(), end)) >= 0), default=end)
-    line = hide(_one_line(text[start:end]))
+    line = redact_text(_one_line(text[start:end]))
     if len(line) <= SHOWN:
         return line
     words = _one_line(match.group())

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import platformdirs
 
-from cogumi.core.disk_space import datasets_cache, filesystem_of, hf_home, hub_cache, place_of
-from cogumi.core.disk_space import spoken as spoken
-from cogumi.core.durability import locked
+from cogumi.core.disk_space import datasets_cache, filesystem_of, hf_home, hub_cache, path_from_environment
+from cogumi.core.disk_space import format_bytes as format_bytes
+from cogumi.core.durability import lock_directory
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Tally:
         self.entries += 1
 
 
-def uses(directory: Path) -> list[Use]:
+def list_uses(directory: Path) -> list[Use]:
     """Who uses the space: the caches, and below `directory` what is known by name. Largest first.
 
     Reads every directory's entries, as du does. Does not follow links, nor leave a place's filesystem.
@@ -90,17 +90,20 @@ def uses(directory: Path) -> list[Use]:
 def caches() -> list[tuple[str, Path]]:
     """What the libraries of a run fill outside of its directory: (name, place), at the defaults of November 2026."""
     home = Path.home()
-    wandb_data = place_of("XDG_CACHE_HOME", home / ".cache")
+    wandb_data = path_from_environment("XDG_CACHE_HOME", home / ".cache")
     return [
         ("HF hub cache", hub_cache()),
         ("HF datasets cache", datasets_cache()),
-        ("HF xet cache", place_of("HF_XET_CACHE", hf_home() / "xet")),
+        ("HF xet cache", path_from_environment("HF_XET_CACHE", hf_home() / "xet")),
         ("cogumi cache", Path(platformdirs.user_cache_dir("cogumi"))),  # prepared data, compiled layers, the small base
-        ("wandb", place_of("WANDB_DIR", Path.cwd()) / "wandb"),
-        ("wandb cache", place_of("WANDB_CACHE_DIR", wandb_data) / "wandb"),
-        ("compiled by torch", place_of("TORCHINDUCTOR_CACHE_DIR", inductor_cache())),
-        ("compiled by triton", place_of("TRITON_CACHE_DIR", place_of("TRITON_HOME", home) / ".triton" / "cache")),
-        ("compiled by unsloth", place_of("UNSLOTH_COMPILE_LOCATION", Path("unsloth_compiled_cache"))),
+        ("wandb", path_from_environment("WANDB_DIR", Path.cwd()) / "wandb"),
+        ("wandb cache", path_from_environment("WANDB_CACHE_DIR", wandb_data) / "wandb"),
+        ("compiled by torch", path_from_environment("TORCHINDUCTOR_CACHE_DIR", inductor_cache())),
+        (
+            "compiled by triton",
+            path_from_environment("TRITON_CACHE_DIR", path_from_environment("TRITON_HOME", home) / ".triton" / "cache"),
+        ),
+        ("compiled by unsloth", path_from_environment("UNSLOTH_COMPILE_LOCATION", Path("unsloth_compiled_cache"))),
     ]
 
 
@@ -169,7 +172,7 @@ class Leftover:
     in_use: str
 
 
-def leftovers(directory: Path) -> list[Leftover]:
+def list_leftovers(directory: Path) -> list[Leftover]:
     """What cogumi's saves, removals and merges left in `directory` and in its checkpoints/. Links are somebody else's."""
     found = []
     for place in (directory, directory / "checkpoints"):
@@ -177,20 +180,20 @@ def leftovers(directory: Path) -> list[Leftover]:
             what = kind_of(path.name, LEFTOVERS)
             if what is not None and not path.is_symlink() and path.is_dir() != (what == RESERVE):
                 try:
-                    found.append(Leftover(what, str(path), taken_by(path), use_of(path)))
+                    found.append(Leftover(what, str(path), disk_bytes(path), describe_use(path)))
                 except FileNotFoundError:
                     continue  # removed meanwhile, by whoever it was of
     return found
 
 
-def taken_by(path: Path) -> int:
+def disk_bytes(path: Path) -> int:
     """Allocated bytes of a file, or of a directory and all in it."""
     if not path.is_dir():
         return os.lstat(path).st_blocks * 512
     return sum(tally.bytes for tally in tally_below(path, "", {}, set()).values())
 
 
-def use_of(path: Path) -> str:
+def describe_use(path: Path) -> str:
     """Why something may be in use: a process has it open or locked, or it changed just now. "" where none of it is so."""
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):  # ended, closed, or another user's
@@ -215,5 +218,5 @@ def last_change(path: Path) -> float:
 
 
 def is_locked(directory: Path) -> bool:
-    with locked(directory) as free:
+    with lock_directory(directory) as free:
         return free is False

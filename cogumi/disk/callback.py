@@ -58,12 +58,12 @@ class DiskMonitorCallback(TrainerCallback):
             with suppress(OSError):  # a mount that is gone: its watch says so
                 path = nearest_existing(Path(path))  # the trainer makes the directory at its first save
         self.monitor = DiskMonitor(path, interval=self.interval, **self.settings)
-        others = go_before_reporters(self, sys._getframe(1).f_locals.get("self"))
+        others = move_before_reporters(self, sys._getframe(1).f_locals.get("self"))
         taken = {other.prefix: other.monitor.path for other in others if other.monitor is not None}
         if not self.prefix:  # figures of one directory do not hide those of another
             here = self.monitor.path
             self.prefix = "disk" if taken.get("disk", here) == here else f"disk/{here.as_posix().strip('/')}"
-        announce(f"disk: watching {self.monitor}, at most every {self.interval:g} s, between steps")
+        log_or_print(f"disk: watching {self.monitor}, at most every {self.interval:g} s, between steps")
         self.next_look = 0.0
         self.on_step_end(args, state, control)
 
@@ -88,7 +88,7 @@ class DiskMonitorCallback(TrainerCallback):
         logs[f"{self.prefix}/used_percent"] = round(sample.used_share * 100, 2)
 
 
-def announce(line: str) -> None:
+def log_or_print(line: str) -> None:
     """Say what is watched also in a script that has not set up logging, where only warnings are shown."""
     if log.hasHandlers():
         log.info(line)
@@ -96,7 +96,7 @@ def announce(line: str) -> None:
         print(line, file=sys.stderr)
 
 
-def go_before_reporters(callback: DiskMonitorCallback, handler: Any) -> list[DiskMonitorCallback]:
+def move_before_reporters(callback: DiskMonitorCallback, handler: Any) -> list[DiskMonitorCallback]:
     """Have a callback called before those that report_to brought in, which otherwise read the logs before it adds to them.
 
     Returns the other ones of its kind. handler: what calls on_train_begin. Trainer puts its own callbacks in front of the

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from cogumi.core.disk_space import Space, filesystem_of, space_of, spoken
+from cogumi.core.disk_space import Space, filesystem_of, format_bytes, space_of
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import append_jsonl
 
@@ -111,7 +111,7 @@ class DiskMonitor:
         if changed:
             line = f"{sample.path} is {sample.level}: {sample.reason}"
             if sample.hours_until_full is not None:
-                line += f", full in {sample.hours_until_full:.1f} h at {spoken(sample.rate or 0)}/s"
+                line += f", full in {sample.hours_until_full:.1f} h at {format_bytes(sample.rate or 0)}/s"
             log.log(logging.INFO if sample.level == "green" else logging.WARNING, "disk %s", line)
         self._tell(sample)
         return sample
@@ -137,7 +137,7 @@ class DiskMonitor:
     def _judge(self, space: Space) -> tuple[Level, str]:
         if space.used_share is None:
             return "unknown", "this filesystem tells no size"
-        reason = f"{percent(space.used_share)} of {spoken(space.used + space.free)} used, {spoken(space.free)} free"
+        reason = f"{percent(space.used_share)} of {format_bytes(space.used + space.free)} used, {format_bytes(space.free)} free"
         if space.read_only:  # as the kernel makes a filesystem when its disk fails
             return "red", f"it is read-only: nothing can be written; {reason}"
         share = space.used_share
@@ -233,7 +233,7 @@ def described(path: Path) -> str:
     if found.network:
         where += ", a network filesystem whose numbers may be the whole cluster's"
     share = found.space.used_share
-    used = "of unknown size" if share is None else f"{percent(share)} used, {spoken(found.space.free)} free"
+    used = "of unknown size" if share is None else f"{percent(share)} used, {format_bytes(found.space.free)} free"
     return f"{path} ({where}: {used})"
 
 

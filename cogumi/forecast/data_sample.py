@@ -13,9 +13,9 @@ from datasets import Dataset
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.data.cache import Data, Source
-from cogumi.data.cache_files import Lengths, lengths_of
+from cogumi.data.cache_files import Lengths, token_lengths
 from cogumi.data.packing import pack, rows_per_step, with_labels
-from cogumi.data.selection import held_out_of
+from cogumi.data.selection import held_out_rows
 from cogumi.data.source_files import entries_of
 from cogumi.forecast.preflight_report import Line
 from cogumi.methods.examples import date_of, longest_example, options_of, room_for_prompts, source_of
@@ -28,7 +28,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "voc
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """Packed rows: examples in each, and how many make a micro-batch."""
 
     examples_per_row: float
@@ -36,7 +36,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Sample:
+class DataSample:
     """looked_at: rows that were read; examples: those that make one; dropped: the others, by reason.
 
     lengths: of the examples in tokens, of gspo the prompts'. rows: in the files; trained: examples of the whole, by the
@@ -50,7 +50,7 @@ class Sample:
     lengths: Lengths
     rows: int
     trained: int
-    packed: Rows | None
+    packed: PackedRows | None
 
     @property
     def longest(self) -> int:
@@ -72,13 +72,13 @@ def has_no_tokenizer(base: str) -> bool:
     return Path(base).is_dir() and not any((Path(base) / name).exists() for name in TOKENIZERS)
 
 
-def assumed(run: RunConfig) -> Sample:
+def assume_longest(run: RunConfig) -> DataSample:
     """Of data that cannot be looked at: one length, the longest that the config lets through."""
     length = int(run.train.get("max_length") or longest_example(run) or MAX_LENGTH)
-    return Sample(0, 0, 0, {}, Lengths.of([(length, 1)]), 0, 0, None)
+    return DataSample(0, 0, 0, {}, Lengths.of([(length, 1)]), 0, 0, None)
 
 
-def sample(run: RunConfig, tokenizer: Any, of_base: Any = None) -> Sample:
+def sample_data(run: RunConfig, tokenizer: Any, of_base: Any = None) -> DataSample:
     """Make examples of the first rows of each source. Raises UsageError as the run would, for what cannot be read."""
     today = date_of(run, tokenizer)
     looked_at = examples = truncated = rows = 0
@@ -96,34 +96,36 @@ def sample(run: RunConfig, tokenizer: Any, of_base: Any = None) -> Sample:
         truncated += chunk.truncated
         dropped.update({reason: each.count for reason, each in chunk.dropped.items()})
         if run.cogumi.method == "gspo":
-            lengths += of_prompts(chunk.table["prompt"].to_pylist(), tokenizer)
+            lengths += prompt_lengths(chunk.table["prompt"].to_pylist(), tokenizer)
         else:
-            lengths += lengths_of(chunk.table).tolist()
+            lengths += token_lengths(chunk.table).tolist()
         tables.append(chunk.table)
-        rows += sum(map(rows_in, source.files))
+        rows += sum(map(count_rows, source.files))
     if not examples:
         reasons = ", ".join(f"{count:,} are {reason}" for reason, count in dropped.items())
         raise UsageError(
             f"of the first {looked_at:,} rows none makes an example: {reasons or 'there are none'}", key="data"
         )
-    chosen = max(0, round((rows - held_out_of(rows, run.data.eval_rows)) * run.data.fraction))
+    chosen = max(0, round((rows - held_out_rows(rows, run.data.eval_rows)) * run.data.fraction))
     trained = round(min(chosen, run.data.max_rows or chosen) * examples / looked_at)
     counted, packed = Lengths.of((length, 1) for length in lengths), packed_rows(run, Dataset(tables[0]))
-    return Sample(looked_at, examples, truncated, dropped, counted, rows, trained, packed)
+    return DataSample(looked_at, examples, truncated, dropped, counted, rows, trained, packed)
 
 
-def whole(run: RunConfig, data: Data, tokenizer: Any) -> Sample:
+def measure_data(run: RunConfig, data: Data, tokenizer: Any) -> DataSample:
     """What a run prepared, all of it; of gspo the prompts of ROWS examples from all over it are measured."""
     examples, lengths = len(data.dataset), data.lengths
     if run.cogumi.method == "gspo":
         some = data.dataset.select(range(0, examples, max(1, examples // ROWS)))
-        lengths = Lengths.of((length, 1) for length in of_prompts(list(some["prompt"]), tokenizer))
+        lengths = Lengths.of((length, 1) for length in prompt_lengths(list(some["prompt"]), tokenizer))
     dropped = {reason: each.count for reason, each in data.dropped.items()}
     first = data.dataset.select(range(min(ROWS, examples)))
-    return Sample(data.total, examples, data.truncated, dropped, lengths, data.total, examples, packed_rows(run, first))
+    return DataSample(
+        data.total, examples, data.truncated, dropped, lengths, data.total, examples, packed_rows(run, first)
+    )
 
 
-def of_prompts(prompts: list[Any], tokenizer: Any) -> list[int]:
+def prompt_lengths(prompts: list[Any], tokenizer: Any) -> list[int]:
     return [len(prompt_ids(prompt, tokenizer)) for prompt in prompts]
 
 
@@ -138,7 +140,7 @@ def first_rows(source: Source, count: int) -> pl.DataFrame:
     return pl.concat(frames, how="vertical_relaxed")
 
 
-def rows_in(file: Path) -> int:
+def count_rows(file: Path) -> int:
     """Rows of a file; a parquet file says how many, of any other the lines are read."""
     if file.suffix == ".parquet":
         return int(pq.ParquetFile(file).metadata.num_rows)
@@ -146,7 +148,7 @@ def rows_in(file: Path) -> int:
         return sum(chunk.count(b"\n") for chunk in iter(lambda: lines.read(2**20), b""))
 
 
-def packed_rows(run: RunConfig, examples: Dataset) -> Rows | None:
+def packed_rows(run: RunConfig, examples: Dataset) -> PackedRows | None:
     """What packing makes of a micro-batch, by a sample; None where nothing is packed."""
     if not run.train.get("packing") or run.cogumi.method != "sft":
         return None
@@ -154,10 +156,10 @@ def packed_rows(run: RunConfig, examples: Dataset) -> Rows | None:
     found = pack(with_labels(examples), length, run.train.get("packing_strategy") or "bfd")
     at_once = run.train.get("per_device_train_batch_size") or 8
     step = rows_per_step(found, int(at_once), int(run.train.get("gradient_accumulation_steps") or 1))
-    return Rows(found.examples_per_row, step.per_device_train_batch_size)
+    return PackedRows(found.examples_per_row, step.per_device_train_batch_size)
 
 
-def line_of(found: Sample, run: RunConfig) -> Line:
+def describe_data(found: DataSample, run: RunConfig) -> Line:
     what = "prompts" if run.cogumi.method == "gspo" else "examples"
     if not found.looked_at:
         said = f"not looked at: {run.model.name} has no tokenizer. {what} of {found.longest:,} tokens are assumed"

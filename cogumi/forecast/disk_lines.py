@@ -10,31 +10,31 @@ from peft import get_peft_model
 from transformers import AutoConfig, Trainer
 
 from cogumi.checkpoints.disk_forecast import CHECKPOINTS, DOWNLOAD, ENTRIES, MERGED, Outlook, outlook
-from cogumi.checkpoints.protection import kept_by_runs
+from cogumi.checkpoints.protection import run_keep_limit
 from cogumi.config.schema import RunConfig
 from cogumi.core.disk_space import Disk, Need, hub_cache
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import read_json
 from cogumi.forecast.preflight_report import Line
-from cogumi.forecast.training_step import on_meta
+from cogumi.forecast.training_step import keep_on_meta
 from cogumi.methods.auto_settings import dtype_of_weights
 from cogumi.methods.building import BUILD_REFUSALS, trl_arguments
 from cogumi.models.adapters import keep_float32, lora_config
-from cogumi.models.loading import load_tokenizer, loaded_in, meta_model, refuse_quantized_already, resolve_model
+from cogumi.models.loading import load_tokenizer, meta_model, refuse_quantized_already, resolve_dtype, resolve_model
 from cogumi.models.warm_start import lora_of
 from cogumi.patches import gspo_loss
 
 
-def outlook_of(run: RunConfig) -> Outlook:
+def forecast_disks(run: RunConfig) -> Outlook:
     """What a run has yet to write, and download. Raises UsageError for settings that PEFT, TRL or transformers refuse."""
-    trainer, notes = planned(run)
-    download, unknown = download_of(run)
+    trainer, notes = plan_trainer(run)
+    download, unknown = download_need(run)
     whole = run.cogumi.tuning == "full"  # then the trained model is saved as `merged/`, and there is no adapter
     adapter, merged = run.run_dir / "adapter", run.run_dir / "merged"
     return outlook(
         trainer,
-        keep=kept_by_runs(trainer.args.save_total_limit),
+        keep=run_keep_limit(trainer.args.save_total_limit),
         adapter_into=None if whole or adapter.exists() else adapter,
         merged_into=merged if (run.cogumi.merge or whole) and not merged.exists() else None,
         more=download,
@@ -42,7 +42,7 @@ def outlook_of(run: RunConfig) -> Outlook:
     )
 
 
-def planned(run: RunConfig) -> tuple[Any, list[str]]:
+def plan_trainer(run: RunConfig) -> tuple[Any, list[str]]:
     """A trainer that writes what the run's will write, without weights, and what is not known of it."""
     gspo_loss.apply()  # without it TRL takes no gspo; unsloth, which must be imported first, is of no use to shapes
     args = trl_arguments(run)
@@ -59,7 +59,7 @@ def planned(run: RunConfig) -> tuple[Any, list[str]]:
         notes.append(f"{run.model.name} has no tokenizer that can be loaded, and none is counted")
     whole = run.cogumi.tuning == "full"
     try:
-        dtype = loaded_in(dtype_of_weights(run) if whole else run.model.dtype)
+        dtype = resolve_dtype(dtype_of_weights(run) if whole else run.model.dtype)
         return saving_trainer(config, dtype, args, None if whole else lora_config(run.lora), tokenizer), notes
     except BUILD_REFUSALS as error:
         raise UsageError(f"model, lora or train: {one_line(error)}") from error
@@ -81,12 +81,12 @@ def saving_trainer(config: Any, dtype: torch.dtype, args: Any, lora: Any = None,
     output_dir, args.push_to_hub, args.report_to = args.output_dir, False, []  # no repository is made, no run announced
     with tempfile.TemporaryDirectory(prefix="cogumi-forecast-") as scratch:
         args.output_dir = scratch  # a Trainer makes it
-        trainer = on_meta(Trainer)(model, args, eval_dataset=[], processing_class=tokenizer)
+        trainer = keep_on_meta(Trainer)(model, args, eval_dataset=[], processing_class=tokenizer)
     args.output_dir = output_dir
     return trainer
 
 
-def download_of(run: RunConfig) -> tuple[list[Need], list[str]]:
+def download_need(run: RunConfig) -> tuple[list[Need], list[str]]:
     """What the weights will take in the hub's cache, and a line where it is not known."""
     name, revision = run.model.name, run.model.revision
     if name.startswith("cogumi:") or Path(name).is_dir() or is_cached(name, revision):
@@ -126,7 +126,7 @@ def download_bytes(name: str, revision: str | None) -> int | None:
     return None
 
 
-def lines_of(found: Outlook) -> list[Line]:
+def describe_disks(found: Outlook) -> list[Line]:
     """A line for each filesystem, and what is not known."""
     lines = []
     for disk in found.disks:
@@ -135,11 +135,11 @@ def lines_of(found: Outlook) -> list[Line]:
         else:
             another = "name a directory on another disk (cogumi.run_dir, HF_HOME)"
             fix = "; ".join(found.advice(disk)) if disk.short else another
-            lines.append(Line("disk", str(disk), "red", fix, changes_for(found, disk)))
+            lines.append(Line("disk", str(disk), "red", fix, suggest_changes(found, disk)))
     return [*lines, *(Line("disk", note, "unknown") for note in found.notes)]
 
 
-def changes_for(found: Outlook, disk: Disk) -> dict[str, Any]:
+def suggest_changes(found: Outlook, disk: Disk) -> dict[str, Any]:
     """Keys of the config that make a disk large enough: fewer checkpoints kept, the merge left for another disk."""
     free, changes = disk.filesystem.space.free, {}
     sizes = {need.what: need for need in disk.needs}

@@ -43,7 +43,7 @@ DEVICE, ITEM = torch.ops.prim.device.default, aten._local_scalar_dense.default
 
 
 @dataclass(frozen=True)
-class Moment:
+class StagePeak:
     """The peak of a stage: bytes in all, and by kind."""
 
     stage: str
@@ -51,7 +51,7 @@ class Moment:
     by_kind: dict[str, int]
 
 
-class Live(TorchDispatchMode):
+class StorageCounter(TorchDispatchMode):
     """Counts storages while it is active. logits: numbers of columns by which a matrix is one of logits.
 
     Fake tensors have no data to ask: a mask that selects rows is taken to select `selected` of them, and a test gives
@@ -62,13 +62,13 @@ class Live(TorchDispatchMode):
         super().__init__()
         self.kind, self.stage = ACTIVATIONS, ""
         self.logits, self.selected = logits, selected
-        self.moments: dict[str, Moment] = {}
+        self.moments: dict[str, StagePeak] = {}
         self.total = 0
         self.by_kind: Counter[str] = Counter()
         self._storages: dict[int, tuple[str, int]] = {}
 
     @contextmanager
-    def during(self, stage: str) -> Iterator[None]:
+    def in_stage(self, stage: str) -> Iterator[None]:
         before, self.stage = self.stage, stage
         try:
             self.note()
@@ -77,7 +77,7 @@ class Live(TorchDispatchMode):
             self.stage = before
 
     @contextmanager
-    def making(self, kind: str) -> Iterator[None]:
+    def counting_as(self, kind: str) -> Iterator[None]:
         """New storages in here are of this kind."""
         before, self.kind = self.kind, kind
         try:
@@ -85,18 +85,18 @@ class Live(TorchDispatchMode):
         finally:
             self.kind = before
 
-    def are(self, kind: str, tensors: Any) -> None:
+    def set_kind(self, kind: str, tensors: Any) -> None:
         """These tensors are of this kind, whatever they were taken for."""
         for tensor in tree_iter(tensors):
             if isinstance(tensor, torch.Tensor):
-                self._see(tensor, kind)
+                self._count(tensor, kind)
 
     def note(self) -> None:
         known = self.moments.get(self.stage)
         if known is None or self.total > known.total:
-            self.moments[self.stage] = Moment(self.stage, self.total, {k: n for k, n in self.by_kind.items() if n})
+            self.moments[self.stage] = StagePeak(self.stage, self.total, {k: n for k, n in self.by_kind.items() if n})
 
-    def _see(self, tensor: torch.Tensor, kind: str | None = None) -> None:
+    def _count(self, tensor: torch.Tensor, kind: str | None = None) -> None:
         storage, key = tensor.untyped_storage(), storage_key(tensor)
         if (known := self._storages.get(key)) is not None:
             if kind is not None and kind != known[0]:
@@ -111,9 +111,9 @@ class Live(TorchDispatchMode):
         self._storages[key] = (kind, size)
         self.by_kind[kind] += size
         self.total += size
-        weakref.finalize(storage, self._gone, key)
+        weakref.finalize(storage, self._release, key)
 
-    def _gone(self, key: int) -> None:
+    def _release(self, key: int) -> None:
         kind, size = self._storages.pop(key)
         self.by_kind[kind] -= size
         self.total -= size
@@ -122,18 +122,18 @@ class Live(TorchDispatchMode):
         is_fake = bool(args) and hasattr(args[0], "fake_device")
         if func is DEVICE:
             return args[0].fake_device if is_fake else func(*args)
-        made = self._answer(func, args) if is_fake else None
+        made = self._data_dependent_result(func, args) if is_fake else None
         if made is None:
             made = func(*args, **(kwargs or {}))
         before = self.total
         for tensor in tree_iter(made):
             if isinstance(tensor, torch.Tensor):
-                self._see(tensor)
+                self._count(tensor)
         if self.total > before:
             self.note()
         return made
 
-    def _answer(self, func: Any, args: Any) -> Any:
+    def _data_dependent_result(self, func: Any, args: Any) -> Any:
         """What an operation would give that depends on data; None for any other."""
 
         def rows_of(mask: torch.Tensor) -> int:
@@ -163,7 +163,7 @@ class Live(TorchDispatchMode):
 
 
 @contextmanager
-def codes_apart() -> Iterator[None]:
+def preserve_bitsandbytes_codes() -> Iterator[None]:
     """Bitsandbytes caches the codes of its 8 bits as a tensor: in the block a fake one, after it what it had before."""
     if importlib.util.find_spec("bitsandbytes") is None:
         yield
@@ -172,7 +172,7 @@ def codes_apart() -> Iterator[None]:
         yield
 
 
-def stand_in(model: nn.Module, live: Live) -> None:
+def fake_model(model: nn.Module, live: StorageCounter) -> None:
     """Replace every parameter and buffer of a model on the meta device by a fake one, inside a FakeTensorMode and `live`.
 
     Frozen parameters are counted as weights and trained ones as adapter; where all are trained, they are the weights.
@@ -183,24 +183,24 @@ def stand_in(model: nn.Module, live: Live) -> None:
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) not in made:
-                made[id(parameter)] = parameter, fake(module, parameter, live, trained)
+                made[id(parameter)] = parameter, fake_parameter(module, parameter, live, trained)
             setattr(module, name, made[id(parameter)][1])
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            with live.making(WEIGHTS):
+            with live.counting_as(WEIGHTS):
                 setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
-def fake(module: Any, parameter: Any, live: Live, trained: str) -> nn.Parameter:
+def fake_parameter(module: Any, parameter: Any, live: StorageCounter, trained: str) -> nn.Parameter:
     if not hasattr(parameter, "quant_state"):
         learns = parameter.requires_grad
-        with live.making(trained if learns else WEIGHTS):
+        with live.counting_as(trained if learns else WEIGHTS):
             return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=learns)
     # bitsandbytes' weight of a linear layer in 4 bits: two elements to a byte, and the scales of its blocks.
     from bitsandbytes.functional import quantize_4bit
 
     whole = torch.empty(module.out_features, module.in_features, dtype=module.compute_dtype or torch.bfloat16)
     settings = {name: getattr(parameter, name) for name in ("blocksize", "compress_statistics", "quant_type")}
-    with live.making(WEIGHTS):
+    with live.counting_as(WEIGHTS):
         packed, state = quantize_4bit(whole, **settings)
     made: Any = nn.Parameter(packed, requires_grad=False)  # a fake tensor cannot be bitsandbytes' subclass as well
     vars(made).update(settings, quant_state=state, bnb_quantized=True)
@@ -237,17 +237,17 @@ def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, **_: Any)
 
 
 @contextmanager
-def as_on_a_card() -> Iterator[None]:
+def emulate_cuda() -> Iterator[None]:
     """Attention and TRL's losses are a card's, for the length of a block. Backward passes belong into it."""
     upstream: Any = importlib.import_module("trl.trainer.utils")
     # Not a TorchFunctionMode: what gradient checkpointing computes again is computed without it.
-    ours = replaced(upstream, {fused_head.KERNEL: trls_head()})
+    ours = replaced(upstream, {fused_head.KERNEL: trl_head_without_kernels()})
     with ours, replaced(functional, {"scaled_dot_product_attention": attention}):
         yield
 
 
 @contextmanager
-def batches_are(padded: bool) -> Iterator[None]:
+def emulate_padding(padded: bool) -> Iterator[None]:
     """Transformers makes attention masks as of such batches, for the length of a block.
 
     It looks whether there is padding, and asks nothing of fake tensors: it takes them for a graph that is traced.
@@ -257,7 +257,7 @@ def batches_are(padded: bool) -> Iterator[None]:
         yield
 
 
-def trls_head() -> Any:
+def trl_head_without_kernels() -> Any:
     """TRL's ChunkedLogProbFunction, from a copy of its module whose kernels do nothing and whose sums are a card's.
 
     On a card `acc += a @ b` reads its factors in their own dtype; elsewhere TRL makes float32 copies of both.

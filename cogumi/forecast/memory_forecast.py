@@ -1,6 +1,6 @@
 """Does the step fit the card? What it takes, of what that is made, and how far batch, length and rank could go.
 
-To what tensors take come, on a card: CUDA's context, which `target_of` takes off the card's memory; cuBLAS' workspaces,
+To what tensors take come, on a card: CUDA's context, which `find_target` takes off the card's memory; cuBLAS' workspaces,
 one for the thread that computes forward and one for autograd's (aten/src/ATen/cuda/CUDABlas.cpp,
 getChosenWorkspaceSize: 32 MiB each on Hopper, 8.1 MiB before); and what the caching allocator holds in blocks that are cut
 too large. That part depends on the order of sizes, and is allowed for as a share of what comes and goes. None of the three
@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from cogumi.config.schema import RunConfig
-from cogumi.core.formatting import gib
-from cogumi.forecast.fake_tensors import Moment
+from cogumi.core.formatting import format_memory
+from cogumi.forecast.fake_tensors import StagePeak
 from cogumi.forecast.preflight_report import Line
-from cogumi.forecast.training_step import ROLLOUT, Work, planned_trainer, run_step
+from cogumi.forecast.training_step import ROLLOUT, StepShape, planned_trainer, run_step
 from cogumi.methods import gspo
 from cogumi.methods.auto_settings import Choice, Machine, dtype_of_weights
 from cogumi.models.adapters import lora_config
 from cogumi.models.loading import meta_model
-from cogumi.stack.gpus import Card, card_called, card_of
+from cogumi.stack.gpus import Card, find_card, parse_card
 
 # CUDA's own part of a card, before the first tensor: about 0.5 GiB, kernels being loaded as they are needed.
 CONTEXT = 512 * 2**20
@@ -36,7 +36,7 @@ MOST_ROWS, LONGEST, HIGHEST_RANK = 2**16, 2**17, 1024  # where looking for the l
 STAYING = ("weights", "adapter", "optimizer")
 VLLM_SHARE = 0.3  # trl.GRPOConfig's vllm_gpu_memory_utilization
 BATCH = "train.per_device_train_batch_size"
-Measure = Callable[[Work, int, int | None], tuple[Moment, ...]]
+Measure = Callable[[StepShape, int, int | None], tuple[StagePeak, ...]]
 """Of a step: (work, rank, layers or None for all) -> the peaks of its stages."""
 
 
@@ -63,17 +63,17 @@ class Target:
         return f"{self.machine.name}, {self.free / 2**30:.1f} GiB free"
 
 
-def target_of(card: str | None) -> Target:
+def find_target(card: str | None) -> Target:
     """This machine, or a card by name with nothing else on it. Raises UsageError for a card that is not known."""
     if card is None:
         machine = Machine.here()
-        return Target(machine, card_of(machine.name), machine.free_bytes)
-    known = card_called(card)
+        return Target(machine, find_card(machine.name), machine.free_bytes)
+    known = parse_card(card)
     free = known.bytes - CONTEXT
     return Target(Machine(known.name, known.capability, free, PACKAGES), known, free, named=True)
 
 
-def dtype_of(target: Target, wanted: str) -> torch.dtype:
+def weights_dtype(target: Target, wanted: str) -> torch.dtype:
     """What `model.dtype` means there: `auto` is bfloat16 on a card that has it, float32 elsewhere (models/loading.py)."""
     if wanted == "auto":
         return torch.bfloat16 if target.machine.bf16 else torch.float32
@@ -81,7 +81,7 @@ def dtype_of(target: Target, wanted: str) -> torch.dtype:
     return found
 
 
-def autocast_of(run: RunConfig, target: Target) -> torch.dtype | None:
+def autocast_dtype(run: RunConfig, target: Target) -> torch.dtype | None:
     """What the trainer multiplies matrices in: bf16 on a card that has it, unless the config says otherwise."""
     if run.train.get("fp16"):
         return torch.float16
@@ -96,18 +96,18 @@ def autocast_of(run: RunConfig, target: Target) -> torch.dtype | None:
 class MemoryForecast:
     """Bytes. moments: the peak of each stage. workspace: of cuBLAS, 0 without a card. vllm: what it takes beside the step."""
 
-    moments: tuple[Moment, ...]
+    moments: tuple[StagePeak, ...]
     workspace: int = 0
     vllm: int = 0
 
     @property
-    def fullest(self) -> Moment:
+    def peak_moment(self) -> StagePeak:
         return max(self.moments, key=lambda moment: moment.total)
 
     @property
     def breakdown(self) -> dict[str, int]:
         """The fullest moment by kind, largest first."""
-        by_kind = self.fullest.by_kind
+        by_kind = self.peak_moment.by_kind
         passing = sum(size for kind, size in by_kind.items() if kind not in STAYING)
         parts = {**by_kind, "vLLM": self.vllm, "cuBLAS workspaces": self.workspace}
         parts["allocator"] = round(FRAGMENTS * passing) if self.workspace else 0
@@ -116,7 +116,7 @@ class MemoryForecast:
     @property
     def tensors(self) -> int:
         """What torch.cuda.max_memory_allocated() is to say, but for the workspaces."""
-        return self.fullest.total
+        return self.peak_moment.total
 
     @property
     def peak(self) -> int:
@@ -127,7 +127,7 @@ class MemoryForecast:
             "peak": self.peak,
             "tensors": self.tensors,
             "workspace": self.workspace,
-            "stage": self.fullest.stage,
+            "stage": self.peak_moment.stage,
             "breakdown": self.breakdown,
             "stages": {moment.stage: moment.total for moment in self.moments},
         }
@@ -154,9 +154,9 @@ class Steps:
     def __init__(self, measure: Measure, layers: int, period: int | None) -> None:
         self.measure, self.layers = measure, layers
         self.few = (period, 2 * period) if period is not None and 2 * period < layers else ()
-        self.known: dict[tuple[Work, int], tuple[Moment, ...]] = {}
+        self.known: dict[tuple[StepShape, int], tuple[StagePeak, ...]] = {}
 
-    def moments(self, work: Work, rank: int) -> tuple[Moment, ...]:
+    def moments(self, work: StepShape, rank: int) -> tuple[StagePeak, ...]:
         if (work, rank) not in self.known:
             if not self.few:
                 self.known[work, rank] = self.measure(work, rank, None)
@@ -164,50 +164,50 @@ class Steps:
                 less, more = (self.measure(work, rank, layers) for layers in self.few)
                 share = (self.layers - self.few[0]) / (self.few[1] - self.few[0])
                 self.known[work, rank] = tuple(
-                    sum_of(pair, [1 - share, share]) for pair in zip(less, more, strict=True)
+                    weighted_moment(pair, [1 - share, share]) for pair in zip(less, more, strict=True)
                 )
         return self.known[work, rank]
 
-    def largest(self, forecast: MemoryForecast, work: Work, rank: int, room: int) -> Largest:
+    def largest(self, forecast: MemoryForecast, work: StepShape, rank: int, room: int) -> Largest:
         """Rows up to MOST_ROWS, tokens in steps of 64 up to LONGEST, ranks of powers of two up to HIGHEST_RANK."""
 
-        def peaks(values: Sequence[int], changed: Callable[[int], tuple[Work, int]]) -> Callable[[int], int]:
+        def peaks(values: Sequence[int], changed: Callable[[int], tuple[StepShape, int]]) -> Callable[[int], int]:
             """The peak as a function of a number, from the stages at a few of its values (Lagrange)."""
             points = [self.moments(*changed(value)) for value in values]
 
             def peak(number: int) -> int:
                 weights = [math.prod((number - b) / (a - b) for b in values if b != a) for a in values]
-                stages = [sum_of(moments, weights) for moments in zip(*points, strict=True)]
+                stages = [weighted_moment(moments, weights) for moments in zip(*points, strict=True)]
                 return replace(forecast, moments=tuple(stages)).peak
 
             return peak
 
         def most(
-            now: int, full: int, degree: int, candidates: Sequence[int], changed: Callable[[int], tuple[Work, int]]
+            now: int, full: int, degree: int, candidates: Sequence[int], changed: Callable[[int], tuple[StepShape, int]]
         ) -> int | None:
             """full: from where on the peak is one polynomial. What does not fit there is looked for from `now` up to it."""
             peak = peaks([full * (1 + step) for step in range(degree + 1)], changed)
             if peak(full) > room and full >= now + degree:
                 peak = peaks([now + (full - now) * step // degree for step in range(degree + 1)], changed)
-            return last_that_fits(peak, candidates, room)
+            return find_largest(peak, candidates, room)
 
         rows, length = work.rows, work.length
         times = max(1, -(-FULL_TILE // (rows * length)))
         ranks = [2**n for n in range(HIGHEST_RANK.bit_length())]
         return Largest(
             most(rows, times * rows, 1, range(1, MOST_ROWS + 1), lambda n: (replace(work, rows=n), rank)),
-            most(length, times * length, 2, range(64, LONGEST + 1, 64), lambda n: (lengthened(work, n), rank)),
+            most(length, times * length, 2, range(64, LONGEST + 1, 64), lambda n: (with_length(work, n), rank)),
             most(rank, rank, 1, ranks, lambda n: (work, n)) if rank else None,
         )
 
 
-def sum_of(moments: Sequence[Moment], weights: Sequence[float]) -> Moment:
+def weighted_moment(moments: Sequence[StagePeak], weights: Sequence[float]) -> StagePeak:
     kinds = {kind for moment in moments for kind in moment.by_kind}
     by_kind = {k: round(sum(w * m.by_kind.get(k, 0) for m, w in zip(moments, weights, strict=True))) for k in kinds}
-    return Moment(moments[0].stage, sum(by_kind.values()), by_kind)
+    return StagePeak(moments[0].stage, sum(by_kind.values()), by_kind)
 
 
-def last_that_fits(peak: Callable[[int], int], candidates: Sequence[int], room: int) -> int | None:
+def find_largest(peak: Callable[[int], int], candidates: Sequence[int], room: int) -> int | None:
     """The largest of ascending candidates whose peak is within `room`, by bisection; None where the first is not."""
     low, high = -1, len(candidates)
     while high - low > 1:
@@ -216,7 +216,7 @@ def last_that_fits(peak: Callable[[int], int], candidates: Sequence[int], room: 
     return None if low < 0 else candidates[low]
 
 
-def lengthened(work: Work, length: int) -> Work:
+def with_length(work: StepShape, length: int) -> StepShape:
     """The same work with examples of this many tokens; of a rollout the completions grow, as far as there are any."""
     if not work.completion:
         return replace(work, prompt=length)
@@ -227,11 +227,11 @@ def lengthened(work: Work, length: int) -> Work:
 
 
 @dataclass(frozen=True)
-class OfTheStep:
+class StepForecast:
     """The forecast of a run's step on a target, and how it was made."""
 
     forecast: MemoryForecast
-    work: Work
+    work: StepShape
     largest: Largest
     free: int
 
@@ -243,15 +243,15 @@ class OfTheStep:
         return {**self.forecast.as_dict(), "free": self.free, "work": vars(self.work), "largest": vars(self.largest)}
 
 
-def step_on(run: RunConfig, config: Any, work: Work, target: Target) -> OfTheStep:
+def forecast_step(run: RunConfig, config: Any, work: StepShape, target: Target) -> StepForecast:
     """Run the step of a run on fake tensors. `run` has its choices made; config: the base's."""
     whole = run.cogumi.tuning == "full"
-    dtype = dtype_of(target, dtype_of_weights(run) if whole else run.model.dtype)
-    autocast = autocast_of(run, target)
+    dtype = weights_dtype(target, dtype_of_weights(run) if whole else run.model.dtype)
+    autocast = autocast_dtype(run, target)
     rank = 0 if whole else lora_config(run.lora).r
     trainers: dict[tuple[int, int | None], Any] = {}
 
-    def measure(work: Work, rank: int, layers: int | None) -> tuple[Moment, ...]:
+    def measure(work: StepShape, rank: int, layers: int | None) -> tuple[StagePeak, ...]:
         if (rank, layers) not in trainers:
             changed = run.model_copy(deep=True)
             if rank:
@@ -262,13 +262,13 @@ def step_on(run: RunConfig, config: Any, work: Work, target: Target) -> OfTheSte
     workspace = 0
     if target.on_card:
         workspace = HOPPERS_WORKSPACE if target.machine.capability == (9, 0) else WORKSPACE
-    period = None if whole and work.micro_batches == 1 else period_of(config)
+    period = None if whole and work.micro_batches == 1 else layer_period(config)
     steps = Steps(measure, config.get_text_config().num_hidden_layers, period)
-    forecast = MemoryForecast(steps.moments(work, rank), workspace, vllm_of(run, target))
-    return OfTheStep(forecast, work, steps.largest(forecast, work, rank, target.free), target.free)
+    forecast = MemoryForecast(steps.moments(work, rank), workspace, vllm_bytes(run, target))
+    return StepForecast(forecast, work, steps.largest(forecast, work, rank, target.free), target.free)
 
 
-def period_of(config: Any) -> int | None:
+def layer_period(config: Any) -> int | None:
     """After how many layers their kinds and shapes repeat; None where they do not."""
     text = config.get_text_config()
     count = text.num_hidden_layers
@@ -281,7 +281,7 @@ def period_of(config: Any) -> int | None:
     return next((n for n in range(1, count // 2 + 1) if all(kinds[i] == kinds[i % n] for i in range(count))), None)
 
 
-def vllm_of(run: RunConfig, target: Target) -> int:
+def vllm_bytes(run: RunConfig, target: Target) -> int:
     """What vLLM holds beside the step where it shares the card: its share of the whole card, nothing while it sleeps."""
     train = run.train
     shares = train.get("use_vllm") and train.get("vllm_mode", "colocate") == "colocate"
@@ -291,7 +291,7 @@ def vllm_of(run: RunConfig, target: Target) -> int:
     return round(float(train.get("vllm_gpu_memory_utilization") or VLLM_SHARE) * card)
 
 
-def planned_work(run: RunConfig, longest: int, packed_rows: int | None = None) -> Work:
+def planned_work(run: RunConfig, longest: int, packed_rows: int | None = None) -> StepShape:
     """What goes through at once. longest: tokens of the longest example, or of gspo's longest prompt."""
     train, method = run.train, run.cogumi.method
     rows = int(train.get("per_device_train_batch_size") or 8)
@@ -302,30 +302,30 @@ def planned_work(run: RunConfig, longest: int, packed_rows: int | None = None) -
         packed = packed_rows is not None
         # Padding is masked; flash attention cuts it out before it computes.
         padded = not flash and rows > 1
-        return Work(method, packed_rows or rows, longest, packed=packed, one_sequence=packed and flash, padded=padded,
+        return StepShape(method, packed_rows or rows, longest, packed=packed, one_sequence=packed and flash, padded=padded,
                     micro_batches=steps)  # fmt: skip
     completion, rollout = int(train.get("max_completion_length") or 256), 0
     if not train.get("use_vllm"):  # TRL's generation batch
         rollout = int(train.get("generation_batch_size") or rows * int(train.get("steps_per_generation") or steps))
-    return Work(method, rows, longest, completion, rollout, padded=not flash, micro_batches=steps)
+    return StepShape(method, rows, longest, completion, rollout, padded=not flash, micro_batches=steps)
 
 
 # ------------------------------------------------------------------------------------------------------------- the line
 
 
-def line_of(step: OfTheStep, run: RunConfig, chosen: Sequence[Choice] = ()) -> Line:
+def describe_memory(step: StepForecast, run: RunConfig, chosen: Sequence[Choice] = ()) -> Line:
     """The line on memory, with what would make it fit. chosen: what the run left open, and the machine decides."""
     forecast, work = step.forecast, step.work
-    made_of = ", ".join(f"{kind} {gib(size)}" for kind, size in forecast.breakdown.items())
-    at_once = work.rollout if forecast.fullest.stage == ROLLOUT else work.rows
+    made_of = ", ".join(f"{kind} {format_memory(size)}" for kind, size in forecast.breakdown.items())
+    at_once = work.rollout if forecast.peak_moment.stage == ROLLOUT else work.rows
     said = (
-        f"{gib(forecast.peak)} of {gib(step.free)} at its fullest, in {forecast.fullest.stage} with {at_once} x "
-        f"{work.length} tokens: {made_of}"
+        f"{format_memory(forecast.peak)} of {format_memory(step.free)} at its fullest, in "
+        f"{forecast.peak_moment.stage} with {at_once} x {work.length} tokens: {made_of}"
     )
     if chosen:
         said += "; with " + ", ".join(f"{each.key}: {each.value}" for each in chosen) + ", which the run chooses"
     if not step.fits:
-        return Line("memory", said, "red", *smaller(step, run))
+        return Line("memory", said, "red", *suggest_fix(step, run))
     largest = step.largest
     alone = (
         (largest.rows, MOST_ROWS, "{} rows"),
@@ -336,19 +336,19 @@ def line_of(step: OfTheStep, run: RunConfig, chosen: Sequence[Choice] = ()) -> L
     return Line("memory", f"{said}; alone, up to {', or '.join(further)} would fit")
 
 
-def smaller(step: OfTheStep, run: RunConfig) -> tuple[str, dict[str, Any]]:
+def suggest_fix(step: StepForecast, run: RunConfig) -> tuple[str, dict[str, Any]]:
     """The change that makes a step fit, the mildest first: layers computed twice, a smaller micro-batch, 4 bits."""
     work, largest = step.work, step.largest
     if run.train.get("gradient_checkpointing") is False:  # TRL's default is on
         change = {"train.gradient_checkpointing": True}
         return "set train.gradient_checkpointing: true, which computes layers twice instead of keeping them", change
     documents = work.rows * work.micro_batches
-    if step.forecast.fullest.stage == ROLLOUT and work.rollout > documents:
-        key, number = fewer_at_once(run, work, documents)
+    if step.forecast.peak_moment.stage == ROLLOUT and work.rollout > documents:
+        key, number = smaller_rollout(run, work, documents)
         said = f"set {key}: {number}; fewer completions are sampled at once, and trained on in fewer steps"
         return said, {key: number}
     if largest.rows:
-        changes = split(run, work, largest.rows)
+        changes = split_step(run, work, largest.rows)
         said = " and ".join(f"{key}: {value}" for key, value in changes.items())
         return f"set {said}, the same step in smaller pieces", changes
     if run.cogumi.tuning == "full":
@@ -356,7 +356,7 @@ def smaller(step: OfTheStep, run: RunConfig) -> tuple[str, dict[str, Any]]:
     if run.model.quantization_config is None:
         return "set model.quantization_config: {load_in_4bit: true} (QLoRA)", {
             "model.quantization_config": {"load_in_4bit": True},
-            **split(run, work, 1),
+            **split_step(run, work, 1),
         }
     if largest.length:
         key = "train.max_length" if not work.completion else "train.max_completion_length"
@@ -365,7 +365,7 @@ def smaller(step: OfTheStep, run: RunConfig) -> tuple[str, dict[str, Any]]:
     return "take a card with more memory, or a smaller model", {}
 
 
-def fewer_at_once(run: RunConfig, work: Work, documents: int) -> tuple[str, int]:
+def smaller_rollout(run: RunConfig, work: StepShape, documents: int) -> tuple[str, int]:
     """Half of a rollout's completions, in whole steps, under the key that says how many they are."""
     steps = max(1, work.rollout // documents // 2)
     if gspo.is_planned(run) or run.train.get("generation_batch_size"):
@@ -373,7 +373,7 @@ def fewer_at_once(run: RunConfig, work: Work, documents: int) -> tuple[str, int]
     return "train.steps_per_generation", steps * work.micro_batches
 
 
-def split(run: RunConfig, work: Work, most: int) -> dict[str, Any]:
+def split_step(run: RunConfig, work: StepShape, most: int) -> dict[str, Any]:
     """The same step in micro-batches of at most so many; what GSPO's planner decides by itself is left to it."""
     documents = work.rows * work.micro_batches
     rows = max(n for n in range(1, min(most, documents) + 1) if documents % n == 0)

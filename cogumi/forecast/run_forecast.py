@@ -10,25 +10,25 @@ import torch
 from transformers import AutoConfig
 
 from cogumi.config.schema import RunConfig, load_config
-from cogumi.config.yaml_text import sections, with_values
+from cogumi.config.yaml_text import edit_yaml, parse_sections
 from cogumi.core import worker
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
-from cogumi.core.notices import working
+from cogumi.core.notices import show_seconds
 from cogumi.core.run_directory import write_atomic
 from cogumi.forecast import data_sample, disk_lines, memory_forecast, throughput_probe
-from cogumi.forecast.memory_forecast import Target, dtype_of, target_of
+from cogumi.forecast.memory_forecast import Target, find_target, weights_dtype
 from cogumi.forecast.preflight_report import Line, PreflightReport
-from cogumi.forecast.training_step import Work, planned_trainer
+from cogumi.forecast.training_step import StepShape, planned_trainer
 from cogumi.methods import gspo
-from cogumi.methods.auto_settings import MOMENTS, Choice, Load, choose, decided, load_of
-from cogumi.methods.building import refuse_blind_check, refuse_impossible, tokenizer_of
+from cogumi.methods.auto_settings import MOMENTS, Choice, Load, choose, load_of, with_values
+from cogumi.methods.building import load_run_tokenizer, refuse_blind_check, refuse_impossible
 from cogumi.models import warm_start
 from cogumi.models.adapters import refuse_unmatched
 from cogumi.models.loading import refuse_quantized_already, resolve_model
 from cogumi.rl.patching import patch
-from cogumi.stack.installed import against_lane, distributions
-from cogumi.telemetry.throughput import work_of
+from cogumi.stack.installed import check_lane, distributions
+from cogumi.telemetry.throughput import flops_of
 
 # What PEFT, TRL and transformers raise for a setting they refuse, or a model that cannot be built of shapes alone.
 REFUSALS = (ValueError, ImportError, RuntimeError)
@@ -36,39 +36,39 @@ LIMIT = 600.0  # seconds; a model of which every layer is run takes minutes
 ROUNDS = 6  # of changing a config that does not fit
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
-Ahead = tuple[list[Line], dict[str, Any]]
+ForecastLines = tuple[list[Line], dict[str, Any]]
 """The lines on memory, time and disk, and the figures behind them."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class ForecastRequest:
     """A forecast to make. base, of_base: a directory or hub id, and its config. probe: what was measured."""
 
     run: RunConfig
     base: str
     of_base: Any
-    found: data_sample.Sample
+    found: data_sample.DataSample
     target: Target
-    probe: throughput_probe.Probe | None = None
+    probe: throughput_probe.MeasuredSteps | None = None
 
 
-@working("preflight: data, memory, time and disk of the run are being worked out")
+@show_seconds("preflight: data, memory, time and disk of the run are being worked out")
 def preflight(
     config: Config, card: str | None = None, train: Callable[..., Any] | None = None, **overrides: Any
 ) -> PreflightReport:
     """`cogumi.preflight`, where torch may be imported (`cogumi.runs.entry`)."""
-    return foresee(config, card, train, overrides, apart)
+    return forecast_run(config, card, train, overrides, apart)
 
 
-def foresee(
+def forecast_run(
     config: Config,
     card: str | None,
     train: Callable[..., Any] | None,
     overrides: dict[str, Any],
-    ahead: Callable[[Asked], Ahead],
+    ahead: Callable[[ForecastRequest], ForecastLines],
 ) -> PreflightReport:
-    """`preflight`, with `look_ahead` in this process or apart. train: `cogumi.train`, where ten steps are to be made."""
-    run, target = load_config(config, **overrides), target_of(card)
+    """`preflight`, with `forecast_lines` in this process or apart. train: `cogumi.train`, where ten steps are to be made."""
+    run, target = load_config(config, **overrides), find_target(card)
     refuse_impossible(run.cogumi)
     refuse_blind_check(run)
     if train is not None and card is not None:
@@ -82,20 +82,20 @@ def foresee(
     if run.model.quantization_config is not None:
         refuse_quantized_already(base, of_base)
     if data_sample.has_no_tokenizer(base):
-        found = data_sample.assumed(run)
+        found = data_sample.assume_longest(run)
     else:
-        found = data_sample.sample(run, tokenizer_of(run, base), of_base)
-    tried = throughput_probe.probed(run, train, config, overrides) if train is not None else None
-    first = [] if card is not None else [stack_line()]
-    lines, figures = ahead(Asked(run, base, of_base, found, target, tried))
+        found = data_sample.sample_data(run, load_run_tokenizer(run, base), of_base)
+    tried = throughput_probe.measure_steps(run, train, config, overrides) if train is not None else None
+    first = [] if card is not None else [describe_stack()]
+    lines, figures = ahead(ForecastRequest(run, base, of_base, found, target, tried))
     return PreflightReport(
-        str(target), (*first, data_sample.line_of(found, run), *lines), {"data": found.as_dict(), **figures}
+        str(target), (*first, data_sample.describe_data(found, run), *lines), {"data": found.as_dict(), **figures}
     )
 
 
-def stack_line() -> Line:
+def describe_stack() -> Line:
     """Is what is installed what was tried together? The doctor's finding on the lane."""
-    (found,) = against_lane(distributions())
+    (found,) = check_lane(distributions())
     figure = f"{found.figure}; {found.cause}" if found.cause else found.figure
     return Line("stack", figure, "green" if found.state == "ok" else "yellow", found.fix)
 
@@ -103,74 +103,74 @@ def stack_line() -> Line:
 # -------------------------------------------------------------------------------------------------- memory, time and disk
 
 
-def apart(asked: Asked) -> Ahead:
-    """`look_ahead` in another process, which sees no GPU and of which nothing stays behind.
+def apart(asked: ForecastRequest) -> ForecastLines:
+    """`forecast_lines` in another process, which sees no GPU and of which nothing stays behind.
 
     Libraries cache tensors, which would be fake ones, and accelerate keeps settings for a whole process; beside a GPU the
     trainer would be unsloth's, whose kernels take no fake tensors. What is trained afterwards is to meet none of it.
     Raises its UsageError, and RuntimeError for a process that broke or took too long.
     """
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    found: Ahead = worker.call("the forecast", look_ahead, asked, environment=environment, timeout=LIMIT)
+    found: ForecastLines = worker.call("the forecast", forecast_lines, asked, environment=environment, timeout=LIMIT)
     return found
 
 
-def here(asked: Asked) -> Ahead:
-    """`look_ahead` for a process that does nothing else, apart only where it sees a GPU."""
-    return apart(asked) if torch.cuda.is_available() else look_ahead(asked)
+def here(asked: ForecastRequest) -> ForecastLines:
+    """`forecast_lines` for a process that does nothing else, apart only where it sees a GPU."""
+    return apart(asked) if torch.cuda.is_available() else forecast_lines(asked)
 
 
-def look_ahead(asked: Asked) -> Ahead:
+def forecast_lines(asked: ForecastRequest) -> ForecastLines:
     """Builds trainers in this process, whose settings are the process's; `apart` has one for it."""
     patch(graph_break="off")  # without it TRL takes no gspo, and its losses need a GPU
     of_base, found, target = asked.of_base, asked.found, asked.target
     lines: list[Line] = []
     figures: dict[str, Any] = {}
-    run, load, chosen = on_the_target(asked.run, asked.base, target)
+    run, load, chosen = choose_for_target(asked.run, asked.base, target)
     try:
         chosen_run = run
-        run, work = work_on(run, of_base, found, target, target.free - load.weights - MOMENTS * load.trained)
-        step = memory_forecast.step_on(run, of_base, work, target)
+        run, work = plan_work(run, of_base, found, target, target.free - load.weights - MOMENTS * load.trained)
+        step = memory_forecast.forecast_step(run, of_base, work, target)
     except UsageError as error:
         lines.append(Line("memory", str(error), "red"))
     except REFUSALS as error:
         lines.append(Line("memory", f"the step cannot be run without weights: {one_line(error)}", "unknown"))
     else:
-        lines.append(memory_forecast.line_of(step, chosen_run, chosen))  # its keys are those of the YAML
+        lines.append(memory_forecast.describe_memory(step, chosen_run, chosen))  # its keys are those of the YAML
         figures["memory"] = step.as_dict()
         if asked.probe is not None:
-            how_long = throughput_probe.continued(run, work, found, asked.probe)
+            how_long = throughput_probe.extrapolate_time(run, work, found, asked.probe)
         else:
-            dtype = dtype_of(target, run.model.dtype)
+            dtype = weights_dtype(target, run.model.dtype)
             model = planned_trainer(run, of_base, dtype, run.model.attn_implementation).model
             weights = sum(p.numel() for p in model.parameters() if not p.requires_grad) * dtype.itemsize
-            how_long = throughput_probe.estimated(run, work, found, work_of(model), target, weights)
-        lines += throughput_probe.lines_of(how_long, run, target)
+            how_long = throughput_probe.estimate_time(run, work, found, flops_of(model), target, weights)
+        lines += throughput_probe.describe_time(how_long, run, target)
         figures["time"] = vars(how_long)
     try:
-        return lines + disk_lines.lines_of(disk_lines.outlook_of(asked.run)), figures
+        return lines + disk_lines.describe_disks(disk_lines.forecast_disks(asked.run)), figures
     except (ValueError, ImportError) as error:  # of a setting that the libraries look at when it is first used
         raise UsageError(one_line(error), key="train") from error
 
 
-def on_the_target(run: RunConfig, base: str, target: Target) -> tuple[RunConfig, Load, list[Choice]]:
+def choose_for_target(run: RunConfig, base: str, target: Target) -> tuple[RunConfig, Load, list[Choice]]:
     """The run with what it leaves open decided as it would be there; what it asks; and what was decided."""
     there = run.model_copy(deep=True)
     if there.model.dtype == "auto":
         there.model.dtype = "bfloat16" if target.machine.bf16 else "float32"
     load = load_of(there, base)
     choices = choose(there, target.machine, load)
-    return decided(run, choices), load, choices
+    return with_values(run, choices), load, choices
 
 
-def work_on(
-    run: RunConfig, config: Any, found: data_sample.Sample, target: Target, free: int
-) -> tuple[RunConfig, Work]:
+def plan_work(
+    run: RunConfig, config: Any, found: data_sample.DataSample, target: Target, free: int
+) -> tuple[RunConfig, StepShape]:
     """What goes through at once, GSPO's batch planned as the run plans it. free: bytes left for activations."""
     longest = found.longest
     if run.cogumi.method == "gspo":
         if gspo.is_planned(run):
-            batch = gspo.batch_for(run, config, dtype_of(target, run.model.dtype).itemsize, longest, free)
+            batch = gspo.batch_for(run, config, weights_dtype(target, run.model.dtype).itemsize, longest, free)
             run = gspo.with_batch(run, batch.arguments)
         return run, memory_forecast.planned_work(run, longest)
     limit = run.train.get("max_length")
@@ -182,26 +182,26 @@ def work_on(
 # ------------------------------------------------------------------------------------------------- the config that fits
 
 
-def fixed(config: Config, card: str | None = None, **overrides: Any) -> tuple[PreflightReport, dict[str, Any]]:
+def fit_config(config: Config, card: str | None = None, **overrides: Any) -> tuple[PreflightReport, dict[str, Any]]:
     """(the last report, the dotted keys that were changed): the red lines' changes made until nothing is left to change."""
     changes: dict[str, Any] = {}
-    report = foresee(config, card, None, overrides, here)
+    report = forecast_run(config, card, None, overrides, here)
     for _ in range(ROUNDS):
         more = {key: value for key, value in report.changes.items() if changes.get(key) != value}
         if report.fits or not more:
             break
         changes |= more
         words = {key.replace(".", "__"): value for key, value in changes.items()}
-        report = foresee(config, card, None, {**overrides, **words}, here)
+        report = forecast_run(config, card, None, {**overrides, **words}, here)
     return report, changes
 
 
-def write_fixed(source: Path, out: Path, changes: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+def write_fitted_config(source: Path, out: Path, changes: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
     """The YAML of `source` with the changes, its comments kept, at `out`. Raises UsageError for a file that is there."""
     if out.exists():
         raise UsageError("there is such a file already", key=f"--fix {out}", fix="name another, or remove it")
     text = source.read_text(encoding="utf-8")
-    document = sections(text)
+    document = parse_sections(text)
     given = {key.replace("__", "."): value for key, value in overrides.items()}
     for key, value in {**given, **changes}.items():
         section = document
@@ -212,7 +212,7 @@ def write_fixed(source: Path, out: Path, changes: Mapping[str, Any], overrides: 
     changed = "".join(f"#   {key}: {value}\n" for key, value in changes.items())
     head = f"# {source.name}, changed by cogumi preflight --fix:\n{changed}"
     try:
-        write_atomic(out, head + with_values(text, document)[0])
+        write_atomic(out, head + edit_yaml(text, document)[0])
     except OSError as error:
         raise UsageError(
             f"cannot be written ({error.strerror})", key=f"--fix {out}", fix="name another place"

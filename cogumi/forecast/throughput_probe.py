@@ -16,22 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from cogumi.config.schema import RunConfig
-from cogumi.core.formatting import duration
-from cogumi.data.selection import held_out_of
-from cogumi.forecast.data_sample import Sample
+from cogumi.core.formatting import format_duration
+from cogumi.data.selection import held_out_rows
+from cogumi.forecast.data_sample import DataSample
 from cogumi.forecast.memory_forecast import Target
 from cogumi.forecast.preflight_report import Line
-from cogumi.forecast.training_step import Work
+from cogumi.forecast.training_step import StepShape
 from cogumi.health.flags_sft import ENOUGH_ROWS
 from cogumi.methods.dpo import ReferencePass
-from cogumi.telemetry.throughput import Work as Arithmetic
+from cogumi.telemetry.throughput import TokenFlops as Arithmetic
 
 REACHED = 0.4  # of the card's dense bf16 peak, in hardware FLOP (PaLM, arXiv:2204.02311, appendix B: 46 to 58 % there)
 PROBED = 10
 
 
 @dataclass(frozen=True)
-class Pace:
+class TimeForecast:
     """steps: optimizer steps. tokens: of all of them, without padding. seconds: None where nothing says how fast.
 
     measured: steps that were made to know, 0 where it is an estimate. whole: the steps of the whole training, where
@@ -48,7 +48,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Probe:
+class MeasuredSteps:
     """Steps that were made, and the seconds they took in all; and those of dpo's reference before them."""
 
     steps: int
@@ -56,9 +56,9 @@ class Probe:
     reference: float = 0.0
 
 
-def steps_of(run: RunConfig, work: Work, found: Sample) -> int:
+def steps_of(run: RunConfig, work: StepShape, found: DataSample) -> int:
     """Optimizer steps: `train.max_steps`, or those of the epochs (transformers' 3 by default; TRL's GRPO has 3 too)."""
-    if said := said_steps(run):
+    if said := configured_steps(run):
         return said
     epochs = float(run.train.get("num_train_epochs") or 3)
     rows = found.trained / (found.packed.examples_per_row if found.packed else 1)
@@ -67,21 +67,21 @@ def steps_of(run: RunConfig, work: Work, found: Sample) -> int:
     return max(1, math.ceil(epochs * rows / (work.rows * work.micro_batches)))
 
 
-def until_the_end(run: RunConfig, work: Work, found: Sample) -> tuple[int, int | None]:
+def steps_to_make(run: RunConfig, work: StepShape, found: DataSample) -> tuple[int, int | None]:
     """(steps that will be made, steps of the whole training where `cogumi.sanity` makes fewer)."""
-    sanity, known = run.cogumi.sanity, found.looked_at or said_steps(run)
+    sanity, known = run.cogumi.sanity, found.looked_at or configured_steps(run)
     if not known:
         return sanity or 0, None
     whole = steps_of(run, work, found)
     return (sanity, whole) if sanity is not None and sanity < whole else (whole, None)
 
 
-def said_steps(run: RunConfig) -> int:
+def configured_steps(run: RunConfig) -> int:
     """`train.max_steps`, 0 where it is left to the epochs."""
     return max(0, int(run.train.get("max_steps") or 0))
 
 
-def tokens_of_a_step(run: RunConfig, work: Work, found: Sample) -> float:
+def tokens_of_a_step(run: RunConfig, work: StepShape, found: DataSample) -> float:
     """Of the mean example; of a rollout with completions as long as they may be."""
     rows = work.rows * work.micro_batches
     if run.cogumi.method == "gspo":
@@ -91,18 +91,20 @@ def tokens_of_a_step(run: RunConfig, work: Work, found: Sample) -> float:
     return rows * found.mean * (2 if run.cogumi.method == "dpo" else 1)
 
 
-def estimated(run: RunConfig, work: Work, found: Sample, arithmetic: Arithmetic, target: Target, weights: int) -> Pace:
+def estimate_time(
+    run: RunConfig, work: StepShape, found: DataSample, arithmetic: Arithmetic, target: Target, weights: int
+) -> TimeForecast:
     """weights: bytes of the base as it is loaded."""
-    (steps, whole), tokens = until_the_end(run, work, found), tokens_of_a_step(run, work, found)
+    (steps, whole), tokens = steps_to_make(run, work, found), tokens_of_a_step(run, work, found)
     if not steps:
-        return Pace(0, 0, None)
+        return TimeForecast(0, 0, None)
     card, train = target.card, run.train
     if card is None or card.peak is None:
-        return Pace(steps, round(steps * tokens), None, whole=whole)
+        return TimeForecast(steps, round(steps * tokens), None, whole=whole)
     context, reference = found.mean + work.completion, 0.0
     passes = arithmetic.hardware(context, recomputed=train.get("gradient_checkpointing") is not False)
     if run.cogumi.method == "dpo" and train.get("precompute_ref_log_probs"):
-        pairs = found.trained + held_out_of(found.rows, run.data.eval_rows)
+        pairs = found.trained + held_out_rows(found.rows, run.data.eval_rows)
         reference = 2 * pairs * found.mean * arithmetic.forward(context) / (REACHED * card.peak)
     elif run.cogumi.method == "dpo":
         passes += arithmetic.forward(context)
@@ -110,22 +112,22 @@ def estimated(run: RunConfig, work: Work, found: Sample, arithmetic: Arithmetic,
     if work.rollout:
         documents = work.rows * work.micro_batches
         seconds += documents / work.rollout * work.completion * weights / card.bandwidth
-    return Pace(steps, round(steps * tokens), steps * seconds + reference, whole=whole, reference=reference)
+    return TimeForecast(steps, round(steps * tokens), steps * seconds + reference, whole=whole, reference=reference)
 
 
-def continued(run: RunConfig, work: Work, found: Sample, probe: Probe) -> Pace:
-    steps, whole = until_the_end(run, work, found)
+def extrapolate_time(run: RunConfig, work: StepShape, found: DataSample, probe: MeasuredSteps) -> TimeForecast:
+    steps, whole = steps_to_make(run, work, found)
     tokens = round(steps * tokens_of_a_step(run, work, found))
     seconds = steps * probe.seconds / probe.steps + probe.reference
-    return Pace(steps, tokens, seconds, probe.steps, whole, probe.reference)
+    return TimeForecast(steps, tokens, seconds, probe.steps, whole, probe.reference)
 
 
-def probed(run: RunConfig, train: Callable[..., Any], config: Any, overrides: dict[str, Any]) -> Probe:
+def measure_steps(run: RunConfig, train: Callable[..., Any], config: Any, overrides: dict[str, Any]) -> MeasuredSteps:
     """Ten steps of the run itself in a directory that is removed; downloads and loads the model.
 
     Raises what the run would raise.
     """
-    most = said_steps(run)
+    most = configured_steps(run)
     with tempfile.TemporaryDirectory(prefix="cogumi-probe-") as scratch:
         place = Path(scratch) / "run"
         ten = {
@@ -148,10 +150,10 @@ def probed(run: RunConfig, train: Callable[..., Any], config: Any, overrides: di
         finally:
             log.setLevel(level)
         figures = json.loads((place / "metrics.json").read_text(encoding="utf-8"))
-    return Probe(figures["steps"], figures["step_seconds"], figures["seconds"].get(ReferencePass.STAGE, 0.0))
+    return MeasuredSteps(figures["steps"], figures["step_seconds"], figures["seconds"].get(ReferencePass.STAGE, 0.0))
 
 
-def lines_of(pace: Pace, run: RunConfig, target: Target) -> list[Line]:
+def describe_time(pace: TimeForecast, run: RunConfig, target: Target) -> list[Line]:
     ours = run.cogumi
     unpriced = "; cost: not known (set cogumi.price_per_hour)" * (ours.price_per_hour is None)
     if not pace.steps:
@@ -171,12 +173,14 @@ def lines_of(pace: Pace, run: RunConfig, target: Target) -> list[Line]:
         cost = pace.seconds / 3600 * ours.price_per_hour
         spoken = f"${cost:,.2f}" if cost >= 0.01 else "less than a cent"
         price = f", {spoken} at ${ours.price_per_hour:g} an hour"
-    first = f", {duration(pace.reference)} of them for the reference before the first step" if pace.reference else ""
-    said += f": {duration(pace.seconds)} of training{first}{price} ({how}){unpriced}"
-    return [over_budget(pace, run, said) or Line("time", said)]
+    first = (
+        f", {format_duration(pace.reference)} of them for the reference before the first step" if pace.reference else ""
+    )
+    said += f": {format_duration(pace.seconds)} of training{first}{price} ({how}){unpriced}"
+    return [describe_budget(pace, run, said) or Line("time", said)]
 
 
-def over_budget(pace: Pace, run: RunConfig, said: str) -> Line | None:
+def describe_budget(pace: TimeForecast, run: RunConfig, said: str) -> Line | None:
     """A red line where the budget ends the run before its steps do."""
     assert pace.seconds is not None
     hours, money = run.cogumi.max_hours, run.cogumi.max_cost

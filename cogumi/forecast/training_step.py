@@ -19,10 +19,17 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from cogumi.config.schema import RunConfig
-from cogumi.forecast.fake_tensors import Live, Moment, as_on_a_card, batches_are, codes_apart, stand_in
+from cogumi.forecast.fake_tensors import (
+    StagePeak,
+    StorageCounter,
+    emulate_cuda,
+    emulate_padding,
+    fake_model,
+    preserve_bitsandbytes_codes,
+)
 from cogumi.methods.building import trl_arguments
 from cogumi.models.adapters import keep_float32, lora_config
-from cogumi.models.loading import meta_model, quantization_settings, train_on_what_was_loaded
+from cogumi.models.loading import keep_4bit_unpacked, meta_model, quantization_settings
 from cogumi.patches import head_logps, replaced
 from cogumi.patches.torch_internals import FakeTensorMode
 from cogumi.patches.trl_internals import place_quantized_layers
@@ -49,17 +56,17 @@ def planned_trainer(
     config: the base's. attention: as in `model.attn_implementation`. layers: how many of the model's are kept, the first.
     Raises what TRL, PEFT and transformers raise for settings that they refuse.
     """
-    config = shortened(config, layers)
+    config = keep_layers(config, layers)
     # With sdpa where its class has it, which like flash attention never holds the scores.
     model = meta_model(config).to(dtype)
     if attention == "eager":
         model.set_attn_implementation("eager")
     if run.model.quantization_config is not None:
         settings = quantization_settings(run.model.quantization_config, str(dtype).removeprefix("torch."))
-        model = quantized(model, settings)
+        model = quantize(model, settings)
     method = run.cogumi.method
     args = copy.copy(trl_arguments(without_the_machine(run)))
-    with tempfile.TemporaryDirectory(prefix="cogumi-preflight-") as scratch, quietly():
+    with tempfile.TemporaryDirectory(prefix="cogumi-preflight-") as scratch, silence_preparation():
         args.output_dir, args.eval_strategy = scratch, type(args.eval_strategy)("no")
         precomputed = method == "dpo" and args.precompute_ref_log_probs
         if precomputed:  # a model of shapes has none; what is different is set on the trainer below
@@ -67,7 +74,7 @@ def planned_trainer(
         # A tokenizer of three words: the trainer is never given a text.
         words = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "<pad>": 2}, unk_token="a"))
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="a", eos_token="</s>", pad_token="<pad>")
-        given = {"model": model, "args": args, "train_dataset": rows_of(method), "processing_class": tokenizer}
+        given = {"model": model, "args": args, "train_dataset": sample_rows(method), "processing_class": tokenizer}
         if run.cogumi.tuning == "lora":
             given["peft_config"] = lora_config(run.lora)
         elif method == "dpo":
@@ -77,7 +84,7 @@ def planned_trainer(
         import trl  # looked up here: unsloth puts its own trainers on the module
 
         trainers = {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer, "gspo": trl.GRPOTrainer}
-        trainer = on_meta(trainers[method])(**given)
+        trainer = keep_on_meta(trainers[method])(**given)
     if precomputed:
         trainer.precompute_ref_logps, trainer.ref_model = True, None
     keep_float32(trainer.model)
@@ -85,7 +92,7 @@ def planned_trainer(
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
+def silence_preparation() -> Iterator[None]:
     """Without the bars and warnings of two rows being prepared."""
     bars = are_progress_bars_disabled()
     disable_progress_bars()
@@ -97,7 +104,7 @@ def quietly() -> Iterator[None]:
             enable_progress_bars()
 
 
-def on_meta(trainer: Any) -> Any:
+def keep_on_meta(trainer: Any) -> Any:
     """A class of trainer that leaves its model on the meta device: it forecasts, and cannot train."""
     return type(f"Planned{trainer.__name__}", (trainer,), {"_move_model_to_device": lambda *_: None})
 
@@ -110,7 +117,7 @@ def without_the_machine(run: RunConfig) -> RunConfig:
     return run
 
 
-def shortened(config: Any, layers: int | None) -> Any:
+def keep_layers(config: Any, layers: int | None) -> Any:
     """A copy of a config with so many layers, or all."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
@@ -121,7 +128,7 @@ def shortened(config: Any, layers: int | None) -> Any:
     return config
 
 
-def quantized(model: Any, settings: Any) -> Any:
+def quantize(model: Any, settings: Any) -> Any:
     """The model with bitsandbytes' layers where transformers would put them."""
     from transformers.quantizers import AutoHfQuantizer
 
@@ -131,11 +138,11 @@ def quantized(model: Any, settings: Any) -> Any:
     model.hf_quantizer, model.is_quantized = quantizer, True
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = settings.load_in_4bit, settings.load_in_8bit
     model.quantization_method = settings.quant_method
-    train_on_what_was_loaded(model)
+    keep_4bit_unpacked(model)
     return model
 
 
-def rows_of(method: str) -> Dataset:
+def sample_rows(method: str) -> Dataset:
     """Rows for a trainer to prepare; the step is given others."""
     if method == "sft":
         return Dataset.from_dict({"input_ids": [[0] * 4] * 2, "completion_mask": [[1] * 4] * 2})
@@ -148,7 +155,7 @@ def rows_of(method: str) -> Dataset:
 
 
 @dataclass(frozen=True)
-class Work:
+class StepShape:
     """What goes through at once. rows: examples (pairs, for dpo, documents for gspo), each `prompt + completion` tokens.
 
     completion: for gspo; 0 elsewhere. rollout: documents that are sampled at once, 0 where vLLM samples them. packed: rows
@@ -176,47 +183,47 @@ class Work:
         return self.completion / self.length if self.completion else 1.0
 
 
-def run_step(trainer: Any, work: Work, autocast: torch.dtype | None, on_card: bool) -> tuple[Moment, ...]:
+def run_step(trainer: Any, work: StepShape, autocast: torch.dtype | None, on_card: bool) -> tuple[StagePeak, ...]:
     """The peaks of the stages of a step. The trainer's model is made of fake tensors from then on; it may be asked again.
 
     autocast: what matrices are multiplied in, where the trainer would (bf16, fp16). on_card: as a CUDA card computes it.
     """
     model, config = trainer.model, trainer.model.config.get_text_config()
-    live = Live((config.vocab_size, TILE), selected=work.learned)
+    live = StorageCounter((config.vocab_size, TILE), selected=work.learned)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings(action="ignore"))  # of paged optimizers, which this CPU has not
         # Cogumi's head makes one tile of logits after another in the same memory: the first is as good as all.
         one_tile = {"_cut": lambda total, width: [slice(0, min(total, width))]}
-        stack.enter_context(as_on_a_card() if on_card else replaced(head_logps, one_tile))
-        stack.enter_context(batches_are(work.padded))
-        stack.enter_context(codes_apart())
+        stack.enter_context(emulate_cuda() if on_card else replaced(head_logps, one_tile))
+        stack.enter_context(emulate_padding(work.padded))
+        stack.enter_context(preserve_bitsandbytes_codes())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(live)
-        with live.during(LOAD):
-            stand_in(model, live)
+        with live.in_stage(LOAD):
+            fake_model(model, live)
             if getattr(trainer, "ref_model", None) is not None:
-                stand_in(trainer.ref_model, live)
+                fake_model(trainer.ref_model, live)
         if work.rollout:
-            with live.during(ROLLOUT):
-                sample(model, work, live)
-        optimizer, trained = with_states(trainer, live, accumulating=work.micro_batches > 1)
+            with live.in_stage(ROLLOUT):
+                sample_rollout(model, work, live)
+        optimizer, trained = create_optimizer(trainer, live, accumulating=work.micro_batches > 1)
         trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps  # as Trainer.train does
         model.train()
         if trainer.args.gradient_checkpointing:
             model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs or {"use_reentrant": False})
         multiplied_in = torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None)
-        with live.during(FORWARD), multiplied_in:
+        with live.in_stage(FORWARD), multiplied_in:
             loss = trainer.compute_loss(model, inputs_of(work))
-        with live.during(BACKWARD):
+        with live.in_stage(BACKWARD):
             loss.backward()
         del loss
-        with live.during(UPDATE), live.making(OPTIMIZER):
+        with live.in_stage(UPDATE), live.counting_as(OPTIMIZER):
             torch.nn.utils.clip_grad_norm_(trained, trainer.args.max_grad_norm or 1.0)
             optimizer.step()
     return tuple(moment for name, moment in live.moments.items() if name)
 
 
-def with_states(trainer: Any, live: Live, accumulating: bool) -> tuple[Any, list[Any]]:
+def create_optimizer(trainer: Any, live: StorageCounter, accumulating: bool) -> tuple[Any, list[Any]]:
     """The trainer's optimizer with the states that it has after its first step, and the parameters that it trains.
 
     accumulating: they have gradients already, as every micro-batch of a step but the first finds them.
@@ -224,58 +231,62 @@ def with_states(trainer: Any, live: Live, accumulating: bool) -> tuple[Any, list
     trainer.optimizer = None  # that of an earlier step, which had other stand-ins
     optimizer = trainer.create_optimizer()
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    with live.making(GRADIENTS):
+    with live.counting_as(GRADIENTS):
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
-    with live.making(OPTIMIZER):
+    with live.counting_as(OPTIMIZER):
         optimizer.step()
     if not accumulating:
         optimizer.zero_grad()
     live.moments.pop("", None)
     for parameter in trained:
-        parameter.register_post_accumulate_grad_hook(lambda parameter: live.are(GRADIENTS, parameter.grad))
+        parameter.register_post_accumulate_grad_hook(lambda parameter: live.set_kind(GRADIENTS, parameter.grad))
     return optimizer, trained
 
 
-def whole(*shape: int) -> torch.Tensor:
+def ones_of_shape(*shape: int) -> torch.Tensor:
     return torch.ones(shape, dtype=torch.long)
 
 
-def inputs_of(work: Work) -> dict[str, Any]:
+def inputs_of(work: StepShape) -> dict[str, Any]:
     """A micro-batch as TRL's collators make it."""
     if work.method == "sft":
         rows, tokens = (1, work.rows * work.length) if work.one_sequence else (work.rows, work.length)
         last = "position_ids" if work.packed else "attention_mask"
-        return {name: whole(rows, tokens) for name in ("input_ids", "labels", last)}
+        return {name: ones_of_shape(rows, tokens) for name in ("input_ids", "labels", last)}
     if work.method == "dpo":  # chosen and rejected below each other; the reference's where it is precomputed
         names = ("input_ids", "attention_mask", "completion_mask")
         reference = {f"ref_{side}_logps": torch.zeros(work.rows) for side in ("chosen", "rejected")}
-        return {name: whole(2 * work.rows, work.length) for name in names} | reference
+        return {name: ones_of_shape(2 * work.rows, work.length) for name in names} | reference
     parts = {"prompt": work.prompt, "completion": work.completion}
     scores = {f"{name}_per_token_logps": torch.zeros(work.rows, work.completion) for name in ("old", "ref")}
     return {
-        **{f"{part}_{kind}": whole(work.rows, length) for part, length in parts.items() for kind in ("ids", "mask")},
+        **{
+            f"{part}_{kind}": ones_of_shape(work.rows, length)
+            for part, length in parts.items()
+            for kind in ("ids", "mask")
+        },
         **scores,
         "advantages": torch.zeros(work.rows),
         "num_items_in_batch": torch.tensor(float(work.rows * work.completion)),
     }
 
 
-def sample(model: Any, work: Work, live: Live) -> None:
+def sample_rollout(model: Any, work: StepShape, live: StorageCounter) -> None:
     """Transformers' generate at its fullest: the prompts go through, and the last token with everything before it cached."""
     from transformers import DynamicCache
 
     model.eval()
     with torch.no_grad():
-        given = {"attention_mask": whole(work.rollout, work.prompt), "use_cache": True, "logits_to_keep": 1}
-        cache = model(whole(work.rollout, work.prompt), **given).past_key_values
-        with live.making(CACHE):
+        given = {"attention_mask": ones_of_shape(work.rollout, work.prompt), "use_cache": True, "logits_to_keep": 1}
+        cache = model(ones_of_shape(work.rollout, work.prompt), **given).past_key_values
+        with live.counting_as(CACHE):
             longer = DynamicCache(config=model.config)
             for number, layer in enumerate(cache.layers):
                 shape = [*layer.keys.shape]
                 shape[2] += work.completion - 1 if shape[2] == work.prompt else 0  # a sliding window stays as it is
                 longer.update(*(layer.keys.new_empty(shape) for _ in range(2)), number)
         del cache
-        given["attention_mask"] = whole(work.rollout, work.length)
-        logits = model(whole(work.rollout, 1), **given, past_key_values=longer).logits[:, -1].float()
+        given["attention_mask"] = ones_of_shape(work.rollout, work.length)
+        logits = model(ones_of_shape(work.rollout, 1), **given, past_key_values=longer).logits[:, -1].float()
         torch.softmax(logits, dim=-1)

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cogumi.data.packing import padding_of
-from cogumi.health.flags import Answers, Batches, Pairs, Words, students_t
+from cogumi.data.packing import padding_mask
+from cogumi.health.flags import AnswerOverlap, BatchStatistics, PairLosses, WordOverlap, students_t
 from cogumi.models.completion import end_ids
 from cogumi.patches.trl_internals import logged_metrics, prepared_inputs
-from cogumi.telemetry.samples import as_before
+from cogumi.telemetry.samples import preserve_rng_and_mode
 
 OTHERS = 16  # prompts of other examples that each completion is held against
 EXAMPLES = 256
@@ -31,7 +31,7 @@ IGNORED = -100
 Tokens = Sequence[int]
 
 
-def shared_words(documents: Sequence[tuple[Tokens, Tokens]]) -> Words | None:
+def shared_words(documents: Sequence[tuple[Tokens, Tokens]]) -> WordOverlap | None:
     """Of (prompt, completion) token ids, in the order of the data. None for fewer than twice OTHERS examples.
 
     The same is asked of a piece of each prompt and the rest of it, which do belong together: where these share words and
@@ -40,14 +40,16 @@ def shared_words(documents: Sequence[tuple[Tokens, Tokens]]) -> Words | None:
     if len(documents) < 2 * OTHERS:
         return None
     prompts, completions = [set(prompt) for prompt, _ in documents], [set(rest) for _, rest in documents]
-    pieces, others = zip(*(piece_and_rest(prompt, len(rest)) for prompt, rest in documents), strict=True)
+    pieces, others = zip(*(middle_and_rest(prompt, len(rest)) for prompt, rest in documents), strict=True)
     # The share of the pieces' tokens that completions use too: a few labels or digits use next to none of them.
     words = set[int]().union(*pieces)
     alike = len(words & set[int]().union(*completions)) / len(words) if words else 0.0
-    return Words(len(documents), nearer_to_its_own(prompts, completions), nearer_to_its_own(others, pieces), alike)
+    return WordOverlap(
+        len(documents), overlap_with_own_prompt(prompts, completions), overlap_with_own_prompt(others, pieces), alike
+    )
 
 
-def shared_by_answers(documents: Sequence[tuple[Tokens, Tokens, Tokens]]) -> Answers | None:
+def shared_by_answers(documents: Sequence[tuple[Tokens, Tokens, Tokens]]) -> AnswerOverlap | None:
     """Of (prompt, chosen answer, rejected answer) token ids. None for fewer than twice OTHERS pairs.
 
     Where only one answer of a pair is about its prompt, what the two share with it does not rise and fall together; where
@@ -59,7 +61,7 @@ def shared_by_answers(documents: Sequence[tuple[Tokens, Tokens, Tokens]]) -> Ans
     weight = weights([*zip(prompts, chosen, rejected, strict=True)])
     right, wrong = gains(prompts, chosen, weight), gains(prompts, rejected, weight)
     vary = len(set(right)) > 1 and len(set(wrong)) > 1
-    return Answers(
+    return AnswerOverlap(
         pairs=len(documents),
         t=students_t([a - b for a, b in zip(right, wrong, strict=True)]),
         t_either=students_t([a + b for a, b in zip(right, wrong, strict=True)]),
@@ -67,14 +69,14 @@ def shared_by_answers(documents: Sequence[tuple[Tokens, Tokens, Tokens]]) -> Ans
     )
 
 
-def piece_and_rest(prompt: Tokens, length: int) -> tuple[set[int], set[int]]:
+def middle_and_rest(prompt: Tokens, length: int) -> tuple[set[int], set[int]]:
     """As many tokens as the completion has, but at most half, from the middle of a prompt; and the tokens around them."""
     length = min(length, len(prompt) // 2)
     at = (len(prompt) - length) // 2
     return set(prompt[at : at + length]), {*prompt[:at], *prompt[at + length :]}
 
 
-def nearer_to_its_own(prompts: Sequence[set[int]], completions: Sequence[set[int]]) -> float:
+def overlap_with_own_prompt(prompts: Sequence[set[int]], completions: Sequence[set[int]]) -> float:
     """Student's t of what completions share with their own prompt beyond what they share with others'."""
     return students_t(gains(prompts, completions, weights([*zip(prompts, completions, strict=True)])))
 
@@ -99,7 +101,7 @@ def gains(prompts: Sequence[set[int]], answers: Sequence[set[int]], weight: dict
 # -------------------------------------------------------------------------------------------------------------- batches
 
 
-def look_at_batches(trainer: Any) -> Batches | None:
+def examine_batches(trainer: Any) -> BatchStatistics | None:
     """What the collator makes of some examples spread over the training data; None where they cannot be had one by one
     (a stream), or are not tokens (prompts of a policy trainer)."""
     dataset = trainer.train_dataset
@@ -119,12 +121,12 @@ def look_at_batches(trainer: Any) -> Batches | None:
     if not packed:
         inside = batch["attention_mask"].cpu().bool()
     elif "position_ids" in batch:
-        inside = ~padding_of(batch["position_ids"].cpu())
+        inside = ~padding_mask(batch["position_ids"].cpu())
     else:
         inside = torch.ones_like(ids, dtype=torch.bool)
     learned = labels != IGNORED
     longest = getattr(trainer.args, "max_length", None)
-    return Batches(
+    return BatchStatistics(
         examples=len(examples),
         masked=0 if packed else int((~learned.any(-1)).sum()),
         learned=int(learned.sum()),
@@ -132,7 +134,7 @@ def look_at_batches(trainer: Any) -> Batches | None:
         pads_in_text=0 if pad is None else int(((ids == pad) & inside).sum()),
         ends=int(torch.isin(labels[learned], torch.tensor(sorted(ends), dtype=labels.dtype)).sum()) if ends else 0,
         pad_is_end=pad in ends,
-        cut=0 if packed or longest is None else cut_rows(ids, inside, longest, ends),
+        cut=0 if packed or longest is None else count_cut_rows(ids, inside, longest, ends),
         entropy=entropy_of(labels[learned]),
     )
 
@@ -151,7 +153,7 @@ def labels_of(batch: Mapping[str, Any]) -> Tensor | None:
     return torch.where(batch["completion_mask"].cpu().bool(), batch["input_ids"].cpu(), IGNORED)
 
 
-def cut_rows(ids: Tensor, inside: Tensor, longest: int, ends: set[int]) -> int:
+def count_cut_rows(ids: Tensor, inside: Tensor, longest: int, ends: set[int]) -> int:
     lengths = inside.sum(-1)
     return sum(
         length >= longest and int(row[mask][-1]) not in ends
@@ -191,14 +193,14 @@ def prompts_and_completions(trainer: Any, examples: int) -> list[tuple[list[int]
     return found
 
 
-def words_of(trainer: Any) -> Words | None:
+def shared_words_of(trainer: Any) -> WordOverlap | None:
     """What prompts share with the learned tokens of their completions."""
     pieces = prompts_and_completions(trainer, EXAMPLES)
     some = [pieces[i] for i in spread(len(pieces), DOCUMENTS)] if pieces else []
     return shared_words([(prompt, [each for each in labels if each != IGNORED]) for prompt, _, labels in some])
 
 
-def answers_of(trainer: Any) -> Answers | None:
+def shared_words_of_answers(trainer: Any) -> AnswerOverlap | None:
     """The same of a preference trainer's chosen and rejected answers; None where its rows are no tokens."""
     dataset = trainer.train_dataset
     examples = [dataset[i] for i in spread(len(dataset), DOCUMENTS)]
@@ -207,7 +209,7 @@ def answers_of(trainer: Any) -> Answers | None:
     return shared_by_answers([(each["prompt_ids"], each["chosen_ids"], each["rejected_ids"]) for each in examples])
 
 
-def ask_for_pairs(trainer: Any) -> Pairs | None:
+def measure_pairs(trainer: Any) -> PairLosses | None:
     """The loss of completions after their own prompts and after the next example's, by the trainer's own loss.
 
     Some 2 * PAIRS forward passes of one example, without gradients; None where the data has no prompts, or only one.
@@ -216,13 +218,13 @@ def ask_for_pairs(trainer: Any) -> Pairs | None:
     if len(pieces) < PAIRS // 2 or len({tuple(prompt) for prompt, _, _ in pieces}) < len(pieces) // 2:
         return None
     others = [*pieces[1:], pieces[0]]
-    with not_training(trainer):
+    with evaluation_mode(trainer):
         own = [loss_of(trainer, prompt, rest, labels) for prompt, rest, labels in pieces]
         other = [loss_of(trainer, others[i][0], rest, labels) for i, (_, rest, labels) in enumerate(pieces)]
     gains = [b - a for a, b in zip(own, other, strict=True)]
     if not all(map(math.isfinite, gains)):
         return None  # the flag for finite numbers will say so
-    return Pairs(
+    return PairLosses(
         len(gains), statistics.fmean(own), statistics.fmean(other), students_t(gains), trainer.state.global_step
     )
 
@@ -236,12 +238,12 @@ def loss_of(trainer: Any, prompt: list[int], rest: list[int], labels: list[int])
 
 
 @contextmanager
-def not_training(trainer: Any) -> Iterator[None]:
+def evaluation_mode(trainer: Any) -> Iterator[None]:
     """The model in evaluation mode, and afterwards its modes, the generators and the trainer's metrics as they were."""
     metrics = logged_metrics(trainer, "eval")
     logged = {key: list(values) for key, values in metrics.items()}
     try:
-        with as_before(trainer.model):
+        with preserve_rng_and_mode(trainer.model):
             trainer.model.eval()
             yield
     finally:

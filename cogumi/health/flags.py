@@ -43,7 +43,7 @@ class Flag:
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunSettings:
     """What the run was told, of what the rules need."""
 
     method: str
@@ -71,7 +71,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Pairs:
+class PairLosses:
     """Loss per learned token (nats) of some completions after their own prompt and after another example's, and Student's
     t of the paired difference; `step`: after how many steps the model was asked."""
 
@@ -83,7 +83,7 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class Words:
+class WordOverlap:
     """Whether completions share words with their own prompts rather than with others'. Student's t of paired differences;
     `t_within` is of pieces of the prompts and the rest of each, which are known to belong together. `alike`: share of the
     distinct tokens of those pieces that the completions use too."""
@@ -95,7 +95,7 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Answers:
+class AnswerOverlap:
     """Of preference pairs: Student's t of what chosen answers share with their prompts beyond the rejected ones, of what
     both share beyond other prompts' answers, and how far the two rise and fall together (Pearson's correlation)."""
 
@@ -106,7 +106,7 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Batches:
+class BatchStatistics:
     """What the collator makes of some examples before the first step. Counts are of tokens or examples."""
 
     examples: int
@@ -125,15 +125,15 @@ class Batches:
     """Examples as long as train.max_length that do not end with an end token."""
     entropy: float = 0.0
     """Entropy of the learned tokens' frequencies, nats."""
-    pairs: Pairs | None = None
+    pairs: PairLosses | None = None
     """What the base makes of prompts and completions; `pairs_now`: the model when it was asked again."""
-    pairs_now: Pairs | None = None
-    words: Words | None = None
-    answers: Answers | None = None
+    pairs_now: PairLosses | None = None
+    words: WordOverlap | None = None
+    answers: AnswerOverlap | None = None
 
 
 @dataclass(frozen=True)
-class Written:
+class SampleCounts:
     """Completions of held-out prompts after a step: how many in all, how many are empty, blank, loop, reached the end."""
 
     step: int
@@ -149,16 +149,16 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunHistory:
     """All that the rules read: `first` rows of the run and its `latest` ones once it has settled, both bounded and in order.
     Where few steps are logged the two overlap. written: of held-out prompts, by step; that of step 0 is of the base."""
 
-    setting: Setting
+    setting: RunSettings
     first: Sequence[Row]
     latest: Sequence[Row]
-    batches: Batches | None = None
+    batches: BatchStatistics | None = None
     thresholds: Thresholds = field(default_factory=Thresholds)
-    written: Sequence[Written] = ()
+    written: Sequence[SampleCounts] = ()
 
     @property
     def rows(self) -> list[Row]:
@@ -176,7 +176,7 @@ class Run:
         return [step for step, value in found if value is not None], [each for _, each in found if each is not None]
 
 
-Rule = Callable[[Run], Flag | None]
+Rule = Callable[[RunHistory], Flag | None]
 
 # A red flag explains others: those are told as its consequences, so that one cause is named for one fault. In this order.
 FOLLOWS = {
@@ -201,7 +201,7 @@ FOLLOWS = {
 }
 
 
-def settled(flags: Sequence[Flag]) -> list[Flag]:
+def resolve_consequences(flags: Sequence[Flag]) -> list[Flag]:
     """The flags with those that follow from another red one turned yellow and saying so; red ones first, then yellow."""
     found: dict[str, Flag] = {flag.name: flag for flag in flags}
     for name, consequences in FOLLOWS.items():
@@ -215,7 +215,7 @@ def settled(flags: Sequence[Flag]) -> list[Flag]:
     return sorted(found.values(), key=lambda flag: order[flag.level])
 
 
-def reds(flags: Sequence[Flag]) -> list[Flag]:
+def red_flags(flags: Sequence[Flag]) -> list[Flag]:
     return [flag for flag in flags if flag.level == "red"]
 
 
@@ -233,25 +233,25 @@ def number(row: Row, key: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
-def written_in(run_dir: Path) -> list[Written]:
+def read_samples(run_dir: Path) -> list[SampleCounts]:
     """What samples.jsonl holds, by step."""
     steps: dict[int, list[dict[str, Any]]] = {}
     for row in read_jsonl(run_dir / SAMPLES_FILE):
         steps.setdefault(int(row["step"]), []).append(row)
     return [
-        Written(
+        SampleCounts(
             step,
             len(rows),
             empty=sum(not row["completion"] for row in rows),
             blank=sum(row["completion"].isspace() for row in rows),
-            loops=sum(repeats_itself(row["completion"]) for row in rows),
+            loops=sum(is_loop(row["completion"]) for row in rows),
             ended=sum(row.get("ended", True) for row in rows),
         )
         for step, rows in sorted(steps.items())
     ]
 
 
-def repeats_itself(completion: str) -> bool:
+def is_loop(completion: str) -> bool:
     """Whether the end of a text is one piece over and over: three times at least, and half of the text."""
     text = completion.strip()
     for period in range(1, min(LONGEST_PIECE, len(text) // 3) + 1):

@@ -4,7 +4,7 @@ import math
 import statistics
 from typing import Any
 
-from cogumi.health.flags import BEYOND_NOISE, USUAL_FALL, Flag, Level, Rule, Run, fall, level_above, noise
+from cogumi.health.flags import BEYOND_NOISE, USUAL_FALL, Flag, Level, Rule, RunHistory, fall, level_above, noise
 
 SETTLED_STEPS = 10  # before these a gradient norm is of a model that has not begun to move, or of a warm-up
 NO_RATE = 0.1  # Adam moves each weight by about the rate in a step, and weights are some hundredths
@@ -31,7 +31,7 @@ LORA_INIT = 3.0**-0.5  # standard deviation of PEFT's lora_A times the root of i
 USUAL_RATES = {"sft": (1e-5, 2e-3, 20.0), "dpo": (1e-6, 1e-3, 20.0), "gspo": (1e-6, 1e-4, 2.0)}
 
 
-def finite_numbers(run: Run) -> Flag:
+def finite_numbers(run: RunHistory) -> Flag:
     """The first logged row with a loss or a gradient norm that is not a number."""
     name, threshold = "finite numbers", "every loss and gradient norm is finite"
     for row in run.rows:
@@ -49,7 +49,7 @@ def finite_numbers(run: Run) -> Flag:
         cause, knob = "one step's numbers overflowed", "train.learning_rate"
         if isinstance(broken, str) and broken.startswith("frozen "):
             cause, knob = "the base model's weights are broken", "model.name"
-        elif climbed(run, int(row["step"])):
+        elif has_climbed(run, int(row["step"])):
             cause = "the learning rate is too high, as the loss climbed before it broke"
         elif run.setting.learning_rate >= NO_RATE:
             cause = f"the learning rate is too high, at {run.setting.learning_rate:g}"
@@ -64,13 +64,13 @@ def is_not_finite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def climbed(run: Run, before: int) -> bool:
+def has_climbed(run: RunHistory, before: int) -> bool:
     """Whether the loss had left the range of its start by then."""
     values = run.series("loss", [row for row in run.rows if int(row["step"]) < before])[1]
     return len(values) >= 3 and max(values) > values[0] + max(5 * noise(values), LOSS_RISE * values[0])
 
 
-def steps_complete(run: Run) -> Flag | None:
+def steps_complete(run: RunHistory) -> Flag | None:
     """Optimizer steps that fp16's loss scaling skipped."""
     seen = sum(run.series("seen/steps", run.latest)[1])
     if not seen:
@@ -83,7 +83,7 @@ def steps_complete(run: Run) -> Flag | None:
     return Flag("steps complete", "yellow" if level == "red" and skipped < 5 else level, evidence, threshold, *why)
 
 
-def learning_rate(run: Run) -> Flag | None:
+def learning_rate(run: RunHistory) -> Flag | None:
     """A rate that is zero, a warm-up that outlasts the run, a schedule that has ended before the run has."""
     steps, rates = run.series("learning_rate")
     setting = run.setting
@@ -103,7 +103,7 @@ def learning_rate(run: Run) -> Flag | None:
     return Flag(name, "green", f"{rates[-1]:.3g} at step {steps[-1]}, at most {max(rates):.3g}", threshold)
 
 
-def lora_rate(run: Run) -> Flag | None:
+def lora_rate(run: RunHistory) -> Flag | None:
     """A rate that can move nothing in this many steps, and one that is known to diverge: from the configuration alone.
 
     Adam moves an element by about the rate in a step, and a schedule halves that on average. Then B A changes an element of
@@ -120,7 +120,7 @@ def lora_rate(run: Run) -> Flag | None:
     level: Level = "green"
     evidence, cause = f"{rate:g} at rank {setting.lora_rank} for {steps} steps", ""
     knob = "train.learning_rate, ten times as high"
-    stayed = stayed_where_it_was(run) if 0 < change < LOST else ""
+    stayed = describe_stagnation(run) if 0 < change < LOST else ""
     if 0 < change < LOST and (rate < least or stayed):
         what = stayed.partition(" ")[0]
         level = "yellow"
@@ -135,7 +135,7 @@ def lora_rate(run: Run) -> Flag | None:
     return Flag("LoRA learning rate", level, evidence, f"{least:g} to {most:g} is usual", cause, knob)
 
 
-def stayed_where_it_was(run: Run) -> str:
+def describe_stagnation(run: RunHistory) -> str:
     """After the last step: the loss (gspo: the reward) from start to end, where it moved by no more than its noise; else ""."""
     what = "reward" if run.setting.method == "gspo" else "loss"
     steps, values = run.series(what)
@@ -147,7 +147,7 @@ def stayed_where_it_was(run: Run) -> str:
     return f"{what} went from {found.start:.3f} to {found.end:.3f}"
 
 
-def same_versions(run: Run) -> Flag | None:
+def same_versions(run: RunHistory) -> Flag | None:
     """Whether the packages are those that the checkpoint was saved with, of a run that resumed."""
     if not run.setting.other_versions:
         return None
@@ -157,7 +157,7 @@ def same_versions(run: Run) -> Flag | None:
     return Flag("versions", "yellow", evidence, threshold, *why)
 
 
-def gradient_norm(run: Run) -> Flag | None:
+def gradient_norm(run: RunHistory) -> Flag | None:
     """The median norm before clipping; exactly 0 is a fault of its own, and most often another flag says whose."""
     name, rl = "gradient norm", run.setting.method == "gspo"
     low = LOWEST_NORM[run.setting.method]
@@ -165,7 +165,7 @@ def gradient_norm(run: Run) -> Flag | None:
     steps, norms = run.series("grad_norm", run.latest)
     threshold = f"{low:g} to {high:g}"
     if len(norms) < 3:
-        return clipped_away(run, threshold) if rl else None
+        return check_clipping(run, threshold) if rl else None
     far = 100 if rl else 10  # an RL loss's scale depends on its normaliser, so only orders of magnitude mean something
     median = statistics.median(norms[-20:])
     evidence = f"median {median:.3g} of steps {steps[-20:][0]} to {steps[-1]}"
@@ -181,7 +181,7 @@ def gradient_norm(run: Run) -> Flag | None:
     return Flag(name, "green", evidence, threshold)
 
 
-def clipped_away(run: Run, threshold: str) -> Flag | None:
+def check_clipping(run: RunHistory, threshold: str) -> Flag | None:
     """The first gradients of a policy, where clipping divides them by orders of magnitude."""
     limit, norms = run.setting.max_grad_norm, [norm for norm in run.series("grad_norm", run.first)[1] if norm][:3]
     if not limit or not norms or max(norms) <= CLIPPED_AWAY * limit:
@@ -191,7 +191,7 @@ def clipped_away(run: Run, threshold: str) -> Flag | None:
     return Flag("gradient norm", "yellow", evidence, threshold, *why)
 
 
-def adapter_moves(run: Run) -> Flag | None:
+def adapter_moves(run: RunHistory) -> Flag | None:
     """Whether the trained weights are any other than before the first step, though the rate was above zero."""
     name, (steps, moved) = "adapter moves", run.series("seen/moved")
     # At the start of a long warm-up the rate is so small that a bfloat16 weight may rightly stay where it is.
@@ -208,7 +208,7 @@ def adapter_moves(run: Run) -> Flag | None:
     return Flag(name, "red", evidence, "> 0", cause, "lora.lora_alpha")
 
 
-def held_out_completions(run: Run) -> Flag | None:
+def held_out_completions(run: RunHistory) -> Flag | None:
     """Whether the model still writes something for held-out prompts: most completions empty, blank, or a loop, are none.
 
     Red where the base wrote text for them, once half of the steps are done; yellow before that, and where the base did not
@@ -244,7 +244,7 @@ def held_out_completions(run: Run) -> Flag | None:
     return Flag(name, "yellow" if weak or early or is_untrained(run) else "red", evidence, threshold, cause, knob)
 
 
-def is_untrained(run: Run) -> bool:
+def is_untrained(run: RunHistory) -> bool:
     """Whether the first losses of an SFT run are those of guessing among all tokens."""
     losses, vocabulary = run.series("loss")[1][:3], run.setting.vocabulary
     if run.setting.method != "sft" or not losses or vocabulary < 2:
@@ -252,7 +252,7 @@ def is_untrained(run: Run) -> bool:
     return abs(statistics.median(losses) / math.log(vocabulary) - 1) < UNTRAINED
 
 
-def waiting_for_data(run: Run) -> Flag | None:
+def waiting_for_data(run: RunHistory) -> Flag | None:
     """The share of the time spent in waiting for the loader."""
     rows = [row for row in run.latest if int(row["step"]) > 2][-WAIT_ROWS:]  # the first batches start the workers
     seconds, waited = run.series("seen/seconds", rows)[1], run.series("seen/wait", rows)[1]
@@ -265,7 +265,7 @@ def waiting_for_data(run: Run) -> Flag | None:
     return Flag("waiting for data", level_above(part, *WAITING), evidence, threshold, *why)
 
 
-def tokens_per_second(run: Run) -> Flag | None:
+def tokens_per_second(run: RunHistory) -> Flag | None:
     """The latest rows' speed against the best stretch that is still remembered."""
     rows = [row for row in run.rows if row.get("seen/tokens") and row.get("seen/token_seconds")]
     if len(rows) < 3 * SPEED_ROWS:
@@ -281,7 +281,7 @@ def tokens_per_second(run: Run) -> Flag | None:
     return Flag("tokens per second", level_above(best / now, *SLOWER), evidence, threshold, *why)
 
 
-def memory(run: Run) -> Flag | None:
+def memory(run: RunHistory) -> Flag | None:
     """The share of memory in use, at its highest since the row before."""
     steps, used = run.series("seen/memory", run.latest)
     if not used:

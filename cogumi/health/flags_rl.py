@@ -6,7 +6,7 @@ the suite of whole and broken runs in benchmarks/verdict.py separates.
 
 import statistics
 
-from cogumi.health.flags import Flag, Level, Row, Rule, Run, level_above, noise, trend
+from cogumi.health.flags import Flag, Level, Row, Rule, RunHistory, level_above, noise, trend
 from cogumi.health.flags_sft import TREND_Z
 
 ENOUGH_ROWS = 10  # of rewards or entropies
@@ -24,12 +24,12 @@ OUTSIDE = 0.95, 0.995  # yellow and red share of ratios outside the clip: at seq
 REFERENCE_KL = 10.0
 
 
-def rollouts(run: Run) -> list[Row]:
+def rollouts(run: RunHistory) -> list[Row]:
     """The rows of steps that sampled completions; the others of a rollout lack a reward."""
     return [row for row in run.rows if "reward" in row]
 
 
-def reward_varies(run: Run) -> Flag | None:
+def reward_varies(run: RunHistory) -> Flag | None:
     """The share of groups whose rewards are all the same: their advantages are 0."""
     rows = rollouts(run)[-ROLLOUTS:]
     if not rows:
@@ -59,7 +59,7 @@ def reward_varies(run: Run) -> Flag | None:
     return Flag(name, level_above(part, 0.75 * limit, limit), evidence, threshold, cause, knob)
 
 
-def reward_trend(run: Run) -> Flag | None:
+def reward_trend(run: RunHistory) -> Flag | None:
     steps, rewards = run.series("reward")
     if len(rewards) < ENOUGH_ROWS:
         return None
@@ -71,7 +71,7 @@ def reward_trend(run: Run) -> Flag | None:
     return Flag("reward trend", "red" if falls else "green", evidence, threshold, *why)
 
 
-def completions_end(run: Run) -> Flag | None:
+def completions_end(run: RunHistory) -> Flag | None:
     """The share of completions that were cut at the longest length."""
     key, rows = "completions/clipped_ratio", rollouts(run)
     cut, red = run.series(key, rows[-ROLLOUTS:])[1], run.thresholds.truncated_red
@@ -95,7 +95,7 @@ def completions_end(run: Run) -> Flag | None:
     return Flag("completions end", level, evidence, f"<= {yellow:.0%}, red > {red:.0%}", cause, knob)
 
 
-def entropy(run: Run) -> Flag | None:
+def entropy(run: RunHistory) -> Flag | None:
     """Nats per token of the policy on its own completions, against where it began."""
     steps, values = run.series("entropy")
     if len(values) < ENOUGH_ROWS:
@@ -111,7 +111,7 @@ def entropy(run: Run) -> Flag | None:
     return Flag("entropy", level, evidence, threshold, *why)
 
 
-def clip_fraction(run: Run) -> Flag | None:
+def clip_fraction(run: RunHistory) -> Flag | None:
     """The share of ratios outside the clip, over on-policy and off-policy steps alike."""
     rows = run.latest[-STEPS:]
     key = "policy/clipped_ratio_fraction"
@@ -127,7 +127,7 @@ def clip_fraction(run: Run) -> Flag | None:
     return Flag("clip fraction", level_above(part, *OUTSIDE), evidence, threshold, *why)
 
 
-def kl_to_the_sampler(run: Run) -> Flag | None:
+def kl_to_the_sampler(run: RunHistory) -> Flag | None:
     """How far updates carry the policy from the one that wrote the completions (ratio - log ratio - 1).
 
     The first steps count as well: a rate that is far too high destroys the policy in them, and its entropy next.
@@ -142,7 +142,7 @@ def kl_to_the_sampler(run: Run) -> Flag | None:
     return Flag("KL to the sampler", level_above(worst, red / 10, red), evidence, threshold, *why)
 
 
-def kl_to_the_reference(run: Run) -> Flag | None:
+def kl_to_the_reference(run: RunHistory) -> Flag | None:
     steps, values = run.series("kl", run.latest[-STEPS:])
     if run.setting.beta <= 0 or len(values) < 5:
         return None

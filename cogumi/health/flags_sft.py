@@ -7,12 +7,12 @@ import math
 import statistics
 
 from cogumi.health.flags import (
-    Answers,
+    AnswerOverlap,
     Flag,
     Level,
     Rule,
-    Run,
-    Words,
+    RunHistory,
+    WordOverlap,
     fall,
     level_above,
     noise,
@@ -44,7 +44,7 @@ BELONGS = 3.0  # of the words they share: from here completions belong to their 
 TOGETHER, SAME_KIND = 4.0, 0.25
 
 
-def learned_tokens(run: Run) -> Flag | None:
+def learned_tokens(run: RunHistory) -> Flag | None:
     """Examples of which nothing is learned, among those that were checked before the run and in the steps since."""
     steps, empty = sum(run.series("seen/steps")[1]), sum(run.series("seen/empty")[1])
     if run.batches is None and not steps:
@@ -62,7 +62,7 @@ def learned_tokens(run: Run) -> Flag | None:
     return Flag("learned tokens", level_above(max(parts), 0, MASKED), evidence, threshold, *why)
 
 
-def padding(run: Run) -> Flag | None:
+def padding(run: RunHistory) -> Flag | None:
     """Padding that is learned, or a padding token that the text itself uses."""
     seen = run.batches
     if seen is None:
@@ -85,7 +85,7 @@ def padding(run: Run) -> Flag | None:
     return Flag(name, level, evidence, threshold, "the padding token is also a word of the text", knob)
 
 
-def end_tokens(run: Run) -> Flag | None:
+def end_tokens(run: RunHistory) -> Flag | None:
     """Do completions end; are they cut at the longest length."""
     seen = run.batches
     if seen is None or not seen.learned:
@@ -99,7 +99,7 @@ def end_tokens(run: Run) -> Flag | None:
     return Flag("end tokens", level, evidence, f"some, and <= {CUT[0]:.0%} cut, red > {CUT[1]:.0%}", cause, knob)
 
 
-def samples_end(run: Run) -> Flag | None:
+def samples_end(run: RunHistory) -> Flag | None:
     """Whether samples reach the end token once half of the steps are done. A sample is of 64 tokens at most."""
     now, seen = run.written[-1] if run.written else None, run.batches
     if now is None or not now.step or 2 * now.step < run.setting.max_steps or seen is None or not seen.learned:
@@ -115,7 +115,7 @@ def samples_end(run: Run) -> Flag | None:
     return Flag(name, "red", evidence, "at least one", cause, "data.format")
 
 
-def prompt_and_completion(run: Run) -> Flag | None:
+def prompt_and_completion(run: RunHistory) -> Flag | None:
     """Do prompts help to predict their completions: what the base knows of that, or the trained model where it knows none.
 
     A model that gains nothing from the prompts is weak, or the prompts are others'. Red where the second is shown: the
@@ -145,12 +145,12 @@ def prompt_and_completion(run: Run) -> Flag | None:
     return Flag("prompt and completion", level, evidence, threshold, cause, "data.columns")
 
 
-def could_share(words: Words) -> bool:
+def could_share(words: WordOverlap) -> bool:
     """Whether completions that belong to their prompts would show it in their words: labels or numbers would not."""
     return words.t_within >= TOGETHER and words.alike >= SAME_KIND
 
 
-def loss_trend(run: Run) -> Flag | None:
+def loss_trend(run: RunHistory) -> Flag | None:
     """Up and stays up: diverging. Not down within a hundred steps: nothing is learned."""
     steps, losses = run.series("loss")
     if len(losses) < ENOUGH_ROWS:
@@ -178,7 +178,7 @@ def loss_trend(run: Run) -> Flag | None:
     return Flag(name, "green", evidence, threshold)
 
 
-def rests_at_frequencies(run: Run) -> bool:
+def is_at_frequencies(run: RunHistory) -> bool:
     """Whether the loss of the second half of the steps is that of the tokens' frequencies, and not on its way down: it does
     not fall beyond noise, nor would as long a stretch again, at its slope, take it below."""
     steps, losses = run.series("loss")
@@ -189,11 +189,11 @@ def rests_at_frequencies(run: Run) -> bool:
     return end > limit and falling.z > -FALLS and end + min(0.0, falling.change(half[0])) > limit
 
 
-def second_half(run: Run) -> tuple[list[int], list[float]]:
+def second_half(run: RunHistory) -> tuple[list[int], list[float]]:
     return run.series("loss", [row for row in run.rows if int(row["step"]) > run.step // 2])
 
 
-def token_frequencies(run: Run) -> Flag | None:
+def token_frequencies(run: RunHistory) -> Flag | None:
     """A loss at rest where a model is that knows nothing but how often each token occurs.
 
     One that began above that, and worse than a model that was never trained, was taught against what it knew: its labels
@@ -206,7 +206,7 @@ def token_frequencies(run: Run) -> Flag | None:
         return None
     half, start = second_half(run), statistics.median(losses[:3])
     end, falling = statistics.median(half[1]), trend(*half)
-    level: Level = "yellow" if rests_at_frequencies(run) else "green"
+    level: Level = "yellow" if is_at_frequencies(run) else "green"
     cause, knob = "little but the tokens' frequencies is learned so far", "train.max_steps, higher"
     told = batches.pairs is not None and batches.pairs.t >= TELLS  # the base could tell a completion's own prompt
     still_tells = told and (batches.pairs_now is None or batches.pairs_now.t >= TELLS)
@@ -225,7 +225,7 @@ def token_frequencies(run: Run) -> Flag | None:
     return Flag("token frequencies", level, evidence, threshold, cause, knob)
 
 
-def loss_noise(run: Run) -> Flag | None:
+def loss_noise(run: RunHistory) -> Flag | None:
     """The scatter of the loss from one optimizer step to the next, as a share of the loss."""
     losses = run.series("loss", run.latest)[1]
     if len(losses) < ENOUGH_ROWS:
@@ -264,7 +264,7 @@ ABOVE = 3.0  # Student's t from which a loss is above log 2: it is asked at ever
 BOTH = 0.3  # correlation from which both answers of a pair are about their prompt
 
 
-def preferences(run: Run) -> Flag | None:
+def preferences(run: RunHistory) -> Flag | None:
     """Accuracy on pairs not trained on yet, in the second half of the steps: better than a coin?
 
     The loss of a model that has not moved is log 2 (Rafailov et al. 2023, arXiv:2305.18290, eq. 7). A coin's accuracy is
@@ -301,12 +301,12 @@ def preferences(run: Run) -> Flag | None:
     return Flag("preferences", level, evidence, threshold, cause, knob)
 
 
-def are_mixed_up(answers: Answers) -> bool:
+def are_mixed_up(answers: AnswerOverlap) -> bool:
     """Whether one answer of each pair belongs to its prompt, and is as often the rejected one as the chosen."""
     return abs(answers.t) < TELLS and answers.t_either >= TOGETHER and answers.together < BOTH
 
 
-def chosen_likelihood(run: Run) -> Flag | None:
+def chosen_likelihood(run: RunHistory) -> Flag | None:
     """Whether the chosen answers become less likely, with the rejected ones (Razin et al. 2024, arXiv:2410.08847)."""
     steps, values = run.series("logps/chosen")
     if len(values) < PREFERENCE_ROWS:

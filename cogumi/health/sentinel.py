@@ -22,10 +22,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from cogumi.checkpoints.manifest import read_manifest, versions
 from cogumi.config.subsections import Thresholds
 from cogumi.core.run_directory import read_json, write_json
-from cogumi.health.data_checks import answers_of, ask_for_pairs, look_at_batches, words_of
-from cogumi.health.flags import Batches, Flag, Run, Setting, reds, written_in
+from cogumi.health.data_checks import examine_batches, measure_pairs, shared_words_of, shared_words_of_answers
+from cogumi.health.flags import BatchStatistics, Flag, RunHistory, RunSettings, read_samples, red_flags
 from cogumi.health.flags_common import SETTLED_STEPS, is_not_finite
-from cogumi.health.flags_sft import TELLS, rests_at_frequencies
+from cogumi.health.flags_sft import TELLS, is_at_frequencies
 from cogumi.health.verdict import Check, Scale, judge, safe_to_scale
 from cogumi.telemetry.status import SANITY_CHECKED, STOPPED
 
@@ -40,7 +40,7 @@ SAMPLED = 256  # elements of each trained tensor that are remembered, to see whe
 
 
 @dataclass(frozen=True)
-class Ended:
+class EarlyEnd:
     """Why a training ended before its last step: the state of the run, and the reason."""
 
     state: str
@@ -67,7 +67,7 @@ class Sentinel(TrainerCallback):
         self.on_red, self.sanity = on_red, sanity
         self.excused, self.pause = excused, pause
         self.setting = setting_of(trainer, method)
-        self.batches: Batches | None = None
+        self.batches: BatchStatistics | None = None
         self.first: list[dict[str, Any]] = []
         self.latest: deque[dict[str, Any]] = deque(maxlen=LATEST_ROWS)
         self.flags: list[Flag] = []
@@ -75,18 +75,18 @@ class Sentinel(TrainerCallback):
         self.acted_on: set[str] = set()
         self.earlier: list[dict[str, Any]] = []
         self.earlier_versions: tuple[str, ...] = ()
-        self.ended: Ended | None = None
+        self.ended: EarlyEnd | None = None
         self.judged_at = 0
         self.written_at = 0.0
         self.start_of: dict[str, Tensor] | None = None
         self.moved = False
-        self.forget_steps()
+        self.reset_counters()
         self.began = time.perf_counter()
         self.tokens_seen, self.token_seconds = 0.0, 0.0
         self.get_batch_samples = trainer.get_batch_samples
-        trainer.get_batch_samples = self.timed_batches
+        trainer.get_batch_samples = self.time_batches
 
-    def forget_steps(self) -> None:
+    def reset_counters(self) -> None:
         """As after a logged row: nothing was seen since."""
         self.steps = self.skipped = 0
         self.seconds = self.waited = 0.0
@@ -100,11 +100,13 @@ class Sentinel(TrainerCallback):
         self.earlier_versions = tuple(before.get("other_versions", ()))
         with self.excused():
             if self.method != "gspo":
-                self.batches = look_at_batches(self.trainer)
+                self.batches = examine_batches(self.trainer)
             if self.method == "sft" and self.batches is not None and self.batches.learned:
-                self.batches = replace(self.batches, pairs=ask_for_pairs(self.trainer), words=words_of(self.trainer))
+                self.batches = replace(
+                    self.batches, pairs=measure_pairs(self.trainer), words=shared_words_of(self.trainer)
+                )
             if self.method == "dpo" and self.batches is not None:
-                self.batches = replace(self.batches, answers=answers_of(self.trainer))
+                self.batches = replace(self.batches, answers=shared_words_of_answers(self.trainer))
         self.look(0)
         return self.flags
 
@@ -128,10 +130,10 @@ class Sentinel(TrainerCallback):
             if each["step"] <= state.global_step:
                 self.was_red[each["name"]] = each["step"], Flag(**{key: each[key] for key in each if key != "step"})
         self.start_of = sample_weights(self.trainer.model)
-        self.forget_steps()
+        self.reset_counters()
         self.judged_at = state.global_step
 
-    def timed_batches(self, *args: Any, **kwargs: Any) -> Any:
+    def time_batches(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the trainer's `get_batch_samples`: the batches of one optimizer step, and how long they took."""
         began = time.perf_counter()
         found = self.get_batch_samples(*args, **kwargs)
@@ -151,14 +153,14 @@ class Sentinel(TrainerCallback):
         self.seconds += time.perf_counter() - self.began
         if self.sanity is not None and state.global_step >= self.sanity and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = True
-            self.ended = self.ended or Ended(SANITY_CHECKED, f"the first {self.sanity} steps are done")
+            self.ended = self.ended or EarlyEnd(SANITY_CHECKED, f"the first {self.sanity} steps are done")
 
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
         if logs is None or "loss" not in logs:  # of an evaluation, or the summary
             return
-        row = self.seen_with(logs, state.global_step)
+        row = self.extend_row(logs, state.global_step)
         self.remember(row)
         every = EVERY if state.global_step <= EARLY else 2 * EVERY
         due = state.global_step - self.judged_at >= every or state.global_step in (1, self.sanity, state.max_steps)
@@ -169,13 +171,13 @@ class Sentinel(TrainerCallback):
             row["seen/moved"] = max(changes_since(self.trainer.model, self.start_of).values(), default=0.0)
             self.moved = row["seen/moved"] > 0
         row["seen/memory"] = memory_in_use(args.device)
-        if self.batches is not None and self.ask_again(self.batches, state.global_step):
+        if self.batches is not None and self.should_measure_pairs(self.batches, state.global_step):
             with self.excused():
-                self.batches = replace(self.batches, pairs_now=ask_for_pairs(self.trainer))
+                self.batches = replace(self.batches, pairs_now=measure_pairs(self.trainer))
         self.look(state.global_step)
         self.act_on_red(control)
 
-    def seen_with(self, logs: dict[str, Any], step: int) -> dict[str, Any]:
+    def extend_row(self, logs: dict[str, Any], step: int) -> dict[str, Any]:
         """A logged row with what was seen of its steps."""
         row = {**logs, "step": step}
         if self.steps:
@@ -188,9 +190,9 @@ class Sentinel(TrainerCallback):
             if tokens > self.tokens_seen > 0:
                 row["seen/tokens"], row["seen/token_seconds"] = tokens - self.tokens_seen, self.token_seconds
             self.tokens_seen, self.token_seconds = tokens, 0.0
-        self.forget_steps()
+        self.reset_counters()
         if any(is_not_finite(logs.get(key)) for key in ("loss", "grad_norm")) and "finite numbers" not in self.was_red:
-            row["seen/broken"] = broken_weight(self.trainer.model)
+            row["seen/broken"] = find_broken_weight(self.trainer.model)
         return row
 
     def remember(self, row: dict[str, Any]) -> None:
@@ -200,7 +202,7 @@ class Sentinel(TrainerCallback):
         if row["step"] > SETTLED_STEPS:
             self.latest.append(row)
 
-    def ask_again(self, batches: Batches, step: int) -> bool:
+    def should_measure_pairs(self, batches: BatchStatistics, step: int) -> bool:
         """Whether it is time to ask the model as it is now: once where the base could not tell prompts apart, and where it
         could, when its loss comes to rest at the tokens' frequencies."""
         if batches.pairs is None:
@@ -208,23 +210,23 @@ class Sentinel(TrainerCallback):
         asked = None if batches.pairs_now is None else batches.pairs_now.step
         if batches.pairs.t < TELLS:
             return asked is None and step >= min(ASK_AGAIN, self.sanity or ASK_AGAIN, self.setting.max_steps)
-        return rests_at_frequencies(self.run()) and (asked is None or step - asked >= ASK_AGAIN)
+        return is_at_frequencies(self.run()) and (asked is None or step - asked >= ASK_AGAIN)
 
     def look(self, step: int) -> None:
         """Judge, say which flags are red for the first time, and keep flags.json."""
-        before = troubles(self.flags)
+        before = non_green(self.flags)
         self.flags = judge(self.run())
-        for flag in reds(self.flags):
+        for flag in red_flags(self.flags):
             if flag.name not in self.was_red:
                 self.was_red[flag.name] = step, flag
                 log.error("step %d: %s", step, flag)
-        if before != troubles(self.flags) or time.monotonic() - self.written_at > WRITE_SECONDS:
+        if before != non_green(self.flags) or time.monotonic() - self.written_at > WRITE_SECONDS:
             self.write(step)
 
-    def run(self) -> Run:
+    def run(self) -> RunHistory:
         # Not before the rows beside them are known.
-        written = written_in(self.directory) if self.start_of is not None else []
-        return Run(self.setting, self.first, list(self.latest), self.batches, self.thresholds, written)
+        written = read_samples(self.directory) if self.start_of is not None else []
+        return RunHistory(self.setting, self.first, list(self.latest), self.batches, self.thresholds, written)
 
     def write(self, step: int) -> None:
         was_red = [{"step": at, **asdict(flag)} for at, flag in self.was_red.values()]
@@ -248,7 +250,7 @@ class Sentinel(TrainerCallback):
 
     def act_on_red(self, control: TrainerControl) -> None:
         """What `on_red` says, once for each flag: whoever lets a paused training go on has seen it."""
-        new = [flag for flag in reds(self.flags) if flag.name not in self.acted_on]
+        new = [flag for flag in red_flags(self.flags) if flag.name not in self.acted_on]
         if not new or self.on_red == "warn":
             return
         self.acted_on |= {flag.name for flag in new}
@@ -257,20 +259,20 @@ class Sentinel(TrainerCallback):
             self.pause(str(new[0]))
         else:
             control.should_training_stop = True
-            self.ended = Ended(STOPPED, str(new[0]))
+            self.ended = EarlyEnd(STOPPED, str(new[0]))
 
 
-def troubles(flags: list[Flag]) -> set[tuple[str, str]]:
+def non_green(flags: list[Flag]) -> set[tuple[str, str]]:
     """The flags that are not green: a file that only gains green ones is written later, since that waits for the disk."""
     return {(flag.name, flag.level) for flag in flags if flag.level != "green"}
 
 
-def setting_of(trainer: Any, method: str) -> Setting:
+def setting_of(trainer: Any, method: str) -> RunSettings:
     args, model = trainer.args, trainer.model
     adapter: Any = (getattr(model, "peft_config", None) or {}).get(getattr(model, "active_adapter", None))
     rank = getattr(adapter, "r", 0) or 0
     loss = getattr(args, "loss_type", "")
-    return Setting(
+    return RunSettings(
         method=method,
         learning_rate=args.learning_rate,
         max_steps=args.max_steps,
@@ -329,7 +331,7 @@ def judge_moved(model: Any, start: dict[str, Tensor], tuning: str) -> Check:
     return Check("adapter", f"largest change {largest:.2e}", "> 0", largest > 0, fix)
 
 
-def broken_weight(model: Any) -> str:
+def find_broken_weight(model: Any) -> str:
     """The first weight that is not finite, "frozen ..." before "trained ...", or "". Reads every weight: asked once."""
     for wanted, word in ((False, "frozen"), (True, "trained")):
         for name, weight in model.named_parameters():

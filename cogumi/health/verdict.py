@@ -8,7 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from cogumi.core.run_directory import read_json
-from cogumi.health.flags import BEYOND_NOISE, USUAL_FALL, Flag, Rule, Run, fall, number, reds, settled, trend
+from cogumi.health.flags import (
+    BEYOND_NOISE,
+    USUAL_FALL,
+    Flag,
+    Rule,
+    RunHistory,
+    fall,
+    number,
+    red_flags,
+    resolve_consequences,
+    trend,
+)
 from cogumi.health.flags_common import COMMON
 from cogumi.health.flags_rl import RL, rollouts
 from cogumi.health.flags_sft import DPO, ENOUGH_ROWS, SFT, TREND_STEPS, TREND_Z
@@ -30,12 +41,12 @@ class Scale(StrEnum):
         return self is Scale.YES
 
 
-def judge(run: Run) -> list[Flag]:
+def judge(run: RunHistory) -> list[Flag]:
     """The flags of a run so far, red ones first. A rule that has too few rows yet gives none."""
-    return settled([flag for rule in RULES[run.setting.method] if (flag := rule(run)) is not None])
+    return resolve_consequences([flag for rule in RULES[run.setting.method] if (flag := rule(run)) is not None])
 
 
-def safe_to_scale(run: Run, flags: Sequence[Flag], was_red: Iterable[Flag] = ()) -> tuple[Scale, str]:
+def safe_to_scale(run: RunHistory, flags: Sequence[Flag], was_red: Iterable[Flag] = ()) -> tuple[Scale, str]:
     """The answer and its reason in one sentence. was_red: the flags that were red at any time.
 
     No: a flag was red, or the loss rose, or stayed where it was over enough steps. Yes: the loss fell beyond its noise and
@@ -44,16 +55,16 @@ def safe_to_scale(run: Run, flags: Sequence[Flag], was_red: Iterable[Flag] = ())
     now = {flag.name: flag for flag in flags}
     # Equal rewards of one rollout may be chance, which the next ones show; any other red flag has told of a fault.
     red = [flag for flag in was_red if flag.name != "reward varies" or now.get(flag.name, flag).level != "green"]
-    if red := list({flag.name: flag for flag in [*red, *reds(flags)]}.values()):
+    if red := list({flag.name: flag for flag in [*red, *red_flags(flags)]}.values()):
         return Scale.NO, "; ".join(f"{flag.name}: {flag.cause} ({flag.knob})" for flag in red)
-    answer, why = reward_rose(run) if run.setting.method == "gspo" else loss_fell(run)
+    answer, why = judge_reward(run) if run.setting.method == "gspo" else judge_loss(run)
     yellow = [flag for flag in flags if flag.level == "yellow" and flag.name not in OF_THE_MACHINE]
     if answer and yellow:
         return Scale.NOT_SHOWN, f"{why}, and {yellow[0].name} is yellow: {yellow[0].cause} ({yellow[0].knob})"
     return answer, why
 
 
-def loss_fell(run: Run) -> tuple[Scale, str]:
+def judge_loss(run: RunHistory) -> tuple[Scale, str]:
     steps, losses = run.series("loss")
     if not losses:
         return Scale.NOT_SHOWN, "no loss was logged"
@@ -78,7 +89,7 @@ def loss_fell(run: Run) -> tuple[Scale, str]:
     return Scale.NOT_SHOWN, f"the loss went {figures}, which its noise of {found.error:.3f} may explain"
 
 
-def reward_rose(run: Run) -> tuple[Scale, str]:
+def judge_reward(run: RunHistory) -> tuple[Scale, str]:
     steps, rewards = run.series("reward", rollouts(run))
     if len(rewards) < ENOUGH_ROWS:
         return Scale.NOT_SHOWN, f"{len(rewards)} rollouts were scored, and {ENOUGH_ROWS} are needed"
@@ -167,16 +178,16 @@ def judge_gspo(metrics: list[dict[str, Any]], run_dir: Path) -> list[Check]:
     span = f"{finite} of {all_of_them} values finite"
     if finite == all_of_them > 0:
         span = f"ratio {min(ratios):.5f} to {max(ratios):.5f}, {sum(clipped) / len(clipped):.1%} outside the clip"
-    scored = no_reward_was_scored(metrics) or f"{len(rewards)} batches scored"
+    scored = describe_unscored(metrics) or f"{len(rewards)} batches scored"
     fix = "change cogumi.rewards, so that one scores these completions"
     return [
         Check("rewards", scored, "at least one", bool(rewards), fix),
-        which_loss_ran(run_dir),
+        judge_loss_record(run_dir),
         Check("ratio and clip fraction", span, "all finite", finite == all_of_them > 0, "lower train.learning_rate"),
     ]
 
 
-def no_reward_was_scored(rows: Iterable[dict[str, Any]]) -> str | None:
+def describe_unscored(rows: Iterable[dict[str, Any]]) -> str | None:
     """Why a run with these logged rows is a failure: not one completion was scored. None where one was.
 
     TRL 1.15 logs `reward: None` for a rollout in which every reward function returned None for every completion.
@@ -190,7 +201,7 @@ def no_reward_was_scored(rows: Iterable[dict[str, Any]]) -> str | None:
     )
 
 
-def which_loss_ran(run_dir: Path) -> Check:
+def judge_loss_record(run_dir: Path) -> Check:
     """The first steps' loss as `cogumi.rl.loss_check` recorded it."""
     name, path, required = "loss that ran", run_dir / RECORD, "the formula's value and gradient"
     if not path.exists():

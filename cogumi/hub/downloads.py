@@ -31,7 +31,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import tqdm
 
-from cogumi.core.disk_space import Need, disks_of, hub_cache, spoken
+from cogumi.core.disk_space import Need, format_bytes, group_needs, hub_cache
 from cogumi.core.durability import NO_SPACE
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import write_json
@@ -79,19 +79,19 @@ class Download:
         return self.total - sum(self.sizes[path] for path in self.missing)
 
     def __str__(self) -> str:
-        said = f"{self.name} at {self.commit[:7]}: {len(self.sizes)} files, {spoken(self.total)}"
+        said = f"{self.name} at {self.commit[:7]}: {len(self.sizes)} files, {format_bytes(self.total)}"
         if not self.missing:
             return f"{said}, all in {hub_cache()}"
-        return f"{said}; {spoken(self.here)} are here, {spoken(self.total - self.here)} to fetch into {hub_cache()}"
+        return f"{said}; {format_bytes(self.here)} are here, {format_bytes(self.total - self.here)} to fetch into {hub_cache()}"
 
     def refuse_no_room(self) -> None:
         """Raise UsageError where the filesystem of the cache does not have room for what is missing."""
         remove_leftovers(self)
         missing = self.total - self.here
-        (disk,) = disks_of([Need(self.kind, hub_cache(), missing, missing, 2 * len(self.missing))], ask=True)
+        (disk,) = group_needs([Need(self.kind, hub_cache(), missing, missing, 2 * len(self.missing))], ask=True)
         if disk.refusal:
             raise UsageError(
-                f"{self}; {disk.filesystem.mount} has {spoken(disk.filesystem.space.free)} free: {disk.refusal}",
+                f"{self}; {disk.filesystem.mount} has {format_bytes(disk.filesystem.space.free)} free: {disk.refusal}",
                 key=KEYS[self.kind],
                 fix=MORE_ROOM,
             )
@@ -122,16 +122,18 @@ def fetch(download: Download, told: Callable[[int, int], None] = lambda here, to
         except (OSError, httpx.TransportError) as error:
             full = getattr(error, "errno", None) in NO_SPACE
             if status_of(error) not in BUSY and not full:
-                raise refusal(download.name, download.commit, error, download.kind) from None
+                raise describe_hub_error(download.name, download.commit, error, download.kind) from None
             said = f"the download of {download.name} broke off ({type(error).__name__}: {one_line(error)})"
             if full or attempt == TRIES:
-                so_far = f"{spoken(download.here)} of {spoken(download.total)} are here and stay"
+                so_far = f"{format_bytes(download.here)} of {format_bytes(download.total)} are here and stay"
                 fix = MORE_ROOM if full else "start again with the same words"
                 raise UsageError(f"{said}; {so_far}", key=KEYS[download.kind], fix=fix) from None
             log.warning("%s; try %d of %d in %d s", said, attempt + 1, TRIES, 2 ** (attempt - 1))
             time.sleep(2 ** (attempt - 1))
     seconds, fetched = time.monotonic() - began, download.total - before
-    log.info("download: %s in %.1f s (%s/s)", spoken(fetched), seconds, spoken(fetched / max(seconds, 1e-9)))
+    log.info(
+        "download: %s in %.1f s (%s/s)", format_bytes(fetched), seconds, format_bytes(fetched / max(seconds, 1e-9))
+    )
     return download.snapshot
 
 
@@ -184,7 +186,7 @@ def find_commit(name: str, revision: str | None = None) -> str | None:
     if Path(name).exists():
         return None
     try:
-        with refusing(name, revision, "model"):
+        with hub_errors_refused(name, revision, "model"):
             commit = str(hf.HfApi().resolve_revision(name, revision=revision).resolved)
             if not Download(name, commit, {}).snapshot.is_dir():
                 # The hub describes a gated model to everyone; only this tells whether its files may be had.
@@ -209,7 +211,7 @@ def plan_download(name: str, commit: str | None) -> Download | None:
     if commit is None or Path(name).exists():
         return None
     answered = True
-    with refusing(name, commit, "model"):
+    with hub_errors_refused(name, commit, "model"):
         try:
             tree = hf.HfApi().list_repo_tree(name, recursive=True, revision=commit)
             sizes = {file.path: file.size for file in tree if isinstance(file, hf.RepoFile)}
@@ -239,7 +241,9 @@ def plan_download(name: str, commit: str | None) -> Download | None:
             key="model.name",
             fix="it cannot be loaded",
         )
-    download = Download(name, commit, {path: sizes[path] for path in sorted(sizes) if path in weights or beside(path)})
+    download = Download(
+        name, commit, {path: sizes[path] for path in sorted(sizes) if path in weights or is_beside_weights(path)}
+    )
     download.refuse_no_room()
     return download
 
@@ -253,7 +257,7 @@ def weight_files(name: str, commit: str, paths: Mapping[str, int]) -> list[str]:
     return sorted(set(index["weight_map"].values()))
 
 
-def beside(path: str) -> bool:
+def is_beside_weights(path: str) -> bool:
     """Whether a file is loaded beside the weights. A pattern without a slash is for the top directory alone."""
     return any(PurePosixPath(path).match(kind) and path.count("/") == kind.count("/") for kind in BESIDE)
 
@@ -268,14 +272,14 @@ def dataset_files(name: str, revision: str | None, split: str | None, subset: st
     commit never changes, and is kept, so that a pinned data set needs no network once it is there. Raises UsageError
     when the hub has no such data set, revision, subset or split, does not let this token read it, or cannot be reached.
     """
-    with refusing(name, revision, "dataset"):
+    with hub_errors_refused(name, revision, "dataset"):
         commit = str(hf.HfApi().resolve_revision(name, revision=revision, repo_type="dataset").resolved)
     if commit != revision:
         log.info("%s is at commit %s now; to train on the same rows again: data.revision: %s", name, commit, commit)
     key = hashlib.sha256(json.dumps([name, commit, subset]).encode()).hexdigest()[:24]
     record = Path(platformdirs.user_cache_dir("cogumi")) / "hub" / f"{key}.json"
     if not record.is_file():
-        with refusing(name, revision, "dataset"):
+        with hub_errors_refused(name, revision, "dataset"):
             hf.HfApi().auth_check(name, repo_type="dataset")
             found = split_files(name, subset, commit)
         base = f"hf://datasets/{name}@{commit}/"
@@ -288,7 +292,7 @@ def fetch_dataset(name: str, commit: str, paths: Sequence[str]) -> list[Path]:
     """These files, downloaded where they are not in the cache. Raises UsageError where the disk has no room for them."""
     download = Download(name, commit, dict.fromkeys(paths, 0), "dataset")
     if download.missing:
-        with refusing(name, commit, "dataset"):
+        with hub_errors_refused(name, commit, "dataset"):
             entries = hf.HfApi().get_paths_info(name, list(paths), revision=commit, repo_type="dataset")
         sizes = {entry.path: entry.size for entry in entries if isinstance(entry, hf.RepoFile)}
         download = Download(name, commit, sizes, "dataset")
@@ -299,7 +303,7 @@ def fetch_dataset(name: str, commit: str, paths: Sequence[str]) -> list[Path]:
 
 def split_of(directory: str, split: str) -> list[Path]:
     """The files of one split of a local directory that is laid out like a data set of the hub."""
-    with refusing(directory, None, "dataset"):
+    with hub_errors_refused(directory, None, "dataset"):
         splits = split_files(directory, None, None)
     return [Path(file) for file in choose_split(directory, splits, split)]
 
@@ -325,7 +329,7 @@ def choose_split(name: str, splits: Mapping[str, Sequence[str]], split: str | No
 
 
 @contextmanager
-def refusing(name: str, revision: str | None, kind: str) -> Iterator[None]:
+def hub_errors_refused(name: str, revision: str | None, kind: str) -> Iterator[None]:
     """What goes wrong on the way to the hub, as a UsageError. A file that is not in a repository is the caller's."""
     try:
         yield
@@ -333,10 +337,10 @@ def refusing(name: str, revision: str | None, kind: str) -> Iterator[None]:
         raise
     # OSError: the hub's own, and those of `datasets`. ValueError: no such subset; RuntimeError: a data set that is a script.
     except (OSError, httpx.HTTPError, RevisionResolutionError, ValueError, RuntimeError) as error:
-        raise refusal(name, revision, error, kind) from error
+        raise describe_hub_error(name, revision, error, kind) from error
 
 
-def refusal(name: str, revision: str | None, error: Exception, kind: str) -> UsageError:
+def describe_hub_error(name: str, revision: str | None, error: Exception, kind: str) -> UsageError:
     """What the hub's error means for the config, in one line."""
     endpoint, token = hf.constants.ENDPOINT, hf.get_token() is not None
     page = f"{endpoint}/{'datasets/' * (kind == 'dataset')}{name}"

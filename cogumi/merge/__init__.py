@@ -13,17 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cogumi.core.disk_space import spoken
+from cogumi.core.disk_space import format_bytes
 from cogumi.core.errors import MergeError, UsageError
-from cogumi.core.notices import working
+from cogumi.core.notices import show_seconds
 from cogumi.merge.adapter_files import resolve_adapter
 from cogumi.merge.bases import resolve_base
 from cogumi.merge.logits import LogitCheck, check_directory, check_logits
 from cogumi.merge.merge_manifest import build_manifest, check_merged, totals, write_description, write_side_files
-from cogumi.merge.output_directory import check_target, commit, partial_directory, remove_stale
+from cogumi.merge.output_directory import check_target, commit_output, partial_directory, remove_stale
 from cogumi.merge.plan import OUTPUT_DTYPES, build_plan
 from cogumi.merge.side_files import has_tokenizer
-from cogumi.merge.stream import cores, progress_bar, write_and_verify
+from cogumi.merge.stream import available_cores, progress_bar, write_and_verify
 
 __all__ = [
     "LogitCheck",
@@ -79,14 +79,14 @@ class MergeReport:
             checked = f"{self.elements:,} computed elements checked on disk, {self.not_nearest:,} of them next to a tie"
         return (
             f"{self.out}: {self.base} with {self.tensors_merged} tensors merged{rest} "
-            f"({spoken(self.bytes)}, {self.seconds:.1f} s)\n"
+            f"({format_bytes(self.bytes)}, {self.seconds:.1f} s)\n"
             f"{checked}; largest change of an element {self.max_delta:.3g}, of a tensor {self.max_delta_ratio:.2%}"
             + (f"\nq/delta {self.q_over_delta:.2f}: docs/merging.md says what that means" if self.q_over_delta else "")
             + (f"\n{self.logits}" if self.logits else "")
         )
 
 
-@working("merge: the adapter goes into its base")
+@show_seconds("merge: the adapter goes into its base")
 def merge_adapter(
     adapter: AdapterPath | Sequence[tuple[AdapterPath, float]],
     out: AdapterPath,
@@ -134,7 +134,7 @@ def merge_adapter(
     remove_stale(target)
     with partial_directory(plan, target) as partial:
         with progress_bar(progress, "merging", plan.shard_bytes) as merged:
-            outcome = write_and_verify(plan, partial, workers or cores(), verify != "none", merged)
+            outcome = write_and_verify(plan, partial, workers or available_cores(), verify != "none", merged)
         write_side_files(plan, partial)
         logits = check_directory(pairs, partial, found.path) if verify == "logits" else None
         if logits is not None and not logits.passed:
@@ -142,7 +142,7 @@ def merge_adapter(
         options = {"dtype": dtype, "base_mode": base_mode, "verify": verify}
         manifest = build_manifest(plan, outcome, options, logits)
         write_description(plan, partial, manifest)
-        commit(partial, target)
+        commit_output(partial, target)
     if not has_tokenizer(plan.side_files):
         log.warning("neither %s nor the base has a tokenizer, so the merged model has none", pairs[0][0])
     unchanged = [name for name, stat in outcome.stats.items() if stat.max_abs_delta == 0]

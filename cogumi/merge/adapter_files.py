@@ -192,7 +192,7 @@ class BaseRecord:
     format: Literal[1] = 1
 
 
-def record_base(adapter: Path, model: Any, revision: str | None = None) -> BaseRecord:
+def write_base_record(adapter: Path, model: Any, revision: str | None = None) -> BaseRecord:
     """Write cogumi-base.json into the adapter's directory, from the model that was trained (PEFT's or the base itself).
 
     revision: what the model was loaded with, a branch or tag; the commit it was then is in the model's config. Raises
@@ -243,7 +243,7 @@ def quantization_of(config: Any) -> Quantization | None:
     return Quantization(name, 8 if entries.get("load_in_8bit") else entries.get("bits"))
 
 
-def read_base(adapter: Path) -> BaseRecord | None:
+def read_base_record(adapter: Path) -> BaseRecord | None:
     """The record beside an adapter, or None when there is none, as for adapters that cogumi did not train.
 
     Raises UsageError when the record is damaged or of a format that this version does not know.

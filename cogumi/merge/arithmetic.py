@@ -107,7 +107,7 @@ class PerThread(threading.local):
         self.tensors: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
 
-held = PerThread()
+thread_scratch = PerThread()
 
 
 def scratch(name: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -115,9 +115,9 @@ def scratch(name: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Ten
 
     A thread keeps a few of BLOCK_ELEMENTS: fresh memory for each block would cost as much as the sums.
     """
-    kept = held.tensors.get((name, dtype))
+    kept = thread_scratch.tensors.get((name, dtype))
     if kept is None or kept.numel() < rows * columns:
-        kept = held.tensors[name, dtype] = torch.empty(rows * columns, dtype=dtype)
+        kept = thread_scratch.tensors[name, dtype] = torch.empty(rows * columns, dtype=dtype)
     return kept[: rows * columns].view(rows, columns)
 
 

@@ -17,7 +17,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import FLOAT_DTYPES, Shard, Span, element_count, read_elements, read_shard
-from cogumi.merge.adapter_files import Adapter, BaseRecord, read_base, read_json
+from cogumi.merge.adapter_files import Adapter, BaseRecord, read_base_record, read_json
 from cogumi.merge.quantized import (
     DEQUANTIZED_KINDS,
     Mismatch,
@@ -101,7 +101,7 @@ def resolve_base(adapter: Adapter, base: str | None, revision: str | None, base_
 
     Raises UsageError when there is none, it is incomplete or not in safetensors, or the proof fails.
     """
-    record = read_base(adapter.path)
+    record = read_base_record(adapter.path)
     recorded = record.name if record else adapter.config.get("base_model_name_or_path")
     name = base if base is not None else recorded
     if not name:
@@ -111,7 +111,7 @@ def resolve_base(adapter: Adapter, base: str | None, revision: str | None, base_
         revision = trained_at
     found = read_model(name, revision)
     if base_mode == "dequant":
-        return decoded(found)
+        return dequantized_base(found)
     kind = quantization(found.config)
     return find_full_precision(found, kind) if kind else compare_with_recorded(found, record, recorded, trained_at)
 
@@ -142,7 +142,7 @@ def find_full_precision(found: Base, kind: str) -> Base:
     """
     names = full_precision_names(found.name, kind)
     refused = []
-    for name in filter(is_here, names):
+    for name in filter(is_local, names):
         try:
             candidate = read_model(name, None)
         except UsageError as error:
@@ -159,20 +159,20 @@ def find_full_precision(found: Base, kind: str) -> Base:
         log.info("base %s is quantized (%s); merging into %s", found.name, kind, name)
         return replace(candidate, trained_on=found, proof=proof)
     why = f" ({'; '.join(refused)})" if refused else ""
-    hub = next((name for name in names if is_hub_id(name) and not is_here(name)), None)
+    hub = next((name for name in names if is_hub_id(name) and not is_local(name)), None)
     fetch = f"run: hf download {hub}; or " if hub else ""
     raise UsageError(
         f"base {found.name} is quantized ({kind}), and merging into it would lose nearly all of the "
         f"update; its full-precision model is not here{why}",
-        fix=f"{fetch}pass base=<the full-precision model>{or_dequantize(kind)}",
+        fix=f"{fetch}pass base=<the full-precision model>{dequant_hint(kind)}",
     )
 
 
-def or_dequantize(kind: str) -> str:
+def dequant_hint(kind: str) -> str:
     return " or base_mode='dequant'" if kind in DEQUANTIZED_KINDS else ""
 
 
-def decoded(found: Base) -> Base:
+def dequantized_base(found: Base) -> Base:
     """A bitsandbytes checkpoint with what is needed to read its weights as floats. Raises UsageError for any other."""
     kind = quantization(found.config)
     if kind is None:
@@ -204,7 +204,7 @@ def read_model(name: str, revision: str | None) -> Base:
     return Base(name, path, snapshot_commit(path), read_json(path / "config.json"), shards, indexed)
 
 
-def is_here(name: str, revision: str | None = None) -> bool:
+def is_local(name: str, revision: str | None = None) -> bool:
     """Whether there is a model of this name, whole or not: a directory with a config, or a snapshot in the hub's cache."""
     if Path(name).is_dir():
         return (Path(name) / "config.json").is_file()
@@ -274,7 +274,7 @@ def prove_base(quantized: Base, full: Base) -> BaseProof:
         kind = quantization(quantized.config) or ""
         raise UsageError(
             f"base {full.name} is not what {quantized.name} ({kind}) was quantized from: {mismatch}",
-            fix=f"pass base=<the full-precision model that it was>{or_dequantize(kind)}",
+            fix=f"pass base=<the full-precision model that it was>{dequant_hint(kind)}",
         ) from mismatch
 
 
@@ -297,7 +297,7 @@ def compare_models(quantized: Base, full: Base) -> BaseProof:
     equal = [
         span
         for name, span in stored.items()
-        if name in wanted and name not in packed and carries_proof(kind, span, wanted[name])
+        if name in wanted and name not in packed and must_be_equal(kind, span, wanted[name])
     ]
     # Small ones first: a norm that differs is found before gigabytes of embeddings are read.
     for span in sorted(equal, key=lambda span: span.end - span.start):
@@ -327,7 +327,7 @@ def match_names(packed: dict[str, Quantized], quantized: dict[str, Span], full: 
     return len(extra)
 
 
-def carries_proof(kind: str, quantized: Span, full: Span) -> bool:
+def must_be_equal(kind: str, quantized: Span, full: Span) -> bool:
     """Whether two tensors of one name must be equal. Raises Mismatch where their shapes or kinds of dtype rule it out."""
     plain = quantized.dtype in FLOAT_DTYPES and full.dtype in FLOAT_DTYPES
     if kind in DEQUANTIZED_KINDS:

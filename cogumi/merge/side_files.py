@@ -47,20 +47,20 @@ def side_files(adapter: Path, base: Path) -> dict[str, Path]:
     """
     home = tokenizer_home(adapter)
     licences = [path.name for path in base.iterdir() if any(word in path.name.lower() for word in LICENCE_WORDS)]
-    found = matches(base, (*MODEL_FILES, *licences))
-    found |= matches(home, PROCESSOR_FILES) or matches(base, PROCESSOR_FILES)
-    template = matches(home, TEMPLATE_FILES)
-    if not matches(home, VOCABULARY_FILES):
-        found |= matches(base, TOKENIZER_FILES) | (template or matches(base, TEMPLATE_FILES))
+    found = glob_files(base, (*MODEL_FILES, *licences))
+    found |= glob_files(home, PROCESSOR_FILES) or glob_files(base, PROCESSOR_FILES)
+    template = glob_files(home, TEMPLATE_FILES)
+    if not glob_files(home, VOCABULARY_FILES):
+        found |= glob_files(base, TOKENIZER_FILES) | (template or glob_files(base, TEMPLATE_FILES))
     else:
-        own = matches(home, TOKENIZER_FILES)
+        own = glob_files(home, TOKENIZER_FILES)
         if same_vocabulary(home, base):
-            own = matches(base, VOCABULARY_FILES) | own
-            if not template and not settings(home).get("chat_template"):
-                template = matches(base, TEMPLATE_FILES)
+            own = glob_files(base, VOCABULARY_FILES) | own
+            if not template and not tokenizer_config(home).get("chat_template"):
+                template = glob_files(base, TEMPLATE_FILES)
         found |= own | template
-        if settings(home).get("auto_map"):  # the tokenizer's own classes, saved with it
-            found = matches(home, ("*.py",)) | found
+        if tokenizer_config(home).get("auto_map"):  # the tokenizer's own classes, saved with it
+            found = glob_files(home, ("*.py",)) | found
     return dict(sorted(found.items()))
 
 
@@ -77,7 +77,7 @@ def tokenizer_home(adapter: Path) -> Path:
     """
     run = adapter.resolve().parent
     is_checkpoint = adapter.resolve().name.startswith("checkpoint-") or (run / "training_args.bin").is_file()
-    if is_checkpoint and not matches(adapter, VOCABULARY_FILES) and matches(run, VOCABULARY_FILES):
+    if is_checkpoint and not glob_files(adapter, VOCABULARY_FILES) and glob_files(run, VOCABULARY_FILES):
         return run
     return adapter
 
@@ -103,13 +103,13 @@ def tokens_of(path: Path) -> tuple[Any, list[Any], dict[str, int]] | None:
     return model["vocab"], merges, {token["content"]: token["id"] for token in content.get("added_tokens") or []}
 
 
-def settings(directory: Path) -> dict[str, Any]:
+def tokenizer_config(directory: Path) -> dict[str, Any]:
     """tokenizer_config.json of a directory, or nothing when it has none."""
     path = directory / "tokenizer_config.json"
     return read_json(path) if path.is_file() else {}
 
 
-def matches(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
+def glob_files(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
     """Path within the directory -> file, sorted. Raises UsageError for a link that leads nowhere."""
     # A pattern is a name, too: glob does not report a link that leads nowhere under its plain name.
     found = sorted({path for pattern in patterns for path in (directory / pattern, *directory.glob(pattern))})

@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 
 from cogumi.core.durability import drop_from_memory, sync_path
 from cogumi.core.errors import MergeError
-from cogumi.core.notices import in_a_kernel
+from cogumi.core.notices import is_notebook
 from cogumi.core.safetensors_file import FLOAT_DTYPES, Span, as_bytes, matrix_shape, read_into, write_at, write_header
 from cogumi.merge.arithmetic import (
     BLOCK_ELEMENTS,
@@ -54,18 +54,18 @@ Advance = Callable[[int], None]
 @contextmanager
 def progress_bar(wanted: bool, name: str, total: int) -> Iterator[Advance]:
     """A bar over `total` bytes in a terminal or a notebook; yields a function that takes the bytes just done."""
-    shown = wanted and (in_a_kernel() or sys.stderr.isatty())
-    with tqdm(desc=name, total=total, unit="B", unit_scale=True, leave=in_a_kernel(), disable=not shown) as bar:
+    shown = wanted and (is_notebook() or sys.stderr.isatty())
+    with tqdm(desc=name, total=total, unit="B", unit_scale=True, leave=is_notebook(), disable=not shown) as bar:
         yield bar.update
 
 
-def cores() -> int:
+def available_cores() -> int:
     """How many this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
-def threads(workers: int) -> Iterator[ThreadPoolExecutor]:
+def thread_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
     """A pool that, when the block fails, drops what has not begun and waits for what has.
 
     A new thread does not know of torch.set_num_threads until it is asked for: matrix products would bring in OpenMP
@@ -147,9 +147,9 @@ def write_and_verify(plan: MergePlan, directory: Path, workers: int, verify: boo
         ieee_matmul(),
         one_thread_each(),
         open_weights(plan) as weights,
-        threads(1) as disk,
-        threads(workers) as followers,
-        threads(workers) as pool,
+        thread_pool(1) as disk,
+        thread_pool(workers) as followers,
+        thread_pool(workers) as pool,
     ):
 
         def merge(run: Run) -> Merged:
@@ -164,7 +164,7 @@ def write_and_verify(plan: MergePlan, directory: Path, workers: int, verify: boo
             runs = [(run, pool.submit(merge, run)) for run in runs_of(shard)]
             merging += runs
             source = plan.base.path / shard.name
-            hashing.append((shard, followers.submit(follow, directory / shard.name, source, runs, disk)))
+            hashing.append((shard, followers.submit(hash_and_sync, directory / shard.name, source, runs, disk)))
         for run, merged in merging:
             outcome.add(run.tensor.target.name, *merged.result())
         for shard, hashed in hashing:
@@ -197,10 +197,10 @@ class FileDigest:
         return self.digest.hexdigest()
 
 
-def follow(
+def hash_and_sync(
     path: Path, source: Path, runs: list[tuple[Run, Future[Merged]]], disk: ThreadPoolExecutor
 ) -> tuple[str, str]:
-    """The sha256 of a shard and of its source, worked out behind the writers while both are in memory; see `settle`."""
+    """The sha256 of a shard and of its source, worked out behind the writers while both are in memory; see `sync_and_drop`."""
     target, base = FileDigest(path), FileDigest(source)
     settled, waiting = 0, []
     for run, merged in runs:
@@ -209,15 +209,15 @@ def follow(
         base.extend(run.source_end(source))
         if target.position - settled >= SYNC_BYTES:
             settled = target.position
-            waiting.append(disk.submit(settle, path, settled, source, base.position))
+            waiting.append(disk.submit(sync_and_drop, path, settled, source, base.position))
     digests = target.finish(), base.finish()
-    waiting.append(disk.submit(settle, path, 0, source, 0))
+    waiting.append(disk.submit(sync_and_drop, path, 0, source, 0))
     for each in waiting:
         each.result()
     return digests
 
 
-def settle(path: Path, length: int, source: Path, used: int) -> None:
+def sync_and_drop(path: Path, length: int, source: Path, used: int) -> None:
     """Wait until a shard is on the disk, and let its first `length` bytes, and `used` of its source, leave the page cache.
 
     Where the kernel has to find new pages for two whole models, that takes longer than the arithmetic.
@@ -230,7 +230,7 @@ def settle(path: Path, length: int, source: Path, used: int) -> None:
 def verify_shards(plan: MergePlan, directory: Path, workers: int, advance: Advance) -> dict[str, ElementCheck]:
     """Check every shard of a finished directory again."""
     outcome = Outcome()
-    with ieee_matmul(), one_thread_each(), open_weights(plan) as weights, threads(workers) as pool:
+    with ieee_matmul(), one_thread_each(), open_weights(plan) as weights, thread_pool(workers) as pool:
 
         def check(run: Run) -> ElementCheck:
             found = verify_run(run, directory, weights)

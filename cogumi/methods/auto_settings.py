@@ -18,11 +18,11 @@ from transformers import AutoConfig
 
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import gib
+from cogumi.core.formatting import format_memory
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.methods.gspo import is_planned, lora_parameters
 from cogumi.models.adapters import lora_config
-from cogumi.models.loading import loaded_in, meta_model
+from cogumi.models.loading import meta_model, resolve_dtype
 from cogumi.patches.trl_internals import supported_attention
 from cogumi.rl.memory_plan import USABLE, ModelShape, free_memory_bytes, step_bytes
 from cogumi.stack.probes import flash_attention
@@ -107,7 +107,7 @@ class Choice:
 
 def choose(run: RunConfig, machine: Machine, load: Load) -> list[Choice]:
     """The decisions that the config leaves open, in the order in which they take effect."""
-    return [choice for choice in candidates(run, machine, load) if is_open(run, choice.key)]
+    return [choice for choice in all_choices(run, machine, load) if is_open(run, choice.key)]
 
 
 def is_open(run: RunConfig, key: str) -> bool:
@@ -119,10 +119,10 @@ def is_open(run: RunConfig, key: str) -> bool:
     return run.train.get(name) is None
 
 
-def candidates(run: RunConfig, machine: Machine, load: Load) -> Iterator[Choice]:
+def all_choices(run: RunConfig, machine: Machine, load: Load) -> Iterator[Choice]:
     if machine.capability is not None:  # without a GPU transformers' own choice stays: sdpa, or eager where it has none
         yield attention(machine, load)
-    checkpointing = recomputation(machine, load)
+    checkpointing = gradient_checkpointing(machine, load)
     if not is_planned(run):  # there the planner cuts the micro-batch to the memory, with TRL's default
         yield checkpointing
     wanted = run.train.get("gradient_checkpointing")
@@ -147,15 +147,15 @@ def attention(machine: Machine, load: Load) -> Choice:
     return Choice(key, there, why if there == "sdpa" else f"{why}; its class has no sdpa")
 
 
-def recomputation(machine: Machine, load: Load) -> Choice:
+def gradient_checkpointing(machine: Machine, load: Load) -> Choice:
     """Gradient checkpointing, off where everything fits with a margin: it costs about a third of the time."""
     room = machine.free_bytes - load.weights - MOMENTS * load.trained
     needed, budget = load.step(checkpointing=False), int(MARGIN * room)
-    estimate = f"{load.micro_batch} x {load.length} tokens are estimated at {gib(needed)} of activations"
-    why = f"{estimate}, and {f'{gib(room)} are' if room > 0 else 'nothing is'} free beside the weights"
+    estimate = f"{load.micro_batch} x {load.length} tokens are estimated at {format_memory(needed)} of activations"
+    why = f"{estimate}, and {f'{format_memory(room)} are' if room > 0 else 'nothing is'} free beside the weights"
     if needed <= budget:
         return Choice("train.gradient_checkpointing", False, why)
-    return Choice("train.gradient_checkpointing", True, f"{why}: {gib(load.step(True))} with it")
+    return Choice("train.gradient_checkpointing", True, f"{why}: {format_memory(load.step(True))} with it")
 
 
 def optimizer(machine: Machine, load: Load, checkpointing: bool) -> Iterator[Choice]:
@@ -164,15 +164,15 @@ def optimizer(machine: Machine, load: Load, checkpointing: bool) -> Iterator[Cho
         return
     room = int(USABLE * machine.free_bytes) - load.weights - load.step(checkpointing)
     whole, small = MOMENTS * load.trained, MOMENTS_8BIT * load.trained
-    name, why = "adamw_torch_fused", f"its moments are {gib(whole)}, and there is room"
+    name, why = "adamw_torch_fused", f"its moments are {format_memory(whole)}, and there is room"
     if whole > room:
-        why = f"AdamW's moments are {gib(whole)} in 32 bits, and {gib(max(room, 0))} are left"
+        why = f"AdamW's moments are {format_memory(whole)} in 32 bits, and {format_memory(max(room, 0))} are left"
         if "bitsandbytes" not in machine.packages:
             why += "; bitsandbytes, whose 8 bits are smaller, is not installed"
         elif small <= room:
-            name, why = "adamw_8bit", f"{why}; {gib(small)} in 8 bits"
+            name, why = "adamw_8bit", f"{why}; {format_memory(small)} in 8 bits"
         else:
-            name, why = "paged_adamw_8bit", f"{why}; in 8 bits {gib(small)}, paged into main memory"
+            name, why = "paged_adamw_8bit", f"{why}; in 8 bits {format_memory(small)}, paged into main memory"
     yield Choice("train.optim", name, why)
 
 
@@ -186,7 +186,7 @@ def precision(run: RunConfig) -> Choice:
 # ------------------------------------------------------------------------------------------------------- on this machine
 
 
-def with_choices(run: RunConfig, base: str) -> RunConfig:
+def apply_choices(run: RunConfig, base: str) -> RunConfig:
     """The run with what it left open decided, each decision logged; a run that goes on keeps the ones it made."""
     place = run.run_dir / DECISIONS
     begun = read_section(place, SETTINGS)
@@ -198,10 +198,10 @@ def with_choices(run: RunConfig, base: str) -> RunConfig:
         write_section(place, SETTINGS, [asdict(each) for each in choices])
     for choice in choices:
         log.info("chosen: %s", choice)
-    return decided(run, choices)
+    return with_values(run, choices)
 
 
-def decided(run: RunConfig, choices: list[Choice]) -> RunConfig:
+def with_values(run: RunConfig, choices: list[Choice]) -> RunConfig:
     """The run with these values where it had none."""
     run = run.model_copy(deep=True)
     for choice in choices:
@@ -213,7 +213,7 @@ def decided(run: RunConfig, choices: list[Choice]) -> RunConfig:
     return run
 
 
-def before_cuda(run: RunConfig) -> list[Choice]:
+def set_allocator(run: RunConfig) -> list[Choice]:
     """Set, and return, what must be set before CUDA is initialised; nothing where that is too late or the user has set it."""
     if not torch.cuda.is_available() or torch.cuda.is_initialized():
         return []
@@ -229,7 +229,7 @@ def load_of(run: RunConfig, base: str) -> Load:
     model = meta_model(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     whole = run.cogumi.tuning == "full"
-    element = loaded_in(dtype_of_weights(run) if whole else run.model.dtype).itemsize
+    element = resolve_dtype(dtype_of_weights(run) if whole else run.model.dtype).itemsize
     if whole:  # with a gradient each, and DPO's reference model beside them
         trained, weights = parameters, parameters * element * (3 if run.cogumi.method == "dpo" else 2)
     else:
@@ -244,13 +244,13 @@ def load_of(run: RunConfig, base: str) -> Load:
         trained=trained,
         element=element,
         micro_batch=2 * at_once if run.cogumi.method == "dpo" else at_once,
-        length=longest(run),
+        length=longest_tokens(run),
         attention=attention,
         own_kernels=own_kernels,
     )
 
 
-def longest(run: RunConfig) -> int:
+def longest_tokens(run: RunConfig) -> int:
     """Tokens of the longest example, as far as the config says."""
     said = run.train.get("max_length") or (run.data.fim.max_length if run.data.format == "fim" else LENGTH)
     if run.cogumi.method == "gspo":
@@ -283,7 +283,7 @@ def dtype_of_weights(run: RunConfig) -> str:
     return "float32" if run.model.dtype == "auto" else run.model.dtype
 
 
-def refuse_what_does_not_fit(run: RunConfig, base: str, optimizer: str) -> None:
+def refuse_full_tuning_without_memory(run: RunConfig, base: str, optimizer: str) -> None:
     """Raise UsageError where weights, gradients and optimizer states alone need more than is free.
 
     Bytes a weight: its dtype twice (itself, its gradient), AdamW's two moments in float32 (arXiv:1910.02054, section 3.1), and
@@ -291,15 +291,15 @@ def refuse_what_does_not_fit(run: RunConfig, base: str, optimizer: str) -> None:
     """
     model = meta_model(AutoConfig.from_pretrained(base, revision=run.model.revision))
     weights = sum(parameter.numel() for parameter in model.parameters())  # tied ones once
-    itemsize = loaded_in(dtype_of_weights(run)).itemsize
+    itemsize = resolve_dtype(dtype_of_weights(run)).itemsize
     state = STATE_BYTES.get(optimizer, ADAMW_BYTES)
     reference = itemsize if run.cogumi.method == "dpo" and not run.train.get("precompute_ref_log_probs") else 0
     need, free = weights * (2 * itemsize + state + reference), free_memory_bytes()
     if need > USABLE * free:
         raise UsageError(
-            f"cogumi.tuning: full: {weights:,} weights need {gib(need)} before the first activation "
+            f"cogumi.tuning: full: {weights:,} weights need {format_memory(need)} before the first activation "
             f"({2 * itemsize} bytes each with the gradient, {state} for {optimizer}"
             + (f", {reference} for the reference model" if reference else "")
-            + f") and {gib(USABLE * free)} of {gib(free)} free are usable; drop cogumi.tuning to train LoRA"
+            + f") and {format_memory(USABLE * free)} of {format_memory(free)} free are usable; drop cogumi.tuning to train LoRA"
             + (", or set train.optim: adamw_8bit" if state == ADAMW_BYTES else "")
         )

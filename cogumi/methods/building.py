@@ -15,7 +15,7 @@ from cogumi.config.binding import config_class
 from cogumi.config.schema import TRL_CONFIGS, CogumiSection, RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
-from cogumi.core.redact import SECRETS, Unwritten
+from cogumi.core.redact import SECRETS, RedactedStr
 from cogumi.core.run_directory import DECISIONS, read_json, read_section
 from cogumi.health.flags_sft import ENOUGH_ROWS
 from cogumi.hub.downloads import find_commit
@@ -62,14 +62,14 @@ def trl_arguments(run: RunConfig) -> Any:
     if batch is not None and run.cogumi.method != "gspo":
         defaults["per_device_eval_batch_size"] = batch  # the held-out loss is to fit where a step does
     given = {**defaults, **METHODS[run.cogumi.method].arguments(run)}
-    secrets = {key: Unwritten(value) for key, value in given.items() if value and key.endswith(SECRETS)}
+    secrets = {key: RedactedStr(value) for key, value in given.items() if value and key.endswith(SECRETS)}
     try:
         return config_class(TRL_CONFIGS[run.cogumi.method])(**{**given, **secrets})
     except ValueError as error:
         raise UsageError(one_line(error), key="train") from None
 
 
-def pinned(run: RunConfig) -> RunConfig:
+def pin_revision(run: RunConfig) -> RunConfig:
     """The run with its model's revision as a commit: the one it began with, or what the hub says now."""
     known = read_section(run.run_dir / DECISIONS, "base")
     name = run.model.name
@@ -82,7 +82,7 @@ def pinned(run: RunConfig) -> RunConfig:
     return run
 
 
-def tokenizer_of(run: RunConfig, base: str) -> PreTrainedTokenizerBase:
+def load_run_tokenizer(run: RunConfig, base: str) -> PreTrainedTokenizerBase:
     """The base's tokenizer, with the chat template and end token that `train:` names for it; going on from an adapter, the
     one that was saved with it, which has those of the run before."""
     adapter = run.model.adapter
@@ -116,7 +116,7 @@ def build_trainer(
     wanted, whole = run.model, run.cogumi.tuning == "full"
     dtype = dtype_of_weights(run) if whole else wanted.dtype
     model: Any = load_model(base, wanted.revision, dtype, wanted.quantization_config, wanted.attn_implementation)
-    log.info("%s loaded in %s on %s", base, loaded_as(model), model.device)
+    log.info("%s loaded in %s on %s", base, describe_dtype(model), model.device)
     if wanted.quantization_config is not None:
         log.warning("the adapter learns to correct what quantization took as well: it fits these weights, not those of %s. The "
                     "merge is into the full-precision base, and the verdict gives their distance", wanted.name)  # fmt: skip
@@ -135,7 +135,9 @@ def build_trainer(
     )
     keep_float32(trainer.model)
     if run.model.adapter is not None:
-        warm_start.settle(trainer, run.model.adapter, compares=run.cogumi.method != "sft" and trainer.beta != 0)
+        warm_start.load_exact_values(
+            trainer, run.model.adapter, compares=run.cogumi.method != "sft" and trainer.beta != 0
+        )
     if run.cogumi.loraplus_lr_ratio is not None:
         use_loraplus(trainer, run.cogumi.loraplus_lr_ratio)
     return trainer
@@ -145,13 +147,13 @@ def with_adapter(run: RunConfig, model: Any) -> tuple[Any, Any]:
     """(model, peft_config): the model with its adapter on where the trainer cannot put it on, or a config for it to do so."""
     unsloths = unsloth_rl.status().applied
     if run.model.adapter is not None:
-        prepared = unsloth_rl.prepared(model) if unsloths else model
+        prepared = unsloth_rl.add_mode_switches(model) if unsloths else model
         return warm_start.load_adapter(prepared, run.model.adapter, run.lora, run.model.revision), None
     lora = lora_config(run.lora, commit_of(model.config) or run.model.revision)
-    return (unsloth_rl.with_adapter(model, lora), None) if unsloths else (model, lora)
+    return (unsloth_rl.add_adapter(model, lora), None) if unsloths else (model, lora)
 
 
-def loaded_as(model: PreTrainedModel) -> str:
+def describe_dtype(model: PreTrainedModel) -> str:
     """What a model is loaded in, in words: its dtype, and how its linear layers are quantized."""
     found, dtype = quantization_of(model.config), str(model.dtype).removeprefix("torch.")
     if found is None:
@@ -169,23 +171,23 @@ def refuse_blind_check(run: RunConfig) -> None:
         return
     settings, longest = logging_settings(run) | {"sanity": sanity}, int(run.train.get("max_steps") or 0)
     steps = min(sanity, longest) if longest > 0 else sanity
-    found = rows_to_judge(settings, steps)
+    found = count_logged_rows(settings, steps)
     if found is None or found >= ENOUGH_ROWS:
         return
     what = "rollouts" if run.cogumi.method == "gspo" else "rows"
     raise UsageError(
         f"cogumi.sanity {sanity} would log {found} {what}, and {ENOUGH_ROWS} are needed to judge",
-        fix=f"set {what_logs_enough(settings, steps, longest)}",
+        fix=f"set {suggest_logging(settings, steps, longest)}",
     )
 
 
-def what_logs_enough(settings: dict[str, Any], steps: int, longest: int) -> str:
+def suggest_logging(settings: dict[str, Any], steps: int, longest: int) -> str:
     """The keys to change for ENOUGH_ROWS in so many steps; or, where these are too few, with more steps."""
     if settings["logging_strategy"] == "no":
         return f"train.logging_strategy to steps, and cogumi.sanity to {ENOUGH_ROWS} or more"
 
     def rows(steps: int, every: int) -> int:
-        return rows_to_judge(settings | {"logging_steps": every}, steps) or 0
+        return count_logged_rows(settings | {"logging_steps": every}, steps) or 0
 
     # The first step is logged besides.
     for every in range(steps // (ENOUGH_ROWS - 1), 0, -1):
@@ -207,7 +209,7 @@ def logging_settings(run: RunConfig) -> dict[str, Any]:
     return settings | {"logging_strategy": str(getattr(strategy, "value", strategy))}
 
 
-def rows_to_judge(settings: dict[str, Any], steps: int) -> int | None:
+def count_logged_rows(settings: dict[str, Any], steps: int) -> int | None:
     """How many rows `verdict.safe_to_scale` would have after so many steps: those of losses, or for GRPO those of rollouts.
 
     None where that is known when the data is there: a logging strategy of epochs, a share of the steps of some epochs.

@@ -10,7 +10,7 @@ from typing import Any
 
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import duration
+from cogumi.core.formatting import format_duration
 from cogumi.health.verdict import Check
 from cogumi.telemetry.heartbeat import Heartbeat, Progress
 from cogumi.telemetry.recorder import set_status
@@ -62,7 +62,7 @@ class ReferencePass:
     def end(self) -> None:
         self.over = True
         if self.done:
-            log.info("log-probabilities of the reference: done in %s", duration(time.monotonic() - self.began))
+            log.info("log-probabilities of the reference: done in %s", format_duration(time.monotonic() - self.began))
             self.heart.progress = Progress()
             self.enter(self.before)
 
@@ -71,7 +71,7 @@ class ReferencePass:
         set_status(self.heart.run_dir, "running", stage=stage)
 
 
-def batches_of_the_reference(args: Any, train: Any, held_out: Any) -> int:
+def count_reference_batches(args: Any, train: Any, held_out: Any) -> int:
     """How many batches TRL takes through the reference (trl 1.15, dpo_trainer.py)."""
     sizes = ((train, args.per_device_train_batch_size), (held_out, args.per_device_eval_batch_size))
     return sum(-(-len(pairs) // (args.precompute_ref_batch_size or size)) for pairs, size in sizes if pairs is not None)
@@ -80,7 +80,7 @@ def batches_of_the_reference(args: Any, train: Any, held_out: Any) -> int:
 def build_trainer(run: RunConfig, *, train_dataset: Any, heart: Heartbeat, **common: Any) -> Any:
     import trl  # looked up here: unsloth may have put its own trainer on the module
 
-    batches = batches_of_the_reference(common["args"], train_dataset, common["eval_dataset"])
+    batches = count_reference_batches(common["args"], train_dataset, common["eval_dataset"])
     reference_pass = ReferencePass(heart, batches)
 
     class OnTokenizedPairs(trl.DPOTrainer):  # type: ignore[misc, name-defined]
@@ -131,12 +131,12 @@ def judge_dpo(metrics: list[dict[str, Any]], args: Any) -> list[Check]:
     of_all = f"{finite} of {len(margins)} finite"
     return [
         Check("reference", figure, required, apart <= NO_DISTANCE, "leave out the trainer's ref_model"),
-        loss_at_the_start(first["loss"], args),
+        judge_first_loss(first["loss"], args),
         Check("margins", of_all, "all", finite == len(margins), "lower train.learning_rate"),
     ]
 
 
-def loss_at_the_start(loss: float, args: Any) -> Check:
+def judge_first_loss(loss: float, args: Any) -> Check:
     """The first step's loss beside the formula's value at rewards of 0."""
     names, required = "+".join(args.loss_type), "the formula's value where nothing is learned yet"
     if len(args.loss_type) > 1 or names not in AT_THE_START or args.loss_weights or args.use_weighting:

@@ -13,18 +13,26 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
-from cogumi.core.redact import hide
+from cogumi.core.redact import redact_text
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.cache import Data, Prepared, Source, prepare
 from cogumi.data.cache_files import tokenizer_identity
-from cogumi.data.chat_templates import prints_the_date, read_template
-from cogumi.data.formats import FormatOptions, alike_in, columns_for, holds_messages, learned, note_of, tokenize_for
+from cogumi.data.chat_templates import prints_date, read_template
+from cogumi.data.formats import (
+    FormatOptions,
+    column_kinds,
+    columns_for,
+    holds_messages,
+    layout_note,
+    learned_parts,
+    tokenize_for,
+)
 from cogumi.data.selection import selection_of
 from cogumi.data.source_files import Entry, entries_of
 from cogumi.data.sources import batches, column_names
 from cogumi.methods.gspo import prompt_ids, setting
 from cogumi.methods.sft import MAX_LENGTH
-from cogumi.rl.guards import POSITIONS, positions_of
+from cogumi.rl.guards import POSITIONS, context_of
 
 log = logging.getLogger("cogumi")
 DATA = "data"  # of decisions.json: the key of its prepared data, what became of its rows, how long they are
@@ -62,16 +70,16 @@ class Examples:
             "key": self.key,
             "today": self.today,
             "max_length": self.max_length,
-            "train": account(self.train),
-            "held_out": None if self.held_out is None else account(self.held_out),
+            "train": account_for(self.train),
+            "held_out": None if self.held_out is None else account_for(self.held_out),
         }
         write_section(run_dir / DECISIONS, DATA, found)
 
 
-def account(data: Data) -> dict[str, Any]:
+def account_for(data: Data) -> dict[str, Any]:
     """What became of every row, as JSON. `lengths`: (first, last, examples) in tokens, [] of prompts."""
     return {
-        "name": hide(data.name),
+        "name": redact_text(data.name),
         "rows": data.total,
         "examples": len(data.dataset),
         "dropped": {reason: each.count for reason, each in data.dropped.items()},
@@ -79,11 +87,11 @@ def account(data: Data) -> dict[str, Any]:
         "duplicated": data.duplicates,
         "tokens": data.lengths.tokens,
         "learned": data.learned,
-        "lengths": buckets(data, BARS),
+        "lengths": length_histogram(data, BARS),
     }
 
 
-def buckets(data: Data, most: int) -> list[tuple[int, int, int]]:
+def length_histogram(data: Data, most: int) -> list[tuple[int, int, int]]:
     """How many examples are how long, in at most so many steps: (first length, last length, examples)."""
     width = max(1, -(-(data.lengths.quantile(1.0) + 1) // most))
     return data.lengths.buckets(width) if data.lengths.examples else []
@@ -103,11 +111,11 @@ def prepare_examples(
     sources = [source_of(entry, each, tokenizer) for entry, each in zip(entries, options, strict=True)]
     parts = {"tokenizer": tokenizer_identity(tokenizer)}
     prepared = prepare(sources, selection_of(run.data), parts, bad_rows=run.data.bad_rows)
-    notes = [note for each in options if (note := note_of(each, tokenizer))]
+    notes = [note for each in options if (note := layout_note(each, tokenizer))]
     return Examples(
         prepared.train,
         prepared.held_out,
-        None if prepared.held_out is None else prompts_to_complete(run, prepared, options[0], tokenizer),
+        None if prepared.held_out is None else held_out_prompts(run, prepared, options[0], tokenizer),
         prepared.key,
         today,
         (*prepared.sources, *notes),
@@ -117,7 +125,7 @@ def prepare_examples(
 
 def date_of(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The date for chat templates that print one: today's, or the one on which the run began, None for other formats."""
-    if run.data.format == "fim" or not tokenizer.chat_template or not prints_the_date(tokenizer):
+    if run.data.format == "fim" or not tokenizer.chat_template or not prints_date(tokenizer):
         return None
     known: str | None = read_section(run.run_dir / DECISIONS, DATA).get("today")
     return known or date.today().isoformat()
@@ -133,7 +141,7 @@ def options_of(run: RunConfig, entry: Entry, today: str | None, room: int | None
         format=entry.format,
         columns=entry.columns,
         column=entry.column,
-        learn=learned(entry.format, run.train),
+        learn=learned_parts(entry.format, run.train),
         max_length=room if run.cogumi.method == "gspo" else longest_example(run),
         overlong=run.data.overlong,
         truncation_mode=run.train.get("truncation_mode") or "keep_start",
@@ -147,7 +155,7 @@ def room_for_prompts(run: RunConfig, of_base: PretrainedConfig | None) -> int | 
     """Tokens of the context that a completion leaves to gspo's prompts; None for other methods, or without a limit."""
     if run.cogumi.method != "gspo" or of_base is None:
         return None
-    context, key = positions_of(of_base), POSITIONS
+    context, key = context_of(of_base), POSITIONS
     if run.train.get("use_vllm") and run.train.get("vllm_max_model_length") is not None:
         context, key = run.train["vllm_max_model_length"], "train.vllm_max_model_length"
     if context is None:
@@ -166,9 +174,9 @@ def longest_example(run: RunConfig) -> int | None:
     return int(run.train.get("max_length") or MAX_LENGTH)
 
 
-def beyond_the_model(run: RunConfig, examples: Examples, of_base: PretrainedConfig) -> str:
+def describe_overlong(run: RunConfig, examples: Examples, of_base: PretrainedConfig) -> str:
     """What to say where examples are longer than what the model was made for; "" where none is, or nobody can say."""
-    positions = positions_of(of_base)
+    positions = context_of(of_base)
     longest = examples.train.lengths.quantile(1.0)
     if positions is None or longest <= positions:
         return ""
@@ -197,14 +205,14 @@ def source_of(entry: Entry, options: FormatOptions, tokenizer: PreTrainedTokeniz
         options=options.as_json(),
         weight=entry.weight,
         text_only=options.format == "fim",
-        alike=alike_in(options, columns),
+        alike=column_kinds(options, columns),
     )
 
 
 # ----------------------------------------------------------------------------------------------- prompts, and rows of ids
 
 
-def prompts_to_complete(
+def held_out_prompts(
     run: RunConfig, prepared: Prepared, options: FormatOptions, tokenizer: PreTrainedTokenizerBase
 ) -> Dataset | None:
     """The first held-out rows as prompts, with what would be the answer, for samples.jsonl."""

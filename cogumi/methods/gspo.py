@@ -13,11 +13,11 @@ from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.chat_templates import read_template
 from cogumi.models.adapters import lora_config
-from cogumi.patches.gspo_loss import defaults, spelled_out
+from cogumi.patches.gspo_loss import fill_defaults, trl_defaults
 from cogumi.rewards.functions import on_visible
-from cogumi.rewards.named_rewards import refuse_missing_columns, rewards_of, what_is_wrong
+from cogumi.rewards.named_rewards import refuse_missing_columns, rewards_of, try_reward
 from cogumi.rl.fp32_head import fp32_lm_head
-from cogumi.rl.guards import clip_numbers
+from cogumi.rl.guards import check_clip_numbers
 from cogumi.rl.memory_plan import (
     BatchPlan,
     ModelShape,
@@ -28,9 +28,9 @@ from cogumi.rl.memory_plan import (
     plan_batch,
     refuse_small_group,
     refuse_uneven,
-    whole_rollout,
+    repeat_to_rollout,
 )
-from cogumi.rl.sampling import graded_without, stop_at, use_rollout_logps
+from cogumi.rl.sampling import stop_rollouts_at, strip_stops, use_rollout_logps
 from cogumi.rl.watch import RECORD, watch
 
 log = logging.getLogger("cogumi")
@@ -45,7 +45,7 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     rewards_of(run.cogumi.rewards)
     train = {"loss_type": "gspo", **run.train}
     name = train["loss_type"]
-    for finding in clip_numbers(PRESETS[name].values | train | {"loss_type": PRESETS[name].values["loss_type"]}):
+    for finding in check_clip_numbers(PRESETS[name].values | train | {"loss_type": PRESETS[name].values["loss_type"]}):
         raise UsageError(finding.message)
     key = "importance_sampling_level"
     wanted = PRESETS[name].values[key]
@@ -60,13 +60,13 @@ def arguments(run: RunConfig) -> dict[str, Any]:
         train["steps_per_generation"] = STEPS_PER_ROLLOUT * setting(run, "gradient_accumulation_steps")
     check_groups(train)
     # Metrics are for every step. The names of ours stay in the config, which spells them out by itself.
-    return {"logging_steps": 1} | (train if name in OURS else spelled_out(name, train))
+    return {"logging_steps": 1} | (train if name in OURS else fill_defaults(name, train))
 
 
 def setting(run: RunConfig, key: str) -> Any:
     """A key of `train:`, or TRL's default."""
     value = run.train.get(key)
-    return defaults((key,))[key] if value is None else value
+    return trl_defaults((key,))[key] if value is None else value
 
 
 def is_planned(run: RunConfig) -> bool:
@@ -166,19 +166,19 @@ def lora_parameters(model: nn.Module, rank: int) -> int:
 def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) -> Any:
     import trl  # looked up here: unsloth puts its own trainer on the module
 
-    dataset, repeated = whole_rollout(train_dataset, args.generation_batch_size // args.num_generations)
+    dataset, repeated = repeat_to_rollout(train_dataset, args.generation_batch_size // args.num_generations)
     if repeated:
         log.warning("%s", repeated)
     rewards, stops = rewards_of(run.cogumi.rewards), run.cogumi.stop
     refuse_missing_columns(rewards, dataset.column_names)
     if stops:
-        rewards = [graded_without(reward, stops) for reward in rewards]
+        rewards = [strip_stops(reward, stops) for reward in rewards]
     if run.cogumi.thinking is not None:
         rewards = apply_thinking(run.cogumi.thinking, rewards, args, common["processing_class"])
     trainer: Any = trl.GRPOTrainer(reward_funcs=rewards, args=args, train_dataset=dataset, **common)
     trainer.cogumi_run = True  # its messages name settings as the YAML does
     if stops:
-        stop_at(trainer, stops)
+        stop_rollouts_at(trainer, stops)
     if run.cogumi.fp32_lm_head:
         fp32_lm_head(trainer)
     if run.cogumi.behaviour_logps == "rollout":
@@ -192,7 +192,7 @@ def try_rewards(run: RunConfig, prompts: Dataset) -> None:
     rewards = rewards_of(run.cogumi.rewards)
     refuse_missing_columns(rewards, prompts.column_names)
     for reward in rewards if len(prompts) else ():
-        wrong = what_is_wrong(reward, prompts[0], setting(run, "num_generations"), trainer_state=TrainerState())
+        wrong = try_reward(reward, prompts[0], setting(run, "num_generations"), trainer_state=TrainerState())
         refused, what = wrong or (False, "")
         if refused:
             raise UsageError(what, key="cogumi.rewards")

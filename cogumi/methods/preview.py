@@ -12,11 +12,11 @@ from typing import Any
 from transformers import AutoConfig
 
 from cogumi.config.schema import load_config
-from cogumi.core.formatting import visible
-from cogumi.core.notices import working
-from cogumi.data.rows import in_words
-from cogumi.methods.building import pinned, tokenizer_of
-from cogumi.methods.examples import account, buckets, prepare_examples
+from cogumi.core.formatting import escape_controls
+from cogumi.core.notices import show_seconds
+from cogumi.data.rows import describe_value
+from cogumi.methods.building import load_run_tokenizer, pin_revision
+from cogumi.methods.examples import account_for, length_histogram, prepare_examples
 from cogumi.models.loading import resolve_model
 
 # How a piece of an example is shown: as context, learned, preferred less; and between what marks where there is no colour.
@@ -69,7 +69,7 @@ class Preview:
         from rich.markup import escape
 
         def shown(text: str) -> str:
-            return escape(visible(text)) if colour else visible(text)
+            return escape(escape_controls(text)) if colour else escape_controls(text)
 
         yield from map(shown, self.reports)
         yield ""
@@ -89,12 +89,12 @@ class Preview:
         return "\n".join(self.lines(colour=False))
 
 
-@working("preview: the examples are being prepared")
+@show_seconds("preview: the examples are being prepared")
 def preview(config: str | os.PathLike[str] | Mapping[str, Any], examples: int = 3, **overrides: Any) -> Preview:
     """`cogumi.preview`, where torch may be imported (`cogumi.runs`)."""
-    run = pinned(load_config(config, **overrides))
+    run = pin_revision(load_config(config, **overrides))
     base = resolve_model(run.model.name, run.model.revision)
-    tokenizer = tokenizer_of(run, base)
+    tokenizer = load_run_tokenizer(run, base)
     found = prepare_examples(run, tokenizer, AutoConfig.from_pretrained(base, revision=run.model.revision))
     data = found.train
     rows = data.dataset.select(range(min(examples, len(data.dataset))))
@@ -108,17 +108,17 @@ def preview(config: str | os.PathLike[str] | Mapping[str, Any], examples: int = 
             *([f"{data.note.removesuffix(' chosen')} kept ({why})"] if data.note else []),
             *(line for each in (data, found.held_out) if each for line in each.examples_dropped()),
         ),
-        lengths=tuple(buckets(data, BARS)),
-        examples=tuple(tuple(pieces_of(row, tokenizer)) for row in rows),
+        lengths=tuple(length_histogram(data, BARS)),
+        examples=tuple(tuple(split_example(row, tokenizer)) for row in rows),
         max_length=found.max_length,
     )
 
 
 def shares_of(data: Any) -> Shares:
-    return Shares(**{key: value for key, value in account(data).items() if key != "lengths"})
+    return Shares(**{key: value for key, value in account_for(data).items() if key != "lengths"})
 
 
-def pieces_of(row: dict[str, Any], tokenizer: Any) -> Iterator[tuple[str, str]]:
+def split_example(row: dict[str, Any], tokenizer: Any) -> Iterator[tuple[str, str]]:
     """One example in runs of the same kind, each decoded as a whole: a character may be several tokens."""
     if "input_ids" in row:
         marked = zip(row["completion_mask"], row["input_ids"], strict=True)
@@ -134,7 +134,7 @@ def pieces_of(row: dict[str, Any], tokenizer: Any) -> Iterator[tuple[str, str]]:
         yield "context", prompt
         for name, value in row.items():
             if name != "prompt":
-                yield "context", f"\n{name}: {in_words(value)}"
+                yield "context", f"\n{name}: {describe_value(value)}"
 
 
 def share(count: int, rows: int) -> str:

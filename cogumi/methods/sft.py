@@ -13,7 +13,15 @@ import torch
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
-from cogumi.data.packing import PAIRS, pack, probe, rows_apart, rows_per_step, wants_one_sequence, with_labels
+from cogumi.data.packing import (
+    PAIRS,
+    collate_rows_apart,
+    pack,
+    probe_packing,
+    rows_per_step,
+    wants_one_sequence,
+    with_labels,
+)
 from cogumi.patches import unsloth_rl
 
 log = logging.getLogger("cogumi")
@@ -48,18 +56,18 @@ def build_trainer(run: RunConfig, **common: Any) -> Any:
     import trl  # looked up here: unsloth may have put its own trainer on the module
 
     if run.train.get("packing") or run.train.get("padding_free"):
-        common |= packed(run, **common)
-    with without_warnings_the_probe_answers():
+        common |= pack_datasets(run, **common)
+    with silence_packing_warning():
         trainer = trl.SFTTrainer(**common)
     end_to_end = common["args"].packing and getattr(trainer.data_collator, "padding_free", False)
     if end_to_end and not wants_one_sequence(trainer.model) and not unsloth_rl.status().applied:
-        trainer.data_collator = partial(rows_apart, trainer.data_collator)
+        trainer.data_collator = partial(collate_rows_apart, trainer.data_collator)
     refuse_other_labels(trainer, common["train_dataset"])
     return trainer
 
 
 @contextmanager
-def without_warnings_the_probe_answers() -> Iterator[None]:
+def silence_packing_warning() -> Iterator[None]:
     """TRL warns of packing with any attention but flash attention: whether this model keeps examples apart was measured."""
 
     def is_another(record: logging.LogRecord) -> bool:
@@ -73,7 +81,7 @@ def without_warnings_the_probe_answers() -> Iterator[None]:
         theirs.removeFilter(is_another)
 
 
-def packed(
+def pack_datasets(
     run: RunConfig, model: Any, args: Any, train_dataset: Any, eval_dataset: Any, processing_class: Any, **_: Any
 ) -> dict[str, Any]:
     """The trainer's `args` and data sets as packing makes them: rows, and as many of them a step as examples were asked for.
@@ -91,7 +99,7 @@ def packed(
         log.info("packing: %s, as when the run began", "on" if safe else "off")
     else:
         first = [train_dataset[i]["input_ids"] for i in range(min(2 * PAIRS, len(train_dataset)))]
-        leak = probe(model, first if len(first) > 1 else first * 2, processing_class.pad_token_id)
+        leak = probe_packing(model, first if len(first) > 1 else first * 2, processing_class.pad_token_id)
         safe = not leak
         decided = {"safe": safe, "distance": leak.distance, "bound": leak.bound}
         if safe:
@@ -140,7 +148,7 @@ def refuse_other_labels(trainer: Any, dataset: Any) -> None:
     preparation of its own: prompts would be trained on without a word. Nothing predicts the first token of an example.
     """
     first = range(min(4, len(dataset)))
-    wanted = [learned_of(dataset[i]) for i in first]
+    wanted = [count_learned(dataset[i]) for i in first]
     learned = []
     for i in first:
         batch = trainer.data_collator([trainer.train_dataset[i]])
@@ -152,7 +160,7 @@ def refuse_other_labels(trainer: Any, dataset: Any) -> None:
         )
 
 
-def learned_of(row: dict[str, Any]) -> int:
+def count_learned(row: dict[str, Any]) -> int:
     """How many tokens of an example, or of the examples of a packed row, are to be predicted."""
     learned = row["completion_mask"] if "completion_mask" in row else [label != -100 for label in row["labels"]]
     ends = list(accumulate(row.get("seq_lengths") or [len(learned)], initial=0))

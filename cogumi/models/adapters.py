@@ -80,7 +80,7 @@ def keep_float32(model: Any) -> None:
             parameter.data = parameter.data.to(torch.float32 if "lora_" in name else base)
 
 
-def unlike_saved(model: Any, adapter: Path) -> list[str]:
+def differing_tensors(model: Any, adapter: Path) -> list[str]:
     """The tensors in which the model's adapter and the one that was saved from it are not the same, bit for bit."""
     live, saved = get_peft_model_state_dict(model), load_file(adapter / WEIGHTS)
     same = {name for name in live.keys() & saved.keys() if torch.equal(live[name].cpu(), saved[name])}

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 
-def complete(
+def complete_greedily(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str | list[int]],
@@ -16,11 +16,11 @@ def complete(
     stops: Sequence[str] = (),
 ) -> list[str]:
     """One greedy completion per prompt (text, or token ids), without the end token or stop sequence and what follows it."""
-    return [text for text, _ in complete_to_end(model, tokenizer, prompts, max_new_tokens, stops)]
+    return [text for text, _ in complete_with_ends(model, tokenizer, prompts, max_new_tokens, stops)]
 
 
 @torch.no_grad()
-def complete_to_end(
+def complete_with_ends(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str | list[int]],
@@ -43,7 +43,7 @@ def complete_to_end(
     model.train(was_training)
     new = written[:, batch["input_ids"].shape[1] :]
     ends = torch.isin(new, torch.tensor(sorted(end_ids(model, tokenizer)), dtype=new.dtype, device=new.device)).any(-1)
-    texts = [(text, cut(text, stops)) for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
+    texts = [(text, cut_at_stop(text, stops)) for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
     return [(kept, end or kept != text) for (text, kept), end in zip(texts, ends.tolist(), strict=True)]
 
 
@@ -57,12 +57,12 @@ def end_ids(model: Any, tokenizer: Any) -> set[int]:
     return {int(each) for each in found if each is not None}
 
 
-def cut(completion: Any, stops: Sequence[str]) -> Any:
+def cut_at_stop(completion: Any, stops: Sequence[str]) -> Any:
     """A completion, text or chat messages, up to the first stop sequence in its last message."""
     if isinstance(completion, str):
         return completion[: min((at for stop in stops if (at := completion.find(stop)) >= 0), default=len(completion))]
     *before, last = completion
-    return [*before, {**last, "content": cut(last.get("content") or "", stops)}]
+    return [*before, {**last, "content": cut_at_stop(last.get("content") or "", stops)}]
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import pip
+from cogumi.core.formatting import pip_command
 from cogumi.merge.adapter_files import quantization_of
 from cogumi.merge.parameter_map import meta_model as meta_model
 from cogumi.models.small_base import KINDS, PREFIX, random_base_path, small_base_path
@@ -89,13 +89,16 @@ def load_model(
 
     Raises UsageError for a base that cannot be quantized, or that would not train on what was quantized.
     """
-    loading: dict[str, Any] = {"dtype": loaded_in(dtype), "device_map": {"": 0} if torch.cuda.is_available() else None}
+    loading: dict[str, Any] = {
+        "dtype": resolve_dtype(dtype),
+        "device_map": {"": 0} if torch.cuda.is_available() else None,
+    }
     if attention is not None:
         loading["attn_implementation"] = attention
     if quantization is not None:
         refuse_quantized_already(name, AutoConfig.from_pretrained(name, revision=revision))
         if importlib.util.find_spec("bitsandbytes") is None:
-            install = pip("install bitsandbytes")
+            install = pip_command("install bitsandbytes")
             raise UsageError("bitsandbytes is not installed", key="model.quantization_config", fix=f"run: {install}")
         # Only then: None would take away what the config of a quantized checkpoint says.
         loading["quantization_config"] = quantization_settings(quantization, dtype)
@@ -104,13 +107,13 @@ def load_model(
         refuse_wrong_layers(model)
     if getattr(model, "is_loaded_in_4bit", False):
         refuse_misread(model)
-        train_on_what_was_loaded(model)
+        keep_4bit_unpacked(model)
     return model
 
 
 def quantization_settings(quantization: dict[str, Any], dtype: str) -> BitsAndBytesConfig:
     """transformers' object for `model.quantization_config` over QLoRA's defaults; `dtype` is `model.dtype`."""
-    defaults = {**QLORA, "bnb_4bit_compute_dtype": loaded_in(dtype)} if quantization.get("load_in_4bit") else {}
+    defaults = {**QLORA, "bnb_4bit_compute_dtype": resolve_dtype(dtype)} if quantization.get("load_in_4bit") else {}
     return BitsAndBytesConfig(**defaults | quantization)
 
 
@@ -148,7 +151,7 @@ def refuse_wrong_layers(model: PreTrainedModel) -> None:
 def refuse_misread(model: PreTrainedModel) -> None:
     """Raise UsageError for 4-bit weights that bitsandbytes misreads on this CPU."""
     layers = quantized_layers(model) if model.device.type == "cpu" else {}
-    misread = [name for name, module in layers.items() if not reads_rows(module.in_features)]
+    misread = [name for name, module in layers.items() if not reads_4bit_rows(module.in_features)]
     if not misread:
         return
     quantizer: Any = model.hf_quantizer
@@ -164,7 +167,7 @@ def refuse_misread(model: PreTrainedModel) -> None:
 
 
 @functools.cache
-def reads_rows(columns: int) -> bool:
+def reads_4bit_rows(columns: int) -> bool:
     """Whether bitsandbytes gets back, on this CPU, 4-bit weights of so many columns.
 
     0.50.2 counts whole blocks of 64 to a row where a CPU has AVX512, and scales the others by a neighbour's: an error of
@@ -176,7 +179,7 @@ def reads_rows(columns: int) -> bool:
     return torch.equal(dequantize_4bit(*quantize_4bit(weights, blocksize=64, quant_type="nf4")), weights)
 
 
-def train_on_what_was_loaded(model: torch.nn.Module) -> int:
+def keep_4bit_unpacked(model: torch.nn.Module) -> int:
     """Keep bitsandbytes from repacking 4-bit weights at the first forward without gradients, on CPUs with AVX512-BF16:
     the backward pass then finds no gradient for what came before the layer. Returns of how many layers it was kept.
     """
@@ -186,7 +189,7 @@ def train_on_what_was_loaded(model: torch.nn.Module) -> int:
     return len(repacking)
 
 
-def loaded_in(dtype: str) -> torch.dtype:
+def resolve_dtype(dtype: str) -> torch.dtype:
     """What `model.dtype` means on this machine."""
     if dtype == "auto":  # without a GPU float32 is as fast, and small updates do not drown in rounding
         on_gpu = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
@@ -212,7 +215,7 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     elif name.startswith("cogumi:"):
         raise UsageError(f"{name} is not known", key="train.chat_template_path", fix=f"there is {', '.join(TEMPLATES)}")
     else:
-        template, tokens = template_of(name)
+        template, tokens = chat_template_of(name)
     missing = [token for token in tokens if token in template and token not in tokenizer.get_vocab()]
     if missing:
         raise UsageError(
@@ -223,7 +226,7 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     tokenizer.chat_template = template
 
 
-def template_of(name: str) -> tuple[str, list[str]]:
+def chat_template_of(name: str) -> tuple[str, list[str]]:
     """(chat template, control tokens) of another model's tokenizer."""
     try:
         other: Any = AutoTokenizer.from_pretrained(name)

@@ -33,7 +33,7 @@ VOCABULARY, HIDDEN, LAYERS, CONTEXT = 1024, 256, 2, 512
 # Measured on two cores for half a minute each: many small batches on a shallow model learn most (3.8 nats/token against
 # 4.3 for 4 layers of 192 with 4x the batch).
 STEPS, BATCH, LENGTH, LEARNING_RATE, SEED = 1000, 4, 128, 3e-3, 0
-SAID_EVERY = 200
+LOG_EVERY = 200
 
 
 def small_base_path() -> Path:
@@ -43,16 +43,16 @@ def small_base_path() -> Path:
         log.info("the small base is made, once on a machine: a minute or two on two CPU cores")
         train_small_base(pl.read_parquet(sample_path())["source"].to_list(), out)
 
-    return made_once("small-base", make)
+    return cached_directory("small-base", make)
 
 
 def random_base_path(name: str) -> Path:
     """The directory of `cogumi:random-<kind>` (bfloat16 weights, tokenizer, chat template), made on first use."""
     kind = name.removeprefix(PREFIX)
-    return made_once(f"random-{kind}", lambda out: make_random_base(kind, out))
+    return cached_directory(f"random-{kind}", lambda out: make_random_base(kind, out))
 
 
-def made_once(name: str, make: Callable[[Path], object]) -> Path:
+def cached_directory(name: str, make: Callable[[Path], object]) -> Path:
     """A directory in the user's cache, whole or absent; made by `make` where it is not there."""
     # The recipe is this file: a change of it gives a new model, not a stale one.
     recipe = Path(__file__).read_text(encoding="utf-8") + sample_path().name
@@ -105,7 +105,7 @@ def train_small_base(sources: list[str], out: Path, steps: int = STEPS) -> float
         optimizer.zero_grad()
         losses.append(loss.item())
         bar.set_postfix(loss=f"{losses[-1]:.2f}", refresh=False)
-        if (step + 1) % SAID_EVERY == 0:
+        if (step + 1) % LOG_EVERY == 0:
             log.info("small base: step %d of %d, loss %.2f", step + 1, steps, losses[-1])
     model.bfloat16().save_pretrained(out)
     tokenizer.save_pretrained(out)

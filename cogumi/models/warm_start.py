@@ -23,7 +23,7 @@ from cogumi.merge.adapter_files import (
     BaseRecord,
     Quantization,
     quantization_of,
-    read_base,
+    read_base_record,
     read_json,
     resolve_adapter,
     weights_sample,
@@ -93,7 +93,7 @@ def parse(lora: dict[str, Any], where: str) -> LoraConfig:
 # ------------------------------------------------------------------------------------------------------------ the base
 
 
-def refuse_other_base(adapter: Path, config: Any, revision: str | None) -> str:
+def check_base(adapter: Path, config: Any, revision: str | None) -> str:
     """Raise UsageError unless the adapter records the base whose transformers config this is; say how that is known.
 
     The base is known by name and commit, or, outside the hub's cache, by directory and a sample of its weights.
@@ -104,7 +104,7 @@ def refuse_other_base(adapter: Path, config: Any, revision: str | None) -> str:
 
     peft = read_json(adapter / "adapter_config.json")  # of adapters that cogumi did not train
     recorded = peft.get("base_model_name_or_path")
-    record = read_base(adapter) or (recorded and BaseRecord(recorded, None, peft.get("revision"), None, ""))
+    record = read_base_record(adapter) or (recorded and BaseRecord(recorded, None, peft.get("revision"), None, ""))
     name, commit = config.name_or_path, commit_of(config)
     if not record:
         fix = f"if it is {name}, write that into its adapter_config.json as base_model_name_or_path"
@@ -134,16 +134,17 @@ def load_adapter(model: Any, adapter: Path, lora: dict[str, Any], revision: str 
 
     Raises UsageError where the adapter does not fit the model, or trains fewer layers than `lora:` says.
     """
-    log.info("starting from adapter %s: %s", adapter, refuse_other_base(adapter, model.config, revision))
-    record, now = read_base(adapter), quantization_of(model.config)
+    log.info("starting from adapter %s: %s", adapter, check_base(adapter, model.config, revision))
+    record, now = read_base_record(adapter), quantization_of(model.config)
     if record is not None and record.quantization != now:
         log.warning(
-            "it was trained on the base in %s; this run has it in %s", *map(describe, (record.quantization, now))
+            "it was trained on the base in %s; this run has it in %s",
+            *map(describe_quantization, (record.quantization, now)),
         )
     refuse_other_base_weights(model, adapter)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of missing keys: `settle` raises
+            warnings.simplefilter("ignore")  # of missing keys: `load_exact_values` raises
             adapted = PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
     except RuntimeError as error:  # torch's, where shapes differ
         what = f"{adapter} does not fit {model.config.name_or_path}: {' '.join(str(error).split())[:300]}"
@@ -156,7 +157,7 @@ def load_adapter(model: Any, adapter: Path, lora: dict[str, Any], revision: str 
     return adapted
 
 
-def describe(found: Quantization | None) -> str:
+def describe_quantization(found: Quantization | None) -> str:
     return "full precision" if found is None else f"{found.type or found.method} {found.bits}-bit"
 
 
@@ -194,7 +195,7 @@ def refuse_left_out(model: Any, adapter: Path) -> None:
         raise UsageError(what, key="lora.target_modules", fix="drop it: the run takes it from the adapter")
 
 
-def settle(trainer: Any, adapter: Path, compares: bool) -> None:
+def load_exact_values(trainer: Any, adapter: Path, compares: bool) -> None:
     """Put the file's own bits into the trainer's model, and prove that they are there. Before there is an optimizer.
 
     TRL 1.15 rounds the adapter of a quantized base to bfloat16, and its copy for the reference misses adapters on
@@ -211,7 +212,7 @@ def settle(trainer: Any, adapter: Path, compares: bool) -> None:
     if compares and REFERENCE not in model.peft_config:
         model.add_adapter(REFERENCE, model.peft_config[TRAINED])
     names = [TRAINED, REFERENCE] if REFERENCE in model.peft_config else [TRAINED]
-    copied = [place(model, saved, name) for name in names]
+    copied = [write_values(model, saved, name) for name in names]
     if copied[1:] != [True] * len(copied[1:]) and trainer.args.to_dict().get("precompute_ref_log_probs"):
         raise UsageError(
             "TRL computed them before the reference was whole, as it does with adapters on embeddings",
@@ -219,29 +220,29 @@ def settle(trainer: Any, adapter: Path, compares: bool) -> None:
             fix="drop it",
         )
     for name in names:
-        prove(model, saved, name, adapter)
+        verify_adapter(model, saved, name, adapter)
     elements = sum(tensor.numel() for tensor in saved.values())
     reference = "; the reference policy is a frozen copy of it" if compares else ""
     log.info("%d tensors of %s, %d elements, are in the model bit for bit%s", len(saved), adapter, elements, reference)
 
 
-def place(model: Any, saved: dict[str, torch.Tensor], name: str) -> bool:
+def write_values(model: Any, saved: dict[str, torch.Tensor], name: str) -> bool:
     """Write the file's values into the live adapter; whether they were there already."""
     live = get_peft_model_state_dict(model, adapter_name=name)
-    there = live.keys() == saved.keys() and all(same(live[key], saved[key]) for key in saved)
+    there = live.keys() == saved.keys() and all(equal_bits(live[key], saved[key]) for key in saved)
     for key in saved.keys() & live.keys():
         live[key].copy_(saved[key])  # a state dict's tensors are the parameters' own memory
     return there
 
 
-def prove(model: Any, saved: dict[str, torch.Tensor], name: str, adapter: Path) -> None:
+def verify_adapter(model: Any, saved: dict[str, torch.Tensor], name: str, adapter: Path) -> None:
     """Raise RuntimeError unless the file and the live adapter are the same tensors, and nothing beside them is trained."""
     live = get_peft_model_state_dict(model, adapter_name=name)
     ours = {tensor.data_ptr() for tensor in live.values()}
     trained = [key for key, parameter in model.named_parameters() if parameter.requires_grad]
     beside = [key for key in trained if model.get_parameter(key).data_ptr() not in ours] if name == TRAINED else []
     kept = [key for key in trained if f".{REFERENCE}." in f"{key}."]
-    other = [key for key in saved.keys() & live.keys() if not same(live[key], saved[key])]
+    other = [key for key in saved.keys() & live.keys() if not equal_bits(live[key], saved[key])]
     for keys, what in (
         (saved.keys() - live.keys(), "of the file found no place in the model"),
         (live.keys() - saved.keys(), "of the model are not in the file"),
@@ -254,6 +255,6 @@ def prove(model: Any, saved: dict[str, torch.Tensor], name: str, adapter: Path) 
             raise RuntimeError(f"model.adapter: {adapter}: {len(keys)} tensors {what} ({name}): {named}")
 
 
-def same(live: torch.Tensor, saved: torch.Tensor) -> bool:
+def equal_bits(live: torch.Tensor, saved: torch.Tensor) -> bool:
     """Bit for bit, the saved one in the precision of the live one."""
     return live.shape == saved.shape and torch.equal(live.detach().cpu(), saved.to(live.dtype))

@@ -10,9 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from cogumi.core.errors import UsageError
-from cogumi.core.redact import hide
+from cogumi.core.redact import redact_text
 from cogumi.core.run_directory import read_jsonl
-from cogumi.notebook.html_components import blank, folded, framed, piece, table, text, verbatim
+from cogumi.notebook.html_components import (
+    describe_blank,
+    escape_text,
+    folded,
+    inline_styles,
+    table,
+    verbatim,
+    wrap_table,
+)
 
 SAMPLES = "samples.jsonl"
 # Of a sample's columns those that are no answer.
@@ -40,7 +48,7 @@ class SideBySide:
         return self.content
 
     def _repr_html_(self) -> str:
-        return piece(self.content)
+        return inline_styles(self.content)
 
 
 def side_by_side(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) -> SideBySide:
@@ -50,21 +58,21 @@ def side_by_side(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) -> 
     the stages of a chain, or names for them: what was there before the first, and the last look of each. Raises UsageError
     where there are none to show.
     """
-    columns = columns_of(run_dirs)
+    columns = build_columns(run_dirs)
     prompts = [prompt for prompt in columns[-1][1] if all(prompt in of for _, of in columns)]
     if not prompts:
         named = ", ".join(name for name, _ in columns)
         fix = "runs with other data are shown one by one"
         raise UsageError("no prompt was completed in all of them", place=named, fix=fix)
-    shown = [example(prompt, [(name, of[prompt]) for name, of in columns]) for prompt in prompts]
+    shown = [render_example(prompt, [(name, of[prompt]) for name, of in columns]) for prompt in prompts]
     legend = LEGEND if len(columns) > 1 else ""
     return SideBySide(legend + "\n".join(shown))
 
 
-def columns_of(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) -> list[tuple[str, dict[str, Row]]]:
+def build_columns(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) -> list[tuple[str, dict[str, Row]]]:
     """(heading, prompt -> sample) of each column."""
     if isinstance(run_dirs, str | PathLike):
-        steps = looks(Path(run_dirs))
+        steps = read_samples(Path(run_dirs))
         first, last = min(steps), max(steps)
         return [(when(step), steps[step]) for step in dict.fromkeys((first, last))]
     named = run_dirs if isinstance(run_dirs, Mapping) else {Path(each).name: each for each in run_dirs}
@@ -74,7 +82,7 @@ def columns_of(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) -> li
         raise UsageError("side_by_side: name a run, or several")
     found: list[tuple[str, dict[str, Row]]] = []
     for name, each in named.items():
-        steps = looks(Path(each))
+        steps = read_samples(Path(each))
         if not found and 0 in steps:
             found.append((f"before {name}", steps[0]))
         found.append((f"{name}, {when(max(steps))}", steps[max(steps)]))
@@ -85,7 +93,7 @@ def when(step: int) -> str:
     return f"after step {step}" if step else "before the training"
 
 
-def looks(run_dir: Path) -> dict[int, dict[str, Row]]:
+def read_samples(run_dir: Path) -> dict[int, dict[str, Row]]:
     """step -> prompt -> sample. Raises UsageError where there is none yet."""
     found: dict[int, dict[str, Row]] = {}
     for row in read_jsonl(run_dir / SAMPLES):
@@ -97,11 +105,11 @@ def looks(run_dir: Path) -> dict[int, dict[str, Row]]:
     return found
 
 
-def example(prompt: str, samples: Sequence[tuple[str, Row]]) -> str:
+def render_example(prompt: str, samples: Sequence[tuple[str, Row]]) -> str:
     """One prompt, what would be the answer, and the completions in columns."""
-    cut = [shortened(row["completion"]) for _, row in samples]
+    cut = [truncate(row["completion"]) for _, row in samples]
     cells = [
-        f"<pre>{marked(before, said, after)}</pre>" if said.strip() else blank(said)
+        f"<pre>{mark_differences(before, said, after)}</pre>" if said.strip() else describe_blank(said)
         for before, said, after in zip([cut[0], *cut], cut, [*cut[1:], cut[-1]], strict=False)
     ]
     heads = [name for name, _ in samples]
@@ -110,43 +118,43 @@ def example(prompt: str, samples: Sequence[tuple[str, Row]]) -> str:
             heads.append(f"what would be right ({key})")
             cells.append(shown(answer))
             break
-    columns = "".join(f'<th scope="col">{text(each)}</th>' for each in heads)
+    columns = "".join(f'<th scope="col">{escape_text(each)}</th>' for each in heads)
     body = "".join(f"<td>{each}</td>" for each in cells)
     content = f"<thead><tr>{columns}</tr></thead><tbody><tr>{body}</tr></tbody>"
-    return f"<h4>Prompt</h4>{prompt_shown(prompt)}{framed(content, kind='wide even')}"
+    return f"<h4>Prompt</h4>{render_prompt(prompt)}{wrap_table(content, kind='wide even')}"
 
 
-def prompt_shown(prompt: str) -> str:
+def render_prompt(prompt: str) -> str:
     if len(prompt) <= SHORT:
         return verbatim(prompt)
     return f"{verbatim(prompt, SHORT)}{folded(f'the whole prompt, {len(prompt):,} characters', verbatim(prompt))}"
 
 
-def shortened(completion: str) -> str:
+def truncate(completion: str) -> str:
     """Without secrets, which would no longer be known once it is cut, or marked word by word."""
-    completion = hide(completion)
+    completion = redact_text(completion)
     if len(completion) <= MOST_CHARACTERS:
         return completion
     return f"{completion[:MOST_CHARACTERS]}\n[{len(completion) - MOST_CHARACTERS:,} more characters]"
 
 
 def shown(completion: str) -> str:
-    return verbatim(shortened(completion)) if completion.strip() else blank(completion)
+    return verbatim(truncate(completion)) if completion.strip() else describe_blank(completion)
 
 
-def marked(before: str, now: str, after: str) -> str:
+def mark_differences(before: str, now: str, after: str) -> str:
     """`now` as HTML: what is not in `before` as <ins>, what is not in `after` as <del>; both where it is in neither."""
     words = WORD.findall(now)
-    new, gone = differing(WORD.findall(before), words), differing(WORD.findall(after), words)
+    new, gone = find_differences(WORD.findall(before), words), find_differences(WORD.findall(after), words)
     said = ""
     for (is_new, is_gone), group in groupby(zip(new, gone, words, strict=True), key=lambda each: each[:2]):
-        part = text("".join(word for *_, word in group))
+        part = escape_text("".join(word for *_, word in group))
         part = f"<del>{part}</del>" if is_gone else part
         said += f"<ins>{part}</ins>" if is_new else part
     return said
 
 
-def differing(other: Sequence[str], words: Sequence[str]) -> list[bool]:
+def find_differences(other: Sequence[str], words: Sequence[str]) -> list[bool]:
     """Of each word whether it is not in the other text at its place. Of very long texts nothing is said."""
     found = [False] * len(words)
     if other == words or max(len(other), len(words)) > MOST_WORDS:
@@ -157,12 +165,12 @@ def differing(other: Sequence[str], words: Sequence[str]) -> list[bool]:
     return found
 
 
-def rollouts(rows: Sequence[Mapping[str, Any]]) -> str:
+def render_rollouts(rows: Sequence[Mapping[str, Any]]) -> str:
     """Sampled completions of some steps with their rewards: rows of rollouts.jsonl that have some `shown`."""
     cells = []
     for row in rows:
         for each in row["shown"]:
             reward = each.get("reward")
-            said = f"{reward:.3g}" if isinstance(reward, int | float) else text(reward)
-            cells.append([str(row["step"]), prompt_shown(each["prompt"]), shown(each["completion"]), said])
+            said = f"{reward:.3g}" if isinstance(reward, int | float) else escape_text(reward)
+            cells.append([str(row["step"]), render_prompt(each["prompt"]), shown(each["completion"]), said])
     return table(["step", "prompt", "completion", "reward"], cells, numbers=(3,), kind="wide rollouts") if cells else ""

@@ -157,7 +157,7 @@ class Curves:
     def take(self, lines: bytes) -> None:
         import polars as pl
 
-        # Not-finite values are strings in the file (`cogumi.core.run_directory.finite`), which is rare, and slower to read.
+        # Values that are not finite are strings in the file (`run_directory.jsonable_numbers`): rare, and slower to read.
         said = pl.String if b'"nan"' in lines or b'inf"' in lines else pl.Float64
         schema = dict.fromkeys(("step", *KEYS), said)
         rows = pl.read_ndjson(lines, schema=schema, ignore_errors=True)
@@ -175,7 +175,7 @@ class Curves:
         return [(plot, curves) for plot, curves in found if curves]
 
 
-def range_of(curves: Iterable[Curve]) -> tuple[float, float]:
+def axis_range(curves: Iterable[Curve]) -> tuple[float, float]:
     """From the least to the greatest value, for an axis. About a value that stays the same by half of it; of 0 up to 1."""
     there = [curve for curve in curves if len(curve.low)]
     low = min((float(curve.low.min()) for curve in there), default=0.0)
@@ -194,24 +194,24 @@ LINES = ((BLUE, ""), (VERMILLION, "5 2"), (GREEN, "5 2 1 2"))  # colour and dash
 Scale = Callable[[Any], Any]
 
 
-def svg_of(plot: Plot, curves: Mapping[str, Curve], marks: Sequence[tuple[int, str, str]] = ()) -> str:
+def render_svg(plot: Plot, curves: Mapping[str, Curve], marks: Sequence[tuple[int, str, str]] = ()) -> str:
     """One plot. marks: (step, level, name) of flags, whose numbers the list beside the plots has as well."""
     steps = np.concatenate([curve.steps for curve in curves.values()])
     broken = sorted({step for curve in curves.values() for step in curve.broken})
     at = [*steps, *broken, *(step for step, *_ in marks)]
     first, last = min(at), max(at)
-    low, high = range_of(curves.values())
+    low, high = axis_range(curves.values())
     x_of = scale(first, last if last > first else first + 1, LEFT, WIDTH - RIGHT)
     y_of = scale(low, high, HEIGHT - BOTTOM, TOP)
-    drawn = [axes(first, last, low, high), title(plot, curves)]
-    drawn += [mark(float(x_of(step)), number, *flag) for number, (step, *flag) in enumerate(marks, 1)]
+    drawn = [render_axes(first, last, low, high), title(plot, curves)]
+    drawn += [render_flag(float(x_of(step)), number, *flag) for number, (step, *flag) in enumerate(marks, 1)]
     for number, curve in enumerate(curves.values()):
         if len(curve.low):
-            drawn.append(line(curve, x_of, y_of, *LINES[number]))
-    drawn += [cross(float(x_of(step)), step) for step in broken]
+            drawn.append(render_line(curve, x_of, y_of, *LINES[number]))
+    drawn += [render_break(float(x_of(step)), step) for step in broken]
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" role="img" '
-        f'aria-label="{escape(in_words(plot, curves))}" style="color:inherit">{"".join(drawn)}</svg>'
+        f'aria-label="{escape(describe_plot(plot, curves))}" style="color:inherit">{"".join(drawn)}</svg>'
     )
 
 
@@ -220,7 +220,7 @@ def scale(first: float, last: float, begin: float, end: float) -> Scale:
     return lambda value: begin + (value - first) / (last - first) * (end - begin)
 
 
-def line(curve: Curve, x_of: Scale, y_of: Scale, colour: str, dash: str) -> str:
+def render_line(curve: Curve, x_of: Scale, y_of: Scale, colour: str, dash: str) -> str:
     """The means, over an area from the least to the greatest value of each bin."""
     x, low, mean, high = x_of(curve.steps), y_of(curve.low), y_of(curve.mean), y_of(curve.high)
     drawn = ""
@@ -237,15 +237,15 @@ def points(x: np.ndarray, y: np.ndarray) -> str:
     return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x.tolist(), y.tolist(), strict=True))
 
 
-def axes(first: float, last: float, low: float, high: float) -> str:
+def render_axes(first: float, last: float, low: float, high: float) -> str:
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     frame = f'<path d="M{LEFT} {TOP}V{bottom}H{right}" fill="none" stroke="currentColor" stroke-opacity="0.5"/>'
     return (
         frame
-        + text(LEFT - 4, TOP + 8, short(high), "end")
-        + text(LEFT - 4, bottom, short(low), "end")
-        + text(LEFT, HEIGHT - 4, f"step {first:,.0f}", "start")
-        + (text(right, HEIGHT - 4, f"{last:,.0f}", "end") if last > first else "")
+        + render_text(LEFT - 4, TOP + 8, format_number(high), "end")
+        + render_text(LEFT - 4, bottom, format_number(low), "end")
+        + render_text(LEFT, HEIGHT - 4, f"step {first:,.0f}", "start")
+        + (render_text(right, HEIGHT - 4, f"{last:,.0f}", "end") if last > first else "")
     )
 
 
@@ -256,33 +256,33 @@ def title(plot: Plot, curves: Mapping[str, Curve]) -> str:
     place = 2
     for number, (key, curve) in enumerate(curves.items()):
         name = f"{key} " if len(curves) > 1 else ""
-        label = name + newest(curve)
+        label = name + format_newest(curve)
         colour, dash = LINES[number]
         style = f' stroke-dasharray="{dash}"' if dash else ""
         said += f'<path d="M{place} 20h16" stroke="{colour}" stroke-width="2"{style}/>'
-        said += text(place + 20, 24, label, "start")
+        said += render_text(place + 20, 24, label, "start")
         place += 34 + 6 * len(label)
     return said
 
 
-def newest(curve: Curve) -> str:
+def format_newest(curve: Curve) -> str:
     """The last value, in words where it was none."""
     if not len(curve.low) or (curve.broken and curve.broken[-1] > curve.bins[LAST][-1]):
         return "not finite"
-    return short(float(curve.mean[-1]))
+    return format_number(float(curve.mean[-1]))
 
 
-def mark(x: float, number: int, level: str, name: str) -> str:
+def render_flag(x: float, number: int, level: str, name: str) -> str:
     """A flag: a dashed line with its number."""
     side, anchor = (-2, "end") if x > WIDTH - 40 else (2, "start")
     return (
         f'<g><title>{escape(f"{level}: {name}")}</title><path d="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}" '
         f'stroke="{LEVELS[level]}" stroke-width="1.4" stroke-dasharray="3 2"/>'
-        f"{text(x + side, TOP + 9, f'⚑{number}', anchor)}</g>"
+        f"{render_text(x + side, TOP + 9, f'⚑{number}', anchor)}</g>"
     )
 
 
-def cross(x: float, step: int) -> str:
+def render_break(x: float, step: int) -> str:
     """Where a value was NaN or infinite."""
     y = TOP + 5
     return (
@@ -291,23 +291,25 @@ def cross(x: float, step: int) -> str:
     )
 
 
-def text(x: float, y: float, said: str, anchor: str) -> str:
+def render_text(x: float, y: float, said: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y}" font-size="10" text-anchor="{anchor}" fill="currentColor">{escape(said)}</text>'
 
 
-def in_words(plot: Plot, curves: Mapping[str, Curve]) -> str:
+def describe_plot(plot: Plot, curves: Mapping[str, Curve]) -> str:
     """For those who do not see the drawing."""
     said = [f"{plot.title} by step"]
     for key, curve in curves.items():
         if len(curve.low):
-            between = f"between {short(float(curve.low.min()))} and {short(float(curve.high.max()))}"
-            said.append(f"{key} from {short(float(curve.mean[0]))} to {short(float(curve.mean[-1]))}, {between}")
+            between = f"between {format_number(float(curve.low.min()))} and {format_number(float(curve.high.max()))}"
+            said.append(
+                f"{key} from {format_number(float(curve.mean[0]))} to {format_number(float(curve.mean[-1]))}, {between}"
+            )
         if curve.broken:
             said.append(f"{key} not finite at {len(curve.broken)} steps, the first is {curve.broken[0]}")
     return "; ".join(said)
 
 
-def short(value: float) -> str:
+def format_number(value: float) -> str:
     """`0.0123`, `1,234`, `12.3k`, `2e-05`: what fits beside an axis."""
     if abs(value) >= 1e9:
         return f"{value:.2g}"

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import gib
+from cogumi.core.formatting import format_memory
 from cogumi.core.run_directory import ROLLOUTS
-from cogumi.notebook.curves import BLUE, GREEN, INK, LEVELS, PURPLE, VERMILLION, Curves, in_words, range_of
-from cogumi.telemetry.status import read_if_there
+from cogumi.notebook.curves import BLUE, GREEN, INK, LEVELS, PURPLE, VERMILLION, Curves, axis_range, describe_plot
+from cogumi.telemetry.status import read_json_or_empty
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,7 +77,7 @@ HATCHES = ("", "///", "..", "xx", "\\\\\\", "++", "o", "||", "--")
 
 
 @contextmanager
-def own_settings() -> Iterator[None]:
+def figure_settings() -> Iterator[None]:
     """In the block matplotlib is as it comes, with what is set above; afterwards as it was."""
     import matplotlib
     from matplotlib.rcsetup import cycler
@@ -97,7 +97,7 @@ class Drawing:
     words: str
 
     def svg(self) -> str:
-        with own_settings():
+        with figure_settings():
             text = StringIO()
             self.figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
         return text.getvalue()
@@ -114,21 +114,23 @@ class Drawing:
 
     def _repr_png_(self) -> bytes:
         """For web pages that show saved notebooks and take SVG out of them."""
-        with own_settings():
+        with figure_settings():
             image = BytesIO()
             self.figure.savefig(image, format="png", dpi=80, facecolor="white")
         return image.getvalue()
 
 
-def sheet(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> "tuple[Figure, list[Axes]]":
-    """A figure of so many inches and its axes, row by row. Call it, and draw, inside `own_settings()`."""
+def make_figure(
+    width: float, height: float, rows: int = 1, columns: int = 1, **options: Any
+) -> "tuple[Figure, list[Axes]]":
+    """A figure of so many inches and its axes, row by row. Call it, and draw, inside `figure_settings()`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, list(figure.subplots(rows, columns, squeeze=False, **options).flat)
 
 
-def whole_numbers(ax: "Axes") -> None:
+def use_integer_ticks(ax: "Axes") -> None:
     """There is no step, and no layer, between two others."""
     from matplotlib.ticker import MaxNLocator
 
@@ -150,12 +152,12 @@ def curves(run_dir: str | PathLike[str]) -> Drawing:
     plots = found.plots()
     if not plots:
         raise UsageError("nothing is logged there yet", place=run, fix="there are no curves")
-    flags = flags_at(read_if_there(run / "flags.json"))
-    words = [in_words(plot, of) for plot, of in plots]
+    flags = flag_steps(read_json_or_empty(run / "flags.json"))
+    words = [describe_plot(plot, of) for plot, of in plots]
     words += [f"{level} flag {name} at step {step}" for step, level, name in flags]
     rows = -(-len(plots) // COLUMNS)
-    with own_settings():
-        figure, axes = sheet(WIDTH, 2.1 * rows + 0.2, rows, COLUMNS, sharex=True)
+    with figure_settings():
+        figure, axes = make_figure(WIDTH, 2.1 * rows + 0.2, rows, COLUMNS, sharex=True)
         for ax, (plot, of) in zip(axes, plots, strict=False):
             for colour, (key, curve) in zip(COLOURS, of.items(), strict=False):
                 ax.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=0.2, linewidth=0)
@@ -168,11 +170,11 @@ def curves(run_dir: str | PathLike[str]) -> Drawing:
                     )  # fmt: skip
             if len(ax.lines) > 1:
                 ax.legend(loc="best")
-            ax.update_datalim([(0, end) for end in range_of(of.values())], updatex=False)
+            ax.update_datalim([(0, end) for end in axis_range(of.values())], updatex=False)
             ax.set_title(plot.title)
             ax.set_ylabel(plot.unit)
             ax.xaxis.set_tick_params(labelbottom=True)
-            whole_numbers(ax)
+            use_integer_ticks(ax)
             for dash, (step, level, _) in zip(cycle(DASHES), flags, strict=False):
                 ax.axvline(step, color=LEVELS[level], linestyle=dash, linewidth=1.2)
         for ax in axes[len(plots) :]:
@@ -183,7 +185,7 @@ def curves(run_dir: str | PathLike[str]) -> Drawing:
     return Drawing(figure, "Curves", "; ".join(words))
 
 
-def flags_at(said: Mapping[str, Any]) -> list[tuple[int, str, str]]:
+def flag_steps(said: Mapping[str, Any]) -> list[tuple[int, str, str]]:
     """(step, level, name) of flags.json: what was red, when it first was; what is yellow, when that was said."""
     was_red = [(int(each["step"]), "red", str(each["name"])) for each in said.get("was_red", [])]
     known = {name for *_, name in was_red}
@@ -199,15 +201,15 @@ def rewards(run_dir: str | PathLike[str]) -> Drawing:
     """How the rewards of single completions are spread: the first quarter of the steps beside the last one, as shares of
     the completions, and their quantiles over the steps."""
     run = Path(run_dir)
-    steps, values, broken = rewards_of(run / ROLLOUTS)
+    steps, values, broken = read_rewards(run / ROLLOUTS)
     if not len(steps):
         raise UsageError(f"no rewards of single completions there ({ROLLOUTS} is written by a gspo run)", place=run)
     quarter = max(1, math.ceil(len(np.unique(steps)) / 4))
     early, late = np.unique(steps)[quarter - 1], np.unique(steps)[-quarter]
     parts = [values[steps <= early], values[steps >= late]]
     means = [float(part.mean()) for part in parts]
-    with own_settings():
-        figure, (left, right) = sheet(WIDTH, 2.8, 1, 2)
+    with figure_settings():
+        figure, (left, right) = make_figure(WIDTH, 2.8, 1, 2)
         bins = np.histogram_bin_edges(values, bins=20)
         for number, (part, when) in enumerate(zip(parts, ("first", "last"), strict=True)):
             left.stairs(
@@ -220,7 +222,7 @@ def rewards(run_dir: str | PathLike[str]) -> Drawing:
         left.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.3g}%")
         left.margins(y=0.25)
         left.legend(loc="best")
-        middles, quantiles = bands(steps, values)
+        middles, quantiles = reward_quantiles(steps, values)
         for low, high, alpha, label in (
             (0, 4, 0.18, "80 % of the completions"),
             (1, 3, 0.35, "half of the completions"),
@@ -235,21 +237,23 @@ def rewards(run_dir: str | PathLike[str]) -> Drawing:
         right.set_title("over the steps" + (f" ({broken:,} values not finite, left out)" if broken else ""))
         right.set_xlabel("step")
         right.margins(y=0.25)
-        whole_numbers(right)
+        use_integer_ticks(right)
         right.legend(loc="best", ncols=2)
     words = f"mean reward {means[0]:.3g} in the first quarter of the steps, {means[1]:.3g} in the last"
     return Drawing(figure, "Rewards of single completions", words)
 
 
-def rewards_of(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
+def read_rewards(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
     """(steps, rewards) of every completion of rollouts.jsonl, and how many rewards were no numbers."""
-    pairs = [(row["step"], float(each)) for row in rows_of(path) for each in row.get("reward", []) if each is not None]
+    pairs = [
+        (row["step"], float(each)) for row in read_rows(path) for each in row.get("reward", []) if each is not None
+    ]
     steps, values = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
     finite = np.isfinite(values)
     return steps[finite], values[finite], int((~finite).sum())
 
 
-def rows_of(path: Path) -> Iterable[dict[str, Any]]:
+def read_rows(path: Path) -> Iterable[dict[str, Any]]:
     """The whole lines of a file, one after the other, none where there is none: it may be larger than memory."""
     if not path.exists():
         return
@@ -259,7 +263,7 @@ def rows_of(path: Path) -> Iterable[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def bands(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def reward_quantiles(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(steps, quantiles): 0.1, 0.25, 0.5, 0.75 and 0.9 of the completions of each of at most 120 stretches of steps."""
     there = np.unique(steps)
     stretches = np.array_split(there, min(len(there), MOST_BANDS))
@@ -270,7 +274,7 @@ def bands(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray
 # ---------------------------------------------------------------------------------------------------- data and memory
 
 
-def taken_for(figure: str, call: str, given: object) -> UsageError:
+def refuse_argument(figure: str, call: str, given: object) -> UsageError:
     """The other figures take a run's directory, so these are given one too."""
     return UsageError(
         f"takes what {call} returned, not the {type(given).__name__} {given!s:.100}",
@@ -282,7 +286,7 @@ def taken_for(figure: str, call: str, given: object) -> UsageError:
 def lengths(preview: "Preview") -> Drawing:
     """How long examples are, in tokens, and where train.max_length cuts. preview: what `cogumi.preview` returned."""
     if not hasattr(preview, "lengths"):
-        raise taken_for("lengths", "cogumi.preview(CONFIG)", preview)
+        raise refuse_argument("lengths", "cogumi.preview(CONFIG)", preview)
     return length_histogram(preview.lengths, preview.max_length)
 
 
@@ -293,8 +297,8 @@ def length_histogram(buckets: Sequence[Sequence[int]], max_length: int | None = 
     firsts, lasts, counts = (np.array(column) for column in zip(*buckets, strict=True))
     if max_length is not None:  # no bar goes beyond what no example does
         lasts = np.where(firsts <= max_length, np.minimum(lasts, max_length), lasts)
-    with own_settings():
-        figure, (ax,) = sheet(5.6, 2.6)
+    with figure_settings():
+        figure, (ax,) = make_figure(5.6, 2.6)
         ax.bar(firsts - 0.5, counts, width=lasts - firsts + 1, align="edge", color=BLUE, edgecolor=INK, linewidth=0.6)
         ax.set_title("lengths of the examples")
         ax.set_xlabel("tokens")
@@ -314,7 +318,7 @@ def length_histogram(buckets: Sequence[Sequence[int]], max_length: int | None = 
 def memory(report: "PreflightReport") -> Drawing:
     """What the peak memory of a step is made of, as one bar beside what is free. report: what `cogumi.preflight` returned."""
     if not hasattr(report, "figures"):
-        raise taken_for("memory", "cogumi.preflight(CONFIG)", report)
+        raise refuse_argument("memory", "cogumi.preflight(CONFIG)", report)
     found = report.figures.get("memory")
     if found is None:
         raise UsageError("this preflight did not come as far as a forecast of memory")
@@ -324,30 +328,32 @@ def memory(report: "PreflightReport") -> Drawing:
 def memory_bar(figures: Mapping[str, Any], measured: float | None = None) -> Drawing:
     """figures: `PreflightReport.figures["memory"]`. measured: what the run then took, in bytes, of tensors."""
     parts, peak, free = figures["breakdown"], figures["peak"], figures["free"]
-    said = f"{gib(peak)} forecast of {gib(free)} free: "
-    said += f"{gib(free - peak)} to spare" if peak <= free else f"{gib(peak - free)} too much"
+    said = f"{format_memory(peak)} forecast of {format_memory(free)} free: "
+    said += f"{format_memory(free - peak)} to spare" if peak <= free else f"{format_memory(peak - free)} too much"
     most = max(peak, measured or 0)
     unit, name = (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
-    with own_settings():
-        figure, (ax,) = sheet(WIDTH, 1.9)
+    with figure_settings():
+        figure, (ax,) = make_figure(WIDTH, 1.9)
         left = 0.0
         for colour, hatch, (kind, size) in zip(cycle(COLOURS), cycle(HATCHES), parts.items(), strict=False):
             ax.barh(
                 0, size / unit, left=left, height=0.7, edgecolor=INK, linewidth=0.8, hatch=hatch,
-                facecolor="none" if colour == INK else colour, label=f"{kind} {gib(size)}",
+                facecolor="none" if colour == INK else colour, label=f"{kind} {format_memory(size)}",
             )  # fmt: skip
             left += size / unit
-        label = f"free {gib(free)}"
+        label = f"free {format_memory(free)}"
         ax.barh(0, free / unit, height=0.9, facecolor="none", edgecolor=INK, linewidth=1.6, label=label)
         if measured is not None:
-            ax.axvline(measured / unit, color=INK, linewidth=2.5, linestyle="--", label=f"measured {gib(measured)}")
+            ax.axvline(
+                measured / unit, color=INK, linewidth=2.5, linestyle="--", label=f"measured {format_memory(measured)}"
+            )
         ax.set_title(said)
         ax.set_xlabel(name)
         ax.set_yticks([])
         ax.spines["left"].set_visible(False)
         ax.set_xlim(0, 1.02 * max(most, min(free, SCALE * most)) / unit)
         figure.legend(loc="outside lower center", ncols=4)
-    words = f"{said}. Made of {', '.join(f'{kind} {gib(size)}' for kind, size in parts.items())}"
+    words = f"{said}. Made of {', '.join(f'{kind} {format_memory(size)}' for kind, size in parts.items())}"
     return Drawing(figure, "Peak memory", words)
 
 
@@ -358,15 +364,15 @@ def delta_by_layer(merged: "str | PathLike[str] | MergeReport") -> Drawing:
     """How much the merge changed each kind of weight, layer by layer: |change| beside |weight| (Frobenius norms, in percent)
     above, the largest change of a single element below. merged: the directory, or what the merge reported."""
     directory = Path(getattr(merged, "out", None) or merged)  # type: ignore[arg-type]
-    groups, outside = deltas(directory)
+    groups, outside = read_deltas(directory)
     if not groups:
         raise UsageError("no layer was changed by a merge there", place=directory)
     most = max((of[kind][layer][0], kind, layer) for of in groups.values() for kind in of for layer in of[kind])
     words = f"the largest change is {most[0]:.2%} of {most[1]} of layer {most[2]}"
     if outside:
         words += f"; outside the layers {', '.join(f'{name} {ratio:.2%}' for name, (ratio, _) in outside.items())}"
-    with own_settings():
-        figure, axes = sheet(WIDTH, 4.6, 2, len(groups), sharex=True, sharey="row")
+    with figure_settings():
+        figure, axes = make_figure(WIDTH, 4.6, 2, len(groups), sharex=True, sharey="row")
         above, below = axes[: len(groups)], axes[len(groups) :]
         above[0].set_ylabel("|change| / |weight|, %")
         below[0].set_ylabel("largest change of an element")
@@ -377,7 +383,7 @@ def delta_by_layer(merged: "str | PathLike[str] | MergeReport") -> Drawing:
             upper.set_title(group)
             upper.legend(loc="upper center", ncols=min(len(of), 4), columnspacing=1.0)
             lower.set_xlabel("layer")
-            whole_numbers(lower)
+            use_integer_ticks(lower)
         above[0].set_ylim(0, 1.35 * above[0].get_ylim()[1])  # the legend is above the curves
         below[0].set_ylim(0)
     return Drawing(figure, "Change by layer", words)
@@ -386,7 +392,7 @@ def delta_by_layer(merged: "str | PathLike[str] | MergeReport") -> Drawing:
 Deltas = dict[str, dict[str, dict[int, tuple[float, float]]]]
 
 
-def deltas(directory: Path) -> tuple[Deltas, dict[str, tuple[float, float]]]:
+def read_deltas(directory: Path) -> tuple[Deltas, dict[str, tuple[float, float]]]:
     """group -> kind -> layer -> (|change| / |weight|, largest change of an element); and the same of tensors by name
     outside the layers. Of several of a kind in a layer, as experts are, the larger. UsageError where nothing says so."""
     groups: Deltas = {}
@@ -409,7 +415,7 @@ def deltas(directory: Path) -> tuple[Deltas, dict[str, tuple[float, float]]]:
 
 def merge_manifest(directory: Path) -> dict[str, Any]:
     """What `cogumi.merge` wrote beside the model. Raises UsageError where it wrote nothing."""
-    found = read_if_there(directory / MERGE_MANIFEST)
+    found = read_json_or_empty(directory / MERGE_MANIFEST)
     if not found:
         raise UsageError(f"no {MERGE_MANIFEST} there", place=directory, fix="name a directory that cogumi merged into")
     return found

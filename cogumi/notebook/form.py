@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 from cogumi.config.binding import bind_mapping, reject_unknown
 from cogumi.config.schema import RunConfig, redact
 from cogumi.config.source import PACKAGE, SECTIONS, read_source
-from cogumi.config.yaml_text import same, with_values, written
+from cogumi.config.yaml_text import dump_sections, edit_yaml, equal_values
 from cogumi.core.errors import UsageError
-from cogumi.core.notices import in_a_kernel
-from cogumi.core.redact import hide
+from cogumi.core.notices import is_notebook
+from cogumi.core.redact import redact_text
 from cogumi.core.run_directory import write_atomic
 from cogumi.forecast.preflight_report import PreflightReport
-from cogumi.notebook.form_fields import Field, plain
-from cogumi.notebook.form_process import Values, begin_preflight, checked, end_of_preflight, signatures
+from cogumi.notebook.form_fields import Field, to_yaml_value
+from cogumi.notebook.form_process import Values, begin_preflight, check_values, end_of_preflight, read_signatures
 
 if TYPE_CHECKING:
-    from cogumi.notebook.form_panel import Panel
+    from cogumi.notebook.form_panel import FormPanel
 
 METHODS = ("sft", "dpo", "gspo")
 
@@ -39,18 +39,18 @@ def configure(
     write. The first form of a kernel waits for trl, in another process. Raises UsageError for what is no config.
     """
     form = Form(config, save_as)
-    if missing := no_widgets():
+    if missing := explain_missing_widgets():
         print(
             f"{missing}: edit {form.save_as} by hand (`cogumi cp` hands one out), or use form.set, form.problem, form.write"
         )
     return form
 
 
-def no_widgets() -> str:
+def explain_missing_widgets() -> str:
     """Why nothing but text can be shown here; "" in a notebook."""
     if find_spec("ipywidgets") is None:
         return "ipywidgets is not installed, so there is no form to see"
-    return "" if in_a_kernel() else "a form is seen in a notebook, and this is none"
+    return "" if is_notebook() else "a form is seen in a notebook, and this is none"
 
 
 class Form:
@@ -65,7 +65,7 @@ class Form:
         label = origins.label
         self.text = None if isinstance(config, Mapping) else Path(label).read_text(encoding="utf-8")
         self.source = "a mapping" if self.text is None else str(config)
-        self.values: Values = {name: plain(bind_mapping(keys, name, origins)) for name, keys in values.items()}
+        self.values: Values = {name: to_yaml_value(bind_mapping(keys, name, origins)) for name, keys in values.items()}
         own = Path("run.yaml" if self.text is None else label)  # over its own file, or here if that is the package's
         self.save_as = Path(save_as or (own.name if own.resolve().is_relative_to(PACKAGE) else own))
         self.unread: dict[str, str] = {}  # what was typed and is no value at all: by key, why
@@ -73,8 +73,8 @@ class Form:
         self._checked_of: list[Any] = []
         self._checked: tuple[RunConfig | None, str] = None, ""
         self._one_at_a_time = threading.Lock()
-        self._panel: Panel | None = None
-        self.fields = signatures(self.method)
+        self._panel: FormPanel | None = None
+        self.fields = read_signatures(self.method)
 
     @property
     def method(self) -> str:
@@ -95,7 +95,7 @@ class Form:
     def shown(self, section: str) -> Iterator[tuple[str, Any]]:
         """The keys that the YAML sets in a section, dotted, with their values, in its order."""
         groups = {f"{section}.{each.key.rpartition('.')[0]}" for each in self.fields[section] if "." in each.key}
-        yield from leaves(self.values.get(section, {}), f"{section}.", groups)
+        yield from iterate_leaves(self.values.get(section, {}), f"{section}.", groups)
 
     def can_be_added(self, section: str) -> list[Field]:
         there = {key for key, _ in self.shown(section)}
@@ -116,7 +116,7 @@ class Form:
             if not isinstance(inner.get(each), dict):
                 inner[each] = {}
             inner = inner[each]
-        inner[name] = plain(value)
+        inner[name] = to_yaml_value(value)
         self.unread.pop(key, None)
         self.tell(key)
 
@@ -151,7 +151,7 @@ class Form:
 
     def tell(self, key: str) -> None:
         if key == "cogumi.method":
-            self.fields = signatures(self.method)
+            self.fields = read_signatures(self.method)
         for watcher in self.watchers:
             watcher(key)
 
@@ -171,16 +171,16 @@ class Form:
         if self.unread:
             return None, next(iter(self.unread.values()))
         with self._one_at_a_time:
-            now = [self.as_run(), {name: value for name, value in os.environ.items() if name.startswith("COGUMI_")}]
-            if not same(self._checked_of, now):
+            now = [self.run_values(), {name: value for name, value in os.environ.items() if name.startswith("COGUMI_")}]
+            if not equal_values(self._checked_of, now):
                 try:
-                    self._checked = checked(now[0]), ""
+                    self._checked = check_values(now[0]), ""
                 except UsageError as error:
                     self._checked = None, str(error).removeprefix("config: ")
                 self._checked_of = now
             return self._checked
 
-    def as_run(self) -> Values:
+    def run_values(self) -> Values:
         """The values as a run of the file would have them: its directory is called after the file."""
         values = deepcopy(self.values)
         for name in ("model", "data", "cogumi"):
@@ -193,24 +193,24 @@ class Form:
         """`cogumi.preflight` of these values, for this machine or a card. Raises UsageError where there is a problem."""
         if problem := self.problem:
             raise UsageError(problem)
-        return end_of_preflight(begin_preflight(self.as_run(), card))
+        return end_of_preflight(begin_preflight(self.run_values(), card))
 
     # --------------------------------------------------------------------------------------------------- the YAML
 
     @property
     def yaml(self) -> str:
         """The text that `write` writes: that of the source with the changed values, its comments kept."""
-        return written(self.values) if self.text is None else with_values(self.text, self.values)[0]
+        return dump_sections(self.values) if self.text is None else edit_yaml(self.text, self.values)[0]
 
     @property
     def yaml_to_see(self) -> str:
         """`yaml` without the secrets in it."""
         values = redact(self.values)
-        return hide(written(values) if self.text is None else with_values(self.text, values)[0])
+        return redact_text(dump_sections(values) if self.text is None else edit_yaml(self.text, values)[0])
 
     @property
     def loses_comments(self) -> bool:
-        return self.text is not None and "#" in self.text and not with_values(self.text, self.values)[1]
+        return self.text is not None and "#" in self.text and not edit_yaml(self.text, self.values)[1]
 
     def write(self, path: str | os.PathLike[str] | None = None, replace: bool = False) -> Path:
         """Write the YAML, whole or not at all. Raises UsageError for a problem in it, and rather than replace a file."""
@@ -234,28 +234,28 @@ class Form:
     def __repr__(self) -> str:
         # A notebook keeps this text, so it holds no value.
         keys = sum(1 for name in self.values for _ in self.shown(name))
-        said = hide(self.problem) or f"a config for {self.method}; form.write({str(self.save_as)!r}) writes it"
+        said = redact_text(self.problem) or f"a config for {self.method}; form.write({str(self.save_as)!r}) writes it"
         return f"<form of {self.source}, {keys} keys: {said}>"
 
     @property
-    def panel(self) -> "Panel":
+    def panel(self) -> "FormPanel":
         """The widgets, made when they are first asked for."""
         if self._panel is None:
-            from cogumi.notebook.form_panel import Panel
+            from cogumi.notebook.form_panel import FormPanel
 
-            self._panel = Panel(self)
+            self._panel = FormPanel(self)
         return self._panel
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        if no_widgets():
+        if explain_missing_widgets():
             return {"text/plain": repr(self)}
         return {**self.panel.box._repr_mimebundle_(), "text/plain": repr(self)}
 
 
-def leaves(values: Mapping[str, Any], prefix: str, groups: set[str]) -> Iterator[tuple[str, Any]]:
+def iterate_leaves(values: Mapping[str, Any], prefix: str, groups: set[str]) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and key in groups:
-            yield from leaves(value, f"{key}.", groups)
+            yield from iterate_leaves(value, f"{key}.", groups)
         else:
             yield key, value

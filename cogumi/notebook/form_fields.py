@@ -15,8 +15,8 @@ from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError, PydanticUndefined, to_jsonable_python
 
 from cogumi.config.binding import STRATEGIES, config_class, hints_imported
-from cogumi.config.schema import NOT_OF_THE_RUN, TRL_CONFIGS, CogumiSection, DataSection, ModelSection
-from cogumi.config.yaml_text import flow
+from cogumi.config.schema import FIXED_LORA_KEYS, TRL_CONFIGS, CogumiSection, DataSection, ModelSection
+from cogumi.config.yaml_text import dump_flow
 from cogumi.core.errors import UsageError
 
 Kind = Literal["choice", "check", "number", "text", "yaml"]
@@ -52,9 +52,9 @@ class Field:
         """A value as it is typed."""
         if self.kind == "text":
             return "" if value is None else str(value)
-        return value if self.kind == "number" and isinstance(value, str) else flow(value)
+        return value if self.kind == "number" and isinstance(value, str) else dump_flow(value)
 
-    def chosen(self, value: Any) -> Any:
+    def find_choice(self, value: Any) -> Any:
         """The choice that a value is: YAML reads a bare `no` or `on` as a truth value."""
         words = WORDS.get(value, ()) if isinstance(value, bool) and value not in self.choices else ()
         return next((word for word in words if word in self.choices), value)
@@ -63,35 +63,35 @@ class Field:
 def fields_of(method: str) -> dict[str, list[Field]]:
     """Of every section, for a method. Imports trl, and with it torch."""
     return {
-        "model": list(of_section(ModelSection)),
-        "data": list(of_section(DataSection)),
-        "lora": list(of_dataclass(config_class("LoraConfig"), NOT_OF_THE_RUN)),
-        "train": list(of_dataclass(config_class(TRL_CONFIGS[method]), ("output_dir",))),
-        "cogumi": list(of_section(CogumiSection)),
+        "model": list(section_fields(ModelSection)),
+        "data": list(section_fields(DataSection)),
+        "lora": list(dataclass_fields(config_class("LoraConfig"), FIXED_LORA_KEYS)),
+        "train": list(dataclass_fields(config_class(TRL_CONFIGS[method]), ("output_dir",))),
+        "cogumi": list(section_fields(CogumiSection)),
     }
 
 
-def of_section(section: type[BaseModel], prefix: str = "") -> Iterator[Field]:
+def section_fields(section: type[BaseModel], prefix: str = "") -> Iterator[Field]:
     for name, info in section.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield from of_section(info.annotation, f"{prefix}{name}.")
+            yield from section_fields(info.annotation, f"{prefix}{name}.")
         elif name == "quantization_config":
-            yield from of_quantization(f"{prefix}{name}.")
+            yield from quantization_fields(f"{prefix}{name}.")
         else:
             default = None if info.default is PydanticUndefined else info.default
-            yield field(f"{prefix}{name}", info.annotation, default, info.description or "")
+            yield make_field(f"{prefix}{name}", info.annotation, default, info.description or "")
 
 
-def of_quantization(prefix: str) -> Iterator[Field]:
+def quantization_fields(prefix: str) -> Iterator[Field]:
     signature = config_class("BitsAndBytesConfig")
     parameters = inspect.signature(signature).parameters
     for name, hint in hints_imported("BitsAndBytesConfig").items():
         # Its documentation is one text: `name (type): words` until the next name.
         said = re.search(rf"^ +{name} \(.*?\):\n(.*?)(?=^ +\w+ \(|\Z)", signature.__doc__ or "", re.M | re.S)
-        yield field(f"{prefix}{name}", hint, parameters[name].default, said[1] if said else "")
+        yield make_field(f"{prefix}{name}", hint, parameters[name].default, said[1] if said else "")
 
 
-def of_dataclass(signature: type, left_out: Iterable[str]) -> Iterator[Field]:
+def dataclass_fields(signature: type, left_out: Iterable[str]) -> Iterator[Field]:
     hints = get_type_hints(signature)
     for each in dataclasses.fields(signature):
         if not each.init or each.name in left_out:
@@ -99,21 +99,21 @@ def of_dataclass(signature: type, left_out: Iterable[str]) -> Iterator[Field]:
         default = None if each.default is dataclasses.MISSING else each.default
         if each.default_factory is not dataclasses.MISSING:
             default = each.default_factory()
-        yield field(each.name, hints[each.name], default, str(each.metadata.get("help", "")).replace("%%", "%"))
+        yield make_field(each.name, hints[each.name], default, str(each.metadata.get("help", "")).replace("%%", "%"))
 
 
-def field(key: str, hint: Any, default: Any, doc: str) -> Field:
+def make_field(key: str, hint: Any, default: Any, doc: str) -> Field:
     kind, choices = kind_of(hint)
     if key in STRATEGIES and default is None:
         default = "no"
-    of = "" if kind in ("choice", "check") else in_words(hint)  # the widget shows what there is
-    return Field(key, kind, of, choices, plain(default), " ".join(doc.split()))
+    of = "" if kind in ("choice", "check") else describe_type(hint)  # the widget shows what there is
+    return Field(key, kind, of, choices, to_yaml_value(default), " ".join(doc.split()))
 
 
 def kind_of(hint: Any) -> tuple[Kind, tuple[Any, ...]]:
     """What a key of this type is entered with, and what there is to choose from."""
-    parts = [part for part in parts_of(hint) if part is not type(None)]
-    chosen: list[Any] = [None] if type(None) in parts_of(hint) else []
+    parts = [part for part in type_parts(hint) if part is not type(None)]
+    chosen: list[Any] = [None] if type(None) in type_parts(hint) else []
     enums = [part for part in parts if isinstance(part, type) and issubclass(part, Enum)]
     if enums and all(part in (str, *enums) for part in parts):  # by what its members are called in a YAML
         return "choice", (*chosen, *(each.value for each in enums[0]))
@@ -127,20 +127,20 @@ def kind_of(hint: Any) -> tuple[Kind, tuple[Any, ...]]:
     return ("text" if all(part in (str, Path) for part in parts) else "yaml"), ()
 
 
-def parts_of(hint: Any) -> list[Any]:
+def type_parts(hint: Any) -> list[Any]:
     if get_origin(hint) is Annotated:
-        return parts_of(get_args(hint)[0])
+        return type_parts(get_args(hint)[0])
     if get_origin(hint) in (Union, types.UnionType):
-        return [part for each in get_args(hint) for part in parts_of(each)]
+        return [part for each in get_args(hint) for part in type_parts(each)]
     return [hint]
 
 
-def in_words(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """A type as one says it: `int or null`."""
     said = []
-    for part in parts_of(hint):
+    for part in type_parts(hint):
         if get_origin(part) is Literal:
-            said += [flow(each) for each in get_args(part)]
+            said += [dump_flow(each) for each in get_args(part)]
         elif part in WORD_OF:
             said.append(WORD_OF[part])
         else:
@@ -149,7 +149,7 @@ def in_words(hint: Any) -> str:
     return " or ".join(sorted(dict.fromkeys(said), key="null".__eq__))
 
 
-def plain(value: Any) -> Any:
+def to_yaml_value(value: Any) -> Any:
     """A value as a YAML holds it. Raises UsageError for one that it cannot hold."""
     if dataclasses.is_dataclass(value):
         return {}  # a part of LoraConfig's that has defaults of its own

@@ -14,14 +14,14 @@ import ipywidgets as widgets
 
 from cogumi.config.schema import ENVIRONMENT_PREFIX
 from cogumi.config.source import SECTIONS
-from cogumi.config.yaml_text import flow, same
+from cogumi.config.yaml_text import dump_flow, equal_values
 from cogumi.core.errors import UsageError
 from cogumi.core.redact import SECRETS
 from cogumi.core.worker import Worker
 from cogumi.forecast.preflight_report import PreflightReport
 from cogumi.notebook.form_fields import Field
 from cogumi.notebook.form_process import begin_preflight, end_of_preflight
-from cogumi.notebook.html_components import html_of
+from cogumi.notebook.html_components import render_html
 from cogumi.stack.gpus import CARDS
 
 CHECK_AFTER, PREFLIGHT_AFTER = 0.3, 1.0  # seconds without a change
@@ -36,7 +36,7 @@ WHAT_IT_HOLDS = {
 TRAINERS = {"sft": "trl.SFTConfig", "dpo": "trl.DPOConfig", "gspo": "trl.GRPOConfig"}
 
 
-class Panel:
+class FormPanel:
     """`box` is what a notebook shows. `entries` are the widgets of the keys that the YAML sets, `removers` their buttons."""
 
     def __init__(self, form: Any) -> None:
@@ -64,7 +64,7 @@ class Panel:
         self.looks = 0  # preflights begun: the answer of an older one is not shown
         self.report: PreflightReport | None = None
         self.tabs = widgets.Tab([self.page(section) for section in SECTIONS], titles=list(SECTIONS))
-        self.box = self.laid_out()
+        self.box = self.build_layout()
         for section in SECTIONS:
             self.show_keys(section)
         self.show_yaml()
@@ -75,13 +75,13 @@ class Panel:
         self.write.on_click(lambda _: self.on_write(replace=False))
         self.replace.on_click(lambda _: self.on_write(replace=True))
         self.look.on_click(lambda _: self.preflight())
-        self.always.observe(lambda _: self.stale(), "value")
-        self.card.observe(lambda _: self.stale(), "value")
+        self.always.observe(lambda _: self.mark_stale(), "value")
+        self.card.observe(lambda _: self.mark_stale(), "value")
         form.watchers.append(self.on_change)
 
     # ------------------------------------------------------------------------------------------------- its parts
 
-    def laid_out(self) -> widgets.VBox:
+    def build_layout(self) -> widgets.VBox:
         writing = widgets.HBox([self.file, self.write, self.replace])
         looking = widgets.HBox([self.card, self.look, self.always], layout={"flex_flow": "row wrap"})
         titles = [widgets.HTML(f"<h3>{title}</h3>") for title in ("The YAML", "Does it fit?")]
@@ -121,14 +121,14 @@ class Panel:
         remove = widgets.Button(description="remove", tooltip=f"Take {key} out of the YAML", layout={"width": "6em"})
         remove.on_click(lambda _: self.form.remove(key))
         self.entries[key], self.removers[key], self.wrong[key] = entry, remove, wrong
-        return widgets.VBox([widgets.HBox([entry, remove]), wrong, widgets.HTML(about(field))])
+        return widgets.VBox([widgets.HBox([entry, remove]), wrong, widgets.HTML(describe_field(field))])
 
     def entry(self, key: str, field: Field, value: Any) -> widgets.DOMWidget:
         layout = {"flex": "1 1 auto", "width": "auto", "min_width": "0"}
         common = {"description": field.key, "layout": layout}
         if field.kind == "choice":
-            words = {flow_of_choice(each): each for each in (*field.choices, field.chosen(value))}
-            choices = widgets.Dropdown(options=list(words), value=flow_of_choice(field.chosen(value)), **common)
+            words = {format_choice(each): each for each in (*field.choices, field.find_choice(value))}
+            choices = widgets.Dropdown(options=list(words), value=format_choice(field.find_choice(value)), **common)
             choices.observe(lambda change: self.form.set(key, words[change.new]), "value")
             return choices
         if field.kind == "check" and isinstance(value, bool):
@@ -148,17 +148,19 @@ class Panel:
             self.show_keys("train")
         self.show_keys(key.partition(".")[0])
         self.show_yaml()
-        self.take_offer_back()  # and what was said of a file that was written
-        self.stale()
-        self.later("check", CHECK_AFTER, self.check)
+        self.hide_replace()  # and what was said of a file that was written
+        self.mark_stale()
+        self.debounce("check", CHECK_AFTER, self.check)
 
-    def stale(self) -> None:
+    def mark_stale(self) -> None:
         """What the preflight said is of other values, or of another card."""
         if self.always.value:
-            self.later("preflight", PREFLIGHT_AFTER, self.preflight)
+            self.debounce("preflight", PREFLIGHT_AFTER, self.preflight)
         elif self.report is not None or self.looking is not None:
-            self.stop_looking()
-            self.ahead.value = said("changed since: press preflight again", wrong=False) + shown_report(self.report)
+            self.stop_preflight()
+            self.ahead.value = render_message("changed since: press preflight again", wrong=False) + render_preflight(
+                self.report
+            )
 
     def on_add(self, section: str) -> None:
         box, wrong = self.adders[section], self.adding[section]
@@ -166,43 +168,45 @@ class Panel:
         if not name:
             return
         if f"{section}.{name}" in self.entries:
-            wrong.value = said(f"{section}.{name} is there already", wrong=False)
+            wrong.value = render_message(f"{section}.{name} is there already", wrong=False)
         elif name not in box.options:
             near = [each for each in box.options if name in each][:5]
             hint = f"; did you mean {', '.join(near)}?" if near else ""
-            wrong.value = said(f"{section}: has no key `{name}` that could be added{hint}")
+            wrong.value = render_message(f"{section}: has no key `{name}` that could be added{hint}")
         else:
             wrong.value = box.value = ""
             self.form.add(f"{section}.{name}")
 
-    def take_offer_back(self) -> None:
+    def hide_replace(self) -> None:
         self.replace.layout.display = "none"
         self.said.value = ""
 
     def on_file(self, change: Any) -> None:
-        self.take_offer_back()
+        self.hide_replace()
         if change.new.strip():
             self.form.save_as = Path(change.new.strip())
-            self.later("check", CHECK_AFTER, self.check)
+            self.debounce("check", CHECK_AFTER, self.check)
 
     def on_write(self, replace: bool) -> None:
         path = Path(self.file.value.strip() or ".")
         if path.is_file() and not replace:
             self.replace.description, self.replace.tooltip = f"replace {path.name}", f"Write over {path}"
             self.replace.layout.display = ""
-            self.said.value = said(f"{path} exists: press “replace {path.name}” to write over it, or name another file")
+            self.said.value = render_message(
+                f"{path} exists: press “replace {path.name}” to write over it, or name another file"
+            )
             return
         try:
             self.form.write(path, replace)
         except (UsageError, RuntimeError) as error:
-            self.said.value = said(str(error))
+            self.said.value = render_message(str(error))
             return
-        self.take_offer_back()
+        self.hide_replace()
         lost = " (without the comments: this YAML has more than plain keys in it)" if self.form.loses_comments else ""
         calls = f"cogumi.start({str(path)!r})", f"cogumi start {shlex.quote(str(path))}"
-        self.said.value = said(f"written: {path}{lost}. Next: {' or '.join(calls)}", wrong=False)
+        self.said.value = render_message(f"written: {path}{lost}. Next: {' or '.join(calls)}", wrong=False)
 
-    def later(self, what: str, seconds: float, action: Callable[[], None]) -> None:
+    def debounce(self, what: str, seconds: float, action: Callable[[], None]) -> None:
         """Do it when nothing of this kind was asked for during so many seconds."""
         if what in self.timers:
             self.timers[what].cancel()
@@ -231,14 +235,14 @@ class Panel:
     def show_value(self, key: str, value: Any) -> None:
         """In its widget; one that has no place for a value that a script has set is made anew."""
         field, entry = self.form.field(key), self.entries[key]
-        chosen = flow_of_choice(field.chosen(value))
+        chosen = format_choice(field.find_choice(value))
         if isinstance(entry, widgets.Checkbox) and isinstance(value, bool):
             entry.value = value
         elif isinstance(entry, widgets.Dropdown) and chosen in entry.options:
             entry.value = chosen
         elif isinstance(entry, (widgets.Checkbox, widgets.Dropdown)):
             self.forget(key)
-        elif not reads_as(field, entry.value, value):
+        elif not parses_to(field, entry.value, value):
             entry.value = field.shown(value)
 
     def forget(self, key: str) -> None:
@@ -264,65 +268,65 @@ class Panel:
         at = re.search(rf"\b({'|'.join(SECTIONS)})[.:]", key or problem)
         self.tabs.titles = [f"{each} (problem)" if at and each == at[1] else each for each in SECTIONS]
         fine = f"ok: {self.form.source} is a config for {self.form.method} as it stands here"
-        self.state.value = said(f"problem: {problem}" if problem else fine, wrong=bool(problem))
+        self.state.value = render_message(f"problem: {problem}" if problem else fine, wrong=bool(problem))
         if above := [name for name in sorted(os.environ) if name.startswith(ENVIRONMENT_PREFIX)]:
             note = f"note: a run takes {', '.join(above)} of the environment over what stands here"
-            self.state.value += said(note, wrong=False)
+            self.state.value += render_message(note, wrong=False)
 
     # -------------------------------------------------------------------------------------------------- looking ahead
 
     def preflight(self) -> None:
-        self.stop_looking()
-        self.ahead.value = said("preflight: looking; it takes some ten seconds", wrong=False)
-        threading.Thread(target=self.look_ahead, args=(self.looks,), daemon=True).start()
+        self.stop_preflight()
+        self.ahead.value = render_message("preflight: looking; it takes some ten seconds", wrong=False)
+        threading.Thread(target=self.run_preflight, args=(self.looks,), daemon=True).start()
 
-    def stop_looking(self) -> None:
+    def stop_preflight(self) -> None:
         looking, self.looking = self.looking, None
         self.looks += 1
         if looking is not None:
             looking.stop()
 
-    def look_ahead(self, number: int) -> None:
+    def run_preflight(self, number: int) -> None:
         report, words = None, ""
         try:
             if problem := self.form.problem:
                 raise UsageError(problem)
-            looking = begin_preflight(self.form.as_run(), None if self.card.value == HERE else self.card.value)
+            looking = begin_preflight(self.form.run_values(), None if self.card.value == HERE else self.card.value)
             if number != self.looks:
                 looking.stop()
                 return
             self.looking = looking
             report = end_of_preflight(looking)
         except (UsageError, RuntimeError) as error:
-            words = said(f"no preflight: {error}")
+            words = render_message(f"no preflight: {error}")
         if number == self.looks:
             self.looking, self.report = None, report
-            self.ahead.value = words + shown_report(report)
+            self.ahead.value = words + render_preflight(report)
 
 
-def flow_of_choice(value: Any) -> str:
+def format_choice(value: Any) -> str:
     """A choice by its word: `null`, `true`, cosine."""
-    return value if isinstance(value, str) else flow(value)
+    return value if isinstance(value, str) else dump_flow(value)
 
 
-def reads_as(field: Field, text: str, value: Any) -> bool:
+def parses_to(field: Field, text: str, value: Any) -> bool:
     try:
-        return same(field.parse(text), value)
+        return equal_values(field.parse(text), value)
     except UsageError:
         return False
 
 
-def about(field: Field) -> str:
+def describe_field(field: Field) -> str:
     doc = html.escape(re.sub(r"</?a\b[^>]*>", "", field.doc))
     doc = re.sub(r"`([^`]+)`", r"<code>\1</code>", doc)
-    default = "" if field.default in (None, "", [], {}) else f"{flow(field.default)} by default"
+    default = "" if field.default in (None, "", [], {}) else f"{dump_flow(field.default)} by default"
     of = html.escape("".join(f"{each}. " for each in (", ".join(filter(None, (field.of, default))),) if each))
     return f"<div class='cogumi-doc' title='{html.escape(field.doc)}'>{of}{doc}</div>"
 
 
-def said(text: str, wrong: bool = True) -> str:
+def render_message(text: str, wrong: bool = True) -> str:
     return f"<div class='cogumi-said{' wrong' if wrong else ''}' role='status'>{html.escape(text)}</div>"
 
 
-def shown_report(report: PreflightReport | None) -> str:
-    return html_of(report) if report is not None else ""
+def render_preflight(report: PreflightReport | None) -> str:
+    return render_html(report) if report is not None else ""

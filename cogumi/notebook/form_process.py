@@ -19,24 +19,24 @@ from cogumi.notebook.form_fields import Field, fields_of
 Values = dict[str, Any]
 
 _answering: Worker | None = None
-_one_at_a_time = threading.Lock()
+_lock = threading.Lock()
 
 
-def signatures(method: str) -> dict[str, list[Field]]:
+def read_signatures(method: str) -> dict[str, list[Field]]:
     """`fields_of`, from the other process."""
-    found: dict[str, list[Field]] = asked("fields", method)
+    found: dict[str, list[Field]] = ask_worker("fields", method)
     return found
 
 
-def checked(values: Values) -> RunConfig:
+def check_values(values: Values) -> RunConfig:
     """`load_config`, from the other process. Raises its UsageError."""
-    run: RunConfig = asked("check", values)
+    run: RunConfig = ask_worker("check", values)
     return run
 
 
-def asked(question: str, about: Any) -> Any:
+def ask_worker(question: str, about: Any) -> Any:
     global _answering
-    with _one_at_a_time:
+    with _lock:
         worker, _answering = _answering, None  # one that is interrupted half-way is not asked again
         without_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # its memory is for the training
         if worker is None or worker.process.poll() is not None:
@@ -79,6 +79,6 @@ def preflight(values: Values, card: str | None) -> PreflightReport:
     from cogumi.stack.gpus import use_one_gpu
 
     use_one_gpu()
-    from cogumi.forecast.run_forecast import foresee, here
+    from cogumi.forecast.run_forecast import forecast_run, here
 
-    return foresee(values, card, None, {}, here)
+    return forecast_run(values, card, None, {}, here)

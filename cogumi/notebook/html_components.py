@@ -1,7 +1,7 @@
 """Pieces of HTML that a notebook and report.html share; text of others cannot become markup.
 
-Each returns HTML for inside of an element of the class `cogumi-piece`; `piece` makes it one that stands alone. Every state is a
-word beside its colour, and every kind of token a word, a background and an underline of its own.
+Each returns HTML for inside of an element of the class `cogumi-piece`; `inline_styles` makes it one that stands alone.
+Every state is a word beside its colour, and every kind of token a word, a background and an underline of its own.
 """
 
 import re
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import gib
-from cogumi.core.redact import hide
+from cogumi.core.formatting import format_memory
+from cogumi.core.redact import redact_text
 from cogumi.notebook import figures
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 WORDS = {"green": "ok", "yellow": "yellow", "red": "RED", "unknown": "?"}
 
 
-def text(value: object) -> str:
+def escape_text(value: object) -> str:
     """Any text as text of a page: without secrets, and with nothing in it that a browser would take for markup."""
-    return escape(hide(str(value)))
+    return escape(redact_text(str(value)))
 
 
 def level(state: str, word: str | None = None) -> str:
     """A word with an edge in the colour of its state: green, yellow, red or unknown."""
-    return f'<span class="level {state}">{text(word or WORDS[state])}</span>'
+    return f'<span class="level {state}">{escape_text(word or WORDS[state])}</span>'
 
 
 def table(
@@ -45,33 +45,33 @@ def table(
 ) -> str:
     """head: plain words. rows: cells of HTML, the first of each row its header. numbers: columns set to the right."""
     right = [' class="n"' if column in numbers else "" for column in range(len(head))]
-    columns = "".join(f'<th scope="col"{side}>{text(each)}</th>' for side, each in zip(right, head, strict=True))
+    columns = "".join(f'<th scope="col"{side}>{escape_text(each)}</th>' for side, each in zip(right, head, strict=True))
     body = ""
     for row in rows:
         cells = "".join(f"<td{side}>{cell}</td>" for side, cell in zip(right[1:], row[1:], strict=True))
         body += f'<tr><th scope="row"{right[0]}>{row[0]}</th>{cells}</tr>\n'
-    return framed(f"<thead><tr>{columns}</tr></thead>\n<tbody>{body}</tbody>", caption, kind)
+    return wrap_table(f"<thead><tr>{columns}</tr></thead>\n<tbody>{body}</tbody>", caption, kind)
 
 
 def facts(rows: Iterable[tuple[str, str]]) -> str:
     """A table of two columns: a name, and HTML. Rows without content are left out."""
-    said = "".join(f'<tr><th scope="row">{text(name)}</th><td>{cell}</td></tr>\n' for name, cell in rows if cell)
-    return framed(f"<tbody>{said}</tbody>") if said else ""
+    said = "".join(f'<tr><th scope="row">{escape_text(name)}</th><td>{cell}</td></tr>\n' for name, cell in rows if cell)
+    return wrap_table(f"<tbody>{said}</tbody>") if said else ""
 
 
-def framed(content: str, caption: str = "", kind: str = "") -> str:
-    above = f"<caption>{text(caption)}</caption>" if caption else ""
+def wrap_table(content: str, caption: str = "", kind: str = "") -> str:
+    above = f"<caption>{escape_text(caption)}</caption>" if caption else ""
     return f'<div class="scrolls"><table class="{kind}">{above}{content}</table></div>'
 
 
 def verbatim(value: object, most: int = 20_000) -> str:
     """Text with its lines and spaces as they are; of very long text the end, and how much is before it."""
-    whole = hide(str(value))  # before it is cut: a part of a secret would not be known for one
+    whole = redact_text(str(value))  # before it is cut: a part of a secret would not be known for one
     cut = f"[{len(whole) - most:,} characters before]\n" if len(whole) > most else ""
-    return f"<pre>{text(cut + whole[-most:])}</pre>"
+    return f"<pre>{escape_text(cut + whole[-most:])}</pre>"
 
 
-def blank(said: str) -> str:
+def describe_blank(said: str) -> str:
     """Of a text that shows nothing what it is: `(nothing)`, or `(only white space: 64 spaces, 2 line ends)`."""
     names = {" ": "space", "\n": "line end", "\t": "tab"}
     of = Counter(names.get(each, "other") for each in said)
@@ -80,7 +80,7 @@ def blank(said: str) -> str:
 
 
 def folded(summary: str, content: str, is_open: bool = False) -> str:
-    return f"<details{' open' if is_open else ''}><summary>{text(summary)}</summary>{content}</details>"
+    return f"<details{' open' if is_open else ''}><summary>{escape_text(summary)}</summary>{content}</details>"
 
 
 def figure(drawing: figures.Drawing) -> str:
@@ -92,7 +92,7 @@ def style() -> str:
     return files("cogumi.notebook").joinpath("style.css").read_text(encoding="utf-8")
 
 
-def piece(content: str) -> str:
+def inline_styles(content: str) -> str:
     """What a notebook shows of an object: without a style sheet and `mark`, which a page that does not trust the notebook
     takes out or has in colours of its own."""
     from bs4 import BeautifulSoup
@@ -131,7 +131,7 @@ MOST_ROWS = 40  # of a table of tensors
 def preview(found: "Preview") -> str:
     """What a run would train on: examples with what is learned of them, lengths, what became of every row."""
     accounts = [asdict(each) for each in (found.train, found.held_out) if each is not None]
-    said = "".join(f"<p>{text(line)}</p>" for line in found.reports)
+    said = "".join(f"<p>{escape_text(line)}</p>" for line in found.reports)
     return data(accounts, found.lengths, found.max_length) + said + examples(found.examples)
 
 
@@ -151,16 +151,16 @@ def shares(account: Mapping[str, Any]) -> str:
         "equal to an earlier row": account["duplicated"],
     }
     cells = [["rows", f"{rows:,}", ""]]
-    cells += [[text(what), f"{count:,}", part(count, rows)] for what, count in of_rows.items() if count]
+    cells += [[escape_text(what), f"{count:,}", format_share(count, rows)] for what, count in of_rows.items() if count]
     tokens, learned = account["tokens"], account["learned"]
     if tokens:
         cells.append(["tokens", f"{tokens:,}", ""])
     if learned:
-        cells.append(["learned tokens", f"{learned:,}", part(learned, tokens)])
+        cells.append(["learned tokens", f"{learned:,}", format_share(learned, tokens)])
     return table(["", "number", "share"], cells, caption=account["name"], numbers=(1, 2), kind="narrow")
 
 
-def part(count: int, whole: int) -> str:
+def format_share(count: int, whole: int) -> str:
     """In percent; what is there is never 0.0%."""
     return "&lt; 0.1%" if 0 < count < whole / 1000 else f"{count / max(1, whole):.1%}"
 
@@ -178,8 +178,8 @@ def examples(found: Iterable[Sequence[tuple[str, str]]]) -> str:
 
 def highlighted(kind: str, content: str) -> str:
     if kind == "context":
-        return f'<span class="context">{text(content)}</span>'
-    return f'<mark class="{kind}"><small class="tag">{kind}</small>{text(content)}</mark>'
+        return f'<span class="context">{escape_text(content)}</span>'
+    return f'<mark class="{kind}"><small class="tag">{kind}</small>{escape_text(content)}</mark>'
 
 
 # ------------------------------------------------------------------------------------------------------ checks and flags
@@ -191,7 +191,7 @@ def checks(found: Iterable[Mapping[str, Any]]) -> str:
     for check in sorted(found, key=lambda check: bool(check["passed"])):
         state = level("green", "pass") if check["passed"] else level("red", "FAIL")
         said = "; ".join(filter(None, (check["figure"], check.get("fix"))))
-        rows.append([state, text(check["name"]), text(said), text(check["requirement"])])
+        rows.append([state, escape_text(check["name"]), escape_text(said), escape_text(check["requirement"])])
     return table(["", "check", "figure", "required"], rows)
 
 
@@ -200,9 +200,9 @@ def flags(found: Iterable[Mapping[str, Any]], was_red: Iterable[Mapping[str, Any
     shown = [each for each in found if each["level"] != "green"]
     green = [str(each["name"]) for each in found if each["level"] == "green"]
     now = {each["name"] for each in shown if each["level"] == "red"}
-    rows = [[level(each["level"]), text(each["name"]), *why(each)] for each in shown]
+    rows = [[level(each["level"]), escape_text(each["name"]), *flag_cells(each)] for each in shown]
     before = [
-        [level("red", f"RED from step {each['step']}"), text(each["name"]), *why(each)]
+        [level("red", f"RED from step {each['step']}"), escape_text(each["name"]), *flag_cells(each)]
         for each in was_red
         if each["name"] not in now
     ]
@@ -211,12 +211,16 @@ def flags(found: Iterable[Mapping[str, Any]], was_red: Iterable[Mapping[str, Any
     if before:
         said += "<h4>Was red before</h4>" + table(head, before, kind="wide flags")
     if green:
-        said += f"<p>{level('green')} {len(green)} green: {text(', '.join(green))}.</p>"
+        said += f"<p>{level('green')} {len(green)} green: {escape_text(', '.join(green))}.</p>"
     return said
 
 
-def why(flag: Mapping[str, Any]) -> tuple[str, str, str]:
-    return f"{text(flag['evidence'])} ({text(flag['threshold'])})", text(flag["cause"]), text(flag["knob"])
+def flag_cells(flag: Mapping[str, Any]) -> tuple[str, str, str]:
+    return (
+        f"{escape_text(flag['evidence'])} ({escape_text(flag['threshold'])})",
+        escape_text(flag["cause"]),
+        escape_text(flag["knob"]),
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- preflight
@@ -228,14 +232,14 @@ def preflight(found: Mapping[str, Any], measured: float | None = None) -> str:
     rows = [
         [
             level(each["state"], "note" if each["state"] == "yellow" else None),
-            *map(text, (each["stage"], each["figure"], each["fix"])),
+            *map(escape_text, (each["stage"], each["figure"], each["fix"])),
         ]
         for each in found["lines"]
     ]
     bar = found["figures"].get("memory")
     drawn = figure(figures.memory_bar(bar, measured)) if bar else ""
     lines = table(["", "stage", "found", "what to do"], rows)
-    return f"<p>{verdict} Planned for: {text(found['target'])}.</p>{drawn}{lines}"
+    return f"<p>{verdict} Planned for: {escape_text(found['target'])}.</p>{drawn}{lines}"
 
 
 # ----------------------------------------------------------------------------------------------------------------- merge
@@ -252,22 +256,24 @@ def merged(directory: Path, report: "MergeReport | None" = None) -> str:
     verified = "not verified" if worst is None else f"{verified}{worst:.2f} of what rounding allows"
     merged_ones, copied = sum("rank" in each for each in tensors), found["tensors_copied"]
     rows = [
-        ("into", f"<code>{text(directory)}</code>"),
-        ("base", text(found["base"]["name"])),
-        ("adapters", text(", ".join(f"{each['path']} x {each['weight']:g}" for each in found["adapters"]))),
+        ("into", f"<code>{escape_text(directory)}</code>"),
+        ("base", escape_text(found["base"]["name"])),
+        ("adapters", escape_text(", ".join(f"{each['path']} x {each['weight']:g}" for each in found["adapters"]))),
         ("tensors", f"{merged_ones:,} merged, {copied:,} copied byte by byte"),
-        ("size", gib(sum(shard["bytes"] for shard in found["shards"].values()))),
+        ("size", format_memory(sum(shard["bytes"] for shard in found["shards"].values()))),
         ("verified", verified),
         ("q/delta", f"{found['q_over_delta']:.2f}" if found.get("q_over_delta") is not None else ""),
-        ("logits", text(report.logits) if report is not None and report.logits else ""),
-        ("written", text(found["created"]) + (f", in {report.seconds:.1f} s" if report is not None else "")),
+        ("logits", escape_text(report.logits) if report is not None and report.logits else ""),
+        ("written", escape_text(found["created"]) + (f", in {report.seconds:.1f} s" if report is not None else "")),
     ]
     try:
         drawn = figure(figures.delta_by_layer(directory))
     except UsageError as error:
-        drawn = f"<p>{text(error)}</p>"
-    _, outside = figures.deltas(directory)
-    others = [[text(name), f"{ratio:.2%}", f"{most:.3g}"] for name, (ratio, most) in list(outside.items())[:MOST_ROWS]]
+        drawn = f"<p>{escape_text(error)}</p>"
+    _, outside = figures.read_deltas(directory)
+    others = [
+        [escape_text(name), f"{ratio:.2%}", f"{most:.3g}"] for name, (ratio, most) in list(outside.items())[:MOST_ROWS]
+    ]
     rest = table(["outside the layers", "|change| / |weight|", "largest change"], others, numbers=(1, 2), kind="narrow")
     return facts(rows) + drawn + (rest if others else "")
 
@@ -275,9 +281,9 @@ def merged(directory: Path, report: "MergeReport | None" = None) -> str:
 # ------------------------------------------------------------------------------------------------------------- notebooks
 
 
-def html_of(report: Any) -> str:
+def render_html(report: Any) -> str:
     """What a notebook shows of a report that a public function returned: a merge's, a preflight's, a preview."""
-    return piece(REPORTS[type(report).__name__](report))
+    return inline_styles(REPORTS[type(report).__name__](report))
 
 
 REPORTS: dict[str, Callable[[Any], str]] = {

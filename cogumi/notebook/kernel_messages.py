@@ -1,6 +1,6 @@
 """A cell that waits lets its kernel answer the page: widgets come back after a reload, and their buttons work.
 
-ipykernel 7 hands the messages of a page to the main thread, which a cell occupies. `sleep` takes them while it waits:
+ipykernel 7 hands the messages of a page to the main thread, which a cell occupies. `sleep_and_answer` takes them while it waits:
 those about widgets are answered, and all others are handed on to run after the cell, in the order in which they came.
 """
 
@@ -10,15 +10,15 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from cogumi.core.notices import kernel_of_this
+from cogumi.core.notices import current_kernel
 
 ANSWERED = ("kernel_info_request", "comm_info_request", "comm_open", "comm_msg", "comm_close")
 answering = threading.Lock()
 
 
-def sleep(seconds: float) -> None:
+def sleep_and_answer(seconds: float) -> None:
     """Sleep. In the main thread of an ipykernel 7, answer the page meanwhile. An interrupt ends the sleep."""
-    until, here = time.monotonic() + seconds, kernel_here()
+    until, here = time.monotonic() + seconds, find_kernel()
     if here is None or not answering.acquire(blocking=False):  # a button's function that waits was called from here
         time.sleep(seconds)
         return
@@ -32,9 +32,9 @@ def sleep(seconds: float) -> None:
         answering.release()
 
 
-def kernel_here() -> Any | None:
+def find_kernel() -> Any | None:
     """The kernel whose main thread this is, if its messages can be taken; None where there is only sleeping."""
-    found = kernel_of_this()
+    found = current_kernel()
     channel = getattr(found, "shell_channel_thread", None)
     if channel is None or threading.current_thread() is not channel.parent_thread:
         return None
@@ -52,7 +52,7 @@ def take_messages(kernel: Any, until: float) -> None:
     while stream.socket.poll(max(0, round(1000 * (until - time.monotonic())))):
         message = stream.socket.recv_multipart(copy=False)
         if message_type(kernel, message) in ANSWERED:
-            answer(kernel, message)
+            answer_message(kernel, message)
         else:
             kernel.io_loop.add_callback(stream._recv_callback, message)  # which runs when the cell has ended
 
@@ -65,7 +65,7 @@ def message_type(kernel: Any, message: list[Any]) -> str:
     return str(header["msg_type"])
 
 
-def answer(kernel: Any, message: list[Any]) -> None:
+def answer_message(kernel: Any, message: list[Any]) -> None:
     """Do what the kernel does with a message between two cells, and say that it is busy with this cell again."""
     identities, parts = kernel.session.feed_identities(message, copy=False)
     request = kernel.session.deserialize(parts, copy=False)

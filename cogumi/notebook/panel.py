@@ -11,27 +11,27 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cogumi.checkpoints.retention import checkpoints_in
-from cogumi.core.disk_space import spoken
+from cogumi.checkpoints.retention import list_checkpoints
+from cogumi.core.disk_space import format_bytes
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import flag_sentence
-from cogumi.core.notices import in_a_kernel
+from cogumi.core.notices import is_notebook
 from cogumi.core.run_directory import CHECKPOINT, PAUSE
-from cogumi.notebook.curves import svg_of
-from cogumi.notebook.html_components import blank, folded, level, style, table, text
-from cogumi.notebook.run_snapshot import REFRESH_SECONDS, Look, Looker
+from cogumi.notebook.curves import render_svg
+from cogumi.notebook.html_components import describe_blank, escape_text, folded, level, style, table
+from cogumi.notebook.run_snapshot import REFRESH_SECONDS, RunSnapshot, SnapshotReader
 from cogumi.telemetry.status import (
-    checked,
     checks,
-    failed,
-    figures,
-    in_short,
-    machine,
-    missed,
-    near_here,
-    number,
-    on_a_screen,
+    failed_checks,
+    format_checks,
+    format_failed_check,
+    format_headline,
+    format_machine,
+    format_metrics,
+    format_screen,
+    format_value,
     reds,
+    relative_path,
     tail_lines,
 )
 
@@ -42,27 +42,27 @@ LOG_LINES, LINE_BYTES = 12, 12_000
 STOP, UNPAUSE = "STOP", "UNPAUSE"  # what buttons ask for beside CHECKPOINT and PAUSE, which are files as well
 
 
-shown: dict[Path, "Panel"] = {}
+open_panels: dict[Path, "RunPanel"] = {}
 """The panels of this kernel that are drawn anew, by run directory: a second one of the same run is the same one."""
 
 
-def show(run: Any) -> None:
+def show_panel(run: Any) -> None:
     """Display the panel of a `cogumi.Run` in a notebook; elsewhere, and where widgets are not shown, one screen of text."""
-    words = on_a_screen(run.status())
-    if not in_a_kernel() or find_spec("ipywidgets") is None:
+    words = format_screen(run.status())
+    if not is_notebook() or find_spec("ipywidgets") is None:
         print(words)
         return
     from IPython.display import display
 
-    panel = shown.get(run.run_dir)
+    panel = open_panels.get(run.run_dir)
     if panel is None or not panel.thread.is_alive():
-        panel = shown[run.run_dir] = Panel(run)
+        panel = open_panels[run.run_dir] = RunPanel(run)
         panel.thread.start()
     bundle: dict[str, Any] = panel.box._repr_mimebundle_()
     display({WIDGET: bundle[WIDGET], "text/plain": words}, raw=True)
 
 
-class Panel:
+class RunPanel:
     """The widgets, and the thread that draws them until the run has ended."""
 
     def __init__(self, run: Any) -> None:
@@ -75,7 +75,7 @@ class Panel:
             made.on_click(press)
             return made
 
-        self.run, self.looker = run, Looker(run.run_dir)
+        self.run, self.looker = run, SnapshotReader(run.run_dir)
         self.head, self.flags, self.plots, self.samples, self.rest, self.said = (HTML() for _ in range(6))
         self.stop = button("Stop", "stop", "Finish the step, save a checkpoint, end", self.on_stop)
         self.save = button("Checkpoint now", "save", "Save a checkpoint after this step, train on", self.on_save)
@@ -90,7 +90,7 @@ class Panel:
         self.marked: list[dict[str, Any]] = []  # in the plots as they stand
         self.now = threading.Event()  # a button was pressed: do not wait
         self.thread = threading.Thread(target=self.follow, name=f"cogumi panel {run.run_dir.name}", daemon=True)
-        self.head.value = styled("reading the run")
+        self.head.value = add_style("reading the run")
 
     def follow(self) -> None:
         """Draw until the run has ended. What goes wrong is said in the panel, and raised."""
@@ -111,28 +111,28 @@ class Panel:
             self.end(f"the panel has stopped: {type(error).__name__}: {error}")
             raise
 
-    def draw(self, look: Look) -> None:
+    def draw(self, look: RunSnapshot) -> None:
         """Only what has another value than before is sent to the browser."""
         ended, paused = look.status.ended, look.status.state == "paused"
-        self.head.value = styled(head(look))
-        self.flags.value = flags(look)
+        self.head.value = add_style(render_head(look))
+        self.flags.value = render_flags(look)
         if look.changed or look.was_red != self.marked:  # a flag is judged after its row is written
-            self.plots.value, self.marked = plots(look), look.was_red
-        self.samples.value = samples(look)
-        self.rest.value = rest(look)
+            self.plots.value, self.marked = render_plots(look), look.was_red
+        self.samples.value = render_samples(look)
+        self.rest.value = render_rest(look)
         self.pause.description, self.pause.icon = ("Unpause", "play") if paused else ("Pause", "pause")
         self.stop.disabled = ended or self.asked_to_stop
         self.save.disabled = ended or paused
         self.pause.disabled = ended
         if word := self.done(look):
-            self.asked, self.said.value = "", said(word)
+            self.asked, self.said.value = "", render_message(word)
         elif look.status.state != self.state:  # it came without a button
             self.said.value = ""
         self.state = look.status.state
 
-    def done(self, look: Look) -> str:
+    def done(self, look: RunSnapshot) -> str:
         """What the run has done of what was asked; "" while there is nothing to tell."""
-        status, newest = look.status, newest_in(self.run.run_dir)
+        status, newest = look.status, newest_checkpoint_name(self.run.run_dir)
         if status.ended:
             return f"the run has ended, and this is how it ended: {status}"
         if self.asked == PAUSE and status.state == "paused":
@@ -147,7 +147,7 @@ class Panel:
         return ""
 
     def end(self, reason: str) -> None:
-        self.head.value = styled(f"<b>{text(reason)}</b><br>What stands below is the last that was seen.")
+        self.head.value = add_style(f"<b>{escape_text(reason)}</b><br>What stands below is the last that was seen.")
         for button in (self.stop, self.save, self.pause):
             button.disabled = True
 
@@ -166,118 +166,129 @@ class Panel:
 
     def ask(self, what: str, request: Any, word: str) -> bool:
         """What a button asks for; a refusal is said beside it. Whether it was asked."""
-        newest = newest_in(self.run.run_dir)  # before it is asked
+        newest = newest_checkpoint_name(self.run.run_dir)  # before it is asked
         asked = True
         try:
             request()
         except UsageError as error:
             asked, word = False, str(error)
         self.asked, self.newest = what if asked else "", newest
-        self.said.value = said(word)
+        self.said.value = render_message(word)
         self.now.set()
         return asked
 
 
-def newest_in(run_dir: Path) -> str:
+def newest_checkpoint_name(run_dir: Path) -> str:
     """The name of the newest checkpoint, "" of none."""
-    return next((path.name for path in checkpoints_in(run_dir / "checkpoints")), "")
+    return next((path.name for path in list_checkpoints(run_dir / "checkpoints")), "")
 
 
 # ------------------------------------------------------------------------------------------------------ its parts as HTML
 
 
-def within(*parts: str) -> str:
+def wrap_piece(*parts: str) -> str:
     return f'<div class="cogumi-piece">{"".join(parts)}</div>' if any(parts) else ""
 
 
-def styled(content: str) -> str:
-    return f"<style>{style()}</style>{within(content)}"
+def add_style(content: str) -> str:
+    return f"<style>{style()}</style>{wrap_piece(content)}"
 
 
-def said(word: str) -> str:
-    return f'<span class="cogumi-piece" role="status">{text(word)}</span>'
+def render_message(word: str) -> str:
+    return f'<span class="cogumi-piece" role="status">{escape_text(word)}</span>'
 
 
-def head(look: Look) -> str:
+def render_head(look: RunSnapshot) -> str:
     """Where, what, how far, how long yet, what it costs, what the machine does."""
     status = look.status
-    lines = [f"<b>{text(in_short(status))}</b>"]
+    lines = [f"<b>{escape_text(format_headline(status))}</b>"]
     if status.step is not None and status.steps:
         share = min(1.0, status.step / status.steps)
         word = f"step {status.step} of {status.steps}"
         lines.append(f'<progress max="1" value="{share:.4f}" aria-label="{word}">{share:.0%}</progress>')
     if status.reason:
-        lines.append(text(" ".join(status.reason.split())))
-    lines += [text(" · ".join(each.split("  "))) for each in (figures(status), machine(status.heartbeat)) if each]
+        lines.append(escape_text(" ".join(status.reason.split())))
+    lines += [
+        escape_text(" · ".join(each.split("  ")))
+        for each in (format_metrics(status), format_machine(status.heartbeat))
+        if each
+    ]
     return "<br>".join(lines)
 
 
-def flags(look: Look) -> str:
+def render_flags(look: RunSnapshot) -> str:
     """What is not green with its evidence and the key to change; what was red before, numbered as in the plots; the verdict."""
     lines = [
-        f"{level(flag['level'], flag['level'].upper() + ' ' + flag['name'])} {text(flag_sentence(flag))}"
+        f"{level(flag['level'], flag['level'].upper() + ' ' + flag['name'])} {escape_text(flag_sentence(flag))}"
         for flag in look.flags
         if flag["level"] != "green"
     ]
     if look.flags:
         lines.append(level("green", f"{len(look.flags) - len(lines)} of {len(look.flags)} flags are green"))
     lines += [
-        f"⚑{number} red at step {each['step']}: {text(each['name'])}: {text(each['evidence'])}"
-        for number, each in enumerate(look.was_red, 1)
+        f"⚑{format_value} red at step {each['step']}: {escape_text(each['name'])}: {escape_text(each['evidence'])}"
+        for format_value, each in enumerate(look.was_red, 1)
     ]
     if found := checks(look.status):
-        bad = missed(found)
-        verdict = [checked(look.status), *(f"FAIL {failed(each)} (required: {each['requirement']})" for each in bad)]
+        bad = failed_checks(found)
+        verdict = [
+            format_checks(look.status),
+            *(f"FAIL {format_failed_check(each)} (required: {each['requirement']})" for each in bad),
+        ]
         state = "red" if bad or reds(look.status) else "green"
-        lines.append(f"{level(state, 'verdict')} {'<br>'.join(map(text, verdict))}")
-    return within(*(f"<p>{line}</p>" for line in lines))
+        lines.append(f"{level(state, 'verdict')} {'<br>'.join(map(escape_text, verdict))}")
+    return wrap_piece(*(f"<p>{line}</p>" for line in lines))
 
 
-def plots(look: Look) -> str:
+def render_plots(look: RunSnapshot) -> str:
     marks = [(int(each["step"]), "red", each["name"]) for each in look.was_red]
-    drawn = [svg_of(plot, curves, marks) for plot, curves in look.plots]
-    return within(f'<div class="plots">{"".join(drawn)}</div>') if drawn else ""
+    drawn = [render_svg(plot, curves, marks) for plot, curves in look.plots]
+    return wrap_piece(f'<div class="plots">{"".join(drawn)}</div>') if drawn else ""
 
 
-def samples(look: Look) -> str:
+def render_samples(look: RunSnapshot) -> str:
     if not look.samples:
         return ""
     last = next((key for key in ("reward", "middle", "answer") if key in look.samples[0]), None)
     rows = []
     for each in look.samples:
-        cells = [glance(str(each["prompt"]), "end"), glance(str(each["completion"]))]
+        cells = [render_excerpt(str(each["prompt"]), "end"), render_excerpt(str(each["completion"]))]
         if last is not None:
-            cells.append(text(number(each[last])) if last == "reward" else glance(str(each[last])))
+            cells.append(escape_text(format_value(each[last])) if last == "reward" else render_excerpt(str(each[last])))
         rows.append(cells)
     more = {None: [], "reward": ["reward"]}.get(last, ["expected"])
-    return within(
+    return wrap_piece(
         f"<h4>newest samples, step {look.sampled_at}</h4>", table(["prompt (its end)", "completion", *more], rows)
     )
 
 
-def glance(words: str, shows: str = "start") -> str:
+def render_excerpt(words: str, shows: str = "start") -> str:
     """What is read at a glance. shows: what of a long text is seen before it is scrolled, "start" or "end"."""
     if not words.strip():
-        words = blank(words)
+        words = describe_blank(words)
     elif len(words) > MOST_CHARACTERS:
         words = "…" + words[-MOST_CHARACTERS:] if shows == "end" else words[:MOST_CHARACTERS] + "…"
-    return f'<pre class="glance {shows}">{text(words)}</pre>'
+    return f'<pre class="glance {shows}">{escape_text(words)}</pre>'
 
 
-def rest(look: Look) -> str:
+def render_rest(look: RunSnapshot) -> str:
     """Checkpoints, disk, the end of the log."""
     found = []
     if look.checkpoints:
         words = {"verified": "verified when it was saved, sizes unchanged"}
         rows = [
-            [text(each.path.name), text(words.get(each.state, f"{each.state}: {each.reason}")), spoken(each.bytes)]
+            [
+                escape_text(each.path.name),
+                escape_text(words.get(each.state, f"{each.state}: {each.reason}")),
+                format_bytes(each.bytes),
+            ]
             for each in look.checkpoints
         ]
-        found += ["<h4>checkpoints</h4>", table(["newest first", "state", "size"], rows), text(look.broke)]
+        found += ["<h4>checkpoints</h4>", table(["newest first", "state", "size"], rows), escape_text(look.broke)]
     if look.disk:
-        found += ["<h4>disk</h4>", "<br>".join(map(text, look.disk))]
+        found += ["<h4>disk</h4>", "<br>".join(map(escape_text, look.disk))]
     log = tail_lines(Path(look.status.log), LINE_BYTES)[-LOG_LINES:]
     if log:
         lines = "\n".join(log)
-        found.append(folded(near_here(look.status.log), f'<pre class="glance end">{text(lines)}</pre>'))
-    return within(*found)
+        found.append(folded(relative_path(look.status.log), f'<pre class="glance end">{escape_text(lines)}</pre>'))
+    return wrap_piece(*found)

@@ -14,27 +14,27 @@ from typing import Any
 
 import yaml
 
-from cogumi.checkpoints.manifest import CheckpointDamaged, files_of, read_manifest
-from cogumi.checkpoints.retention import checkpoints_in
+from cogumi.checkpoints.manifest import CheckpointDamaged, list_manifest_files, read_manifest
+from cogumi.checkpoints.retention import list_checkpoints
 from cogumi.core import __version__
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import duration, gib
+from cogumi.core.formatting import format_duration, format_memory
 from cogumi.core.run_directory import DECISIONS, FORECAST, ROLLOUTS, read_section, write_atomic
 from cogumi.notebook import figures, html_components
-from cogumi.notebook.completions import rollouts, side_by_side
-from cogumi.notebook.curves import Curves, svg_of
-from cogumi.notebook.html_components import facts, figure, folded, level, style, table, text, verbatim
-from cogumi.notebook.run_snapshot import broke
+from cogumi.notebook.completions import render_rollouts, side_by_side
+from cogumi.notebook.curves import Curves, render_svg
+from cogumi.notebook.html_components import escape_text, facts, figure, folded, level, style, table, verbatim
+from cogumi.notebook.run_snapshot import describe_broken_checkpoints
 from cogumi.telemetry.status import (
     BROKEN_OFF,
     Status,
     checks,
-    counted,
-    failure,
-    missed,
-    read_if_there,
+    count_checks,
+    failed_checks,
+    format_missed_check,
+    format_state,
+    read_json_or_empty,
     reds,
-    state_of,
     status_of,
     tail_lines,
 )
@@ -57,7 +57,7 @@ def write_report(run_dir: str | PathLike[str], out: str | PathLike[str] | None =
     """
     run = Path(run_dir)
     path = run / FILE if out is None else Path(out)
-    page = report(status_of(run))
+    page = render_report(status_of(run))
     try:
         write_atomic(path, page)
     except OSError as error:
@@ -65,12 +65,12 @@ def write_report(run_dir: str | PathLike[str], out: str | PathLike[str] | None =
     return path
 
 
-def report(status: Status) -> str:
+def render_report(status: Status) -> str:
     """The whole page, of a run as it stands."""
     run = Path(status.run_dir)
     parts = {
         "Verdict": verdict(run, status),
-        "What it was": what_it_was(run, status),
+        "What it was": summary(run, status),
         "Flags": flags(run),
         "Curves": curves(run),
         "Rewards": rewards(run),
@@ -88,11 +88,11 @@ def report(status: Status) -> str:
         f'<section><h2 id="{anchor}">{title}</h2>\n{parts[title]}</section>' for title, anchor in anchors.items()
     )
     body = "\n".join(sections)
-    name = text(run.absolute().name)
-    state, word = in_a_word(status)
-    reason = f'<p class="reason">{text(status.reason)}</p>' if status.reason else ""
+    name = escape_text(run.absolute().name)
+    state, word = headline(status)
+    reason = f'<p class="reason">{escape_text(status.reason)}</p>' if status.reason else ""
     if not status.ended:
-        reason = f'<p class="reason">It is still at work: this is how far it was, {when(time.time())}.</p>'
+        reason = f'<p class="reason">It is still at work: this is how far it was, {format_time(time.time())}.</p>'
     sheets = style() + files("cogumi.notebook").joinpath("report.css").read_text(encoding="utf-8")
     return f"""<!doctype html>
 <html lang="en">
@@ -101,7 +101,7 @@ def report(status: Status) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<title>{name}: {text(word)}</title>
+<title>{name}: {escape_text(word)}</title>
 <style>{sheets}</style>
 </head>
 <body>
@@ -120,28 +120,34 @@ def report(status: Status) -> str:
 # -------------------------------------------------------------------------------------------------------- how it stands
 
 
-def in_a_word(status: Status) -> tuple[str, str]:
+def headline(status: Status) -> tuple[str, str]:
     """(level, word): `passed` only where a run came to its end, every check passed and no flag is red."""
     if status.passed:
         if red := reds(status):
             return "red", f"{status.state}, RED: {', '.join(red)}"
         return "green", "passed" if status.state == "finished" else f"{status.state}, passed"
     if not status.ended:
-        return "unknown", state_of(status)
-    if read_if_there(Path(status.run_dir) / "verdict.json").get("passed") is False:
-        failed = ", ".join(each["name"] for each in missed(checks(status)))
+        return "unknown", format_state(status)
+    if read_json_or_empty(Path(status.run_dir) / "verdict.json").get("passed") is False:
+        failed = ", ".join(each["name"] for each in failed_checks(checks(status)))
         return "red", f"FAIL ({status.state}): {failed}"
     return ("red" if status.state in ("failed", "died", "refused") else "yellow"), status.state
 
 
 def verdict(run: Path, status: Status) -> str:
-    found = read_if_there(run / "verdict.json")
+    found = read_json_or_empty(run / "verdict.json")
     if not found:
-        return f"<p>There is no verdict: {text(state_of(status))}. Checks are made when a training has ended by itself.</p>"
+        state = escape_text(format_state(status))
+        return f"<p>There is no verdict: {state}. Checks are made when a training has ended by itself.</p>"
     red = reds(status)
-    said = text(". ".join([counted(found["checks"], red), *map(failure, missed(found["checks"]))])) + "."
+    said = (
+        escape_text(
+            ". ".join([count_checks(found["checks"], red), *map(format_missed_check, failed_checks(found["checks"]))])
+        )
+        + "."
+    )
     if "safe_to_scale" in found:
-        said += f" Safe to scale: {text(found['safe_to_scale'])}."
+        said += f" Safe to scale: {escape_text(found['safe_to_scale'])}."
     word = (
         level("green", "passed") if found["passed"] and not red else level("red", "RED" if found["passed"] else "FAIL")
     )
@@ -149,7 +155,7 @@ def verdict(run: Path, status: Status) -> str:
 
 
 def flags(run: Path) -> str:
-    found = read_if_there(run / "flags.json")
+    found = read_json_or_empty(run / "flags.json")
     if not found:
         return "<p>Nothing was judged yet: there is no flags.json.</p>"
     at = f"<p>As of step {found['step']}.</p>" if "step" in found else ""
@@ -159,8 +165,8 @@ def flags(run: Path) -> str:
 # ------------------------------------------------------------------------------------------------------------ what it was
 
 
-def what_it_was(run: Path, status: Status) -> str:
-    config, came_to, beat = config_of(run), read_if_there(run / "metrics.json"), status.heartbeat
+def summary(run: Path, status: Status) -> str:
+    config, came_to, beat = config_of(run), read_json_or_empty(run / "metrics.json"), status.heartbeat
     model, base = config.get("model", {}), read_section(run / DECISIONS, "base")
     asked = config.get("cogumi", {})
     tuning = {"lora": "LoRA", "full": "every weight"}.get(asked.get("tuning"), "")
@@ -169,42 +175,47 @@ def what_it_was(run: Path, status: Status) -> str:
     began = beat.get("started") or status.began
     took = came_to.get("elapsed_seconds", beat.get("elapsed_seconds"))
     stages = came_to.get("seconds") or beat.get("seconds") or {}
-    said = ", ".join(f"{stage} {duration(each)}" for stage, each in stages.items() if each >= 1)
+    said = ", ".join(f"{stage} {format_duration(each)}" for stage, each in stages.items() if each >= 1)
     cost = came_to.get("cost", beat.get("cost_so_far"))
     speed, mfu = came_to.get("tokens_per_second") or beat.get("tokens_per_second"), came_to.get("mfu")
     final = came_to.get("final", {}).items()
     rows = [
-        ("directory", f"<code>{text(run.absolute())}</code>"),
-        ("model", text(", at commit ".join(str(each) for each in (model.get("name"), base.get("commit")) if each))),
-        ("method", text(", ".join(filter(None, (asked.get("method"), tuning))))),
-        ("state", text(state_of(status))),
+        ("directory", f"<code>{escape_text(run.absolute())}</code>"),
+        (
+            "model",
+            escape_text(", at commit ".join(str(each) for each in (model.get("name"), base.get("commit")) if each)),
+        ),
+        ("method", escape_text(", ".join(filter(None, (asked.get("method"), tuning))))),
+        ("state", escape_text(format_state(status))),
         (
             "steps",
             "" if status.step is None else f"{status.step:,}" + (f" of {status.steps:,}" if status.steps else ""),
         ),
-        ("began", when(began) if began else ""),
-        ("last sign of life", when(status.last_sign) if status.last_sign else ""),
-        ("took", duration(took) + (f" ({text(said)})" if said else "") if took else ""),
+        ("began", format_time(began) if began else ""),
+        ("last sign of life", format_time(status.last_sign) if status.last_sign else ""),
+        ("took", format_duration(took) + (f" ({escape_text(said)})" if said else "") if took else ""),
         ("cost", f"${cost:.2f}" if is_number(cost) else "not known: no cogumi.price_per_hour was given"),
         ("tokens", f"{came_to['tokens']:,}" if came_to.get("tokens") else ""),
         (
             "speed",
             f"{speed:,.0f} tokens/s" + (f", MFU {mfu:.1%}" if is_number(mfu) else "") if is_number(speed) else "",
         ),
-        ("machine", text(machine(status))),
-        ("at the end", text(", ".join(f"{key} {value:.4g}" for key, value in final if is_number(value)))),
+        ("machine", escape_text(describe_machine(status))),
+        ("at the end", escape_text(", ".join(f"{key} {value:.4g}" for key, value in final if is_number(value)))),
     ]
     return facts(rows)
 
 
-def machine(status: Status) -> str:
+def describe_machine(status: Status) -> str:
     beat = status.heartbeat
     gpu, cpu, store = (beat.get(key) or {} for key in ("gpu", "cpu", "memory"))
     said = [
         str(status.host or ""),
-        f"{gpu.get('name', 'a GPU')} with {gib(gpu['total'])}" if gpu.get("total") else ("no GPU" if beat else ""),
+        f"{gpu.get('name', 'a GPU')} with {format_memory(gpu['total'])}"
+        if gpu.get("total")
+        else ("no GPU" if beat else ""),
         f"{cpu['cores']} cores" if cpu.get("cores") else "",
-        f"{gib(store['total'])} of memory" if store.get("total") else "",
+        f"{format_memory(store['total'])} of memory" if store.get("total") else "",
     ]
     return ", ".join(filter(None, said))
 
@@ -213,7 +224,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
-def when(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """A time as a person of any time zone reads it."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
@@ -231,12 +242,12 @@ def curves(run: Path) -> str:
     """The plots of the panel, and by their numbers the flags that are or were red or yellow."""
     found = Curves(run / "metrics.jsonl")
     found.read()
-    flags = figures.flags_at(read_if_there(run / "flags.json"))
-    drawn = [svg_of(plot, of, flags) for plot, of in found.plots()]
+    flags = figures.flag_steps(read_json_or_empty(run / "flags.json"))
+    drawn = [render_svg(plot, of, flags) for plot, of in found.plots()]
     if not drawn:
         return "<p>Nothing was logged: there is no metrics.jsonl with a step in it.</p>"
     marks = "".join(
-        f"<p>{level(state, f'⚑{number} {state}')} at step {step}: {text(name)}</p>"
+        f"<p>{level(state, f'⚑{number} {state}')} at step {step}: {escape_text(name)}</p>"
         for number, (step, state, name) in enumerate(flags, 1)
     )
     return f'<div class="plots">{"".join(drawn)}</div>{marks}'
@@ -255,13 +266,13 @@ def completions(run: Path) -> str:
     try:
         said = str(side_by_side(run))
     except UsageError as error:
-        said = f"<p>{text(error)}</p>"
+        said = f"<p>{escape_text(error)}</p>"
     sampled: list[Mapping[str, Any]] = []
-    for row in figures.rows_of(run / ROLLOUTS):  # the first one and the last
+    for row in figures.read_rows(run / ROLLOUTS):  # the first one and the last
         if row.get("shown"):
             sampled = [*sampled[:1], row]
     return said + (
-        folded("Sampled while it trained, first and last, with rewards", rollouts(sampled)) if sampled else ""
+        folded("Sampled while it trained, first and last, with rewards", render_rollouts(sampled)) if sampled else ""
     )
 
 
@@ -274,14 +285,17 @@ def data(run: Path) -> str:
 
 
 def memory(run: Path) -> str:
-    forecast, took = read_section(run / FORECAST, "preflight"), read_if_there(run / "metrics.json").get("memory", {})
+    forecast, took = (
+        read_section(run / FORECAST, "preflight"),
+        read_json_or_empty(run / "metrics.json").get("memory", {}),
+    )
     peak, expected = took.get("gpu_peak_allocated"), took.get("gpu_peak_forecast")
     off = f", {100 * (expected / peak - 1):+.1f} % from what it was" if expected and peak else ""
     rows = [
-        ("peak on the GPU (tensors)", gib(peak) if peak else ""),
-        ("reserved on the GPU", gib(took["gpu_peak_reserved"]) if took.get("gpu_peak_reserved") else ""),
-        ("forecast of the peak (tensors)", gib(expected) + off if expected else ""),
-        ("peak of the process, main memory", gib(took["peak_rss"]) if took.get("peak_rss") else ""),
+        ("peak on the GPU (tensors)", format_memory(peak) if peak else ""),
+        ("reserved on the GPU", format_memory(took["gpu_peak_reserved"]) if took.get("gpu_peak_reserved") else ""),
+        ("forecast of the peak (tensors)", format_memory(expected) + off if expected else ""),
+        ("peak of the process, main memory", format_memory(took["peak_rss"]) if took.get("peak_rss") else ""),
     ]
     if not forecast:
         none = "<p>No forecast: the run made none (a run without a GPU begins without one).</p>"
@@ -298,7 +312,7 @@ def merge(run: Path) -> str:
 
 
 def checkpoints(run: Path) -> str:
-    there = checkpoints_in(run / "checkpoints")
+    there = list_checkpoints(run / "checkpoints")
     if not there:
         return "<p>There is no checkpoint.</p>"
     rows = []
@@ -307,13 +321,13 @@ def checkpoints(run: Path) -> str:
             whole = read_manifest(path) is not None
             state = level("green", "there") if whole else level("yellow", "none: it was not saved whole")
         except CheckpointDamaged as error:
-            state = f"{level('red', 'DAMAGED')} {text(error)}"
-        size = gib(sum(file.stat().st_size for file in files_of(path).values()))
+            state = f"{level('red', 'DAMAGED')} {escape_text(error)}"
+        size = format_memory(sum(file.stat().st_size for file in list_manifest_files(path).values()))
         step = path.name.removeprefix("checkpoint-")
-        rows.append([text(path.name), text(step), size, when(path.stat().st_mtime), state])
+        rows.append([escape_text(path.name), escape_text(step), size, format_time(path.stat().st_mtime), state])
     said = table(["checkpoint", "step", "size", "saved", "manifest"], rows, numbers=(1, 2))
-    if word := broke(read_if_there(run / "flags.json").get("was_red", []), there):
-        said += f"<p>{text(word)}.</p>"
+    if word := describe_broken_checkpoints(read_json_or_empty(run / "flags.json").get("was_red", []), there):
+        said += f"<p>{escape_text(word)}.</p>"
     return f"{said}<p>Newest first. A resume reads every file and compares it with its manifest.</p>"
 
 
@@ -327,7 +341,7 @@ def decisions(run: Path, status: Status) -> str:
     told = [(kind, line) for kind, line in lines if not NO_DECISIONS.match(line)]
     said = ""
     if told:
-        items = "".join(f"<li>{LOUD.get(kind, '')}{text(line)}</li>\n" for kind, line in told[-MOST_LINES:])
+        items = "".join(f"<li>{LOUD.get(kind, '')}{escape_text(line)}</li>\n" for kind, line in told[-MOST_LINES:])
         more = len(told) - MOST_LINES
         said = (f"<p>{more:,} earlier lines are in run.log.</p>" if more > 0 else "") + f"<ol>{items}</ol>"
     failed = traceback_in(own) or traceback_in(shown)

@@ -19,13 +19,21 @@ from rich.table import Table
 from rich.text import Text
 
 from cogumi.checkpoints.manifest import step_of
-from cogumi.checkpoints.retention import checkpoints_in
+from cogumi.checkpoints.retention import list_checkpoints
 from cogumi.checkpoints.verify import Finding, inspect
-from cogumi.core.disk_space import spoken
-from cogumi.core.formatting import duration, visible
+from cogumi.core.disk_space import format_bytes
+from cogumi.core.formatting import escape_controls, format_duration
 from cogumi.core.run_directory import FORECAST, ROLLOUTS, read_section
-from cogumi.notebook.curves import LAST, Curve, Curves, Plot, short
-from cogumi.telemetry.status import Status, facts, in_short, number, read_if_there, status_of, tail_lines
+from cogumi.notebook.curves import LAST, Curve, Curves, Plot, format_number
+from cogumi.telemetry.status import (
+    Status,
+    format_facts,
+    format_headline,
+    format_value,
+    read_json_or_empty,
+    status_of,
+    tail_lines,
+)
 
 ROLLOUT_BYTES = 1 << 20  # at the end of a file: more than one rollout writes
 LOOK_BYTES = 48 << 20  # of metrics that are read at a look: some tenths of a second
@@ -40,7 +48,7 @@ MARKS = {"red": "bold red", "yellow": "yellow"}
 
 
 @dataclass(frozen=True)
-class Look:
+class RunSnapshot:
     """One look. `flags` and `was_red` as in flags.json; `samples`: prompt, completion, and reward or the expected answer."""
 
     status: Status
@@ -58,24 +66,24 @@ class Look:
 
     @property
     def broke(self) -> str:
-        return broke(self.was_red, [each.path for each in self.checkpoints])
+        return describe_broken_checkpoints(self.was_red, [each.path for each in self.checkpoints])
 
 
-class Looker:
+class SnapshotReader:
     """Looks at one run again and again. Raises UsageError where there is none any more."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.curves = run_dir, Curves(run_dir / "metrics.jsonl")
 
-    def look(self) -> Look:
+    def look(self) -> RunSnapshot:
         status = status_of(self.run_dir)
         changed = self.curves.read(LOOK_BYTES)
-        judged = read_if_there(self.run_dir / "flags.json")
-        sampled_at, samples = newest_samples(self.run_dir)
+        judged = read_json_or_empty(self.run_dir / "flags.json")
+        sampled_at, samples = read_newest_samples(self.run_dir)
         # Names and sizes against what was verified when it was saved; one may just have made room.
-        newest = checkpoints_in(self.run_dir / "checkpoints")[:CHECKPOINTS]
+        newest = list_checkpoints(self.run_dir / "checkpoints")[:CHECKPOINTS]
         inspected = [inspect(path, whole=False) for path in newest]
-        return Look(
+        return RunSnapshot(
             status=status,
             plots=self.curves.plots(),
             flags=judged.get("flags", []),
@@ -89,14 +97,14 @@ class Looker:
         )
 
 
-def broke(was_red: list[dict[str, Any]], newest: list[Path]) -> str:
+def describe_broken_checkpoints(was_red: list[dict[str, Any]], newest: list[Path]) -> str:
     """What to say of checkpoints, whole as they are, that were saved when numbers had stopped being finite; "" of none."""
     at = next((int(each["step"]) for each in was_red if each["name"] == "finite numbers"), None)
     late = [path.name for path in newest if at is not None and step_of(path) >= at]
     return f"saved after numbers stopped being finite (step {at}): {', '.join(late)}" if late else ""
 
 
-def newest_samples(run_dir: Path) -> tuple[int | None, list[dict[str, Any]]]:
+def read_newest_samples(run_dir: Path) -> tuple[int | None, list[dict[str, Any]]]:
     """Step and rows of the last rollout that was written (worst to best), else of the last samples; none of either: []."""
     lines = tail_lines(run_dir / ROLLOUTS, ROLLOUT_BYTES)
     if lines:
@@ -115,7 +123,7 @@ def disk_lines(run_dir: Path, status: Status) -> list[str]:
     free = (status.heartbeat.get("disk") or {}).get("free") or sample.get("free")
     if free is not None:
         hours = sample.get("hours_until_full") or math.inf
-        rate = f", full in {duration(hours * 3600)} at the rate of the last hour" if hours < SOON_HOURS else ""
+        rate = f", full in {format_duration(hours * 3600)} at the rate of the last hour" if hours < SOON_HOURS else ""
         said.append(f"{free / 1e9:.1f} GB free{rate}" + (f" ({sample['level']})" if sample.get("level") else ""))
     forecast: list[str] = read_section(run_dir / FORECAST, "disks").get("lines", [])
     return said + forecast
@@ -126,11 +134,11 @@ def disk_lines(run_dir: Path, status: Status) -> list[str]:
 
 def watch(run_dir: Path, console: Console | None = None) -> None:
     """Follow a run until it ends. Ctrl-C ends the watching, not the run. Without a terminal each look is printed once."""
-    looker = Looker(run_dir)
+    looker = SnapshotReader(run_dir)
     with Live(console=console, auto_refresh=False) as live:
         while True:
             look = looker.look()
-            live.update(screen(look), refresh=True)
+            live.update(render_screen(look), refresh=True)
             if look.behind:
                 continue
             if look.status.ended:
@@ -138,7 +146,7 @@ def watch(run_dir: Path, console: Console | None = None) -> None:
             time.sleep(REFRESH_SECONDS)
 
 
-def screen(look: Look) -> RenderableType:
+def render_screen(look: RunSnapshot) -> RenderableType:
     """One look as a screen: state, flags, curves, checkpoints, disk, samples: what a low terminal does not show comes last."""
     status = look.status
     parts: list[RenderableType] = []
@@ -146,19 +154,19 @@ def screen(look: Look) -> RenderableType:
         bar = Table.grid()  # a bar alone does not end its line
         bar.add_row(ProgressBar(total=status.steps, completed=min(status.step, status.steps), width=COLUMNS * 2))
         parts.append(bar)
-    parts += [plain(line, MARKS.get(line.partition(":")[0], "")) for line in facts(status)]
+    parts += [plain_text(line, MARKS.get(line.partition(":")[0], "")) for line in format_facts(status)]
     if look.flags:
         green = sum(flag["level"] == "green" for flag in look.flags)
-        parts.append(plain(f"{green} of {len(look.flags)} flags are green", "green"))
-    parts.append(curve_lines(look))
-    parts += [plain(f"{each.path.name}: {each.state}, {spoken(each.bytes)}") for each in look.checkpoints]
-    parts += [plain(each) for each in (look.broke, *(f"disk: {each}" for each in look.disk)) if each]
+        parts.append(plain_text(f"{green} of {len(look.flags)} flags are green", "green"))
+    parts.append(render_curves(look))
+    parts += [plain_text(f"{each.path.name}: {each.state}, {format_bytes(each.bytes)}") for each in look.checkpoints]
+    parts += [plain_text(each) for each in (look.broke, *(f"disk: {each}" for each in look.disk)) if each]
     if look.samples:
-        parts.append(sample_table(look))
-    return Panel(Group(*parts), title=plain(in_short(status)), title_align="left")
+        parts.append(render_samples(look))
+    return Panel(Group(*parts), title=plain_text(format_headline(status)), title_align="left")
 
 
-def curve_lines(look: Look) -> Table:
+def render_curves(look: RunSnapshot) -> Table:
     table = Table.grid(padding=(0, 2))
     finite = [curve for _, drawn in look.plots for curve in drawn.values() if len(curve.low)]
     reached = max((curve.bins[LAST][-1] for curve in finite), default=0)
@@ -166,18 +174,18 @@ def curve_lines(look: Look) -> Table:
         for key, curve in drawn.items():
             name = plot.title if len(drawn) == 1 else key
             if len(curve.low):
-                between = f"{short(float(curve.low.min()))} to {short(float(curve.high.max()))}"
-                value, step = short(float(curve.mean[-1])), int(curve.bins[LAST][-1])
+                between = f"{format_number(float(curve.low.min()))} to {format_number(float(curve.high.max()))}"
+                value, step = format_number(float(curve.mean[-1])), int(curve.bins[LAST][-1])
                 at_last = f"now {value}" if step == reached else f"{value} (step {step})"
-                table.add_row(plain(name), sparkline(curve), at_last, between)
+                table.add_row(plain_text(name), sparkline(curve), at_last, between)
             if curve.broken:
-                table.add_row(plain(name), f"NOT FINITE at step {curve.broken[0]}", f"{len(curve.broken)} times")
+                table.add_row(plain_text(name), f"NOT FINITE at step {curve.broken[0]}", f"{len(curve.broken)} times")
     return table
 
 
-def plain(text: str, style: str = "") -> Text:
+def plain_text(text: str, style: str = "") -> Text:
     """Text that others wrote, as it is: neither rich's markup in it nor a terminal's control characters are obeyed."""
-    return Text(visible(text), style)
+    return Text(escape_controls(text), style)
 
 
 def sparkline(curve: Curve) -> str:
@@ -188,12 +196,15 @@ def sparkline(curve: Curve) -> str:
     return "".join(BLOCKS[round(level * (len(BLOCKS) - 1))] for level in levels)
 
 
-def sample_table(look: Look) -> Table:
+def render_samples(look: RunSnapshot) -> Table:
     rewarded = "reward" in look.samples[0]
     table = Table(title=f"newest samples, step {look.sampled_at}", title_justify="left", show_lines=True)
     for name in ("prompt (its end)", "completion", *(["reward"] if rewarded else [])):
         table.add_column(name)
     for each in look.samples:
-        row = [plain(str(each["prompt"])[-MOST_CHARACTERS:]), plain(str(each["completion"])[:MOST_CHARACTERS])]
-        table.add_row(*row, *([number(each["reward"])] if rewarded else []))
+        row = [
+            plain_text(str(each["prompt"])[-MOST_CHARACTERS:]),
+            plain_text(str(each["completion"])[:MOST_CHARACTERS]),
+        ]
+        table.add_row(*row, *([format_value(each["reward"])] if rewarded else []))
     return table

@@ -22,17 +22,17 @@ class Branchless4bit(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.packed, ctx.state = packed, state
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return fused_linear(x, packed, bias, state) if fused else linear(x, decoded(packed, state).to(x.dtype), bias)
+        return fused_linear(x, packed, bias, state) if fused else linear(x, dequantize(packed, state).to(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         wants_x, _, wants_bias, _, _ = ctx.needs_input_grad
-        of_x = torch.matmul(grad, decoded(ctx.packed, ctx.state).to(grad.dtype)) if wants_x else None
+        of_x = torch.matmul(grad, dequantize(ctx.packed, ctx.state).to(grad.dtype)) if wants_x else None
         of_bias = grad.flatten(0, -2).sum(0, dtype=ctx.bias_dtype) if wants_bias else None
         return of_x, None, of_bias, None, None
 
 
-def takes(x: torch.Tensor, out: torch.Tensor | None, state: Any) -> bool:
+def is_training_case(x: torch.Tensor, out: torch.Tensor | None, state: Any) -> bool:
     """Whether this is the case that training has: everything else is left to bitsandbytes' own function."""
     return (
         out is None
@@ -62,7 +62,7 @@ def fused_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | Non
     return result
 
 
-def decoded(packed: torch.Tensor, state: Any) -> torch.Tensor:
+def dequantize(packed: torch.Tensor, state: Any) -> torch.Tensor:
     """W, (N, K), as bitsandbytes decodes it in its own backward."""
     from bitsandbytes.functional import dequantize_4bit
 

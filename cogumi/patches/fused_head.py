@@ -16,13 +16,15 @@ import torch
 
 from cogumi.patches import PatchStatus
 from cogumi.patches.head_logps import FusedLogProbFunction
-from cogumi.patches.unsloth_rl import signatures, takes
+from cogumi.patches.unsloth_rl import parse_signature, signatures
 
 NAME = "fused_head"
 KERNEL = "_ChunkedLogProbFunction"  # of trl.trainer.utils
 WRITTEN_FOR = "1.15"
 # Of forward in trl/kernels/chunked_logprob.py.
-UPSTREAM = takes("ctx hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs", 5)
+UPSTREAM = parse_signature(
+    "ctx hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs", 5
+)
 _NOT_REPLACED = object()
 _replaced: Any = _NOT_REPLACED  # what stood in TRL before `apply`: TRL's class, or None where triton is not installed
 
@@ -41,7 +43,7 @@ def apply(force: bool = False) -> PatchStatus:
         return PatchStatus(NAME, False, f"TRL's Triton kernel runs on this {device} device")
     upstream: Any = importlib.import_module("trl.trainer.utils")
     present = upstream._ChunkedLogProbFunction
-    if is_unsloths(present):
+    if is_unsloth_kernel(present):
         return status()
     check_upstream()
     if present is not None and present.__module__ != "trl.kernels.chunked_logprob":
@@ -69,7 +71,7 @@ def undo() -> PatchStatus:
 def status() -> PatchStatus:
     """Whether TRL's losses go through `FusedLogProbFunction` now, and why."""
     upstream: Any = sys.modules.get("trl.trainer.utils")
-    if upstream is not None and is_unsloths(upstream._ChunkedLogProbFunction):
+    if upstream is not None and is_unsloth_kernel(upstream._ChunkedLogProbFunction):
         return PatchStatus(NAME, False, "unsloth has put a head of its own in this place")
     if _replaced is _NOT_REPLACED:
         return PatchStatus(NAME, False, "not applied: TRL's losses need a GPU that runs Triton")
@@ -81,7 +83,7 @@ def status() -> PatchStatus:
     return PatchStatus(NAME, True, f"TRL's losses use a PyTorch head: {why} (trl {version('trl')}, written for 1.15)")
 
 
-def is_unsloths(kernel: Any) -> bool:
+def is_unsloth_kernel(kernel: Any) -> bool:
     """Whether unsloth, which runs with and without a GPU, has replaced TRL's kernel already."""
     return kernel is not None and kernel.__module__.partition(".")[0] in ("unsloth", "unsloth_zoo")
 

@@ -24,7 +24,7 @@ from torch.nn import ModuleList
 
 from cogumi.core.errors import UsageError
 from cogumi.patches import PatchStatus
-from cogumi.patches.branchless_4bit import Branchless4bit, fused_takes_no_rows, takes
+from cogumi.patches.branchless_4bit import Branchless4bit, fused_takes_no_rows, is_training_case
 from cogumi.patches.torch_internals import (
     DYNAMO,
     EXPERT_ROWS,
@@ -45,12 +45,12 @@ WAITS = "which blocks are experts is seen in a model: cogumi.patches.graph_break
 WIDTH = 64  # a multiple of bitsandbytes' block: 0.50.2 quantizes other widths wrongly on a CPU
 ROWS, EXPERTS = 6, 3
 _ABSENT = object()
-_replaced: list["Replaced"] = []
+_replaced: list["Replacement"] = []
 _verdict: "Verdict | None" = None
 
 
 @dataclass(frozen=True)
-class Probe:
+class CompileProbe:
     """What came of one. error: the first line of it, "" where it passed."""
 
     name: str
@@ -68,12 +68,12 @@ class Verdict:
 
     strategy: str
     reason: str
-    probes: tuple[Probe, ...] = ()
+    probes: tuple[CompileProbe, ...] = ()
     patched: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Replaced:
+class Replacement:
     """One attribute of somebody else's, what stands there now, and what stood there."""
 
     owner: Any
@@ -92,7 +92,7 @@ def apply(choice: str = "auto", model: Any = None) -> PatchStatus:
     global _verdict
     if choice not in CHOICES:
         raise UsageError(f"graph_break={choice!r} is not one of {', '.join(CHOICES)}")
-    reason = why_nothing_to_do(choice, model)
+    reason = find_obstacle(choice, model)
     if reason:
         _verdict = _verdict if _replaced else Verdict("", reason)
         if _replaced:
@@ -106,10 +106,10 @@ def apply(choice: str = "auto", model: Any = None) -> PatchStatus:
         for each in filter(is_configuration, _replaced):  # this thread may have a configuration of its own
             setattr(each.owner, each.name, each.ours)
         if _verdict.strategy == "break_experts" and model is not None:
-            put_in_place("break_experts", model)
+            apply_strategy("break_experts", model)
         return status()
     decided = decide(model) if choice == "auto" else Verdict(choice, "chosen by name, untried")
-    put_in_place(decided.strategy, model)
+    apply_strategy(decided.strategy, model)
     _verdict = decided
     return status()
 
@@ -118,16 +118,16 @@ def undo() -> PatchStatus:
     """Put back what was found. Raises RuntimeError, changing nothing, where somebody else has patched on top."""
     global _verdict
     for each in _replaced:
-        present = at(each.owner, each.name)
+        present = attribute_of(each.owner, each.name)
         if present is not each.ours and not is_configuration(each):
             module, qualname = getattr(present, "__module__", "?"), getattr(present, "__qualname__", repr(present))
             raise RuntimeError(
-                f"{NAME}: {name_of(each)} was since replaced by {module}.{qualname}; take that away first"
+                f"{NAME}: {format_place(each)} was since replaced by {module}.{qualname}; take that away first"
             )
     if _replaced:
         torch.compiler.reset()  # graphs of before would still be run
     while _replaced:
-        put_back(_replaced.pop())
+        restore_attribute(_replaced.pop())
     _verdict = None
     return status()
 
@@ -142,19 +142,19 @@ def status() -> PatchStatus:
         strategy = f"{_verdict.strategy}: " if _verdict.strategy else ""
         waits = f"; {WAITS}" if _verdict.strategy == "break_experts" else ""
         return PatchStatus(NAME, False, f"{strategy}{_verdict.reason}{waits}{beside}")
-    where = ", ".join(dict.fromkeys(name_of(each) for each in _replaced))
+    where = ", ".join(dict.fromkeys(format_place(each) for each in _replaced))
     return PatchStatus(NAME, True, f"{_verdict.strategy} on {where}: {_verdict.reason}{beside}")
 
 
 def verdict() -> Verdict | None:
     """What `apply` decided, with its probes; None before it."""
-    return None if _verdict is None else replace(_verdict, patched=tuple(name_of(each) for each in _replaced))
+    return None if _verdict is None else replace(_verdict, patched=tuple(format_place(each) for each in _replaced))
 
 
 # ----------------------------------------------------------------------------------------------------------- the decision
 
 
-def why_nothing_to_do(choice: str, model: Any) -> str:
+def find_obstacle(choice: str, model: Any) -> str:
     """Why no strategy is wanted here, in words; "" where one is."""
     if choice == "off":
         return "off: left as it is"
@@ -175,7 +175,7 @@ def decide(model: Any) -> Verdict:
     straight = probe_linear(device)
     if not straight.passed:
         why = "Dynamo cannot take a 4-bit layer into a graph"
-        if foreign := foreign_places():  # another package's patch of it, not Dynamo
+        if foreign := describe_foreign():  # another package's patch of it, not Dynamo
             named = ", ".join(f"{place} is {described}" for place, described in foreign.items())
             why = f"{named}; with that a 4-bit layer does not compile ({straight.error}); without that patch it may"
         return Verdict("break_linear", why, (straight,))
@@ -192,12 +192,12 @@ def decide(model: Any) -> Verdict:
     try:
         again = probe_zero_rows(device)
     finally:
-        put_back(_replaced.pop())
-        put_back(_replaced.pop())
+        restore_attribute(_replaced.pop())
+        restore_attribute(_replaced.pop())
     again = replace(again, name=f"{again.name}, branchless")
     if again.passed:
         return Verdict("branchless", why, (*found, again))
-    beside = f" ({'; '.join(described)})" if (described := list(foreign_places().values())) else ""
+    beside = f" ({'; '.join(described)})" if (described := list(describe_foreign().values())) else ""
     return Verdict("break_experts", f"{why}, and without the branch too{beside}", (*found, again))
 
 
@@ -231,12 +231,12 @@ def expert_blocks(model: Any) -> list[Any]:
 # ---------------------------------------------------------------------------------------------------------- the probes
 
 
-def probe_linear(device: torch.device) -> Probe:
+def probe_linear(device: torch.device) -> CompileProbe:
     """A straight line of two Linear4bit layers."""
     return probe("a 4-bit layer", lambda layers: lambda x: layers[1](layers[0](x).relu()), device)
 
 
-def probe_zero_rows(device: torch.device) -> Probe:
+def probe_zero_rows(device: torch.device) -> CompileProbe:
     """A loop over experts, of which one gets no row."""
 
     def build(layers: list[Any]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -256,7 +256,7 @@ def probe_zero_rows(device: torch.device) -> Probe:
 
 def probe(
     name: str, build: Callable[[list[Any]], Callable[[torch.Tensor], torch.Tensor]], device: torch.device
-) -> Probe:
+) -> CompileProbe:
     began = time.perf_counter()
     with torch.random.fork_rng(), dynamo_left_as_found(), torch.enable_grad():
         torch.manual_seed(0)
@@ -265,20 +265,20 @@ def probe(
         try:
             expected = value_and_gradient(function, x)
         except Exception as error:  # noqa: BLE001  a foreign patch may raise anything; it is reported
-            return Probe(name, False, f"uncompiled, too: {first_line(error)}", time.perf_counter() - began)
+            return CompileProbe(name, False, f"uncompiled, too: {first_line(error)}", time.perf_counter() - began)
         try:
             found = value_and_gradient(
                 torch.compile(with_code_of_its_own(function), backend="aot_eager", fullgraph=True), x
             )
         except Exception as error:  # noqa: BLE001  what a compiler raises is what the probe is for; it is reported
-            return Probe(name, False, first_line(error), time.perf_counter() - began)
+            return CompileProbe(name, False, first_line(error), time.perf_counter() - began)
         captured = dynamo_counts()[0]
     seconds = time.perf_counter() - began
     if not captured:
-        return Probe(name, False, "Dynamo compiled nothing and said nothing", seconds)
+        return CompileProbe(name, False, "Dynamo compiled nothing and said nothing", seconds)
     if not all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)):
-        return Probe(name, False, "compiled, and its result or gradient differs from the eager one", seconds)
-    return Probe(name, True, "", seconds)
+        return CompileProbe(name, False, "compiled, and its result or gradient differs from the eager one", seconds)
+    return CompileProbe(name, True, "", seconds)
 
 
 def four_bit_layer(device: torch.device) -> Any:
@@ -298,7 +298,7 @@ def value_and_gradient(function: Callable[[torch.Tensor], torch.Tensor], x: torc
 # ------------------------------------------------------------------------------------------------------ what is replaced
 
 
-def put_in_place(strategy: str, model: Any) -> None:
+def apply_strategy(strategy: str, model: Any) -> None:
     if strategy == "branchless":
         make_branchless()
     elif strategy == "break_linear":
@@ -326,12 +326,12 @@ def make_branchless() -> None:
 
     @functools.wraps(original)
     def matmul_4bit(A: Any, B: Any, quant_state: Any, out: Any = None, bias: Any = None) -> Any:
-        if not takes(A, out, quant_state):
+        if not is_training_case(A, out, quant_state):
             return original(A, B, quant_state, out=out, bias=bias)
         return Branchless4bit.apply(A, B.view(-1, 1), bias, quant_state, fused.get(A.device.type, False))
 
-    put(bitsandbytes, "matmul_4bit", matmul_4bit)
-    put(DYNAMO, EXPERT_ROWS, True)
+    replace_attribute(bitsandbytes, "matmul_4bit", matmul_4bit)
+    replace_attribute(DYNAMO, EXPERT_ROWS, True)
 
 
 def break_around(owner: type) -> None:
@@ -339,29 +339,29 @@ def break_around(owner: type) -> None:
     original: Any = owner.forward  # type: ignore[attr-defined]
     takes_reason = "reason" in inspect.signature(torch.compiler.disable).parameters
     words = {"reason": f"cogumi: {owner.__name__} does not compile here"} if takes_reason else {}
-    put(owner, "forward", torch.compiler.disable(original, recursive=True, **words))
+    replace_attribute(owner, "forward", torch.compiler.disable(original, recursive=True, **words))
 
 
-def put(owner: Any, name: str, value: Any) -> None:
-    original = at(owner, name)
+def replace_attribute(owner: Any, name: str, value: Any) -> None:
+    original = attribute_of(owner, name)
     setattr(owner, name, value)
-    _replaced.append(Replaced(owner, name, value, original))
+    _replaced.append(Replacement(owner, name, value, original))
 
 
-def is_configuration(each: Replaced) -> bool:
+def is_configuration(each: Replacement) -> bool:
     """Whether it is of Dynamo's configuration, which each thread, and each cell of a notebook, may have of its own."""
     return each.owner is DYNAMO
 
 
-def at(owner: Any, name: str) -> Any:
+def attribute_of(owner: Any, name: str) -> Any:
     """What stands at a place itself, not what a class inherits there."""
     return vars(owner).get(name, _ABSENT) if isinstance(owner, type) else getattr(owner, name)
 
 
-def put_back(each: Replaced) -> None:
+def restore_attribute(each: Replacement) -> None:
     if each.original is _ABSENT:
         delattr(each.owner, each.name)
-    elif not is_configuration(each) or at(each.owner, each.name) is each.ours:
+    elif not is_configuration(each) or attribute_of(each.owner, each.name) is each.ours:
         setattr(each.owner, each.name, each.original)
 
 
@@ -371,7 +371,7 @@ def foreign_patches() -> list[str]:
         return []
     import bitsandbytes
 
-    found = [f"{place} by {written_by(present)}" for place, present in foreign_functions().items()]
+    found = [f"{place} by {module_of(present)}" for place, present in foreign_functions().items()]
     if "__torch_function__" not in vars(bitsandbytes.nn.Params4bit):  # unsloth_zoo takes it away
         found.append("Params4bit.__torch_function__ is gone")
     return found
@@ -389,31 +389,31 @@ def foreign_functions() -> dict[str, Any]:
     return {
         place: present
         for place, present in places.items()
-        if not any(present is each for each in ours) and written_by(present).partition(".")[0] != "bitsandbytes"
+        if not any(present is each for each in ours) and module_of(present).partition(".")[0] != "bitsandbytes"
     }
 
 
-def foreign_places() -> dict[str, str]:
+def describe_foreign() -> dict[str, str]:
     """The same in words: whose function it is, and where that is written."""
-    return {place: f"{name_in_full(present)} ({place_of(present)})" for place, present in foreign_functions().items()}
+    return {place: f"{qualified_name(present)} ({locate(present)})" for place, present in foreign_functions().items()}
 
 
-def written_by(function: Any) -> str:
+def module_of(function: Any) -> str:
     """The module in which a function was written: a wrapper calls itself by another one's name."""
     module = str(getattr(function, "__globals__", {}).get("__name__", getattr(function, "__module__", "?")))
     if not is_of_dynamo(module):
         return module
     by = "torch.compiler.disable" if is_disabled(function) else "torch.compile"
-    return f"{by} around that of {written_by(function.__wrapped__)}" if hasattr(function, "__wrapped__") else by
+    return f"{by} around that of {module_of(function.__wrapped__)}" if hasattr(function, "__wrapped__") else by
 
 
-def name_in_full(function: Any) -> str:
+def qualified_name(function: Any) -> str:
     """`module.function` of what was written there, and what Dynamo was told of it."""
-    written_in = written_by(function)
+    written_in = module_of(function)
     return written_in if " around " in written_in else f"{written_in}.{function.__qualname__}"
 
 
-def place_of(function: Any) -> str:
+def locate(function: Any) -> str:
     """The file and line of a function, or the file of a class; of a wrapper, of what it wraps."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is not None:
@@ -424,10 +424,10 @@ def place_of(function: Any) -> str:
 def foreign_matmul() -> str:
     """Whose `bitsandbytes.matmul_4bit` is, where it is not bitsandbytes' own; else ""."""
     present = foreign_functions().get("bitsandbytes.matmul_4bit")
-    return "" if present is None else name_in_full(present)
+    return "" if present is None else qualified_name(present)
 
 
-def name_of(each: Replaced) -> str:
+def format_place(each: Replacement) -> str:
     owner = each.owner
     return f"{getattr(owner, '__name__', None) or type(owner).__name__}.{each.name}"
 

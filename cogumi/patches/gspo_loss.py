@@ -61,32 +61,32 @@ def gspo_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     both = {"epsilon_high": arguments["epsilon"]} if arguments.get("epsilon") is not None else {}
     # Elsewhere None is a value: max_grad_norm=None does not clip the gradient, a correction's clip_max=None has no bound.
     given = {key: value for key, value in arguments.items() if value is not None or key not in PRESETS[name].values}
-    return spelled_out(name, both | given)
+    return fill_defaults(name, both | given)
 
 
-def spelled_out(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def fill_defaults(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """GRPOConfig keyword arguments of a preset under `arguments`, with everything that unsloth has other defaults for."""
     preset = PRESETS[name].values
-    values = {**defaults(SPELLED_OUT), **preset, **arguments, "loss_type": preset["loss_type"]}
+    values = {**trl_defaults(SPELLED_OUT), **preset, **arguments, "loss_type": preset["loss_type"]}
     if values.get("generation_batch_size") is None and values.get("steps_per_generation") is None:
         values["steps_per_generation"] = values["gradient_accumulation_steps"]  # TRL's default, said aloud
     return values
 
 
-def defaults(names: tuple[str, ...]) -> dict[str, Any]:
+def trl_defaults(names: tuple[str, ...]) -> dict[str, Any]:
     """TRL's own defaults; a subclass that unsloth generates keeps the fields and changes only its `__init__`."""
     fields = {field.name: field for field in dataclasses.fields(grpo_config())}
     return {name: fields[name].default for name in names}
 
 
-def without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def drop_trl_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Without TRL's own defaults among the keys a preset decides, where all of those keys are passed.
 
     Then an argument parser or a generated subclass passes them, which nobody said. A key or two are somebody's own.
     """
     if arguments.get("loss_type") not in OURS:
         return dict(arguments)
-    upstream = defaults(tuple(PRESETS[arguments["loss_type"]].values.keys() - {"loss_type"}))
+    upstream = trl_defaults(tuple(PRESETS[arguments["loss_type"]].values.keys() - {"loss_type"}))
     if not upstream.keys() <= arguments.keys():
         return dict(arguments)
     return {key: value for key, value in arguments.items() if key not in upstream or value != upstream[key]}
@@ -101,15 +101,15 @@ def apply() -> PatchStatus:
 
     config: Any = trl.GRPOConfig
     if config not in _originals:
-        showing = {name: _under_its_name(getattr(config, name)) for name in ("to_dict", "__repr__", "__str__")}
+        showing = {name: _wrap_display(getattr(config, name)) for name in ("to_dict", "__repr__", "__str__")}
         spelling_out = {
-            "__init__": _spelling_out(config.__init__),
-            "__post_init__": _spelling_out_later(config.__post_init__),
+            "__init__": _wrap_init(config.__init__),
+            "__post_init__": _wrap_post_init(config.__post_init__),
         }
         _replace(config, spelling_out | showing)
     trainer: Any = trl.GRPOTrainer
     if trainer not in _originals:
-        _replace(trainer, {"__init__": _watched(trainer.__init__)})
+        _replace(trainer, {"__init__": _wrap_trainer_init(trainer.__init__)})
     return status()
 
 
@@ -165,23 +165,23 @@ def _replace(patched: type, attributes: Mapping[str, Any]) -> None:
         setattr(patched, name, value)
 
 
-def _spelling_out(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **gspo_arguments(without_defaults(kwargs)))
+        original(self, *args, **gspo_arguments(drop_trl_defaults(kwargs)))
         if kwargs.get("loss_type") in OURS:
             self.cogumi_loss_name = kwargs["loss_type"]
 
     return __init__
 
 
-def _spelling_out_later(original: Callable[[Any], None]) -> Callable[[Any], None]:
+def _wrap_post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """For subclasses of the config whose own generated `__init__` sets the fields and calls nothing but this."""
 
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
         if (name := self.loss_type) in OURS:
-            given = without_defaults({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+            given = drop_trl_defaults({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
             said = {key: given[key] for key in ("loss_type", *PRESETS[name].values) if key in given}
             for key, value in gspo_arguments(said).items():
                 if key in PRESETS[name].values:
@@ -192,7 +192,7 @@ def _spelling_out_later(original: Callable[[Any], None]) -> Callable[[Any], None
     return __post_init__
 
 
-def _under_its_name(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _wrap_display(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A method that shows or saves a config, shown a twin whose `loss_type` is the name it was given."""
 
     @functools.wraps(original)
@@ -206,7 +206,7 @@ def _under_its_name(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return show
 
 
-def _watched(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_trainer_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         for config in (*args, *kwargs.values()):

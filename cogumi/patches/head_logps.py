@@ -35,7 +35,7 @@ KEPT_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
-class _Law:
+class _LogitScaling:
     """How a projection x becomes a logit: z = softcap * tanh(scale * x / softcap) / T, or scale * x / T without one."""
 
     temperature: float
@@ -118,7 +118,7 @@ def _cut(total: int, width: int) -> list[slice]:
     return [slice(start, min(start + width, total)) for start in range(0, total, width)]
 
 
-def _locate(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+def _locate_targets(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     """(is the target in this tile, its column there or some column if not), both [n]; without waiting for a device."""
     local = targets - columns.start
     inside = (local >= 0) & (targets < columns.stop)
@@ -128,12 +128,12 @@ def _locate(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
 # ------------------------------------------------------------------------------------------------------------- forward
 
 
-def _scan(
+def _fold_tiles(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    law: _Law,
+    law: _LogitScaling,
     tiles: _Tiles,
     sums: _Sums,
     keep: torch.dtype | None,
@@ -149,20 +149,27 @@ def _scan(
         some_bias = None if bias is None else bias[columns].to(hidden.dtype)
         for tokens in tiles.tokens:
             z = law.logits(hidden[tokens], rows, some_bias, out=tiles.buffer("logits", tokens, columns))
-            e = _fold(z, rows, targets[tokens], law, tiles, tokens, columns, sums.of(tokens))
+            e = _fold_tile(z, rows, targets[tokens], law, tiles, tokens, columns, sums.of(tokens))
             if keep is not None:
                 kept += [e.to(keep, copy=True), sums.maximum[tokens].clone()]
     return kept
 
 
-def _fold(
-    z: Tensor, rows: Tensor, targets: Tensor, law: _Law, tiles: _Tiles, tokens: slice, columns: slice, sums: _Sums
+def _fold_tile(
+    z: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    law: _LogitScaling,
+    tiles: _Tiles,
+    tokens: slice,
+    columns: slice,
+    sums: _Sums,
 ) -> Tensor:
     """Fold one tile of logits `z` [n, v], which is overwritten, into the views `sums` of its n tokens.
 
     Returns exp(z - maximum) in a buffer of the tiles.
     """
-    inside, local = _locate(targets, columns)
+    inside, local = _locate_targets(targets, columns)
     sums.target.copy_(torch.where(inside, z.gather(1, local.unsqueeze(1)).squeeze(1), sums.target))
     if sums.plain is not None:
         sums.plain.add_(z.sum(1))
@@ -197,7 +204,7 @@ def _fold(
     return e
 
 
-def _logp_gradient(sums: _Sums, weight: Tensor, targets: Tensor, law: _Law, tiles: _Tiles) -> Tensor:
+def _logp_gradient(sums: _Sums, weight: Tensor, targets: Tensor, law: _LogitScaling, tiles: _Tiles) -> Tensor:
     """d log p(y)/dh [N, H], made in place of `sums.rows`."""
     assert sums.rows is not None
     gradient = sums.rows.div_(sums.exp.unsqueeze(1)).neg_()
@@ -219,11 +226,11 @@ def _backward_of_kept(
     log_z: Tensor,
     kept: tuple[Tensor, ...],
     grad_logp: Tensor,
-    law: _Law,
+    law: _LogitScaling,
     tiles: _Tiles,
     need_hidden: bool,
 ) -> tuple[Tensor | None, Tensor]:
-    """Gradients of (hidden, weight) from the tiles that `_scan` kept; products in their dtype, sums in `hidden`'s."""
+    """Gradients of (hidden, weight) from the tiles that `_fold_tiles` kept; products in their dtype, sums in `hidden`'s."""
     upstream = grad_logp.unsqueeze(1) * law.gain
     grad_hidden = weight[targets].to(hidden.dtype).mul_(upstream) if need_hidden else None
     at_target = hidden * upstream
@@ -239,7 +246,7 @@ def _backward_of_kept(
             if grad_hidden is not None:
                 grad_hidden[tokens].addcmul_(_product(e, rows), factor, value=-1)
             sum_weight.sub_(_product(e.t(), (hidden[tokens] * factor).to(e.dtype)))
-        inside, local = _locate(targets, columns)
+        inside, local = _locate_targets(targets, columns)
         sum_weight.index_add_(0, local[inside], at_target[inside])
         grad_weight[columns] = sum_weight
     return grad_hidden, grad_weight
@@ -259,7 +266,7 @@ def _recompute(
     entropy: Tensor | None,
     grad_logp: Tensor | None,
     grad_entropy: Tensor | None,
-    law: _Law,
+    law: _LogitScaling,
     tiles: _Tiles,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -287,7 +294,7 @@ def _recompute(
                 log_p.add_(entropy[tokens].unsqueeze(1)).mul_(grad_entropy[tokens].unsqueeze(1))
             # dz = p so far; times -(g_logp + g_entropy * (log p + entropy)), then g_logp at the target.
             if grad_logp is not None:
-                inside, local = _locate(targets[tokens], columns)
+                inside, local = _locate_targets(targets[tokens], columns)
                 upstream = grad_logp[tokens]
                 dz.mul_(-upstream.unsqueeze(1) if grad_entropy is None else log_p.add_(upstream.unsqueeze(1)).neg_())
                 dz.scatter_add_(1, local.unsqueeze(1), torch.where(inside, upstream, 0).unsqueeze(1))
@@ -344,7 +351,7 @@ class FusedLogProbFunction:
         if not torch.is_grad_enabled():
             # needs_input_grad only repeats requires_grad: under no_grad the frozen path would sum rows for no backward.
             hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-        law = _Law(temperature, final_logit_softcapping, logit_scale)
+        law = _LogitScaling(temperature, final_logit_softcapping, logit_scale)
         _check(weight, targets, temperature, final_logit_softcapping, outputs)
         return _HeadFunction.apply(hidden, weight, bias, targets, law, chunk_size, outputs)
 
@@ -357,7 +364,7 @@ class _HeadFunction(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        law: _Law,
+        law: _LogitScaling,
         chunk_size: int,
         outputs: tuple[str, ...],
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -369,7 +376,7 @@ class _HeadFunction(torch.autograd.Function):
         tiles = _Tiles(wide, len(weight), chunk_size)
         sums = _no_sums(wide, outputs, want_rows=frozen)
         keep = _kept_dtype(hidden, weight, wide.dtype) if needs[1] and not needs[2] and law.softcap is None else None
-        kept = _scan(wide, weight, bias, targets, law, tiles, sums, keep)
+        kept = _fold_tiles(wide, weight, bias, targets, law, tiles, sums, keep)
 
         log_sum = sums.exp.log()
         # Not target - (maximum + log_sum): at a maximum of 1e4 the sum in the brackets has lost three digits.

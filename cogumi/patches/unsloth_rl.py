@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import pip
+from cogumi.core.formatting import pip_command
 from cogumi.patches import PatchStatus
 
 NAME = "unsloth"
@@ -42,14 +42,14 @@ def apply() -> PatchStatus:
     Call it before anything imports trl, transformers or peft. Raises UsageError, which names the import, when one was
     imported earlier or unsloth does not import; RuntimeError when unsloth is not one this was written for.
     """
-    if reason := why_not():
+    if reason := find_obstacle():
         return PatchStatus(NAME, False, reason)
-    refuse_early_imports()
+    validate_import_order()
     check_upstream()
     patch_fast_rl = import_unsloth()
     import trl
 
-    if not is_unsloths(trl.GRPOTrainer):  # importing unsloth has done it already on CUDA
+    if not is_unsloth_trainer(trl.GRPOTrainer):  # importing unsloth has done it already on CUDA
         patch_fast_rl("GRPO")
     return status()
 
@@ -64,13 +64,13 @@ def undo() -> PatchStatus:
 def status() -> PatchStatus:
     """Whether `trl.GRPOTrainer` is unsloth's, and why (not). Imports nothing."""
     trl = sys.modules.get("trl")
-    if "unsloth" in sys.modules and trl is not None and is_unsloths(trl.GRPOTrainer):
+    if "unsloth" in sys.modules and trl is not None and is_unsloth_trainer(trl.GRPOTrainer):
         versions = f"unsloth {version('unsloth')}, unsloth_zoo {version('unsloth_zoo')}, written for {WRITTEN_FOR}"
         return PatchStatus(NAME, True, f"trl.GRPOTrainer is unsloth's ({versions})")
-    return PatchStatus(NAME, False, why_not() or "unsloth is not in place: trl.GRPOTrainer is TRL's own")
+    return PatchStatus(NAME, False, find_obstacle() or "unsloth is not in place: trl.GRPOTrainer is TRL's own")
 
 
-def why_not() -> str | None:
+def find_obstacle() -> str | None:
     """Why TRL's own trainer is used on this machine; None where unsloth's is."""
     if importlib.util.find_spec("unsloth") is None:
         return "unsloth is not installed: stock TRL trains"
@@ -79,7 +79,7 @@ def why_not() -> str | None:
     return None
 
 
-def is_unsloths(trainer: type) -> bool:
+def is_unsloth_trainer(trainer: type) -> bool:
     """Whether a trainer class is the one unsloth generated, or derives from it."""
     return any(cls.__module__ == "UnslothGRPOTrainer" for cls in trainer.__mro__)
 
@@ -94,21 +94,21 @@ def import_unsloth() -> Any:
         said = " ".join(str(error).split())
         raise UsageError(
             f"unsloth {found} is installed and does not import here ({type(error).__name__}: {said})",
-            fix=(f"repair it, or `{pip('uninstall unsloth')}` to train with stock TRL, and restart the kernel"),
+            fix=(f"repair it, or `{pip_command('uninstall unsloth')}` to train with stock TRL, and restart the kernel"),
         ) from error
 
 
-def with_adapter(model: Any, lora: Any) -> Any:
+def add_adapter(model: Any, lora: Any) -> Any:
     """A transformers model as unsloth's trainers expect one: in its PEFT wrapper, with unsloth's two mode switches.
 
     unsloth's trainers ignore `peft_config`, and would train every weight of a model that comes without an adapter.
     """
     from peft import get_peft_model
 
-    return get_peft_model(prepared(model), lora)
+    return get_peft_model(add_mode_switches(model), lora)
 
 
-def prepared(model: Any) -> Any:
+def add_mode_switches(model: Any) -> Any:
     """The model with unsloth's two mode switches, before an adapter goes on it."""
     loader = importlib.import_module("unsloth").FastLanguageModel
     for name in ("for_training", "for_inference"):
@@ -120,7 +120,7 @@ def prepared(model: Any) -> Any:
 # --------------------------------------------------------------------------------------------------------- import order
 
 
-def refuse_early_imports() -> None:
+def validate_import_order() -> None:
     """Raise UsageError if a module that unsloth patches was imported before unsloth, and say where."""
     # A module moves to the end of sys.modules when its import is complete; unsloth's first parts are, before the rest.
     order = list(sys.modules)
@@ -191,7 +191,7 @@ def executed_import(source: str, name: str, module: ModuleType) -> int | None:
         tree = ast.parse(source)
     except SyntaxError:  # a template, or a cell that never ran
         return None
-    for node in own_level(tree.body):
+    for node in iterate_top_level(tree.body):
         if isinstance(node, ast.Import):
             imported = [a for a in node.names if a.name.partition(".")[0] == name]
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").partition(".")[0] == name:
@@ -205,15 +205,15 @@ def executed_import(source: str, name: str, module: ModuleType) -> int | None:
     return None
 
 
-def own_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+def iterate_top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """Statements that run when a module is imported: into `if`, `try`, `with`, not into functions and classes."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try | ast.With | ast.For | ast.While):
             for field in ("body", "orelse", "finalbody"):
-                yield from own_level(getattr(node, field, []))
+                yield from iterate_top_level(getattr(node, field, []))
             for handler in getattr(node, "handlers", []):
-                yield from own_level(handler.body)
+                yield from iterate_top_level(handler.body)
 
 
 # ------------------------------------------------------------------------------------------------- what is relied upon
@@ -227,7 +227,7 @@ class Signature:
     returns: int | None = None
 
 
-def takes(parameters: str, returns: int | None = None) -> Signature:
+def parse_signature(parameters: str, returns: int | None = None) -> Signature:
     return Signature(tuple(parameters.split()), returns)
 
 
@@ -238,24 +238,24 @@ SCORER = (
 LOSS_FILE, PATCH_FILE = "unsloth_zoo/rl_replacements.py", "unsloth/models/rl.py"
 # What cogumi.rl.loss_capture binds to, per file; the same in both versions this was written for. Upstream may append.
 UPSTREAM = {
-    PATCH_FILE: {"PatchFastRL": takes("algorithm")},
+    PATCH_FILE: {"PatchFastRL": parse_signature("algorithm")},
     LOSS_FILE: {
-        "UnslothEfficientGRPO.forward": takes(
+        "UnslothEfficientGRPO.forward": parse_signature(
             "ctx _new_logps _old_logps _ref_logps _sampling_per_token_logps lm_head _input_ids _mask _advantages beta "
             "scaler n_chunks extra_kwargs",
             returns=6,
         ),
-        "grpo_compute_loss": takes(
+        "grpo_compute_loss": parse_signature(
             "ref new old sampling_per_token_logps input_ids mask beta advantages **kwargs", returns=7
         ),
-        "grpo_accumulated_loss": takes(
+        "grpo_accumulated_loss": parse_signature(
             "trainer input_ids attention_mask logits_to_keep completion_mask advantages old_logps ref_logps n_chunks "
             "tool_mask **kwargs",
             returns=7,
         ),
-        "chunked_selective_log_softmax": takes("logits index temperature"),
-        "chunked_hidden_states_selective_log_softmax": takes(SCORER),
-        "chunked_hidden_states_selective_log_softmax_recompute": takes(SCORER),
+        "chunked_selective_log_softmax": parse_signature("logits index temperature"),
+        "chunked_hidden_states_selective_log_softmax": parse_signature(SCORER),
+        "chunked_hidden_states_selective_log_softmax_recompute": parse_signature(SCORER),
     },
 }
 

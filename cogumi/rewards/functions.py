@@ -19,7 +19,7 @@ from typing import Any
 
 from rapidfuzz.distance import Levenshtein
 
-from cogumi.data.chat_templates import CLOSE, OPEN, visible
+from cogumi.data.chat_templates import CLOSE, OPEN, visible_text
 from cogumi.data.encoding import special_texts
 
 Completion = str | Sequence[dict[str, Any]]
@@ -128,7 +128,7 @@ def _on_visible(reward: Reward, tokenizer: Any, style: str, opened: bool) -> Rew
         prompts: Sequence[Any], completions: Sequence[Completion], **columns: Any
     ) -> list[float | None]:
         replies = _replies(completions, columns.get("completion_ids"), tokenizer, style)
-        answers = [visible(reply, style, opened) for reply in replies]
+        answers = [visible_text(reply, style, opened) for reply in replies]
         shown = [_with_text(old, answer or "") for old, answer in zip(completions, answers, strict=True)]
         scores = reward(prompts=prompts, completions=shown, **columns)
         if log_metric := columns.get("log_metric"):

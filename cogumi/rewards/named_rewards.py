@@ -68,7 +68,7 @@ def messages_of(completion: Any, role: str) -> Any:
     return [{"role": role, "content": completion}] if isinstance(completion, str) else completion
 
 
-def what_is_wrong(reward: Any, row: Mapping[str, Any], group: int, **given: Any) -> tuple[bool, str] | None:
+def try_reward(reward: Any, row: Mapping[str, Any], group: int, **given: Any) -> tuple[bool, str] | None:
     """(whether it is the shape, one line) about a function that does not score completions of this data; None if it does.
 
     It is called once, for `group` completions of a made-up text, in the shape that TRL will give it. `row`: the first of
@@ -76,13 +76,13 @@ def what_is_wrong(reward: Any, row: Mapping[str, Any], group: int, **given: Any)
     called.
     """
     conversational = not isinstance(row["prompt"], str)
-    error = raised_by(reward, row, group, conversational, given)
+    error = error_of_reward(reward, row, group, conversational, given)
     if error is None:
         return None
     at = traceback.extract_tb(error.__traceback__)[-1]
     name = getattr(reward, "__name__", type(reward).__name__)
     said = f"reward {name} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno}) on a trial completion"
-    if not isinstance(error, OF_SHAPE) or raised_by(reward, row, group, not conversational, given) is not None:
+    if not isinstance(error, OF_SHAPE) or error_of_reward(reward, row, group, not conversational, given) is not None:
         return False, f"{said}; a function that cannot score every text ends the training in its first rollout"
     if conversational:
         got = "messages, so each completion is a list such as [{'role': 'assistant', 'content': '...'}]"
@@ -93,7 +93,7 @@ def what_is_wrong(reward: Any, row: Mapping[str, Any], group: int, **given: Any)
     return True, f"{said}: the prompts are {got}, and the function {fix}"
 
 
-def raised_by(reward: Any, row: Mapping[str, Any], group: int, messages: bool, given: Mapping[str, Any]) -> Any:
+def error_of_reward(reward: Any, row: Mapping[str, Any], group: int, messages: bool, given: Mapping[str, Any]) -> Any:
     """What a reward function raises on made-up completions of one prompt; None where it scores them."""
     if inspect.iscoroutinefunction(reward):
         return None
@@ -113,7 +113,7 @@ def raised_by(reward: Any, row: Mapping[str, Any], group: int, messages: bool, g
 
 
 Reward = Callable[..., list[float]]
-REWARDS: dict[str, Reward] = {
+BUILTIN_REWARDS: dict[str, Reward] = {
     "exact_match": exact_match,
     "edit_similarity": edit_similarity,
     "parses": parses,
@@ -131,16 +131,16 @@ def rewards_of(names: Sequence[str]) -> list[Any]:
     """
     if not names:
         raise UsageError("cogumi.rewards is empty", fix="name at least one reward")
-    unknown = [name for name in names if ":" not in name and name not in REWARDS]
+    unknown = [name for name in names if ":" not in name and name not in BUILTIN_REWARDS]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], REWARDS, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(unknown[0], BUILTIN_REWARDS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        fix = f"{hint}there are: {', '.join(REWARDS)}, and your own as file.py:function"
+        fix = f"{hint}there are: {', '.join(BUILTIN_REWARDS)}, and your own as file.py:function"
         raise UsageError(f"no reward {unknown[0]!r}", key="cogumi.rewards", fix=fix)
-    return [own_reward(name) if ":" in name else REWARDS[name] for name in names]
+    return [load_reward(name) if ":" in name else BUILTIN_REWARDS[name] for name in names]
 
 
-def own_reward(name: str) -> Reward:
+def load_reward(name: str) -> Reward:
     """The function of `path/to/file.py:function` or `package.module:function`, whose code is executed to get it."""
     place, _, function = name.rpartition(":")
     try:
@@ -154,10 +154,10 @@ def own_reward(name: str) -> Reward:
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         fix = f"it has: {', '.join(functions) or 'none'}"
         raise UsageError(f"{place} has no function {function!r}", key="cogumi.rewards", fix=fix)
-    return saying_where(name, found)
+    return with_location(name, found)
 
 
-def saying_where(name: str, reward: Callable[..., Any]) -> Callable[..., Any]:
+def with_location(name: str, reward: Callable[..., Any]) -> Callable[..., Any]:
     """A reward whose errors name it and the line: the trainer that calls it shows neither."""
     if inspect.iscoroutinefunction(reward):  # trl awaits those
         return reward

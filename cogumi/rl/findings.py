@@ -37,7 +37,7 @@ _accepted: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
-class Finding:
+class GuardFinding:
     """One rule that spoke. `name`: of NAMES. `message` is one line: the setting, its value, why, and what to set instead."""
 
     name: str
@@ -45,40 +45,40 @@ class Finding:
     message: str
 
 
-def accept(names: Iterable[str]) -> None:
+def accept_findings(names: Iterable[str]) -> None:
     """Have the guards of this process let these findings pass, and no others. Raises UsageError for an unknown name."""
     global _accepted
-    _accepted = known(names)
+    _accepted = validate_names(names)
 
 
-def accepted() -> frozenset[str]:
-    """What `accept` was told last."""
+def accepted_findings() -> frozenset[str]:
+    """What `accept_findings` was told last."""
     return _accepted
 
 
-def known(names: Iterable[str]) -> frozenset[str]:
+def validate_names(names: Iterable[str]) -> frozenset[str]:
     given = [names] if isinstance(names, str) else list(names)
     if unknown := [name for name in given if name not in NAMES]:
         raise UsageError(f"accept={given!r}: {unknown[0]!r} is no finding", fix=f"there are: {', '.join(NAMES)}")
     return frozenset(given)
 
 
-def how_to_accept(name: str, beside: frozenset[str]) -> str:
+def format_accept_call(name: str, beside: frozenset[str]) -> str:
     """The call that accepts `name`, and still what was accepted before."""
     return f"cogumi.patch(accept={sorted({name, *beside})})"
 
 
-def is_a_runs(trainer: Any) -> bool:
+def is_run_trainer(trainer: Any) -> bool:
     """Whether `cogumi train` or `cogumi.train` built a trainer, from a YAML."""
     return getattr(trainer, "cogumi_run", False)
 
 
-def worded_for(trainer: Any, message: str) -> str:
+def reword_for(trainer: Any, message: str) -> str:
     """A message that names settings as a YAML does, in Python for a script and in YAML for a run."""
-    return message if is_a_runs(trainer) else in_python(message)
+    return message if is_run_trainer(trainer) else to_python_names(message)
 
 
-def worded(function: Callable[[Any], None]) -> Callable[[Any], None]:
+def reword_errors(function: Callable[[Any], None]) -> Callable[[Any], None]:
     """A function of a trainer whose refusals name settings as its user does."""
 
     @functools.wraps(function)
@@ -86,12 +86,12 @@ def worded(function: Callable[[Any], None]) -> Callable[[Any], None]:
         try:
             function(trainer)
         except UsageError as error:
-            raise UsageError(worded_for(trainer, str(error))) from error.__cause__
+            raise UsageError(reword_for(trainer, str(error))) from error.__cause__
 
     return speaking
 
 
-def in_python(message: str) -> str:
+def to_python_names(message: str) -> str:
     """`set train.epsilon: 3e-4` as `set GRPOConfig.epsilon=3e-4`."""
     message = message.replace("cogumi.behaviour_logps: rollout", "use_rollout_logps(trainer)")
     message = re.sub(r"cogumi\.fp32_lm_head(: true)?", "fp32_lm_head(trainer)", message)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cogumi.core.errors import UsageError
-from cogumi.rl.findings import worded, worded_for
+from cogumi.rl.findings import reword_errors, reword_for
 from cogumi.rl.loss_capture import backend_of
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ VLLM_WARNING = (
 )
 
 
-@worded
+@reword_errors
 def fp32_lm_head(trainer: Any) -> None:
     """Multiply the head in fp32 wherever this GRPO trainer, TRL's or unsloth's, uses it: in its loss and in `generate`.
 
@@ -53,10 +53,10 @@ def fp32_lm_head(trainer: Any) -> None:
             "cogumi.fp32_lm_head: true, which leaves them as they are",
             fix="remove train.cast_lm_head_to_fp32",
         )
-    policy, reference = plain_model(trainer.model), trainer.ref_model
-    models = [policy] if reference is None else [policy, plain_model(reference)]
-    heads = [untrained_head(model) for model in models]
-    if is_in_fp32(heads[0]):
+    policy, reference = unwrap_peft(trainer.model), trainer.ref_model
+    models = [policy] if reference is None else [policy, unwrap_peft(reference)]
+    heads = [require_frozen_head(model) for model in models]
+    if has_fp32_head(heads[0]):
         return
     if backend_of(trainer) == "unsloth":
         require_unsloth_in_fp32()
@@ -66,7 +66,7 @@ def fp32_lm_head(trainer: Any) -> None:
         # On the instance, as TRL does it; a method bound to its module, so that a deep copy is bound to the copy.
         vars(head)["forward"] = MethodType(project_in_fp32, head)
     if trainer.use_vllm and getattr(policy.config, "head_dtype", None) not in ("float32", torch.float32):
-        log.warning("%s", worded_for(trainer, VLLM_WARNING))
+        log.warning("%s", reword_for(trainer, VLLM_WARNING))
 
 
 def project_in_fp32(head: nn.Linear, hidden: Tensor) -> Tensor:
@@ -85,19 +85,19 @@ def project_in_fp32(head: nn.Linear, hidden: Tensor) -> Tensor:
         return logits if head.bias is None else logits + head.bias.to(dtype)
 
 
-def is_in_fp32(head: nn.Module) -> bool:
+def has_fp32_head(head: nn.Module) -> bool:
     """Whether `fp32_lm_head` has been here."""
     return getattr(head.forward, "__func__", None) is project_in_fp32
 
 
-def plain_model(model: Any) -> Any:
+def unwrap_peft(model: Any) -> Any:
     """The transformers model, out of its PEFT wrapper if it has one."""
     from peft import PeftModel
 
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
-def untrained_head(model: Any) -> nn.Linear:
+def require_frozen_head(model: Any) -> nn.Linear:
     """The head of a transformers model. Raises UsageError for one that cannot be multiplied in fp32 from here."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper

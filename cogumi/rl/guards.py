@@ -1,6 +1,6 @@
 """What would make a GRPO run something else than it says, found before the first rollout is paid for.
 
-Each rule yields what it found; `before_the_first_rollout` applies them to a trainer. Settings are named as in a run's YAML
+Each rule yields what it found; `find_problems` applies them to a trainer. Settings are named as in a run's YAML
 (`train.` is TRL's GRPOConfig, `lora.` peft's LoraConfig).
 """
 
@@ -16,8 +16,8 @@ from cogumi.config.presets import PRESETS
 from cogumi.core.errors import UsageError
 from cogumi.patches.gspo_loss import loss_name
 from cogumi.patches.trl_internals import tokenized_prompts
-from cogumi.rewards.named_rewards import what_is_wrong
-from cogumi.rl.findings import Finding, how_to_accept, is_a_runs, worded_for
+from cogumi.rewards.named_rewards import try_reward
+from cogumi.rl.findings import GuardFinding, format_accept_call, is_run_trainer, reword_for
 from cogumi.rl.loss_check import CLIPPED
 from cogumi.rl.memory_plan import nearest_multiples
 
@@ -29,7 +29,7 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 POSITIONS = "the model's max_position_embeddings"
 
 
-def guard(
+def guard_trainer(
     trainer: Any,
     *,
     backend: Literal["trl", "unsloth"],
@@ -41,13 +41,15 @@ def guard(
     Raises UsageError with every refusal, one line each; to a script of the user's own a line says how to accept it.
     """
     refusals, warnings = [], []
-    for finding in before_the_first_rollout(trainer, backend=backend, behaviour_logps=behaviour_logps):
-        message = worded_for(trainer, finding.message)
+    for finding in find_problems(trainer, backend=backend, behaviour_logps=behaviour_logps):
+        message = reword_for(trainer, finding.message)
         if finding.name in accepted:
             warnings.append(f"accepted ({finding.name}): {message}")
         elif finding.refused:
             on_purpose = (
-                "" if is_a_runs(trainer) else f"; to train so on purpose: {how_to_accept(finding.name, accepted)}"
+                ""
+                if is_run_trainer(trainer)
+                else f"; to train so on purpose: {format_accept_call(finding.name, accepted)}"
             )
             refusals.append(f"{message}{on_purpose}")
         else:
@@ -57,30 +59,30 @@ def guard(
     return warnings
 
 
-def before_the_first_rollout(
+def find_problems(
     trainer: Any, *, backend: Literal["trl", "unsloth"], behaviour_logps: Literal["trainer", "rollout"] = "trainer"
-) -> list[Finding]:
+) -> list[GuardFinding]:
     """Every rule applied to a constructed `trl.GRPOTrainer`, in the order in which they are written below.
 
     `behaviour_logps`: whose log-probabilities the ratio is taken against. Prompts are tokenized once, by the trainer's own
     method; those of a streamed data set, of environments and of images are not known before the rollout and pass.
     """
     args = trainer.args
-    found = [*dropout(active_dropout(trainer.model), clips_sequences(args)), *pad_is_eos(trainer, backend)]
+    found = [*check_dropout(list_dropout(trainer.model), clips_sequences(args)), *check_pad_token(trainer, backend)]
     found += loss_settings(args, backend)
     corrected = args.use_vllm and args.vllm_importance_sampling_correction
     if clips_sequences(args) and behaviour_logps == "trainer" and not corrected:
-        found += ratio_always_one(args)
+        found += check_ratio(args)
     # cogumi.protect saves what TRL does not, and a run is protected before its first step.
-    if not (is_a_runs(trainer) or hasattr(trainer, "cogumi_protection")):
-        found += checkpoints_inside_rollouts(trainer)
+    if not (is_run_trainer(trainer) or hasattr(trainer, "cogumi_protection")):
+        found += check_checkpoints(trainer)
     if isinstance(trainer.train_dataset, Dataset):
-        found += less_than_a_rollout(len(trainer.train_dataset), args)
-        if prompts_are_text(trainer):
-            if not is_a_runs(trainer) and len(trainer.train_dataset):  # a run tried them before
-                found += rewards_tried(trainer)
+        found += check_rollout_size(len(trainer.train_dataset), args)
+        if has_text_prompts(trainer):
+            if not is_run_trainer(trainer) and len(trainer.train_dataset):  # a run tried them before
+                found += try_rewards(trainer)
             if (context := context_length(trainer)) is not None:
-                found += too_long(prompt_lengths(trainer), args.max_completion_length or 0, *context)
+                found += check_prompt_lengths(measure_prompts(trainer), args.max_completion_length or 0, *context)
     return found
 
 
@@ -94,7 +96,7 @@ def clips_sequences(args: Any) -> bool:
     return ratio_is_per_sequence(args) and args.loss_type in CLIPPED
 
 
-def active_dropout(model: nn.Module) -> list[tuple[str, str, float]]:
+def list_dropout(model: nn.Module) -> list[tuple[str, str, float]]:
     """(kind, place, probability) of every place where the model drops activations: LoRA's, other modules', functional calls.
 
     A functional call shows only as the number its module keeps for it, such as Llama's `attention_dropout`.
@@ -112,7 +114,7 @@ def active_dropout(model: nn.Module) -> list[tuple[str, str, float]]:
     return sorted(found, key=lambda each: order.index(each[0]))
 
 
-def dropout(active: Sequence[tuple[str, str, float]], clips_sequences: bool) -> Iterator[Finding]:
+def check_dropout(active: Sequence[tuple[str, str, float]], clips_sequences: bool) -> Iterator[GuardFinding]:
     """Dropout draws another mask for the old log-probabilities than for the new ones.
 
     At LoRA's start B is 0 and nothing is dropped yet; on the tiny model of the tests 62 % of the sequences were outside
@@ -141,10 +143,10 @@ def dropout(active: Sequence[tuple[str, str, float]], clips_sequences: bool) -> 
     message = (
         f"{name} is {p:g} ({place}{others}): old and new log-probabilities see different masks, {effect}; set {fix}"
     )
-    yield Finding("dropout", clips_sequences, message)
+    yield GuardFinding("dropout", clips_sequences, message)
 
 
-def pad_is_eos(trainer: Any, backend: Literal["trl", "unsloth"]) -> Iterator[Finding]:
+def check_pad_token(trainer: Any, backend: Literal["trl", "unsloth"]) -> Iterator[GuardFinding]:
     """unsloth's text path finds padding by its id; nothing is wrong under TRL, whose masks are made from lengths.
 
     TRL 1.15 cuts a completion at its first EOS and builds prompt_mask and completion_mask as ones of each row's length,
@@ -163,10 +165,10 @@ def pad_is_eos(trainer: Any, backend: Literal["trl", "unsloth"]) -> Iterator[Fin
             f"is the EOS token (id {pad}): unsloth masks every token with the pad token's id, so the end of a completion is "
             "never learned"
         )
-    yield Finding("pad-is-eos", pad == eos, f"the pad token {wrong}; give the tokenizer a pad token of its own")
+    yield GuardFinding("pad-is-eos", pad == eos, f"the pad token {wrong}; give the tokenizer a pad token of its own")
 
 
-def loss_settings(args: Any, backend: Literal["trl", "unsloth"]) -> Iterator[Finding]:
+def loss_settings(args: Any, backend: Literal["trl", "unsloth"]) -> Iterator[GuardFinding]:
     """Settings of the loss, and of the sampler, that contradict each other. `args`: a GRPOConfig."""
     loss_type, level = args.loss_type, args.importance_sampling_level
     if level == "sequence" and loss_type in SUMMED_OVER_TOKENS:
@@ -174,13 +176,13 @@ def loss_settings(args: Any, backend: Literal["trl", "unsloth"]) -> Iterator[Fin
             f"train.loss_type {loss_type} sums over tokens, so with train.importance_sampling_level sequence each sequence "
             "weighs as much as it is long; set train.loss_type: gspo (the paper's mean) or gspo-length (its sum, on purpose)"
         )
-        yield Finding("token-aggregation", True, message)
+        yield GuardFinding("token-aggregation", True, message)
     if level == "token" and loss_type == "luspo":
         message = (
             "train.loss_type luspo is a sequence-level loss, and train.importance_sampling_level is token; set "
             "train.loss_type: gspo-length, or train.importance_sampling_level: sequence"
         )
-        yield Finding("token-aggregation", True, message)
+        yield GuardFinding("token-aggregation", True, message)
     # TRL 1.15 samples with generation_kwargs' temperature and scores with its own, so the ratio would not start at 1.
     sampled = (args.generation_kwargs or {}).get("temperature", args.temperature)
     if sampled != args.temperature:
@@ -188,13 +190,13 @@ def loss_settings(args: Any, backend: Literal["trl", "unsloth"]) -> Iterator[Fin
             f"train.generation_kwargs.temperature {sampled} is what completions are sampled at, and TRL scores at "
             f"train.temperature {args.temperature}: two policies; set train.temperature alone"
         )
-        yield Finding("two-temperatures", True, message)
-    yield from clip_numbers(
+        yield GuardFinding("two-temperatures", True, message)
+    yield from check_clip_numbers(
         {key: getattr(args, key) for key in ("loss_type", "epsilon", "epsilon_high", "delta", "beta")}
     )
     bounds = {"epsilon": args.epsilon, "epsilon_high": args.epsilon if args.epsilon_high is None else args.epsilon_high}
     if not ratio_is_per_sequence(args):
-        yield from narrow_clip(loss_type, *bounds.values())
+        yield from check_narrow_clip(loss_type, *bounds.values())
     wide = {name: value for name, value in bounds.items() if value > LARGEST_SEQUENCE_EPSILON}
     if clips_sequences(args) and wide:
         named = " and ".join(f"train.{name} {value:g}" for name, value in wide.items())
@@ -203,28 +205,30 @@ def loss_settings(args: Any, backend: Literal["trl", "unsloth"]) -> Iterator[Fin
             "nothing would be clipped; set train.epsilon: 3e-4 and train.epsilon_high: 4e-4 (GSPO's paper; summed over "
             "tokens, as in gspo-length: 3e-3 and 4e-3)"
         )
-        yield Finding("wide-clip", True, message)
+        yield GuardFinding("wide-clip", True, message)
     if level == "sequence" and backend == "trl" and args.use_bias_correction_kl and args.beta > 0:
-        yield kl_correction(args.beta, args.max_completion_length)
+        yield check_kl_correction(args.beta, args.max_completion_length)
 
 
-def clip_numbers(values: Mapping[str, Any]) -> Iterator[Finding]:
+def check_clip_numbers(values: Mapping[str, Any]) -> Iterator[GuardFinding]:
     """Numbers with which a clip or a KL term does something else than its name says; `values` may lack any of them."""
     for key in ("epsilon", "epsilon_high"):
         if (value := values.get(key)) is not None and not value > 0:
             message = f"train.{key} is {value}; the clip needs a positive number, such as 3e-4"
-            yield Finding("epsilon", True, message)
+            yield GuardFinding("epsilon", True, message)
     if (beta := values.get("beta")) is not None and beta < 0:
-        yield Finding("beta", True, f"train.beta is {beta}: a negative KL term drives the policy away; set 0 or more")
+        yield GuardFinding(
+            "beta", True, f"train.beta is {beta}: a negative KL term drives the policy away; set 0 or more"
+        )
     if (delta := values.get("delta")) is not None and values.get("loss_type") in CLIPPED and delta <= 1:
         message = (
             f"train.delta {delta:g} caps every ratio at or below 1, so rewarded completions get no gradient; set more than "
             "1 + train.epsilon_high, or leave it out"
         )
-        yield Finding("delta", True, message)
+        yield GuardFinding("delta", True, message)
 
 
-def narrow_clip(loss_type: str, epsilon: float, high: float) -> Iterator[Finding]:
+def check_narrow_clip(loss_type: str, epsilon: float, high: float) -> Iterator[GuardFinding]:
     """A sequence loss's epsilon on ratios of single tokens."""
     message = ""
     if loss_type == "cispo" and high < 1:
@@ -239,10 +243,10 @@ def narrow_clip(loss_type: str, epsilon: float, high: float) -> Iterator[Finding
             "the preset's"
         )
     if message:
-        yield Finding("narrow-clip", False, message)
+        yield GuardFinding("narrow-clip", False, message)
 
 
-def kl_correction(beta: float, longest: int | None) -> Finding:
+def check_kl_correction(beta: float, longest: int | None) -> GuardFinding:
     """TRL 1.15 multiplies each token's KL term by the ratio: unbiased for a token's ratio, and not for a sequence's.
 
     With d = log p_ref - log p and k = e^d - d - 1 a token's gradient is 1 - e^d without the correction (in expectation
@@ -256,10 +260,10 @@ def kl_correction(beta: float, longest: int | None) -> Finding:
         "the KL gradient stays that of KL(ref || policy); set train.use_bias_correction_kl: false, which says so, or "
         "train.loss_type: gspo-token, whose KL gradient is corrected token by token"
     )
-    return Finding("kl-correction", False, message)
+    return GuardFinding("kl-correction", False, message)
 
 
-def ratio_always_one(args: Any) -> Iterator[Finding]:
+def check_ratio(args: Any) -> Iterator[GuardFinding]:
     """Every rollout is used up by one optimizer step; TRL 1.15 then takes `new.detach()` as the old log-probabilities."""
     accumulation = args.gradient_accumulation_steps
     if accumulation % (args.steps_per_generation * args.num_iterations) == 0:
@@ -269,10 +273,10 @@ def ratio_always_one(args: Any) -> Iterator[Finding]:
             "exactly 1 and GSPO's clip can never act (what trains is REINFORCE divided by the length); set "
             f"train.steps_per_generation: {4 * accumulation} for the paper's 4 steps a rollout"
         )
-        yield Finding("ratio-always-one", False, message)
+        yield GuardFinding("ratio-always-one", False, message)
 
 
-def checkpoints_inside_rollouts(trainer: Any) -> Iterator[Finding]:
+def check_checkpoints(trainer: Any) -> Iterator[GuardFinding]:
     """TRL 1.15 saves neither its position in a rollout nor the rollout, and a resumed run starts with a new one.
 
     A script may never resume, and TRL's own default of 500 steps is no multiple of most rollouts: these are warnings.
@@ -280,7 +284,7 @@ def checkpoints_inside_rollouts(trainer: Any) -> Iterator[Finding]:
     args = trainer.args
     generate_every = args.steps_per_generation * args.num_iterations
     aligned = generate_every // math.gcd(generate_every, args.gradient_accumulation_steps)
-    if (between := steps_between_checkpoints(trainer)) and between[1] % aligned:
+    if (between := checkpoint_interval(trainer)) and between[1] % aligned:
         key, steps = between
         message = (
             f"train.{key} {steps}: a checkpoint would fall inside a rollout, which TRL does not save, so a resumed run would "
@@ -289,7 +293,7 @@ def checkpoints_inside_rollouts(trainer: Any) -> Iterator[Finding]:
             "train.gradient_accumulation_steps of them a step): use cogumi.protect(trainer), which saves it, or set "
             f"train.{key}: {nearest_multiples(steps, aligned)}"
         )
-        yield Finding("checkpoint-inside-rollout", False, message)
+        yield GuardFinding("checkpoint-inside-rollout", False, message)
     # transformers saves after the last step too; only a run that is to be continued from there minds.
     saves_last = SaveStrategy(args.save_strategy) == SaveStrategy.STEPS and not args.save_only_model
     if saves_last and args.max_steps > 0 and args.max_steps % aligned:
@@ -298,10 +302,10 @@ def checkpoints_inside_rollouts(trainer: Any) -> Iterator[Finding]:
             "and a run continued from it would train on other rollouts; to continue, set train.max_steps: "
             f"{nearest_multiples(args.max_steps, aligned)}"
         )
-        yield Finding("last-checkpoint-inside-rollout", False, message)
+        yield GuardFinding("last-checkpoint-inside-rollout", False, message)
 
 
-def steps_between_checkpoints(trainer: Any) -> tuple[str, int] | None:
+def checkpoint_interval(trainer: Any) -> tuple[str, int] | None:
     """The key that sets them and its value in optimizer steps; None where no checkpoint is taken before the last step.
 
     At the end of an epoch the rollout is used up; what `save_only_model` leaves cannot be resumed.
@@ -319,38 +323,38 @@ def steps_between_checkpoints(trainer: Any) -> tuple[str, int] | None:
     return None if 0 < total <= every else (key, int(every))
 
 
-def less_than_a_rollout(prompts: int, args: Any) -> Iterator[Finding]:
+def check_rollout_size(prompts: int, args: Any) -> Iterator[GuardFinding]:
     """TRL 1.15's RepeatSampler drops a rollout that is not whole."""
     needed = args.generation_batch_size // args.num_generations
     if prompts < needed:
         message = (
             f"{prompts} prompts, and one rollout takes {needed} (train.generation_batch_size {args.generation_batch_size} / "
             f"train.num_generations {args.num_generations}): TRL drops what does not fill a rollout, so not one step would be "
-            "made; repeat the data (cogumi.rl.memory_plan.whole_rollout) or take at most "
+            "made; repeat the data (cogumi.rl.memory_plan.repeat_to_rollout) or take at most "
             f"{prompts * args.num_generations} completions a rollout"
         )
-        yield Finding("less-than-a-rollout", True, message)
+        yield GuardFinding("less-than-a-rollout", True, message)
 
 
-def rewards_tried(trainer: Any) -> Iterator[Finding]:
+def try_rewards(trainer: Any) -> Iterator[GuardFinding]:
     """Every reward function called once on the first prompt: what it raises there, it raises after the first rollout."""
     row, group = trainer.train_dataset[0], trainer.num_generations
     for function in trainer.reward_funcs:
         if not isinstance(function, nn.Module):
-            wrong = what_is_wrong(function, row, group, trainer_state=trainer.state)
+            wrong = try_reward(function, row, group, trainer_state=trainer.state)
             if wrong is not None:
-                yield Finding("reward", *wrong)
+                yield GuardFinding("reward", *wrong)
 
 
 def context_length(trainer: Any) -> tuple[int, str] | None:
     """(tokens, setting) that prompt and completion must fit into; None where the model names no limit."""
     if trainer.use_vllm and trainer.args.vllm_max_model_length is not None:
         return trainer.args.vllm_max_model_length, "train.vllm_max_model_length"
-    limit = positions_of(trainer.model.config)
+    limit = context_of(trainer.model.config)
     return None if limit is None else (limit, POSITIONS)
 
 
-def positions_of(config: Any) -> int | None:
+def context_of(config: Any) -> int | None:
     """The context a model was made for, in tokens, with what its RoPE scaling adds; None where its config has no word."""
     text = config.get_text_config()
     limit: int | None = getattr(text, "max_position_embeddings", None)
@@ -361,13 +365,13 @@ def positions_of(config: Any) -> int | None:
     return max(limit, int(original * rope.get("factor", 1.0)))
 
 
-def prompts_are_text(trainer: Any) -> bool:
+def has_text_prompts(trainer: Any) -> bool:
     """Whether the rollout's prompts are those of the data set, without images."""
     columns = trainer.train_dataset.column_names
     return trainer.environment_factories is None and "prompt" in columns and not {"image", "images"} & set(columns)
 
 
-def prompt_lengths(trainer: Any) -> list[int]:
+def measure_prompts(trainer: Any) -> list[int]:
     """Tokens of every prompt as the trainer will render it, chat template and all."""
     prompts = trainer.train_dataset["prompt"]
     lengths: list[int] = []
@@ -376,7 +380,7 @@ def prompt_lengths(trainer: Any) -> list[int]:
     return lengths
 
 
-def too_long(lengths: Sequence[int], completion: int, limit: int, setting: str) -> Iterator[Finding]:
+def check_prompt_lengths(lengths: Sequence[int], completion: int, limit: int, setting: str) -> Iterator[GuardFinding]:
     """Prompts that leave less room in the context than a completion may take. All in tokens."""
     if over := sum(length + completion > limit for length in lengths):
         longest, room = max(lengths), limit - completion
@@ -386,4 +390,4 @@ def too_long(lengths: Sequence[int], completion: int, limit: int, setting: str) 
             f"{over} of {len(lengths)} prompts are too long: the longest has {longest} tokens, with "
             f"train.max_completion_length {completion} that is {longest + completion}, and {setting} is {limit}; {fits}{drop}"
         )
-        yield Finding("long-prompts", True, message)
+        yield GuardFinding("long-prompts", True, message)

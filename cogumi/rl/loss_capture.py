@@ -23,7 +23,7 @@ from cogumi.patches import replaced
 from cogumi.patches.fused_head import triton_device
 from cogumi.patches.head_logps import FusedLogProbFunction
 from cogumi.patches.trl_internals import INNER_LOSS, TOKEN_LOGPS, methods_replaced
-from cogumi.patches.unsloth_rl import is_unsloths
+from cogumi.patches.unsloth_rl import is_unsloth_trainer
 
 Backend = Literal["trl", "unsloth"]
 # Shapes of the soft clips, named after their losses.
@@ -42,7 +42,7 @@ LOGIT_ROWS = 1024
 
 
 @dataclass
-class LossCall:
+class LossInputs:
     """One micro-batch as the loss that ran received it. B sequences of at most T completion tokens."""
 
     new: Tensor
@@ -64,61 +64,63 @@ class LossCall:
     weight: Tensor | None = None
     """(B, T) or (B, 1) factor of the policy term: TRL's correction for the sampler's own numerics (vLLM)."""
 
-    def old_or_new(self) -> Tensor:
+    def old_logps(self) -> Tensor:
         return self.new.detach() if self.old is None else self.old
 
 
-def sequence_log_ratio(call: LossCall) -> Tensor:
+def sequence_log_ratio(call: LossInputs) -> Tensor:
     """log R_s = mean over the sequence's tokens of new - old, (B,), as the loss's own dtype has it."""
     new = call.new.detach()
-    return ((new - call.old_or_new()) * call.mask).sum(-1) / call.mask.sum(-1).clamp(min=1)
+    return ((new - call.old_logps()) * call.mask).sum(-1) / call.mask.sum(-1).clamp(min=1)
 
 
-def is_per_sequence(call: LossCall, token_ratio: bool = False) -> bool:
+def is_per_sequence(call: LossInputs, token_ratio: bool = False) -> bool:
     return token_ratio or call.arguments["importance_sampling_level"] == "sequence"
 
 
 def backend_of(trainer: Any) -> Backend:
     """Whose `compute_loss` this trainer has."""
-    return "unsloth" if is_unsloths(type(trainer)) else "trl"
+    return "unsloth" if is_unsloth_trainer(type(trainer)) else "trl"
 
 
-def overheard(trainer: Any, inputs: dict[str, Any], token_ratio: bool) -> AbstractContextManager[list[LossCall]]:
+def capture_loss_inputs(
+    trainer: Any, inputs: dict[str, Any], token_ratio: bool
+) -> AbstractContextManager[list[LossInputs]]:
     """While it is entered, one `trainer.compute_loss(model, inputs)` leaves its LossCalls in the list."""
     if backend_of(trainer) == "unsloth":
-        return overheard_in_unsloth(trainer)
-    return overheard_in_trl(trainer, inputs, token_ratio)
+        return capture_unsloth_loss(trainer)
+    return capture_trl_loss(trainer, inputs, token_ratio)
 
 
 # ------------------------------------------------------------------------------------------------------------------ TRL
 
 
 @contextmanager
-def overheard_in_trl(trainer: Any, inputs: dict[str, Any], token_ratio: bool = False) -> Iterator[list[LossCall]]:
+def capture_trl_loss(trainer: Any, inputs: dict[str, Any], token_ratio: bool = False) -> Iterator[list[LossInputs]]:
     """TRL 1.15: its loss asks the trainer for log-probabilities and entropies once, and reads the rest from `inputs`.
 
     With `token_ratio`, `inputs` gets other old log-probabilities once the new ones are known, so that the ratio the
     loss forms is GSPO-token's: the sequence's in value, each token's in gradient.
     """
     compute = getattr(trainer, TOKEN_LOGPS)
-    calls: list[LossCall] = []
+    calls: list[LossInputs] = []
 
     def overhear(*args: Any, **kwargs: Any) -> Any:
         result = compute(*args, **kwargs)
-        call = trl_call(trainer, inputs, new=result[0], entropy=result[1])
+        call = read_trl_inputs(trainer, inputs, new=result[0], entropy=result[1])
         calls.append(call)
         if token_ratio:
-            inputs["old_per_token_logps"] = gspo_token_old(call)
+            inputs["old_per_token_logps"] = gspo_token_old_logps(call)
         return result
 
     with methods_replaced(trainer, {TOKEN_LOGPS: overhear}):
         yield calls
 
 
-def trl_call(trainer: Any, inputs: dict[str, Any], new: Tensor, entropy: Tensor | None) -> LossCall:
+def read_trl_inputs(trainer: Any, inputs: dict[str, Any], new: Tensor, entropy: Tensor | None) -> LossInputs:
     mask = inputs["completion_mask"]
     corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction and trainer.loss_type != "vespo"
-    return LossCall(
+    return LossInputs(
         new=new,
         old=inputs.get("old_per_token_logps"),
         ref=inputs.get("ref_per_token_logps") if trainer.beta != 0 else None,
@@ -146,7 +148,7 @@ def trl_call(trainer: Any, inputs: dict[str, Any], new: Tensor, entropy: Tensor 
     )
 
 
-def gspo_token_old(call: LossCall) -> Tensor:
+def gspo_token_old_logps(call: LossInputs) -> Tensor:
     """Old log-probabilities (B, T) with which a token ratio is GSPO-token's, sg[R_s] * p_t / sg[p_t].
 
     arXiv:2507.18071, equation 14: exp(new - (sg[new] - sg[log R_s])) is R_s in value, and its gradient is R_s times
@@ -154,7 +156,7 @@ def gspo_token_old(call: LossCall) -> Tensor:
     """
     new = call.new.detach()
     counts = call.mask.sum(-1, keepdim=True).clamp(min=1)
-    log_ratio = ((new - call.old_or_new()) * call.mask).sum(-1, keepdim=True) / counts
+    log_ratio = ((new - call.old_logps()) * call.mask).sum(-1, keepdim=True) / counts
     return new - log_ratio
 
 
@@ -162,7 +164,7 @@ def gspo_token_old(call: LossCall) -> Tensor:
 
 
 @contextmanager
-def overheard_in_unsloth(trainer: Any) -> Iterator[list[LossCall]]:
+def capture_unsloth_loss(trainer: Any) -> Iterator[list[LossInputs]]:
     """(B, T) is unsloth's layout: rows packed to the left, T = completion columns + the widest left padding, which
     `mask` leaves out. `entropy` is None under no_grad (evaluation), where nothing links a score to its token.
 
@@ -174,11 +176,11 @@ def overheard_in_unsloth(trainer: Any) -> Iterator[list[LossCall]]:
         if not hasattr(generated, name):
             raise RuntimeError(f"{type(trainer).__name__}.compute_loss comes from {home}, which has no {name}")
     zoo = importlib.import_module("unsloth_zoo.rl_replacements")
-    calls: list[LossCall] = []
-    scores = Scores()
+    calls: list[LossInputs] = []
+    scores = EntropyRecorder()
     losses = {
-        "UnslothEfficientGRPO": record_efficient(generated.UnslothEfficientGRPO, calls, scores),
-        "grpo_compute_loss_slow": record_slow(generated.grpo_compute_loss_slow, calls, scores),
+        "UnslothEfficientGRPO": wrap_efficient_loss(generated.UnslothEfficientGRPO, calls, scores),
+        "grpo_compute_loss_slow": wrap_slow_loss(generated.grpo_compute_loss_slow, calls, scores),
     }
     with ExitStack() as stack:
         stack.callback(scores.stop)  # unsloth's recomputing backward still holds the recorders later
@@ -188,7 +190,7 @@ def overheard_in_unsloth(trainer: Any) -> Iterator[list[LossCall]]:
         yield calls
 
 
-def record_efficient(original: Any, calls: list[LossCall], scores: "Scores") -> Any:
+def wrap_efficient_loss(original: Any, calls: list[LossInputs], scores: "EntropyRecorder") -> Any:
     """The autograd function `original` under its own name, which records what it is applied to."""
     forward = inspect.signature(original.forward)
 
@@ -197,14 +199,14 @@ def record_efficient(original: Any, calls: list[LossCall], scores: "Scores") -> 
         outputs = original.apply(*args, **kwargs)
         settings = given.get("extra_kwargs") or {}
         named = {key: given[f"_{key}"] for key in ("new_logps", "old_logps", "ref_logps", "mask", "advantages")}
-        calls.append(unsloth_call(original, named, given["beta"], settings, outputs[4], scores))
+        calls.append(read_unsloth_inputs(original, named, given["beta"], settings, outputs[4], scores))
         return outputs
 
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     return type(original)(original.__name__, (original,), {"apply": staticmethod(apply), **names})
 
 
-def record_slow(original: Any, calls: list[LossCall], scores: "Scores") -> Callable[..., Any]:
+def wrap_slow_loss(original: Any, calls: list[LossInputs], scores: "EntropyRecorder") -> Callable[..., Any]:
     @functools.wraps(original)
     def compute(
         ref: Tensor | None,
@@ -219,23 +221,23 @@ def record_slow(original: Any, calls: list[LossCall], scores: "Scores") -> Calla
     ) -> Any:
         outputs = original(ref, new, old, sampling_per_token_logps, input_ids, mask, beta, advantages, **settings)
         named = {"new_logps": new, "old_logps": old, "ref_logps": ref, "mask": mask, "advantages": advantages}
-        calls.append(unsloth_call(original, named, beta, settings, outputs[4], scores))
+        calls.append(read_unsloth_inputs(original, named, beta, settings, outputs[4], scores))
         return outputs
 
     return compute
 
 
-def unsloth_call(
+def read_unsloth_inputs(
     function: Any,
     given: dict[str, Any],
     beta: float,
     settings: dict[str, Any],
     sampler_ratio: Tensor | None,
-    scores: "Scores",
-) -> LossCall:
+    scores: "EntropyRecorder",
+) -> LossInputs:
     corrected = settings.get("use_vllm") and settings.get("vllm_importance_sampling_correction")
     weighed = corrected and settings.get("loss_type") != "vespo" and sampler_ratio is not None and sampler_ratio.numel()
-    return LossCall(
+    return LossInputs(
         new=given["new_logps"],
         old=given["old_logps"],
         ref=given["ref_logps"] if beta != 0 else None,
@@ -248,7 +250,7 @@ def unsloth_call(
     )
 
 
-class Scores:
+class EntropyRecorder:
     """Log-probabilities as unsloth's scorers returned them during one loss, each with its tokens' entropies.
 
     unsloth computes no entropy unless the loss needs one, and asking it to would switch it to another scorer. So that of
@@ -258,7 +260,7 @@ class Scores:
     def __init__(self) -> None:
         self.recorded: list[tuple[Tensor, Tensor]] = []
         self.open = True
-        self.inside = False
+        self.stage_inside = False
 
     def stop(self) -> None:
         self.open = False
@@ -270,13 +272,13 @@ class Scores:
 
         @functools.wraps(scorer)
         def score(*args: Any, **kwargs: Any) -> Any:
-            if not self.open or self.inside:  # one scorer may call another
+            if not self.open or self.stage_inside:  # one scorer may call another
                 return scorer(*args, **kwargs)
-            self.inside = True
+            self.stage_inside = True
             try:
                 result = scorer(*args, **kwargs)
             finally:
-                self.inside = False
+                self.stage_inside = False
             bound = parameters.bind(*args, **kwargs)
             bound.apply_defaults()
             given = bound.arguments
@@ -284,7 +286,7 @@ class Scores:
             # Not `is_grad_enabled`: the offloading scorer runs this inside its own forward, where it is off.
             if scored.requires_grad:
                 logps = result[0] if isinstance(result, tuple) else result
-                self.recorded.append((logps, entropies(given).view(logps.shape)))
+                self.recorded.append((logps, compute_entropies(given).view(logps.shape)))
             return result
 
         return score
@@ -319,7 +321,7 @@ class Scores:
 
 
 @torch.no_grad()
-def entropies(given: dict[str, Any]) -> Tensor:
+def compute_entropies(given: dict[str, Any]) -> Tensor:
     """Of the tokens a scorer was given, flat, in nats at its temperature: over the whole vocabulary, as TRL's are."""
     if "logits" in given:
         logits, temperature = given["logits"], given["temperature"]

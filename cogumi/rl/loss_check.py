@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cogumi.rl.loss_capture import LossCall, is_per_sequence, sequence_log_ratio
+from cogumi.rl.loss_capture import LossInputs, is_per_sequence, sequence_log_ratio
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # TRL 1.15's losses with PPO's two-sided clip
 TOLERANCE = 1e-4  # relative; the losses are computed in float32 from sums of up to thousands of terms
@@ -26,7 +26,7 @@ class WrongLossError(RuntimeError):
     """The loss that ran is not the loss that was asked for."""
 
 
-class LossProof:
+class LossCheck:
     """Compares optimizer steps with the formula until one has exercised the clip, and describes what it found.
 
     On the policy's own rollout every ratio is 1, and a loss with another epsilon, or with token ratios, has the same
@@ -45,7 +45,7 @@ class LossProof:
         """
         self.own, self.written = own, written
         self.asked_for, self.token_ratio, self.unproven = asked_for, token_ratio, unproven
-        self.calls: list[LossCall] = []
+        self.calls: list[LossInputs] = []
         self.losses: list[Tensor] = []
         self.gradients: dict[int, Tensor] = {}
         self.step = 0
@@ -54,13 +54,13 @@ class LossProof:
         self.worst = {"loss": 0.0, "gradient": 0.0}
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Nothing is left to be shown, or nothing can be."""
         clips = self.record.get("arguments", {}).get("loss_type") in CLIPPED
         seen = self.record["clip_seen_at_step"] is not None if clips else self.moved
         return bool(self.step and (self.unproven or (self.record["asserted"] and seen) or self.step >= LAST_STEP))
 
-    def add(self, call: LossCall, loss: Tensor) -> None:
+    def add(self, call: LossInputs, loss: Tensor) -> None:
         """One micro-batch: what went in, what came out; its gradient is noted when it passes."""
         index = len(self.calls)
 
@@ -81,12 +81,12 @@ class LossProof:
         self.step += 1
         if not self.calls and self.own is None:
             raise WrongLossError(
-                f"{place_of(self.written) or 'compute_loss of the trainer'} made a step without asking for the new "
+                f"{format_location(self.written) or 'compute_loss of the trainer'} made a step without asking for the new "
                 "log-probabilities: it is not the loss that was asked for"
             )
         if self.step == 1:
-            described = describe(self.calls) if self.calls else {}
-            self.record = described | ({} if self.own is None else named(self.own)) | self.record
+            described = describe_calls(self.calls) if self.calls else {}
+            self.record = described | ({} if self.own is None else describe_function(self.own)) | self.record
         self._check_settings()
         if not self.unproven:
             for index in range(len(self.calls)):
@@ -100,7 +100,7 @@ class LossProof:
             found = self.calls[0].arguments.get(name)
             same = math.isclose(found, wanted) if isinstance(wanted, float) and found is not None else found == wanted
             if not same:
-                place = f" (in {place_of(self.written)})" if self.written is not None else ""
+                place = f" (in {format_location(self.written)})" if self.written is not None else ""
                 raise WrongLossError(f"the loss ran with {name}={found!r}{place}, and {wanted!r} was asked for")
 
     def _compare(self, index: int, scale: float) -> None:
@@ -110,7 +110,7 @@ class LossProof:
             return  # wrong together: it is the run that is not a number, which its verdict says
         if gradient is not None and scale != 1 and not torch.isfinite(gradient).all():
             return  # overflowed in float16: the gradient scaler drops this step and tries a smaller scale
-        sure = ~at_the_clip(call, self.token_ratio)
+        sure = ~is_at_clip(call, self.token_ratio)
         tiny = torch.finfo(torch.float32).tiny
         apart = {"loss": ((loss.double() - expected).abs() / size.clamp(min=tiny)).item(), "gradient": math.nan}
         if not slope.abs().max() > 0:
@@ -124,29 +124,29 @@ class LossProof:
                 raise WrongLossError(
                     f"the {name} of step {self.step} is not that of the loss that was asked for: {found:.2g} apart "
                     f"(relative; at most {TOLERANCE:g}). "
-                    f"{place_of(self.written) or self.record['function']} ran with {self.record['arguments']}"
+                    f"{format_location(self.written) or self.record['function']} ran with {self.record['arguments']}"
                 )
             self.worst[name] = max(self.worst[name], found)
-        self.moved |= bool(((call.new - call.old_or_new()).abs() * (call.mask > 0) > BOUNDARY).any())
-        if self.record["clip_seen_at_step"] is None and clip_cut(call, self.token_ratio):
+        self.moved |= bool(((call.new - call.old_logps()).abs() * (call.mask > 0) > BOUNDARY).any())
+        if self.record["clip_seen_at_step"] is None and has_clipped_gradient(call, self.token_ratio):
             self.record["clip_seen_at_step"] = self.step
 
 
-def describe(calls: list[LossCall]) -> dict[str, Any]:
+def describe_calls(calls: list[LossInputs]) -> dict[str, Any]:
     """What computed the loss of a step, with what, and how far from 1 its ratios were."""
     return {
-        **named(calls[0].function),
-        "arguments": {name: plain(value) for name, value in calls[0].arguments.items()},
+        **describe_function(calls[0].function),
+        "arguments": {name: to_json(value) for name, value in calls[0].arguments.items()},
         "micro_batches": len(calls),
-        **first_ratios(calls),
+        **measure_ratios(calls),
     }
 
 
-def named(function: Any) -> dict[str, Any]:
-    return {"function": f"{function.__module__}.{function.__qualname__}", "source": source_of(function)}
+def describe_function(function: Any) -> dict[str, Any]:
+    return {"function": f"{function.__module__}.{function.__qualname__}", "source": hash_source(function)}
 
 
-def place_of(function: Any) -> str:
+def format_location(function: Any) -> str:
     """A function with its file and line, as in `Mine.compute_loss (train.py:12)`; "" of None."""
     if function is None:
         return ""
@@ -155,7 +155,7 @@ def place_of(function: Any) -> str:
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
-def clip_cut(call: LossCall, token_ratio: bool = False) -> bool:
+def has_clipped_gradient(call: LossInputs, token_ratio: bool = False) -> bool:
     """Whether the clip took the policy term's gradient from a token that counts.
 
     Asked of the ratios, not of the gradient: a KL term has one of its own inside and outside the clip, and a token whose
@@ -163,28 +163,28 @@ def clip_cut(call: LossCall, token_ratio: bool = False) -> bool:
     """
     if call.arguments.get("loss_type") not in CLIPPED:
         return False
-    ratio, low, high = clip_of(call, token_ratio)
+    ratio, low, high = clip_bounds(call, token_ratio)
     advantages = call.advantages[:, None] if call.advantages.dim() == 1 else call.advantages
     cut = ((ratio > high + BOUNDARY) & (advantages > 0)) | ((ratio < low - BOUNDARY) & (advantages < 0))
     return bool((cut & (call.mask > 0)).any())
 
 
-def at_the_clip(call: LossCall, token_ratio: bool = False) -> Tensor:
+def is_at_clip(call: LossInputs, token_ratio: bool = False) -> Tensor:
     """(B, T) tokens whose ratio is on a bound of the clip, up to rounding."""
-    ratio, low, high = clip_of(call, token_ratio)
+    ratio, low, high = clip_bounds(call, token_ratio)
     return ((ratio - low).abs() < BOUNDARY) | ((ratio - high).abs() < BOUNDARY)
 
 
-def clip_of(call: LossCall, token_ratio: bool) -> tuple[Tensor, float, float]:
+def clip_bounds(call: LossInputs, token_ratio: bool) -> tuple[Tensor, float, float]:
     """(ratio (B, T) in float64, the clip's lower bound, its upper bound)."""
     if is_per_sequence(call, token_ratio):
         log_ratio = sequence_log_ratio(call)[:, None].expand_as(call.new)
     else:
-        log_ratio = call.new - call.old_or_new()
+        log_ratio = call.new - call.old_logps()
     return log_ratio.double().exp(), 1 - call.arguments["epsilon_low"], 1 + call.arguments["epsilon_high"]
 
 
-def first_ratios(calls: list[LossCall]) -> dict[str, float]:
+def measure_ratios(calls: list[LossInputs]) -> dict[str, float]:
     """How far the ratios of the first step are from 1: nothing has been learned yet, so it is numerics.
 
     `ratio_max_deviation` is max |R - 1| over the step's sequences, `ratio_outside_clip` the share beyond the clip.
@@ -199,7 +199,7 @@ def first_ratios(calls: list[LossCall]) -> dict[str, float]:
     return {"ratio_max_deviation": deviation.abs().amax().item(), "ratio_outside_clip": outside.double().mean().item()}
 
 
-def unproven_terms(trainer: Any) -> list[str]:
+def list_unchecked_terms(trainer: Any) -> list[str]:
     """Terms of the trainer's loss that the formula does not have; with any of them only the settings are asserted."""
     args = trainer.args
     terms = {
@@ -212,7 +212,7 @@ def unproven_terms(trainer: Any) -> list[str]:
     return [name for name, present in terms.items() if present]
 
 
-def source_of(function: Any) -> dict[str, Any]:
+def hash_source(function: Any) -> dict[str, Any]:
     """Where the code that ran is, and its hash: a cache generated yesterday is not the library installed today."""
     try:
         lines, first = inspect.getsourcelines(function)
@@ -222,7 +222,7 @@ def source_of(function: Any) -> dict[str, Any]:
     return {"file": inspect.getsourcefile(function), "line": first, "sha256": digest}
 
 
-def plain(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """A JSON value: tensors of one element as numbers, what is not data by its name."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else f"tensor{tuple(value.shape)}"
@@ -233,17 +233,17 @@ def plain(value: Any) -> Any:
 # The policy losses in float64, written from the papers named in `cogumi.config.presets`, with TRL 1.15's normalisers.
 
 
-def loss_and_gradient(call: LossCall, token_ratio: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def loss_and_gradient(call: LossInputs, token_ratio: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, sum of the magnitudes of its parts, d loss / d new (B, T)), all float64."""
     new = call.new.detach().double().requires_grad_()
     with torch.enable_grad():
-        parts = _contributions(call, new, token_ratio)
+        parts = _token_losses(call, new, token_ratio)
         loss = parts.sum()
         (gradient,) = torch.autograd.grad(loss, new)
     return loss.detach(), parts.detach().abs().sum(), gradient
 
 
-def _contributions(call: LossCall, new: Tensor, token_ratio: bool) -> Tensor:
+def _token_losses(call: LossInputs, new: Tensor, token_ratio: bool) -> Tensor:
     mask = (call.mask > 0).double()
     lengths = mask.sum(-1, keepdim=True).clamp(min=1)
     keep = mask > 0
@@ -265,11 +265,11 @@ def _contributions(call: LossCall, new: Tensor, token_ratio: bool) -> Tensor:
         if call.arguments.get("use_bias_correction_kl"):
             kl = kl * log_weight.exp()
         token_loss = token_loss + call.arguments["beta"] * kl
-    return torch.where(keep, token_loss.expand_as(mask), 0.0) * _share(call, mask, lengths)
+    return torch.where(keep, token_loss.expand_as(mask), 0.0) * _inverse_normaliser(call, mask, lengths)
 
 
 def _policy_term(
-    call: LossCall, ratio: Tensor, log_ratio: Tensor, advantages: Tensor, new: Tensor, mask: Tensor
+    call: LossInputs, ratio: Tensor, log_ratio: Tensor, advantages: Tensor, new: Tensor, mask: Tensor
 ) -> Tensor:
     settings = call.arguments
     loss_type = settings["loss_type"]
@@ -296,7 +296,7 @@ def _policy_term(
     raise KeyError(loss_type)
 
 
-def _share(call: LossCall, mask: Tensor, lengths: Tensor) -> Tensor:
+def _inverse_normaliser(call: LossInputs, mask: Tensor, lengths: Tensor) -> Tensor:
     """What a token's loss is multiplied by: one over the loss's normaliser."""
     settings = call.arguments
     rows, accumulation = len(mask), settings["current_gradient_accumulation_steps"]

@@ -15,8 +15,8 @@ import torch
 from datasets import Dataset, concatenate_datasets
 
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import gib
-from cogumi.patches.gspo_loss import defaults
+from cogumi.core.formatting import format_memory
+from cogumi.patches.gspo_loss import trl_defaults
 
 # Of the memory that is free, what a step may take: the allocator's rounding and fragments get the rest.
 USABLE = 0.9
@@ -112,7 +112,7 @@ def plan_batch(
     budget = int(USABLE * free_bytes)
     if per_device_train_batch_size is not None:
         micro_batch = per_device_train_batch_size
-        reason = f"as set; estimated {gib(needed(micro_batch))} of {gib(budget)} usable"
+        reason = f"as set; estimated {format_memory(needed(micro_batch))} of {format_memory(budget)} usable"
         reason += "" if needed(micro_batch) <= budget else ": more than there is, by the estimate"
     else:
         divisors = [n for n in range(documents, 0, -1) if documents % n == 0]
@@ -120,15 +120,15 @@ def plan_batch(
         if not fitting:
             raise UsageError(
                 f"not even one document fits: {longest_prompt} prompt + {max_completion_length} completion tokens need "
-                f"about {gib(needed(1))}, {gib(budget)} of {gib(free_bytes)} free are usable; lower "
-                "train.max_completion_length or the prompts' length"
+                f"about {format_memory(needed(1))}, {format_memory(budget)} of {format_memory(free_bytes)} free are usable; "
+                "lower train.max_completion_length or the prompts' length"
                 + ("" if gradient_checkpointing else ", or set train.gradient_checkpointing: true")
             )
         micro_batch = fitting[0]
-        reason = f"estimated {gib(needed(micro_batch))} of {gib(budget)} usable"
+        reason = f"estimated {format_memory(needed(micro_batch))} of {format_memory(budget)} usable"
         if micro_batch < documents:
             larger = divisors[divisors.index(micro_batch) - 1]
-            reason += f", {larger} would need {gib(needed(larger))}"
+            reason += f", {larger} would need {format_memory(needed(larger))}"
     return BatchPlan(micro_batch, documents // micro_batch, mini_batches_per_rollout, num_generations, reason)
 
 
@@ -248,7 +248,7 @@ def free_memory_bytes() -> int:
 # ---------------------------------------------------------------------------------------------------------- data
 
 
-def whole_rollout(dataset: Dataset, prompts_per_rollout: int) -> tuple[Dataset, str | None]:
+def repeat_to_rollout(dataset: Dataset, prompts_per_rollout: int) -> tuple[Dataset, str | None]:
     """The data set, repeated where it has fewer prompts than one rollout, and a line that says so.
 
     TRL 1.15's RepeatSampler drops a rollout that is not whole, so a smaller data set is a run of 0 steps. From one rollout
@@ -273,7 +273,7 @@ def check_groups(arguments: Mapping[str, Any]) -> None:
     TRL 1.15 raises for both rules below; unsloth's generated config sets per_device_train_batch_size to num_generations
     instead, and trains on another batch than was asked for. Raises UsageError with the nearest valid batch sizes.
     """
-    values = defaults(GROUP_KEYS) | {key: value for key, value in arguments.items() if value is not None}
+    values = trl_defaults(GROUP_KEYS) | {key: value for key, value in arguments.items() if value is not None}
     group, per_device = values["num_generations"], values["per_device_train_batch_size"]
     refuse_small_group(group)
     if per_device < 1:

@@ -29,7 +29,7 @@ class PatchReport:
         return "\n".join(f"{'patched' if p.applied else 'left alone'} {p.name}: {p.reason}" for p in self.patches)
 
 
-def watched(trainer: Any) -> None:
+def watch_trainer(trainer: Any) -> None:
     from cogumi.rl.watch import watch  # brings torch
 
     watch(trainer)
@@ -47,9 +47,9 @@ def patch(rl: bool = True, graph_break: str = "auto", accept: Iterable[str] | No
     graph_break and for a name that is no finding.
     """
     if accept is not None:
-        findings.accept(accept)
+        findings.accept_findings(accept)
     modules = (unsloth_rl, gspo, fused_head)  # unsloth first: it puts classes of its own on trl
     of_trl = tuple(module.apply() if rl else module.status() for module in modules)
     if rl:
-        gspo.watch_trainers(watched)
+        gspo.watch_trainers(watch_trainer)
     return PatchReport((*of_trl, four_bit.apply(graph_break)))

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 
 from cogumi.core.errors import UsageError
-from cogumi.models.completion import cut
+from cogumi.models.completion import cut_at_stop
 from cogumi.patches.trl_internals import (
     GENERATE,
     GENERATE_TURN,
@@ -32,7 +32,7 @@ from cogumi.patches.trl_internals import (
     rollout_mode,
     wrap_method,
 )
-from cogumi.rl.findings import worded, worded_for
+from cogumi.rl.findings import reword_errors, reword_for
 from cogumi.rl.loss_capture import backend_of
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> dic
     return {stop: added[stop] for stop in stops if stop in added}
 
 
-def stop_at(trainer: Any, stops: Sequence[str]) -> None:
+def stop_rollouts_at(trainer: Any, stops: Sequence[str]) -> None:
     """Let the rollouts of a `trl.GRPOTrainer` end at any of `stops`.
 
     Raises UsageError for settings under which a stopped completion would be taken for one that was cut off.
@@ -78,12 +78,12 @@ def stop_at(trainer: Any, stops: Sequence[str]) -> None:
         trainer.generation_kwargs["eos_token_id"] = trainer.eos_token_ids
         if strings:
             trainer.generation_config.stop_strings = strings
-            end_rollouts_at(trainer, strings)
+            stop_generation_at(trainer, strings)
     if strings:
-        count_as_ended(trainer, strings)
+        correct_length_metrics(trainer, strings)
 
 
-def end_rollouts_at(trainer: Any, strings: Sequence[str]) -> None:
+def stop_generation_at(trainer: Any, strings: Sequence[str]) -> None:
     """Hand the tokenizer to `generate`, which searches for the strings, and take away the padding behind them."""
     tokenizer, model = trainer.processing_class, trainer.model
 
@@ -91,34 +91,34 @@ def end_rollouts_at(trainer: Any, strings: Sequence[str]) -> None:
         generate = functools.partial(type(model).generate, model, tokenizer=tokenizer)
         with methods_replaced(model, {"generate": generate}):
             completions, *more = generate_turn(*args, **kwargs)
-        return [without_padding(trainer, ids, strings) for ids in completions], *more
+        return [strip_padding(trainer, ids, strings) for ids in completions], *more
 
     wrap_method(trainer, GENERATE_TURN, generate_and_cut)
 
 
-def without_padding(trainer: Any, ids: list[int], strings: Sequence[str]) -> list[int]:
+def strip_padding(trainer: Any, ids: list[int], strings: Sequence[str]) -> list[int]:
     """A completion up to its stop sequence; one that ended otherwise, or did not, as it is."""
     end = len(ids)
     while end and ids[end - 1] in (trainer.processing_class.pad_token_id, *trainer.eos_token_ids):
         end -= 1
-    return ids[:end] if stopped(trainer, ids[:end], strings) else ids
+    return ids[:end] if ends_in_stop(trainer, ids[:end], strings) else ids
 
 
-def stopped(trainer: Any, ids: list[int], strings: Sequence[str]) -> bool:
+def ends_in_stop(trainer: Any, ids: list[int], strings: Sequence[str]) -> bool:
     """Whether a completion ends in a stop sequence, or in a token that holds the end of one."""
     longest = max(map(len, strings))
     tail = trainer.processing_class.decode(ids[-longest - 1 :])
     return any(string in tail for string in strings)
 
 
-def count_as_ended(trainer: Any, strings: Sequence[str]) -> None:
+def correct_length_metrics(trainer: Any, strings: Sequence[str]) -> None:
     """Correct what TRL logs of a rollout: a completion that stopped was not cut off."""
 
     def generate_and_correct(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         found = generate(*args, **kwargs)
         completions = found[1]
         ends = (*trainer.eos_token_ids, trainer.processing_class.pad_token_id)
-        lengths = [len(ids) for ids in completions if ids[-1] in ends or stopped(trainer, ids, strings)] or [0]
+        lengths = [len(ids) for ids in completions if ids[-1] in ends or ends_in_stop(trainer, ids, strings)] or [0]
         logged = logged_metrics(trainer, rollout_mode(trainer))
         logged["completions/clipped_ratio"][-1] = 1 - len(lengths) / len(completions) if lengths != [0] else 1.0
         logged["completions/mean_terminated_length"][-1] = sum(lengths) / len(lengths)
@@ -129,12 +129,12 @@ def count_as_ended(trainer: Any, strings: Sequence[str]) -> None:
     wrap_method(trainer, GENERATE, generate_and_correct)
 
 
-def graded_without(reward: Reward, stops: Sequence[str]) -> Reward:
+def strip_stops(reward: Reward, stops: Sequence[str]) -> Reward:
     """The reward function, given completions up to their stop sequence: that is what a user of the model sees."""
 
     @functools.wraps(reward)
     def graded(*args: Any, completions: Sequence[Any], **kwargs: Any) -> list[float]:
-        return reward(*args, completions=[cut(completion, stops) for completion in completions], **kwargs)
+        return reward(*args, completions=[cut_at_stop(completion, stops) for completion in completions], **kwargs)
 
     return graded
 
@@ -169,7 +169,7 @@ IMAGE_INPUTS = (
 )
 
 
-@worded
+@reword_errors
 def use_rollout_logps(trainer: Any) -> None:
     """From the next rollout on, this GRPO trainer's old log-probabilities are the sampler's own.
 
@@ -185,21 +185,21 @@ def use_rollout_logps(trainer: Any) -> None:
     Raises UsageError where the sampler's numerics would be corrected for twice, or its log-probabilities are not to be
     had: vLLM with its importance correction, continuous batching, beam search.
     """
-    refuse_what_has_no_logps(trainer)
+    validate_sampler(trainer)
     if reshaped := reshaping_settings(trainer):
-        log.warning(worded_for(trainer, reshaping_warning(reshaped, trainer.use_vllm)))
+        log.warning(reword_for(trainer, reshaping_warning(reshaped, trainer.use_vllm)))
     if not trainer.use_vllm and trainer.rollout_func is None:
         record_sampled_logps(trainer)
-    take_sampled_as_old(trainer)
+    use_sampled_as_old(trainer)
     trainer.cogumi_behaviour_logps = "rollout"
 
 
-def takes_rollout_logps(trainer: Any) -> bool:
+def uses_rollout_logps(trainer: Any) -> bool:
     """Whether `use_rollout_logps` has been here."""
     return getattr(trainer, "cogumi_behaviour_logps", "trainer") == "rollout"
 
 
-def refuse_what_has_no_logps(trainer: Any) -> None:
+def validate_sampler(trainer: Any) -> None:
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
         raise UsageError(
             "rollout already divides by vLLM's log-probabilities, and TRL's correction would do so again",
@@ -279,7 +279,7 @@ def record_sampled_logps(trainer: Any) -> None:
         # What transformers divides the logits by: `generation_kwargs` may have replaced the trainer's temperature.
         temperature = trainer.generation_config.temperature
         sampled = SampledLogps(1.0 if temperature is None else float(temperature))
-        with recorded(trainer.accelerator.unwrap_model(trainer.model_wrapped), sampled):
+        with record_logps(trainer.accelerator.unwrap_model(trainer.model_wrapped), sampled):
             completions, _ = generate_turn(*args, **kwargs)
         return completions, sampled.per_completion(completions)
 
@@ -287,7 +287,7 @@ def record_sampled_logps(trainer: Any) -> None:
 
 
 @contextmanager
-def recorded(model: Any, sampled: SampledLogps) -> Iterator[None]:
+def record_logps(model: Any, sampled: SampledLogps) -> Iterator[None]:
     """While it is entered, `model.generate` runs with `sampled` among its processors."""
     generate = model.generate
 
@@ -301,7 +301,7 @@ def recorded(model: Any, sampled: SampledLogps) -> Iterator[None]:
         yield
 
 
-def take_sampled_as_old(trainer: Any) -> None:
+def use_sampled_as_old(trainer: Any) -> None:
     """Make each rollout's batch carry the sampler's log-probabilities as the old ones."""
     backend = backend_of(trainer)
     if backend == "unsloth" and trainer.args.delta is None:
@@ -315,7 +315,7 @@ def take_sampled_as_old(trainer: Any) -> None:
         if sampled is None:
             missing = "cogumi.behaviour_logps: rollout, and the rollout came without log-probabilities"
             fix = 'let the rollout_func return them under "logprobs", one list per completion'
-            raise UsageError(worded_for(trainer, f"{missing}; {fix}"))
+            raise UsageError(reword_for(trainer, f"{missing}; {fix}"))
         unscored = ~torch.isfinite(sampled)
         counted = unscored & (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
         # Gathered, so that the processes agree on whether there is a forward pass: under FSDP it needs all of them.
@@ -328,7 +328,7 @@ def take_sampled_as_old(trainer: Any) -> None:
             batch["unsloth_rollout_logps_as_old"] = torch.ones(len(sampled), dtype=torch.bool, device=sampled.device)
             return batch
         if total:
-            sampled = torch.where(counted, trainers_own_logps(trainer, batch, mode), sampled)
+            sampled = torch.where(counted, compute_trainer_logps(trainer, batch, mode), sampled)
         # Outside the mask too: in the loss NaN times 0 would be NaN.
         batch["sampling_per_token_logps"] = sampled.masked_fill(unscored & ~counted, 0.0)
         batch["old_per_token_logps"] = batch["sampling_per_token_logps"]
@@ -337,7 +337,7 @@ def take_sampled_as_old(trainer: Any) -> None:
     observe_rollouts(trainer, score_with_rollout_logps)
 
 
-def trainers_own_logps(trainer: Any, batch: dict[str, Any], mode: str) -> Tensor:
+def compute_trainer_logps(trainer: Any, batch: dict[str, Any], mode: str) -> Tensor:
     """(B, T) log-probabilities of a rollout's completions under the weights that are trained, without a graph."""
     if (computed := batch.get("old_per_token_logps")) is not None:
         return computed

@@ -22,11 +22,25 @@ from cogumi.core.run_directory import write_json
 from cogumi.patches.gspo_loss import loss_name
 from cogumi.patches.trl_internals import INNER_LOSS, logged_metrics, observe_rollouts, rollout_position
 from cogumi.rewards.named_rewards import as_annotated
-from cogumi.rl.findings import OWN_OBJECTIVE, accepted, how_to_accept, is_a_runs, known, worded_for
-from cogumi.rl.guards import guard
-from cogumi.rl.loss_capture import Backend, LossCall, backend_of, is_per_sequence, overheard, sequence_log_ratio
-from cogumi.rl.loss_check import LossProof, WrongLossError, unproven_terms
-from cogumi.rl.sampling import takes_rollout_logps
+from cogumi.rl.findings import (
+    OWN_OBJECTIVE,
+    accepted_findings,
+    format_accept_call,
+    is_run_trainer,
+    reword_for,
+    validate_names,
+)
+from cogumi.rl.guards import guard_trainer
+from cogumi.rl.loss_capture import (
+    Backend,
+    LossInputs,
+    backend_of,
+    capture_loss_inputs,
+    is_per_sequence,
+    sequence_log_ratio,
+)
+from cogumi.rl.loss_check import LossCheck, WrongLossError, list_unchecked_terms
+from cogumi.rl.sampling import uses_rollout_logps
 
 log = logging.getLogger("cogumi")
 RECORD = "loss.json"
@@ -35,7 +49,7 @@ EXTREMES = (f"{PREFIX}max_", f"{PREFIX}min_")
 ASSERTED = ("loss_type", "importance_sampling_level", "delta", "beta")
 
 
-def watch(trainer: Any, record: str | Path | None = None, accept: Iterable[str] | None = None) -> "Watch":
+def watch(trainer: Any, record: str | Path | None = None, accept: Iterable[str] | None = None) -> "LossWatch":
     """Guard, measure and prove a `trl.GRPOTrainer`; watching it twice is watching it once.
 
     `record` is where the description of the loss that ran goes (`loss.json` in the trainer's output directory). The
@@ -43,29 +57,29 @@ def watch(trainer: Any, record: str | Path | None = None, accept: Iterable[str] 
     would not be what it says. `accept`: names of `cogumi.rl.findings.NAMES` that pass in this trainer; by default those
     that `cogumi.patch(accept=...)` was told.
     """
-    watching = next((each for each in trainer.callback_handler.callbacks if isinstance(each, Watch)), None)
+    watching = next((each for each in trainer.callback_handler.callbacks if isinstance(each, LossWatch)), None)
     if watching is None:
-        watching = Watch(trainer, Path(trainer.args.output_dir) / RECORD)
+        watching = LossWatch(trainer, Path(trainer.args.output_dir) / RECORD)
         trainer.add_callback(watching)
     if record is not None:
         watching.record = Path(record)
     if accept is not None:
-        watching.accept = known(accept)
+        watching.accept = validate_names(accept)
     return watching
 
 
-def asked_for(args: Any) -> dict[str, Any]:
+def requested_settings(args: Any) -> dict[str, Any]:
     """The settings a loss must run with, by the names it takes them under."""
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     return {name: getattr(args, name) for name in ASSERTED} | {"epsilon_low": args.epsilon, "epsilon_high": high}
 
 
-def is_the_librarys(function: Any) -> bool:
+def is_library_code(function: Any) -> bool:
     """Whether TRL, transformers or unsloth (whose trainers are in modules named after them) wrote a loss."""
     return function.__module__.lower().startswith(("trl.", "transformers.", "unsloth"))
 
 
-class Watch(TrainerCallback):
+class LossWatch(TrainerCallback):
     """Wraps two methods of one trainer, and follows it as a callback."""
 
     def __init__(self, trainer: Any, record: Path) -> None:
@@ -74,19 +88,19 @@ class Watch(TrainerCallback):
         name = loss_name(trainer.args)
         self.token_ratio = name in PRESETS and PRESETS[name].token_ratio
         self.metrics = PolicyMetrics()
-        self.proof: LossProof | None = None
+        self.proof: LossCheck | None = None
         self.guarded = False
         self.rollout_step = 0
         trainer.reward_funcs = [as_annotated(each) for each in trainer.reward_funcs]
-        self.compute_loss, trainer.compute_loss = trainer.compute_loss, self.overhear
-        observe_rollouts(trainer, self.note_rollout)
+        self.compute_loss, trainer.compute_loss = trainer.compute_loss, self.compute_watched_loss
+        observe_rollouts(trainer, self.on_rollout)
 
     @property
     def accepted(self) -> frozenset[str]:
         """Names of findings that pass: a run from YAML accepts none."""
-        if is_a_runs(self.trainer):
+        if is_run_trainer(self.trainer):
             return frozenset()
-        return accepted() if self.accept is None else self.accept
+        return accepted_findings() if self.accept is None else self.accept
 
     def guard(self) -> None:
         """Refuse, or warn about, what the settings would make of the run; once, unless it was refused."""
@@ -96,17 +110,22 @@ class Watch(TrainerCallback):
         if self.token_ratio and backend == "unsloth":
             refusal = ("train.loss_type gspo-token: unsloth's loss cannot form its ratio; set train.loss_type: gspo, which "
                        "is the same where advantages do not vary along a completion")  # fmt: skip
-            raise UsageError(worded_for(self.trainer, refusal))
-        behaviour_logps: Literal["trainer", "rollout"] = "rollout" if takes_rollout_logps(self.trainer) else "trainer"
-        accepted = self.accepted
-        for warning in guard(self.trainer, backend=backend, behaviour_logps=behaviour_logps, accepted=accepted):
+            raise UsageError(reword_for(self.trainer, refusal))
+        behaviour_logps: Literal["trainer", "rollout"] = "rollout" if uses_rollout_logps(self.trainer) else "trainer"
+        accepted_findings = self.accepted
+        for warning in guard_trainer(
+            self.trainer, backend=backend, behaviour_logps=behaviour_logps, accepted=accepted_findings
+        ):
             log.warning("%s", warning)
-        self.proof = LossProof(
-            asked_for(self.trainer.args), self.token_ratio, unproven_terms(self.trainer), written=self.written(backend)
+        self.proof = LossCheck(
+            requested_settings(self.trainer.args),
+            self.token_ratio,
+            list_unchecked_terms(self.trainer),
+            written=self.written(backend),
         )
-        if OWN_OBJECTIVE in accepted:
-            own = self.objective(backend)
-            self.proof = LossProof({}, self.token_ratio, [OWN_OBJECTIVE], own)
+        if OWN_OBJECTIVE in accepted_findings:
+            own = self.own_objective(backend)
+            self.proof = LossCheck({}, self.token_ratio, [OWN_OBJECTIVE], own)
             log.warning("accepted (%s): %s.%s computes the loss, and is compared with no formula",
                         OWN_OBJECTIVE, own.__module__, own.__qualname__)  # fmt: skip
         self.guarded = True
@@ -118,17 +137,17 @@ class Watch(TrainerCallback):
             if each is None:
                 continue
             function = inspect.unwrap(getattr(each, "__func__", each))
-            if not is_the_librarys(function) and not function.__module__.startswith("cogumi."):
+            if not is_library_code(function) and not function.__module__.startswith("cogumi."):
                 return function
         return None
 
-    def objective(self, backend: Backend) -> Any:
+    def own_objective(self, backend: Backend) -> Any:
         """The function that makes this trainer's loss the user's own; the library's where there is none on the trainer."""
         compute_loss = getattr(self.compute_loss, "__func__", self.compute_loss)
         inner = getattr(type(self.trainer), INNER_LOSS)
-        if not is_the_librarys(compute_loss):
+        if not is_library_code(compute_loss):
             return compute_loss
-        if backend == "unsloth" and not is_the_librarys(inner):
+        if backend == "unsloth" and not is_library_code(inner):
             raise UsageError(
                 "unsloth never calls _compute_loss", place=inner.__qualname__, fix="override compute_loss instead"
             )
@@ -142,18 +161,18 @@ class Watch(TrainerCallback):
             state.global_step - rollout_position(self.trainer)[0] % rollout // args.gradient_accumulation_steps
         )
 
-    def note_rollout(self, make: Callable[[Any], Any], inputs: Any) -> Any:
+    def on_rollout(self, make: Callable[[Any], Any], inputs: Any) -> Any:
         self.guard()  # an evaluation before training is a rollout too
         if self.trainer.model.training:
             self.rollout_step = self.trainer.state.global_step
         return make(inputs)
 
-    def overhear(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+    def compute_watched_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         training = self.trainer.model.training
         if not training and not self.token_ratio:
             return self.compute_loss(model, inputs, *args, **kwargs)
         inputs = dict(inputs)  # the trainer keeps the rollout for later steps
-        with overheard(self.trainer, inputs, self.token_ratio) as calls:
+        with capture_loss_inputs(self.trainer, inputs, self.token_ratio) as calls:
             loss: Tensor = self.compute_loss(model, inputs, *args, **kwargs)
         for call in calls:
             if training and call.new.requires_grad:  # a subclass may score without a graph, for a figure of its own
@@ -175,14 +194,14 @@ class Watch(TrainerCallback):
                 found = self.proof.check(scale=scaler.get_scale() if scaler is not None else 1.0)
             except WrongLossError as error:
                 self.guarded = False  # a training that is begun again is checked again
-                if is_a_runs(self.trainer):
+                if is_run_trainer(self.trainer):
                     raise
-                own = how_to_accept(OWN_OBJECTIVE, self.accepted)
+                own = format_accept_call(OWN_OBJECTIVE, self.accepted)
                 raise WrongLossError(f"{error}; where the objective, or a term of it, is your own: {own}") from None
             on_policy = self.rollout_step == self.trainer.state.global_step
             if self.proof.step == 1 and on_policy and "ratio_outside_clip" in found:
                 self.warn_of_numerics(found["ratio_outside_clip"], found["ratio_max_deviation"])
-            self.proof = None if self.proof.complete else self.proof
+            self.proof = None if self.proof.is_complete else self.proof
             if self.trainer.accelerator.is_main_process:
                 self.record.parent.mkdir(parents=True, exist_ok=True)
                 asked = {"loss": loss_name(self.trainer.args), "backend": backend_of(self.trainer)}
@@ -239,10 +258,10 @@ class PolicyMetrics:
         self.maxima: Tensor | None = None
         self.has_entropy = True
 
-    def add(self, call: LossCall, staleness: float, token_ratio: bool = False) -> None:
+    def add(self, call: LossInputs, staleness: float, token_ratio: bool = False) -> None:
         """One micro-batch; `staleness`: documents trained on since the policy that wrote it."""
         with torch.no_grad():
-            sums, maxima = micro_batch(call, staleness, token_ratio)
+            sums, maxima = reduce_micro_batch(call, staleness, token_ratio)
         self.has_entropy &= call.entropy is not None
         self.sums = sums if self.sums is None else self.sums + sums
         self.maxima = maxima if self.maxima is None else torch.maximum(self.maxima, maxima)
@@ -270,7 +289,7 @@ class PolicyMetrics:
         return {PREFIX + name: value for name, value in metrics.items()}
 
 
-def micro_batch(call: LossCall, staleness: float, token_ratio: bool) -> tuple[Tensor, Tensor]:
+def reduce_micro_batch(call: LossInputs, staleness: float, token_ratio: bool) -> tuple[Tensor, Tensor]:
     """(sums in the order of SUMMED, maxima in the order of MAXIMA) of one micro-batch, float64."""
     keep = call.mask > 0
     mask = keep.double()
@@ -288,7 +307,7 @@ def micro_batch(call: LossCall, staleness: float, token_ratio: bool) -> tuple[Te
         share = own = documents
         has_ratio = nonempty
     else:
-        log_ratio = torch.where(keep, (call.new.detach() - call.old_or_new()).double(), 0.0)
+        log_ratio = torch.where(keep, (call.new.detach() - call.old_logps()).double(), 0.0)
         share, own, has_ratio = weight, mask, keep
     ratio = torch.exp(log_ratio)
     low, high = call.arguments["epsilon_low"], call.arguments["epsilon_high"]
@@ -297,7 +316,7 @@ def micro_batch(call: LossCall, staleness: float, token_ratio: bool) -> tuple[Te
     advantages = advantages[:, None].expand_as(mask) if advantages.dim() == 1 else advantages
     sums = {
         "new_logprobs": per_document(call.new),
-        "old_logprobs": per_document(call.old_or_new()),
+        "old_logprobs": per_document(call.old_logps()),
         "ratio_new_old": (ratio * share).sum(),
         "kl_new_old": ((ratio - log_ratio - 1) * share).sum(),
         "clipped_ratio_fraction": (clipped * share).sum(),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cogumi.core.errors import UsageError
-from cogumi.core.notices import importing
+from cogumi.core.notices import show_import
 from cogumi.stack.gpus import refuse_ranks, use_one_gpu
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def libraries() -> Iterator[None]:
     from cogumi.patches import unsloth_rl
 
     use_one_gpu()
-    with importing():
+    with show_import():
         unsloth_rl.apply()
         yield
 
@@ -79,7 +79,7 @@ def refuse_mistakes(config: Config, overrides: Mapping[str, Any], trains: bool =
     from cogumi.data.source_files import refuse_missing
 
     if trains:
-        refuse_ranks(os.environ, command_of(sys.argv))
+        refuse_ranks(os.environ, format_command(sys.argv))
     run, origins = read_config(config, overrides)
     for key, source in (("source", run.data.source), *(("mix", each.source) for each in run.data.mix)):
         try:
@@ -90,7 +90,7 @@ def refuse_mistakes(config: Config, overrides: Mapping[str, Any], trains: bool =
             raise UsageError(f"{error.place}: {error.message}", place=place, key=f"data.{key}", fix=error.fix) from None
 
 
-def command_of(arguments: list[str]) -> str:
+def format_command(arguments: list[str]) -> str:
     """What started this process, as it is typed without a launcher."""
     program, words = Path(arguments[0]), arguments[1:]
     own = program.name == "cogumi" or program.parts[-2:] == ("cogumi", "__main__.py")

@@ -27,9 +27,9 @@ from typing import Any
 import psutil
 
 from cogumi.core.errors import RunFailed, UsageError
-from cogumi.core.formatting import visible
-from cogumi.core.notices import working
-from cogumi.core.redact import Shown
+from cogumi.core.formatting import escape_controls
+from cogumi.core.notices import show_seconds
+from cogumi.core.redact import VisibleFormatter
 from cogumi.core.run_directory import (
     CHECKPOINT,
     PAUSE,
@@ -40,17 +40,17 @@ from cogumi.core.run_directory import (
     same_process,
     write_atomic,
 )
-from cogumi.notebook.kernel_messages import sleep
+from cogumi.notebook.kernel_messages import sleep_and_answer
 from cogumi.runs import refuse_mistakes
-from cogumi.stack.gpus import as_the_user_set_it
+from cogumi.stack.gpus import without_chosen_gpu
 from cogumi.telemetry.status import (
     BROKEN_OFF,
     Status,
-    how_to_go_on,
-    in_short,
-    in_words,
-    near_here,
-    read_if_there,
+    describe_resume,
+    format_headline,
+    format_sentence,
+    read_json_or_empty,
+    relative_path,
     status_of,
     tail_lines,
 )
@@ -73,7 +73,7 @@ class Run:
     run_dir: Path
 
     def __str__(self) -> str:
-        return in_short(self.status())
+        return format_headline(self.status())
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # as the last word of a cell
         printer.text(str(self))
@@ -92,9 +92,9 @@ class Run:
         Plots with what was red marked, time and money, machine and disk, the newest samples, checkpoints. It reads the
         run's directory, so it shows any run, one that has ended too.
         """
-        from cogumi.notebook.panel import show
+        from cogumi.notebook.panel import show_panel
 
-        show(self)
+        show_panel(self)
 
     def report(self, out: str | os.PathLike[str] | None = None) -> Path:
         """Write report.html into its directory, or the file `out`: all there is to know of the run. Returns its path."""
@@ -110,7 +110,7 @@ class Run:
         """The last lines of the log, and then each piece of text as it is written, until the run has ended."""
         status = self.status()
         while not Path(status.log).exists() and not status.ended:
-            sleep(POLL_SECONDS)
+            sleep_and_answer(POLL_SECONDS)
             status = self.status()
         with Path(status.log).open(encoding="utf-8", errors="replace", newline="") as file:
             lines = file.readlines()
@@ -123,7 +123,7 @@ class Run:
                 if ended and not text:
                     return
                 if not text:
-                    sleep(POLL_SECONDS)
+                    sleep_and_answer(POLL_SECONDS)
 
     def wait(self, timeout: float | None = None) -> Status:
         """Wait until the run has ended, and show how far it is. An interrupt ends the waiting, never the run.
@@ -135,26 +135,30 @@ class Run:
 
         until = math.inf if timeout is None else time.monotonic() + timeout
         status = self.status()
-        with working(f"{self.run_dir.name}: the first step is being waited for"):
+        with show_seconds(f"{self.run_dir.name}: the first step is being waited for"):
             while status.steps is None and not status.ended:  # a bar without a total would stay one
-                status = self._waited(until)
+                status = self._status_later(until)
         hidden = True if status.steps is None else None  # of a run that ended before a step
         with tqdm(
-            desc=visible(self.run_dir.name), unit="step", total=status.steps, initial=status.step or 0, disable=hidden
+            desc=escape_controls(self.run_dir.name),
+            unit="step",
+            total=status.steps,
+            initial=status.step or 0,
+            disable=hidden,
         ) as bar:
             while not status.ended:
-                status = self._waited(until)
+                status = self._status_later(until)
                 bar.total = status.steps
                 bar.set_postfix_str(status.stage or status.state, refresh=False)
                 bar.update((status.step or 0) - bar.n)
         return status
 
-    def _waited(self, until: float) -> Status:
+    def _status_later(self, until: float) -> Status:
         """How it stands a moment later. Raises TimeoutError where it is later than `until`."""
-        sleep(POLL_SECONDS)
+        sleep_and_answer(POLL_SECONDS)
         status = self.status()
         if not status.ended and time.monotonic() > until:
-            raise TimeoutError(f"{in_short(status)}; it is still at work")
+            raise TimeoutError(f"{format_headline(status)}; it is still at work")
         return status
 
     def stop(self, kill_after: float | None = None) -> Status:
@@ -165,27 +169,27 @@ class Run:
         machine: nothing else is ever sent a signal.
         """
         status = self.status()
-        with heard():
+        with show_log():
             if status.ended:
-                log.info("%s; there is nothing to stop", in_short(status))
+                log.info("%s; there is nothing to stop", format_headline(status))
                 return status
-            process = ask_to_end(status)
+            process = terminate_process(status)
             log.info("%s: asked to finish its step, save and end (asked again, it ends at once)", self.run_dir)
-            if not ends_within(status, kill_after):
+            if not wait_for_end(status, kill_after):
                 log.warning("%s: still there after %g s; it is killed", self.run_dir, kill_after)
                 kill_with_children(process)
-                ends_within(status, None)
+                wait_for_end(status, None)
             status = self.status()
-            log.info("%s", in_words(status))
+            log.info("%s", format_sentence(status))
         return status
 
     def ask_to_stop(self) -> psutil.Process:
         """Send SIGTERM to the process of the run, and return at once: `stop` without its waiting."""
-        return ask_to_end(self.status())
+        return terminate_process(self.status())
 
     def checkpoint(self) -> None:
         """Ask the run for a checkpoint after the step that it is at. Raises UsageError where it has ended, or is paused."""
-        self._ask(CHECKPOINT)
+        self._request(CHECKPOINT)
 
     def pause(self) -> None:
         """Ask the run to save after the step that it is at, and to wait until `unpause()`. Raises UsageError where it has
@@ -193,30 +197,30 @@ class Run:
 
         It keeps its memory and its machine, which costs what training costs; `stop()` gives both back.
         """
-        self._ask(PAUSE)
+        self._request(PAUSE)
 
     def unpause(self) -> None:
         """End a pause, and take back one that the run has not come to. Raises UsageError where there is neither."""
-        status, asked = self._asked(), [self.run_dir / name for name in (PAUSE, PAUSED)]
+        status, asked = self._status_at_work(), [self.run_dir / name for name in (PAUSE, PAUSED)]
         if not any(path.exists() for path in asked):
-            raise UsageError(in_short(status), fix="it is not paused")
+            raise UsageError(format_headline(status), fix="it is not paused")
         for path in asked:
             path.unlink(missing_ok=True)
 
-    def _ask(self, name: str) -> None:
-        status = self._asked()
+    def _request(self, name: str) -> None:
+        status = self._status_at_work()
         if (self.run_dir / PAUSED).exists():
             raise UsageError(
-                in_short(status), fix="it waits already, with a checkpoint: `cogumi unpause` ends the pause"
+                format_headline(status), fix="it waits already, with a checkpoint: `cogumi unpause` ends the pause"
             )
         (self.run_dir / name).touch()
 
-    def _asked(self) -> Status:
+    def _status_at_work(self) -> Status:
         """How it stands. Raises UsageError where it has ended."""
         status = self.status()
         if status.ended:
-            but = f"; {how_to_go_on(status)}" if status.state in BROKEN_OFF else ""
-            raise UsageError(in_short(status), fix=f"there is no training to ask{but}")
+            but = f"; {describe_resume(status)}" if status.state in BROKEN_OFF else ""
+            raise UsageError(format_headline(status), fix=f"there is no training to ask{but}")
         return status
 
 
@@ -227,7 +231,7 @@ def attach(run_dir: str | os.PathLike[str]) -> Run:
     return Run(path.absolute())
 
 
-@working("start: the run is being prepared in a process of its own")
+@show_seconds("start: the run is being prepared in a process of its own")
 def start(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> Run:
     """Train one configuration in a process that outlives this one, the notebook, the terminal and the connection.
 
@@ -238,19 +242,19 @@ def start(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     Raises UsageError for what `cogumi.train` refuses, and RunFailed where the run ends otherwise before its first step.
     """
     refuse_mistakes(config, overrides, trains=True)  # at once; what libraries and data say, on the other side
-    begun, (ours, theirs) = Begun(), socket.socketpair()
-    with heard(), TemporaryFile() as output, ours, theirs:
+    begun, (ours, theirs) = StartAttempt(), socket.socketpair()
+    with show_log(), TemporaryFile() as output, ours, theirs:
         log.info("configuration and data are being checked, in the process that will train")
         try:
             launch(theirs, (dict(config) if isinstance(config, Mapping) else config, overrides), output, begun)
             theirs.close()
-            while (word := listen(ours, begun)) is None or "begins" in word:
+            while (word := receive_word(ours, begun)) is None or "begins" in word:
                 if word is None:
-                    sleep(POLL_SECONDS)
+                    sleep_and_answer(POLL_SECONDS)
             if not word:
                 output.seek(0)
                 raise RunFailed(f"the process ended before it had a run: {last_line(output.read().decode())}")
-            refuse(word, ours)
+            raise_refusal(word, ours)
             run = Run(Path(word["run_dir"]))
             if "already" in word:
                 log.info("%s", word["already"])
@@ -259,12 +263,12 @@ def start(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         except KeyboardInterrupt:
             log.warning("the start is cancelled: its processes are ended, and %s", begun.undo())
             raise
-        log.info("%s", in_short(run.status()))
+        log.info("%s", format_headline(run.status()))
     return run
 
 
 @dataclass
-class Begun:
+class StartAttempt:
     """What a start has begun, so that it can be undone: a session of processes, and a directory."""
 
     session: int | None = None
@@ -279,18 +283,18 @@ class Begun:
 
     def undo(self) -> str:
         """End the processes, and leave the directory as it was. Returns what was done with it, in words."""
-        left = in_session(self.session)
-        started = {} if self.run_dir is None else read_if_there(self.run_dir / START)
+        left = session_processes(self.session)
+        started = {} if self.run_dir is None else read_json_or_empty(self.run_dir / START)
         is_its_own = any(each.pid == started.get("pid") for each in left)  # not of another start, at the same time
         until = time.monotonic() + ENDING_SECONDS
         while left and time.monotonic() < until:
             for process in left:
                 kill_with_children(process)
             psutil.wait_procs(left, POLL_SECONDS)
-            left = in_session(self.session)
+            left = session_processes(self.session)
         if self.run_dir is None or not is_its_own:
             return "nothing was written"
-        where = near_here(str(self.run_dir))
+        where = relative_path(str(self.run_dir))
         if "status.json" not in self.before:
             shutil.rmtree(self.run_dir)
             return f"{where} is removed"
@@ -301,7 +305,7 @@ class Begun:
         return f"{where} is as it was before"
 
 
-def in_session(session: int | None) -> list[psutil.Process]:
+def session_processes(session: int | None) -> list[psutil.Process]:
     """The living processes of a session."""
     found = []
     for process in psutil.process_iter():
@@ -311,9 +315,9 @@ def in_session(session: int | None) -> list[psutil.Process]:
     return found
 
 
-def launch(theirs: socket.socket, what: Any, output: Any, begun: Begun) -> None:
+def launch(theirs: socket.socket, what: Any, output: Any, begun: StartAttempt) -> None:
     """Leave a trainer behind, in a session of its own. what: pickled, on its standard input, so that no file holds it."""
-    with interrupted_later():  # not before the number of the process is known
+    with defer_interrupt():  # not before the number of the process is known
         launcher = subprocess.Popen(
             [sys.executable, "-m", "cogumi.runs.supervisor", str(theirs.fileno())],
             stdin=subprocess.PIPE,
@@ -322,7 +326,7 @@ def launch(theirs: socket.socket, what: Any, output: Any, begun: Begun) -> None:
             start_new_session=True,
             pass_fds=(theirs.fileno(),),
             # A progress bar that goes to a file is a line for each of its refreshes.
-            env={"TQDM_DISABLE": "1", **as_the_user_set_it(os.environ), "PYTHONUNBUFFERED": "1"},
+            env={"TQDM_DISABLE": "1", **without_chosen_gpu(os.environ), "PYTHONUNBUFFERED": "1"},
         )
         begun.session = launcher.pid
     with launcher:
@@ -330,7 +334,7 @@ def launch(theirs: socket.socket, what: Any, output: Any, begun: Begun) -> None:
 
 
 @contextmanager
-def interrupted_later() -> Iterator[None]:
+def defer_interrupt() -> Iterator[None]:
     """An interrupt that comes while in the block is raised at its end."""
     if threading.current_thread() is not threading.main_thread():  # no other is interrupted
         yield
@@ -345,7 +349,7 @@ def interrupted_later() -> Iterator[None]:
             raise KeyboardInterrupt
 
 
-def listen(ours: socket.socket, begun: Begun) -> dict[str, str] | None:
+def receive_word(ours: socket.socket, begun: StartAttempt) -> dict[str, str] | None:
     """What the trainer has said; {} where it has ended, None where it says nothing."""
     if not select.select([ours], [], [], 0)[0]:
         return None
@@ -358,7 +362,7 @@ def listen(ours: socket.socket, begun: Begun) -> dict[str, str] | None:
     return word
 
 
-def refuse(word: dict[str, str], ours: socket.socket) -> None:
+def raise_refusal(word: dict[str, str], ours: socket.socket) -> None:
     """Raise what the trainer refuses, once it has hung up: until then it may be taking its directory away."""
     if "refused" in word:
         select.select([ours], [], [], ENDING_SECONDS)
@@ -369,13 +373,13 @@ def await_first_step(run: Run, ours: socket.socket) -> None:
     """Wait until the run has made a step, has ended, or patience is over. Raises what it ended in."""
     began, until = time.time(), time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < until:
-        sleep(POLL_SECONDS)
-        word = listen(ours, Begun())
+        sleep_and_answer(POLL_SECONDS)
+        word = receive_word(ours, StartAttempt())
         if word == {}:  # its process is ending
-            ends_within(run.status(), ENDING_SECONDS)
+            wait_for_end(run.status(), ENDING_SECONDS)
             break
         if word:
-            refuse(word, ours)
+            raise_refusal(word, ours)
         with suppress(UsageError):  # a refusal takes the directory away just before it is told
             status = run.status()
             stepped = status.heartbeat.get("step", 0) > 0 and status.heartbeat["time"] > began
@@ -383,10 +387,10 @@ def await_first_step(run: Run, ours: socket.socket) -> None:
                 break
     status = run.status()
     if status.state in ("died", "failed"):
-        raise RunFailed(f"{in_words(status)}; {near_here(status.log)} ends in: {last_line(run.logs(5))}")
+        raise RunFailed(f"{format_sentence(status)}; {relative_path(status.log)} ends in: {last_line(run.logs(5))}")
 
 
-def ask_to_end(status: Status) -> psutil.Process:
+def terminate_process(status: Status) -> psutil.Process:
     """Send the process of a status SIGTERM. Raises UsageError where it cannot be told for certain."""
     if not is_running(status.process):
         if status.host and status.alive is None:
@@ -401,19 +405,19 @@ def ask_to_end(status: Status) -> psutil.Process:
     return process
 
 
-def ends_within(status: Status, seconds: float | None) -> bool:
+def wait_for_end(status: Status, seconds: float | None) -> bool:
     """Wait until the process of a status is over, and its supervisor, if it has one, has said how. False: it takes longer."""
     until = math.inf if seconds is None else time.monotonic() + seconds
     while is_running(status.process):
         if time.monotonic() >= until:
             return False
-        sleep(POLL_SECONDS)
+        sleep_and_answer(POLL_SECONDS)
     until = time.monotonic() + SUPERVISOR_SECONDS
     while time.monotonic() < until:
-        started = read_if_there(Path(status.run_dir) / START)
+        started = read_json_or_empty(Path(status.run_dir) / START)
         if not same_process(started, status.process) or "exit" in started:
             break
-        sleep(POLL_SECONDS / 5)
+        sleep_and_answer(POLL_SECONDS / 5)
     return True
 
 
@@ -429,13 +433,13 @@ def last_line(text: str) -> str:
 
 
 @contextmanager
-def heard() -> Iterator[None]:
+def show_log() -> Iterator[None]:
     """While in the block, log lines are shown on the screen if nobody else shows them, as in a notebook."""
     if log.hasHandlers():
         yield
         return
     level, handler = log.level, logging.StreamHandler(sys.stdout)
-    handler.setFormatter(Shown())
+    handler.setFormatter(VisibleFormatter())
     log.addHandler(handler)
     log.setLevel(level or logging.INFO)
     try:

@@ -32,10 +32,10 @@ from cogumi.core.run_directory import (
     is_running,
     refuse_occupied,
     this_process,
-    unwritable,
+    unwritable_error,
     write_json,
 )
-from cogumi.telemetry.status import read_if_there, status_of
+from cogumi.telemetry.status import read_json_or_empty, status_of
 
 if TYPE_CHECKING:
     from cogumi.config.schema import RunConfig
@@ -54,7 +54,7 @@ class Starter:
         self.socket = socket.socket(fileno=descriptor)
         self.socket.settimeout(LISTENING_SECONDS)
 
-    def told(self, **word: str) -> bool:
+    def tell(self, **word: str) -> bool:
         """Tell it something. False where it does not listen any more."""
         try:
             self.socket.sendall(json.dumps(word).encode() + b"\n")
@@ -90,7 +90,7 @@ def main() -> None:
     log.setLevel(logging.INFO)
     config, overrides = pickle.load(sys.stdin.buffer)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.exit(train_for(Starter(descriptor), telling, config, overrides))
+    sys.exit(run_training(Starter(descriptor), telling, config, overrides))
 
 
 def supervise(trainer: int, place: int) -> None:
@@ -103,7 +103,7 @@ def supervise(trainer: int, place: int) -> None:
         run_dir = Path(os.fsdecode(os.read(place, 65536)))
     except BlockingIOError:
         return  # it ended before it had a directory
-    started = read_if_there(run_dir / START)
+    started = read_json_or_empty(run_dir / START)
     if started.get("pid") == trainer:
         write_json(run_dir / START, {**started, "exit": code})
         if code < 0:
@@ -111,7 +111,7 @@ def supervise(trainer: int, place: int) -> None:
                 console.write(f"cogumi: process {trainer} was ended by {signal.Signals(-code).name}\n")
 
 
-def train_for(starter: Starter, telling: int, config: Any, overrides: Mapping[str, Any]) -> int:
+def run_training(starter: Starter, telling: int, config: Any, overrides: Mapping[str, Any]) -> int:
     """Check, say what there is to say, train. Returns the exit status: 0 good, 1 checks failed, 2 refused."""
     try:
         from cogumi.config.schema import load_config
@@ -125,22 +125,22 @@ def train_for(starter: Starter, telling: int, config: Any, overrides: Mapping[st
         if nothing_to_start(run, starter):
             return 0
     except UsageError as error:
-        starter.told(refused=str(error))
+        starter.tell(refused=str(error))
         starter.hang_up()
         return 2
     fresh = is_empty(run_dir)
     os.write(telling, os.fsencode(run_dir))
-    starter.told(begins=str(run_dir))
+    starter.tell(begins=str(run_dir))
     try:
-        with alone_on_console(run_dir) as ours:
+        with redirect_to_console(run_dir) as ours:
             if not ours:
-                starter.told(already=f"{run.run_dir} is just being started", run_dir=str(run_dir))
+                starter.tell(already=f"{run.run_dir} is just being started", run_dir=str(run_dir))
                 return 0
-            starter.told(run_dir=str(run_dir))
+            starter.tell(run_dir=str(run_dir))
             return 0 if train(config, **overrides).passed else 1
     except UsageError as error:
         log.error("refused: %s", error)
-        leave_word(run_dir, fresh, str(error), starter.told(refused=str(error)))
+        record_refusal(run_dir, fresh, str(error), starter.tell(refused=str(error)))
         starter.hang_up()
         return 2
 
@@ -150,17 +150,17 @@ def nothing_to_start(run: "RunConfig", starter: Starter) -> bool:
 
     Raises UsageError where something else is in its directory.
     """
-    from cogumi.training.resumption import refuse_unless_unfinished, what_differs
+    from cogumi.training.resumption import describe_differences, refuse_unless_unfinished
 
     if is_empty(run.run_dir):
         return False
     if not (run.run_dir / "status.json").exists():
         refuse_occupied(run.run_dir)
     status, run_dir = status_of(run.run_dir), str(run.run_dir.absolute())
-    other = what_differs(run) if (run.run_dir / "config.yaml").exists() else ""
+    other = describe_differences(run) if (run.run_dir / "config.yaml").exists() else ""
     if status.alive:
         but = f", with another configuration ({other}): that one is attached to, nothing is started" if other else ""
-        starter.told(already=f"{run.run_dir} is under way already{but}", run_dir=run_dir)
+        starter.tell(already=f"{run.run_dir} is under way already{but}", run_dir=run_dir)
         return True
     if not status.state.startswith("finished"):
         refuse_unless_unfinished(run)
@@ -170,12 +170,12 @@ def nothing_to_start(run: "RunConfig", starter: Starter) -> bool:
             f"{run.run_dir} holds a run ({status.state}) of another configuration ({other})",
             fix="set cogumi.run_dir to a new directory",
         )
-    starter.told(already=f"{run.run_dir}: {status.state} already; there is nothing to start", run_dir=run_dir)
+    starter.tell(already=f"{run.run_dir}: {status.state} already; there is nothing to start", run_dir=run_dir)
     return True
 
 
 @contextmanager
-def alone_on_console(run_dir: Path) -> Iterator[bool]:
+def redirect_to_console(run_dir: Path) -> Iterator[bool]:
     """Make the directory, and let everything this process prints go to its console.log. False where another start does."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -184,9 +184,9 @@ def alone_on_console(run_dir: Path) -> Iterator[bool]:
             run_dir / CONSOLE, os.O_RDONLY
         )  # of its own: a process that prints to the console does not hold it
     except OSError as error:
-        raise unwritable(run_dir, error) from None
+        raise unwritable_error(run_dir, error) from None
     try:
-        if not taken(lock, run_dir):
+        if not acquire_lock(lock, run_dir):
             yield False
             return
         write_json(run_dir / START, {**this_process(), "time": time.time()})
@@ -199,7 +199,7 @@ def alone_on_console(run_dir: Path) -> Iterator[bool]:
         os.close(lock)
 
 
-def taken(lock: int, run_dir: Path) -> bool:
+def acquire_lock(lock: int, run_dir: Path) -> bool:
     """Take the lock. False where another living start has it; the workers of one that was killed end some seconds later."""
     until = time.monotonic() + ORPHAN_SECONDS
     while time.monotonic() < until:
@@ -207,13 +207,13 @@ def taken(lock: int, run_dir: Path) -> bool:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            if is_running(read_if_there(run_dir / START)):
+            if is_running(read_json_or_empty(run_dir / START)):
                 return False
         time.sleep(0.2)
     raise UsageError(f"{run_dir / CONSOLE} is held by what a killed run left", fix=f"end it (`fuser {CONSOLE}`)")
 
 
-def leave_word(run_dir: Path, fresh: bool, line: str, heard: bool) -> None:
+def record_refusal(run_dir: Path, fresh: bool, line: str, heard: bool) -> None:
     """After a refusal: nothing is left of a run that never was, if the starter heard why; else the word is left there."""
     if not fresh or not heard:
         run_dir.mkdir(exist_ok=True)  # a refusal by a library has taken it away

@@ -68,7 +68,7 @@ def ask_nvml() -> dict[str, Any]:
     return {"version": version, "cuda": cuda, "cards": cards}
 
 
-def sign_of_a_gpu(system: Path = Path("/")) -> str:
+def find_gpu_sign(system: Path = Path("/")) -> str:
     """By what the kernel shows an NVIDIA GPU, without any of the driver's libraries; "" where it shows none."""
     for place in ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/nvidia0"):
         if (system / place).exists():
@@ -89,11 +89,11 @@ def findings(answer: dict[str, Any] | None, error: str, torch_cuda: str | None) 
         cause = "the driver does not answer: a GPU that fell off the bus, or a broken installation"
         yield Finding("driver", "fatal", f"NVML: {error}", cause, OTHER_HOST)
     elif "missing" in answer:
-        yield without_library()
+        yield describe_missing_library()
     elif "error" in answer:
-        yield refused(answer["error"], answer["message"])
+        yield describe_error(answer["error"], answer["message"])
     else:
-        yield fitting(answer["version"], tuple(answer["cuda"]), torch_cuda)
+        yield check_cuda_version(answer["version"], tuple(answer["cuda"]), torch_cuda)
         if not answer["cards"]:
             cause = "the driver is there, but this container was given no GPU"
             fix = "start the container with --gpus all, or rent a box with a GPU"
@@ -102,8 +102,8 @@ def findings(answer: dict[str, Any] | None, error: str, torch_cuda: str | None) 
             yield Finding(f"GPU {index}", "ok", f"{name}, {memory / 2**30:.1f} GiB, sm_{major}{minor}")
 
 
-def without_library() -> Finding:
-    if sign := sign_of_a_gpu():
+def describe_missing_library() -> Finding:
+    if sign := find_gpu_sign():
         cause = f"there is an NVIDIA GPU ({sign}), but none of its driver's libraries: {LIBRARY} is not found"
     elif tool := shutil.which("nvidia-smi"):
         cause = f"{tool} is there, but no {LIBRARY}: the driver belongs to another machine, or half of it is missing"
@@ -112,20 +112,20 @@ def without_library() -> Finding:
     return Finding("driver", "fatal", f"no {LIBRARY}", cause, NO_LIBRARIES)
 
 
-def refused(code: int, message: str) -> Finding:
+def describe_error(code: int, message: str) -> Finding:
     said = f"NVML: {message}"
     if code == MISMATCH:
         cause = (
             "the driver's libraries are of another version than its kernel module: it was upgraded without a restart"
         )
         return Finding("driver", "fatal", said, cause, "restart the host; on a rented box take another one")
-    if code == NOT_LOADED and not sign_of_a_gpu():
+    if code == NOT_LOADED and not find_gpu_sign():
         cause = "the driver's libraries are installed, but no NVIDIA kernel module runs: a machine without a GPU"
         return Finding("driver", "warning", said, cause, "rent a box with a GPU; the CPU lane works without one")
     return Finding("driver", "fatal", f"{said} ({code})", "the driver cannot be used", OTHER_HOST)
 
 
-def fitting(version: str, cuda: tuple[int, int], torch_cuda: str | None) -> Finding:
+def check_cuda_version(version: str, cuda: tuple[int, int], torch_cuda: str | None) -> Finding:
     """CUDA's releases of one major version run on any driver of that major: torch for 13.x needs a driver for 13.0."""
     figure = f"{version}, runs CUDA up to {cuda[0]}.{cuda[1]}"
     if torch_cuda is None or int(torch_cuda.split(".")[0]) <= cuda[0]:

@@ -81,21 +81,21 @@ CARDS = (
 )
 
 
-def words_of(name: str) -> set[str]:
+def words_in(name: str) -> set[str]:
     return set(re.findall("[A-Z0-9]+", name.upper()))
 
 
-def card_of(device_name: str) -> Card | None:
+def find_card(device_name: str) -> Card | None:
     """The card by torch's name of it; None for one that is not in the table, rather than a wrong guess."""
-    words = words_of(device_name)
+    words = words_in(device_name)
     return None if words & ANOTHER_CARD else next((card for card in CARDS if card.words <= words), None)
 
 
-def card_called(name: str) -> Card:
+def parse_card(name: str) -> Card:
     """The card that somebody means by "h100" or "A100 80GB". Raises UsageError where it is none, or one of several."""
-    words = words_of(name) - {"NVIDIA", "GEFORCE"}
-    exact = [card for card in CARDS if words_of(card.name) == words]
-    found = exact or [card for card in CARDS if words and words <= words_of(card.name) | card.words]
+    words = words_in(name) - {"NVIDIA", "GEFORCE"}
+    exact = [card for card in CARDS if words_in(card.name) == words]
+    found = exact or [card for card in CARDS if words and words <= words_in(card.name) | card.words]
     if not found:
         raise UsageError(f"card {name!r} is not known", fix=f"there are {', '.join(card.name for card in CARDS)}")
     if len(found) > 1:
@@ -167,7 +167,7 @@ def use_one_gpu() -> OneGpu | None:
     return chosen
 
 
-def as_the_user_set_it(environment: Mapping[str, str]) -> dict[str, str]:
+def without_chosen_gpu(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables for another process, which chooses for itself: without what this one has chosen."""
     chosen, others = use_one_gpu() if use_one_gpu.cache_info().currsize else None, dict(environment)
     if chosen is not None and others.pop(VARIABLE, None) is not None and chosen.before is not None:

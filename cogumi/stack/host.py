@@ -13,7 +13,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cogumi.core.disk_space import Filesystem, filesystem_of, hub_cache, nearest_existing, place_of, spoken
+from cogumi.core.disk_space import (
+    Filesystem,
+    filesystem_of,
+    format_bytes,
+    hub_cache,
+    nearest_existing,
+    path_from_environment,
+)
 from cogumi.core.errors import Finding
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
@@ -35,7 +42,7 @@ MODULES = (
 
 
 @dataclass(frozen=True)
-class Box:
+class Host:
     """kind: "RunPod", "Vast", "container" or "machine". sign: by what it is known. network_volume: its id, where one is told."""
 
     kind: str
@@ -44,7 +51,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Persistence:
     """Whether files at a path stay when the box is stopped, and when it is given back. None: cannot be told from here."""
 
     on_stop: bool | None
@@ -52,19 +59,19 @@ class Kept:
     where: str
 
 
-def box_of(environment: Mapping[str, str], system: Path = Path("/")) -> Box:
+def find_host(environment: Mapping[str, str], system: Path = Path("/")) -> Host:
     if pod := environment.get("RUNPOD_POD_ID"):
-        return Box("RunPod", f"RUNPOD_POD_ID={pod}", environment.get("RUNPOD_VOLUME_ID", ""))
+        return Host("RunPod", f"RUNPOD_POD_ID={pod}", environment.get("RUNPOD_VOLUME_ID", ""))
     if label := environment.get("VAST_CONTAINERLABEL"):
-        return Box("Vast", f"VAST_CONTAINERLABEL={label}")
+        return Host("Vast", f"VAST_CONTAINERLABEL={label}")
     # Vast's own images have these two; a login over SSH may not have the variable.
     if (system / "etc/vast_boot.d").is_dir():
-        return Box("Vast", "/etc/vast_boot.d")
+        return Host("Vast", "/etc/vast_boot.d")
     sign = next((sign for sign in (".dockerenv", "run/.containerenv") if (system / sign).exists()), None)
-    return Box("machine") if sign is None else Box("container", f"/{sign}")
+    return Host("machine") if sign is None else Host("container", f"/{sign}")
 
 
-def environment_of_the_box(first_process: Path = Path("/proc/1/environ")) -> dict[str, str]:
+def host_environment(first_process: Path = Path("/proc/1/environ")) -> dict[str, str]:
     """This process's variables, over those that the container was started with: a login over SSH does not inherit them."""
     try:
         entries = first_process.read_bytes().decode(errors="replace").split("\0")
@@ -74,45 +81,49 @@ def environment_of_the_box(first_process: Path = Path("/proc/1/environ")) -> dic
     return {**told, **os.environ}
 
 
-def kept(path: Path, box: Box) -> Kept:
+def persistence_of(path: Path, box: Host) -> Persistence:
     """What becomes of `path`. Raises OSError where its filesystem does not answer."""
     disk = filesystem_of(path)
     own = disk.mount == "/" or disk.kind in OWN_DISK
     if disk.kind in IN_MEMORY:
-        return Kept(False, False, f"{disk.mount} is in memory")
+        return Persistence(False, False, f"{disk.mount} is in memory")
     if box.kind == "RunPod":
         if own:
-            return Kept(False, False, "the container disk")
+            return Persistence(False, False, "the container disk")
         if disk.network:
-            return Kept(True, True, f"a network volume ({disk.mount})")
+            return Persistence(True, True, f"a network volume ({disk.mount})")
         if box.network_volume:
-            return Kept(True, None, f"a volume ({disk.mount}); RUNPOD_VOLUME_ID={box.network_volume}")
-        return Kept(True, False, f"the pod's volume disk ({disk.mount})")
+            return Persistence(True, None, f"a volume ({disk.mount}); RUNPOD_VOLUME_ID={box.network_volume}")
+        return Persistence(True, False, f"the pod's volume disk ({disk.mount})")
     if box.kind == "Vast":
-        return Kept(True, False, "the container's own disk") if own else Kept(True, True, f"a volume ({disk.mount})")
+        return (
+            Persistence(True, False, "the container's own disk")
+            if own
+            else Persistence(True, True, f"a volume ({disk.mount})")
+        )
     if not own:
-        return Kept(True, None, f"{'a network disk' if disk.network else 'a disk'} mounted at {disk.mount}")
+        return Persistence(True, None, f"{'a network disk' if disk.network else 'a disk'} mounted at {disk.mount}")
     if box.kind == "container":
-        return Kept(None, False, "the container's own disk")
-    return Kept(True, None, f"the disk of this machine ({disk.mount})")
+        return Persistence(None, False, "the container's own disk")
+    return Persistence(True, None, f"the disk of this machine ({disk.mount})")
 
 
 # ---------------------------------------------------------------------------------------------------------------- disks
 
 
-def findings(box: Box, work: Path) -> Iterator[Finding]:
+def findings(box: Host, work: Path) -> Iterator[Finding]:
     if box.kind == "machine":
         yield Finding("box", "ok", "no sign of RunPod, Vast or a container")
     else:
         volume = f"; RUNPOD_VOLUME_ID={box.network_volume}" if box.network_volume else ""
         yield Finding("box", "ok", f"{box.kind} ({box.sign}{volume})")
-    yield from temporary()
-    yield directory("work directory", work, box)
-    yield from caches(box, work)
-    yield from shared_memory()
+    yield from check_temporary_files()
+    yield check_directory("work directory", work, box)
+    yield from check_caches(box, work)
+    yield from check_shared_memory()
 
 
-def temporary() -> Iterator[Finding]:
+def check_temporary_files() -> Iterator[Finding]:
     """Whether temporary files can be made: compilers, Arrow and tokenizers write some."""
     what, told = "temporary files", os.environ.get("TMPDIR")
     elsewhere = "or set TMPDIR to a disk with room"
@@ -123,18 +134,18 @@ def temporary() -> Iterator[Finding]:
         yield Finding(what, "fatal", told or "/tmp", cause, f"free space (cogumi disk status), {elsewhere}")
         return
     free = filesystem_of(place).space.free
-    figure = f"{place}: {spoken(free)} free"
+    figure = f"{place}: {format_bytes(free)} free"
     if told and Path(told).absolute() != place.absolute():
-        cause = f"TMPDIR={told} cannot be written to, so {place} is taken: {why_not(Path(told))}"
+        cause = f"TMPDIR={told} cannot be written to, so {place} is taken: {why_not_writable(Path(told))}"
         yield Finding(what, "warning", figure, cause, f"free space in {told}, {elsewhere}")
     elif free < SCRATCH:
-        cause = f"less than {spoken(SCRATCH)} is left there for temporary files"
+        cause = f"less than {format_bytes(SCRATCH)} is left there for temporary files"
         yield Finding(what, "warning", figure, cause, f"free space, {elsewhere}")
     else:
         yield Finding(what, "ok", figure)
 
 
-def why_not(path: Path) -> str:
+def why_not_writable(path: Path) -> str:
     if not path.is_dir():
         return "it is no directory"
     space = filesystem_of(path).space
@@ -143,17 +154,17 @@ def why_not(path: Path) -> str:
     return "its disk is full" if space.free < 1_000_000 or space.inodes_free == 0 else "it takes no file"
 
 
-def directory(what: str, path: Path, box: Box) -> Finding:
+def check_directory(what: str, path: Path, box: Host) -> Finding:
     """Whether a directory that holds runs can be written to, and what becomes of it."""
     space = filesystem_of(path).space
-    figure = f"{path}: {spoken(space.free)} free of {spoken(space.total)}"
+    figure = f"{path}: {format_bytes(space.free)} free of {format_bytes(space.total)}"
     if space.read_only or not os.access(nearest_existing(path), os.W_OK):
         cause = "runs/ and checkpoints/ are written here, and it cannot be written to"
         return Finding(what, "warning", figure, cause, "work in a directory that you may write to")
     if space.inodes_free == 0:
         cause = "all its inodes are taken: no file can be made"
         return Finding(what, "warning", figure, cause, "remove many small files")
-    found, end = kept(path, box), ENDS[box.kind]
+    found, end = persistence_of(path, box), ENDS[box.kind]
     if found.on_stop is False:
         cause = f"{found.where}: what is written here is lost when the box stops"
         elsewhere = "/workspace" if box.kind == "RunPod" else "a directory on a disk"
@@ -168,24 +179,24 @@ def directory(what: str, path: Path, box: Box) -> Finding:
     return Finding(what, "ok", f"{figure}{stays}")
 
 
-def caches(box: Box, work: Path) -> Iterator[Finding]:
+def check_caches(box: Host, work: Path) -> Iterator[Finding]:
     """Caches that grow by tens of gigabytes, on a disk that has no room for them or does not stay."""
-    roomiest = max((filesystem_of(place) for place in (work, Path("/workspace")) if place.is_dir()), key=room)
-    home = place_of("XDG_CACHE_HOME", Path.home() / ".cache")
+    roomiest = max((filesystem_of(place) for place in (work, Path("/workspace")) if place.is_dir()), key=writable_bytes)
+    home = path_from_environment("XDG_CACHE_HOME", Path.home() / ".cache")
     of_pip = Path.home() / "Library/Caches/pip" if sys.platform == "darwin" else home / "pip"
     for what, variable, path, size in (
         ("Hugging Face cache", "HF_HOME", hub_cache(), BASE),
-        ("pip's cache", "PIP_CACHE_DIR", place_of("PIP_CACHE_DIR", of_pip), WHEELS),
-        ("uv's cache", "UV_CACHE_DIR", place_of("UV_CACHE_DIR", home / "uv"), WHEELS),
+        ("pip's cache", "PIP_CACHE_DIR", path_from_environment("PIP_CACHE_DIR", of_pip), WHEELS),
+        ("uv's cache", "UV_CACHE_DIR", path_from_environment("UV_CACHE_DIR", home / "uv"), WHEELS),
         ("environment", "", Path(sys.prefix), 0),
     ):
-        disk, found = filesystem_of(path), kept(path, box)
-        figure = f"{path}: {spoken(disk.space.free)} free of {spoken(disk.space.total)}"
-        elsewhere = roomiest.mount != disk.mount and room(roomiest) > 2 * room(disk)
-        roomier = f"; {roomiest.mount} has {spoken(room(roomiest))}" if elsewhere else ""
+        disk, found = filesystem_of(path), persistence_of(path, box)
+        figure = f"{path}: {format_bytes(disk.space.free)} free of {format_bytes(disk.space.total)}"
+        elsewhere = roomiest.mount != disk.mount and writable_bytes(roomiest) > 2 * writable_bytes(disk)
+        roomier = f"; {roomiest.mount} has {format_bytes(writable_bytes(roomiest))}" if elsewhere else ""
         move = f"export {variable}={Path(roomiest.mount) / '.cache' / variable.split('_')[0].lower()}"
         if variable == "HF_HOME" and disk.space.free < size:
-            cause = f"less than {spoken(size)} is left, which is one 8B model{roomier}"
+            cause = f"less than {format_bytes(size)} is left, which is one 8B model{roomier}"
             instead = "free space (cogumi disk status), or take a box with a larger disk"
             yield Finding(what, "warning", figure, cause, move if elsewhere else instead)
         elif disk.space.free < size and elsewhere:
@@ -200,16 +211,16 @@ def caches(box: Box, work: Path) -> Iterator[Finding]:
             yield Finding(what, "ok", figure)
 
 
-def room(disk: Filesystem) -> int:
+def writable_bytes(disk: Filesystem) -> int:
     return 0 if disk.space.read_only else disk.space.free
 
 
-def shared_memory() -> Iterator[Finding]:
+def check_shared_memory() -> Iterator[Finding]:
     what, place = "shared memory", Path("/dev/shm")
     if not place.is_dir():
         return
     space = filesystem_of(place).space
-    figure = f"/dev/shm: {spoken(space.free)} free of {spoken(space.total)}"
+    figure = f"/dev/shm: {format_bytes(space.free)} free of {format_bytes(space.total)}"
     if space.total >= SHARED:
         yield Finding(what, "ok", figure)
         return
@@ -221,13 +232,13 @@ def shared_memory() -> Iterator[Finding]:
 # ------------------------------------------------------------------------------------------------------------ variables
 
 
-def variables(environment: Mapping[str, str], work: Path) -> Iterator[Finding]:
+def check_variables(environment: Mapping[str, str], work: Path) -> Iterator[Finding]:
     """Environment variables, and files in the way, that change which code an import finds or what it does."""
-    found = [*libraries(environment), *shadows(environment, work), *settings(environment)]
+    found = [*check_library_paths(environment), *check_shadowing(environment, work), *check_settings(environment)]
     yield from found or [Finding("environment", "ok", "no variable is in the way")]
 
 
-def libraries(environment: Mapping[str, str]) -> Iterator[Finding]:
+def check_library_paths(environment: Mapping[str, str]) -> Iterator[Finding]:
     for place in filter(None, environment.get("LD_LIBRARY_PATH", "").split(":")):
         names = sorted({path.name.partition(".so")[0] for path in Path(place).glob("lib*.so*")} & BROUGHT)
         if names:
@@ -237,7 +248,7 @@ def libraries(environment: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("LD_PRELOAD", "note", f"{preloaded}, loaded into every process")
 
 
-def shadows(environment: Mapping[str, str], work: Path) -> Iterator[Finding]:
+def check_shadowing(environment: Mapping[str, str], work: Path) -> Iterator[Finding]:
     """Copies of the stack's modules that are found before the environment's own."""
     for place in filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)):
         if names := modules_in(Path(place)):
@@ -267,7 +278,7 @@ def modules_in(place: Path) -> str:
     return ", ".join(found)
 
 
-def settings(environment: Mapping[str, str]) -> Iterator[Finding]:
+def check_settings(environment: Mapping[str, str]) -> Iterator[Finding]:
     if version := environment.get("BNB_CUDA_VERSION"):
         cause = "bitsandbytes loads its library for that CUDA release, and not the one that fits torch"
         yield Finding("BNB_CUDA_VERSION", "warning", version, cause, "unset BNB_CUDA_VERSION")

@@ -10,10 +10,10 @@ from io import BytesIO
 from itertools import takewhile
 from pathlib import Path
 
-from cogumi.core.disk_space import spoken
+from cogumi.core.disk_space import format_bytes
 from cogumi.core.errors import Finding, State
-from cogumi.core.formatting import pip
-from cogumi.stack.lanes import drift, head_of, installed_lane, normal
+from cogumi.core.formatting import pip_command
+from cogumi.stack.lanes import drift, installed_lane, normalize_name, read_metadata
 
 INSTALL = "sh requirements/install.sh"
 MOST = 6  # names in one line
@@ -56,8 +56,8 @@ def distributions() -> list[Distribution]:
         name = place.name.removesuffix(".dist-info").removesuffix(".egg-info").partition("-")[0]
         record = each.read_text("RECORD")
         one = Distribution(
-            normal(name),
-            head_of(each, "Version"),
+            normalize_name(name),
+            read_metadata(each, "Version"),
             place,
             record is not None or place.suffix != ".dist-info" or place.parent == OF_THE_SYSTEM,
         )
@@ -69,7 +69,7 @@ def distributions() -> list[Distribution]:
     return found
 
 
-def shortened(names: list[str]) -> str:
+def join_names(names: list[str]) -> str:
     more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
     return ", ".join(names[:MOST]) + more
 
@@ -77,7 +77,7 @@ def shortened(names: list[str]) -> str:
 # --------------------------------------------------------------------------------------------------------- mixed, or half
 
 
-def mixed(found: list[Distribution], torch_cuda: str | None) -> Iterator[Finding]:
+def check_cuda_mix(found: list[Distribution], torch_cuda: str | None) -> Iterator[Finding]:
     """NVIDIA's libraries of two CUDA majors beside each other: whichever is loaded first serves both."""
     by_major: dict[str, list[str]] = {}
     for each in found:
@@ -89,11 +89,15 @@ def mixed(found: list[Distribution], torch_cuda: str | None) -> Iterator[Finding
     strangers = sorted(name for major, names in by_major.items() if major != own for name in names)
     figure = ", ".join(f"{len(names)} for CUDA {major}" for major, names in sorted(by_major.items()))
     cause = "libraries of two CUDA majors are installed, and some share a file name: symbols go missing"
-    fix = pip(f"uninstall -y {' '.join(strangers)}") if own in by_major else f"make the environment anew: {INSTALL}"
+    fix = (
+        pip_command(f"uninstall -y {' '.join(strangers)}")
+        if own in by_major
+        else f"make the environment anew: {INSTALL}"
+    )
     yield Finding("NVIDIA libraries", "warning", figure, cause, fix)
 
 
-def broken(found: list[Distribution]) -> Iterator[Finding]:
+def check_files(found: list[Distribution]) -> Iterator[Finding]:
     """What an installation that was cut short leaves: no RECORD, files that are missing or shorter than they should be."""
     for each in found:
         said = []
@@ -108,12 +112,12 @@ def broken(found: list[Distribution]) -> Iterator[Finding]:
                 gone.append(path.name)
                 continue
             if size is not None and actual != size:
-                cut.append(f"{path.name} ({spoken(actual)} of {spoken(size)})")
-        said += [f"{shortened(gone)} missing"] * bool(gone) + [f"{shortened(cut)} not whole"] * bool(cut)
+                cut.append(f"{path.name} ({format_bytes(actual)} of {format_bytes(size)})")
+        said += [f"{join_names(gone)} missing"] * bool(gone) + [f"{join_names(cut)} not whole"] * bool(cut)
         if said:
             state: State = "fatal" if each.name in NEEDED else "warning"
             cause = "its installation was cut short, or files of it were removed since"
-            fix = pip(f"install --force-reinstall --no-deps {each.name}=={each.version}")
+            fix = pip_command(f"install --force-reinstall --no-deps {each.name}=={each.version}")
             if missing:
                 fix = f"remove {each.place}, then {INSTALL}"
             yield Finding("installed", state, f"{each.name}: {'; '.join(said)}", cause, fix)
@@ -121,10 +125,10 @@ def broken(found: list[Distribution]) -> Iterator[Finding]:
         left = sorted(path.name for path in place.glob("~*") if path.is_dir())
         if left:
             cause = "pip was ended while it replaced these packages"
-            yield Finding("installed", "note", f"{shortened(left)} in {place}: {cause}; they may be removed")
+            yield Finding("installed", "note", f"{join_names(left)} in {place}: {cause}; they may be removed")
 
 
-def doubled(found: list[Distribution]) -> Iterator[Finding]:
+def check_duplicates(found: list[Distribution]) -> Iterator[Finding]:
     """Two versions of one distribution in one directory: an upgrade that did not take the old one away."""
     seen: dict[tuple[str, Path], list[str]] = {}
     for each in found:
@@ -132,20 +136,20 @@ def doubled(found: list[Distribution]) -> Iterator[Finding]:
     for (name, _), versions in seen.items():
         if len(set(versions)) > 1:
             cause = "two versions lie over each other; which files are whose is not known"
-            fix = f"{pip(f'uninstall -y {name}')} (until it is gone), then {INSTALL}"
+            fix = f"{pip_command(f'uninstall -y {name}')} (until it is gone), then {INSTALL}"
             yield Finding("installed", "warning", f"{name}: {' and '.join(sorted(set(versions)))}", cause, fix)
 
 
 # ---------------------------------------------------------------------------------------------------------------- the lane
 
 
-def against_lane(found: list[Distribution]) -> Iterator[Finding]:
+def check_lane(found: list[Distribution]) -> Iterator[Finding]:
     """What is installed, against what the lane of this torch pins."""
     there = {each.name for each in found if each.version is not None}
     absent = [name for name in NEEDED if name not in there]
     if absent:
         cause = "nothing trains without these"
-        yield Finding("installed", "fatal", f"missing: {shortened(absent)}", cause, INSTALL)
+        yield Finding("installed", "fatal", f"missing: {join_names(absent)}", cause, INSTALL)
         return
     lane = installed_lane()
     if lane is None:
@@ -160,16 +164,16 @@ def against_lane(found: list[Distribution]) -> Iterator[Finding]:
     if not others:
         yield Finding("lane", "ok", figure)
         return
-    said = [f"{shortened(differing)}"] * bool(differing) + [f"not installed: {shortened(missing)}"] * bool(missing)
+    said = [f"{join_names(differing)}"] * bool(differing) + [f"not installed: {join_names(missing)}"] * bool(missing)
     cause = f"not what the lane pins: {'; '.join(said)}"
-    fix = pip(f"install --require-hashes --no-deps --only-binary :all: -r {lane.file}")
+    fix = pip_command(f"install --require-hashes --no-deps --only-binary :all: -r {lane.file}")
     yield Finding("lane", "warning", figure, cause, fix)
 
 
 # --------------------------------------------------------------------------------------------------------------- CUDA majors
 
 
-def cuda_majors(found: list[Distribution], torch_cuda: str | None) -> Iterator[Finding]:
+def check_cuda_majors(found: list[Distribution], torch_cuda: str | None) -> Iterator[Finding]:
     """Packages all of whose CUDA libraries are for another major than torch's; pip and metadata do not see that."""
     if torch_cuda is None:
         yield Finding("CUDA majors", "skipped", "torch is a CPU build")
@@ -182,7 +186,7 @@ def cuda_majors(found: list[Distribution], torch_cuda: str | None) -> Iterator[F
         asked: dict[int, str] = {}
         for path, _ in each.libraries:
             try:
-                sonames = needed(path)
+                sonames = needed_libraries(path)
             except (OSError, ValueError):
                 continue  # missing or cut short, which is said above; or no ELF file
             asked |= {major: soname for soname in sonames if (major := cuda_major(soname)) is not None}
@@ -191,7 +195,7 @@ def cuda_majors(found: list[Distribution], torch_cuda: str | None) -> Iterator[F
         if asked and own not in asked:
             strangers = True
             cause = f"it needs {', '.join(asked.values())}, and torch is built for CUDA {torch_cuda}"
-            fix = f"{pip(f'uninstall -y {each.name}')}, or its wheel for CUDA {own} from PyTorch's index"
+            fix = f"{pip_command(f'uninstall -y {each.name}')}, or its wheel for CUDA {own} from PyTorch's index"
             yield Finding("CUDA majors", "warning", f"{each.name} {each.version}", cause, fix)
     if not strangers:
         yield Finding("CUDA majors", "ok", f"every package with CUDA code has it for CUDA {own}, like torch ({looked})")
@@ -200,7 +204,7 @@ def cuda_majors(found: list[Distribution], torch_cuda: str | None) -> Iterator[F
 # ------------------------------------------------------------------------------------- what a library asks for (DT_NEEDED)
 
 
-def needed(source: bytes | Path) -> tuple[str, ...]:
+def needed_libraries(source: bytes | Path) -> tuple[str, ...]:
     """The DT_NEEDED sonames of an ELF file, in its order; of a file, only the few pages that say so are read.
 
     Read from the file itself: nothing is loaded or run. `pip check` and package metadata do not see that one extension

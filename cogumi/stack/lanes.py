@@ -104,7 +104,7 @@ def drift(lane: Lane, installed: Mapping[str, str] | None = None) -> list[Drift]
     """Every package that is not installed at the version that the lane pins. Reads metadata only, in about 0.1 s."""
     installed = installed_versions() if installed is None else installed
     found = ((name, pinned, installed.get(name)) for name, pinned in lane.pins.items())
-    return [each for each in found if not _is(each[2], each[1], lane.cuda)]
+    return [each for each in found if not is_pinned(each[2], each[1], lane.cuda)]
 
 
 def installed_versions() -> dict[str, str]:
@@ -114,20 +114,20 @@ def installed_versions() -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
-        name, version = head_of(distribution, "Name"), head_of(distribution, "Version")
+        name, version = read_metadata(distribution, "Name"), read_metadata(distribution, "Version")
         if name is not None and version is not None:
-            found.setdefault(normal(name), version)
+            found.setdefault(normalize_name(name), version)
     return found
 
 
-def head_of(distribution: importlib.metadata.Distribution, key: str) -> str | None:
+def read_metadata(distribution: importlib.metadata.Distribution, key: str) -> str | None:
     """A line of its metadata, of which `distribution.metadata` would parse the whole README as well."""
     head = (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or "").partition("\n\n")[0]
     found = re.search(rf"^{key}: *(\S+)", head, re.MULTILINE)
     return found[1] if found else None
 
 
-def normal(name: str) -> str:
+def normalize_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -147,7 +147,7 @@ def torch_build() -> tuple[str | None, str | None]:
     return torch.version, cuda[1] if cuda else None
 
 
-def _is(installed: str | None, pinned: str, cuda: str | None) -> bool:
+def is_pinned(installed: str | None, pinned: str, cuda: str | None) -> bool:
     """Whether an installed version is the pinned one; a local version beyond the pin must be the lane's own build."""
     if installed is None or installed == pinned:
         return installed is not None

@@ -28,7 +28,7 @@ HUB_FLASH_ATTN = "kernels-community/flash-attn2@db6b51744f0cd7061386442c09df890f
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbeResult:
     """The outcome of one probe: readings, or the package that is missing, or the last line of what went wrong."""
 
     name: str
@@ -37,18 +37,18 @@ class Probe:
     error: str | None = None
 
 
-def run_probe(name: str, device: str, timeout: float = TIMEOUT) -> Probe:
+def run_probe(name: str, device: str, timeout: float = TIMEOUT) -> ProbeResult:
     """Run one of PROBES on `device` ("cuda", "cuda:1", "cpu") in a fresh process, for at most `timeout` seconds."""
     # Whether a package is there at all needs no import, hence no process.
     package = PACKAGES.get(name, name)
     if importlib.util.find_spec(package) is None:
-        return Probe(name, missing=package.replace("_", "-"))
+        return ProbeResult(name, missing=package.replace("_", "-"))
     try:
         readings = call(name, PROBES[name], device, environment=os.environ, timeout=timeout, own_group=True)
     except RuntimeError as error:
         why = str(error).removeprefix(f"{name} ended with status 1: ")  # which any exception has
-        return Probe(name, error=f"{installed_as(package)}: {why[:300]}")
-    return Probe(name, tuple(readings))
+        return ProbeResult(name, error=f"{installed_as(package)}: {why[:300]}")
+    return ProbeResult(name, tuple(readings))
 
 
 def installed_as(package: str) -> str:

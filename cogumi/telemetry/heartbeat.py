@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import torch
 
-from cogumi.core.disk_space import spoken
+from cogumi.core.disk_space import format_bytes
 from cogumi.core.durability import NO_SPACE
 from cogumi.core.errors import RefusedAtSetup
-from cogumi.core.formatting import pip
+from cogumi.core.formatting import pip_command
 from cogumi.core.run_directory import FORECAST, read_jsonl, read_section, write_json
 from cogumi.telemetry.throughput import HEARTBEAT, ROLLOUT, Meter, Throughput
 
@@ -38,7 +38,7 @@ class MachineUse:
         self.process = psutil.Process()
         self.process.cpu_percent()  # the first call starts the interval of the next
         psutil.cpu_percent()
-        self.nvml = torch.cuda.is_available() and nvml_answers()
+        self.nvml = torch.cuda.is_available() and has_nvml()
 
     def now(self) -> dict[str, Any]:
         """Bytes are bytes, percentages 0 to 100; `cpu.process_percent` is of one core, so 8 busy cores are 800."""
@@ -69,11 +69,11 @@ class MachineUse:
         }
 
 
-def nvml_answers() -> bool:
+def has_nvml() -> bool:
     try:
         import pynvml
     except ImportError:
-        install = pip("install nvidia-ml-py")
+        install = pip_command("install nvidia-ml-py")
         log.info("no GPU utilization in heartbeat.json: nvidia-ml-py is not installed (%s)", install)
         return False
     try:
@@ -147,7 +147,7 @@ class Heartbeat:
         except BaseException as failure:  # noqa: BLE001  the thread that trains raises it, at its next step or at the end
             self.failure = failure
 
-    def refuse_silence(self) -> None:
+    def raise_failure(self) -> None:
         """Raise, in the thread that trains, what stopped the heartbeat."""
         if self.failure is not None:
             raise self.failure
@@ -186,9 +186,9 @@ class Heartbeat:
 
 
 @contextmanager
-def measured(run_dir: Path, meter: Meter) -> Iterator[Heartbeat]:
+def measure_run(run_dir: Path, meter: Meter) -> Iterator[Heartbeat]:
     """While in the block the run's heart beats; at its end, however it comes, metrics.json says what the run came to."""
-    meter.take_up(run_dir)
+    meter.resume_from(run_dir)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     heart = Heartbeat(run_dir, meter)
@@ -212,7 +212,7 @@ def write_summary(heart: Heartbeat) -> None:
     peak, forecast = (found["memory"].get(key) for key in ("gpu_peak_allocated", "gpu_peak_forecast"))
     if peak and forecast:
         more = 100 * (forecast / peak - 1)
-        log.info("GPU memory: %s at its peak, %s forecast (%+.1f %%)", spoken(peak), spoken(forecast), more)
+        log.info("GPU memory: %s at its peak, %s forecast (%+.1f %%)", format_bytes(peak), format_bytes(forecast), more)
     try:
         write_json(heart.run_dir / SUMMARY, found)
     except OSError as error:  # what went wrong first is what the run ends with

@@ -20,11 +20,11 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from cogumi.core.durability import NO_SPACE
 from cogumi.core.errors import FINISHED_AND_SAVED, RefusedAtSetup
-from cogumi.core.formatting import count, duration
-from cogumi.core.redact import Hiding, Shown, hide
-from cogumi.core.run_directory import append_jsonl, line_of, read_jsonl, this_process, write_atomic, write_json
+from cogumi.core.formatting import count, format_duration
+from cogumi.core.redact import RedactingFormatter, VisibleFormatter, redact_text
+from cogumi.core.run_directory import append_jsonl, json_line, read_jsonl, this_process, write_atomic, write_json
 from cogumi.telemetry.heartbeat import Heartbeat
-from cogumi.telemetry.status import read_if_there
+from cogumi.telemetry.status import read_json_or_empty
 from cogumi.telemetry.throughput import Throughput
 
 log = logging.getLogger("cogumi")
@@ -32,7 +32,7 @@ LINE_SECONDS = 30.0
 CYCLES = 50  # of the latest: sequence lengths and completions change over a run
 
 
-class Pace:
+class StepTimer:
     """Seconds per step. What happens between steps (saving, evaluation, logging) is counted apart.
 
     cycle: after how many steps the work repeats; in GSPO one of several steps makes the rollout that all of them train on.
@@ -71,7 +71,7 @@ class Pace:
         """Something between two steps is done; what follows is the next step, or more of the kind."""
         self.mark = time.monotonic()
 
-    def stood_still(self, seconds: float) -> None:
+    def exclude(self, seconds: float) -> None:
         """The training has waited for so long, and it counts as no time at all."""
         self.mark += seconds
         if self.last_step_end is not None:
@@ -101,7 +101,7 @@ class Telemetry(TrainerCallback):
     def __init__(self, heart: Heartbeat, name: str) -> None:
         self.heart, self.run_dir, self.meter, self.name = heart, heart.run_dir, heart.meter, name
         self.bar: tqdm | None = None
-        self.pace = Pace()
+        self.pace = StepTimer()
         self.throughput: Throughput | None = None
         self.last_line = 0.0
         self.shown: dict[str, str] = {}
@@ -114,7 +114,7 @@ class Telemetry(TrainerCallback):
         trainer.pop_callback(ProgressCallback)
         trainer.pop_callback(PrinterCallback)
         trainer.callback_handler.callbacks.insert(0, self)
-        self.pace = Pace(steps_per_rollout(trainer))
+        self.pace = StepTimer(steps_per_rollout(trainer))
         self.throughput = self.heart.throughput = Throughput(trainer, self.meter)
         if self.throughput.no_mfu:
             log.info("no MFU: %s", self.throughput.no_mfu)
@@ -122,34 +122,34 @@ class Telemetry(TrainerCallback):
 
         @wraps(evaluate)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.aside("eval"):
+            with self.timed_stage("eval"):
                 return evaluate(*args, **kwargs)
 
         trainer.evaluate = timed
 
     @contextmanager
-    def aside(self, stage: str) -> Iterator[None]:
+    def timed_stage(self, stage: str) -> Iterator[None]:
         """Work between two steps that is no part of either."""
-        with self.meter.inside(stage):
+        with self.meter.stage_inside(stage):
             yield
         self.pace.between_ended()
 
     @contextmanager
-    def once(self, stage: str) -> Iterator[None]:
+    def untimed_stage(self, stage: str) -> Iterator[None]:
         """A pause, or work that the rest of the run will not have again: no part of a step, and nothing that is to go."""
         began = time.monotonic()
-        with self.meter.inside(stage):
+        with self.meter.stage_inside(stage):
             yield
-        self.pace.stood_still(time.monotonic() - began)
+        self.pace.exclude(time.monotonic() - began)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        take_up_metrics(self.run_dir, state)
+        truncate_metrics(self.run_dir, state)
         self.heart.progress.step, self.heart.progress.steps = state.global_step, state.max_steps
         self.pace.begin()
         self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc=self.name, unit="step", mininterval=0.5)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.heart.refuse_silence()
+        self.heart.raise_failure()
         seconds = self.pace.step_ended()
         if self.throughput is not None:
             self.throughput.total.step_seconds += seconds
@@ -169,7 +169,7 @@ class Telemetry(TrainerCallback):
         if "loss" in logs:
             logs |= self.performance()
         self.unwritten.append({"step": state.global_step, "time": time.time(), **logs})
-        self.unless_full(self.write_rows)
+        self.write_unless_full(self.write_rows)
         self.shown |= {k: f"{float(logs[k]):.4g}" for k in self.SHOWN if logs.get(k) is not None}
         if self.bar is not None:
             self.bar.set_postfix(self.shown, refresh=False)
@@ -208,7 +208,7 @@ class Telemetry(TrainerCallback):
         said += [say(logs[key]) for key, say in words.items() if logs.get(key) is not None]
         left = self.heart.progress.eta_seconds
         if left is not None and state.global_step < state.max_steps:
-            said.append(f"eta {duration(left)}")
+            said.append(f"eta {format_duration(left)}")
         if "perf/cost" in logs:
             at_end = f" of ${self.meter.cost(left):.2f}" if left else ""
             said.append(f"${logs['perf/cost']:.2f}{at_end}")
@@ -219,7 +219,7 @@ class Telemetry(TrainerCallback):
             append_jsonl(self.run_dir / "metrics.jsonl", self.unwritten[0])
             del self.unwritten[0]
 
-    def unless_full(self, write: Callable[[], None]) -> None:
+    def write_unless_full(self, write: Callable[[], None]) -> None:
         """Write, or on a full disk leave it for later: a training does not end for want of a line about it."""
         try:
             write()
@@ -233,7 +233,7 @@ class Telemetry(TrainerCallback):
             self.full = False
 
     def close(self) -> None:
-        self.unless_full(self.write_rows)
+        self.write_unless_full(self.write_rows)
         if self.bar is not None:
             self.bar.close()
 
@@ -253,15 +253,15 @@ class RunLog(logging.FileHandler):
 
 
 @contextmanager
-def recorded(run_dir: Path, goes_on: bool = False) -> Iterator[None]:
+def record_run(run_dir: Path, goes_on: bool = False) -> Iterator[None]:
     """Log lines go to run.log, and to the screen if nobody else shows them; status.json says how the run ended.
 
     goes_on: there was something of this run in the directory before, which is kept whatever happens.
     """
     to_file = RunLog(run_dir / "run.log", encoding="utf-8")
-    to_file.setFormatter(Hiding("%(asctime)s %(levelname)s %(message)s"))
+    to_file.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s"))
     on_stdout = logging.StreamHandler(sys.stdout)
-    on_stdout.setFormatter(Shown())
+    on_stdout.setFormatter(VisibleFormatter())
     handlers: list[logging.Handler] = [to_file] if log.hasHandlers() else [to_file, on_stdout]
     level = log.level
     log.setLevel(level or logging.INFO)
@@ -275,13 +275,13 @@ def recorded(run_dir: Path, goes_on: bool = False) -> Iterator[None]:
             raise
         state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         reason = f"{type(error).__name__}: {error}"
-        if by := asked_by(error):
-            stage = read_if_there(run_dir / "status.json").get("stage")
+        if by := requested_by(error):
+            stage = read_json_or_empty(run_dir / "status.json").get("stage")
             what = FINISHED_AND_SAVED if stage == "train" else f"before or after the training (stage: {stage})"
             state, reason = "stopped", f"asked to by {by}: {what}"
         log.log(logging.WARNING if state == "stopped" else logging.ERROR, "%s: %s", state, reason)
         try:
-            set_status(run_dir, state, reason=hide(reason))
+            set_status(run_dir, state, reason=redact_text(reason))
         except OSError as unwritten:  # a full disk must not hide what went wrong first
             log.error("status.json could not be written: %s", unwritten)
         raise
@@ -292,7 +292,7 @@ def recorded(run_dir: Path, goes_on: bool = False) -> Iterator[None]:
         to_file.close()
 
 
-def asked_by(error: BaseException) -> str:
+def requested_by(error: BaseException) -> str:
     """What asked the run to end, where it was asked and has put everything in order; else ""."""
     if FINISHED_AND_SAVED in error.args:
         return "Ctrl-C"
@@ -308,7 +308,7 @@ def steps_per_rollout(trainer: Any) -> int:
     return max(1, args.steps_per_generation * trainer.num_iterations // args.gradient_accumulation_steps)
 
 
-def on_screen() -> list[logging.Logger]:
+def terminal_loggers() -> list[logging.Logger]:
     """The loggers of ours that print on a terminal."""
     streams = (sys.stdout, sys.stderr)
     return [
@@ -327,7 +327,7 @@ def set_status(run_dir: Path, state: str, **more: Any) -> None:
         log.error("status.json stays as it was: %s", error)
 
 
-def take_up_metrics(run_dir: Path, state: Any) -> None:
+def truncate_metrics(run_dir: Path, state: Any) -> None:
     """Let the metrics end at the step that the training goes on from: what was logged later is logged again.
 
     On a machine that fetched its checkpoint there are none: then they are what that checkpoint remembers.
@@ -338,6 +338,6 @@ def take_up_metrics(run_dir: Path, state: Any) -> None:
         rows += state.log_history
     # A summary at the end of a training that a signal ended is of a part of it.
     kept = [row for row in rows if row["step"] <= state.global_step and "train_runtime" not in row]
-    text = "".join(map(line_of, kept))
+    text = "".join(map(json_line, kept))
     if text and not (path.exists() and text == path.read_text(encoding="utf-8")):
         write_atomic(path, text)

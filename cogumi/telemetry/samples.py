@@ -20,8 +20,8 @@ from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
-from cogumi.core.run_directory import ROLLOUTS, SAMPLES_FILE, append_jsonl, line_of, read_jsonl, write_atomic
-from cogumi.models.completion import complete_to_end
+from cogumi.core.run_directory import ROLLOUTS, SAMPLES_FILE, append_jsonl, json_line, read_jsonl, write_atomic
+from cogumi.models.completion import complete_with_ends
 from cogumi.patches.trl_internals import logged_completions, observe_rollouts
 
 SHOWN = 4
@@ -32,40 +32,40 @@ class Rollouts(TrainerCallback):
     """Writes what one trainer's rollouts came to. What TRL keeps for its own table of completions is read, not computed."""
 
     def __init__(self, trainer: Any, run_dir: Path, unless_full: Callable[[Callable[[], None]], None]) -> None:
-        self.trainer, self.run_dir, self.unless_full = trainer, run_dir, unless_full
-        observe_rollouts(trainer, self.noted)
+        self.trainer, self.run_dir, self.write_unless_full = trainer, run_dir, unless_full
+        observe_rollouts(trainer, self.record_rollout)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        keep_until(self.run_dir, state.global_step, ROLLOUTS)
+        drop_later_rows(self.run_dir, state.global_step, ROLLOUTS)
 
-    def noted(self, make: Callable[[Any], Any], inputs: Any) -> Any:
+    def record_rollout(self, make: Callable[[Any], Any], inputs: Any) -> Any:
         found = make(inputs)
         if self.trainer.model.training:
-            row = {"step": self.trainer.state.global_step + 1, **earned(self.trainer)}
-            self.unless_full(lambda: append_jsonl(self.run_dir / ROLLOUTS, row))
+            row = {"step": self.trainer.state.global_step + 1, **rollout_row(self.trainer)}
+            self.write_unless_full(lambda: append_jsonl(self.run_dir / ROLLOUTS, row))
         return found
 
 
-def earned(trainer: Any) -> dict[str, Any]:
+def rollout_row(trainer: Any) -> dict[str, Any]:
     """Of the rollout that a trainer has just made, which is what its logs hold. NaN where no function scored a completion."""
     logs, weights = logged_completions(trainer), trainer.reward_weights.tolist()
     rewards = {name: [round(value, 6) for value in values] for name, values in logs["rewards"].items()}
-    total = [weighted(each, weights) for each in zip(*rewards.values(), strict=True)]
+    total = [weighted_sum(each, weights) for each in zip(*rewards.values(), strict=True)]
     prompts, completions = map(text_of, logs["prompt"]), map(text_of, logs["completion"])
     rows = [
         {"prompt": prompt[-MOST_CHARACTERS:], "completion": completion[:MOST_CHARACTERS], "reward": reward}
         for prompt, completion, reward in zip(prompts, completions, total, strict=True)
     ]
-    return {"reward": total, "rewards": rewards, "shown": [rows[n] for n in spread(total)]}
+    return {"reward": total, "rewards": rewards, "shown": [rows[n] for n in spread_by_reward(total)]}
 
 
-def weighted(rewards: tuple[float, ...], weights: list[float]) -> float:
+def weighted_sum(rewards: tuple[float, ...], weights: list[float]) -> float:
     """As TRL adds them up: those that are numbers, and NaN where none is."""
     scored = [reward * weight for reward, weight in zip(rewards, weights, strict=True) if not math.isnan(reward)]
     return round(math.fsum(scored), 6) if scored else math.nan
 
 
-def spread(rewards: list[float]) -> list[int]:
+def spread_by_reward(rewards: list[float]) -> list[int]:
     """The places of a few rewards, from the lowest to the highest."""
     ranked = sorted((n for n, reward in enumerate(rewards) if not math.isnan(reward)), key=rewards.__getitem__)
     if len(ranked) <= SHOWN:
@@ -105,12 +105,18 @@ class Samples(TrainerCallback):
         spent: Callable[[], dict[str, float]],
         stops: Sequence[str] = (),
     ) -> None:
-        self.run_dir, self.tokenizer, self.prompts, self.every, self.aside = run_dir, tokenizer, prompts, every, aside
+        self.run_dir, self.tokenizer, self.prompts, self.every, self.timed_stage = (
+            run_dir,
+            tokenizer,
+            prompts,
+            every,
+            aside,
+        )
         self.spent, self.stops = spent, stops
         self.limited = every is None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        keep_until(self.run_dir, state.global_step)
+        drop_later_rows(self.run_dir, state.global_step)
         if self.every is None:
             self.every = max(FEWEST, math.ceil(state.max_steps / TIMES))
         on_the_way = f"every {self.every} steps " if self.every < state.max_steps else ""
@@ -124,7 +130,7 @@ class Samples(TrainerCallback):
             return
         spent = self.spent()
         if not self.limited or spent.get("samples", 0.0) <= SHARE * spent.get("train", 0.0):
-            with self.aside("samples"):
+            with self.timed_stage("samples"):
                 write_samples(self.run_dir, model, self.tokenizer, self.prompts, state.global_step, self.stops)
 
 
@@ -140,25 +146,25 @@ def write_samples(
 
     prompts: `prompt` (text), `prompt_ids`, and what would be the answer. Rows of this step and of later ones are replaced.
     """
-    keep_until(run_dir, step - 1)
+    drop_later_rows(run_dir, step - 1)
     examples = prompts.select(range(min(SAMPLES, len(prompts))))
-    with as_before(model):
-        written = complete_to_end(model, tokenizer, list(examples["prompt_ids"]), stops=stops)
+    with preserve_rng_and_mode(model):
+        written = complete_with_ends(model, tokenizer, list(examples["prompt_ids"]), stops=stops)
     for example, (completion, ended) in zip(examples.remove_columns("prompt_ids"), written, strict=True):
         append_jsonl(run_dir / SAMPLES_FILE, {"step": step, **example, "completion": completion, "ended": ended})
 
 
-def keep_until(run_dir: Path, step: int, file: str = SAMPLES_FILE) -> None:
+def drop_later_rows(run_dir: Path, step: int, file: str = SAMPLES_FILE) -> None:
     """Drop the rows of later steps: they are of a training that is made again from here."""
     path = run_dir / file
     rows = read_jsonl(path)
     kept = [row for row in rows if row.get("step", step + 1) <= step]
     if len(kept) < len(rows):
-        write_atomic(path, "".join(map(line_of, kept)))
+        write_atomic(path, "".join(map(json_line, kept)))
 
 
 @contextmanager
-def as_before(model: nn.Module) -> Iterator[None]:
+def preserve_rng_and_mode(model: nn.Module) -> Iterator[None]:
     """Put back, after the block, what it may have moved: every random state, and which modules were in training mode."""
     modes = {module: module.training for module in model.modules()}
     states = random.getstate(), np.random.get_state()

@@ -10,11 +10,20 @@ from signal import Signals
 from typing import Any
 
 from cogumi.checkpoints.manifest import step_of
-from cogumi.checkpoints.retention import checkpoints_in
-from cogumi.core.durability import locked
+from cogumi.checkpoints.retention import list_checkpoints
+from cogumi.core.durability import lock_directory
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import duration, flag_sentence, visible
-from cogumi.core.run_directory import CONSOLE, START, finite, host, is_empty, is_running, read_json, same_process
+from cogumi.core.formatting import escape_controls, flag_sentence, format_duration
+from cogumi.core.run_directory import (
+    CONSOLE,
+    START,
+    host,
+    is_empty,
+    is_running,
+    jsonable_numbers,
+    read_json,
+    same_process,
+)
 
 AT_WORK = ("starting", "running", "paused")  # a run that was killed says so too
 SANITY_CHECKED, STOPPED, BUDGET_SPENT = (
@@ -60,7 +69,7 @@ class Status:
     """The file with what the run says."""
 
     def __str__(self) -> str:
-        return in_words(self)
+        return format_sentence(self)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # as the last word of a cell
         printer.text(str(self))
@@ -77,33 +86,33 @@ class Status:
     @property
     def passed(self) -> bool:
         """Whether the run came to its end and every check of its verdict passed."""
-        verdict = read_if_there(Path(self.run_dir) / "verdict.json")
+        verdict = read_json_or_empty(Path(self.run_dir) / "verdict.json")
         return self.ended and self.state not in (*BROKEN_OFF, "refused") and verdict.get("passed") is True
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the fields, with `ended` and `passed`."""
-        values: dict[str, Any] = finite({**asdict(self), "ended": self.ended, "passed": self.passed})
+        values: dict[str, Any] = jsonable_numbers({**asdict(self), "ended": self.ended, "passed": self.passed})
         return values
 
 
 def status_of(run_dir: Path) -> Status:
     """How the run in a directory stands. Raises UsageError where there is none."""
-    said, started = read_if_there(run_dir / "status.json"), read_if_there(run_dir / START)
+    said, started = read_json_or_empty(run_dir / "status.json"), read_json_or_empty(run_dir / START)
     if not said and not started:
         if not is_run(run_dir):
-            raise UsageError(f"no run there{near(run_dir)}", place=run_dir)
+            raise UsageError(f"no run there{hint_of_runs(run_dir)}", place=run_dir)
         said = {"state": "starting"}  # a directory that is just being begun
-    beat = read_if_there(run_dir / "heartbeat.json")
+    beat = read_json_or_empty(run_dir / "heartbeat.json")
     last_sign = max((each["time"] for each in (said, started, beat) if "time" in each), default=None)
     # A start that has no status of its own yet is what there is to tell, whatever was before it.
     newest = started if started and started["time"] > said.get("time", 0) and not same_process(started, said) else said
     alive = is_alive(run_dir, newest, last_sign)
     state, reason = said.get("state", "starting"), said.get("reason")
     if newest is started:
-        state, reason = before_a_status(state if said else None, reason, started, alive)
+        state, reason = state_of_start(state if said else None, reason, started, alive)
     elif state in AT_WORK and alive is False:
-        state, reason = "died", how_it_died(started if same_process(started, said) else {}, state, said.get("stage"))
-    there, (latest, latest_steps) = checkpoints_in(run_dir / "checkpoints"), latest_metrics(run_dir / "metrics.jsonl")
+        state, reason = "died", describe_death(started if same_process(started, said) else {}, state, said.get("stage"))
+    there, (latest, latest_steps) = list_checkpoints(run_dir / "checkpoints"), latest_metrics(run_dir / "metrics.jsonl")
     # The heartbeat is written at most once a second: the last step of a run that was stopped is in its metrics, or saved.
     reached = [each["step"] for each in (beat, latest) if "step" in each] + [step_of(path) for path in there[:1]]
     # A detached process prints its errors into console.log too; run.log is of a run in somebody's terminal.
@@ -127,7 +136,7 @@ def status_of(run_dir: Path) -> Status:
     )
 
 
-def before_a_status(
+def state_of_start(
     before: str | None, reason: str | None, started: dict[str, Any], alive: bool | None
 ) -> tuple[str, str | None]:
     """State and reason while the newest word is that of a start. before: the state of the run that it was to go on with."""
@@ -136,11 +145,11 @@ def before_a_status(
     if started.get("exit") == 128 + Signals.SIGTERM:
         return before or "stopped", "it was stopped before it had begun"
     if alive is False:
-        return (before if before and before not in AT_WORK else "died"), how_it_died(started, "starting", None)
+        return (before if before and before not in AT_WORK else "died"), describe_death(started, "starting", None)
     return "starting", None
 
 
-def how_it_died(started: dict[str, Any], state: str, stage: str | None) -> str:
+def describe_death(started: dict[str, Any], state: str, stage: str | None) -> str:
     """Of a process that left no word itself: what its supervisor saw, or what is left to think."""
     during = stage or state
     code = started.get("exit")
@@ -157,7 +166,7 @@ def is_alive(run_dir: Path, record: dict[str, Any], last_sign: float | None) -> 
     known = is_running(record)
     if known is not None or is_empty(run_dir):
         return known
-    with locked(run_dir) as ours:
+    with lock_directory(run_dir) as ours:
         if ours is False:
             return True
         if ours and record.get("host") in (None, host()):
@@ -166,7 +175,7 @@ def is_alive(run_dir: Path, record: dict[str, Any], last_sign: float | None) -> 
     return None if last_sign is not None and time.time() - last_sign < FRESH_SECONDS else False
 
 
-def read_if_there(path: Path) -> dict[str, Any]:
+def read_json_or_empty(path: Path) -> dict[str, Any]:
     """The object in a file; {} where there is no file, or nothing in it yet."""
     try:
         return dict(read_json(path)) if path.stat().st_size else {}
@@ -206,7 +215,7 @@ def runs_in(path: Path) -> list[Path]:
     """The run in a directory, or those below it. Raises UsageError, with what is near, where there is none."""
     found = [path] if is_run(path) else runs_below(path)
     if not found:
-        raise UsageError(f"no run there{near(path)}", place=path)
+        raise UsageError(f"no run there{hint_of_runs(path)}", place=path)
     return found
 
 
@@ -216,7 +225,7 @@ def runs_below(directory: Path) -> list[Path]:
     return sorted({path.parent for place in places for path in directory.glob(place)})
 
 
-def near(run_dir: Path) -> str:
+def hint_of_runs(run_dir: Path) -> str:
     """A hint for a name that is none of a run: runs below it, or right beside it; one that it nearly names, if it is none."""
     import difflib
 
@@ -239,84 +248,84 @@ SHOWN = (
 )
 
 
-def in_short(status: Status) -> str:
+def format_headline(status: Status) -> str:
     """One line: where, what, how far."""
-    said = [f"{near_here(status.run_dir)}: {state_of(status)}"]
+    said = [f"{relative_path(status.run_dir)}: {format_state(status)}"]
     if status.step is not None and status.steps is not None:
         said.append(f"step {status.step}/{status.steps}")
     if status.eta_seconds is not None and not status.ended:
-        said.append(f"{duration(status.eta_seconds)} to go")
+        said.append(f"{format_duration(status.eta_seconds)} to go")
     if status.alive and not status.ended:
         said.append(f"process {status.pid}")
-    return visible(", ".join(said))
+    return escape_controls(", ".join(said))
 
 
-def in_words(status: Status) -> str:
+def format_sentence(status: Status) -> str:
     """The line, with what was checked, why it ended and what it would go on from."""
-    judged = [checked(status), f"flags: {flagged(status)}"] if status.ended and flagged(status) else []
-    told = [each for each in missed(checks(status)) if each["figure"] not in (status.reason or "")]
-    said = "; ".join([in_short(status), *filter(None, judged), *map(failure, told)])
+    judged = [format_checks(status), f"flags: {count_flags(status)}"] if status.ended and count_flags(status) else []
+    told = [each for each in failed_checks(checks(status)) if each["figure"] not in (status.reason or "")]
+    said = "; ".join([format_headline(status), *filter(None, judged), *map(format_missed_check, told)])
     if status.reason:
         said += f"; {' '.join(status.reason.split())}"
     if status.state in BROKEN_OFF:
-        said += f"; {how_to_go_on(status)}"
+        said += f"; {describe_resume(status)}"
     merged = Path(status.run_dir) / "merged"
     if status.ended and merged.is_dir():
-        said += f"; the merged model is {near_here(str(merged))}"
-    return visible(said)
+        said += f"; the merged model is {relative_path(str(merged))}"
+    return escape_controls(said)
 
 
-def how_to_go_on(status: Status) -> str:
+def describe_resume(status: Status) -> str:
     """Of a run that was broken off: what it has, and what starting it again does."""
     there = f"the newest checkpoint is {status.checkpoint}" if status.checkpoint else "there is no checkpoint yet"
     return f"{there}; started again with the same words it {'goes on' if status.checkpoint else 'begins anew'}"
 
 
-def on_a_screen(status: Status) -> str:
+def format_screen(status: Status) -> str:
     """Everything worth a look, as plain text of some twenty lines."""
-    lines = [in_short(status)]
+    lines = [format_headline(status)]
     if status.step is not None and status.steps:
         done = min(1.0, status.step / status.steps)
         lines.append(f"[{'#' * round(done * BAR_WIDTH):.<{BAR_WIDTH}}] {done:.0%}")
-    lines += facts(status)
+    lines += format_facts(status)
     log = tail_lines(Path(status.log), size=LOG_LINES * 1000)[-LOG_LINES:]
-    return visible("\n".join([*lines, *([f"--- {near_here(status.log)}", *log] if log else [])]))
+    return escape_controls("\n".join([*lines, *([f"--- {relative_path(status.log)}", *log] if log else [])]))
 
 
-def facts(status: Status) -> list[str]:
+def format_facts(status: Status) -> list[str]:
     """What a screen says below the first line: reason, figures, flags, checkpoint, failed checks."""
     signed = status.last_sign is not None and not status.ended
     lines = [
         " ".join((status.reason or "").split()),
-        f"last sign of life {duration(time.time() - (status.last_sign or 0))} ago" if signed else "",
-        figures(status),
-        machine(status.heartbeat),
+        f"last sign of life {format_duration(time.time() - (status.last_sign or 0))} ago" if signed else "",
+        format_metrics(status),
+        format_machine(status.heartbeat),
         str(status.heartbeat.get("stalled") or ""),
         *(f"{each['level']}: {each['name']}: {flag_sentence(each)}" for each in flags(status)),
-        how_to_go_on(status) if status.state in BROKEN_OFF else "",
+        describe_resume(status) if status.state in BROKEN_OFF else "",
         f"newest checkpoint: {status.checkpoint}" if status.checkpoint and status.state not in BROKEN_OFF else "",
-        *(f"FAIL  {failed(each)}" for each in missed(checks(status))),
+        *(f"FAIL  {format_failed_check(each)}" for each in failed_checks(checks(status))),
     ]
     return [line for line in lines if line]
 
 
-def state_of(status: Status) -> str:
+def format_state(status: Status) -> str:
     if status.alive is None and not status.ended:
         return f"{status.state} on {status.host or 'another machine'} (whether it still is cannot be seen from here)"
     return f"{status.state} ({status.stage})" if status.stage else status.state
 
 
-def figures(status: Status) -> str:
+def format_metrics(status: Status) -> str:
     """The last values, with the step of each that is older than the newest: beside it, it would read as of now."""
     steps = {key: status.latest_steps[key] for key in SHOWN if key in status.latest}
     newest = max(steps.values(), default=0)
     return "  ".join(
-        f"{key} {number(status.latest[key])}{'' if step == newest else f' (step {step})'}"
+        f"{key} {format_value(status.latest[key])}{'' if step == newest else f' (step {step})'}"
         for key, step in steps.items()
     )
 
 
-def machine(heartbeat: dict[str, Any]) -> str:
+def format_machine(heartbeat: dict[str, Any]) -> str:
     """What a heartbeat says beside the step, as far as it does: speed, money, GPU, memory, disk."""
     gpu, memory, disk = (heartbeat.get(key) or {} for key in ("gpu", "memory", "disk"))
     said = {
@@ -334,7 +343,7 @@ def machine(heartbeat: dict[str, Any]) -> str:
 
 def flags(status: Status) -> list[dict[str, Any]]:
     """What the verdict has raised so far."""
-    return list(read_if_there(Path(status.run_dir) / "flags.json").get("flags", []))
+    return list(read_json_or_empty(Path(status.run_dir) / "flags.json").get("flags", []))
 
 
 def reds(status: Status) -> list[str]:
@@ -342,7 +351,7 @@ def reds(status: Status) -> list[str]:
     return [str(each["name"]) for each in flags(status) if each["level"] == "red"]
 
 
-def flagged(status: Status) -> str:
+def count_flags(status: Status) -> str:
     """The flags in a few words: `12 green`, or `RED loss trend, 1 yellow, 10 green`; "" where nothing was judged yet."""
     counts = Counter(each["level"] for each in flags(status))
     red = [f"RED {' and '.join(reds(status))}"] if counts["red"] else []
@@ -351,40 +360,40 @@ def flagged(status: Status) -> str:
 
 def checks(status: Status) -> list[dict[str, Any]]:
     """What was checked of an ended run."""
-    return list(read_if_there(Path(status.run_dir) / "verdict.json").get("checks", [])) if status.ended else []
+    return list(read_json_or_empty(Path(status.run_dir) / "verdict.json").get("checks", [])) if status.ended else []
 
 
-def missed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def failed_checks(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [each for each in found if not each["passed"]]
 
 
-def failure(check: dict[str, Any]) -> str:
+def format_missed_check(check: dict[str, Any]) -> str:
     """A check that was missed in one clause: its name and its fix; its figure, of a run whose verdict names no fix."""
     return f"FAIL {check['name']}: {check.get('fix') or check['figure']}"
 
 
-def failed(check: dict[str, Any]) -> str:
+def format_failed_check(check: dict[str, Any]) -> str:
     """A check that was missed: its name, the figure, the fix."""
     fix = check.get("fix")
     return f"{check['name']}: {check['figure']}" + (f"; {fix}" if fix else "")
 
 
-def checked(status: Status) -> str:
+def format_checks(status: Status) -> str:
     """`9 of 9 checks passed`, or "" before there is a verdict. While a flag is red, nothing is said to have passed."""
-    return counted(found, reds(status)) if (found := checks(status)) else ""
+    return count_checks(found, reds(status)) if (found := checks(status)) else ""
 
 
-def counted(found: list[dict[str, Any]], red: list[str]) -> str:
+def count_checks(found: list[dict[str, Any]], red: list[str]) -> str:
     """How many of the checks of a verdict passed, beside the names of the red flags."""
     met = f"{sum(each['passed'] for each in found)} of {len(found)} checks"
     return f"{met} are met, but {' and '.join(red)} {'is' if len(red) == 1 else 'are'} RED" if red else f"{met} passed"
 
 
-def number(value: Any) -> str:
+def format_value(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def near_here(path: str) -> str:
+def relative_path(path: str) -> str:
     """A path below the working directory as one would type it."""
     short = os.path.relpath(path)
     return path if short.startswith("..") else short

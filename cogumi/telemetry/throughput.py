@@ -37,9 +37,9 @@ import torch
 from torch import Tensor, nn
 
 from cogumi.core.run_directory import read_json
-from cogumi.data.packing import padding_of
+from cogumi.data.packing import padding_mask
 from cogumi.patches.trl_internals import makes_rollouts, observe_rollouts
-from cogumi.stack.gpus import card_of
+from cogumi.stack.gpus import find_card
 
 NOT_MULTIPLIED = ("original_module", "lora_embedding_A", "lora_embedding_B")  # PEFT's: replaced by a copy, looked up
 EXPERTS_ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
@@ -47,7 +47,7 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 
 
 @dataclass(frozen=True)
-class Work:
+class TokenFlops:
     """What a token costs: `weights` and `trained` are N and N_trained, `attention` the windows of the layers that attend.
 
     attention: for each such layer d_attn and its window, math.inf where it sees everything.
@@ -70,7 +70,7 @@ class Work:
         return self.model(context) + (self.forward(context) if recomputed else 0.0)
 
 
-def work_of(model: nn.Module) -> Work:
+def flops_of(model: nn.Module) -> TokenFlops:
     """What a token of a loaded model costs in training, adapters included.
 
     Raises ValueError, naming it, for what it cannot count: an expert layer whose routing the configuration does not
@@ -84,7 +84,7 @@ def work_of(model: nn.Module) -> Work:
     for elements, learned, share in matrices(model, config):
         weights += elements * share
         trained += elements * share * learned
-    return Work(weights, trained, attention_of(config))
+    return TokenFlops(weights, trained, attention_of(config))
 
 
 def matrices(model: nn.Module, config: Any) -> Iterator[tuple[float, bool, float]]:
@@ -141,7 +141,7 @@ def attention_width(config: Any) -> float:
 
 def peak_flops(card: str) -> float | None:
     """Dense bf16 FLOP/s of a card by torch's name of it; None for one that is not known, or that has no bf16."""
-    known = card_of(card)
+    known = find_card(card)
     return None if known is None else known.peak
 
 
@@ -165,7 +165,7 @@ class Meter:
         self.counts: dict[str, float] = {}
         self.began = self.since = time.monotonic()
 
-    def take_up(self, run_dir: Path) -> None:
+    def resume_from(self, run_dir: Path) -> None:
         """Go on counting where the earlier parts of the run in this directory ended.
 
         The heartbeat is the record: at most a second of each part is lost, or all of it where the directory was fetched
@@ -187,7 +187,7 @@ class Meter:
         self.stage, self.since = stage, now
 
     @contextmanager
-    def inside(self, stage: str) -> Iterator[None]:
+    def stage_inside(self, stage: str) -> Iterator[None]:
         """A piece of work of its own within a stage: an evaluation, a rollout, samples."""
         outer = self.stage
         self.enter(stage)
@@ -217,7 +217,7 @@ ROLLOUT = "rollout"
 
 
 @dataclass
-class Counts:
+class TokenCounts:
     """Sums over the batches of a training. tokens: without padding. squared: of the lengths of the documents, over `tokens`
     the mean length among which a token attends. step_seconds: rollouts and reading data are in them, and not what lies
     between them: saving, logging, evaluation."""
@@ -229,8 +229,8 @@ class Counts:
     step_seconds: float = 0.0
     rollout_seconds: float = 0.0
 
-    def since(self, before: "Counts") -> "Counts":
-        return Counts(**{key: value - getattr(before, key) for key, value in asdict(self).items()})
+    def since(self, before: "TokenCounts") -> "TokenCounts":
+        return TokenCounts(**{key: value - getattr(before, key) for key, value in asdict(self).items()})
 
 
 class Throughput:
@@ -241,10 +241,10 @@ class Throughput:
 
     def __init__(self, trainer: Any, meter: Meter) -> None:
         self.meter = meter
-        self.total = Counts(**meter.counts)
-        self.last = Counts(**meter.counts)
+        self.total = TokenCounts(**meter.counts)
+        self.last = TokenCounts(**meter.counts)
         self.on_device: Tensor | None = None
-        self.work, self.peak, self.no_mfu = costs_of(trainer.model)
+        self.work, self.peak, self.no_mfu = flops_and_peak(trainer.model)
         self.count_tokens(trainer)
         if makes_rollouts(trainer):
             self.time_rollouts(trainer)
@@ -267,7 +267,7 @@ class Throughput:
             if not trainer.model.training:  # of an evaluation
                 return make(inputs)
             before = self.meter.seconds().get(ROLLOUT, 0.0)
-            with self.meter.inside(ROLLOUT):
+            with self.meter.stage_inside(ROLLOUT):
                 batch = make(inputs)
             self.total.rollout_seconds += self.meter.seconds()[ROLLOUT] - before
             self.total.completions += len(batch["completion_ids"])
@@ -276,7 +276,7 @@ class Throughput:
         observe_rollouts(trainer, timed)
 
     def add(self, inputs: dict[str, Any]) -> None:
-        lengths_squared, tokens, padded = documents_of(inputs)
+        lengths_squared, tokens, padded = document_lengths(inputs)
         self.total.padded_tokens += padded
         sums = torch.stack([tokens, lengths_squared])
         self.on_device = sums if self.on_device is None else self.on_device + sums
@@ -290,18 +290,18 @@ class Throughput:
             self.on_device = None
         self.meter.counts = asdict(self.total)
 
-    def window(self) -> Counts:
+    def window(self) -> TokenCounts:
         """What was done since this was last asked."""
         self.read()
         done = self.total.since(self.last)
         self.last = replace(self.total)
         return done
 
-    def tokens_per_second(self, done: Counts) -> float | None:
+    def tokens_per_second(self, done: TokenCounts) -> float | None:
         """Tokens without padding, over steps and the rollouts in them."""
         return done.tokens / done.step_seconds if done.tokens and done.step_seconds > 0 else None
 
-    def mfu(self, done: Counts) -> float | None:
+    def mfu(self, done: TokenCounts) -> float | None:
         """The share of the card's peak, of the seconds of steps without their rollouts (which no formula here counts)."""
         seconds = done.step_seconds - done.rollout_seconds
         if not self.work or not self.peak or not done.tokens or seconds <= 0:
@@ -309,10 +309,10 @@ class Throughput:
         return done.tokens * self.work.model(done.squared / done.tokens) / seconds / self.peak
 
 
-def costs_of(model: Any) -> tuple[Work | None, float | None, str | None]:
+def flops_and_peak(model: Any) -> tuple[TokenFlops | None, float | None, str | None]:
     """(what a token costs, the card's peak in FLOP/s, why there is no MFU)."""
     try:
-        work = work_of(model)
+        work = flops_of(model)
     except ValueError as error:
         return None, None, f"{error}"
     if not torch.cuda.is_available():
@@ -322,7 +322,7 @@ def costs_of(model: Any) -> tuple[Work | None, float | None, str | None]:
     return work, peak, None if peak else f"the peak of {card} is not in cogumi's table (cogumi/telemetry/throughput.py)"
 
 
-def documents_of(inputs: dict[str, Any]) -> tuple[Tensor, Tensor, int]:
+def document_lengths(inputs: dict[str, Any]) -> tuple[Tensor, Tensor, int]:
     """(sum of the squared lengths of the documents, tokens, tokens with padding) of a batch, the first two on its device.
 
     inputs: of TRL's trainers: prompt and completion apart (GRPO), rows with an attention mask (SFT, DPO), or rows without
@@ -339,7 +339,7 @@ def documents_of(inputs: dict[str, Any]) -> tuple[Tensor, Tensor, int]:
         return lengths.square().sum(), lengths.sum(), ids.numel()
     if inputs.get("position_ids") is not None:
         positions: Tensor = inputs["position_ids"]
-        padding = padding_of(positions).sum()
+        padding = padding_mask(positions).sum()
         return (2 * positions + 1).sum() - padding, ids.numel() - padding, ids.numel()
     tokens = torch.tensor(ids.numel(), device=ids.device)
     return tokens * ids.shape[-1], tokens, ids.numel()

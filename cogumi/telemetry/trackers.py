@@ -14,8 +14,8 @@ from typing import Any
 from transformers.integrations import TensorBoardCallback, WandbCallback
 
 from cogumi.core.errors import RefusedAtSetup, UsageError
-from cogumi.core.formatting import pip
-from cogumi.core.redact import hide
+from cogumi.core.formatting import pip_command
+from cogumi.core.redact import redact_text
 
 log = logging.getLogger("cogumi")
 TENSORBOARD, WANDB = "tensorboard", "wandb"
@@ -28,7 +28,9 @@ def refuse_unreachable(train: Mapping[str, Any]) -> None:
     report_to = train.get("report_to") or []
     for name in [report_to] if isinstance(report_to, str) else report_to:
         if name in PACKAGES and not is_installed(name):
-            raise UsageError(f"{name} is not installed", key="train.report_to", fix=f"run: {pip('install ' + name)}")
+            raise UsageError(
+                f"{name} is not installed", key="train.report_to", fix=f"run: {pip_command('install ' + name)}"
+            )
         if name == WANDB:
             refuse_wandb_without_key()
     if train.get("push_to_hub"):
@@ -90,14 +92,14 @@ def refuse_no_upload(repository: str | None, token: str | None) -> None:
 
 
 def one_line(error: Exception) -> str:
-    return hide(" ".join(f"{error}".split()).rstrip(".") or type(error).__name__)[:300]
+    return redact_text(" ".join(f"{error}".split()).rstrip(".") or type(error).__name__)[:300]
 
 
 def default_reporter() -> str:
     return TENSORBOARD if is_installed(TENSORBOARD) else "none"
 
 
-def write_into(run_dir: Path, trainer: Any) -> None:
+def set_tensorboard_directory(run_dir: Path, trainer: Any) -> None:
     """Have TensorBoard's files written into the run directory, unless TENSORBOARD_LOGGING_DIR says where.
 
     transformers would write them below checkpoints/, in a directory for each start; and into the current directory what an
@@ -108,7 +110,7 @@ def write_into(run_dir: Path, trainer: Any) -> None:
             board.logging_dir = str(run_dir / TENSORBOARD)
         log.info("tensorboard --logdir %s shows the metrics", os.path.relpath(board.logging_dir))
     if not is_installed(TENSORBOARD) and not trainer.args.report_to:
-        install = pip("install tensorboard")
+        install = pip_command("install tensorboard")
         log.info("metrics are in metrics.jsonl alone: TensorBoard is not installed (%s)", install)
 
 
@@ -124,7 +126,7 @@ def begin_wandb(trainer: Any) -> None:
             raise RefusedAtSetup(f"wandb: {one_line(error)}", key="train.report_to", fix=WITHOUT_WANDB) from error
 
 
-def close(trainer: Any) -> None:
+def close_tensorboard(trainer: Any) -> None:
     """Close TensorBoard's file, which what is logged after the training has opened again."""
     for each in callbacks_of(trainer, TensorBoardCallback):
         if each.tb_writer is not None:

@@ -19,22 +19,22 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
 from cogumi.checkpoints.disk_forecast import outlook
-from cogumi.checkpoints.protection import kept_by_runs, protect
-from cogumi.compile.compile_callback import Compiling
+from cogumi.checkpoints.protection import protect, run_keep_limit
+from cogumi.compile.compile_callback import CompileCallback
 from cogumi.config.schema import CogumiSection, RunConfig
 from cogumi.core.errors import RefusedAtSetup, UsageError
-from cogumi.core.formatting import duration, one_line
+from cogumi.core.formatting import format_duration, one_line
 from cogumi.core.run_directory import CHECKPOINT, DECISIONS, FORECAST, PAUSE, PAUSED, read_jsonl, write_section
 from cogumi.disk.callback import DiskMonitorCallback
-from cogumi.health.sentinel import Ended, Sentinel, judge_moved, sample_weights
+from cogumi.health.sentinel import EarlyEnd, Sentinel, judge_moved, sample_weights
 from cogumi.health.verdict import Check, judge_gspo, judge_training
 from cogumi.methods import dpo
 from cogumi.methods.building import budget_reached
 from cogumi.methods.examples import Examples
 from cogumi.telemetry import trackers
 from cogumi.telemetry.heartbeat import Heartbeat, Progress
-from cogumi.telemetry.recorder import Telemetry, on_screen, set_status, take_up_metrics
-from cogumi.telemetry.samples import Rollouts, Samples, as_before
+from cogumi.telemetry.recorder import Telemetry, set_status, terminal_loggers, truncate_metrics
+from cogumi.telemetry.samples import Rollouts, Samples, preserve_rng_and_mode
 from cogumi.telemetry.status import BUDGET_SPENT
 from cogumi.telemetry.throughput import Meter
 from cogumi.training.resumption import was_evaluated
@@ -48,7 +48,7 @@ PAUSE_SECONDS = 0.5
 FORESEEN_AFTER = 10  # steps: before that the pace is not known well enough to speak of the end
 
 
-class HeldOut(TrainerCallback):
+class HeldOutLoss(TrainerCallback):
     """Asks for an evaluation after every so many steps."""
 
     def __init__(self, trainer: Any) -> None:
@@ -91,7 +91,7 @@ class Budget(TrainerCallback):
             said = budget_reached(self.options, self.meter.elapsed() + left)
             if said is not None:
                 log.warning(
-                    "at this pace the training ends in %s, and before that the budget: %s", duration(left), said
+                    "at this pace the training ends in %s, and before that the budget: %s", format_duration(left), said
                 )
         said = budget_reached(self.options, self.meter.elapsed())
         if said is not None and state.global_step < state.max_steps:
@@ -100,7 +100,7 @@ class Budget(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-class Waiting(TrainerCallback):
+class ControlCallback(TrainerCallback):
     """Does what is asked for by files. paused: in whose block time is no part of a step. excused: in whose block the training
     may be silent. asked_to_end: whether a signal has come. Goes before callbacks that take the time of a step."""
 
@@ -129,14 +129,14 @@ class Waiting(TrainerCallback):
         if now - self.looked < LOOK_SECONDS or state.global_step >= state.max_steps:
             return
         self.looked = now
-        if self.taken(PAUSE):
+        if self.take_request(PAUSE):
             control.should_save = True
             self.pause("asked to wait")
-        if self.taken(CHECKPOINT):
+        if self.take_request(CHECKPOINT):
             log.info("step %d: a checkpoint, as asked", state.global_step)
             control.should_save = True
 
-    def taken(self, name: str) -> bool:
+    def take_request(self, name: str) -> bool:
         """Whether the file is there. It is removed: what it asks for is about to be done."""
         try:
             (self.directory / name).unlink()
@@ -177,13 +177,13 @@ def forget_requests(directory: Path) -> None:
         (directory / name).unlink(missing_ok=True)
 
 
-def evaluate_without_trace(trainer: Any) -> None:
+def preserve_state_in_evaluation(trainer: Any) -> None:
     """Have a trainer put back random states and modes after each evaluation."""
     evaluate = trainer.evaluate
 
     @wraps(evaluate)
     def as_if_not(*args: Any, **kwargs: Any) -> Any:
-        with as_before(trainer.model):
+        with preserve_rng_and_mode(trainer.model):
             return evaluate(*args, **kwargs)
 
     trainer.evaluate = as_if_not
@@ -193,30 +193,30 @@ def evaluate_without_trace(trainer: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Fitted:
+class TrainingOutcome:
     """How a training went. `ended`: why it stopped, with a checkpoint, before its last step; None where it did not."""
 
     checks: list[Check]
     sentinel: Sentinel
-    ended: Ended | None
+    ended: EarlyEnd | None
 
 
 def fit(
     run: RunConfig, trainer: Any, tokenizer: PreTrainedTokenizerBase, examples: Examples, heart: Heartbeat
-) -> Fitted:
+) -> TrainingOutcome:
     """Train, with the held-out loss before and after where the method has one, and judge what was logged."""
     run_dir, options = run.run_dir, run.cogumi
     start = sample_weights(trainer.model)
     telemetry = Telemetry(heart, options.method)
     telemetry.attach(trainer)
-    trackers.write_into(run_dir, trainer)
+    trackers.set_tensorboard_directory(run_dir, trainer)
     trackers.begin_wandb(trainer)
     budget = Budget(options, heart.meter, heart.progress)
     trainer.add_callback(budget)
     trainer.add_callback(DiskMonitorCallback(log_path=run_dir / "disk.jsonl"))
     protect(
         trainer,
-        keep=kept_by_runs(trainer.args.save_total_limit),
+        keep=run_keep_limit(trainer.args.save_total_limit),
         on_full=options.on_full,
         fallback=options.fallback,
         mirror=options.mirror,
@@ -234,31 +234,37 @@ def fit(
     @contextmanager
     def while_compiling() -> Iterator[None]:
         set_status(run_dir, "running", stage="compile")
-        with excused(), telemetry.once("compile"):
+        with excused(), telemetry.untimed_stage("compile"):
             yield
         set_status(run_dir, "running", stage="train")
 
     samples_every = 0 if options.method == "gspo" and options.samples_every is None else options.samples_every
     if samples_every != 0 and examples.prompts is not None:
         samples = Samples(
-            run_dir, tokenizer, examples.prompts, samples_every, telemetry.aside, heart.meter.seconds, options.stop
+            run_dir,
+            tokenizer,
+            examples.prompts,
+            samples_every,
+            telemetry.timed_stage,
+            heart.meter.seconds,
+            options.stop,
         )
         trainer.add_callback(samples)
     measure_loss = examples.held_out is not None and options.method != "gspo"
     if measure_loss:
-        evaluate_without_trace(trainer)
+        preserve_state_in_evaluation(trainer)
     if measure_loss and run.train.get("eval_strategy") is None:
-        trainer.add_callback(HeldOut(trainer))
+        trainer.add_callback(HeldOutLoss(trainer))
     if options.method == "gspo":
-        trainer.add_callback(Rollouts(trainer, run_dir, telemetry.unless_full))
-    waiting = Waiting(trainer, run_dir, partial(telemetry.once, "paused"), excused, interrupted)
+        trainer.add_callback(Rollouts(trainer, run_dir, telemetry.write_unless_full))
+    waiting = ControlCallback(trainer, run_dir, partial(telemetry.untimed_stage, "paused"), excused, interrupted)
     sentinel = Sentinel(
         trainer, run_dir, options.method, options.flags, options.on_red, options.sanity, excused, waiting.pause
     )
     trainer.add_callback(waiting)
     trainer.add_callback(sentinel)
     sentinel.begin()  # before layers are compiled, which its shapes would cost time
-    compiling = Compiling(trainer, options.compile, run_dir / DECISIONS, while_compiling, interrupted)
+    compiling = CompileCallback(trainer, options.compile, run_dir / DECISIONS, while_compiling, interrupted)
     trainer.add_callback(compiling)
     try:
         compiling.begin()
@@ -266,9 +272,9 @@ def fit(
         raise RefusedAtSetup.like(error) from error
     if measure_loss and not was_evaluated(run_dir, 0):
         trainer.evaluate()
-    with closing(telemetry), logging_redirect_tqdm(on_screen()):  # lines above the bar, not in it
+    with closing(telemetry), logging_redirect_tqdm(terminal_loggers()):  # lines above the bar, not in it
         try:
-            say_what_the_disks_get(run, trainer)
+            log_disk_forecast(run, trainer)
             trainer.train()
         except (ValueError, ImportError, UsageError) as error:
             if trainer.state.global_step > 0:
@@ -278,14 +284,14 @@ def fit(
             # Libraries look at some settings only when they are first used: a learning rate, a loss's name.
             raise RefusedAtSetup(f"refused before the first step: {one_line(error)}", key="train") from error
     state = trainer.state
-    ended = sentinel.ended or (None if budget.spent is None else Ended(BUDGET_SPENT, budget.spent))
+    ended = sentinel.ended or (None if budget.spent is None else EarlyEnd(BUDGET_SPENT, budget.spent))
     # One that ended early is resumed later, and is to have logged then what it would have without stopping.
     if measure_loss and ended is None and not was_evaluated(run_dir, state.global_step):
         trainer.evaluate()
-    trackers.close(trainer)
+    trackers.close_tensorboard(trainer)
     metrics = read_jsonl(run_dir / "metrics.jsonl")
     if not any("loss" in row for row in metrics):  # its end was fetched from a mirror
-        take_up_metrics(run_dir, state)
+        truncate_metrics(run_dir, state)
         metrics = read_jsonl(run_dir / "metrics.jsonl")
     checks = judge_training(metrics, state.global_step, state.max_steps, ended is not None)
     checks.append(judge_moved(trainer.model, start, options.tuning))
@@ -293,10 +299,10 @@ def fit(
         checks += dpo.judge_dpo(metrics, trainer.args)
     if options.method == "gspo":
         checks += judge_gspo(metrics, run_dir)
-    return Fitted(checks, sentinel, ended)
+    return TrainingOutcome(checks, sentinel, ended)
 
 
-def say_what_the_disks_get(run: RunConfig, trainer: Any) -> None:
+def log_disk_forecast(run: RunConfig, trainer: Any) -> None:
     """Before the first step: how large checkpoints and the merged model will be, and whether there is room for them."""
     whole = run.cogumi.tuning == "full"
     try:

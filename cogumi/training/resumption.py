@@ -10,12 +10,12 @@ import yaml
 from cogumi.checkpoints.manifest import differences
 from cogumi.config.schema import RunConfig, dump_config
 from cogumi.config.subsections import Thresholds
-from cogumi.core.durability import locked, why_unwritable
+from cogumi.core.durability import lock_directory, write_error
 from cogumi.core.errors import UsageError
-from cogumi.core.run_directory import is_empty, read_json, read_jsonl, refuse_occupied, unwritable
+from cogumi.core.run_directory import is_empty, read_json, read_jsonl, refuse_occupied, unwritable_error
 from cogumi.telemetry.status import AT_WORK, BUDGET_SPENT, SANITY_CHECKED, STOPPED
 
-HOW_TO_GO_ON = {
+RESUME_HINTS = {
     SANITY_CHECKED: "the same command without cogumi.sanity continues from here",
     STOPPED: "change what is red and start again in another cogumi.run_dir; the same command would continue this run",
     BUDGET_SPENT: "the same command with a larger budget continues from here",
@@ -37,24 +37,24 @@ COGUMI = (
     "on_red",
 )
 MONEY = ("price_per_hour", "max_hours", "max_cost", "samples_every")
-MAY_CHANGE = {
+MUTABLE_KEYS = {
     *(f"cogumi.{key}" for key in (*COGUMI, *MONEY)),
     *(f"cogumi.flags.{key}" for key in Thresholds.model_fields),
     *(f"train.{key}" for key in ("save_steps", "save_strategy", "save_total_limit", "report_to", "run_name")),
 }
 
 
-def goes_on(run: RunConfig) -> bool:
+def is_resuming(run: RunConfig) -> bool:
     """Whether run.run_dir holds this run, unfinished; False where there is nothing. Changes nothing.
 
     Raises UsageError for anything else: a finished run, one that is under way, one of another configuration, other files.
     """
     if is_empty(run.run_dir):
         return False
-    with alone_in(run.run_dir):
+    with lock_run(run.run_dir):
         refuse_unless_unfinished(run)
-        if error := why_unwritable(run.run_dir):  # and not because its disk is full
-            raise unwritable(run.run_dir, error)
+        if error := write_error(run.run_dir):  # and not because its disk is full
+            raise unwritable_error(run.run_dir, error)
     return True
 
 
@@ -68,18 +68,18 @@ def refuse_unless_unfinished(run: RunConfig) -> None:
             place=run.run_dir,
             fix="resume it with that version, or set cogumi.run_dir to a new directory",
         )
-    if other := what_differs(run):
+    if other := describe_differences(run):
         raise UsageError(
             f"{run.run_dir} holds an unfinished run of another configuration ({other})",
             fix="set cogumi.run_dir to a new directory, or set these back to go on with that run",
         )
-    refuse_a_second_check(run)
+    refuse_repeated_check(run)
 
 
 @contextmanager
-def alone_in(run_dir: Path) -> Iterator[None]:
+def lock_run(run_dir: Path) -> Iterator[None]:
     """Hold the directory of a run. Raises UsageError where a living process does."""
-    with locked(run_dir) as ours:
+    with lock_directory(run_dir) as ours:
         if ours is False:
             raise UsageError(
                 "this run is under way in another process", place=run_dir, fix="wait for it, or end that one"
@@ -94,14 +94,14 @@ def is_unfinished(run_dir: Path) -> bool:
     return read_json(status).get("state") in UNFINISHED
 
 
-def what_differs(run: RunConfig) -> str:
+def describe_differences(run: RunConfig) -> str:
     """What of the run in the directory is not as it was asked for, in words; "" where only MAY_CHANGE is."""
-    there = flat(yaml.safe_load((run.run_dir / "config.yaml").read_text(encoding="utf-8")))
-    here = flat(yaml.safe_load(dump_config(run)))
-    return differences(*({key: side[key] for key in side.keys() - MAY_CHANGE} for side in (there, here)))
+    there = flatten(yaml.safe_load((run.run_dir / "config.yaml").read_text(encoding="utf-8")))
+    here = flatten(yaml.safe_load(dump_config(run)))
+    return differences(*({key: side[key] for key in side.keys() - MUTABLE_KEYS} for side in (there, here)))
 
 
-def refuse_a_second_check(run: RunConfig) -> None:
+def refuse_repeated_check(run: RunConfig) -> None:
     """Raise UsageError where the first steps that are to be checked were: its answer is there already."""
     status, sanity = read_json(run.run_dir / "status.json"), run.cogumi.sanity
     if sanity is None or status["state"] != SANITY_CHECKED:
@@ -118,11 +118,11 @@ def refuse_a_second_check(run: RunConfig) -> None:
         )
 
 
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one with dotted keys."""
     found: dict[str, Any] = {}
     for key, value in values.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
     return found
 
 

@@ -13,34 +13,34 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from cogumi.checkpoints.interruption import ending_in_good_order
+from cogumi.checkpoints.interruption import exit_on_signals
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.config.presets import describe_lora
 from cogumi.config.schema import RunConfig, dump_config, load_config
 from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.core.formatting import one_line
-from cogumi.core.notices import working
-from cogumi.core.output import outliving_the_screen
+from cogumi.core.notices import show_seconds
+from cogumi.core.output import survive_closed_terminal
 from cogumi.core.run_directory import SAMPLES_FILE, create_run_dir, read_jsonl, write_atomic, write_json
 from cogumi.health.verdict import Check, Scale, Verdict
 from cogumi.hub.downloads import plan_download
 from cogumi.merge.adapter_files import refuse_unsupported
 from cogumi.methods import auto_settings, building, gspo
-from cogumi.methods.examples import beyond_the_model, first_tokens, prepare_examples
+from cogumi.methods.examples import describe_overlong, first_tokens, prepare_examples
 from cogumi.models import warm_start
 from cogumi.models.adapters import lora_config, refuse_unmatched
 from cogumi.models.loading import resolve_model
 from cogumi.rl.patching import patch
 from cogumi.stack.gpus import VARIABLE, refuse_several_gpus, use_one_gpu
-from cogumi.telemetry.heartbeat import measured
-from cogumi.telemetry.recorder import recorded, set_status
+from cogumi.telemetry.heartbeat import measure_run
+from cogumi.telemetry.recorder import record_run, set_status
 from cogumi.telemetry.samples import write_samples
 from cogumi.telemetry.status import SANITY_CHECKED
 from cogumi.telemetry.throughput import Meter
 from cogumi.telemetry.trackers import refuse_unreachable
 from cogumi.training import stages
-from cogumi.training.loop import Fitted, fit, forget_requests
-from cogumi.training.resumption import HOW_TO_GO_ON, alone_in, goes_on
+from cogumi.training.loop import TrainingOutcome, fit, forget_requests
+from cogumi.training.resumption import RESUME_HINTS, is_resuming, lock_run
 
 log = logging.getLogger("cogumi")
 LOGIT_ROWS = 8  # examples on which the merged model's logits are compared
@@ -71,7 +71,7 @@ class RunResult:
         return [row[key] for row in self.metrics if row.get(key) is not None]
 
 
-@working("train: this cell trains")
+@show_seconds("train: this cell trains")
 def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> RunResult:
     """`cogumi.train`, where torch may be imported (`cogumi.runs`)."""
     run = load_config(config, **overrides)
@@ -80,40 +80,40 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     refuse_several_gpus(torch.cuda.device_count())
     before_start = [
         *([auto_settings.Choice(VARIABLE, one_gpu.value, one_gpu.reason)] if one_gpu else []),
-        *auto_settings.before_cuda(run),
+        *auto_settings.set_allocator(run),
     ]
     patches = patch(graph_break="off")  # 4-bit layers are seen to when the model is there, if they are to be compiled
     args = building.trl_arguments(run)
     refuse_early(run)
     if run.model.adapter is not None:
         run.lora = warm_start.lora_of(run.model.adapter, run.lora)
-    again = goes_on(run)
+    again = is_resuming(run)
     if again:
         building.refuse_spent(run.run_dir, run.cogumi)
     written, asked = dump_config(run), run.model.revision
-    run = building.pinned(run)  # from here on a model of the hub is one commit, whatever happens to its branch
+    run = building.pin_revision(run)  # from here on a model of the hub is one commit, whatever happens to its branch
     base = resolve_model(run.model.name, run.model.revision)
     of_base = AutoConfig.from_pretrained(base, revision=run.model.revision)
     if run.cogumi.tuning == "lora":
         refuse_unmatched(run.lora, of_base)
     if run.cogumi.tuning == "full":
-        auto_settings.refuse_what_does_not_fit(run, base, str(args.optim.value))
+        auto_settings.refuse_full_tuning_without_memory(run, base, str(args.optim.value))
     if run.model.adapter is not None:
-        warm_start.refuse_other_base(run.model.adapter, of_base, run.model.revision)
+        warm_start.check_base(run.model.adapter, of_base, run.model.revision)
     download = plan_download(base, run.model.revision)
-    tokenizer = building.tokenizer_of(run, base)
+    tokenizer = building.load_run_tokenizer(run, base)
     examples = prepare_examples(run, tokenizer, of_base)
     if run.cogumi.method == "gspo":
         gspo.try_rewards(run, examples.train.dataset)
 
     run_dir = run.run_dir if again else create_run_dir(run.run_dir)
     with (
-        outliving_the_screen(),
-        ending_in_good_order(),
-        alone_in(run_dir),
-        reported(run_dir),
-        recorded(run_dir, again),
-        measured(run_dir, meter) as heart,
+        survive_closed_terminal(),
+        exit_on_signals(),
+        lock_run(run_dir),
+        write_report_at_end(run_dir),
+        record_run(run_dir, again),
+        measure_run(run_dir, meter) as heart,
     ):
 
         def enter(stage: str, **more: Any) -> None:
@@ -129,9 +129,9 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
             log.info(line)
         if run.cogumi.lora_preset is not None:
             log.info(describe_lora(run.cogumi.lora_preset, run.lora))
-        if said := beyond_the_model(run, examples, of_base):
+        if said := describe_overlong(run, examples, of_base):
             log.warning(said)
-        chosen = auto_settings.with_choices(run, base)
+        chosen = auto_settings.apply_choices(run, base)
         if stages.wants_preflight(run):
             enter("preflight")
             stages.run_preflight(chosen, base, of_base, examples.train, tokenizer)
@@ -152,12 +152,10 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         fitted = fit(run, trainer, tokenizer, examples, heart)
         checks, adapter, merged = fitted.checks, None, None
         if run.cogumi.tuning == "lora":
-            adapter = stages.when_there_is_room(
-                run, "save", stages.save_adapter, trainer.model, tokenizer, run_dir, asked
-            )
+            adapter = stages.retry_when_full(run, "save", stages.save_adapter, trainer.model, tokenizer, run_dir, asked)
         elif fitted.ended is None:
             dtype = of_base.dtype or torch.float32
-            merged = stages.when_there_is_room(run, "save", stages.save_model, trainer.model, tokenizer, run_dir, dtype)
+            merged = stages.retry_when_full(run, "save", stages.save_model, trainer.model, tokenizer, run_dir, dtype)
             checks.append(stages.judge_saved(trainer.model, merged))
         if examples.prompts is not None and (fitted.ended is None or fitted.ended.state == SANITY_CHECKED):
             enter("samples")
@@ -167,7 +165,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         if adapter is not None and run.cogumi.merge and fitted.ended is None:
             enter("merge")
             tokens = first_tokens(examples.train.dataset, tokenizer, LOGIT_ROWS)
-            merged, of_merge = stages.merged_or_why_not(run, run_dir, adapter, base, trainer.model, tokens)
+            merged, of_merge = stages.try_merge(run, run_dir, adapter, base, trainer.model, tokens)
             checks += of_merge
         verdict = conclude(run_dir, fitted)
     del trainer, fitted  # model, trainer and optimizer refer to each other; the next run needs their memory
@@ -201,16 +199,16 @@ def refuse_unmergeable(run: RunConfig) -> None:
 
 
 @contextmanager
-def reported(run_dir: Path) -> Iterator[None]:
+def write_report_at_end(run_dir: Path) -> Iterator[None]:
     """A report is left however a run ends, if it has trained."""
     try:
         yield
     finally:
         if (run_dir / "metrics.jsonl").exists():
-            leave_report(run_dir)
+            write_run_report(run_dir)
 
 
-def leave_report(run_dir: Path) -> None:
+def write_run_report(run_dir: Path) -> None:
     """report.html, when all else is there. A place that does not take it (a full disk) takes nothing from the run."""
     from cogumi.notebook.report import write_report
 
@@ -220,9 +218,9 @@ def leave_report(run_dir: Path) -> None:
         log.error("%s", error)
 
 
-def conclude(run_dir: Path, fitted: Fitted) -> Verdict:
+def conclude(run_dir: Path, fitted: TrainingOutcome) -> Verdict:
     """The verdict on the steps done, written and said, and how the run stands: finished, or to go on later."""
-    verdict = judged(fitted)
+    verdict = make_verdict(fitted)
     write_json(run_dir / "verdict.json", verdict.as_dict())
     for check in verdict.checks:
         log.info("%s", check)
@@ -240,7 +238,7 @@ def conclude(run_dir: Path, fitted: Fitted) -> Verdict:
             write_atomic(run_dir / "DONE", "")
         return verdict
     answer = [f"{check.name}: {check.figure}" for check in verdict.checks if check.name == SAFE_TO_SCALE]
-    then = HOW_TO_GO_ON[fitted.ended.state]
+    then = RESUME_HINTS[fitted.ended.state]
     if verdict.safe_to_scale is Scale.NO:
         then = "change what failed, and start again in another cogumi.run_dir"
     reason = "; ".join([fitted.ended.reason, *answer, then])
@@ -249,17 +247,17 @@ def conclude(run_dir: Path, fitted: Fitted) -> Verdict:
     return verdict
 
 
-def judged(fitted: Fitted) -> Verdict:
+def make_verdict(fitted: TrainingOutcome) -> Verdict:
     sentinel, ended, checks = fitted.sentinel, fitted.ended, list(fitted.checks)
     safe: Scale | None = None
     if ended is not None and ended.state != SANITY_CHECKED:
-        checks.append(Check(ended.state, ended.reason, "the training to its end", False, HOW_TO_GO_ON[ended.state]))
+        checks.append(Check(ended.state, ended.reason, "the training to its end", False, RESUME_HINTS[ended.state]))
     if sentinel.sanity is not None:
         safe, why = sentinel.answer()
         missed = [check.name for check in checks if not check.passed]
         if safe and missed:
             safe, why = Scale.NO, f"{' and '.join(missed)} failed"
-        measured = "the reward rose" if sentinel.method == "gspo" else "the loss fell"
-        required = f"{measured} beyond its noise, and no flag of what is learned is red or yellow"
+        measure_run = "the reward rose" if sentinel.method == "gspo" else "the loss fell"
+        required = f"{measure_run} beyond its noise, and no flag of what is learned is red or yellow"
         checks.append(Check(SAFE_TO_SCALE, f"{safe}: {why}", required, bool(safe)))
     return Verdict(tuple(checks), tuple(sentinel.flags), tuple(sentinel.was_red.values()), safe)

@@ -11,7 +11,7 @@ import torch
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from cogumi.checkpoints.commit import remove_if_there, written_aside
+from cogumi.checkpoints.commit import remove_if_there, write_aside
 from cogumi.checkpoints.saving import REMIND_SECONDS, RETRY_SECONDS
 from cogumi.config.schema import RunConfig
 from cogumi.core.disk_space import space_of
@@ -20,16 +20,16 @@ from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import DECISIONS, FORECAST, read_json, write_section
 from cogumi.data.cache import Data
 from cogumi.forecast import data_sample
-from cogumi.forecast.memory_forecast import target_of
+from cogumi.forecast.memory_forecast import find_target
 from cogumi.forecast.preflight_report import Line, PreflightReport
-from cogumi.forecast.run_forecast import Asked, apart, stack_line
+from cogumi.forecast.run_forecast import ForecastRequest, apart, describe_stack
 from cogumi.health.verdict import Check
 from cogumi.hub.downloads import Download, fetch
 from cogumi.merge import LogitCheck, MergeError, MergeReport, check_logits, merge_adapter
-from cogumi.merge.adapter_files import quantization_of, record_base
+from cogumi.merge.adapter_files import quantization_of, write_base_record
 from cogumi.merge.logits import check_directory
-from cogumi.models.adapters import TRAINED, unlike_saved
-from cogumi.telemetry.recorder import on_screen, set_status
+from cogumi.models.adapters import TRAINED, differing_tensors
+from cogumi.telemetry.recorder import set_status, terminal_loggers
 
 log = logging.getLogger("cogumi")
 Result = TypeVar("Result")
@@ -46,29 +46,31 @@ def run_preflight(run: RunConfig, base: str, of_base: Any, data: Data, tokenizer
     What may not fit is warned of: refused is what is larger before anything is allowed for, see
     `cogumi.forecast.memory_forecast`.
     """
-    target = target_of(None)
+    target = find_target(None)
     log.info("preflight: one step is forecast, without weights, in a process of its own")
     try:
-        lines, figures = apart(Asked(run, base, of_base, data_sample.whole(run, data, tokenizer), target))
+        lines, figures = apart(
+            ForecastRequest(run, base, of_base, data_sample.measure_data(run, data, tokenizer), target)
+        )
     except UsageError as error:
         raise RefusedAtSetup.like(error) from error
     except RuntimeError as error:
         log.warning("preflight: %s; the run continues without it", error)
         return
-    report = PreflightReport(str(target), (stack_line(), *lines), figures)
+    report = PreflightReport(str(target), (describe_stack(), *lines), figures)
     write_section(run.run_dir / FORECAST, "preflight", report.as_dict())
     for line in report.lines:
         if line.state == "red":
-            log.warning("preflight: RED: %s", line_in_words(line))
+            log.warning("preflight: RED: %s", describe_line(line))
         else:
-            log.info("preflight: %s", line_in_words(line))
+            log.info("preflight: %s", describe_line(line))
     memory = figures.get("memory")
     if memory is not None and memory["tensors"] > memory["free"]:
         red = next(line for line in lines if line.stage == "memory")
-        raise RefusedAtSetup(f"{line_in_words(red)} (or cogumi.preflight: off, which starts it all the same)")
+        raise RefusedAtSetup(f"{describe_line(red)} (or cogumi.preflight: off, which starts it all the same)")
 
 
-def line_in_words(line: Line) -> str:
+def describe_line(line: Line) -> str:
     if line.state != "red":
         return f"{line.stage}: {line.figure}"
     return f"{line.stage}: {line.figure}; {line.fix}"
@@ -81,7 +83,7 @@ def fetch_into(run_dir: Path, download: Download) -> None:
     def told(here: int, total: int) -> None:
         set_status(run_dir, "running", stage="download", bytes=here, of=total)
 
-    with logging_redirect_tqdm(on_screen()):
+    with logging_redirect_tqdm(terminal_loggers()):
         fetch(download, told)
 
 
@@ -91,10 +93,10 @@ def fetch_into(run_dir: Path, download: Download) -> None:
 def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, revision: str | None) -> Path:
     """Adapter, tokenizer and a record of the base, written aside and renamed: `adapter/` is whole or not there."""
     unfinished, adapter = run_dir / ".adapter", run_dir / "adapter"
-    with written_aside(unfinished):
+    with write_aside(unfinished):
         model.save_pretrained(unfinished, selected_adapters=[TRAINED])  # and not the frozen reference of a warm start
         tokenizer.save_pretrained(unfinished)
-        record_base(unfinished, model, revision)
+        write_base_record(unfinished, model, revision)
     remove_if_there(adapter)  # the same one: the run had come as far as this, and ended before its end
     unfinished.rename(adapter)
     return adapter
@@ -107,7 +109,7 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, dt
     """
     unfinished, whole = run_dir / ".merged", run_dir / "merged"
     remove_if_there(whole)
-    with written_aside(unfinished):
+    with write_aside(unfinished):
         model.to(dtype).save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
     unfinished.rename(whole)
@@ -124,7 +126,7 @@ def judge_saved(model: Any, saved: Path) -> Check:
     return Check("saved model", figure, "0, bit for bit", not other, "load the last checkpoint instead of merged/")
 
 
-def when_there_is_room(run: RunConfig, stage: str, act: Callable[..., Result], *given: Any) -> Result:
+def retry_when_full(run: RunConfig, stage: str, act: Callable[..., Result], *given: Any) -> Result:
     """Do what writes a result. On a full disk it waits for space where `cogumi.on_full` is "pause"; otherwise DiskFull.
 
     It waits until the disk has the space by its own numbers; where these say so already, as with a quota, for a while.
@@ -144,12 +146,12 @@ def when_there_is_room(run: RunConfig, stage: str, act: Callable[..., Result], *
         set_status(run.run_dir, "running", stage=stage)
 
 
-def merged_or_why_not(
+def try_merge(
     run: RunConfig, run_dir: Path, adapter: Path, base: str, live: Any, tokens: torch.Tensor
 ) -> tuple[Path | None, list[Check]]:
     """The merged model and its checks; a merge that is refused is a failed check, because the adapter was paid for."""
     try:
-        return when_there_is_room(run, "merge", merge_and_check, run, run_dir, adapter, base, live, tokens)
+        return retry_when_full(run, "merge", merge_and_check, run, run_dir, adapter, base, live, tokens)
     except (UsageError, MergeError) as error:
         later = f"{one_line(error)} (later: cogumi merge {shlex.quote(str(adapter))} OUT)"
         fix = "change what it names, and merge by that command"
@@ -171,7 +173,7 @@ def merge_and_check(
         f"the worst at {report.largest_error:.2f} of what rounding allows",
         "<= 1",
         report.largest_error <= 1,
-        merge_again(adapter),
+        merge_command(adapter),
     )
     if quantization_of(live.config) is not None:
         revision = run.model.revision if report.base == base else None
@@ -190,13 +192,13 @@ def compare_unquantized(
 
     The live model's own logits are of quantized weights, which the merged model is to be rid of.
     """
-    other = unlike_saved(live, adapter)
+    other = differing_tensors(live, adapter)
     figure = f"{len(other)} tensors differ from the live adapter's" + (f", the first is {other[0]}" if other else "")
     saved = Check("saved adapter", figure, "0, bit for bit", not other, "merge the adapter of the last checkpoint")
     try:
         logits = check_directory(adapter, report.out, report.base, revision, tokens)
     except UsageError as error:  # too little memory, say; the merge is there all the same
-        required, fix = "compared with the adapter on the base", merge_again(adapter, "--verify logits")
+        required, fix = "compared with the adapter on the base", merge_command(adapter, "--verify logits")
         return [saved, Check("merged logits", one_line(error), required, False, fix)]
     trained_on = quantization_of(live.config)
     assert trained_on is not None
@@ -206,11 +208,11 @@ def compare_unquantized(
     return [saved, *judge_logits(logits, beside, report, adapter)]
 
 
-def merge_again(adapter: Path, options: str = "") -> str:
+def merge_command(adapter: Path, options: str = "") -> str:
     return f"merge again: cogumi merge {shlex.quote(str(adapter))} OUT {options}".rstrip()
 
 
-def lost_in_rounding(report: MergeReport) -> str:
+def describe_rounding_loss(report: MergeReport) -> str:
     """The merge's largest update beside the rounding of its dtype, where the update is the smaller of the two; else "".
 
     Rounding moves an element by half the spacing of the dtype: up to eps / 2 of the element. An update below that is lost in
@@ -225,8 +227,8 @@ def lost_in_rounding(report: MergeReport) -> str:
 
 
 def judge_logits(logits: LogitCheck, beside: str, report: MergeReport, adapter: Path) -> list[Check]:
-    lost = lost_in_rounding(report)
-    again = merge_again(adapter, "--dtype float32" if lost else "--verify logits")
+    lost = describe_rounding_loss(report)
+    again = merge_command(adapter, "--dtype float32" if lost else "--verify logits")
     fix = f"{lost}; raise train.learning_rate, or {again}" if lost else again
     apart, rounding = f"logits rms {logits.base_distance:.2e} apart", f"> {logits.bound:.2e}, what rounding explains"
     figure = f"rms {logits.measured:.2e}, KL {logits.kl:.1e} from {beside}"
