@@ -30,7 +30,7 @@ from cogumi.telemetry import trackers
 from cogumi.telemetry.heartbeat import Heartbeat
 from cogumi.telemetry.recorder import Telemetry
 from cogumi.telemetry.throughput import Meter
-from cogumi.training.loop import Budget
+from cogumi.training.loop import BudgetCallback
 
 ROWS, LENGTH = 4, 256  # of a step
 LIMIT = 0.01
@@ -100,7 +100,7 @@ def with_telemetry(folder: Path, steps: int, reporters: str, timed: Timed, beati
     telemetry.attach(trainer)
     trackers.set_tensorboard_directory(folder, trainer)
     options = CogumiSection(method="sft", price_per_hour=2.5, max_hours=10.0, max_cost=25.0)
-    budget = Budget(options, meter, heart.progress)
+    budget = BudgetCallback(options, meter, heart.progress)
     for callback in (budget, counted):
         trainer.add_callback(callback)
     assert telemetry.throughput is not None

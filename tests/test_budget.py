@@ -16,7 +16,7 @@ from cogumi.telemetry.heartbeat import Progress
 from cogumi.telemetry.recorder import Telemetry
 from cogumi.telemetry.throughput import Meter
 from cogumi.training import loop
-from cogumi.training.loop import Budget
+from cogumi.training.loop import BudgetCallback
 
 Config = dict[str, Any]
 
@@ -117,7 +117,10 @@ def test_limits_are_reached_at_what_they_say() -> None:
 def test_what_will_not_do_is_said_once_and_early(caplog: pytest.LogCaptureFixture) -> None:
     meter, progress = Meter(price_per_hour=2.0), Progress()
     options = CogumiSection(method="sft", price_per_hour=2.0, max_cost=3.0)
-    watching, state = Budget(options, meter, progress), type("State", (), {"global_step": 1, "max_steps": 1000})()
+    watching, state = (
+        BudgetCallback(options, meter, progress),
+        type("State", (), {"global_step": 1, "max_steps": 1000})(),
+    )
     progress.eta_seconds = 2 * 3600
     for _ in range(2 * loop.FORESEEN_AFTER):
         watching.on_step_end(None, state, None)  # type: ignore[arg-type]

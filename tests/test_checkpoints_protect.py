@@ -27,7 +27,7 @@ from cogumi.checkpoints.commit import STAGING_NAME, commit
 from cogumi.checkpoints.manifest import RUN_NAME, step_of
 from cogumi.checkpoints.retention import PIN_NAME, plan_pruning
 from cogumi.checkpoints.saving import BALLAST_NAME, Saver
-from cogumi.checkpoints.verify import Finding, inspect
+from cogumi.checkpoints.verify import CheckpointState, inspect
 from cogumi.cli.disk_commands import prune
 from cogumi.core.disk_space import filesystem_of
 from cogumi.core.errors import UsageError
@@ -409,12 +409,12 @@ def test_a_fallback_that_takes_nothing(bad: str, size: int, disk: Callable[[int]
 def test_a_fallback_that_fails_while_it_commits(
     fault: str, size: int, disk: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    def failing(staged: Path, final: Path) -> Finding:
+    def failing(staged: Path, final: Path) -> CheckpointState:
         if not final.is_relative_to(tmp_path / "other"):
             return commit(staged, final)
         if fault == "fails":
             raise OSError(errno.EIO, "the cable is out")
-        return Finding(final, step_of(final), "rejected", "model.safetensors is damaged", 0)
+        return CheckpointState(final, step_of(final), "rejected", "model.safetensors is damaged", 0)
 
     monkeypatch.setattr(saving, "commit", failing)
     trainer, losses = make(disk(int(1.5 * size)) / "run")
@@ -530,8 +530,8 @@ def test_other_errors_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_pruning_says_why(tmp_path: Path) -> None:
-    def look(path: Path) -> Finding:
-        return Finding(path, step_of(path), "verified", "", 0)
+    def look(path: Path) -> CheckpointState:
+        return CheckpointState(path, step_of(path), "verified", "", 0)
 
     for step in (1, 2, 3, 10, 20):
         (tmp_path / f"checkpoint-{step}").mkdir()

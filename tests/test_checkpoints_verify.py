@@ -28,7 +28,7 @@ from cogumi.checkpoints.manifest import (
     write_manifest,
 )
 from cogumi.checkpoints.retention import inspect_all, last_good_checkpoint
-from cogumi.checkpoints.verify import Finding, check_torch_file, inspect
+from cogumi.checkpoints.verify import CheckpointState, check_torch_file, inspect
 from cogumi.core.durability import sha256_file
 from cogumi.core.errors import UsageError
 
@@ -245,7 +245,7 @@ def copy(runs: dict[str, Path], runs_of_cogumi: dict[str, Path], tmp_path: Path)
     shutil.rmtree(tmp_path)
 
 
-def rejected(finding: Finding, *words: str) -> None:
+def rejected(finding: CheckpointState, *words: str) -> None:
     assert finding.state == "rejected", finding
     assert finding.reason
     assert "\n" not in finding.reason
@@ -278,7 +278,7 @@ def test_an_intact_checkpoint_is_verified_with_a_manifest_and_unverified_without
     assert finding.bytes == sum(path.stat().st_size for path in newest.iterdir())
     write_manifest(newest, 4)
     weight = finding.bytes + (newest / MANIFEST_NAME).stat().st_size
-    assert inspect(newest) == Finding(newest, 4, "verified", "", weight)
+    assert inspect(newest) == CheckpointState(newest, 4, "verified", "", weight)
 
 
 # ---- the corruptions ----

@@ -20,7 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from cogumi.compile import compile_report
-from cogumi.compile.compile_report import count_operations, counts, keep_compiled_code, try_compiler
+from cogumi.compile.compile_report import count_operations, keep_compiled_code, read_counts, try_compiler
 from cogumi.compile.layers import (
     compile_for_training,
     compile_layers,
@@ -51,7 +51,7 @@ def from_nothing() -> None:
 
 
 def graphs_and_breaks() -> tuple[int, int]:
-    return counts().graphs, sum(counts().breaks.values())
+    return read_counts().graphs, sum(read_counts().breaks.values())
 
 
 def trained(model: Any, steps: int) -> list[tuple[float, dict[str, Tensor]]]:
@@ -99,7 +99,7 @@ def test_twenty_steps_are_those_of_eager_execution() -> None:
     assert len({loss for loss, _ in written}) == 20
     # The layers share one graph; the rotary embedding and the last norm stand beside them.
     assert graphs_and_breaks() == (1 + len(parts_of(model)) - len(compiled), 0)
-    assert counts().recompiles == 0
+    assert read_counts().recompiles == 0
 
 
 @pytest.mark.slow("minutes of Dynamo on a slow machine")
@@ -110,8 +110,8 @@ def test_experts_without_rows_too() -> None:
     graph_break.apply("branchless", model)
     compile_layers(model, backend="aot_eager")
     assert the_same(trained(model, 2), written)
-    assert counts().breaks == {}
-    assert counts().graphs == len(parts_of(model))
+    assert read_counts().breaks == {}
+    assert read_counts().graphs == len(parts_of(model))
 
 
 @pytest.mark.usefixtures("from_nothing")
@@ -170,7 +170,7 @@ def test_nearly_all_operations_are_compiled() -> None:
     count_operations(model, note)
     assert step(model) == loss
     assert torch.equal(torch.get_rng_state(), state)
-    assert counts().recompiles == 0
+    assert read_counts().recompiles == 0
     assert step(model) == loss
     every, outside = counted[1]
     assert len(counted) == 2
@@ -183,28 +183,28 @@ def test_uncompiling_and_copying() -> None:
     model = tiny_llama(layers=1)
     compile_layers(model, backend="eager")
     loss = step(model)
-    found = counts().graphs
+    found = read_counts().graphs
     copied = copy.deepcopy(model)
     assert all(part._compiled_call_impl is None for part in parts_of(copied))
     assert step(copied) == loss
     uncompile_layers(model)
     assert all(part._compiled_call_impl is None for part in parts_of(model))
     assert step(model) == loss
-    assert counts().graphs == found
+    assert read_counts().graphs == found
     compile_layers(model, backend="eager")
     assert step(model) == loss
-    assert counts().graphs == 2 * found, "what had been compiled was kept"
+    assert read_counts().graphs == 2 * found, "what had been compiled was kept"
 
 
 @pytest.mark.usefixtures("from_nothing")
 def test_recompiles_are_counted_however_many_compilations_there_are() -> None:
     """Dynamo keeps a list of its last 64 compilations only."""
-    before = counts()
+    before = read_counts()
     grown = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
     grown(torch.ones(2))
     grown(torch.ones(3))
     torch._dynamo.utils.clear_compilation_metrics()
-    found = counts().since(before)
+    found = read_counts().since(before)
     assert (found.graphs, found.recompiles) == (2, 1)
     assert found.seconds > 0
 
@@ -284,7 +284,7 @@ def test_a_layer_that_ran_compiled_does_so_again_in_the_backward() -> None:
     layers = compile_layers(model, backend="aot_eager", failures=errors)
     layers[0].register_forward_hook(lambda *_: errors.append(RuntimeError("the next one fails")))
     assert the_same(trained(model, 2), written)
-    assert counts().graphs > 0
+    assert read_counts().graphs > 0
 
 
 def test_a_backward_that_does_not_compile_fails_with_its_forward() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cogumi.compile.compile_report import KNOWN, CompileVariable, variables
+from cogumi.compile.compile_report import KNOWN, CompileVariable, list_variables
 
 PACKAGES = ("torch", "transformers", "accelerate")
 # Which of them holds the name, spelled out in quotes. unsloth is not installed where the tests run.
@@ -26,7 +26,7 @@ READ_BY = {
 # How many graphs Dynamo made of something compiled, and the effects that are told of the variables.
 TRY = """
 import torch, torch._dynamo
-from cogumi.compile.compile_report import variables
+from cogumi.compile.compile_report import list_variables
 torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
 print(torch._dynamo.utils.counters["stats"]["unique_graphs"], *[each.effect for each in variables()])
 """
@@ -68,7 +68,7 @@ def test_each_variable_is_read_where_its_meaning_says() -> None:
 
 def test_the_old_launch_line_is_explained() -> None:
     line = {"PATH": "/bin", "TORCHDYNAMO_DISABLE": "1", "TORCH_COMPILE": "0", "UNSLOTH_DISABLE_DYNAMO": "1"}
-    assert [(str(each), each.effect) for each in variables(line)] == [
+    assert [(str(each), each.effect) for each in list_variables(line)] == [
         ("TORCHDYNAMO_DISABLE=1: torch compiles nothing in this process; leave it out", "off"),
         ("TORCH_COMPILE=0: read by nothing in torch, transformers or unsloth; leave it out", "nothing"),
         ("UNSLOTH_DISABLE_DYNAMO=1: read by nothing, unsloth included; leave it out", "nothing"),
@@ -76,23 +76,23 @@ def test_the_old_launch_line_is_explained() -> None:
 
 
 def test_a_value_without_effect_is_told_so() -> None:
-    assert variables({"TORCHDYNAMO_DISABLE": "true"}) == [
+    assert list_variables({"TORCHDYNAMO_DISABLE": "true"}) == [
         CompileVariable("TORCHDYNAMO_DISABLE", "true", "nothing", "only 1 has an effect; leave it out")
     ]
-    assert variables({}) == []
+    assert list_variables({}) == []
 
 
 @pytest.mark.parametrize("value", ["no", "NO"])
 def test_what_accelerate_launch_always_sets_is_not_mentioned(value: str) -> None:
-    assert variables({"ACCELERATE_DYNAMO_BACKEND": value}) == []
+    assert list_variables({"ACCELERATE_DYNAMO_BACKEND": value}) == []
 
 
 def test_this_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in KNOWN:
         monkeypatch.delenv(name, raising=False)
-    assert variables() == []
+    assert list_variables() == []
     monkeypatch.setenv("TORCH_COMPILE", "1")
-    (found,) = variables()
+    (found,) = list_variables()
     assert found.effect == "nothing"
 
 

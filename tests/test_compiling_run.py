@@ -22,7 +22,7 @@ from transformers import Trainer, TrainingArguments
 
 from cogumi.compile import compile_callback, compile_report
 from cogumi.compile.compile_callback import CompileCallback
-from cogumi.compile.compile_report import CompilerFound, counts
+from cogumi.compile.compile_report import CompilerFound, read_counts
 from cogumi.compile.layers import compile_layers, parts_of
 from cogumi.core.errors import UsageError
 from cogumi.patches import graph_break
@@ -152,14 +152,14 @@ def test_a_training_that_is_to_end_is_not_compiled(when: str, monkeypatch: pytes
 def test_auto_leaves_a_short_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(compile_callback, "WORTH_COMPILING", 1e6)
     monkeypatch.setattr(compile_callback, "try_compiler", lambda *_: pytest.fail("the compiler was tried"))
-    before = counts().graphs
+    before = read_counts().graphs
     said = Run("auto", tmp_path).train().json
     assert said["decision"] == "off"
     step = said["seconds_per_step_eager"]
     assert said["reason"] == (
         f"{7 * step:.0f} s of training are left (7 steps of {step:.2f} s), and less than 1000000 s do not repay compiling"
     )
-    assert counts().graphs == before
+    assert read_counts().graphs == before
 
 
 @pytest.mark.usefixtures("quick")

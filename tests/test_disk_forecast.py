@@ -349,5 +349,5 @@ def test_the_merged_size_of_a_quantized_model_is_that_of_the_whole_one(base: Cal
 def test_a_model_that_cannot_be_built_has_no_merged_size() -> None:
     from transformers import CLIPConfig
 
-    with pytest.raises(UsageError, match="'clip' model is not known"):
+    with pytest.raises(UsageError, match=r"builds no 'clip' model: [^\n]*CLIPConfig[^\n]*$"):
         merged_bytes(CLIPConfig())

@@ -37,7 +37,7 @@ from transformers import (
 
 from cogumi.core.errors import DiskFull, UsageError
 from cogumi.merge import MergeError, check_logits, merge_adapter, stream
-from cogumi.merge.plan import Run
+from cogumi.merge.plan import RowRange
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SIZES: dict[str, Any] = {
@@ -627,7 +627,7 @@ def test_one_wrong_element_is_caught(
     adapter = make_adapter(llama_base, tmp_path / "adapter")
     original = stream.write_run
 
-    def corrupting(run: Run, directory: Path, weights: Any) -> Any:
+    def corrupting(run: RowRange, directory: Path, weights: Any) -> Any:
         stats, target = original(run, directory, weights), run.tensor.target
         if target.name == tensor:
             with (directory / target.path).open("r+b") as file:
@@ -682,7 +682,7 @@ def test_infinity_in_one_block_and_a_wrong_element_in_another(
     adapter = make_adapter(llama_base, tmp_path / "adapter")
     original = stream.write_run
 
-    def corrupting(run: Run, directory: Path, weights: Any) -> Any:
+    def corrupting(run: RowRange, directory: Path, weights: Any) -> Any:
         stats, target = original(run, directory, weights), run.tensor.target
         if target.name == "model.layers.0.self_attn.q_proj.weight":
             with (directory / target.path).open("r+b") as file:

@@ -29,6 +29,7 @@ UPSTREAM = (GRPOTrainer, trl.DPOTrainer, trl.SFTTrainer, PreTrainedConfig, trans
 ALLOWED = {
     "os._exit",
     "sys._getframe",
+    "sys._current_frames",
     "each._path",
     "stream._recv_callback",
     "aten._local_scalar_dense",
@@ -115,6 +116,7 @@ METHODS = [
     (Trainer, trl_internals.LOAD_RNG_STATE, "checkpoint"),
     (Trainer, trl_internals.OUTPUT_DIRECTORY, "trial"),
     (Trainer, trl_internals.PUSH_CHECKPOINT, "checkpoint_folder"),
+    (Trainer, trl_internals.MOVE_MODEL, "model device"),
     (GRPOTrainer, trl_internals.TRAIN_SAMPLER, "dataset"),
     (GRPOTrainer, trl_internals.MAKE_ROLLOUT, "inputs"),
     (GRPOTrainer, trl_internals.GENERATE, "prompts"),

@@ -32,7 +32,13 @@ from cogumi.forecast.memory_forecast import (
     weights_dtype,
 )
 from cogumi.forecast.preflight_report import Line, PreflightReport
-from cogumi.forecast.run_forecast import describe_stack, fit_config, forecast_run, here, write_fitted_config
+from cogumi.forecast.run_forecast import (
+    describe_stack,
+    fit_config,
+    forecast_in_process,
+    forecast_run,
+    write_fitted_config,
+)
 from cogumi.forecast.throughput_probe import MeasuredSteps, TimeForecast, describe_time, extrapolate_time, steps_of
 from cogumi.forecast.training_step import StepShape, planned_trainer, run_step
 from cogumi.methods.building import load_run_tokenizer
@@ -81,7 +87,7 @@ def each_step_once() -> Iterator[None]:
 
 def preflight(config: Any, card: str | None = None, train: Any = None, **overrides: Any) -> PreflightReport:
     """As the command line does it, in this process; tests/test_preflight_before.py has it apart."""
-    return forecast_run(config, card, train, overrides, here)
+    return forecast_run(config, card, train, overrides, forecast_in_process)
 
 
 def config_of(base: Path, tmp_path: Path, **sections: Any) -> dict[str, Any]:
@@ -304,8 +310,8 @@ def test_a_cost_that_is_not_known_is_said_with_the_key_that_sets_its_price(wide:
     priced = config | {"cogumi": config["cogumi"] | {"price_per_hour": 2.0}}
     assert said not in line(preflight(priced, "H100 SXM"), "time").figure
     for given, expected in ((config, True), (priced, False)):
-        (here,) = describe_time(TimeForecast(20, 1000, None), load_config(given), find_target(None))
-        assert (said in here.figure) is expected
+        (forecast_line,) = describe_time(TimeForecast(20, 1000, None), load_config(given), find_target(None))
+        assert (said in forecast_line.figure) is expected
 
 
 @pytest.mark.slow("several forecasts; another one is in the first tier")

@@ -18,7 +18,7 @@ from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
 from cogumi.forecast import data_sample
 from cogumi.forecast.memory_forecast import find_target
-from cogumi.forecast.run_forecast import ForecastRequest, apart, forecast_lines, forecast_run
+from cogumi.forecast.run_forecast import ForecastRequest, forecast_in_worker, forecast_lines, forecast_run
 from cogumi.methods.examples import prepare_examples
 from cogumi.models.loading import load_tokenizer
 from cogumi.training import stages
@@ -118,7 +118,7 @@ def test_on_a_cpu_a_run_goes_without(tiny_model: Path, code_parquet: Path, tmp_p
 
 def test_another_process_says_the_same(asked: ForecastRequest, forked: None) -> None:
     here = forecast_lines(asked)
-    there = apart(asked)
+    there = forecast_in_worker(asked)
     assert there[1] == here[1]
     assert [line.stage for line in there[0]] == [line.stage for line in here[0]] == ["memory", "time", "disk"]
     assert there[0][0] == here[0][0]
@@ -127,7 +127,7 @@ def test_another_process_says_the_same(asked: ForecastRequest, forked: None) -> 
 def test_what_another_process_refuses_is_refused_here(asked: ForecastRequest, forked: None) -> None:
     asked.run.lora["target_modules"] = ["nowhere"]
     with pytest.raises(UsageError, match=r"Target modules .*nowhere"):
-        apart(asked)
+        forecast_in_worker(asked)
 
 
 def test_a_forecast_that_breaks_does_not_end_the_run(
@@ -147,7 +147,7 @@ def test_a_forecast_that_breaks_does_not_end_the_run(
 def test_a_forecast_that_takes_too_long_is_ended(asked: ForecastRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cogumi.forecast.run_forecast.LIMIT", 0.2)
     with pytest.raises(RuntimeError, match=r"the forecast was ended after 0.2 s"):
-        apart(asked)
+        forecast_in_worker(asked)
 
 
 def test_a_run_is_forecast_with_all_of_its_data(asked: ForecastRequest) -> None:

@@ -15,7 +15,7 @@ from cogumi.rl import memory_plan
 from cogumi.rl.memory_plan import (
     BatchPlan,
     ModelShape,
-    documents_of,
+    count_documents,
     plan_batch,
     refuse_uneven,
     repeat_to_rollout,
@@ -36,7 +36,7 @@ def plan(
     **kwargs: Any,
 ) -> BatchPlan:
     """A step checked and cut up as `methods/gspo.py` does it."""
-    documents = documents_of(documents_per_step, prompts_per_step, num_generations)
+    documents = count_documents(documents_per_step, prompts_per_step, num_generations)
     refuse_uneven(documents, prompts_per_step, num_generations, mini_batches_per_rollout, per_device_train_batch_size)
     defaults = {"shape": SHAPE, "longest_prompt": 512, "max_completion_length": 512, "free_bytes": int(free)}
     given = {

@@ -390,9 +390,9 @@ def test_metadata_that_is_gone(environment: Environment, gone: str) -> None:
     (environment.packages / "peft-0.21.2.dist-info" / gone).unlink()
     report, status = examine(environment)
     assert status == 1
-    findings = [each for each in report["findings"] if each["state"] == "fatal"]
-    assert findings[0]["figure"] == f"peft: without {gone}"
-    assert "peft-0.21.2.dist-info, then sh requirements/install.sh" in findings[0]["fix"]
+    fatal = [each for each in report["findings"] if each["state"] == "fatal"]
+    assert fatal[0]["figure"] == f"peft: without {gone}"
+    assert "peft-0.21.2.dist-info, then sh requirements/install.sh" in fatal[0]["fix"]
 
 
 def test_torch_without_metadata(environment: Environment) -> None:
@@ -417,11 +417,11 @@ def test_torch_without_metadata(environment: Environment) -> None:
 def test_a_driver_that_refuses(
     environment: Environment, tmp_path: Path, answer: int, state: str, figure: str, cause: str
 ) -> None:
-    from cogumi.stack.driver import find_gpu_sign, findings
+    from cogumi.stack.driver import check_driver, find_gpu_sign
 
     if find_gpu_sign() and answer == 9:
         pytest.skip("this machine has a GPU")
-    (found,) = findings(asked(environment, fake_nvml(tmp_path / "driver", answer)), "", None)
+    (found,) = check_driver(asked(environment, fake_nvml(tmp_path / "driver", answer)), "", None)
     assert (found.state, found.figure) == (state, figure)
     assert cause in found.cause
 
@@ -436,10 +436,10 @@ def asked(environment: Environment, variables: dict[str, str]) -> dict[str, Any]
 
 @needs_gcc
 def test_a_driver_and_its_card(environment: Environment, tmp_path: Path) -> None:
-    from cogumi.stack.driver import findings
+    from cogumi.stack.driver import check_driver
 
     answer = asked(environment, fake_nvml(tmp_path / "driver"))
-    driver, card = findings(answer, "", "13.0")
+    driver, card = check_driver(answer, "", "13.0")
     assert (driver.state, driver.figure) == ("ok", "580.95.05, runs CUDA up to 13.0")
     assert (card.state, card.figure) == ("ok", "NVIDIA H100 80GB HBM3, 79.6 GiB, sm_90")
 
@@ -458,13 +458,13 @@ def test_a_driver_too_old_for_torch(environment: Environment, tmp_path: Path) ->
 
 
 def test_no_gpu_at_all_is_a_note(environment: Environment) -> None:
-    from cogumi.stack.driver import find_gpu_sign, findings
+    from cogumi.stack.driver import check_driver, find_gpu_sign
 
     if find_gpu_sign() or shutil.which("nvidia-smi"):
         pytest.skip("this machine has a GPU, or its tools")
     answer = asked(environment, {})
     assert "libnvidia-ml.so.1" in answer["missing"]
-    (found,) = findings(answer, "", None)
+    (found,) = check_driver(answer, "", None)
     assert (found.state, found.figure) == ("note", "no NVIDIA GPU; everything runs on the CPU")
 
 

@@ -354,9 +354,9 @@ def test_a_driver_older_than_every_lane() -> None:
 
 
 def test_a_driver_without_a_card_and_one_that_does_not_answer() -> None:
-    fitting, card = driver.findings({"version": "580.1", "cuda": [13, 0], "cards": []}, "", "13.0")
+    fitting, card = driver.check_driver({"version": "580.1", "cuda": [13, 0], "cards": []}, "", "13.0")
     assert (fitting.state, card.state, card.figure) == ("ok", "warning", "none")
-    (silent,) = driver.findings(None, "no answer in 120 s", "13.0")
+    (silent,) = driver.check_driver(None, "no answer in 120 s", "13.0")
     assert (silent.state, silent.figure) == ("fatal", "NVML: no answer in 120 s")
 
 

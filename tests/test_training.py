@@ -380,9 +380,9 @@ def test_a_gspo_mistake_writes_nothing(gspo: Config, overrides: dict[str, Any], 
 def test_a_reward_of_another_shape_is_refused_before_the_model_is_loaded(
     gspo: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cogumi.training import run
+    from cogumi.methods import building
 
-    monkeypatch.setattr(run, "build_trainer", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(building, "build_trainer", lambda *_: pytest.fail("a model was loaded"))
     file = tmp_path / "mine.py"
     file.write_text("def short(completions, **_):\n    return [1 / len(c[-1]['content']) for c in completions]\n")
     with pytest.raises(UsageError) as caught:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cogumi.checkpoints.manifest import list_manifest_files, step_of, write_manifest
-from cogumi.checkpoints.verify import Finding, inspect
+from cogumi.checkpoints.verify import CheckpointState, inspect
 from cogumi.core.disk_space import space_of, try_allocate
 from cogumi.core.durability import NO_SPACE, drop_from_memory, sync_path
 from cogumi.core.errors import DiskFull
@@ -44,7 +44,7 @@ def remove_staging(output_dir: Path) -> None:
         shutil.rmtree(staging)
 
 
-def commit(staged: Path, final: Path) -> Finding:
+def commit(staged: Path, final: Path) -> CheckpointState:
     """Make a staged checkpoint durable, name it `final`, and read it back from the disk. Raises OSError, with `final` as it was.
 
     The order is what a power cut may interrupt anywhere: contents, manifest, names, the new name. Nothing of it stays in

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cogumi.checkpoints.manifest import CHECKPOINT_NAME, MANIFEST_NAME
-from cogumi.checkpoints.verify import Finding, inspect
+from cogumi.checkpoints.verify import CheckpointState, inspect
 from cogumi.core.disk_space import space_of
 from cogumi.core.errors import UsageError
 
@@ -38,7 +38,7 @@ def last_good_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
     return None
 
 
-def inspect_all(output_dir: str | os.PathLike[str]) -> Iterator[Finding]:
+def inspect_all(output_dir: str | os.PathLike[str]) -> Iterator[CheckpointState]:
     """Verify each checkpoint of `output_dir`, newest first, when it is asked for: that reads the whole checkpoint.
 
     Only directories named checkpoint-STEP count, and no links. One that is removed meanwhile, as by a training beside, is
@@ -50,7 +50,7 @@ def inspect_all(output_dir: str | os.PathLike[str]) -> Iterator[Finding]:
             yield finding
 
 
-def inspect_while_running(directory: Path) -> Finding | None:
+def inspect_while_running(directory: Path) -> CheckpointState | None:
     """Verify a checkpoint while others may remove it, or put another one in its place; None where it is gone."""
     while (before := inode_of(directory)) is not None:
         finding = inspect(directory)
@@ -97,7 +97,7 @@ def plan_pruning(
     keep: int,
     best: Path | None = None,
     pinned: frozenset[Path] = frozenset(),
-    look: Callable[[Path], Finding] = inspect,
+    look: Callable[[Path], CheckpointState] = inspect,
 ) -> tuple[list[Path], list[str]]:
     """(what goes, oldest first; what stays, with the reason). The newest `keep` that verify stay, and all newer ones.
 

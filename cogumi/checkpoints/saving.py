@@ -24,7 +24,7 @@ from cogumi.checkpoints.commit import (
 from cogumi.checkpoints.manifest import MANIFEST_NAME, Identity, read_settings, step_of
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.retention import plan_pruning, remove
-from cogumi.checkpoints.verify import Finding, inspect
+from cogumi.checkpoints.verify import CheckpointState, inspect
 from cogumi.core.disk_space import format_bytes
 from cogumi.core.durability import sync_path
 from cogumi.disk import disk_bytes
@@ -73,8 +73,8 @@ class Saver:
         self.refused: Path | None = None
         self.resumed_from: Path | None = None
         self.committed: list[Path] = []
-        self.findings: dict[Path, Finding] = {}
-        self.pending: tuple[Path, Path, Future[Finding]] | None = None
+        self.findings: dict[Path, CheckpointState] = {}
+        self.pending: tuple[Path, Path, Future[CheckpointState]] | None = None
         self.committer = ThreadPoolExecutor(1, thread_name_prefix="cogumi-checkpoint")
 
     def begin(self, resumed_from: Path | None, run: str) -> None:
@@ -85,7 +85,7 @@ class Saver:
         self.findings.clear()
         self.remove_leftovers()
         if resumed_from is not None and (resumed_from / MANIFEST_NAME).is_file():  # which has just been verified
-            self.findings[resumed_from] = Finding(resumed_from, step_of(resumed_from), "verified", "", 0)
+            self.findings[resumed_from] = CheckpointState(resumed_from, step_of(resumed_from), "verified", "", 0)
             # The process that wrote it may have ended before it had arrived.
             if self.mirror is not None and self.mirror.reached != step_of(resumed_from):
                 self.mirror.send(resumed_from)
@@ -231,7 +231,7 @@ class Saver:
         self.conclude(final, finding)
         return True
 
-    def conclude(self, final: Path, finding: Finding) -> None:
+    def conclude(self, final: Path, finding: CheckpointState) -> None:
         if finding.state != "verified":
             why = f"{final} was written and reads back differently ({finding.reason}): disk or memory fail"
             self.raise_unless_fallback(final, OSError(why))
@@ -255,7 +255,7 @@ class Saver:
             log.info("%s makes room (%s)", path, format_bytes(remove(path)))
         return bool(going)
 
-    def look(self, path: Path) -> Finding:
+    def look(self, path: Path) -> CheckpointState:
         """Verify a checkpoint that is to stay: all of it once, then its names and sizes, which takes no time of the training."""
         known = self.findings.get(path)
         if known is not None and known.state != "verified":

@@ -49,7 +49,7 @@ ZIP_END_BYTES, ZIP_END = 22, b"PK\x05\x06"
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckpointState:
     """What came of looking at one checkpoint.
 
     verified: every file has the size and the sha256 of the manifest, and nothing that a resume needs is missing.
@@ -64,7 +64,7 @@ class Finding:
     bytes: int
 
 
-def inspect(directory: Path, whole: bool = True) -> Finding:
+def inspect(directory: Path, whole: bool = True) -> CheckpointState:
     """Look at a checkpoint; reads all of it (about a second a GB). Raises UsageError unless it is named checkpoint-STEP.
 
     whole: without it names and sizes are looked at, and no file is read. Then verified means that it was when it was
@@ -87,14 +87,16 @@ def inspect(directory: Path, whole: bool = True) -> Finding:
         if whole and manifest is None:
             check_structure(files)
     except CheckpointDamaged as damage:
-        return Finding(directory, step, "rejected", str(damage), weight)
+        return CheckpointState(directory, step, "rejected", str(damage), weight)
     except OSError as error:
         place = os.path.relpath(error.filename, directory.parent) if error.filename else directory.name
-        return Finding(directory, step, "rejected", f"{place} cannot be read ({error.strerror or error})", weight)
+        return CheckpointState(
+            directory, step, "rejected", f"{place} cannot be read ({error.strerror or error})", weight
+        )
     if manifest is None:
         checked = "only the structure was checked" if whole else "nothing was checked"
-        return Finding(directory, step, "unverified", f"no {MANIFEST_NAME}: {checked}", weight)
-    return Finding(directory, step, "verified", "", weight)
+        return CheckpointState(directory, step, "unverified", f"no {MANIFEST_NAME}: {checked}", weight)
+    return CheckpointState(directory, step, "verified", "", weight)
 
 
 def list_files(directory: Path) -> dict[str, Path]:

@@ -79,11 +79,11 @@ def preflight(
 
     refuse_mistakes(config, words, trains=probe)
     with show_waiting("forecasting memory, time and disk"), libraries():
-        from cogumi.forecast.run_forecast import fit_config, forecast_run, here, write_fitted_config
+        from cogumi.forecast.run_forecast import fit_config, forecast_in_process, forecast_run, write_fitted_config
 
         if fix is None:
             changes: dict[str, object] = {}
-            report = forecast_run(config, card, train if probe else None, words, here)
+            report = forecast_run(config, card, train if probe else None, words, forecast_in_process)
         else:
             report, changes = fit_config(config, card, **words)
     print_report(report, as_json)

@@ -20,7 +20,7 @@ from cogumi.core.output import print_json, print_table, print_text, show_waiting
 
 if TYPE_CHECKING:
     from cogumi.checkpoints.disk_forecast import Outlook
-    from cogumi.checkpoints.verify import Finding
+    from cogumi.checkpoints.verify import CheckpointState
     from cogumi.disk import Leftover, Use
 
 disk_app = typer.Typer(no_args_is_help=True)
@@ -182,7 +182,7 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
     raise typer.Exit(1 if any(finding.state == "rejected" for finding in found) else 0)
 
 
-def unless_recent(finding: "Finding") -> "Finding":
+def unless_recent(finding: "CheckpointState") -> "CheckpointState":
     """A checkpoint that a trainer without `protect` writes in place is not called damaged while it changes."""
     from cogumi import disk
     from cogumi.checkpoints.manifest import MANIFEST_NAME
@@ -200,7 +200,7 @@ def resume_point(directory: Directory, as_json: AsJson = False) -> None:
     from cogumi.checkpoints.retention import inspect_all
 
     place = checkpoints_dir(directory)
-    looked_at: list[Finding] = []
+    looked_at: list[CheckpointState] = []
     with report_disk_failures(), show_waiting(f"looking for a good checkpoint in {place}"):
         for finding in inspect_all(place):
             looked_at.append(finding)

@@ -15,7 +15,7 @@ from typing import Any
 from accelerate.utils.dataclasses import DynamoBackend
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from cogumi.compile.compile_report import CompileReport, count_operations, counts, keep_compiled_code, try_compiler
+from cogumi.compile.compile_report import CompileReport, count_operations, keep_compiled_code, read_counts, try_compiler
 from cogumi.compile.layers import REENTRANT, compile_layers, find_obstacle, prepare_four_bit, uncompile_layers
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_section
@@ -121,13 +121,13 @@ class CompileCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.began, self.compiled_before = time.perf_counter(), counts().seconds
+        self.began, self.compiled_before = time.perf_counter(), read_counts().seconds
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.failures and self.on:  # a run that can train must not end by the compiler
             self.uncompile()
             self.decide("off", f"a layer does not compile: {first_line(self.failures[0])}", logging.ERROR)
-        if counts().seconds == self.compiled_before:  # a step that compiled something says nothing of the others
+        if read_counts().seconds == self.compiled_before:  # a step that compiled something says nothing of the others
             self.steps.append(time.perf_counter() - self.began)
         if len(self.steps) != MEASURED_STEPS:
             return
@@ -155,7 +155,7 @@ class CompileCallback(TrainerCallback):
     def compare(self) -> None:
         """A few steps later: what Dynamo did, and whether the steps became shorter."""
         step = self.report.seconds_per_step = shortest(self.steps) if self.steps else None
-        self.report.counts = counts().since(self.report.before)
+        self.report.counts = read_counts().since(self.report.before)
         eager = self.report.seconds_per_step_eager
         if step is not None and eager is not None:
             took = f"steps took {step:.2f} s compiled and {eager:.2f} s as they are"

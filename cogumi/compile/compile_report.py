@@ -62,7 +62,7 @@ KNOWN: dict[str, tuple[tuple[str, ...] | None, str, str]] = {
 ASKS_NOTHING = ("ACCELERATE_DYNAMO_BACKEND", "no")
 
 
-def variables(environ: Mapping[str, str] | None = None) -> list[CompileVariable]:
+def list_variables(environ: Mapping[str, str] | None = None) -> list[CompileVariable]:
     """Those of the known variables that are set (by default in this process), in the order of KNOWN."""
     found = os.environ if environ is None else environ
     told = []
@@ -152,7 +152,7 @@ class DynamoCounts:
         )
 
 
-def counts() -> DynamoCounts:
+def read_counts() -> DynamoCounts:
     return DynamoCounts(*dynamo_counts())
 
 
@@ -170,9 +170,9 @@ def count_operations(model: nn.Module, told: Callable[[int, int], None]) -> None
         handle.remove()
         with torch.random.fork_rng():
             module(*args, **kwargs)  # compiles: the compiler's own operations are not to be among them
-            outside = operations(module, args, kwargs)
+            outside = count_profiled(module, args, kwargs)
             calls = [set_call(part, None) for part in parts]
-            every = operations(module, args, kwargs)
+            every = count_profiled(module, args, kwargs)
             for part, call in zip(parts, calls, strict=True):
                 set_call(part, call)
         told(every, outside)
@@ -180,7 +180,7 @@ def count_operations(model: nn.Module, told: Callable[[int, int], None]) -> None
     handle = decoder_of(model).register_forward_pre_hook(count, with_kwargs=True)
 
 
-def operations(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def count_profiled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         module(*args, **kwargs)
     return sum(iterate_uncompiled(event for event in profiler.events() if event.cpu_parent is None))
@@ -228,7 +228,7 @@ class CompileReport:
     @classmethod
     def from_process(cls, mode: str = "") -> "CompileReport":
         """What holds in this process now."""
-        found = graph_break.verdict() or graph_break.Verdict("", graph_break.status().reason)
+        found = graph_break.verdict() or graph_break.ProbeVerdict("", graph_break.status().reason)
         return cls(
             mode,
             graph_break.versions(),
@@ -237,8 +237,8 @@ class CompileReport:
             found.probes,
             found.patched,
             tuple(graph_break.foreign_patches()),
-            tuple(variables()),
-            counts(),
+            tuple(list_variables()),
+            read_counts(),
         )
 
     def process_lines(self) -> list[str]:

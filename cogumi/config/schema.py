@@ -145,7 +145,7 @@ class DataSection(Section):
     that leave `train.max_completion_length` no room in the context."""
 
 
-def word(value: Any) -> Any:
+def on_or_off(value: Any) -> Any:
     """YAML 1.1 reads a bare `on` or `off` as a truth value."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
@@ -196,9 +196,9 @@ class CogumiSection(Section):
     samples_every: int | None = Field(default=None, ge=0)
     """Complete the prompts of samples.jsonl every so many steps, beside before the training and at its end; 0: only there.
     By default at each tenth of a long run, as long as it takes at most 2 % of the time."""
-    preflight: Annotated[Literal["auto", "on", "off"], BeforeValidator(word)] = "auto"
+    preflight: Annotated[Literal["auto", "on", "off"], BeforeValidator(on_or_off)] = "auto"
     """Forecast the memory first, and refuse a run that cannot fit. auto: where there is a GPU."""
-    compile: Annotated[Literal["auto", "off", "layers"], BeforeValidator(word)] = "auto"
+    compile: Annotated[Literal["auto", "off", "layers"], BeforeValidator(on_or_off)] = "auto"
     """torch.compile, layer by layer. auto: where a few measured steps show that the rest of the run repays it."""
     lora_preset: Literal["rl", "large", "qlora", "rslora"] | None = None
     """Rank and scale of the adapter by name (`cogumi.config.presets` says why); any key of `lora:` goes over it."""

@@ -29,8 +29,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from cogumi.core.errors import UsageError
 
 # What a detached process keeps in the directory of its run, from before there is a run in it.
@@ -158,13 +156,15 @@ def jsonable_numbers(value: Any) -> Any:
 
 
 @cache
-def host() -> str:
+def hostname() -> str:
     return socket.gethostname()
 
 
 def this_process() -> dict[str, Any]:
     """The record of the process that asks: its number, the machine, and when it began (seconds since 1970)."""
-    return {"pid": os.getpid(), "host": host(), "began": psutil.Process().create_time()}
+    import psutil  # here, as the doctor imports this module where packages are missing
+
+    return {"pid": os.getpid(), "host": hostname(), "began": psutil.Process().create_time()}
 
 
 def is_running(record: Mapping[str, Any]) -> bool | None:
@@ -173,8 +173,10 @@ def is_running(record: Mapping[str, Any]) -> bool | None:
     None where that cannot be said from here: a process of another machine, or one whose number is another's today, unless
     it is the clock that was set.
     """
-    if record.get("pid") is None or record.get("host") != host():
+    if record.get("pid") is None or record.get("host") != hostname():
         return None
+    import psutil
+
     try:
         process = psutil.Process(record["pid"])
         if process.status() == psutil.STATUS_ZOMBIE:

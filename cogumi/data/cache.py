@@ -32,8 +32,8 @@ from cogumi.data.cache_files import (
     alone,
     cache_key,
     code_and_libraries,
+    describe_counts,
     is_complete,
-    told,
 )
 from cogumi.data.rows import Dropped, Tokenize, excerpt_of
 from cogumi.data.selection import (
@@ -105,7 +105,7 @@ class Data:
 
     def report(self) -> str:
         """One line: "sample.parquet: 9,421 rows, 9,100 used; dropped 300 longer than 512 tokens, 21 null"."""
-        line = told(self.name, self.total, len(self.dataset), self.dropped)
+        line = describe_counts(self.name, self.total, len(self.dataset), self.dropped)
         if self.truncated:
             line += f"; truncated {self.truncated:,}"
         if self.duplicates and EQUAL[COPY] not in self.dropped:

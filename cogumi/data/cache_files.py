@@ -216,7 +216,7 @@ class ExamplesWriter:
         if self.file is None:
             longer = any(reason.startswith("longer than") for reason in self.dropped)
             allow = ", or allow longer examples (of gspo: lower train.max_completion_length)" if longer else ""
-            raise UsageError(told(name, self.total, 0, self.dropped), fix=f"give other rows{allow}")
+            raise UsageError(describe_counts(name, self.total, 0, self.dropped), fix=f"give other rows{allow}")
         self.file.close()
         sync_path(self.path)
         return {
@@ -244,7 +244,7 @@ def unify_schemas(before: pa.Schema, now: pa.Schema) -> pa.Schema:
     return pa.schema(fields)
 
 
-def told(name: str, total: int, used: int, dropped: Mapping[str, Dropped]) -> str:
+def describe_counts(name: str, total: int, used: int, dropped: Mapping[str, Dropped]) -> str:
     """ "sample.parquet: 9,421 rows, 9,100 used; dropped 300 longer than 512 tokens, 21 null"."""
     reasons = ", ".join(f"{each.count:,} {reason}" for reason, each in dropped.items())
     return f"{name}: {total:,} rows, {used:,} used" + (f"; dropped {reasons}" if reasons else "")

@@ -165,7 +165,7 @@ def special_texts(tokenizer: Any) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Budget:
+class TokenBudget:
     """How long an example may be, in tokens, and what becomes of longer ones."""
 
     max_length: int | None = None
@@ -189,7 +189,7 @@ class Rendering:
     """None where no row holds messages."""
     special: list[str]
     """What the tokenizer reads as control tokens."""
-    budget: Budget
+    budget: TokenBudget
     learn: Literal["turns", "completion", "all"]
 
 
@@ -270,7 +270,7 @@ def batches(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 
 def masked_chunk(
-    examples: Masked, budget: Budget, rows: Sequence[int], values: Sequence[Any], dropped: dict[str, Dropped]
+    examples: Masked, budget: TokenBudget, rows: Sequence[int], values: Sequence[Any], dropped: dict[str, Dropped]
 ) -> Chunk:
     """The examples that fit and have something to learn; `rows` and `values` name those that are dropped."""
     starts = np.cumsum(examples.lengths) - examples.lengths

@@ -31,8 +31,8 @@ from cogumi.data.chat import (
 )
 from cogumi.data.chat_templates import adapt_thought, read_template, split_thought
 from cogumi.data.encoding import (
-    Budget,
     Rendering,
+    TokenBudget,
     encode,
     learn_completions,
     learn_spans,
@@ -84,8 +84,8 @@ class FormatOptions:
         return asdict(self) | {"columns": dict(self.columns), "fim": self.fim.model_dump(mode="json")}
 
     @property
-    def budget(self) -> Budget:
-        return Budget(self.max_length, self.overlong, self.truncation_mode)
+    def budget(self) -> TokenBudget:
+        return TokenBudget(self.max_length, self.overlong, self.truncation_mode)
 
 
 def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from cogumi.data.chat import Message, read_messages, read_text, read_tools, refuse_empty_answers
-from cogumi.data.encoding import Budget, Rendering, batches, encode, shared_prefixes
+from cogumi.data.encoding import Rendering, TokenBudget, batches, encode, shared_prefixes
 from cogumi.data.rows import BadRow, Chunk, Dropped, count_dropped, parse_rows
 
 Side = str | list[Message]
@@ -126,7 +126,7 @@ def tokenize_pairs(
 
 
 def fit_budget(
-    budget: Budget, prompt: NDArray[np.int32], chosen: NDArray[np.int32], rejected: NDArray[np.int32]
+    budget: TokenBudget, prompt: NDArray[np.int32], chosen: NDArray[np.int32], rejected: NDArray[np.int32]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
     """(chosen, rejected, whether something was cut). Raises BadRow where nothing is left to compare.
 

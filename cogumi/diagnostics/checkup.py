@@ -124,13 +124,13 @@ def check_python(_: CheckupState) -> Iterator[Finding]:
 
 
 def check_disks(seen: CheckupState) -> Iterator[Finding]:
-    yield from host.findings(host.find_host(host.host_environment()), seen.work)
+    yield from host.check_disks(host.find_host(host.host_environment()), seen.work)
 
 
 def check_driver(seen: CheckupState) -> Iterator[Finding]:
     _, seen.torch_cuda = torch_build()
     (step,) = run_steps(["driver"], seen.timeout, environment(None))
-    yield from driver.findings(step.answer, step.error, seen.torch_cuda)
+    yield from driver.check_driver(step.answer, step.error, seen.torch_cuda)
     if seen.torch_cuda is None and step.answer and step.answer.get("cards") and find_spec("torch"):
         cause = "torch is a CPU build, and this machine has a GPU that it cannot use"
         yield Finding("torch", "warning", "CPU build", cause, f"remove {sys.prefix}, then {installed.INSTALL}")

@@ -68,7 +68,7 @@ def run_steps(
             how = ended.how if ended.status is not None else f"no answer in {timeout:.0f} s"
             found.append(Step(left[len(found)], error=how, said=stderr_of_step(ended.stderr, left[len(found)])))
         done += found
-        if any(step.error and step.name in needed for step in found):
+        if any(run_step.error and run_step.name in needed for run_step in found):
             stop.set()
     return done
 
@@ -91,7 +91,7 @@ def main(names: Sequence[str]) -> int:
         began = time.perf_counter()
         answer, error = None, ""
         try:
-            answer = step(name)
+            answer = run_step(name)
         except BaseException as raised:  # noqa: BLE001  a package may raise anything when imported, SystemExit too; it is reported
             traceback.print_exc()
             where = "".join(f"{note}: " for note in getattr(raised, "__notes__", ()))
@@ -105,7 +105,7 @@ def main(names: Sequence[str]) -> int:
     return 0
 
 
-def step(name: str) -> Any:
+def run_step(name: str) -> Any:
     """What a step answers: one of STEPS, or of the probes."""
     if name in WITHOUT_TORCH:
         return WITHOUT_TORCH[name]()

@@ -28,7 +28,7 @@ NEXT_STEP = (
 
 
 @dataclass(frozen=True)
-class Signature:
+class FailureSignature:
     """A failure that is known by its message. The fields are explained at the head of signatures.toml."""
 
     name: str
@@ -75,11 +75,11 @@ class Explanation:
 
 
 @functools.cache
-def signatures() -> tuple[Signature, ...]:
+def signatures() -> tuple[FailureSignature, ...]:
     """Every failure that is known, as written in signatures.toml beside this module."""
     written = tomllib.loads(Path(__file__).with_name("signatures.toml").read_text(encoding="utf-8"))
     return tuple(
-        Signature(
+        FailureSignature(
             name=name,
             patterns=tuple(re.compile(pattern.replace(" ", GAP)) for pattern in entry["patterns"]),
             cause=entry["cause"],
@@ -100,13 +100,13 @@ def explain(text: str) -> tuple[Diagnosis, ...]:
     shown are taken out.
     """
     text = COLOURS.sub("", text)
-    found: dict[str, tuple[Signature, re.Match[str]]] = {}
+    found: dict[str, tuple[FailureSignature, re.Match[str]]] = {}
     for signature in signatures():
         matches = [match for pattern in signature.patterns if (match := _first_match(pattern, text))]
         if matches:
             found[signature.name] = signature, min(matches, key=re.Match.start)
 
-    def rank(entry: tuple[Signature, re.Match[str]]) -> tuple[bool, bool, int]:
+    def rank(entry: tuple[FailureSignature, re.Match[str]]) -> tuple[bool, bool, int]:
         signature, match = entry
         return not signature.fatal, any(name in found for name in signature.follows), match.start()
 

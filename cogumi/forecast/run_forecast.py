@@ -57,7 +57,7 @@ def preflight(
     config: Config, card: str | None = None, train: Callable[..., Any] | None = None, **overrides: Any
 ) -> PreflightReport:
     """`cogumi.preflight`, where torch may be imported (`cogumi.runs.entry`)."""
-    return forecast_run(config, card, train, overrides, apart)
+    return forecast_run(config, card, train, overrides, forecast_in_worker)
 
 
 def forecast_run(
@@ -103,7 +103,7 @@ def describe_stack() -> Line:
 # -------------------------------------------------------------------------------------------------- memory, time and disk
 
 
-def apart(asked: ForecastRequest) -> ForecastLines:
+def forecast_in_worker(asked: ForecastRequest) -> ForecastLines:
     """`forecast_lines` in another process, which sees no GPU and of which nothing stays behind.
 
     Libraries cache tensors, which would be fake ones, and accelerate keeps settings for a whole process; beside a GPU the
@@ -115,13 +115,13 @@ def apart(asked: ForecastRequest) -> ForecastLines:
     return found
 
 
-def here(asked: ForecastRequest) -> ForecastLines:
+def forecast_in_process(asked: ForecastRequest) -> ForecastLines:
     """`forecast_lines` for a process that does nothing else, apart only where it sees a GPU."""
-    return apart(asked) if torch.cuda.is_available() else forecast_lines(asked)
+    return forecast_in_worker(asked) if torch.cuda.is_available() else forecast_lines(asked)
 
 
 def forecast_lines(asked: ForecastRequest) -> ForecastLines:
-    """Builds trainers in this process, whose settings are the process's; `apart` has one for it."""
+    """Builds trainers in this process, whose settings are the process's; `forecast_in_worker` has one for it."""
     patch(graph_break="off")  # without it TRL takes no gspo, and its losses need a GPU
     of_base, found, target = asked.of_base, asked.found, asked.target
     lines: list[Line] = []
@@ -185,14 +185,14 @@ def plan_work(
 def fit_config(config: Config, card: str | None = None, **overrides: Any) -> tuple[PreflightReport, dict[str, Any]]:
     """(the last report, the dotted keys that were changed): the red lines' changes made until nothing is left to change."""
     changes: dict[str, Any] = {}
-    report = forecast_run(config, card, None, overrides, here)
+    report = forecast_run(config, card, None, overrides, forecast_in_process)
     for _ in range(ROUNDS):
         more = {key: value for key, value in report.changes.items() if changes.get(key) != value}
         if report.fits or not more:
             break
         changes |= more
         words = {key.replace(".", "__"): value for key, value in changes.items()}
-        report = forecast_run(config, card, None, {**overrides, **words}, here)
+        report = forecast_run(config, card, None, {**overrides, **words}, forecast_in_process)
     return report, changes
 
 

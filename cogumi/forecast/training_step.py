@@ -32,7 +32,7 @@ from cogumi.models.adapters import keep_float32, lora_config
 from cogumi.models.loading import keep_4bit_unpacked, meta_model, quantization_settings
 from cogumi.patches import head_logps, replaced
 from cogumi.patches.torch_internals import FakeTensorMode
-from cogumi.patches.trl_internals import place_quantized_layers
+from cogumi.patches.trl_internals import MOVE_MODEL, place_quantized_layers
 
 TILE = 32768  # columns of logits that TRL's head makes at once (trl/trainer/utils.py, _CHUNKED_LOGPROB_CHUNK_SIZE)
 GRADIENTS, OPTIMIZER, CACHE = "gradients", "optimizer", "key-value cache"
@@ -106,7 +106,7 @@ def silence_preparation() -> Iterator[None]:
 
 def keep_on_meta(trainer: Any) -> Any:
     """A class of trainer that leaves its model on the meta device: it forecasts, and cannot train."""
-    return type(f"Planned{trainer.__name__}", (trainer,), {"_move_model_to_device": lambda *_: None})
+    return type(f"Planned{trainer.__name__}", (trainer,), {MOVE_MODEL: lambda *_: None})
 
 
 def without_the_machine(run: RunConfig) -> RunConfig:

@@ -19,7 +19,7 @@ from cogumi.merge.arithmetic import (
     row_blocks,
     scratch,
 )
-from cogumi.merge.plan import Piece, Run, ShardPlan, TensorPlan
+from cogumi.merge.plan import Piece, RowRange, ShardPlan, TensorPlan
 
 # Stored mantissa bits and smallest normal exponent. (float64 is never an output dtype.)
 MANTISSA = {torch.bfloat16: (7, -126), torch.float16: (10, -14), torch.float32: (23, -126)}
@@ -67,7 +67,7 @@ def verify_header(plan: ShardPlan, directory: Path) -> None:
             raise MergeError(f"{path}: the header on disk is not the one written")
 
 
-def verify_run(run: Run, directory: Path, weights: Weights) -> ElementCheck:
+def verify_run(run: RowRange, directory: Path, weights: Weights) -> ElementCheck:
     """Re-read one run's rows and compare every element with base and adapter. Raises MergeError naming the first bad.
 
     Updated rows: |out - (W + delta)|, in float64, is within rounding_bound. Other rows: the same bytes as the source, or
@@ -93,7 +93,7 @@ def verify_run(run: Run, directory: Path, weights: Weights) -> ElementCheck:
         return check_rows(run, nothing, source, written)
 
 
-def check_rows(run: Run, update: Update, source: BinaryIO, written: BinaryIO) -> ElementCheck:
+def check_rows(run: RowRange, update: Update, source: BinaryIO, written: BinaryIO) -> ElementCheck:
     """Compare rows with W + delta. Those that are not the nearest value are set aside, and held to the bound at the end."""
     tensor, kind, width = run.tensor, FLOAT_DTYPES[run.tensor.target.dtype], run.tensor.row_bytes
     columns = matrix_shape(tensor.source.shape)[1]
@@ -190,7 +190,7 @@ def largest_error_share(tensor: TensorPlan, found: SuspectElements, bound: torch
     return (error / bound).nan_to_num(0.0).max().item()
 
 
-def check_copied(run: Run, span: Span, source: BinaryIO, written: BinaryIO) -> None:
+def check_copied(run: RowRange, span: Span, source: BinaryIO, written: BinaryIO) -> None:
     width, shift = run.tensor.row_bytes, run.tensor.target.start - span.start
     begin, end = span.start + run.first * width, span.start + run.last * width
     for start in range(begin, end, COPY_BYTES):

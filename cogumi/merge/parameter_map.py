@@ -123,7 +123,9 @@ def meta_model(config: Any) -> Any:
         with torch.device("meta"):
             return known(config) if known is not None else transformers.AutoModelForCausalLM.from_config(config)
     except (ValueError, KeyError) as error:
-        raise UsageError(f"this transformers builds no {config.model_type!r} model: {error}") from error
+        # transformers adds the names of all the classes that it knows.
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"this transformers builds no {config.model_type!r} model: {reason}") from error
 
 
 def parameter_places(model: Any, spans: dict[str, Span]) -> dict[str, tuple[Place, ...]]:

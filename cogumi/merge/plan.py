@@ -74,7 +74,7 @@ class TensorPlan:
 
 
 @dataclass(frozen=True)
-class Run:
+class RowRange:
     """Rows `first` to `last` of one piece of one tensor: what one thread writes and verifies in one go."""
 
     tensor: TensorPlan

@@ -37,7 +37,7 @@ from cogumi.merge.arithmetic import (
     scratch,
 )
 from cogumi.merge.element_check import ElementCheck, verify_header, verify_run
-from cogumi.merge.plan import MergePlan, Run, ShardPlan
+from cogumi.merge.plan import MergePlan, RowRange, ShardPlan
 
 # The unit of work of a thread: long enough that opening files and loading factors do not show, short enough to share out.
 RUN_ELEMENTS = 32 * BLOCK_ELEMENTS
@@ -152,7 +152,7 @@ def write_and_verify(plan: MergePlan, directory: Path, workers: int, verify: boo
         thread_pool(workers) as pool,
     ):
 
-        def merge(run: Run) -> Merged:
+        def merge(run: RowRange) -> Merged:
             stats = write_run(run, directory, weights)
             check = verify_run(run, directory, weights) if verify else None
             advance(run.bytes)
@@ -198,7 +198,7 @@ class FileDigest:
 
 
 def hash_and_sync(
-    path: Path, source: Path, runs: list[tuple[Run, Future[Merged]]], disk: ThreadPoolExecutor
+    path: Path, source: Path, runs: list[tuple[RowRange, Future[Merged]]], disk: ThreadPoolExecutor
 ) -> tuple[str, str]:
     """The sha256 of a shard and of its source, worked out behind the writers while both are in memory; see `sync_and_drop`."""
     target, base = FileDigest(path), FileDigest(source)
@@ -232,7 +232,7 @@ def verify_shards(plan: MergePlan, directory: Path, workers: int, advance: Advan
     outcome = Outcome()
     with ieee_matmul(), one_thread_each(), open_weights(plan) as weights, thread_pool(workers) as pool:
 
-        def check(run: Run) -> ElementCheck:
+        def check(run: RowRange) -> ElementCheck:
             found = verify_run(run, directory, weights)
             advance(run.bytes)
             return found
@@ -247,7 +247,7 @@ def verify_shards(plan: MergePlan, directory: Path, workers: int, advance: Advan
 # ------------------------------------------------------------------------------------------------------------- one run
 
 
-def runs_of(plan: ShardPlan) -> Iterator[Run]:
+def runs_of(plan: ShardPlan) -> Iterator[RowRange]:
     """A shard's work, in file order, cut at places that depend on the shapes alone."""
     for tensor in plan.tensors:
         columns = matrix_shape(tensor.source.shape)[1]
@@ -257,10 +257,10 @@ def runs_of(plan: ShardPlan) -> Iterator[Run]:
             whole = change is not None and change.magnitude is not None and change.terms[0].transposed
             length = piece.place.last - piece.place.first if whole else step  # norms of columns need every row
             for first in range(piece.place.first, piece.place.last, max(1, length)):
-                yield Run(tensor, piece, first, min(first + length, piece.place.last))
+                yield RowRange(tensor, piece, first, min(first + length, piece.place.last))
 
 
-def write_run(run: Run, directory: Path, weights: Weights) -> DeltaStats | None:
+def write_run(run: RowRange, directory: Path, weights: Weights) -> DeltaStats | None:
     """Write one run's rows into the shard, which exists in its full size; the statistics of the update, if there is one.
 
     Memory beyond the factors is a few blocks of BLOCK_ELEMENTS, independent of tensor and shard size.
@@ -281,7 +281,7 @@ def write_run(run: Run, directory: Path, weights: Weights) -> DeltaStats | None:
     return None
 
 
-def merge_run(run: Run, source: BinaryIO, target: BinaryIO, weights: Weights) -> DeltaStats:
+def merge_run(run: RowRange, source: BinaryIO, target: BinaryIO, weights: Weights) -> DeltaStats:
     """The update in float32, rounded once (to nearest even) to the output dtype."""
     tensor, width = run.tensor, run.tensor.row_bytes
     update = load_update(run.piece, tensor, weights, torch.float32, source)
@@ -318,7 +318,7 @@ def measure(stats: DeltaStats, weight: torch.Tensor, merged: torch.Tensor, out: 
         stats.along_delta += torch.dot(torch.sub(out, merged, out=merged).view(-1), delta).item()
 
 
-def copy_run(run: Run, span: Span, source: BinaryIO, target: BinaryIO) -> None:
+def copy_run(run: RowRange, span: Span, source: BinaryIO, target: BinaryIO) -> None:
     """Copy bytes without decoding them: by the kernel (which shares the blocks where the filesystem can), or by hand."""
     width = run.tensor.row_bytes
     position, shift = span.start + run.first * width, run.tensor.target.start - span.start
@@ -336,7 +336,7 @@ def copy_run(run: Run, span: Span, source: BinaryIO, target: BinaryIO) -> None:
         position += done
 
 
-def convert_run(run: Run, source: BinaryIO, target: BinaryIO) -> None:
+def convert_run(run: RowRange, source: BinaryIO, target: BinaryIO) -> None:
     """Untouched rows in another dtype, rounded once."""
     width, kind = run.tensor.row_bytes, FLOAT_DTYPES[run.tensor.target.dtype]
     for first, last in row_blocks(run.first, run.last, matrix_shape(run.tensor.source.shape)[1]):

@@ -22,7 +22,7 @@ from cogumi.rl.memory_plan import (
     BatchPlan,
     ModelShape,
     check_groups,
-    documents_of,
+    count_documents,
     free_memory_bytes,
     nearest_multiples,
     plan_batch,
@@ -97,7 +97,7 @@ def provisional_batch(run: RunConfig) -> dict[str, Any]:
             )
     group = setting(run, "num_generations")
     refuse_small_group(group)
-    documents = documents_of(run.cogumi.docs_per_step, run.cogumi.prompts_per_step, group)
+    documents = count_documents(run.cogumi.docs_per_step, run.cogumi.prompts_per_step, group)
     mini_batches, fixed = mini_batches_per_rollout(run, documents), run.train.get("per_device_train_batch_size")
     refuse_uneven(documents, run.cogumi.prompts_per_step, group, mini_batches, fixed)
     micro_batch = fixed or 1
@@ -124,7 +124,7 @@ def plan(run: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase, prompts
 def batch_for(run: RunConfig, config: Any, itemsize: int, longest_prompt: int, free_bytes: int) -> BatchPlan:
     """The batch of a run with a model of this config. free_bytes: left for activations, see `plan_batch`."""
     group = setting(run, "num_generations")
-    documents = documents_of(run.cogumi.docs_per_step, run.cogumi.prompts_per_step, group)
+    documents = count_documents(run.cogumi.docs_per_step, run.cogumi.prompts_per_step, group)
     mini_batches, fixed = mini_batches_per_rollout(run, documents), run.train.get("per_device_train_batch_size")
     refuse_uneven(documents, run.cogumi.prompts_per_step, group, mini_batches, fixed)
     return plan_batch(

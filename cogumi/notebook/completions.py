@@ -64,9 +64,9 @@ def side_by_side(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) -> 
         named = ", ".join(name for name, _ in columns)
         fix = "runs with other data are shown one by one"
         raise UsageError("no prompt was completed in all of them", place=named, fix=fix)
-    shown = [render_example(prompt, [(name, of[prompt]) for name, of in columns]) for prompt in prompts]
+    rendered = [render_example(prompt, [(name, of[prompt]) for name, of in columns]) for prompt in prompts]
     legend = LEGEND if len(columns) > 1 else ""
-    return SideBySide(legend + "\n".join(shown))
+    return SideBySide(legend + "\n".join(rendered))
 
 
 def build_columns(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) -> list[tuple[str, dict[str, Row]]]:
@@ -74,7 +74,7 @@ def build_columns(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) ->
     if isinstance(run_dirs, str | PathLike):
         steps = read_samples(Path(run_dirs))
         first, last = min(steps), max(steps)
-        return [(when(step), steps[step]) for step in dict.fromkeys((first, last))]
+        return [(describe_step(step), steps[step]) for step in dict.fromkeys((first, last))]
     named = run_dirs if isinstance(run_dirs, Mapping) else {Path(each).name: each for each in run_dirs}
     if not isinstance(run_dirs, Mapping) and len(named) < len(run_dirs):
         named = {str(each): each for each in run_dirs}
@@ -85,11 +85,11 @@ def build_columns(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) ->
         steps = read_samples(Path(each))
         if not found and 0 in steps:
             found.append((f"before {name}", steps[0]))
-        found.append((f"{name}, {when(max(steps))}", steps[max(steps)]))
+        found.append((f"{name}, {describe_step(max(steps))}", steps[max(steps)]))
     return found
 
 
-def when(step: int) -> str:
+def describe_step(step: int) -> str:
     return f"after step {step}" if step else "before the training"
 
 
@@ -99,8 +99,8 @@ def read_samples(run_dir: Path) -> dict[int, dict[str, Row]]:
     for row in read_jsonl(run_dir / SAMPLES):
         found.setdefault(int(row["step"]), {})[row["prompt"]] = row
     if not found:
-        when = "before its training, at its end, and every cogumi.samples_every steps"
-        fix = f"a run with held-out rows (data.eval_rows) writes them {when}"
+        times = "before its training, at its end, and every cogumi.samples_every steps"
+        fix = f"a run with held-out rows (data.eval_rows) writes them {times}"
         raise UsageError("no completions there yet", place=run_dir, fix=fix)
     return found
 
@@ -116,7 +116,7 @@ def render_example(prompt: str, samples: Sequence[tuple[str, Row]]) -> str:
     for key, answer in samples[-1][1].items():
         if key not in NO_ANSWERS and isinstance(answer, str):
             heads.append(f"what would be right ({key})")
-            cells.append(shown(answer))
+            cells.append(render_completion(answer))
             break
     columns = "".join(f'<th scope="col">{escape_text(each)}</th>' for each in heads)
     body = "".join(f"<td>{each}</td>" for each in cells)
@@ -138,7 +138,7 @@ def truncate(completion: str) -> str:
     return f"{completion[:MOST_CHARACTERS]}\n[{len(completion) - MOST_CHARACTERS:,} more characters]"
 
 
-def shown(completion: str) -> str:
+def render_completion(completion: str) -> str:
     return verbatim(truncate(completion)) if completion.strip() else describe_blank(completion)
 
 
@@ -166,11 +166,11 @@ def find_differences(other: Sequence[str], words: Sequence[str]) -> list[bool]:
 
 
 def render_rollouts(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Sampled completions of some steps with their rewards: rows of rollouts.jsonl that have some `shown`."""
+    """Sampled completions of some steps with their rewards: rows of rollouts.jsonl that have some `render_completion`."""
     cells = []
     for row in rows:
         for each in row["shown"]:
             reward = each.get("reward")
             said = f"{reward:.3g}" if isinstance(reward, int | float) else escape_text(reward)
-            cells.append([str(row["step"]), render_prompt(each["prompt"]), shown(each["completion"]), said])
+            cells.append([str(row["step"]), render_prompt(each["prompt"]), render_completion(each["completion"]), said])
     return table(["step", "prompt", "completion", "reward"], cells, numbers=(3,), kind="wide rollouts") if cells else ""

@@ -203,7 +203,7 @@ def render_svg(plot: Plot, curves: Mapping[str, Curve], marks: Sequence[tuple[in
     low, high = axis_range(curves.values())
     x_of = scale(first, last if last > first else first + 1, LEFT, WIDTH - RIGHT)
     y_of = scale(low, high, HEIGHT - BOTTOM, TOP)
-    drawn = [render_axes(first, last, low, high), title(plot, curves)]
+    drawn = [render_axes(first, last, low, high), render_title(plot, curves)]
     drawn += [render_flag(float(x_of(step)), number, *flag) for number, (step, *flag) in enumerate(marks, 1)]
     for number, curve in enumerate(curves.values()):
         if len(curve.low):
@@ -249,7 +249,7 @@ def render_axes(first: float, last: float, low: float, high: float) -> str:
     )
 
 
-def title(plot: Plot, curves: Mapping[str, Curve]) -> str:
+def render_title(plot: Plot, curves: Mapping[str, Curve]) -> str:
     """The name and the newest value of each line, with a piece of the line before it where there are several."""
     said = f'<text x="2" y="11" font-size="12" font-weight="600" fill="currentColor">{escape(plot.title)}'
     said += f'<tspan font-weight="400" font-size="10" dx="6">{escape(plot.unit)}</tspan></text>'

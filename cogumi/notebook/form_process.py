@@ -79,6 +79,6 @@ def preflight(values: Values, card: str | None) -> PreflightReport:
     from cogumi.stack.gpus import use_one_gpu
 
     use_one_gpu()
-    from cogumi.forecast.run_forecast import forecast_run, here
+    from cogumi.forecast.run_forecast import forecast_in_process, forecast_run
 
-    return forecast_run(values, card, None, {}, here)
+    return forecast_run(values, card, None, {}, forecast_in_process)

@@ -226,8 +226,8 @@ def render_flags(look: RunSnapshot) -> str:
     if look.flags:
         lines.append(level("green", f"{len(look.flags) - len(lines)} of {len(look.flags)} flags are green"))
     lines += [
-        f"⚑{format_value} red at step {each['step']}: {escape_text(each['name'])}: {escape_text(each['evidence'])}"
-        for format_value, each in enumerate(look.was_red, 1)
+        f"⚑{number} red at step {each['step']}: {escape_text(each['name'])}: {escape_text(each['evidence'])}"
+        for number, each in enumerate(look.was_red, 1)
     ]
     if found := checks(look.status):
         bad = failed_checks(found)

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from cogumi.checkpoints.manifest import step_of
 from cogumi.checkpoints.retention import list_checkpoints
-from cogumi.checkpoints.verify import Finding, inspect
+from cogumi.checkpoints.verify import CheckpointState, inspect
 from cogumi.core.disk_space import format_bytes
 from cogumi.core.formatting import escape_controls, format_duration
 from cogumi.core.run_directory import FORECAST, ROLLOUTS, read_section
@@ -57,7 +57,7 @@ class RunSnapshot:
     was_red: list[dict[str, Any]]
     samples: list[dict[str, Any]]
     sampled_at: int | None
-    checkpoints: list[Finding]
+    checkpoints: list[CheckpointState]
     disk: list[str]
     changed: bool
     """Whether a curve has grown since the last look."""

@@ -46,7 +46,7 @@ WIDTH = 64  # a multiple of bitsandbytes' block: 0.50.2 quantizes other widths w
 ROWS, EXPERTS = 6, 3
 _ABSENT = object()
 _replaced: list["Replacement"] = []
-_verdict: "Verdict | None" = None
+_verdict: "ProbeVerdict | None" = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class CompileProbe:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ProbeVerdict:
     """What was decided, and by what. strategy: one of STRATEGIES, or "" where nothing was to be decided."""
 
     strategy: str
@@ -94,7 +94,7 @@ def apply(choice: str = "auto", model: Any = None) -> PatchStatus:
         raise UsageError(f"graph_break={choice!r} is not one of {', '.join(CHOICES)}")
     reason = find_obstacle(choice, model)
     if reason:
-        _verdict = _verdict if _replaced else Verdict("", reason)
+        _verdict = _verdict if _replaced else ProbeVerdict("", reason)
         if _replaced:
             return replace(status(), reason=f"{status().reason}; it stays until {UNDO}")
         return status()
@@ -108,7 +108,7 @@ def apply(choice: str = "auto", model: Any = None) -> PatchStatus:
         if _verdict.strategy == "break_experts" and model is not None:
             apply_strategy("break_experts", model)
         return status()
-    decided = decide(model) if choice == "auto" else Verdict(choice, "chosen by name, untried")
+    decided = decide(model) if choice == "auto" else ProbeVerdict(choice, "chosen by name, untried")
     apply_strategy(decided.strategy, model)
     _verdict = decided
     return status()
@@ -146,7 +146,7 @@ def status() -> PatchStatus:
     return PatchStatus(NAME, True, f"{_verdict.strategy} on {where}: {_verdict.reason}{beside}")
 
 
-def verdict() -> Verdict | None:
+def verdict() -> ProbeVerdict | None:
     """What `apply` decided, with its probes; None before it."""
     return None if _verdict is None else replace(_verdict, patched=tuple(format_place(each) for each in _replaced))
 
@@ -167,7 +167,7 @@ def find_obstacle(choice: str, model: Any) -> str:
     return ""
 
 
-def decide(model: Any) -> Verdict:
+def decide(model: Any) -> ProbeVerdict:
     """Climb the ladder until a probe passes. What is tried for it is put back."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if model is not None:
@@ -178,16 +178,16 @@ def decide(model: Any) -> Verdict:
         if foreign := describe_foreign():  # another package's patch of it, not Dynamo
             named = ", ".join(f"{place} is {described}" for place, described in foreign.items())
             why = f"{named}; with that a 4-bit layer does not compile ({straight.error}); without that patch it may"
-        return Verdict("break_linear", why, (straight,))
+        return ProbeVerdict("break_linear", why, (straight,))
     if model is not None and not expert_blocks(model):
-        return Verdict("none", "4-bit layers compile as they are, and the model has no 4-bit experts", (straight,))
+        return ProbeVerdict("none", "4-bit layers compile as they are, and the model has no 4-bit experts", (straight,))
     experts = probe_zero_rows(device)
     if experts.passed:
-        return Verdict("none", "4-bit layers compile as they are, experts without rows too", (straight, experts))
+        return ProbeVerdict("none", "4-bit layers compile as they are, experts without rows too", (straight, experts))
     found = (straight, experts)
     why = "an expert without rows ends the graph"
     if matmul := foreign_matmul():
-        return Verdict("break_experts", f"{why}, and bitsandbytes.matmul_4bit is {matmul} already", found)
+        return ProbeVerdict("break_experts", f"{why}, and bitsandbytes.matmul_4bit is {matmul} already", found)
     make_branchless()
     try:
         again = probe_zero_rows(device)
@@ -196,9 +196,9 @@ def decide(model: Any) -> Verdict:
         restore_attribute(_replaced.pop())
     again = replace(again, name=f"{again.name}, branchless")
     if again.passed:
-        return Verdict("branchless", why, (*found, again))
+        return ProbeVerdict("branchless", why, (*found, again))
     beside = f" ({'; '.join(described)})" if (described := list(describe_foreign().values())) else ""
-    return Verdict("break_experts", f"{why}, and without the branch too{beside}", (*found, again))
+    return ProbeVerdict("break_experts", f"{why}, and without the branch too{beside}", (*found, again))
 
 
 def is_linear_4bit(module: Any) -> bool:

@@ -17,6 +17,7 @@ LOAD_RNG_STATE = "_load_rng_state"
 OUTPUT_DIRECTORY = "_get_output_dir"
 PUSH_CHECKPOINT = "_push_from_checkpoint"
 TRAIN_SAMPLER = "_get_train_sampler"
+MOVE_MODEL = "_move_model_to_device"
 # Methods of TRL's GRPOTrainer, and of unsloth's.
 MAKE_ROLLOUT = "_generate_and_score_completions"
 GENERATE = "_generate"

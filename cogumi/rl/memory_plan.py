@@ -97,7 +97,7 @@ def plan_batch(
 ) -> BatchPlan:
     """The largest micro-batch that divides the step exactly and fits into memory, and the accumulation that goes with it.
 
-    documents: of an optimizer step (`documents_of`), which `refuse_uneven` lets through. longest_prompt and
+    documents: of an optimizer step (`count_documents`), which `refuse_uneven` lets through. longest_prompt and
     max_completion_length are in tokens. free_bytes: what is left for activations once weights, gradients and optimizer
     state are there (12 bytes per trainable parameter under AdamW in fp32). A micro-batch that is given is kept, whatever
     the estimate of `step_bytes` says; the plan tells both. mini_batches_per_rollout: 4 in the GSPO paper
@@ -132,7 +132,7 @@ def plan_batch(
     return BatchPlan(micro_batch, documents // micro_batch, mini_batches_per_rollout, num_generations, reason)
 
 
-def documents_of(documents_per_step: int | None, prompts_per_step: int | None, num_generations: int) -> int:
+def count_documents(documents_per_step: int | None, prompts_per_step: int | None, num_generations: int) -> int:
     """Documents per optimizer step. Raises UsageError where neither number is given, or the two differ."""
     if prompts_per_step is None and documents_per_step is None:
         raise UsageError("a step has no size: set cogumi.docs_per_step, or cogumi.prompts_per_step")

@@ -112,10 +112,8 @@ class LossWatch(TrainerCallback):
                        "is the same where advantages do not vary along a completion")  # fmt: skip
             raise UsageError(reword_for(self.trainer, refusal))
         behaviour_logps: Literal["trainer", "rollout"] = "rollout" if uses_rollout_logps(self.trainer) else "trainer"
-        accepted_findings = self.accepted
-        for warning in guard_trainer(
-            self.trainer, backend=backend, behaviour_logps=behaviour_logps, accepted=accepted_findings
-        ):
+        accepted = self.accepted
+        for warning in guard_trainer(self.trainer, backend=backend, behaviour_logps=behaviour_logps, accepted=accepted):
             log.warning("%s", warning)
         self.proof = LossCheck(
             requested_settings(self.trainer.args),
@@ -123,7 +121,7 @@ class LossWatch(TrainerCallback):
             list_unchecked_terms(self.trainer),
             written=self.written(backend),
         )
-        if OWN_OBJECTIVE in accepted_findings:
+        if OWN_OBJECTIVE in accepted:
             own = self.own_objective(backend)
             self.proof = LossCheck({}, self.token_ratio, [OWN_OBJECTIVE], own)
             log.warning("accepted (%s): %s.%s computes the loss, and is compared with no formula",

@@ -83,7 +83,7 @@ def find_gpu_sign(system: Path = Path("/")) -> str:
     return ""
 
 
-def findings(answer: dict[str, Any] | None, error: str, torch_cuda: str | None) -> Iterator[Finding]:
+def check_driver(answer: dict[str, Any] | None, error: str, torch_cuda: str | None) -> Iterator[Finding]:
     """What NVML's answer (None: none came, because of `error`) means for a torch built for `torch_cuda`, as "13.0"."""
     if answer is None:
         cause = "the driver does not answer: a GPU that fell off the bus, or a broken installation"

@@ -46,38 +46,40 @@ class Card:
         return self.memory * 2**20
 
 
-def row(name: str, words: str, memory: int, peak: float | None, bandwidth: float, capability: tuple[int, int]) -> Card:
+def card_row(
+    name: str, words: str, memory: int, peak: float | None, bandwidth: float, capability: tuple[int, int]
+) -> Card:
     """peak in TFLOP/s, bandwidth in GB/s."""
     flops = None if peak is None else peak * 1e12
     return Card(name, frozenset(words.split()), memory, flops, bandwidth * 1e9, capability)
 
 
 CARDS = (
-    row("B200", "B200", 183359, 2250, 8000, (10, 0)),
-    row("H200 NVL", "H200 NVL", 143771, 835.5, 4800, (9, 0)),
-    row("H200", "H200", 143771, 989.5, 4800, (9, 0)),
-    row("GH200", "GH200", 97871, 989.5, 4000, (9, 0)),
-    row("H100 PCIe", "H100 PCIE", 81559, 756.5, 2000, (9, 0)),
-    row("H100 NVL", "H100 NVL", 95830, 835.5, 3938, (9, 0)),
-    row("H100 SXM", "H100 80GB HBM3", 81559, 989.5, 3350, (9, 0)),
-    row("A100 80GB PCIe", "A100 80GB PCIE", 81920, 312, 1935, (8, 0)),
-    row("A100 80GB", "A100 80GB", 81920, 312, 2039, (8, 0)),
-    row("A100 40GB", "A100 40GB", 40960, 312, 1555, (8, 0)),
-    row("A800 80GB", "A800 80GB", 81920, 312, 2039, (8, 0)),
-    row("A40", "A40", 46068, 149.7, 696, (8, 6)),
-    row("A30", "A30", 24576, 165, 933, (8, 0)),
-    row("A10", "A10", 23028, 125, 600, (8, 6)),
-    row("L40S", "L40S", 46068, 362, 864, (8, 9)),
-    row("L40", "L40", 46068, 181, 864, (8, 9)),
-    row("L4", "L4", 23034, 121, 300, (8, 9)),
-    row("RTX 6000 Ada", "RTX 6000 ADA", 49140, 364.25, 960, (8, 9)),
-    row("RTX A6000", "RTX A6000", 49140, 154.85, 768, (8, 6)),
-    row("RTX 5090", "RTX 5090", 32607, 209.5, 1792, (12, 0)),
-    row("RTX 4090", "RTX 4090", 24564, 165.2, 1008, (8, 9)),
-    row("RTX 3090", "RTX 3090", 24576, 71, 936, (8, 6)),
-    row("V100 32GB", "V100 32GB", 32768, None, 900, (7, 0)),
-    row("V100 16GB", "V100 16GB", 16384, None, 900, (7, 0)),
-    row("T4", "T4", 15360, None, 320, (7, 5)),
+    card_row("B200", "B200", 183359, 2250, 8000, (10, 0)),
+    card_row("H200 NVL", "H200 NVL", 143771, 835.5, 4800, (9, 0)),
+    card_row("H200", "H200", 143771, 989.5, 4800, (9, 0)),
+    card_row("GH200", "GH200", 97871, 989.5, 4000, (9, 0)),
+    card_row("H100 PCIe", "H100 PCIE", 81559, 756.5, 2000, (9, 0)),
+    card_row("H100 NVL", "H100 NVL", 95830, 835.5, 3938, (9, 0)),
+    card_row("H100 SXM", "H100 80GB HBM3", 81559, 989.5, 3350, (9, 0)),
+    card_row("A100 80GB PCIe", "A100 80GB PCIE", 81920, 312, 1935, (8, 0)),
+    card_row("A100 80GB", "A100 80GB", 81920, 312, 2039, (8, 0)),
+    card_row("A100 40GB", "A100 40GB", 40960, 312, 1555, (8, 0)),
+    card_row("A800 80GB", "A800 80GB", 81920, 312, 2039, (8, 0)),
+    card_row("A40", "A40", 46068, 149.7, 696, (8, 6)),
+    card_row("A30", "A30", 24576, 165, 933, (8, 0)),
+    card_row("A10", "A10", 23028, 125, 600, (8, 6)),
+    card_row("L40S", "L40S", 46068, 362, 864, (8, 9)),
+    card_row("L40", "L40", 46068, 181, 864, (8, 9)),
+    card_row("L4", "L4", 23034, 121, 300, (8, 9)),
+    card_row("RTX 6000 Ada", "RTX 6000 ADA", 49140, 364.25, 960, (8, 9)),
+    card_row("RTX A6000", "RTX A6000", 49140, 154.85, 768, (8, 6)),
+    card_row("RTX 5090", "RTX 5090", 32607, 209.5, 1792, (12, 0)),
+    card_row("RTX 4090", "RTX 4090", 24564, 165.2, 1008, (8, 9)),
+    card_row("RTX 3090", "RTX 3090", 24576, 71, 936, (8, 6)),
+    card_row("V100 32GB", "V100 32GB", 32768, None, 900, (7, 0)),
+    card_row("V100 16GB", "V100 16GB", 16384, None, 900, (7, 0)),
+    card_row("T4", "T4", 15360, None, 320, (7, 5)),
 )
 
 

@@ -111,7 +111,7 @@ def persistence_of(path: Path, box: Host) -> Persistence:
 # ---------------------------------------------------------------------------------------------------------------- disks
 
 
-def findings(box: Host, work: Path) -> Iterator[Finding]:
+def check_disks(box: Host, work: Path) -> Iterator[Finding]:
     if box.kind == "machine":
         yield Finding("box", "ok", "no sign of RunPod, Vast or a container")
     else:

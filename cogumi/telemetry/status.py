@@ -17,7 +17,7 @@ from cogumi.core.formatting import escape_controls, flag_sentence, format_durati
 from cogumi.core.run_directory import (
     CONSOLE,
     START,
-    host,
+    hostname,
     is_empty,
     is_running,
     jsonable_numbers,
@@ -169,7 +169,7 @@ def is_alive(run_dir: Path, record: dict[str, Any], last_sign: float | None) -> 
     with lock_directory(run_dir) as ours:
         if ours is False:
             return True
-        if ours and record.get("host") in (None, host()):
+        if ours and record.get("host") in (None, hostname()):
             return False
     # Not every network filesystem passes locks on from machine to machine.
     return None if last_sign is not None and time.time() - last_sign < FRESH_SECONDS else False

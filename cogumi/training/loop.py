@@ -70,7 +70,7 @@ class HeldOutLoss(TrainerCallback):
             control.should_evaluate = True  # after the step's own row is logged
 
 
-class Budget(TrainerCallback):
+class BudgetCallback(TrainerCallback):
     """Ends the training after the step in which `cogumi.max_hours` or `cogumi.max_cost` is reached, and has it saved.
 
     Both count all parts of a run, from the first reading of the data on. What comes after the training (adapter,
@@ -211,7 +211,7 @@ def fit(
     telemetry.attach(trainer)
     trackers.set_tensorboard_directory(run_dir, trainer)
     trackers.begin_wandb(trainer)
-    budget = Budget(options, heart.meter, heart.progress)
+    budget = BudgetCallback(options, heart.meter, heart.progress)
     trainer.add_callback(budget)
     trainer.add_callback(DiskMonitorCallback(log_path=run_dir / "disk.jsonl"))
     protect(

@@ -22,7 +22,7 @@ from cogumi.data.cache import Data
 from cogumi.forecast import data_sample
 from cogumi.forecast.memory_forecast import find_target
 from cogumi.forecast.preflight_report import Line, PreflightReport
-from cogumi.forecast.run_forecast import ForecastRequest, apart, describe_stack
+from cogumi.forecast.run_forecast import ForecastRequest, describe_stack, forecast_in_worker
 from cogumi.health.verdict import Check
 from cogumi.hub.downloads import Download, fetch
 from cogumi.merge import LogitCheck, MergeError, MergeReport, check_logits, merge_adapter
@@ -49,7 +49,7 @@ def run_preflight(run: RunConfig, base: str, of_base: Any, data: Data, tokenizer
     target = find_target(None)
     log.info("preflight: one step is forecast, without weights, in a process of its own")
     try:
-        lines, figures = apart(
+        lines, figures = forecast_in_worker(
             ForecastRequest(run, base, of_base, data_sample.measure_data(run, data, tokenizer), target)
         )
     except UsageError as error:
@@ -230,7 +230,10 @@ def judge_logits(logits: LogitCheck, beside: str, report: MergeReport, adapter: 
     lost = describe_rounding_loss(report)
     again = merge_command(adapter, "--dtype float32" if lost else "--verify logits")
     fix = f"{lost}; raise train.learning_rate, or {again}" if lost else again
-    apart, rounding = f"logits rms {logits.base_distance:.2e} apart", f"> {logits.bound:.2e}, what rounding explains"
+    apart, rounding = (
+        f"logits rms {logits.base_distance:.2e} apart",
+        f"> {logits.bound:.2e}, what rounding explains",
+    )
     figure = f"rms {logits.measured:.2e}, KL {logits.kl:.1e} from {beside}"
     bounds = f"<= {logits.bound:.2e}, {logits.kl_bound:.1e}"
     return [
