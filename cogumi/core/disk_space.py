@@ -89,10 +89,13 @@ def space_of(path: Path) -> Space:
 
 def filesystem_of(path: Path, *used_for: str) -> Filesystem:
     """The filesystem that `path` is on, or will be when it is made. Raises OSError where it does not answer."""
-    import psutil
-
     place = nearest_existing(path).resolve()
     space = space_of(place)
+    try:
+        import psutil
+    except ImportError:  # the doctor runs where packages are missing
+        mount = next(each for each in (place, *place.parents) if each.is_mount() or each == each.parent)
+        return Filesystem(used_for, str(mount), "", "", False, space)
     # Of mounts over each other the last one is seen.
     over = [row for row in reversed(psutil.disk_partitions(all=True)) if place.is_relative_to(row.mountpoint)]
     if not over:
