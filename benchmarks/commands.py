@@ -35,8 +35,8 @@ from cogumi.forecast.memory_forecast import forecast_step
 patch(graph_break="off")
 run = load_config({"model": {"name": "x"}, "lora": {"r": 16, "lora_alpha": 32}, "data": {"source": "cogumi:stdlib"},
     "train": {"max_steps": 1, "gradient_checkpointing": True}, "cogumi": {"method": "sft"}})
-found = step_on(run, AutoConfig.from_pretrained(sys.argv[1]), Work("sft", 2, 2048), target_of("H100 SXM"))
-print(json.dumps({"seconds": time.monotonic() - started, "peak": found.forecast.peak, "stage": found.forecast.fullest.stage,
+found = forecast_step(run, AutoConfig.from_pretrained(sys.argv[1]), StepShape("sft", 2, 2048), find_target("H100 SXM"))
+print(json.dumps({"seconds": time.monotonic() - started, "peak": found.forecast.peak, "stage": found.forecast.peak_moment.stage,
     "breakdown": found.forecast.breakdown, "largest": vars(found.largest),
     "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
 """

@@ -28,7 +28,7 @@ TRY = """
 import torch, torch._dynamo
 from cogumi.compile.compile_report import list_variables
 torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-print(torch._dynamo.utils.counters["stats"]["unique_graphs"], *[each.effect for each in variables()])
+print(torch._dynamo.utils.counters["stats"]["unique_graphs"], *[each.effect for each in list_variables()])
 """
 # The same, and what becomes of 4-bit layers.
 TRY_BITSANDBYTES = (

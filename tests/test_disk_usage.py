@@ -191,7 +191,7 @@ def test_a_limit_on_the_size_of_a_file_is_told(tmp_path: Path) -> None:
     program = f"""
 import resource; from pathlib import Path; from cogumi.core.disk_space import try_allocate
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-print(allocatable(Path({str(tmp_path)!r}), 1 << 20).fits, allocatable(Path({str(tmp_path)!r}), 1 << 21).reason)
+print(try_allocate(Path({str(tmp_path)!r}), 1 << 20).fits, try_allocate(Path({str(tmp_path)!r}), 1 << 21).reason)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True file size limit"

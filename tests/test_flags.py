@@ -440,6 +440,15 @@ def test_the_first_gradients_of_a_policy_that_clipping_throws_away_are_yellow() 
         assert "gradient norm" not in levels(replace(early, setting=unclipped))
 
 
+def test_a_single_gradient_of_another_order_of_magnitude_is_yellow() -> None:
+    norms = [0.1] * 60
+    assert levels(rl(grad_norm=norms))["gradient norm"] == "green"
+    norms[40] = 15.0
+    (flag,) = (flag for flag in judge(rl(grad_norm=norms)) if flag.name == "gradient norm")
+    assert (flag.level, flag.knob) == ("yellow", "data.source")
+    assert flag.evidence.startswith("15 at step 41, 150 times the median 0.1 of steps ")
+
+
 def test_small_gradients_of_examples_that_are_learned_are_as_they_should_be() -> None:
     learned = falling(100, start=0.69, end=0.0, scatter=1e-4)
     assert levels(run_of(learned, DPO, None, grad_norm=4e-4))["gradient norm"] == "green"

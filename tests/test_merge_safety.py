@@ -166,7 +166,7 @@ def product(matrix):
     matrix @ matrix
     return len(os.listdir("/proc/self/task")) - before
 matrix = torch.ones(1500, 1500)
-with one_thread_each(), threads(1) as pool:
+with one_thread_each(), thread_pool(1) as pool:
     above = ("cogumi.training", "cogumi.methods", "cogumi.health")
     print(pool.submit(product, matrix).result(), [each for each in sys.modules if each.startswith(above)])
 """

@@ -173,7 +173,7 @@ def check_first_outputs(directory: Path, cells: dict[str, str]) -> list[str]:
 def test_a_function_that_works_says_so_in_the_cell_before_it_works(tmp_path: Path) -> None:
     cells = {
         "import time\nfrom cogumi.core.notices import show_seconds\n"
-        "@working('looked for')\ndef work(): time.sleep(1.5)\nwork()": "looked for",
+        "@show_seconds('looked for')\ndef work(): time.sleep(1.5)\nwork()": "looked for",
         "import cogumi\ncogumi.start('none.yaml')": "start: ",
         "cogumi.doctor(timeout=0.01)": "doctor: ",
     }

@@ -124,9 +124,9 @@ def test_a_million_lines_stay_small(tmp_path: Path) -> None:
     looks = (
         "import re, sys; from pathlib import Path\n"
         "from cogumi.notebook.run_snapshot import SnapshotReader; from cogumi.notebook.panel import render_plots\n"
-        "looker = Looker(Path(sys.argv[1])); look = looker.look(); first = looker.curves.rows\n"
+        "looker = SnapshotReader(Path(sys.argv[1])); look = looker.look(); first = looker.curves.rows\n"
         "while look.behind: look = looker.look()\n"
-        "drawn = plots(look)\n"
+        "drawn = render_plots(look)\n"
         "rows = sum(curve.bins[5].sum() for plot, curves in look.plots for curve in curves.values())\n"
         "kilobytes = re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1]\n"  # the most it ever held
         "print(first, int(rows), len(drawn), int(kilobytes) * 1024, 'torch' in sys.modules)"

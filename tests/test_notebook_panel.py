@@ -271,7 +271,7 @@ def test_in_a_real_kernel_there_is_a_widget_and_text_for_who_has_none(tmp_path: 
     code = [
         "import cogumi, sys\nrun = cogumi.attach('run')\nrun.dashboard()",
         "run.dashboard()",
-        "from cogumi.notebook.panel import open_panels\nimport time\npanel, = shown.values()\n"
+        "from cogumi.notebook.panel import open_panels\nimport time\npanel, = open_panels.values()\n"
         "while 'step 4' not in panel.head.value: time.sleep(0.05)\n"
         "print('torch' in sys.modules, 'matplotlib.pyplot' in sys.modules)",
         "raise cogumi.UsageError('one line')",

@@ -109,7 +109,7 @@ def test_the_table_is_in_the_wheel(tmp_path: Path) -> None:
 
 def test_importing_and_explaining_loads_no_torch() -> None:
     code = (
-        "import sys; from cogumi.diagnostics.signatures import explain_text; print(explained('CUDA error: out of memory')); "
+        "import sys; from cogumi.diagnostics.signatures import explain_text; print(explain_text('CUDA error: out of memory')); "
         "print([name for name in ('torch', 'numpy', 'transformers', 'pydantic') if name in sys.modules])"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

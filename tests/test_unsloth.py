@@ -449,7 +449,7 @@ IMPORTS = {
 @pytest.mark.parametrize("how", IMPORTS)
 def test_the_offending_import_is_named(how: str, tmp_path: Path) -> None:
     source, said = IMPORTS[how]
-    check = "from cogumi.patches import unsloth_rl\n" + TRY.format("unsloth_rl.refuse_early_imports()")
+    check = "from cogumi.patches import unsloth_rl\n" + TRY.format("unsloth_rl.validate_import_order()")
     script = tmp_path / "script.py"
     script.write_text(source.replace("{check}", check) + ("" if "{check}" in source else check))
     message = in_a_process(str(script), cwd=tmp_path)
@@ -460,7 +460,7 @@ def test_the_offending_import_is_named(how: str, tmp_path: Path) -> None:
 
 
 def test_the_offending_cell_is_named(tmp_path: Path) -> None:
-    check = "from cogumi.patches import unsloth_rl\n" + TRY.format("unsloth_rl.refuse_early_imports()")
+    check = "from cogumi.patches import unsloth_rl\n" + TRY.format("unsloth_rl.validate_import_order()")
     (tmp_path / "notebook.py").write_text(
         "from IPython.core.interactiveshell import InteractiveShell\n"
         "shell = InteractiveShell.instance()\n"
@@ -475,8 +475,8 @@ def test_in_order_nothing_is_refused_and_then_the_offending_import_is_named(tmp_
     script = tmp_path / "script.py"
     script.write_text(
         "import cogumi, torch\nfrom cogumi.patches import unsloth_rl, gspo_loss, fused_head\nimport cogumi.config.schema\n"
-        "unsloth_rl.refuse_early_imports(); print('fine')\n"
-        "import trl\n" + TRY.format("unsloth_rl.refuse_early_imports()")
+        "unsloth_rl.validate_import_order(); print('fine')\n"
+        "import trl\n" + TRY.format("unsloth_rl.validate_import_order()")
     )
     said = in_a_process(str(script), cwd=tmp_path)
     assert said.startswith(f"fine\nUsageError trl was imported before unsloth (trl at {script}:5)")

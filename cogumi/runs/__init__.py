@@ -64,10 +64,10 @@ def preflight(config: Config, card: str | None = None, probe: bool = False, **ov
 @contextmanager
 def libraries() -> Iterator[None]:
     """For a block that imports torch, trl or peft: one GPU is chosen, and unsloth, where it is used, patches them first."""
-    from cogumi.patches import unsloth_rl
-
     use_one_gpu()
     with show_import():
+        from cogumi.patches import unsloth_rl
+
         unsloth_rl.apply()
         yield
 

@@ -253,10 +253,10 @@ class RunLog(logging.FileHandler):
 
 
 @contextmanager
-def record_run(run_dir: Path, goes_on: bool = False) -> Iterator[None]:
+def record_run(run_dir: Path, resumed: bool = False) -> Iterator[None]:
     """Log lines go to run.log, and to the screen if nobody else shows them; status.json says how the run ended.
 
-    goes_on: there was something of this run in the directory before, which is kept whatever happens.
+    resumed: there was something of this run in the directory before, which is kept whatever happens.
     """
     to_file = RunLog(run_dir / "run.log", encoding="utf-8")
     to_file.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s"))
@@ -270,7 +270,7 @@ def record_run(run_dir: Path, goes_on: bool = False) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if isinstance(error, RefusedAtSetup) and not goes_on:
+        if isinstance(error, RefusedAtSetup) and not resumed:
             shutil.rmtree(run_dir)  # nothing in it is worth keeping, and the corrected run may want its name
             raise
         state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"

@@ -95,7 +95,7 @@ def is_unfinished(run_dir: Path) -> bool:
 
 
 def describe_differences(run: RunConfig) -> str:
-    """What of the run in the directory is not as it was asked for, in words; "" where only MAY_CHANGE is."""
+    """What of the run in the directory is not as it was asked for, in words; "" where only MUTABLE_KEYS is."""
     there = flatten(yaml.safe_load((run.run_dir / "config.yaml").read_text(encoding="utf-8")))
     here = flatten(yaml.safe_load(dump_config(run)))
     return differences(*({key: side[key] for key in side.keys() - MUTABLE_KEYS} for side in (there, here)))
