@@ -343,7 +343,7 @@ def test_a_partial_that_another_merge_took_is_refused(
     plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between its creation and its lock, a partial looks like a killed merge's."""
-    original = commit.locked
+    original = commit.lock_directory
     held: list[int] = []
 
     def beaten(directory: Path) -> Any:
@@ -351,7 +351,7 @@ def test_a_partial_that_another_merge_took_is_refused(
         fcntl.flock(held[-1], fcntl.LOCK_EX)
         return original(directory)
 
-    monkeypatch.setattr(commit, "locked", beaten)
+    monkeypatch.setattr(commit, "lock_directory", beaten)
     with pytest.raises(UsageError, match="another merge is writing"):
         merge_adapter(plain[1], tmp_path / "merged", base=plain[0], progress=False)
     assert not (tmp_path / "merged").exists()
