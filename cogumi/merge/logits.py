@@ -359,11 +359,10 @@ def check_directory(
     needed = memory_needed([path for path, _ in adapters], spans, input_ids.numel() * config.vocab_size)
     available = psutil.virtual_memory().available
     if needed > available:
-        raise UsageError(
-            f"verify='logits' of {merged} needs {needed / 1e9:.1f} GB of memory and this machine has "
-            f"{available / 1e9:.1f} GB available",
-            fix="free some, or merge with verify='logits' on a larger machine",
+        said = (
+            f"verify='logits' of {merged} needs {needed / 1e9:.1f} GB of memory, of {available / 1e9:.1f} GB available"
         )
+        raise UsageError(said, fix="free some, or merge with verify='logits' on a larger machine")
     with ieee_matmul(), torch.no_grad():
         seen = observe_from_disk(adapters, source, config.vocab_size, input_ids)
         dtypes = {span.name: FLOAT_DTYPES[span.dtype] for span in spans if span.dtype in FLOAT_DTYPES}
