@@ -19,10 +19,11 @@ from safetensors.torch import load_file
 import cogumi
 from cogumi.config.schema import load_config
 from cogumi.core.durability import lock_directory
-from cogumi.core.errors import UsageError
+from cogumi.core.errors import RunFailed, UsageError
 from cogumi.core.run_directory import CONSOLE, START, is_running, read_json, this_process, write_json
+from cogumi.runs.handle import Run, await_first_step
 from cogumi.runs.supervisor import Starter, nothing_to_start
-from cogumi.telemetry.status import status_of
+from cogumi.telemetry.status import format_screen, status_of
 
 Config = dict[str, Any]
 pytestmark = pytest.mark.usefixtures("none_left_behind")
@@ -176,6 +177,25 @@ def test_a_number_that_is_somebody_elses_by_now_is_not_signalled(tmp_path: Path)
     until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE)
     assert is_running(record) is False
     child.wait()
+
+
+def test_a_resumed_run_that_ends_before_it_has_a_status_has_failed(tmp_path: Path) -> None:
+    write_json(tmp_path / "status.json", {"state": "stopped", "time": 1.0, "pid": 1, "host": "gone", "began": 0.0})
+    process = {"pid": 2**22 + 1, "host": socket.gethostname(), "began": 1.0}
+    write_json(tmp_path / START, {**process, "time": time.time(), "exit": 1})
+    (tmp_path / CONSOLE).write_text("ValueError: of another kind\n")
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(RunFailed, match=r"exit status 1 .*ends in: ValueError: of another kind"):
+        await_first_step(Run(tmp_path), ours)
+
+
+@pytest.mark.parametrize("name", ["status.json", "flags.json"])
+def test_a_damaged_file_of_a_run_is_named(tmp_path: Path, name: str) -> None:
+    write_json(tmp_path / "status.json", {"state": "finished", "time": 1.0})
+    (tmp_path / name).write_text("{bad")
+    with pytest.raises(UsageError, match=f"{name}: it holds no JSON") as caught:
+        format_screen(status_of(tmp_path))
+    assert "\n" not in str(caught.value)
 
 
 def test_looking_at_a_run_loads_no_torch(tmp_path: Path) -> None:

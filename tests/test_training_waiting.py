@@ -56,6 +56,7 @@ def test_a_pause_saves_waits_goes_on_and_changes_nothing(
         while not (home / "PAUSED").exists() or read_json(home / "status.json")["state"] != "paused":
             time.sleep(0.02)
         seen["reason"] = read_json(home / "status.json")["reason"]
+        seen["how"] = (home / "PAUSED").read_text()
         seen["whole"] = cogumi.last_good_checkpoint(home / "checkpoints")
         seen["paused"] = str(cogumi.attach(home))
         time.sleep(1.5)  # that counts as no time of a step
@@ -66,6 +67,8 @@ def test_a_pause_saves_waits_goes_on_and_changes_nothing(
     threading.Thread(target=user, daemon=True).start()
     paused = cogumi.train(sft)
     assert seen["reason"] == "step 3: asked to wait"
+    assert "`cogumi unpause`" in seen["how"]
+    assert f"`cogumi unpause {home}`" in (home / "run.log").read_text()
     assert seen["whole"] is not None
     assert seen["whole"].name == "checkpoint-3"
     assert "paused" in seen["paused"]

@@ -399,7 +399,7 @@ def validate_sections(values: dict[str, Any], origins: Origins) -> RunConfig:
         known = (k for n in range(len(path), 0, -1) if (k := ".".join(path[:n])) in origins)
         at = next(known, "")
         if path[:2] == ["cogumi", "flags"] and path[-1] in FIXED_LIMITS:
-            fix = f"drop it; these can be set: {', '.join(Thresholds.model_fields)}"
+            fix = f"drop it; these can be set: {', '.join(f'cogumi.flags.{name}' for name in Thresholds.model_fields)}"
             raise UsageError(
                 "this limit is fixed now", key=dotted, place=origins.get(at, origins.label), fix=fix
             ) from None

@@ -105,7 +105,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    """The value in a file of a run. Raises UsageError where it is damaged; cogumi itself writes these files whole."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"it holds no JSON ({error})", place=path, fix="put it back as it was, or remove it") from None
 
 
 def write_section(path: Path, name: str, value: Any) -> None:

@@ -56,7 +56,7 @@ class ForecastRequest:
 def preflight(
     config: Config, card: str | None = None, train: Callable[..., Any] | None = None, **overrides: Any
 ) -> PreflightReport:
-    """`cogumi.preflight`, where torch may be imported (`cogumi.runs.entry`)."""
+    """`cogumi.preflight`, where torch may be imported (`cogumi.runs`)."""
     return forecast_run(config, card, train, overrides, forecast_in_worker)
 
 

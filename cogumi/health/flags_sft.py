@@ -160,7 +160,7 @@ def loss_trend(run: RunHistory) -> Flag | None:
     end = statistics.median(losses[-max(5, len(losses) // 4) :])
     peak = max(smooth(losses))
     evidence = (
-        f"{start:.3f} at step {steps[0]}, at most {peak:.3f}, {end:.3f} by step {steps[-1]} (noise {scatter:.3f})"
+        f"{start:.3f} at first, at most {peak:.3f} (smoothed), {end:.3f} by step {steps[-1]} (noise {scatter:.3f})"
     )
     margin = max(5 * scatter, LOSS_RISE * start)
     threshold = f"not up by more than {margin:.3f}, down by {LOSS_FALL:.0%} in 100 steps"

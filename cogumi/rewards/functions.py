@@ -2,7 +2,7 @@
 
 Every function takes the batch as equally long lists and returns one float in 0..1 per completion: a string, or a list of
 chat messages of which the last one counts. `middle`, `prefix` and `suffix` are the columns of
-`cogumi.data.fim.prompts_for_rl`.
+fill-in-the-middle prompts (`cogumi.data.fim`).
 
 A reply whose thinking never closes has no answer: its reward is 0, and the share of such replies is logged as
 `unfinished`.

@@ -385,8 +385,10 @@ def await_first_step(run: Run, ours: socket.socket) -> None:
             stepped = status.heartbeat.get("step", 0) > 0 and status.heartbeat["time"] > began
             if status.ended or stepped:
                 break
-    status = run.status()
-    if status.state in ("died", "failed"):
+    status, started = run.status(), read_json_or_empty(run.run_dir / START)
+    # Of a resumed run that ended before it had a status, the status is still that of the process before it.
+    failed = started.get("exit") in range(1, 128) and same_process(started, status.process)
+    if status.state in ("died", "failed") or (failed and status.state in BROKEN_OFF):
         raise RunFailed(f"{format_sentence(status)}; {relative_path(status.log)} ends in: {last_line(run.logs(5))}")
 
 

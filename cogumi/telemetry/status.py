@@ -301,7 +301,11 @@ def format_facts(status: Status) -> list[str]:
         format_metrics(status),
         format_machine(status.heartbeat),
         str(status.heartbeat.get("stalled") or ""),
-        *(f"{each['level']}: {each['name']}: {flag_sentence(each)}" for each in flags(status)),
+        *(
+            f"{each['level']}: {each['name']}: {flag_sentence(each)}"
+            for each in flags(status)
+            if each["level"] != "green"
+        ),
         describe_resume(status) if status.state in BROKEN_OFF else "",
         f"newest checkpoint: {status.checkpoint}" if status.checkpoint and status.state not in BROKEN_OFF else "",
         *(f"FAIL  {format_failed_check(each)}" for each in failed_checks(checks(status))),

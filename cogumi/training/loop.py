@@ -158,17 +158,17 @@ class ControlCallback(TrainerCallback):
             protection.saver.settle()  # the checkpoint of this step is there when the file is
         text = f"step {step}: {reason}\n"
         path.write_text(
-            f"{text}`cogumi resume`, or removing this file, has it go on; end the process and it can go on later.\n"
+            f"{text}`cogumi unpause`, or removing this file, ends the pause. A process that is ended now can be resumed later.\n"
         )
         set_status(self.directory, "paused", reason=text.strip())
-        log.warning("training waits after step %d; `cogumi resume %s` has it go on", step, self.directory)
+        log.warning("training is paused after step %d; `cogumi unpause %s` ends the pause", step, self.directory)
         with self.excused(), self.paused():
             while path.exists() and not self.asked_to_end():
                 time.sleep(PAUSE_SECONDS)
         if path.exists():
             path.unlink()
         else:
-            log.warning("training goes on")
+            log.warning("the pause is over; training continues")
         set_status(self.directory, "running", stage="train")
 
 

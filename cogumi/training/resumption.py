@@ -62,7 +62,7 @@ def refuse_unless_unfinished(run: RunConfig) -> None:
     """Raise UsageError where the run directory holds anything but this run, unfinished."""
     if run.cogumi.resume == "never" or not is_unfinished(run.run_dir):
         refuse_occupied(run.run_dir)
-    if (run.run_dir / "data.json").exists():
+    if any((run.run_dir / name).exists() for name in ("data.json", "base.json", "choices.json")):
         raise UsageError(
             "an older cogumi began this run, and its decisions are in files that this one does not read",
             place=run.run_dir,
