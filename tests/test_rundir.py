@@ -22,6 +22,19 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == ["status.json"]
 
 
+def test_a_list_of_numbers_is_one_line_and_texts_are_as_they_were(tmp_path: Path) -> None:
+    value = {
+        "lengths": [[22, 32, 0], [1, -2, 3.5e-7]],
+        "texts": ["[\n  1,\n  2\n]", "1"],
+        "none": [],
+        "mixed": [1, "a"],
+    }
+    write_json(tmp_path / "a.json", value)
+    text = (tmp_path / "a.json").read_text()
+    assert json.loads(text) == value
+    assert "    [22, 32, 0],\n    [1, -2, 3.5e-07]\n" in text
+
+
 def test_nan_is_kept_visible_and_the_json_stays_valid(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"loss": float("nan"), "more": [float("-inf"), 1.5]})
     assert json.loads((tmp_path / "a.json").read_text()) == {"loss": "nan", "more": ["-inf", 1.5]}

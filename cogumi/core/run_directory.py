@@ -22,6 +22,7 @@ import errno
 import json
 import math
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -40,6 +41,7 @@ ROLLOUTS = "rollouts.jsonl"
 CHECKPOINT, PAUSE, PAUSED = "CHECKPOINT", "PAUSE", "PAUSED"
 # The start of a process is told in the clock of today, which may have been set since; no number comes round as soon.
 CLOCK_SECONDS = 5.0
+NUMBERS = re.compile(r"\[\n\s*((?:-?[\d.eE+-]+,\s*)*-?[\d.eE+-]+)\n\s*\]")  # as json.dumps writes them with an indent
 
 
 def create_run_dir(path: Path) -> Path:
@@ -101,7 +103,10 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_atomic(path, json.dumps(jsonable_numbers(value), indent=2, ensure_ascii=False) + "\n")
+    """Write a value to be read by people as well: a list of numbers is one line."""
+    text = json.dumps(jsonable_numbers(value), indent=2, ensure_ascii=False)
+    text = NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
+    write_atomic(path, text + "\n")
 
 
 def read_json(path: Path) -> Any:
