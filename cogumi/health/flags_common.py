@@ -22,7 +22,8 @@ SKIPPED = (
     0.1  # share of optimizer steps that fp16's loss scaling skips: it halves its scale, so some at the start are usual
 )
 UNTRAINED = 0.05  # share of log(vocabulary) within which a first loss is of weights that were never trained
-SPIKE = 100.0  # times the median norm: a single step that is of another kind
+SPIKE = 100.0  # times the median norm before it: a single step of a policy that is of another kind
+ENOUGH_NORMS = 8  # before a median means something
 LEARNED = 0.5  # share of its start that a loss fell by, from which small gradients are of examples that are learned
 LOST = 2.0**-9  # half the spacing of bfloat16 numbers beside a number: a smaller change is rounded away
 LORA_INIT = 3.0**-0.5  # standard deviation of PEFT's lora_A times the root of its columns (kaiming_uniform, a = sqrt 5)
@@ -179,10 +180,11 @@ def gradient_norm(run: RunHistory) -> Flag | None:
         level = "red" if median < low / 100 else "yellow"
         cause = "little is left to learn from these examples"
         return Flag(name, level, evidence, threshold, cause, "train.learning_rate, higher")
-    largest = max(norms)
-    if largest > SPIKE * median:
-        evidence = f"{largest:.3g} at step {steps[norms.index(largest)]}, {largest / median:.0f} times the {evidence}"
-        cause = "one batch differs from the others by orders of magnitude"
+    at = norms.index(max(norms))
+    before = statistics.median(norms[:at][-20:]) if at >= ENOUGH_NORMS else 0.0
+    if rl and norms[at] > SPIKE * before > 0:
+        evidence = f"{norms[at]:.3g} at step {steps[at]}, {norms[at] / before:.0f} times the median before it"
+        cause = "one rollout differs from the others by orders of magnitude"
         return Flag(name, "yellow", evidence, f"single steps below {SPIKE:g} times the median", cause, "data.source")
     return Flag(name, "green", evidence, threshold)
 
