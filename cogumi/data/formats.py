@@ -117,7 +117,7 @@ def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:
         raise UsageError(
             f"{format} needs the columns {wanted}",
             key="data.format",
-            fix=(f"the data has {', '.join(names) or 'none'} (data.columns says which column is which)"),
+            fix=f"the data has {', '.join(names) or 'none'} (data.columns says which column is which)",
         )
     optional = {"instruction": ("input", "system"), "chosen": ("prompt",), "prompt": ("completion",)}.get(shape[0], ())
     others = [each for each in options.columns if each not in FIELDS[format]]

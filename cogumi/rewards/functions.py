@@ -1,8 +1,8 @@
 """The reward functions that come with the package.
 
 Every function takes the batch as equally long lists and returns one float in 0..1 per completion: a string, or a list of
-chat messages of which the last one counts. `middle`, `prefix` and `suffix` are the columns of
-`cogumi.data.fim.prompts_for_rl`.
+chat messages of which the last one counts. `middle`, `prefix` and `suffix` are columns that
+`cogumi.data.fim.fim_prompts_chunk` makes.
 
 A reply whose thinking never closes has no answer: its reward is 0, and the share of such replies is logged as
 `unfinished`.
