@@ -315,9 +315,7 @@ def compare_logits(
 def difference(one: torch.Tensor, other: torch.Tensor) -> LogitDifference:
     """Between logits [batch, sequence, vocabulary], in float64; over the first entries where one vocabulary is longer."""
     vocabulary = min(one.shape[-1], other.shape[-1])
-    positions = one.shape[:-1].numel()
-    squares = divergence = 0.0
-    largest = []
+    squares, largest, divergence, positions = 0.0, [], 0.0, one.shape[:-1].numel()
     pairs = zip(one.flatten(0, -2).split(POSITIONS_AT_ONCE), other.flatten(0, -2).split(POSITIONS_AT_ONCE), strict=True)
     for ours, theirs in pairs:
         p, q = ours[:, :vocabulary].double(), theirs[:, :vocabulary].double()
