@@ -398,3 +398,20 @@ d = os.open({str(trash)!r}, os.O_RDONLY); fcntl.flock(d, fcntl.LOCK_EX); print(f
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     os.close(descriptor)
     assert list_leftovers(tmp_path / "checkpoint-5") == []
+
+
+def test_a_process_that_ends_while_its_files_are_listed_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / ".cogumi-ballast", 10)
+    monkeypatch.setattr(usage, "SETTLED_SECONDS", -1.0)
+    for name in ("scandir", "listdir"):
+        real = getattr(os, name)
+
+        def listed(path: str | Path = ".", real: Callable[..., object] = real) -> object:
+            if Path(path).name == "fd":
+                raise ProcessLookupError(errno.ESRCH, "No such process")
+            return real(path)
+
+        monkeypatch.setattr(os, name, listed)
+    assert [row.in_use for row in list_leftovers(tmp_path)] == [""]

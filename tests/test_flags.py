@@ -577,7 +577,8 @@ def test_thresholds_are_overridden_by_name_and_a_wrong_name_is_told() -> None:
     with pytest.raises(UsageError, match=r"cogumi\.flags\.grad_norm_hi.*did you mean cogumi\.flags\.grad_norm_high"):
         load_config(values, cogumi__flags__grad_norm_hi=20)
     with pytest.raises(
-        UsageError, match=r"cogumi\.flags\.loss_rise: this limit is fixed now; drop it; these can be set: cogumi.flags.gr"
+        UsageError,
+        match=r"cogumi\.flags\.loss_rise: this limit is fixed now; drop it; these can be set: cogumi.flags.gr",
     ):
         load_config(values, cogumi__flags__loss_rise=0.2)
     high = run_of(falling(40), grad_norm=150.0)

@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,12 @@ def test_the_file_appears_under_its_name_when_it_is_whole(merged: Path, recorder
     assert f'[["{merged}", "--outfile", "{merged.parent}/merged-bf16.partial-' in text
     assert text.endswith('"--outtype", "bf16"], []]')  # and no .gguf lay there while it ran
     assert list(merged.parent.glob("*.gguf")) == [out]
+
+
+def test_the_converters_file_is_closed(merged: Path, recorder: Path, recwarn: pytest.WarningsRecorder) -> None:
+    warnings.simplefilter("always")
+    assert export_gguf(merged) is not None
+    assert not [each for each in recwarn if each.category is ResourceWarning]
 
 
 def test_paths_with_spaces_and_relative_ones(tmp_path: Path, recorder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

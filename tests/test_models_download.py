@@ -3,9 +3,11 @@
 The server is tests/hub_server.py; whoever fetches is a process of its own, as HF_ENDPOINT is read at import.
 """
 
+import errno
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -18,6 +20,7 @@ import pytest
 from filelock import FileLock
 from hub_server import HubServer, hub_server
 
+from cogumi.core.errors import UsageError
 from cogumi.hub import downloads as download
 
 FETCH = """
@@ -174,6 +177,27 @@ def test_a_part_that_another_process_writes_is_left_alone(tmp_path: Path, monkey
     with FileLock(locks / "alive.lock"):
         download.remove_leftovers(plan)
     assert [part.exists() for part in parts.values()] == [False, True]
+
+
+def test_a_whole_model_needs_no_writing_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache may be shared and read-only."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    plan = download.Download("someone/model", "0" * 40, {"config.json": 2})
+    plan.snapshot.mkdir(parents=True)
+    (plan.snapshot / "config.json").write_text("{}")
+    plan.refuse_no_room()
+    assert not (tmp_path / ".locks").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS])
+def test_a_cache_that_takes_no_file_is_not_a_hub_that_does_not_answer(number: int) -> None:
+    with (
+        pytest.raises(UsageError, match=re.escape(os.strerror(number))) as refused,
+        download.hub_errors_refused("someone/model", None, "model"),
+    ):
+        raise OSError(number, os.strerror(number), "/cache/blobs/x")
+    assert "does not answer" not in str(refused.value)
+    assert refused.value.fix == download.MORE_ROOM
 
 
 def test_connections_that_break_are_taken_up_with_the_reason(hub: HubServer, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ QUANTIZATION_TYPES = {
     ],
 }
 KEYS_OF_OTHER_BITS = {"load_in_4bit": ("llm_int8_threshold", "llm_int8_has"), "load_in_8bit": ("bnb_4bit",)}
-# The library and the class of each section, and how its keys are found: imported, or read from its source.
+# The library of each class that a section is bound to.
 OWNERS = {
     "SFTConfig": "trl",
     "DPOConfig": "trl",
@@ -97,12 +97,12 @@ def config_class(name: str) -> Any:
 
 def hints_imported(name: str, asked: Iterable[str] = ()) -> Hints:
     """Type by key of a library's config class, as the class itself says."""
-    signature = config_class(name)
+    owner = config_class(name)
     if name in WITHOUT_ANNOTATIONS:
-        parameters = inspect.signature(signature).parameters.values()
+        parameters = inspect.signature(owner).parameters.values()
         return hints_of_defaults({each.name: each.default for each in parameters if each.kind is not each.VAR_KEYWORD})
-    hints = get_type_hints(signature)
-    return {field.name: hints[field.name] for field in dataclasses.fields(signature) if field.init}
+    hints = get_type_hints(owner)
+    return {field.name: hints[field.name] for field in dataclasses.fields(owner) if field.init}
 
 
 def hints_in_source(name: str, asked: Iterable[str] = ()) -> Hints | None:

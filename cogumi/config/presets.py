@@ -1,8 +1,8 @@
 """Presets by name, each with where its numbers are from: policy losses (`train.loss_type`) and LoRA (`cogumi.lora_preset`).
 
-A loss is a set of TRL's own GRPOConfig values; any other key beside it wins. Values equal to TRL's defaults are spelled out too,
-because unsloth's generated config has other defaults (a KL term for what it does not know, learning rate 5e-5, 8-bit
-AdamW).
+A loss is a set of TRL's own GRPOConfig values; any other key beside it wins. Values equal to TRL's defaults are spelled
+out too, because unsloth's generated config has other defaults (a KL term for what it does not know, learning rate 5e-5,
+8-bit AdamW).
 """
 
 from dataclasses import dataclass, field

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Literal
 
 from cogumi.core.durability import NO_SPACE
-from cogumi.core.formatting import format_bytes
+from cogumi.core.formatting import format_bytes as format_bytes
 
 log = logging.getLogger(__name__)
-format_bytes = format_bytes  # its old name
 
 # Kinds of filesystem whose numbers may be a server's or a whole cluster's, and not what this user may write.
 # fmt: off

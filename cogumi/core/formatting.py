@@ -32,7 +32,7 @@ def python_command() -> str:
 
 
 def pip_command(words: str) -> str:
-    """A command of pip for this environment, whatever `pip_command` and `python` are in the shell that it is typed into."""
+    """A command of pip for this environment, whatever `pip` and `python` are in the shell that it is typed into."""
     return f"{python_command()} -m pip {words}"
 
 

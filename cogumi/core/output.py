@@ -23,6 +23,7 @@ from cogumi.core.redact import VisibleFormatter
 
 log = logging.getLogger(__name__)
 
+# What Ctrl-C leaves, by command.
 AFTER_INTERRUPT = {
     "train": "; the same command continues the run",
     "merge": "; nothing is left of the merge",
@@ -30,7 +31,8 @@ AFTER_INTERRUPT = {
 BROKEN = (errno.EPIPE, errno.EIO)  # a pipe that nothing reads, a terminal that is closed
 STOP_CODES = (129, 130, 143)  # 128 + SIGHUP, SIGINT (what Typer exits with after Ctrl-C), SIGTERM
 
-DRAWN_SECONDS, QUIET_SECONDS = 0.25, 1.0
+DRAWN_SECONDS = 0.25  # between two pictures of the status line
+QUIET_SECONDS = 1.0  # without other output before it is shown
 
 
 def print_text(text: object = "", end: str = "\n", to_error: bool = False) -> None:

@@ -19,7 +19,8 @@ from cogumi.core.errors import UsageError
 
 LOOK = 0.1  # seconds between two looks at the clock
 PIPES = 5.0  # seconds that the pipes of a killed process may take to close
-LOOKS, BETWEEN = 200, 0.02  # at what is left, seconds; one that waits for a dead disk cannot be killed, and is given up
+# Looks at what is left of a killed command, and seconds between two: one that waits for a dead disk cannot be killed.
+LOOKS, BETWEEN = 200, 0.02
 TOKEN = "COGUMI_APART"  # the variable by which what a command started is known, also outside its process group
 
 
@@ -45,7 +46,8 @@ def run_command(
 
     What it started and left running is killed too, however it ended. Raises OSError where it cannot be started.
     """
-    token, until, said = secrets.token_hex(16), time.monotonic() + timeout, None
+    token, until = secrets.token_hex(16), time.monotonic() + timeout
+    said: tuple[str, str] | None = None
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

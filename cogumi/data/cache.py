@@ -21,10 +21,9 @@ import numpy as np
 import platformdirs
 import polars as pl
 
-from cogumi.core.disk_space import format_bytes
 from cogumi.core.durability import NO_SPACE, sync_path, write_synced
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import format_duration
+from cogumi.core.formatting import format_bytes, format_duration
 from cogumi.data.cache_files import (
     RECORD,
     ExamplesWriter,
@@ -227,9 +226,8 @@ def _load_part(directory: Path, part: str, record: dict[str, Any] | None) -> Dat
 def _write(sources: Sequence[Source], selection: Selection, out: Path, key: str) -> None:
     try:
         counts, states = _select(sources, selection, out)
-        record = {"key": key, "sources": _source_lines(sources, counts)} | _tokenize(
-            sources, selection, counts, states, out
-        )
+        record: dict[str, Any] = {"key": key, "sources": _source_lines(sources, counts)}
+        record |= _tokenize(sources, selection, counts, states, out)
         for used in ("hashes", "states"):
             (out / used).unlink()
     except OSError as error:

@@ -18,9 +18,10 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cogumi.core.disk_space import format_bytes, space_of
+from cogumi.core.disk_space import space_of
 from cogumi.core.durability import lock_directory, sync_path, write_error
 from cogumi.core.errors import UsageError
+from cogumi.core.formatting import format_bytes
 from cogumi.data.rows import Chunk, Dropped, Tokenize
 
 log = logging.getLogger("cogumi")

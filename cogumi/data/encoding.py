@@ -161,7 +161,7 @@ def special_texts(tokenizer: Any) -> list[str]:
     return list(dict.fromkeys([*tokenizer.all_special_tokens, *(token.content for token in added if token.special)]))
 
 
-# ---------------------------------------------------------------------------------------------------- masks
+# --------------------------------------------------------------------------------------------------------------- masks
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ What is decided here:
   code.
 - Row i draws from its own block of a counter-based generator keyed by the seed, so its cut depends on (seed, i, text)
   alone: not on other rows, dropped rows or how the rows are chunked.
-- No FIM tokens in the vocabulary: a plain-text instruction (`fim_tokens.INSTRUCTION`) asks for the missing part, prefix first.
+- No FIM tokens in the vocabulary: a plain-text instruction (`fim_tokens.INSTRUCTION`) asks for the missing part, prefix
+  first.
 - The budget `max_length` counts the whole example: beginning of sequence, control tokens, text and end token.
 - Tokenizers of the SentencePiece kind put a "▁" before a text's first word. Pieces are tokenized as they stand after
   a control token, which is how the same tokenizer reads the prompt at inference, so training and inference agree.

@@ -114,14 +114,9 @@ def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:
     shape = next((each for each in shapes if all(needed in found for needed in each)), None)
     if shape is None:
         wanted = options.column if format == "fim" else " or ".join(" and ".join(each) for each in shapes)
-        raise UsageError(
-            f"{format} needs the columns {wanted}",
-            key="data.format",
-            fix=(
-                f"the data has {', '.join(names) or 'none'}: "
-                + ("set data.column to one of them" if format == "fim" else "data.columns says which column is which")
-            ),
-        )
+        how = "set data.column to one of them" if format == "fim" else "data.columns says which column is which"
+        fix = f"the data has {', '.join(names) or 'none'}: {how}"
+        raise UsageError(f"{format} needs the columns {wanted}", key="data.format", fix=fix)
     optional = {"instruction": ("input", "system"), "chosen": ("prompt",), "prompt": ("completion",)}.get(shape[0], ())
     others = [each for each in options.columns if each not in FIELDS[format]]
     wanted_fields = [*shape, *optional, *(("tools",) if format != "fim" else ()), *others]

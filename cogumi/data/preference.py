@@ -119,10 +119,12 @@ def tokenize_pairs(
     length = np.minimum(shared_prefixes(*prompts, *chosen), shared_prefixes(*prompts, *rejected))
     starts = [np.cumsum(lengths) - lengths for _, lengths in (prompts, chosen, rejected)]
     for at, n in enumerate(length):
-        (p, a), (c, b), (r, d) = (
-            (ids, start[at]) for (ids, _), start in zip((prompts, chosen, rejected), starts, strict=True)
+        p, c, r = (start[at] for start in starts)
+        yield (
+            prompts[0][p : p + n],
+            chosen[0][c + n : c + chosen[1][at]],
+            rejected[0][r + n : r + rejected[1][at]],
         )
-        yield p[a : a + n], c[b + n : b + chosen[1][at]], r[d + n : d + rejected[1][at]]
 
 
 def fit_budget(

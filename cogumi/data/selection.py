@@ -1,11 +1,11 @@
 """Which rows are held out, trained on, or left alone: by what they hold, not by where they stand.
 
-Every row has a hash of its used columns, keyed with the seed. The rows with the smallest hashes are held out, those with the
-next smallest are trained on where not all are wanted. So the choice does not depend on the order of the rows or on how they
-are spread over files, a row added to the source moves few others, and rows that are equal are never on both sides.
+Every row has a hash of its used columns, keyed with the seed. The rows with the smallest hashes are held out, those with
+the next smallest are trained on where not all are wanted. So the choice does not depend on the order of the rows or on how
+they are spread over files, a row added to the source moves few others, and rows that are equal are never on both sides.
 
-The hashes lie in a file (8 bytes a row), the choice in another (1 byte a row). They are sorted bucket by bucket, so that memory
-grows with the rows that are equal to each other at most.
+The hashes lie in a file (8 bytes a row), the choice in another (1 byte a row). They are sorted bucket by bucket, so that
+memory grows with the rows that are equal to each other at most.
 """
 
 import hashlib
@@ -180,12 +180,13 @@ def mark_held_out(hashes: Hashes, states: States, count: int, taken: Hashes) -> 
 
 def iter_ascending(hashes: Hashes) -> Iterator[npt.NDArray[np.int64]]:
     """The numbers of all rows in the order of their hashes, equal ones in theirs, about BLOCK of them at a time."""
-    shift = np.uint64(64 - max(0, (len(hashes) - 1) // BLOCK).bit_length())
-    for bucket in range(1 << (64 - int(shift))):
-        found = [
-            block.start + np.flatnonzero(hashes[block] >> shift == bucket if shift < 64 else hashes[block] >= 0)
-            for block in _blocks(len(hashes))
-        ]
+    bits = max(0, (len(hashes) - 1) // BLOCK).bit_length()  # the first of a hash, which say its bucket
+    if not bits:
+        yield np.argsort(hashes, kind="stable")
+        return
+    shift = np.uint64(64 - bits)
+    for bucket in range(1 << bits):
+        found = [block.start + np.flatnonzero(hashes[block] >> shift == bucket) for block in _blocks(len(hashes))]
         rows = np.concatenate(found)
         yield rows[np.argsort(hashes[rows], kind="stable")]
 

@@ -36,10 +36,10 @@ FORMAT_VERSION, TASKS_VERSION = 1, 3
 MIN_LINES, MAX_LINES = 3, 40
 LONGEST_TASK = 400  # characters of a function: a small model's context holds task and answer
 LICENCE = "PSF-2.0"
-SKIPPED_FOLDERS = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "turtledemo", "lib2to3", "ensurepip"}
-    | {"__pycache__", "__phello__", "pydoc_data"}
-)
+SKIPPED_FOLDERS = frozenset([
+    "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "turtledemo", "lib2to3", "ensurepip",
+    "__pycache__", "__phello__", "pydoc_data",
+])  # fmt: skip
 SCHEMA = {"path": pl.String, "name": pl.String, "source": pl.String, "licence": pl.String}
 
 

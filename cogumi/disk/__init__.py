@@ -17,8 +17,8 @@ from pathlib import Path
 import platformdirs
 
 from cogumi.core.disk_space import datasets_cache, filesystem_of, hf_home, hub_cache, path_from_environment
-from cogumi.core.disk_space import format_bytes as format_bytes
 from cogumi.core.durability import lock_directory
+from cogumi.core.formatting import format_bytes as format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -195,10 +195,12 @@ def disk_bytes(path: Path) -> int:
 
 def describe_use(path: Path) -> str:
     """Why something may be in use: a process has it open or locked, or it changed just now. "" where none of it is so."""
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # ended, closed, or another user's
-            if Path(os.readlink(link)).is_relative_to(path.resolve()):
-                return f"process {link.parts[2]} has it open"
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it ended, or is another user's
+            for link in (process / "fd").iterdir():
+                with suppress(FileNotFoundError, PermissionError):  # closed
+                    if Path(os.readlink(link)).is_relative_to(path.resolve()):
+                        return f"process {process.name} has it open"
     if is_locked(path.parent) or (path.is_dir() and is_locked(path)):
         return "a training or a merge has it locked"
     age = time.time() - last_change(path)

@@ -12,8 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from cogumi.core.disk_space import Space, filesystem_of, format_bytes, space_of
+from cogumi.core.disk_space import Space, filesystem_of, space_of
 from cogumi.core.errors import UsageError
+from cogumi.core.formatting import format_bytes
 from cogumi.core.run_directory import append_jsonl
 
 log = logging.getLogger(__name__)

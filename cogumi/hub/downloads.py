@@ -1,10 +1,11 @@
 """Models and data sets of the Hugging Face hub: which commit, which files, is there room; then their download.
 
-huggingface_hub downloads into its cache. It begins a file anew that a kill broke off (its pull request 4228), so that two at
-a time bound what is lost.
+huggingface_hub downloads into its cache. It begins a file anew that a kill broke off (its pull request 4228), so that two
+at a time bound what is lost.
 """
 
 import difflib
+import errno
 import glob
 import hashlib
 import json
@@ -31,9 +32,10 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import tqdm
 
-from cogumi.core.disk_space import Need, format_bytes, group_needs, hub_cache
+from cogumi.core.disk_space import Need, group_needs, hub_cache
 from cogumi.core.durability import NO_SPACE
 from cogumi.core.errors import UsageError
+from cogumi.core.formatting import format_bytes
 from cogumi.core.run_directory import write_json
 
 log = logging.getLogger("cogumi")
@@ -46,6 +48,7 @@ KEYS = {"model": "model.name", "dataset": "data.source"}
 NAMES = {"model": "model", "dataset": "data set"}
 MORE_ROOM = "make room, or set HF_HOME to a directory on another disk"
 BUSY = (None, 408, 429, 500, 502, 503, 504)  # None: a connection that broke
+UNWRITABLE = (*NO_SPACE, errno.EACCES, errno.EPERM, errno.EROFS)  # what the disk of the cache says
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,8 @@ class Download:
 
     def refuse_no_room(self) -> None:
         """Raise UsageError where the filesystem of the cache does not have room for what is missing."""
+        if not self.missing:  # the cache may be another user's, and not to be written to
+            return
         remove_leftovers(self)
         missing = self.total - self.here
         (disk,) = group_needs([Need(self.kind, hub_cache(), missing, missing, 2 * len(self.missing))], ask=True)
@@ -120,13 +125,13 @@ def fetch(download: Download, told: Callable[[int, int], None] = lambda here, to
             )
             break
         except (OSError, httpx.TransportError) as error:
-            full = getattr(error, "errno", None) in NO_SPACE
-            if status_of(error) not in BUSY and not full:
+            unwritable = getattr(error, "errno", None) in UNWRITABLE
+            if status_of(error) not in BUSY and not unwritable:
                 raise describe_hub_error(download.name, download.commit, error, download.kind) from None
             said = f"the download of {download.name} broke off ({type(error).__name__}: {one_line(error)})"
-            if full or attempt == TRIES:
+            if unwritable or attempt == TRIES:
                 so_far = f"{format_bytes(download.here)} of {format_bytes(download.total)} are here and stay"
-                fix = MORE_ROOM if full else "start again with the same words"
+                fix = MORE_ROOM if unwritable else "start again with the same words"
                 raise UsageError(f"{said}; {so_far}", key=KEYS[download.kind], fix=fix) from None
             log.warning("%s; try %d of %d in %d s", said, attempt + 1, TRIES, 2 ** (attempt - 1))
             time.sleep(2 ** (attempt - 1))
@@ -359,11 +364,12 @@ def describe_hub_error(name: str, revision: str | None, error: Exception, kind: 
         text, fix = f"{endpoint} refuses HF_TOKEN", f"make another at {endpoint}/settings/tokens, or unset it"
     elif status is not None:
         text, fix = f"{endpoint} answers {status} about {name}", "try again later"
+    elif isinstance(error, OSError) and error.errno in UNWRITABLE:
+        text, fix = f"{name}: {one_line(error)}", MORE_ROOM
     elif isinstance(error, ValueError | RuntimeError) or type(error).__module__.startswith("datasets"):
-        text, fix = (
-            f"{name}: {one_line(error)}",
-            "data.subset names one of several" * (kind == "dataset" and isinstance(error, ValueError)),
-        )
+        text = f"{name}: {one_line(error)}"
+        if kind == "dataset" and isinstance(error, ValueError):
+            fix = "data.subset names one of several"
     else:
         here = f"there is no such file or directory (looked from {Path.cwd()})"
         text = f"no {NAMES[kind]} at {name!r}: {here}, {hub_cache()} does not have it, and {endpoint} does not answer"

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cogumi.core.disk_space import format_bytes
 from cogumi.core.errors import MergeError, UsageError
+from cogumi.core.formatting import format_bytes
 from cogumi.core.notices import show_seconds
 from cogumi.merge.adapter_files import resolve_adapter
 from cogumi.merge.bases import resolve_base

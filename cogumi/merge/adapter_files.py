@@ -128,11 +128,9 @@ def read_trained(path: Path, factors_alone: bool) -> tuple[Span, ...]:
                 if not bool(tensor.any()):
                     zero.add(factor[1])
     if pairs == zero and (factors_alone or len(spans) == 2 * len(pairs)):
-        what = (
-            "every lora_A or lora_B is zero, as right after initialisation"
-            if pairs
-            else "it holds no lora_A and lora_B"
-        )
+        what = "it holds no lora_A and lora_B"
+        if pairs:
+            what = "every lora_A or lora_B is zero, as right after initialisation"
         raise UsageError(f"adapter {path} changes nothing: {what}", fix="was this adapter saved before training?")
     return spans
 
@@ -255,5 +253,6 @@ def read_base_record(adapter: Path) -> BaseRecord | None:
         return TypeAdapter(BaseRecord).validate_json(path.read_bytes(), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        entry, fix = ".".join(map(str, first["loc"])), "delete it and pass base=<the model this adapter was trained on>"
+        entry = ".".join(map(str, first["loc"]))
+        fix = "delete it and pass base=<the model this adapter was trained on>"
         raise UsageError(f"no record of a base: {first['msg']}", place=path, key=entry, fix=fix) from error

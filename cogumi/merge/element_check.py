@@ -119,8 +119,8 @@ def check_rows(run: RowRange, update: Update, source: BinaryIO, written: BinaryI
 
 
 class SuspectElements(NamedTuple):
-    """Suspect elements: their positions in the stored tensor, int64 [n], W + delta and (for DoRA alone) W in
-    float64, and what is in the file."""
+    """where: their positions in the stored tensor, int64 [n]. expected: W + delta in float64, and weight: W (for DoRA
+    alone). out: what is in the file."""
 
     where: torch.Tensor
     expected: torch.Tensor

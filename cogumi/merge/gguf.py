@@ -51,6 +51,14 @@ def install_hint(merged: Path, out: Path) -> str:
     )
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether there is a file that begins as every GGUF file does."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
 def export_gguf(merged: Path) -> Path | None:
     """Convert a merged directory into one GGUF file beside it and return its path; None without a converter.
 
@@ -67,7 +75,7 @@ def export_gguf(merged: Path) -> Path | None:
     command = [*converter, *gguf_arguments(merged, partial)]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-        if done.returncode != 0 or not partial.is_file() or partial.open("rb").read(4) != b"GGUF":
+        if done.returncode != 0 or not is_gguf(partial):
             last = next((line.strip() for line in reversed(done.stdout.splitlines()) if line.strip()), "no output")
             raise UsageError(
                 f"the converter made no GGUF (exit status {done.returncode}: {last}); {merged} itself is whole",

@@ -16,9 +16,9 @@ import yaml
 from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 
-from cogumi.core.disk_space import format_bytes
 from cogumi.core.durability import drop_from_memory, sha256_file, write_synced
 from cogumi.core.errors import MergeError, UsageError
+from cogumi.core.formatting import format_bytes
 from cogumi.core.notices import show_seconds
 from cogumi.core.safetensors_file import Span
 from cogumi.merge.adapter_files import ADAPTER_WEIGHTS, resolve_adapter
@@ -143,14 +143,14 @@ def q_over_delta(plan: MergePlan, stats: dict[str, DeltaStats]) -> dict[str, flo
     base = plan.base
     packed = quantized_tensors(base.trained_on.shards, base.trained_on.config) if base.trained_on else {}
     names = quantized_on_load(base) if base.trained_in == "nf4" else packed.keys()
-    return {
-        tensor.target.name: rms_error(tensor.source, packed.get(tensor.target.name))
-        / stats[tensor.target.name].delta_rms
-        for tensor in plan.tensors
-        # What was left unquantized (embeddings, heads, fused experts) has no error.
-        if tensor.target.name in names and tensor.updated and not tensor.replaced and isinstance(tensor.source, Span)
-        if stats[tensor.target.name].delta_rms
-    }
+    ratios: dict[str, float] = {}
+    for tensor in plan.tensors:
+        name = tensor.target.name
+        if name not in names or not tensor.updated or tensor.replaced or not isinstance(tensor.source, Span):
+            continue  # what was left unquantized (embeddings, heads, fused experts) has no error
+        if stats[name].delta_rms:
+            ratios[name] = rms_error(tensor.source, packed.get(name)) / stats[name].delta_rms
+    return ratios
 
 
 def quantized_on_load(base: Base) -> set[str]:
@@ -302,7 +302,8 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
         inputs = {Path(each["path"]) / name: digest for each in entries for name, digest in each["sha256"].items()}
         shards = {name: shard["sha256"] for name, shard in manifest["shards"].items()}
         outputs = {directory / name: digest for name, digest in (manifest["files"] | shards).items()}
-        weights, dtype, base_mode = [each["weight"] for each in entries[1:]], manifest["dtype"], manifest["base_mode"]
+        weights = [each["weight"] for each in entries[1:]]
+        dtype, base_mode = manifest["dtype"], manifest["base_mode"]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise MergeError(f"{path} is damaged ({type(error).__name__}: {error})") from error
     total = 0

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cogumi.core.disk_space import format_bytes, space_of
+from cogumi.core.disk_space import space_of
 from cogumi.core.durability import NO_SPACE, lock_directory, sync_path
 from cogumi.core.errors import DiskFull, UsageError
+from cogumi.core.formatting import format_bytes
 from cogumi.merge.plan import MergePlan
 
 log = logging.getLogger(__name__)

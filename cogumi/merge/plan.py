@@ -215,13 +215,13 @@ def same_change(one: Change | None, other: Change | None) -> bool:
         return one == other
     if (one.whole is None) != (other.whole is None) or len(one.terms) != len(other.terms):
         return False
-    if (
-        one.whole
-        and other.whole
-        and not (one.whole.shape == other.whole.shape and leading_rows_equal(one.whole, other.whole))
-    ):
+    if one.whole and other.whole and not same_tensor(one.whole, other.whole):
         return False
     return all(same_term(left, right) for left, right in zip(one.terms, other.terms, strict=True))
+
+
+def same_tensor(one: Span, other: Span) -> bool:
+    return one.shape == other.shape and leading_rows_equal(one, other)
 
 
 def same_term(one: LowRank, other: LowRank) -> bool:

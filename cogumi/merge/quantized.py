@@ -179,8 +179,9 @@ def read_4bit(spans: dict[str, Span], state_name: str) -> Bnb4bit:
     try:
         text = bytes(read_stored(state_span, torch.uint8, 0, state_span.end - state_span.start).tolist())
         state = json.loads(text)
-        shape, dtype, blocksize = tuple(state["shape"]), getattr(torch, state["dtype"]), state["blocksize"]
-        nested_dtype, nested_blocksize = state.get("nested_dtype", "float32"), state.get("nested_blocksize", 1)
+        shape, dtype = tuple(state["shape"]), getattr(torch, state["dtype"])
+        blocksize, nested_blocksize = state["blocksize"], state.get("nested_blocksize", 1)
+        nested_dtype = state.get("nested_dtype", "float32")
         nested_offset = float(state.get("nested_offset", 0.0))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"{state_name} is not a bitsandbytes quant state ({error})"

@@ -59,7 +59,6 @@ def undo() -> PatchStatus:
     if _replaced is _NOT_REPLACED:
         return status()
     upstream: Any = importlib.import_module("trl.trainer.utils")
-
     present = upstream._ChunkedLogProbFunction
     if present is not FusedLogProbFunction:
         raise RuntimeError(f"{NAME}: TRL's head kernel was since replaced by {_name(present)}; undo that first")
@@ -75,7 +74,6 @@ def status() -> PatchStatus:
         return PatchStatus(NAME, False, "unsloth has put a head of its own in this place")
     if _replaced is _NOT_REPLACED:
         return PatchStatus(NAME, False, "not applied: TRL's losses need a GPU that runs Triton")
-
     present = upstream._ChunkedLogProbFunction
     if present is not FusedLogProbFunction:
         return PatchStatus(NAME, False, f"applied, and since replaced by {_name(present)}")

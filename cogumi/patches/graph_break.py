@@ -151,7 +151,7 @@ def verdict() -> ProbeVerdict | None:
     return None if _verdict is None else replace(_verdict, patched=tuple(format_place(each) for each in _replaced))
 
 
-# ----------------------------------------------------------------------------------------------------------- the decision
+# --------------------------------------------------------------------------------------------------------- the decision
 
 
 def find_obstacle(choice: str, model: Any) -> str:
@@ -295,7 +295,7 @@ def value_and_gradient(function: Callable[[torch.Tensor], torch.Tensor], x: torc
     return y.detach(), torch.autograd.grad(y.square().sum(), x)[0]
 
 
-# ------------------------------------------------------------------------------------------------------ what is replaced
+# ----------------------------------------------------------------------------------------------------- what is replaced
 
 
 def apply_strategy(strategy: str, model: Any) -> None:

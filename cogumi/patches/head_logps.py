@@ -350,7 +350,8 @@ class FusedLogProbFunction:
         """
         if not torch.is_grad_enabled():
             # needs_input_grad only repeats requires_grad: under no_grad the frozen path would sum rows for no backward.
-            hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
+            hidden, weight = hidden.detach(), weight.detach()
+            bias = None if bias is None else bias.detach()
         law = _LogitScaling(temperature, final_logit_softcapping, logit_scale)
         _check(weight, targets, temperature, final_logit_softcapping, outputs)
         return _HeadFunction.apply(hidden, weight, bias, targets, law, chunk_size, outputs)

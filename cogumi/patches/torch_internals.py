@@ -36,8 +36,8 @@ def dynamo_counts() -> tuple[int, dict[str, int], int, float]:
     utils: Any = torch._dynamo.utils
     # Not from the list of compilations, of which Dynamo keeps the last 64.
     recompiles = sum(times - 1 for times in FRAME_COMPILE_COUNTER.values())
-    counters, seconds = utils.counters, utils.calculate_time_spent()["total_wall_time"]
-    return counters["stats"]["unique_graphs"], dict(counters["graph_break"]), recompiles, seconds
+    graphs, breaks = utils.counters["stats"]["unique_graphs"], dict(utils.counters["graph_break"])
+    return graphs, breaks, recompiles, utils.calculate_time_spent()["total_wall_time"]
 
 
 @contextmanager

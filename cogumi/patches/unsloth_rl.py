@@ -94,7 +94,7 @@ def import_unsloth() -> Any:
         said = " ".join(str(error).split())
         raise UsageError(
             f"unsloth {found} is installed and does not import here ({type(error).__name__}: {said})",
-            fix=(f"repair it, or `{pip_command('uninstall unsloth')}` to train with stock TRL, and restart the kernel"),
+            fix=f"repair it, or `{pip_command('uninstall unsloth')}` to train with stock TRL, and restart the kernel",
         ) from error
 
 

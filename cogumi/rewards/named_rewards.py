@@ -107,7 +107,7 @@ def error_of_reward(reward: Any, row: Mapping[str, Any], group: int, messages: b
     try:
         list(as_annotated(reward)(**columns, **logs, **given))
     except Exception as error:  # noqa: BLE001  the user's own code may raise anything; it is reported
-        # What is in a file is wrapped by `cogumi.rewards.named_rewards`, which says where.
+        # What is in a file is wrapped by `with_location`, which says where.
         return error.__cause__ if type(error) is RuntimeError and error.__cause__ is not None else error
     return None
 

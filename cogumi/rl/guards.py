@@ -46,12 +46,9 @@ def guard_trainer(
         if finding.name in accepted:
             warnings.append(f"accepted ({finding.name}): {message}")
         elif finding.refused:
-            on_purpose = (
-                ""
-                if is_run_trainer(trainer)
-                else f"; to train so on purpose: {format_accept_call(finding.name, accepted)}"
-            )
-            refusals.append(f"{message}{on_purpose}")
+            if not is_run_trainer(trainer):
+                message += f"; to train so on purpose: {format_accept_call(finding.name, accepted)}"
+            refusals.append(message)
         else:
             warnings.append(message)
     if refusals:
@@ -69,7 +66,7 @@ def find_problems(
     """
     args = trainer.args
     found = [*check_dropout(list_dropout(trainer.model), clips_sequences(args)), *check_pad_token(trainer, backend)]
-    found += loss_settings(args, backend)
+    found += check_loss_settings(args, backend)
     corrected = args.use_vllm and args.vllm_importance_sampling_correction
     if clips_sequences(args) and behaviour_logps == "trainer" and not corrected:
         found += check_ratio(args)
@@ -168,7 +165,7 @@ def check_pad_token(trainer: Any, backend: Literal["trl", "unsloth"]) -> Iterato
     yield GuardFinding("pad-is-eos", pad == eos, f"the pad token {wrong}; give the tokenizer a pad token of its own")
 
 
-def loss_settings(args: Any, backend: Literal["trl", "unsloth"]) -> Iterator[GuardFinding]:
+def check_loss_settings(args: Any, backend: Literal["trl", "unsloth"]) -> Iterator[GuardFinding]:
     """Settings of the loss, and of the sampler, that contradict each other. `args`: a GRPOConfig."""
     loss_type, level = args.loss_type, args.importance_sampling_level
     if level == "sequence" and loss_type in SUMMED_OVER_TOKENS:

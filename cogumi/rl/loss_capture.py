@@ -27,9 +27,7 @@ from cogumi.patches.unsloth_rl import is_unsloth_trainer
 
 Backend = Literal["trl", "unsloth"]
 # Shapes of the soft clips, named after their losses.
-GATES = tuple(f"sapo_temperature_{sign}" for sign in ("pos", "neg")) + tuple(
-    f"vespo_{name}_{sign}" for name in ("k", "lambda") for sign in ("pos", "neg")
-)
+GATES = tuple(f"{name}_{sign}" for name in ("sapo_temperature", "vespo_k", "vespo_lambda") for sign in ("pos", "neg"))
 # What turns hidden states, or logits, into log-probabilities in unsloth_zoo.rl_replacements.
 SCORERS = (
     "chunked_hidden_states_selective_log_softmax",
@@ -86,7 +84,7 @@ def backend_of(trainer: Any) -> Backend:
 def capture_loss_inputs(
     trainer: Any, inputs: dict[str, Any], token_ratio: bool
 ) -> AbstractContextManager[list[LossInputs]]:
-    """While it is entered, one `trainer.compute_loss(model, inputs)` leaves its LossCalls in the list."""
+    """While it is entered, one `trainer.compute_loss(model, inputs)` leaves its LossInputs in the list."""
     if backend_of(trainer) == "unsloth":
         return capture_unsloth_loss(trainer)
     return capture_trl_loss(trainer, inputs, token_ratio)
@@ -260,7 +258,7 @@ class EntropyRecorder:
     def __init__(self) -> None:
         self.recorded: list[tuple[Tensor, Tensor]] = []
         self.open = True
-        self.stage_inside = False
+        self.scoring = False
 
     def stop(self) -> None:
         self.open = False
@@ -272,13 +270,13 @@ class EntropyRecorder:
 
         @functools.wraps(scorer)
         def score(*args: Any, **kwargs: Any) -> Any:
-            if not self.open or self.stage_inside:  # one scorer may call another
+            if not self.open or self.scoring:  # one scorer may call another
                 return scorer(*args, **kwargs)
-            self.stage_inside = True
+            self.scoring = True
             try:
                 result = scorer(*args, **kwargs)
             finally:
-                self.stage_inside = False
+                self.scoring = False
             bound = parameters.bind(*args, **kwargs)
             bound.apply_defaults()
             given = bound.arguments

@@ -43,8 +43,9 @@ class LossCheck:
         `own`: the function that computes an objective of the user's own, which is described and compared with nothing.
         `written`: the user's function that the loss comes out of, which a message names; None where it is the library's.
         """
+        self.asked_for, self.unproven = asked_for, unproven
         self.own, self.written = own, written
-        self.asked_for, self.token_ratio, self.unproven = asked_for, token_ratio, unproven
+        self.token_ratio = token_ratio
         self.calls: list[LossInputs] = []
         self.losses: list[Tensor] = []
         self.gradients: dict[int, Tensor] = {}
@@ -92,7 +93,8 @@ class LossCheck:
             for index in range(len(self.calls)):
                 self._compare(index, scale)
             self.record["relative_difference"] = self.worst | {"tolerance": TOLERANCE, "steps": self.step}
-        self.calls, self.losses, self.gradients = [], [], {}
+        self.calls, self.losses = [], []
+        self.gradients = {}
         return self.record
 
     def _check_settings(self) -> None:
@@ -229,7 +231,7 @@ def to_json(value: Any) -> Any:
     return value if isinstance(value, (int, float, str, bool, type(None))) else getattr(value, "__name__", str(value))
 
 
-# ------------------------------------------------------------------------------------------------------- the formula
+# --------------------------------------------------------------------------------------------------------- the formula
 # The policy losses in float64, written from the papers named in `cogumi.config.presets`, with TRL 1.15's normalisers.
 
 
@@ -286,12 +288,12 @@ def _policy_term(
     if loss_type == "vespo":
         # Clamped as in the authors' code, so that the weight of a far-off sequence is a number.
         whole = (log_ratio.detach().clamp(-20, 20) * mask).sum(-1, keepdim=True).clamp(math.log(1e-8), 20)
-        k, rate = (
-            torch.where(advantages >= 0, advantages.new_tensor(shape["pos"]), advantages.new_tensor(shape["neg"]))
-            for shape in (
-                {sign: settings[f"vespo_{name}_{sign}"] for sign in ("pos", "neg")} for name in ("k", "lambda")
-            )
-        )
+
+        def by_sign(name: str) -> Tensor:
+            pos, neg = (advantages.new_tensor(settings[f"vespo_{name}_{sign}"]) for sign in ("pos", "neg"))
+            return torch.where(advantages >= 0, pos, neg)
+
+        k, rate = by_sign("k"), by_sign("lambda")
         return -torch.exp(rate + k * whole - rate * whole.exp()) * advantages * new
     raise KeyError(loss_type)
 

@@ -1,8 +1,8 @@
 """From documents per optimizer step to TRL's batch settings: exact, and as large a micro-batch as the memory allows.
 
-TRL's words: a *document* is one completion. `per_device_train_batch_size` documents go through the model at once; times
-`gradient_accumulation_steps` they make one optimizer step. `steps_per_generation` such
-micro-batches make one rollout, which holds whole groups of `num_generations`.
+A *document* is one completion. In TRL's words, `per_device_train_batch_size` documents go through the model at once;
+times `gradient_accumulation_steps` they make one optimizer step. `steps_per_generation` such micro-batches make one
+rollout, which holds whole groups of `num_generations`.
 """
 
 import math
@@ -193,7 +193,7 @@ def nearest_multiples(number: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below else f"{unit}"
 
 
-# ---------------------------------------------------------------------------------------------------------- memory
+# -------------------------------------------------------------------------------------------------------------- memory
 
 
 def step_bytes(
@@ -245,7 +245,7 @@ def free_memory_bytes() -> int:
     return int(psutil.virtual_memory().available)
 
 
-# ---------------------------------------------------------------------------------------------------------- data
+# ---------------------------------------------------------------------------------------------------------------- data
 
 
 def repeat_to_rollout(dataset: Dataset, prompts_per_rollout: int) -> tuple[Dataset, str | None]:

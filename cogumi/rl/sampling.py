@@ -139,7 +139,7 @@ def strip_stops(reward: Reward, stops: Sequence[str]) -> Reward:
     return graded
 
 
-# ------------------------------------------------------------------------------------------ the sampler's log-probabilities
+# ----------------------------------------------------------------------------------- the sampler's log-probabilities
 
 
 UNSCORED = "sampling/unscored_tokens"

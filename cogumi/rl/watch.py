@@ -153,7 +153,7 @@ class LossWatch(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.guard()
-        # One that goes on inside a rollout has its completions from the checkpoint: they were made some steps ago.
+        # One that is resumed inside a rollout has its completions from the checkpoint: they were made some steps ago.
         rollout = args.steps_per_generation * self.trainer.num_iterations
         self.rollout_step = (
             state.global_step - rollout_position(self.trainer)[0] % rollout // args.gradient_accumulation_steps

@@ -171,7 +171,8 @@ def use_one_gpu() -> OneGpu | None:
 
 def without_chosen_gpu(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables for another process, which chooses for itself: without what this one has chosen."""
-    chosen, others = use_one_gpu() if use_one_gpu.cache_info().currsize else None, dict(environment)
+    chosen = use_one_gpu() if use_one_gpu.cache_info().currsize else None
+    others = dict(environment)
     if chosen is not None and others.pop(VARIABLE, None) is not None and chosen.before is not None:
         others[VARIABLE] = chosen.before
     return others

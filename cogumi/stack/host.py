@@ -1,8 +1,8 @@
 """The machine as a run finds it: the provider, the disks and what stays on them, and the variables that change imports.
 
-RunPod: the container's disk is cleared when a pod stops; a volume disk (/workspace) stays until the pod is terminated; a network
-volume stays (docs.runpod.io/pods/storage). Vast: stopping keeps everything; destroying or recycling keeps volumes alone
-(docs.vast.ai). Read there in November 2026; not tried on either.
+RunPod: the container's disk is cleared when a pod stops; a volume disk (/workspace) stays until the pod is terminated; a
+network volume stays (docs.runpod.io/pods/storage). Vast: stopping keeps everything; destroying or recycling keeps volumes
+alone (docs.vast.ai). Read there in November 2026; not tried on either.
 """
 
 import os
@@ -13,15 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cogumi.core.disk_space import (
-    Filesystem,
-    filesystem_of,
-    format_bytes,
-    hub_cache,
-    nearest_existing,
-    path_from_environment,
-)
+from cogumi.core.disk_space import Filesystem, filesystem_of, hub_cache, nearest_existing, path_from_environment
 from cogumi.core.errors import Finding
+from cogumi.core.formatting import format_bytes
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 OWN_DISK = ("overlay", "fuse.fuse-overlayfs", "aufs")  # of a container
@@ -96,11 +90,9 @@ def persistence_of(path: Path, box: Host) -> Persistence:
             return Persistence(True, None, f"a volume ({disk.mount}); RUNPOD_VOLUME_ID={box.network_volume}")
         return Persistence(True, False, f"the pod's volume disk ({disk.mount})")
     if box.kind == "Vast":
-        return (
-            Persistence(True, False, "the container's own disk")
-            if own
-            else Persistence(True, True, f"a volume ({disk.mount})")
-        )
+        if own:
+            return Persistence(True, False, "the container's own disk")
+        return Persistence(True, True, f"a volume ({disk.mount})")
     if not own:
         return Persistence(True, None, f"{'a network disk' if disk.network else 'a disk'} mounted at {disk.mount}")
     if box.kind == "container":

@@ -10,9 +10,8 @@ from io import BytesIO
 from itertools import takewhile
 from pathlib import Path
 
-from cogumi.core.disk_space import format_bytes
 from cogumi.core.errors import Finding, State
-from cogumi.core.formatting import pip_command
+from cogumi.core.formatting import format_bytes, pip_command
 from cogumi.stack.lanes import drift, installed_lane, normalize_name, read_metadata
 
 INSTALL = "sh requirements/install.sh"
@@ -62,7 +61,7 @@ def distributions() -> list[Distribution]:
             record is not None or place.suffix != ".dist-info" or place.parent == OF_THE_SYSTEM,
         )
         for line in (record or "").splitlines():
-            path, _, size = line.partition(",")[0], *line.rpartition(",")[1:]
+            path, size = line.partition(",")[0], line.rpartition(",")[2]
             if LIBRARY.search(path):
                 one.libraries.append((Path(str(each.locate_file(path))), int(size) if size.isdigit() else None))
         found.append(one)
@@ -74,7 +73,7 @@ def join_names(names: list[str]) -> str:
     return ", ".join(names[:MOST]) + more
 
 
-# --------------------------------------------------------------------------------------------------------- mixed, or half
+# ------------------------------------------------------------------------------------------------------ mixed, or half
 
 
 def check_cuda_mix(found: list[Distribution], torch_cuda: str | None) -> Iterator[Finding]:
@@ -89,11 +88,9 @@ def check_cuda_mix(found: list[Distribution], torch_cuda: str | None) -> Iterato
     strangers = sorted(name for major, names in by_major.items() if major != own for name in names)
     figure = ", ".join(f"{len(names)} for CUDA {major}" for major, names in sorted(by_major.items()))
     cause = "libraries of two CUDA majors are installed, and some share a file name: symbols go missing"
-    fix = (
-        pip_command(f"uninstall -y {' '.join(strangers)}")
-        if own in by_major
-        else f"make the environment anew: {INSTALL}"
-    )
+    fix = f"make the environment anew: {INSTALL}"
+    if own in by_major:
+        fix = pip_command(f"uninstall -y {' '.join(strangers)}")
     yield Finding("NVIDIA libraries", "warning", figure, cause, fix)
 
 
@@ -113,7 +110,10 @@ def check_files(found: list[Distribution]) -> Iterator[Finding]:
                 continue
             if size is not None and actual != size:
                 cut.append(f"{path.name} ({format_bytes(actual)} of {format_bytes(size)})")
-        said += [f"{join_names(gone)} missing"] * bool(gone) + [f"{join_names(cut)} not whole"] * bool(cut)
+        if gone:
+            said.append(f"{join_names(gone)} missing")
+        if cut:
+            said.append(f"{join_names(cut)} not whole")
         if said:
             state: State = "fatal" if each.name in NEEDED else "warning"
             cause = "its installation was cut short, or files of it were removed since"
@@ -140,7 +140,7 @@ def check_duplicates(found: list[Distribution]) -> Iterator[Finding]:
             yield Finding("installed", "warning", f"{name}: {' and '.join(sorted(set(versions)))}", cause, fix)
 
 
-# ---------------------------------------------------------------------------------------------------------------- the lane
+# ------------------------------------------------------------------------------------------------------------ the lane
 
 
 def check_lane(found: list[Distribution]) -> Iterator[Finding]:
@@ -164,13 +164,13 @@ def check_lane(found: list[Distribution]) -> Iterator[Finding]:
     if not others:
         yield Finding("lane", "ok", figure)
         return
-    said = [f"{join_names(differing)}"] * bool(differing) + [f"not installed: {join_names(missing)}"] * bool(missing)
-    cause = f"not what the lane pins: {'; '.join(said)}"
+    absences = f"not installed: {join_names(missing)}" if missing else ""
+    cause = f"not what the lane pins: {'; '.join(filter(None, (join_names(differing), absences)))}"
     fix = pip_command(f"install --require-hashes --no-deps --only-binary :all: -r {lane.file}")
     yield Finding("lane", "warning", figure, cause, fix)
 
 
-# --------------------------------------------------------------------------------------------------------------- CUDA majors
+# --------------------------------------------------------------------------------------------------------- CUDA majors
 
 
 def check_cuda_majors(found: list[Distribution], torch_cuda: str | None) -> Iterator[Finding]:
@@ -201,7 +201,7 @@ def check_cuda_majors(found: list[Distribution], torch_cuda: str | None) -> Iter
         yield Finding("CUDA majors", "ok", f"every package with CUDA code has it for CUDA {own}, like torch ({looked})")
 
 
-# ------------------------------------------------------------------------------------- what a library asks for (DT_NEEDED)
+# ----------------------------------------------------------------------------------- what a library asks for (DT_NEEDED)
 
 
 def needed_libraries(source: bytes | Path) -> tuple[str, ...]:

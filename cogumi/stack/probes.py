@@ -227,8 +227,8 @@ def probe_sdpa(device: str) -> list[Reading]:
 def flash_attention(hopper: bool, device: str = "cuda") -> tuple[str | None, str]:
     """The flash attention for this GPU, by the name that transformers has for it, whose forward and backward pass are right.
 
-    hopper: whether flash attention 3 is tried, too. The reason is a figure, and what was wrong with those
-    that were tried before.
+    hopper: whether flash attention 3 is tried, too. The reason is a figure, and what was wrong with those that were tried
+    before.
     """
     tried = {"flash_attn_3": "flash_attention_3"} if hopper else {}
     tried |= {"flash_attn": "flash_attention_2", "hub_flash_attn": HUB_FLASH_ATTN}
