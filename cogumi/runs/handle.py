@@ -386,9 +386,8 @@ def await_first_step(run: Run, ours: socket.socket) -> None:
             if status.ended or stepped:
                 break
     status, started = run.status(), read_json_or_empty(run.run_dir / START)
-    # Of a resumed run that ended before it had a status, the status is still that of the process before it.
-    failed = started.get("exit") in range(1, 128) and same_process(started, status.process)
-    if status.state in ("died", "failed") or (failed and status.state in BROKEN_OFF):
+    said = read_json_or_empty(run.run_dir / "status.json")  # of the process before, where this one wrote none
+    if status.state in ("died", "failed") or (started.get("exit") in range(1, 128) and not same_process(started, said)):
         raise RunFailed(f"{format_sentence(status)}; {relative_path(status.log)} ends in: {last_line(run.logs(5))}")
 
 
