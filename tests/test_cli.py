@@ -266,18 +266,19 @@ def test_progress_on_a_terminal(tmp_path: Path, for_commands: dict[str, str]) ->
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    # 50 MB, so that the bars are drawn while it goes on.
-    config = LlamaConfig(hidden_size=512, intermediate_size=512, num_hidden_layers=1, vocab_size=24000)
+    config = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=24000)
     model: Any = LlamaForCausalLM(config).bfloat16()
     model.save_pretrained(tmp_path / "base")
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False))
     adapted.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=False)
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    # Every step is drawn, however fast the machine is. tqdm reads this when it is imported, so the process is a new one.
+    drawn_always = {"TERM": "xterm", "TQDM_MININTERVAL": "0", "TQDM_MINITERS": "1"}
     process = subprocess.Popen(
-        [*prepared_process.client(for_commands), "merge", "adapter", "merged", "--base", "base", "--workers", "1"],
+        [sys.executable, "-m", "cogumi", "merge", "adapter", "merged", "--base", "base", "--workers", "1"],
         cwd=tmp_path,
-        env={name: value for name, value in for_commands.items() if name != "COLUMNS"} | {"TERM": "xterm"},
+        env={name: value for name, value in for_commands.items() if name != "COLUMNS"} | drawn_always,
         stdout=subprocess.PIPE,
         stderr=slave,
     )
