@@ -10,7 +10,14 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
-from finished_runs import _modules_are_not_collected, finished_gspo, finished_sft, train_once  # noqa: F401
+from finished_runs import (  # noqa: F401
+    _modules_are_not_collected,
+    finished_dpo,
+    finished_gspo,
+    finished_qlora,
+    finished_sft,
+    train_once,
+)
 
 REPOSITORY = Path(__file__).parents[1]
 pytest_plugins = ["golden"]

@@ -1,11 +1,12 @@
 """Runs that came to their end, each trained once a session for all workers, for tests that only read what a run leaves.
 
-`finished_sft` and `finished_gspo` are shared and compared at the end of a session with what they were: a test that changes a
-run copies its directory.
+`finished_sft`, `finished_dpo`, `finished_gspo` and `finished_qlora` are shared and compared at the end of a session with what
+they were: a test that changes a run copies its directory.
 """
 
 import gc
 import hashlib
+import json
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+from qlora_runs import qlora
 
 HUB_TOKEN = "hf_" + "s3cret" * 6  # in the configuration of the SFT run, for tests of what hides it
 
@@ -129,3 +131,29 @@ def finished_gspo(train_once: Any, tiny_model: Path, code_parquet: Path) -> Fini
     }
     config = small(tiny_model, code_parquet, train, method="gspo", rewards=["edit_similarity", "parses"])
     return train_once("gspo", tiny_model, config)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="session")
+def finished_dpo(train_once: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """Four steps on pairs of which the chosen answer returns something and the rejected one does not, merged."""
+    pairs = [{"prompt": f"def f{n}(x):", "chosen": f" return x + {n}", "rejected": " pass"} for n in range(24)]
+    source = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    source.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    train = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "no",
+    }
+    config = small(tiny_model, source, train, method="dpo")
+    config["data"] = {"source": str(source), "format": "preference", "eval_rows": 4}
+    return train_once("dpo", tiny_model, config)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="session")
+def finished_qlora(train_once: Any, tiny_model: Path, code_parquet: Path) -> FinishedRun:
+    """Four steps of SFT on four bits, merged into the full-precision base."""
+    return train_once("qlora", tiny_model, qlora(tiny_model, code_parquet))  # type: ignore[no-any-return]

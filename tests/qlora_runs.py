@@ -11,7 +11,7 @@ from cogumi.training import run as training_run
 Config = dict[str, Any]
 
 
-def qlora(model: Path, code: Path, run_dir: Path) -> Config:
+def qlora(model: Path, code: Path, **ours: Any) -> Config:
     """A short SFT run on four bits."""
     return {
         "model": {"name": str(model), "quantization_config": {"load_in_4bit": True}},
@@ -28,7 +28,7 @@ def qlora(model: Path, code: Path, run_dir: Path) -> Config:
             "logging_steps": 1,
             "save_strategy": "no",
         },
-        "cogumi": {"method": "sft", "run_dir": str(run_dir), "compile": "off"},
+        "cogumi": {"method": "sft", "compile": "off", **ours},
     }
 
 

@@ -221,7 +221,7 @@ def test_without_bitsandbytes_a_run_is_one_line_and_leaves_nothing(
         "find_spec",
         lambda name, *rest: None if name == "bitsandbytes" else find_spec(name, *rest),
     )
-    run = qlora(tiny_model, code_parquet, tmp_path / "run")
+    run = qlora(tiny_model, code_parquet, run_dir=str(tmp_path / "run"))
     with pytest.raises(UsageError, match=re.escape(pip_command("install bitsandbytes"))):
         cogumi.train(run)
     assert not (tmp_path / "run").exists()

@@ -145,6 +145,28 @@ def test_a_finished_run_is_all_there(run: Path) -> None:
     assert "max_steps: 6" in page.sections["Configuration"]
 
 
+@pytest.mark.parametrize(
+    ("which", "method", "curve"),
+    [
+        ("finished_dpo", "dpo, LoRA", "rewards/margins"),
+        ("finished_gspo", "gspo, LoRA", "reward"),
+        ("finished_qlora", "sft, LoRA", "loss"),
+    ],
+)
+def test_the_other_methods_are_told_with_their_own_figures(
+    which: str, method: str, curve: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    left: FinishedRun = request.getfixturevalue(which)
+    run = Path(shutil.copytree(left.home, tmp_path / "run"))
+    page = page_of(run)
+    check_self_contained(page)
+    assert method in page.sections["What it was"]
+    for check in read_json(run / "verdict.json")["checks"]:
+        assert check["figure"] in page.sections["Verdict"]
+    values = left.result.series(curve)
+    assert f"from {format_number(values[0])} to {format_number(values[-1])}" in page.sections["Curves"]
+
+
 def test_it_can_be_read_by_everybody(finished: Path, run: Path) -> None:
     path = write_report(run)
     page = Page(path.read_text())

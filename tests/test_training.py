@@ -1,6 +1,7 @@
 """`cogumi.train` with real TRL trainers on a tiny model: what a run leaves behind, and that mistakes leave nothing."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,16 @@ def test_gspo_trains_on_the_clipped_sequence_ratio(finished_gspo: FinishedRun) -
     assert means[0] == pytest.approx(1, abs=1e-5)  # on-policy: the rollout's own log-probabilities
     assert any(abs(mean - 1) > 1e-4 for mean in means[1::2])  # after one update they differ
     assert max(result.series("policy/clipped_ratio_fraction")) > 0
+
+
+def test_dpo_prefers_what_was_chosen(finished_dpo: FinishedRun) -> None:
+    """Before the first update policy and reference are one model: the loss is log 2 and the rewards are zero."""
+    result = finished_dpo.result
+    assert result.passed, str(result.verdict)
+    assert result.series("loss")[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert result.series("rewards/margins")[0] == pytest.approx(0, abs=1e-5)
+    assert result.series("rewards/margins")[-1] > 0.1
+    assert result.series("eval_loss")[-1] < math.log(2)
 
 
 def test_a_gspo_run_says_which_loss_ran_and_logs_every_step(finished_gspo: FinishedRun) -> None:

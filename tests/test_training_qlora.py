@@ -22,7 +22,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture
 def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Config:
-    return qlora(tiny_model, code_parquet, tmp_path / "run")
+    return qlora(tiny_model, code_parquet, run_dir=str(tmp_path / "run"))
 
 
 @pytest.fixture

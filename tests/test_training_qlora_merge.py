@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from finished_runs import FinishedRun
 from qlora_runs import Config, check, four_bit_copy, four_bit_layers, qlora, watch_trainers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, MixtralConfig, Qwen3MoeConfig
@@ -20,7 +21,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture
 def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Config:
-    return qlora(tiny_model, code_parquet, tmp_path / "run")
+    return qlora(tiny_model, code_parquet, run_dir=str(tmp_path / "run"))
 
 
 @pytest.fixture
@@ -35,8 +36,8 @@ def replace_tensor(path: Path, name: str, value: torch.Tensor) -> None:
     save_file(load_file(path) | {name: value}, path, metadata={"format": "pt"})
 
 
-def test_a_merge_passes_and_says_what_it_was_compared_with(sft: Config) -> None:
-    result = cogumi.train(sft)
+def test_a_merge_passes_and_says_what_it_was_compared_with(finished_qlora: FinishedRun) -> None:
+    result = finished_qlora.result
     assert result.passed, str(result.verdict)
     figure = check(result, "merged logits").figure
     assert "those of the adapter on the full-precision base (it was trained on nf4, q/delta " in figure
