@@ -9,6 +9,7 @@ import typer
 
 import cogumi
 from cogumi.cli.app import app
+from cogumi.config.schema import ModelSection
 from cogumi.notebook import completions, figures
 from cogumi.notebook.form_fields import Field, fields_of
 
@@ -105,8 +106,11 @@ def commands(of: Any, before: str = "") -> Iterator[tuple[str, str]]:
 
 def keys(section: str, fields: list[Field]) -> Iterator[str]:
     yield from (f"`{section}:`", "", "| key | default | what it is |", "|---|---|---|")
+    if section == "model":
+        words = " ".join((ModelSection.model_fields["quantization_config"].description or "").split())
+        yield f"| `quantization_config` | `null` | {words} |"
     for field in fields:
-        if field.key.startswith(("flags.", "quantization_config.")):  # docs/runs.md; bitsandbytes' own
+        if field.key.startswith("quantization_config."):  # the keys are those of transformers' BitsAndBytesConfig
             continue
         choices = " (" + ", ".join(map(field.shown, field.choices)) + ")" if field.choices else ""
         words = " ".join(field.doc.split()) + choices
