@@ -17,9 +17,10 @@ TINY = Shape("tiny", 32, 64, 2, 4, 2, 97, True)
 BATCH = gpu_steps.Batch(sequences=4, prompt=5, completion=7)
 
 
-@pytest.fixture(scope="module")
-def trainers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return gspo_step.both_trainers(TINY, BATCH, "cpu", torch.float32, tmp_path_factory.mktemp("trainers"))
+@pytest.fixture
+def trainers(tmp_path: Path) -> dict[str, Any]:
+    """New ones for each test, since most of the tests train them."""
+    return gspo_step.both_trainers(TINY, BATCH, "cpu", torch.float32, tmp_path / "trainers")
 
 
 def test_only_one_side_is_watched_and_both_train_the_same_loss_on_the_same_rollout(trainers: dict[str, Any]) -> None:
