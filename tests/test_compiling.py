@@ -247,6 +247,7 @@ def test_a_model_without_layers_and_a_disabled_dynamo_are_refused(monkeypatch: p
         compile_layers(tiny_llama(layers=1))
 
 
+@pytest.mark.usefixtures("from_nothing")
 @pytest.mark.parametrize("rescue", [False, True])
 @pytest.mark.parametrize("silent", [False, True])
 def test_a_failure_is_loud_also_where_unsloth_silences_it(silent: bool, rescue: bool) -> None:
@@ -287,6 +288,7 @@ def test_a_layer_that_ran_compiled_does_so_again_in_the_backward() -> None:
     assert read_counts().graphs > 0
 
 
+@pytest.mark.usefixtures("from_nothing")
 def test_a_backward_that_does_not_compile_fails_with_its_forward() -> None:
     """Where it can be caught: autograd would call the compiler again in the middle of a backward pass."""
 
@@ -303,6 +305,7 @@ def test_a_backward_that_does_not_compile_fails_with_its_forward() -> None:
     assert torch.equal(x.grad, torch.ones(2).cos())  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("from_nothing")
 @pytest.mark.parametrize("rescue", [False, True])
 def test_the_models_own_errors_are_not_the_compilers(rescue: bool) -> None:
     part = Failing()
