@@ -262,6 +262,8 @@ def survive_kills(base: Path, adapter: Path, folder: Path, kills: int, caplog: p
         child.kill()
         child.join()
         killed += child.exitcode == -9
+        if child.exitcode == 0:  # it was faster than the one that was timed
+            duration *= 0.8
         left = [path for path in folder.iterdir() if path != out]
         assert len(left) <= 1  # each merge removes what the one before it left
         partials += len(left)

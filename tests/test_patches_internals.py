@@ -254,10 +254,10 @@ def test_a_loaded_model_says_what_it_is(tiny_model: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------------- torch
 
 
-def test_dynamo_counts_and_its_state_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch_internals.DYNAMO.patch(torch_internals.EXPERT_ROWS, False)  # cogumi.patch() may have set it
+def test_dynamo_counts_and_its_state_is_put_back() -> None:
     torch.compiler.reset()
     before = torch_internals.dynamo_counts()
-    monkeypatch.setattr(torch_internals.DYNAMO, torch_internals.EXPERT_ROWS, False)  # cogumi.patch() may have set it
     with torch_internals.dynamo_left_as_found():
         assert torch_internals.DYNAMO.capture_dynamic_output_shape_ops
         torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
