@@ -55,6 +55,16 @@ def test_it_binds_and_trl_takes_it(path: Path) -> None:
         assert getattr(got, "value", got) == run.train[key], key  # enums by what they are called
 
 
+@pytest.mark.parametrize(("config", "expected"), [("llama-3.1-8b-sft", 3), ("gspo", 8)])
+def test_the_held_out_loss_is_measured_at_the_batch_of_a_step(config: str, expected: int) -> None:
+    """gspo has none: TRL's default, 8, stays."""
+    from cogumi.methods.building import trl_arguments
+
+    run = load_config(CONFIGS / "smoke" / f"{config}.yaml")
+    run.train["per_device_train_batch_size"] = 3 if run.cogumi.method == "sft" else 24
+    assert trl_arguments(run).per_device_eval_batch_size == expected
+
+
 @pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(CONFIGS)))
 def test_it_opens_with_its_command_and_says_what_it_is(path: Path) -> None:
     first, second, *_ = path.read_text().splitlines()

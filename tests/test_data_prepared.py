@@ -23,7 +23,7 @@ from cogumi.data import cache as module
 from cogumi.data.cache import Data, Prepared, Selection, Source, prepare
 from cogumi.data.cache_files import tokenizer_identity
 from cogumi.data.fim import FimConfig
-from cogumi.data.rows import Chunk, Dropped
+from cogumi.data.rows import Chunk, Dropped, excerpt_of
 from cogumi.data.source_files import files_identity
 from tests.fim_examples import tokenize_for_sft
 
@@ -459,3 +459,9 @@ def test_trl_maps_prepared_data_without_changing_it(tmp_path, tiny_model):
     assert (made.directory / "train.arrow").read_bytes() == before
     shutil.rmtree(made.directory)
     assert trainer.train_dataset[3]["input_ids"] == expected(numbered(20))[3]  # mapped files outlive their names
+
+
+def test_an_excerpt_is_at_most_eighty_characters() -> None:
+    assert excerpt_of("x" * 80) == "x" * 80
+    assert excerpt_of("x" * 81) == "x" * 79 + "…"
+    assert excerpt_of("two\n  lines") == "two lines"

@@ -484,6 +484,10 @@ def test_refuses_what_is_not_there(llama_base: Path, tmp_path: Path, golden: Gol
         merge_adapter(adapter, out, verify="all", progress=False)
     broken = tmp_path / "broken"
     shutil.copytree(llama_base, broken)
+    (broken / "config.json").rename(tmp_path / "config.json")
+    with golden.raises("merge", message="has no config.json", fix="base="):
+        merge_adapter(adapter, out, base=broken, progress=False)
+    (tmp_path / "config.json").rename(broken / "config.json")
     shard = sorted(broken.glob("*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-100])
     with golden.raises("merge", message=shard.name):

@@ -263,6 +263,11 @@ def test_a_probe_makes_ten_steps_and_leaves_nothing(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_probe_here_is_not_of_another_card() -> None:
+    with pytest.raises(UsageError, match="ten steps made here say nothing of another card"):
+        cogumi.preflight(SMOKE / "sft.yaml", card="t4", probe=True)
+
+
 def test_a_training_takes_as_many_times_its_step_as_it_has_steps() -> None:
     run = load_config(SMOKE / "sft.yaml", train__max_steps=100)
     found = sample_data(run, load_tokenizer(resolve_model(run.model.name)))
