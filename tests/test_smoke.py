@@ -10,6 +10,7 @@ from pathlib import Path
 import prepared_process
 import pytest
 
+from cogumi.core.errors import UsageError
 from cogumi.smoke import Report, StageFailed, stage
 
 
@@ -87,3 +88,10 @@ def test_a_stage_that_raises_is_a_failed_row() -> None:
     assert [row.passed for row in report.rows] == [True, False]
     assert report.rows[-1].figure == "RuntimeError: the grader is down"
     assert not report.passed
+
+
+def test_a_mistake_of_the_user_is_no_row() -> None:
+    report = Report(Path("unused"), quick=False)
+    with pytest.raises(UsageError, match="no such reward"), stage(report, "gspo"):
+        raise UsageError("no such reward")
+    assert report.rows == []
