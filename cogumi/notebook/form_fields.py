@@ -1,10 +1,17 @@
-"""The keys of each section, read from the signatures that a run binds them to: type, default, and what they are for."""
+"""The keys of each section, read from the signatures that a run binds them to: type, default, and what they are for.
+
+trl is never imported into the kernel: that takes seconds, during which nothing else would run in it, and where there is a
+GPU a later `cogumi.train` has to import unsloth first. One process answers the questions of all forms of a kernel, and ends
+with it; each preflight has one of its own, which can be ended when its answer is no longer wanted.
+"""
 
 import dataclasses
 import inspect
+import os
 import re
+import threading
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -15,13 +22,22 @@ from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError, PydanticUndefined, to_jsonable_python
 
 from cogumi.config.binding import STRATEGIES, config_class, hints_imported
-from cogumi.config.schema import FIXED_LORA_KEYS, TRL_CONFIGS, CogumiSection, DataSection, ModelSection
+from cogumi.config.schema import (
+    FIXED_LORA_KEYS,
+    TRL_CONFIGS,
+    CogumiSection,
+    DataSection,
+    ModelSection,
+    RunConfig,
+    load_config,
+)
 from cogumi.config.yaml_text import dump_flow
 from cogumi.core.errors import UsageError
+from cogumi.core.worker import Worker
+from cogumi.forecast.preflight_report import PreflightReport
 
 Kind = Literal["choice", "check", "number", "text", "yaml"]
-# What YAML 1.1 reads where one of these words was meant.
-WORDS = {True: ("on",), False: ("off", "no")}
+Values = dict[str, Any]
 WORD_OF: dict[Any, str] = {type(None): "null", Any: "any value", Path: "a path"}
 
 
@@ -56,8 +72,9 @@ class Field:
 
     def find_choice(self, value: Any) -> Any:
         """The choice that a value is: YAML reads a bare `no` or `on` as a truth value."""
-        words = WORDS.get(value, ()) if isinstance(value, bool) and value not in self.choices else ()
-        return next((word for word in words if word in self.choices), value)
+        if not isinstance(value, bool) or value in self.choices:
+            return value
+        return next((word for word in (("on",) if value else ("off", "no")) if word in self.choices), value)
 
 
 def fields_of(method: str) -> dict[str, list[Field]]:
@@ -157,3 +174,61 @@ def to_yaml_value(value: Any) -> Any:
         return to_jsonable_python(value, inf_nan_mode="constants")
     except PydanticSerializationError:
         raise UsageError(f"{value!r} is nothing that a YAML can hold", fix="write it as text or numbers") from None
+
+
+# -------------------------------------------------------------------------------------------------- the other processes
+
+_worker: Worker | None = None
+_lock = threading.Lock()
+
+
+def read_fields(method: str) -> dict[str, list[Field]]:
+    """`fields_of`, from the other process."""
+    found: dict[str, list[Field]] = ask_worker(fields_of, method)
+    return found
+
+
+def check_values(values: Values) -> RunConfig:
+    """`load_config` of the values and this environment, from the other process. Raises its UsageError."""
+    run: RunConfig = ask_worker(load_in_environment, values, dict(os.environ))
+    return run
+
+
+def ask_worker(function: Callable[..., Any], *arguments: Any) -> Any:
+    global _worker
+    with _lock:
+        worker, _worker = _worker, None  # one that is interrupted half-way is not asked again
+        if worker is None or worker.process.poll() is not None:
+            # The memory of a GPU is for the training.
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+            worker = Worker("the process that checks configs", environment, own_group=True)
+        worker.send(function, *arguments)
+        try:
+            found = worker.receive()
+        except UsageError:
+            _worker = worker
+            raise
+        _worker = worker
+        return found
+
+
+def load_in_environment(values: Values, environment: Mapping[str, str]) -> RunConfig:
+    os.environ.clear()
+    os.environ.update({**environment, "CUDA_VISIBLE_DEVICES": ""})
+    return load_config(values)
+
+
+def begin_preflight(values: Values, card: str | None) -> Worker:
+    """The process of a preflight, whose `receive` gives its report."""
+    worker = Worker("the preflight", os.environ, own_group=True)
+    worker.send(preflight, values, card)
+    return worker
+
+
+def preflight(values: Values, card: str | None) -> PreflightReport:
+    from cogumi.stack.gpus import use_one_gpu
+
+    use_one_gpu()
+    from cogumi.forecast.run_forecast import forecast_in_process, forecast_run
+
+    return forecast_run(values, card, None, {}, forecast_in_process)
