@@ -66,8 +66,6 @@ class RunSettings:
     lora_scale: float = 0.0
     rollout: int = 0
     """gspo: completions that are sampled at a time."""
-    other_versions: tuple[str, ...] = ()
-    """`package there -> here` of what has changed since the checkpoint that the run resumed from."""
 
 
 @dataclass(frozen=True)

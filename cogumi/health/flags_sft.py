@@ -49,17 +49,12 @@ def learned_tokens(run: RunHistory) -> Flag | None:
     steps, empty = sum(run.series("seen/steps")[1]), sum(run.series("seen/empty")[1])
     if run.batches is None and not steps:
         return None
-    parts, figures = [], []
-    if run.batches is not None:
-        parts.append(share(run.batches.masked, run.batches.examples))
-        figures.append(f"{run.batches.masked} of {run.batches.examples} examples without a learned token")
-    if steps:
-        parts.append(share(empty, steps))
-        figures.append(f"{empty:.0f} of {steps:.0f} steps without one")
-    evidence = ", ".join(figures)
-    threshold = f"none, red > {MASKED:.0%}"
+    found = {f"{empty:.0f} of {steps:.0f} steps without a learned token": share(empty, steps)} if steps else {}
+    if seen := run.batches:
+        found[f"{seen.masked} of {seen.examples} examples without a learned token"] = share(seen.masked, seen.examples)
+    level, evidence = level_above(max(found.values()), 0, MASKED), ", ".join(found)
     why = "every token of these examples is masked, so nothing is learned of them", "data.columns"
-    return Flag("learned tokens", level_above(max(parts), 0, MASKED), evidence, threshold, *why)
+    return Flag("learned tokens", level, evidence, f"none, red > {MASKED:.0%}", *why)
 
 
 def padding(run: RunHistory) -> Flag | None:
@@ -67,11 +62,8 @@ def padding(run: RunHistory) -> Flag | None:
     seen = run.batches
     if seen is None:
         return None
-    name, threshold, knob = (
-        "padding",
-        "no padding is learned, no text holds the padding token",
-        "the tokenizer's pad_token",
-    )
+    name, threshold = "padding", "no padding is learned, no text holds the padding token"
+    knob = "the tokenizer's pad_token"
     if seen.pads_learned:
         evidence = f"{seen.pads_learned} padded places of {seen.examples} examples are learned"
         cause = "the collator labels padding, so the model learns to write it"
@@ -230,9 +222,7 @@ def loss_noise(run: RunHistory) -> Flag | None:
     losses = run.series("loss", run.latest)[1]
     if len(losses) < ENOUGH_ROWS:
         return None
-    logged = max(
-        1.0, statistics.median(run.series("seen/steps", run.latest)[1] or [1.0])
-    )  # a row averages so many steps
+    logged = statistics.median(run.series("seen/steps", run.latest)[1] or [1.0])  # a row averages so many steps
     part, examples = share(noise(losses) * logged**0.5, statistics.median(losses)), run.setting.examples_per_step
     level = level_above(part, *SCATTER)
     if level == "red" and examples >= FEW_EXAMPLES:

@@ -49,7 +49,7 @@ class EarlyEnd:
 
 class Sentinel(TrainerCallback):
     """Judges a trainer's training while it runs. directory: of flags.json. excused: in whose block the training may be silent.
-    pause: what on_red "pause" does, with the reason. `begin()` checks the data before the first step."""
+    pause: what on_red "pause" does, with the reason. `begin()` checks the data, before `trainer.train()`."""
 
     def __init__(
         self,
@@ -74,7 +74,6 @@ class Sentinel(TrainerCallback):
         self.was_red: dict[str, tuple[int, Flag]] = {}
         self.acted_on: set[str] = set()
         self.earlier: list[dict[str, Any]] = []
-        self.earlier_versions: tuple[str, ...] = ()
         self.ended: EarlyEnd | None = None
         self.judged_at = 0
         self.written_at = 0.0
@@ -93,40 +92,30 @@ class Sentinel(TrainerCallback):
         self.learned: list[Tensor | int] = []
 
     def begin(self) -> list[Flag]:
-        """Look at what is about to be trained on, and say what is wrong with it. Call it before `trainer.train()`."""
         path = self.directory / FLAGS  # of the part before, which the first look writes over
-        before = read_json(path) if path.exists() else {"was_red": []}
-        self.earlier = before["was_red"]
-        self.earlier_versions = tuple(before.get("other_versions", ()))
+        self.earlier = read_json(path)["was_red"] if path.exists() else []
         with self.excused():
             if self.method != "gspo":
                 self.batches = examine_batches(self.trainer)
             if self.method == "sft" and self.batches is not None and self.batches.learned:
-                self.batches = replace(
-                    self.batches, pairs=measure_pairs(self.trainer), words=shared_words_of(self.trainer)
-                )
+                pairs, words = measure_pairs(self.trainer), shared_words_of(self.trainer)
+                self.batches = replace(self.batches, pairs=pairs, words=words)
             if self.method == "dpo" and self.batches is not None:
                 self.batches = replace(self.batches, answers=shared_words_of_answers(self.trainer))
         self.look(0)
         return self.flags
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.setting = replace(
-            self.setting,
-            max_steps=state.max_steps,
-            warmup_steps=args.get_warmup_steps(state.max_steps),
-            other_versions=other_versions(args.output_dir, state.global_step),
-        )
+        warmup_steps = args.get_warmup_steps(state.max_steps)
+        self.setting = replace(self.setting, max_steps=state.max_steps, warmup_steps=warmup_steps)
+        if other := other_versions(args.output_dir, state.global_step):
+            log.warning("the run resumes with other versions, so its curves may jump: %s", other)
         self.first, self.moved, self.ended = [], False, None
         self.latest.clear()
-        for row in state.log_history:  # of the part before, where the run goes on
+        for row in state.log_history:  # of the part before, where the run resumes
             if "loss" in row:
                 self.remember(dict(row))
-        if state.global_step and self.earlier_versions:  # of an earlier resume, which the later checkpoints do not tell
-            self.setting = replace(self.setting, other_versions=self.earlier_versions)
-        for (
-            each
-        ) in self.earlier:  # what was red in the part before stays known, up to the step that the run resumes from
+        for each in self.earlier:  # what was red before the step that the run resumes from stays known
             if each["step"] <= state.global_step:
                 self.was_red[each["name"]] = each["step"], Flag(**{key: each[key] for key in each if key != "step"})
         self.start_of = sample_weights(self.trainer.model)
@@ -155,34 +144,32 @@ class Sentinel(TrainerCallback):
             control.should_save = control.should_training_stop = True
             self.ended = self.ended or EarlyEnd(SANITY_CHECKED, f"the first {self.sanity} steps are done")
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **_: Any
-    ) -> None:
-        if logs is None or "loss" not in logs:  # of an evaluation, or the summary
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        if "loss" not in logs:  # of an evaluation, or the summary
             return
         row = self.extend_row(logs, state.global_step)
         self.remember(row)
-        every = EVERY if state.global_step <= EARLY else 2 * EVERY
-        due = state.global_step - self.judged_at >= every or state.global_step in (1, self.sanity, state.max_steps)
+        step, every = state.global_step, EVERY if state.global_step <= EARLY else 2 * EVERY
+        due = step - self.judged_at >= every or step in (1, self.sanity, state.max_steps)
         if not (due or "seen/broken" in row):
             return
-        self.judged_at = state.global_step
+        self.judged_at = step
         if not self.moved and self.start_of is not None:
             row["seen/moved"] = max(changes_since(self.trainer.model, self.start_of).values(), default=0.0)
             self.moved = row["seen/moved"] > 0
         row["seen/memory"] = memory_in_use(args.device)
-        if self.batches is not None and self.should_measure_pairs(self.batches, state.global_step):
+        if self.batches is not None and self.should_measure_pairs(self.batches, step):
             with self.excused():
                 self.batches = replace(self.batches, pairs_now=measure_pairs(self.trainer))
-        self.look(state.global_step)
+        self.look(step)
         self.act_on_red(control)
 
     def extend_row(self, logs: dict[str, Any], step: int) -> dict[str, Any]:
         """A logged row with what was seen of its steps."""
         row = {**logs, "step": step}
         if self.steps:
-            row |= {"seen/steps": self.steps, "seen/seconds": self.seconds + self.waited, "seen/wait": self.waited}
-            row["seen/skipped"] = self.skipped
+            row |= {"seen/steps": self.steps, "seen/skipped": self.skipped}
+            row |= {"seen/seconds": self.seconds + self.waited, "seen/wait": self.waited}
         if self.learned:  # the trainer has just waited for the loss, so this waits for nothing
             row["seen/empty"] = sum(int(each) == 0 for each in self.learned)
         self.token_seconds += self.seconds + self.waited
@@ -231,8 +218,6 @@ class Sentinel(TrainerCallback):
     def write(self, step: int) -> None:
         was_red = [{"step": at, **asdict(flag)} for at, flag in self.was_red.values()]
         value = {"step": step, "time": time.time(), "flags": [asdict(flag) for flag in self.flags], "was_red": was_red}
-        if other := self.setting.other_versions or self.earlier_versions:
-            value["other_versions"] = other
         write_json(self.directory / FLAGS, value)
         self.written_at = time.monotonic()
 
@@ -290,11 +275,11 @@ def setting_of(trainer: Any, method: str) -> RunSettings:
     )
 
 
-def other_versions(output_dir: str | None, step: int) -> tuple[str, ...]:
-    """What differs between the packages that the checkpoint of a step was saved with and those here; () of no checkpoint."""
+def other_versions(output_dir: str | None, step: int) -> str:
+    """What differs between the packages that the checkpoint of a step was saved with and those here; "" of no checkpoint."""
     manifest = read_manifest(Path(output_dir or ".") / f"checkpoint-{step}")
     there, here = (manifest.versions if manifest else {}), versions()
-    return tuple(f"{name} {there[name]} -> {here.get(name)}" for name in there if there[name] != here.get(name))
+    return ", ".join(f"{name} {there[name]} -> {here.get(name)}" for name in there if there[name] != here.get(name))
 
 
 def sample_weights(model: Any) -> dict[str, Tensor]:

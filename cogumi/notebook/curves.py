@@ -66,8 +66,7 @@ class Curve:
     """Steps, the first hundred, whose value is NaN or infinite."""
 
     @property
-    def steps(self) -> np.ndarray:
-        """The middle of each bin."""
+    def steps(self) -> np.ndarray:  # the middle of each bin
         return (self.bins[FIRST] + self.bins[LAST]) / 2
 
     @property
@@ -91,19 +90,12 @@ class Curve:
         self.broken += steps[~finite][: MOST_BROKEN - len(self.broken)].astype(int).tolist()
         steps, values = steps[finite], values[finite]
         bins = np.concatenate([self.bins, [steps, steps, values, values, values, np.ones_like(values)]], axis=1)
-        begins = self.begins(bins)
-        while len(begins) > MOST_BINS:
+        while len(begins := np.flatnonzero(np.diff(bins[FIRST] // self.width, prepend=np.nan))) > MOST_BINS:
             self.width *= 2
-            begins = self.begins(bins)
         if len(begins):
             together = (np.minimum, np.maximum, np.minimum, np.add, np.maximum, np.add)
             rows = zip(together, bins, strict=True)
             self.bins = np.stack([function.reduceat(row, begins) for function, row in rows])
-
-    def begins(self, bins: np.ndarray) -> np.ndarray:
-        """Where in a row of bins another stretch of `width` steps begins."""
-        stretch = bins[FIRST] // self.width
-        return np.flatnonzero(np.diff(stretch, prepend=np.nan))
 
 
 class Curves:
@@ -239,14 +231,14 @@ def points(x: np.ndarray, y: np.ndarray) -> str:
 
 def render_axes(first: float, last: float, low: float, high: float) -> str:
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-    frame = f'<path d="M{LEFT} {TOP}V{bottom}H{right}" fill="none" stroke="currentColor" stroke-opacity="0.5"/>'
-    return (
-        frame
-        + render_text(LEFT - 4, TOP + 8, format_number(high), "end")
-        + render_text(LEFT - 4, bottom, format_number(low), "end")
-        + render_text(LEFT, HEIGHT - 4, f"step {first:,.0f}", "start")
-        + (render_text(right, HEIGHT - 4, f"{last:,.0f}", "end") if last > first else "")
-    )
+    parts = [
+        f'<path d="M{LEFT} {TOP}V{bottom}H{right}" fill="none" stroke="currentColor" stroke-opacity="0.5"/>',
+        render_text(LEFT - 4, TOP + 8, format_number(high), "end"),
+        render_text(LEFT - 4, bottom, format_number(low), "end"),
+        render_text(LEFT, HEIGHT - 4, f"step {first:,.0f}", "start"),
+        render_text(right, HEIGHT - 4, f"{last:,.0f}", "end") if last > first else "",
+    ]
+    return "".join(parts)
 
 
 def render_title(plot: Plot, curves: Mapping[str, Curve]) -> str:
@@ -300,10 +292,9 @@ def describe_plot(plot: Plot, curves: Mapping[str, Curve]) -> str:
     said = [f"{plot.title} by step"]
     for key, curve in curves.items():
         if len(curve.low):
-            between = f"between {format_number(float(curve.low.min()))} and {format_number(float(curve.high.max()))}"
-            said.append(
-                f"{key} from {format_number(float(curve.mean[0]))} to {format_number(float(curve.mean[-1]))}, {between}"
-            )
+            values = (curve.mean[0], curve.mean[-1], curve.low.min(), curve.high.max())
+            first, last, low, high = (format_number(float(value)) for value in values)
+            said.append(f"{key} from {first} to {last}, between {low} and {high}")
         if curve.broken:
             said.append(f"{key} not finite at {len(curve.broken)} steps, the first is {curve.broken[0]}")
     return "; ".join(said)

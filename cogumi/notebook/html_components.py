@@ -143,7 +143,7 @@ def data(accounts: Sequence[Mapping[str, Any]], lengths: Sequence[Sequence[int]]
 
 def shares(account: Mapping[str, Any]) -> str:
     """What became of the rows of one part of the data, in numbers and shares."""
-    rows = account["rows"]
+    rows, tokens, learned = account["rows"], account["tokens"], account["learned"]
     of_rows = {
         "examples": account["examples"],
         **{f"dropped: {reason}": count for reason, count in account["dropped"].items()},
@@ -152,7 +152,6 @@ def shares(account: Mapping[str, Any]) -> str:
     }
     cells = [["rows", f"{rows:,}", ""]]
     cells += [[escape_text(what), f"{count:,}", format_share(count, rows)] for what, count in of_rows.items() if count]
-    tokens, learned = account["tokens"], account["learned"]
     if tokens:
         cells.append(["tokens", f"{tokens:,}", ""])
     if learned:
@@ -200,12 +199,9 @@ def flags(found: Iterable[Mapping[str, Any]], was_red: Iterable[Mapping[str, Any
     shown = [each for each in found if each["level"] != "green"]
     green = [str(each["name"]) for each in found if each["level"] == "green"]
     now = {each["name"] for each in shown if each["level"] == "red"}
-    rows = [[level(each["level"]), escape_text(each["name"]), *flag_cells(each)] for each in shown]
-    before = [
-        [level("red", f"RED from step {each['step']}"), escape_text(each["name"]), *flag_cells(each)]
-        for each in was_red
-        if each["name"] not in now
-    ]
+    rows = [[level(each["level"]), *flag_cells(each)] for each in shown]
+    gone = [each for each in was_red if each["name"] not in now]
+    before = [[level("red", f"RED from step {each['step']}"), *flag_cells(each)] for each in gone]
     head = ["", "flag", "what was seen", "likely", "to turn"]
     said = table(head, rows, kind="wide flags") if rows else "<p>No flag is red or yellow.</p>"
     if before:
@@ -215,12 +211,9 @@ def flags(found: Iterable[Mapping[str, Any]], was_red: Iterable[Mapping[str, Any
     return said
 
 
-def flag_cells(flag: Mapping[str, Any]) -> tuple[str, str, str]:
-    return (
-        f"{escape_text(flag['evidence'])} ({escape_text(flag['threshold'])})",
-        escape_text(flag["cause"]),
-        escape_text(flag["knob"]),
-    )
+def flag_cells(flag: Mapping[str, Any]) -> list[str]:
+    evidence = f"{flag['evidence']} ({flag['threshold']})"
+    return [escape_text(each) for each in (flag["name"], evidence, flag["cause"], flag["knob"])]
 
 
 # ------------------------------------------------------------------------------------------------------------- preflight
@@ -229,13 +222,10 @@ def flag_cells(flag: Mapping[str, Any]) -> tuple[str, str, str]:
 def preflight(found: Mapping[str, Any], measured: float | None = None) -> str:
     """A preflight as `PreflightReport.as_dict()` gives it. measured: what the run then took of the card, in bytes."""
     verdict = level("green", "nothing is red") if found["fits"] else level("red", "RED: it does not fit")
-    rows = [
-        [
-            level(each["state"], "note" if each["state"] == "yellow" else None),
-            *map(escape_text, (each["stage"], each["figure"], each["fix"])),
-        ]
-        for each in found["lines"]
-    ]
+    rows = []
+    for each in found["lines"]:
+        state = level(each["state"], "note" if each["state"] == "yellow" else None)
+        rows.append([state, *(escape_text(each[key]) for key in ("stage", "figure", "fix"))])
     bar = found["figures"].get("memory")
     drawn = figure(figures.memory_bar(bar, measured)) if bar else ""
     lines = table(["", "stage", "found", "what to do"], rows)
@@ -252,20 +242,23 @@ def merged(directory: Path, report: "MergeReport | None" = None) -> str:
     checked = sum(each.get("elements") or 0 for each in tensors)
     beside = sum(each.get("not_nearest") or 0 for each in tensors)
     worst = max((each["largest_error"] for each in tensors if each.get("largest_error") is not None), default=None)
-    verified = f"{checked:,} elements read back from the disk, {beside:,} of them next to a tie, the worst at "
-    verified = "not verified" if worst is None else f"{verified}{worst:.2f} of what rounding allows"
-    merged_ones, copied = sum("rank" in each for each in tensors), found["tensors_copied"]
-    rows = [
-        ("into", f"<code>{escape_text(directory)}</code>"),
-        ("base", escape_text(found["base"]["name"])),
-        ("adapters", escape_text(", ".join(f"{each['path']} x {each['weight']:g}" for each in found["adapters"]))),
-        ("tensors", f"{merged_ones:,} merged, {copied:,} copied byte by byte"),
-        ("size", format_memory(sum(shard["bytes"] for shard in found["shards"].values()))),
-        ("verified", verified),
-        ("q/delta", f"{found['q_over_delta']:.2f}" if found.get("q_over_delta") is not None else ""),
-        ("logits", escape_text(report.logits) if report is not None and report.logits else ""),
-        ("written", escape_text(found["created"]) + (f", in {report.seconds:.1f} s" if report is not None else "")),
-    ]
+    verified = "not verified"
+    if worst is not None:
+        verified = f"{checked:,} elements read back from the disk, {beside:,} of them next to a tie"
+        verified += f", the worst at {worst:.2f} of what rounding allows"
+    adapters = ", ".join(f"{each['path']} x {each['weight']:g}" for each in found["adapters"])
+    merged_ones, took = sum("rank" in each for each in tensors), f", in {report.seconds:.1f} s" if report else ""
+    rows = {
+        "into": str(directory),
+        "base": found["base"]["name"],
+        "adapters": adapters,
+        "tensors": f"{merged_ones:,} merged, {found['tensors_copied']:,} copied byte by byte",
+        "size": format_memory(sum(shard["bytes"] for shard in found["shards"].values())),
+        "verified": verified,
+        "q/delta": f"{found['q_over_delta']:.2f}" if found.get("q_over_delta") is not None else "",
+        "logits": str(report.logits or "") if report else "",
+        "written": f"{found['created']}{took}",
+    }
     try:
         drawn = figure(figures.delta_by_layer(directory))
     except UsageError as error:
@@ -275,7 +268,8 @@ def merged(directory: Path, report: "MergeReport | None" = None) -> str:
         [escape_text(name), f"{ratio:.2%}", f"{most:.3g}"] for name, (ratio, most) in list(outside.items())[:MOST_ROWS]
     ]
     rest = table(["outside the layers", "|change| / |weight|", "largest change"], others, numbers=(1, 2), kind="narrow")
-    return facts(rows) + drawn + (rest if others else "")
+    said = facts((name, escape_text(each)) for name, each in rows.items())
+    return said + drawn + (rest if others else "")
 
 
 # ------------------------------------------------------------------------------------------------------------- notebooks

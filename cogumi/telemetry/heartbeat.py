@@ -21,7 +21,7 @@ from cogumi.core.durability import NO_SPACE
 from cogumi.core.errors import RefusedAtSetup
 from cogumi.core.formatting import pip_command
 from cogumi.core.run_directory import FORECAST, read_jsonl, read_section, write_json
-from cogumi.telemetry.throughput import HEARTBEAT, ROLLOUT, Meter, Throughput
+from cogumi.telemetry.throughput import HEARTBEAT, Meter, Throughput
 
 log = logging.getLogger("cogumi")
 HEARTBEAT_SECONDS = 1.0
@@ -42,17 +42,14 @@ class MachineUse:
 
     def now(self) -> dict[str, Any]:
         """Bytes are bytes, percentages 0 to 100; `cpu.process_percent` is of one core, so 8 busy cores are 800."""
-        memory, disk = psutil.virtual_memory(), shutil.disk_usage(self.directory)
+        cpu, process = psutil.cpu_percent(), self.process.cpu_percent()
+        memory, disk, rss = psutil.virtual_memory(), shutil.disk_usage(self.directory), self.process.memory_info().rss
         return {
             "gpu": self.gpu(),
-            "cpu": {
-                "percent": psutil.cpu_percent(),
-                "process_percent": self.process.cpu_percent(),
-                "cores": psutil.cpu_count(),
-            },
-            "memory": {"used": memory.total - memory.available, "total": memory.total, "process": self.process.memory_info().rss},
+            "cpu": {"percent": cpu, "process_percent": process, "cores": psutil.cpu_count()},
+            "memory": {"used": memory.total - memory.available, "total": memory.total, "process": rss},
             "disk": {"free": disk.free, "total": disk.total},
-        }  # fmt: skip
+        }
 
     def gpu(self) -> dict[str, Any] | None:
         """None without one. `used` is everybody's, the peaks are of this process."""
@@ -60,28 +57,26 @@ class MachineUse:
             return None
         free, total = torch.cuda.mem_get_info()
         found = {"name": torch.cuda.get_device_name(), "used": total - free, "total": total, **gpu_peaks()}
-        if not self.nvml:
-            return found
-        return found | {
-            "utilization_percent": torch.cuda.utilization(),
-            "temperature_celsius": torch.cuda.temperature(),
-            "power_watts": torch.cuda.power_draw() / 1000,
-        }
+        if self.nvml:
+            found["utilization_percent"] = torch.cuda.utilization()
+            found["temperature_celsius"] = torch.cuda.temperature()
+            found["power_watts"] = torch.cuda.power_draw() / 1000
+        return found
 
 
 def has_nvml() -> bool:
     try:
         import pynvml
-    except ImportError:
-        install = pip_command("install nvidia-ml-py")
-        log.info("no GPU utilization in heartbeat.json: nvidia-ml-py is not installed (%s)", install)
-        return False
-    try:
+
         torch.cuda.utilization(), torch.cuda.temperature(), torch.cuda.power_draw()
+    except ImportError:
+        why = f"nvidia-ml-py is not installed ({pip_command('install nvidia-ml-py')})"
     except (pynvml.NVMLError, RuntimeError) as error:
-        log.info("no GPU utilization in heartbeat.json: NVML does not answer: %s", error)
-        return False
-    return True
+        why = f"NVML does not answer: {error}"
+    else:
+        return True
+    log.info("no GPU utilization in heartbeat.json: %s", why)
+    return False
 
 
 def gpu_peaks() -> dict[str, int]:
@@ -93,18 +88,19 @@ def gpu_peaks() -> dict[str, int]:
 
 @dataclass
 class Progress:
-    """How far the training is. Written by the thread that trains, read by the one that beats."""
+    """How far the training is. Written by the thread that trains, read by the one that beats.
+
+    step_time: when the last step ended, which stands still when the training hangs. eta_seconds: to the end of the training,
+    as of `step_time`. of_a_stage: these are steps and seconds of one stage before the training (`dpo.ReferencePass`).
+    """
 
     step: int = 0
     steps: int | None = None
     step_time: float | None = None
-    """When the last step ended: what stands still when the training hangs."""
     eta_seconds: float | None = None
-    """To the end of the training, as of `step_time`."""
     tokens_per_second: float | None = None
     mfu: float | None = None
     of_a_stage: bool = False
-    """Whether these are steps and seconds of one stage before the training (`dpo.ReferencePass`)."""
 
 
 class Heartbeat:
@@ -133,9 +129,9 @@ class Heartbeat:
         self.thread.join()
         if self.failure is None:
             self.run()
-        if self.failure is not None and kind is None:
-            raise self.failure
-        if self.failure is not None:  # what went wrong first is raised; a lost GPU, say, has stopped both
+        if kind is None:
+            self.raise_failure()
+        elif self.failure is not None:  # what went wrong first is raised; a lost GPU, say, has stopped both
             log.error("the heartbeat has stopped: %s: %s", type(self.failure).__name__, self.failure)
 
     def run(self) -> None:
@@ -187,27 +183,25 @@ class Heartbeat:
 
 @contextmanager
 def measure_run(run_dir: Path, meter: Meter) -> Iterator[Heartbeat]:
-    """While in the block the run's heart beats; at its end, however it comes, metrics.json says what the run came to."""
+    """In the block the run's heart beats; at its end, however it comes, metrics.json says what the run came to."""
     meter.resume_from(run_dir)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     heart = Heartbeat(run_dir, meter)
-    refused = False
     try:
         with heart:
             yield heart
         if heart.throughput is not None:
             heart.throughput.read()
-    except RefusedAtSetup:
-        refused = True  # nothing was measured, and the directory goes unless there was something in it
+    except RefusedAtSetup:  # nothing was measured, and the directory goes unless there was something in it
         raise
-    finally:
-        if not refused:
-            write_summary(heart)
+    except BaseException:
+        write_summary(heart)
+        raise
+    write_summary(heart)
 
 
 def write_summary(heart: Heartbeat) -> None:
-    """Asks nothing of the GPU: a run that lost it has a summary as well."""
     found = summary(heart)
     peak, forecast = (found["memory"].get(key) for key in ("gpu_peak_allocated", "gpu_peak_forecast"))
     if peak and forecast:
@@ -237,9 +231,7 @@ def summary(heart: Heartbeat) -> dict[str, Any]:
     if throughput is not None:
         found |= rates(throughput)
     rows = read_jsonl(heart.run_dir / "metrics.jsonl")
-    found["final"] = {
-        key: next((row[key] for row in reversed(rows) if row.get(key) is not None), None) for key in FINAL
-    }
+    found["final"] = {key: next((row[key] for row in rows[::-1] if row.get(key) is not None), None) for key in FINAL}
     # getrusage(2): kilobytes on Linux, bytes on macOS
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     found["memory"] = {"peak_rss": rss, **{f"gpu_{key}": value for key, value in gpu_peaks().items()}}
@@ -269,10 +261,8 @@ def rates(throughput: Throughput) -> dict[str, Any]:
     if throughput.no_mfu:
         found["no_mfu"] = throughput.no_mfu
     if done.rollout_seconds:
-        found |= {
-            ROLLOUT + "_seconds": round(done.rollout_seconds, 3),
-            "update_seconds": round(done.step_seconds - done.rollout_seconds, 3),
-            "completions": int(done.completions),
-            "completions_per_second": done.completions / done.rollout_seconds,
-        }
+        found["rollout_seconds"] = round(done.rollout_seconds, 3)
+        found["update_seconds"] = round(done.step_seconds - done.rollout_seconds, 3)
+        found["completions"] = int(done.completions)
+        found["completions_per_second"] = done.completions / done.rollout_seconds
     return found

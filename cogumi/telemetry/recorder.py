@@ -36,8 +36,7 @@ class StepTimer:
     """Seconds per step. What happens between steps (saving, evaluation, logging) is counted apart.
 
     cycle: after how many steps the work repeats; in GSPO one of several steps makes the rollout that all of them train on.
-    A cycle is timed as a whole, and the median of the latest cycles is the pace: the first step, one that compiled, and
-    one that waited for a disk do not move it. Reading the data of a step belongs to the step.
+    The pace is the median of the latest cycles: the first step, and one that compiled or waited, do not move it.
     """
 
     def __init__(self, cycle: int = 1) -> None:
@@ -68,7 +67,6 @@ class StepTimer:
         return seconds
 
     def between_ended(self) -> None:
-        """Something between two steps is done; what follows is the next step, or more of the kind."""
         self.mark = time.monotonic()
 
     def exclude(self, seconds: float) -> None:
@@ -78,10 +76,7 @@ class StepTimer:
             self.last_step_end += seconds
 
     def eta(self, steps_left: int) -> float | None:
-        """Seconds to the end of the training: the recent pace, and beside it what lay between steps so far at its rate.
-
-        None before the first step. The first cycle, which warms up, counts only while there is no other.
-        """
+        """Seconds to the end of the training; None before the first step. The first cycle warms up."""
         if not self.steps:
             return None
         warm = list(self.cycles)[1:] if 1 < len(self.cycles) < CYCLES else self.cycles
@@ -109,8 +104,7 @@ class Telemetry(TrainerCallback):
         self.full = False
 
     def attach(self, trainer: Any) -> None:
-        """Take the place of transformers' own progress output, before the reporters of `report_to`, which would otherwise read
-        a row before it is whole."""
+        """Take the place of transformers' own progress output, before the reporters, which read a row that is whole."""
         trainer.pop_callback(ProgressCallback)
         trainer.pop_callback(PrinterCallback)
         trainer.callback_handler.callbacks.insert(0, self)
@@ -162,10 +156,7 @@ class Telemetry(TrainerCallback):
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.pace.between_ended()
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **_: Any
-    ) -> None:
-        logs = {} if logs is None else logs
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "loss" in logs:
             logs |= self.performance()
         self.unwritten.append({"step": state.global_step, "time": time.time(), **logs})
@@ -254,10 +245,8 @@ class RunLog(logging.FileHandler):
 
 @contextmanager
 def record_run(run_dir: Path, resumed: bool = False) -> Iterator[None]:
-    """Log lines go to run.log, and to the screen if nobody else shows them; status.json says how the run ended.
-
-    resumed: there was something of this run in the directory before, which is kept whatever happens.
-    """
+    """Log lines go to run.log, and to the screen if nobody else shows them; status.json says how the run ended. resumed:
+    there was something of this run in the directory before, which is kept whatever happens."""
     to_file = RunLog(run_dir / "run.log", encoding="utf-8")
     to_file.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s"))
     on_stdout = logging.StreamHandler(sys.stdout)
@@ -277,8 +266,8 @@ def record_run(run_dir: Path, resumed: bool = False) -> Iterator[None]:
         reason = f"{type(error).__name__}: {error}"
         if by := requested_by(error):
             stage = read_json_or_empty(run_dir / "status.json").get("stage")
-            what = FINISHED_AND_SAVED if stage == "train" else f"before or after the training (stage: {stage})"
-            state, reason = "stopped", f"asked to by {by}: {what}"
+            when = FINISHED_AND_SAVED if stage == "train" else f"before or after the training (stage: {stage})"
+            state, reason = "stopped", f"asked to by {by}: {when}"
         log.log(logging.WARNING if state == "stopped" else logging.ERROR, "%s: %s", state, reason)
         try:
             set_status(run_dir, state, reason=redact_text(reason))
@@ -310,12 +299,11 @@ def steps_per_rollout(trainer: Any) -> int:
 
 def terminal_loggers() -> list[logging.Logger]:
     """The loggers of ours that print on a terminal."""
-    streams = (sys.stdout, sys.stderr)
-    return [
-        logger
-        for logger in (logging.root, log)
-        if any(isinstance(each, logging.StreamHandler) and each.stream in streams for each in logger.handlers)
-    ]
+    return [logger for logger in (logging.root, log) if any(map(is_terminal, logger.handlers))]
+
+
+def is_terminal(handler: logging.Handler) -> bool:
+    return isinstance(handler, logging.StreamHandler) and handler.stream in (sys.stdout, sys.stderr)
 
 
 def set_status(run_dir: Path, state: str, **more: Any) -> None:
@@ -328,9 +316,9 @@ def set_status(run_dir: Path, state: str, **more: Any) -> None:
 
 
 def truncate_metrics(run_dir: Path, state: Any) -> None:
-    """Let the metrics end at the step that the training goes on from: what was logged later is logged again.
+    """Let the metrics end at the step that the training resumes from: what was logged later is logged again.
 
-    On a machine that fetched its checkpoint there are none: then they are what that checkpoint remembers.
+    On a machine that fetched its checkpoint from a mirror they are what that checkpoint remembers.
     """
     path = run_dir / "metrics.jsonl"
     rows = read_jsonl(path)

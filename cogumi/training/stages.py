@@ -21,7 +21,7 @@ from cogumi.core.run_directory import DECISIONS, FORECAST, read_json, write_sect
 from cogumi.data.cache import Data
 from cogumi.forecast import data_sample
 from cogumi.forecast.memory_forecast import find_target
-from cogumi.forecast.preflight_report import Line, PreflightReport
+from cogumi.forecast.preflight_report import PreflightReport
 from cogumi.forecast.run_forecast import ForecastRequest, describe_stack, forecast_in_worker
 from cogumi.health.verdict import Check
 from cogumi.hub.downloads import Download, fetch
@@ -49,9 +49,8 @@ def run_preflight(run: RunConfig, base: str, of_base: Any, data: Data, tokenizer
     target = find_target(None)
     log.info("preflight: one step is forecast, without weights, in a process of its own")
     try:
-        lines, figures = forecast_in_worker(
-            ForecastRequest(run, base, of_base, data_sample.measure_data(run, data, tokenizer), target)
-        )
+        sample = data_sample.measure_data(run, data, tokenizer)
+        lines, figures = forecast_in_worker(ForecastRequest(run, base, of_base, sample, target))
     except UsageError as error:
         raise RefusedAtSetup.like(error) from error
     except RuntimeError as error:
@@ -61,19 +60,14 @@ def run_preflight(run: RunConfig, base: str, of_base: Any, data: Data, tokenizer
     write_section(run.run_dir / FORECAST, "preflight", report.as_dict())
     for line in report.lines:
         if line.state == "red":
-            log.warning("preflight: RED: %s", describe_line(line))
+            log.warning("preflight: RED: %s: %s; %s", line.stage, line.figure, line.fix)
         else:
-            log.info("preflight: %s", describe_line(line))
+            log.info("preflight: %s: %s", line.stage, line.figure)
     memory = figures.get("memory")
     if memory is not None and memory["tensors"] > memory["free"]:
         red = next(line for line in lines if line.stage == "memory")
-        raise RefusedAtSetup(f"{describe_line(red)} (or cogumi.preflight: off, which starts it all the same)")
-
-
-def describe_line(line: Line) -> str:
-    if line.state != "red":
-        return f"{line.stage}: {line.figure}"
-    return f"{line.stage}: {line.figure}; {line.fix}"
+        fix = f"{red.fix} (or cogumi.preflight: off, which starts it all the same)"
+        raise RefusedAtSetup(f"memory: {red.figure}", fix=fix)
 
 
 def fetch_into(run_dir: Path, download: Download) -> None:
@@ -121,8 +115,8 @@ def judge_saved(model: Any, saved: Path) -> Check:
     live = model.state_dict()
     stored = AutoModelForCausalLM.from_pretrained(saved, dtype="auto").state_dict()
     other = [name for name in live if name not in stored or not torch.equal(live[name].cpu(), stored[name])]
-    figure = f"{len(other)} of {len(live)} tensors differ from the live model's"
-    figure += f", the first is {other[0]}" if other else ""
+    first = f", the first is {other[0]}" if other else ""
+    figure = f"{len(other)} of {len(live)} tensors differ from the live model's{first}"
     return Check("saved model", figure, "0, bit for bit", not other, "load the last checkpoint instead of merged/")
 
 
@@ -167,22 +161,17 @@ def merge_and_check(
     assert report.largest_error is not None  # the merge above verifies
     for line in str(report).splitlines():
         log.info("%s", line)
-    weights = Check(
-        "merged weights",
-        f"{report.elements:,} elements in {report.tensors_merged} tensors, {report.not_nearest:,} of them next to a tie, "
-        f"the worst at {report.largest_error:.2f} of what rounding allows",
-        "<= 1",
-        report.largest_error <= 1,
-        merge_command(adapter),
+    figure = (
+        f"{report.elements:,} elements in {report.tensors_merged} tensors, {report.not_nearest:,} of them next to a tie"
     )
+    figure += f", the worst at {report.largest_error:.2f} of what rounding allows"
+    weights = Check("merged weights", figure, "<= 1", report.largest_error <= 1, merge_command(adapter))
     if quantization_of(live.config) is not None:
         revision = run.model.revision if report.base == base else None
         return report.out, [weights, *compare_unquantized(live, adapter, report, revision, tokens)]
     merged = AutoModelForCausalLM.from_pretrained(report.out, dtype="auto", device_map={"": live.device})
-    return report.out, [
-        weights,
-        *judge_logits(check_logits(live, merged, tokens), "the live adapter's", report, adapter),
-    ]
+    logits = check_logits(live, merged, tokens)
+    return report.out, [weights, *judge_logits(logits, "the live adapter's", report, adapter)]
 
 
 def compare_unquantized(
@@ -215,8 +204,7 @@ def merge_command(adapter: Path, options: str = "") -> str:
 def describe_rounding_loss(report: MergeReport) -> str:
     """The merge's largest update beside the rounding of its dtype, where the update is the smaller of the two; else "".
 
-    Rounding moves an element by half the spacing of the dtype: up to eps / 2 of the element. An update below that is lost in
-    most elements, and what is lost has the update's own direction, so the logits may miss more than random rounding explains.
+    An update below half the spacing of the dtype is lost in most elements, in the update's own direction.
     """
     stored = read_json(report.out / "config.json")
     dtype = str(stored.get("dtype") or stored.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -230,10 +218,7 @@ def judge_logits(logits: LogitCheck, beside: str, report: MergeReport, adapter: 
     lost = describe_rounding_loss(report)
     again = merge_command(adapter, "--dtype float32" if lost else "--verify logits")
     fix = f"{lost}; raise train.learning_rate, or {again}" if lost else again
-    apart, rounding = (
-        f"logits rms {logits.base_distance:.2e} apart",
-        f"> {logits.bound:.2e}, what rounding explains",
-    )
+    apart, rounding = f"logits rms {logits.base_distance:.2e} apart", f"> {logits.bound:.2e}, what rounding explains"
     figure = f"rms {logits.measured:.2e}, KL {logits.kl:.1e} from {beside}"
     bounds = f"<= {logits.bound:.2e}, {logits.kl_bound:.1e}"
     return [
