@@ -1,8 +1,7 @@
 """What is about to be trained on, checked before the first step: batches, and whether completions belong to their prompts.
 
 Whether a completion shares more words with its own prompt than with those of other examples needs no model, so that it tells
-a weak model from shuffled rows. Labels and masks are read from what the collator returns, on the CPU, as the model will see
-them. The pairs are the one thing the model is asked.
+a weak model from shuffled rows. The pairs are the one thing the model is asked.
 """
 
 import math
@@ -92,9 +91,6 @@ def gains(prompts: Sequence[set[int]], answers: Sequence[set[int]], weight: dict
     return [share(j, j) - statistics.fmean(share((j + k) % n, j) for k in range(1, OTHERS + 1)) for j in range(n)]
 
 
-# -------------------------------------------------------------------------------------------------------------- batches
-
-
 def examine_batches(trainer: Any) -> BatchStatistics | None:
     """What the collator makes of some examples spread over the training data; None where they cannot be had one by one
     (a stream), or are not tokens (prompts of a policy trainer)."""
@@ -154,9 +150,6 @@ def entropy_of(tokens: Tensor) -> float:
     counts = torch.unique(tokens, return_counts=True)[1].double()
     shares = counts / counts.sum()
     return float(-(shares * shares.log()).sum()) + (len(counts) - 1) / (2 * len(tokens))
-
-
-# --------------------------------------------------------------------------------------------------------------- the pairs
 
 
 def prompts_and_completions(trainer: Any, examples: int) -> list[tuple[list[int], list[int], list[int]]]:

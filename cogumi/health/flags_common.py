@@ -184,8 +184,7 @@ def adapter_moves(run: RunHistory) -> Flag | None:
 def held_out_completions(run: RunHistory) -> Flag | None:
     """Whether the model still writes something for held-out prompts: most completions empty, blank, or a loop, are none.
 
-    Red where the base wrote text for them, once half of the steps are done; yellow before that, and where the base did not
-    or was never trained.
+    Red once half of the steps are done, unless the base did not either, or was never trained.
     """
     now = run.written[-1] if run.written else None
     if now is None or not now.step:
@@ -236,14 +235,13 @@ def waiting_for_data(run: RunHistory) -> Flag | None:
 
 def tokens_per_second(run: RunHistory) -> Flag | None:
     """The latest rows' speed against the best stretch that is still remembered."""
-    rows = [row for row in run.rows if row.get("seen/tokens") and row.get("seen/token_seconds")]
-    if len(rows) < 3 * SPEED_ROWS:
+    steps, speeds = run.series("perf/tokens_per_second")
+    if len(speeds) < 3 * SPEED_ROWS:
         return None
-    speeds = [row["seen/tokens"] / row["seen/token_seconds"] for row in rows]
     begins = range(0, len(speeds) - SPEED_ROWS + 1, SPEED_ROWS)
     best = max(statistics.median(speeds[begin : begin + SPEED_ROWS]) for begin in begins)
     now = statistics.median(speeds[-2 * SPEED_ROWS :])
-    evidence = f"{now:,.0f} in steps {rows[-2 * SPEED_ROWS]['step']} to {rows[-1]['step']}, at best {best:,.0f}"
+    evidence = f"{now:,.0f} in steps {steps[-2 * SPEED_ROWS]} to {steps[-1]}, at best {best:,.0f}"
     threshold = f"slower by at most {SLOWER[0]:g}, red by {SLOWER[1]:g}"
     why = "the machine has become slower", "the machine's other processes"
     return Flag("tokens per second", level_above(best / now, *SLOWER), evidence, threshold, *why)

@@ -110,9 +110,8 @@ def samples_end(run: RunHistory) -> Flag | None:
 def prompt_and_completion(run: RunHistory) -> Flag | None:
     """Do prompts help to predict their completions: what the base knows of that, or the trained model where it knows none.
 
-    A model that gains nothing from the prompts is weak, or the prompts are others'. Red where the second is shown: the
-    model knows the text so well that it would use them, or completions share no words with their prompts though they are
-    written in the same words and pieces of the prompts share them. Where they do share words, they belong.
+    Red where the model knows the text so well that it would use its prompts, or where completions share no words with their
+    prompts though they are written in the same words. Where they do share words, they belong.
     """
     if run.batches is None or run.batches.pairs is None:
         return None
@@ -188,9 +187,8 @@ def second_half(run: RunHistory) -> tuple[list[int], list[float]]:
 def token_frequencies(run: RunHistory) -> Flag | None:
     """A loss at rest where a model is that knows nothing but how often each token occurs.
 
-    One that began above that, and worse than a model that was never trained, was taught against what it knew: its labels
-    are not the text's. One that rose to it, or whose base used the prompts that it now does not, lost what it knew. Others
-    never came from there (untrained weights, a rate too low), or the text has no more to it.
+    Red where it began above that, and worse than an untrained model: its labels are not the text's. Red where it rose to it, or
+    the base used the prompts that it now does not: it lost what it knew. Else the text may have no more to it.
     """
     steps, losses = run.series("loss")
     batches = run.batches
@@ -257,10 +255,9 @@ BOTH = 0.3  # correlation from which both answers of a pair are about their prom
 def preferences(run: RunHistory) -> Flag | None:
     """Accuracy on pairs not trained on yet, in the second half of the steps: better than a coin?
 
-    The loss of a model that has not moved is log 2 (Rafailov et al. 2023, arXiv:2305.18290, eq. 7). A coin's accuracy is
-    of pairs that are mixed up, of a rate too low, or of a model that cannot tell them yet, and the loss is near log 2 in
-    all three. Red where something shows which: by their words, one answer of a pair is its prompt's and as often the
-    rejected one; or the loss is above log 2 beyond chance, so that what was learned of some pairs is wrong for others.
+    The loss of a model that has not moved is log 2 (Rafailov et al. 2023, arXiv:2305.18290, eq. 7). Red where, by their words,
+    one answer of a pair is its prompt's and as often the rejected one; or where the loss is above log 2 beyond chance, so that
+    what was learned of some pairs is wrong for others. Else the model may not tell them apart yet.
     """
     steps = run.series("rewards/accuracies")[0]
     if len(steps) < PREFERENCE_ROWS or steps[-1] < TREND_STEPS:

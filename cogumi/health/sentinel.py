@@ -1,8 +1,7 @@
 """Watches one training: sees what the trainer does not log, judges it at each log, and does what the run asks for on red.
 
-Flags are in flags.json while the training runs. `cogumi.on_red`: warn says so; stop ends the training after the step, with
-a checkpoint; pause writes a checkpoint, and waits (`cogumi.training.loop`). `cogumi.sanity` ends it after so many steps,
-with a checkpoint that the run can resume from, and an answer. It waits for the device only when the trainer just has.
+`cogumi.on_red`: warn says so; stop ends the training after the step, with a checkpoint; pause writes a checkpoint, and waits.
+`cogumi.sanity` ends it after so many steps, with a checkpoint and an answer.
 """
 
 import logging
@@ -81,7 +80,6 @@ class Sentinel(TrainerCallback):
         self.moved = False
         self.reset_counters()
         self.began = time.perf_counter()
-        self.tokens_seen, self.token_seconds = 0.0, 0.0
         self.get_batch_samples = trainer.get_batch_samples
         trainer.get_batch_samples = self.time_batches
 
@@ -172,11 +170,6 @@ class Sentinel(TrainerCallback):
             row |= {"seen/seconds": self.seconds + self.waited, "seen/wait": self.waited}
         if self.learned:  # the trainer has just waited for the loss, so this waits for nothing
             row["seen/empty"] = sum(int(each) == 0 for each in self.learned)
-        self.token_seconds += self.seconds + self.waited
-        if isinstance(tokens := logs.get("num_tokens"), (int, float)):
-            if tokens > self.tokens_seen > 0:
-                row["seen/tokens"], row["seen/token_seconds"] = tokens - self.tokens_seen, self.token_seconds
-            self.tokens_seen, self.token_seconds = tokens, 0.0
         self.reset_counters()
         if any(is_not_finite(logs.get(key)) for key in ("loss", "grad_norm")) and "finite numbers" not in self.was_red:
             row["seen/broken"] = find_broken_weight(self.trainer.model)
@@ -211,14 +204,13 @@ class Sentinel(TrainerCallback):
             self.write(step)
 
     def run(self) -> RunHistory:
-        # Not before the rows beside them are known.
-        written = read_samples(self.directory) if self.start_of is not None else []
+        written = read_samples(self.directory) if self.start_of is not None else []  # none before there are rows
         return RunHistory(self.setting, self.first, list(self.latest), self.batches, self.thresholds, written)
 
     def write(self, step: int) -> None:
         was_red = [{"step": at, **asdict(flag)} for at, flag in self.was_red.values()]
-        value = {"step": step, "time": time.time(), "flags": [asdict(flag) for flag in self.flags], "was_red": was_red}
-        write_json(self.directory / FLAGS, value)
+        flags = [asdict(flag) for flag in self.flags]
+        write_json(self.directory / FLAGS, {"step": step, "time": time.time(), "flags": flags, "was_red": was_red})
         self.written_at = time.monotonic()
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -226,8 +218,9 @@ class Sentinel(TrainerCallback):
 
     def conclude(self) -> None:
         """Judge what there is at the end: of the steps, and then of the samples that are written after them."""
-        self.look(self.trainer.state.global_step)
-        self.write(self.trainer.state.global_step)
+        step = self.trainer.state.global_step
+        self.look(step)
+        self.write(step)
 
     def answer(self) -> tuple[Scale, str]:
         """Safe to scale: yes, no or not shown, and why."""
@@ -318,10 +311,9 @@ def judge_moved(model: Any, start: dict[str, Tensor], tuning: str) -> Check:
 
 def find_broken_weight(model: Any) -> str:
     """The first weight that is not finite, "frozen ..." before "trained ...", or "". Reads every weight: asked once."""
-    for wanted, word in ((False, "frozen"), (True, "trained")):
-        for name, weight in model.named_parameters():
-            if weight.requires_grad is wanted and weight.is_floating_point() and not bool(weight.isfinite().all()):
-                return f"{word} {name}"
+    for name, weight in sorted(model.named_parameters(), key=lambda named: named[1].requires_grad):
+        if weight.is_floating_point() and not bool(weight.isfinite().all()):
+            return f"{'trained' if weight.requires_grad else 'frozen'} {name}"
     return ""
 
 

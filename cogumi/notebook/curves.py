@@ -1,11 +1,8 @@
 """The metrics of a run as curves, and their small plots as SVG.
 
-Every line of metrics.jsonl is read once, and a million of them stay a few kilobytes. A curve is cut into bins of so many
-steps, each with the least, the mean and the greatest of its values, so that a spike of one step in a million is still there.
-What is not finite is no part of a bin: its steps are kept beside it.
-
-A plot is text, some milliseconds each, for a panel that is drawn again every few seconds. A line is told from another by dash
-as well as by colour, text has the colour of the page, and the title says in words what is drawn.
+A curve is cut into bins of so many steps, each with the least, the mean and the greatest of its values, so that a spike of one
+step in a million is still there. What is not finite is no part of a bin: its steps are kept beside it. A plot is text, some
+milliseconds each. A line is told from another by dash as well as by colour, and the title says in words what is drawn.
 """
 
 import math
@@ -112,10 +109,9 @@ class Curves:
         self.behind = False
 
     def read(self, most: float = math.inf) -> bool:
-        """Take in the lines written since the last time; whether there were any. A file that was cut is read anew.
+        """Take in the lines written since the last time; whether there were any. A file that was cut or replaced is read anew.
 
-        most: bytes, about, after which it is enough for this time; `behind` then says that there are more. A run that is
-        resumed from an earlier step replaces the file by one without the steps that it makes again.
+        most: bytes, about, after which it is enough for this time; `behind` then says that there are more.
         """
         try:
             file = self.path.open("rb")

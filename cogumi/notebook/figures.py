@@ -1,8 +1,8 @@
 """Figures of a run, of its data and of what it made, each a `Drawing`: a matplotlib figure that a notebook shows.
 
-Nothing is told by colour alone, and every figure says in words what it shows. matplotlib is loaded by the first figure that
-is drawn. Its objects alone are used, never pyplot: no figure is kept, and what a notebook has set for its own figures neither
-reaches these nor is changed by them. Raises UsageError where there is nothing to draw.
+Nothing is told by colour alone, and every figure says in words what it shows. pyplot is never used: no figure is kept, and
+what a notebook has set for its own figures neither reaches these nor is changed by them. Raises UsageError where there is
+nothing to draw.
 """
 
 import json
@@ -137,9 +137,6 @@ def use_integer_ticks(ax: "Axes") -> None:
     ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
 
 
-# ---------------------------------------------------------------------------------------------------------------- a run
-
-
 def curves(run_dir: str | PathLike[str]) -> Drawing:
     """What the run logged, each metric a small plot over its steps: the mean as a line, the range of a bin as an area.
 
@@ -260,9 +257,6 @@ def reward_quantiles(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray,
     return np.array([each.mean() for each in stretches]), np.array(found).T
 
 
-# ---------------------------------------------------------------------------------------------------- data and memory
-
-
 def refuse_argument(figure: str, call: str, given: object) -> UsageError:
     """The other figures take a run's directory, so these are given one too."""
     message = f"takes what {call} returned, not the {type(given).__name__} {given!s:.100}"
@@ -338,9 +332,6 @@ def memory_bar(figures: Mapping[str, Any], measured: float | None = None) -> Dra
         figure.legend(loc="outside lower center", ncols=4)
     words = f"{said}. Made of {', '.join(f'{kind} {format_memory(size)}' for kind, size in parts.items())}"
     return Drawing(figure, "Peak memory", words)
-
-
-# --------------------------------------------------------------------------------------------------------------- merge
 
 
 def delta_by_layer(merged: "str | PathLike[str] | MergeReport") -> Drawing:

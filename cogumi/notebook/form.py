@@ -65,7 +65,6 @@ class Form:
         self.values: Values = {name: to_yaml_value(bind_mapping(keys, name, origins)) for name, keys in values.items()}
         own = Path("run.yaml" if self.text is None else label)  # over its own file, or here if that is the package's
         self.save_as = Path(save_as or (own.name if own.resolve().is_relative_to(PACKAGE) else own))
-        self.unread: dict[str, str] = {}  # what was typed and is no value at all: by key, why
         self.watchers: list[Callable[[str], None]] = []  # told the key that was set or removed
         self._panel: FormPanel | None = None
         self.fields = read_fields(self.method)
@@ -75,8 +74,6 @@ class Form:
         """What decides the keys of `train:`; that of a config that says nothing known is sft."""
         said = self.values.get("cogumi", {}).get("method")
         return said if said in METHODS else "sft"
-
-    # ---------------------------------------------------------------------------------------------------- keys
 
     def field(self, key: str) -> Field:
         """What a key is. One that its section does not have is text of YAML, so that it can be seen and taken out."""
@@ -113,18 +110,7 @@ class Form:
                 inner[each] = {}
             inner = inner[each]
         inner[name] = to_yaml_value(value)
-        self.unread.pop(key, None)
         self.tell(key)
-
-    def type_in(self, key: str, text: str) -> None:
-        """`set` to what a text of YAML says; what it is no text of is a problem, and the value stays."""
-        try:
-            value = self.field(key).parse(text)
-        except UsageError as error:
-            self.unread[key] = f"{key} = {error}"
-            self.tell(key)
-        else:
-            self.set(key, value)
 
     def add(self, key: str) -> None:
         """Put a key into the YAML, with its default."""
@@ -140,7 +126,6 @@ class Form:
         section, _, group = above.partition(".")
         if group and not self.get(above):  # `fim:` goes with its last key
             del self.values[section][group]
-        self.unread.pop(key, None)
         self.tell(key)
 
     def tell(self, key: str) -> None:
@@ -148,8 +133,6 @@ class Form:
             self.fields = read_fields(self.method)
         for watcher in self.watchers:
             watcher(key)
-
-    # --------------------------------------------------------------------------------------------------- checks
 
     @property
     def config(self) -> RunConfig | None:
@@ -162,8 +145,6 @@ class Form:
         return self.check()[1]
 
     def check(self) -> tuple[RunConfig | None, str]:
-        if self.unread:
-            return None, next(iter(self.unread.values()))
         try:
             return check_values(self.run_values()), ""
         except UsageError as error:
@@ -189,22 +170,18 @@ class Form:
             worker.close()
         return report
 
-    # --------------------------------------------------------------------------------------------------- the YAML
-
     @property
     def yaml(self) -> str:
         """The text that `write` writes: that of the source with the changed values, its comments kept."""
-        return dump_sections(self.values) if self.text is None else edit_yaml(self.text, self.values)[0]
+        return self.render(self.values)
 
     @property
     def yaml_to_see(self) -> str:
         """`yaml` without the secrets in it."""
-        values = redact(self.values)
-        return redact_text(dump_sections(values) if self.text is None else edit_yaml(self.text, values)[0])
+        return redact_text(self.render(redact(self.values)))
 
-    @property
-    def loses_comments(self) -> bool:
-        return self.text is not None and "#" in self.text and not edit_yaml(self.text, self.values)[1]
+    def render(self, values: Values) -> str:
+        return dump_sections(values) if self.text is None else edit_yaml(self.text, values)[0]
 
     def write(self, path: str | os.PathLike[str] | None = None, replace: bool = False) -> Path:
         """Write the YAML, whole or not at all. Raises UsageError for a problem in it, and rather than replace a file."""
@@ -221,8 +198,6 @@ class Form:
         except OSError as error:
             raise UsageError(f"cannot be written ({error.strerror})", place=path, fix="name another place") from None
         return path
-
-    # ------------------------------------------------------------------------------------------------ how it looks
 
     def __repr__(self) -> str:
         # A notebook keeps this text, so it holds no value.

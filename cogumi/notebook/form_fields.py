@@ -1,8 +1,7 @@
 """The keys of each section, read from the signatures that a run binds them to: type, default, and what they are for.
 
-trl is never imported into the kernel: that takes seconds, during which nothing else would run in it, and where there is a
-GPU a later `cogumi.train` has to import unsloth first. One process answers the questions of all forms of a kernel, and ends
-with it; each preflight has one of its own, which can be ended when its answer is no longer wanted.
+trl is never imported into the kernel: that takes seconds, and where there is a GPU a later `cogumi.train` has to import unsloth
+first. One process answers the questions of all forms of a kernel, and ends with it; each preflight has one of its own.
 """
 
 import dataclasses
@@ -53,22 +52,20 @@ class Field:
     doc: str = ""
 
     def parse(self, text: str) -> Any:
-        """The value that was typed, as a YAML would hold it. Raises UsageError for what is no YAML."""
+        """The value that was typed, as a YAML would hold it; what is no YAML is the text, which the binding then refuses."""
         if self.kind == "text":
             return None if not text and "null" in self.of else text
         try:
             return yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            if self.kind == "number":
-                return text  # its binding says what it should be
-            problem = " ".join(str(getattr(error, "problem", None) or error).split())
-            raise UsageError(f"{text!r} is not valid YAML: {problem}", fix=f"it is {self.of}") from None
+        except yaml.YAMLError:
+            return text
 
     def shown(self, value: Any) -> str:
         """A value as it is typed."""
         if self.kind == "text":
             return "" if value is None else str(value)
-        return value if self.kind == "number" and isinstance(value, str) else dump_flow(value)
+        text = value if isinstance(value, str) else dump_flow(value)
+        return text if self.parse(text) == value else dump_flow(value)
 
     def find_choice(self, value: Any) -> Any:
         """The choice that a value is: YAML reads a bare `no` or `on` as a truth value."""
@@ -158,11 +155,9 @@ def describe_type(hint: Any) -> str:
     for part in type_parts(hint):
         if get_origin(part) is Literal:
             said += [dump_flow(each) for each in get_args(part)]
-        elif part in WORD_OF:
-            said.append(WORD_OF[part])
         else:
             name = part.__name__ if isinstance(part, type) and not get_args(part) else str(part)
-            said.append(name.replace("typing.", "").replace("cogumi.config.schema.", ""))
+            said.append(WORD_OF.get(part, name.replace("typing.", "").replace("cogumi.config.schema.", "")))
     return " or ".join(sorted(dict.fromkeys(said), key="null".__eq__))
 
 

@@ -22,7 +22,6 @@ from cogumi.notebook.form_fields import Field, begin_preflight
 from cogumi.notebook.html_components import render_html
 from cogumi.stack.gpus import CARDS
 
-CHECK_AFTER = 0.3  # seconds without a change
 HERE = "this machine"
 WHAT_IT_HOLDS = {
     "model": "what is trained",
@@ -58,7 +57,6 @@ class FormPanel:
         self.look = widgets.Button(description="preflight", tooltip="Whether this fits: memory, time, cost, disk")
         self.looking: Worker | None = None  # the process of a preflight
         self.report: PreflightReport | None = None
-        self.timer: threading.Timer | None = None
         self.tabs = widgets.Tab([self.page(section) for section in SECTIONS], titles=list(SECTIONS))
         self.box = self.build_layout()
         for section in SECTIONS:
@@ -73,8 +71,6 @@ class FormPanel:
         self.look.on_click(lambda _: self.preflight())
         self.card.observe(lambda _: self.mark_stale(), "value")
         form.watchers.append(self.on_change)
-
-    # ------------------------------------------------------------------------------------------------- its parts
 
     def build_layout(self) -> widgets.VBox:
         writing = widgets.HBox([self.file, self.write, self.replace])
@@ -129,10 +125,8 @@ class FormPanel:
             check.observe(lambda change: self.form.set(key, change.new), "value")
             return check
         text = (widgets.Password if key.lower().endswith(SECRETS) else widgets.Text)(field.shown(value), **common)
-        text.observe(lambda change: self.form.type_in(key, change.new), "value")
+        text.observe(lambda change: self.form.set(key, field.parse(change.new)), "value")
         return text
-
-    # ----------------------------------------------------------------------------------------------- what happens
 
     def on_change(self, key: str) -> None:
         if key == "cogumi.method":  # the same keys may be others
@@ -143,15 +137,7 @@ class FormPanel:
         self.show_yaml()
         self.hide_replace()  # and what was said of a file that was written
         self.mark_stale()
-        self.check_soon()
-
-    def check_soon(self) -> None:
-        """Check when nothing was changed for a while."""
-        if self.timer is not None:
-            self.timer.cancel()
-        self.timer = threading.Timer(CHECK_AFTER, self.check)
-        self.timer.daemon = True
-        self.timer.start()
+        self.check()
 
     def on_add(self, section: str) -> None:
         box, wrong = self.adders[section], self.adding[section]
@@ -176,7 +162,7 @@ class FormPanel:
         self.hide_replace()
         if change.new.strip():
             self.form.save_as = Path(change.new.strip())
-            self.check_soon()
+            self.check()
 
     def on_write(self, replace: bool) -> None:
         path = Path(self.file.value.strip() or ".")
@@ -192,16 +178,13 @@ class FormPanel:
             self.said.value = render_message(str(error))
             return
         self.hide_replace()
-        lost = " (without the comments: this YAML has more than plain keys in it)" if self.form.loses_comments else ""
         calls = f"cogumi.start({str(path)!r}) or cogumi start {shlex.quote(str(path))}"
-        self.said.value = render_message(f"written: {path}{lost}. Next: {calls}", wrong=False)
-
-    # ------------------------------------------------------------------------------------------------ what is shown
+        self.said.value = render_message(f"written: {path}. Next: {calls}", wrong=False)
 
     def show_keys(self, section: str) -> None:
         shown = dict(self.form.shown(section))
         for key in [key for key in self.rows if key.startswith(f"{section}.")]:
-            if key not in shown or not (key in self.form.unread or self.is_shown(key, shown[key])):
+            if key not in shown or not self.is_shown(key, shown[key]):
                 self.forget(key)
         for key, value in shown.items():
             if key not in self.rows:
@@ -220,10 +203,7 @@ class FormPanel:
             return entry.value is value
         if isinstance(entry, widgets.Dropdown):
             return bool(entry.value == format_choice(field.find_choice(value)))
-        try:
-            return equal_values(field.parse(entry.value), value)
-        except UsageError:
-            return False
+        return equal_values(field.parse(entry.value), value)
 
     def forget(self, key: str) -> None:
         for kept in (self.entries, self.removers, self.wrong):
@@ -241,7 +221,7 @@ class FormPanel:
         except RuntimeError as error:
             problem = str(error)
         keys = "|".join(re.escape(each) for each in sorted(self.entries, key=len, reverse=True))
-        named = re.search(rf"(?<![\w.])({keys})(?!\w)", problem) if keys else None
+        named = re.search(rf"(?<![\w.])({keys})(?!\w)", problem)
         key = named[1] if named else ""
         for each, wrong in list(self.wrong.items()):
             wrong.value = f"<div class='cogumi-wrong'>wrong: {html.escape(problem)}</div>" if each == key else ""
@@ -252,8 +232,6 @@ class FormPanel:
         if above := [name for name in sorted(os.environ) if name.startswith(ENVIRONMENT_PREFIX)]:
             note = f"note: a run takes {', '.join(above)} of the environment over what stands here"
             self.state.value += render_message(note, wrong=False)
-
-    # -------------------------------------------------------------------------------------------------- the preflight
 
     def preflight(self) -> None:
         self.stop_preflight()

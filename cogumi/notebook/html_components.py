@@ -114,18 +114,12 @@ def rules() -> list[tuple[str, str]]:
     return [(selector.strip(), f"{declarations.strip().rstrip(';')};") for selector, declarations in found]
 
 
-# ------------------------------------------------------------------------------------------------------ html components
-
-
 LEGEND = {
     "context": "context, as it stands: read, not learned",
     "learned": '<mark class="learned"><small class="tag">learned</small>green, underlined</mark>: learned',
     "rejected": '<mark class="rejected"><small class="tag">rejected</small>orange, double line</mark>: the answer preferred less',
 }
 MOST_ROWS = 40  # of a table of tensors
-
-
-# ---------------------------------------------------------------------------------------------------------------- data
 
 
 def preview(found: "Preview") -> str:
@@ -181,9 +175,6 @@ def highlighted(kind: str, content: str) -> str:
     return f'<mark class="{kind}"><small class="tag">{kind}</small>{escape_text(content)}</mark>'
 
 
-# ------------------------------------------------------------------------------------------------------ checks and flags
-
-
 def checks(found: Iterable[Mapping[str, Any]]) -> str:
     """The checks of a verdict, those that failed first."""
     rows = []
@@ -216,9 +207,6 @@ def flag_cells(flag: Mapping[str, Any]) -> list[str]:
     return [escape_text(each) for each in (flag["name"], evidence, flag["cause"], flag["knob"])]
 
 
-# ------------------------------------------------------------------------------------------------------------- preflight
-
-
 def preflight(found: Mapping[str, Any], measured: float | None = None) -> str:
     """A preflight as `PreflightReport.as_dict()` gives it. measured: what the run then took of the card, in bytes."""
     verdict = level("green", "nothing is red") if found["fits"] else level("red", "RED: it does not fit")
@@ -230,9 +218,6 @@ def preflight(found: Mapping[str, Any], measured: float | None = None) -> str:
     drawn = figure(figures.memory_bar(bar, measured)) if bar else ""
     lines = table(["", "stage", "found", "what to do"], rows)
     return f"<p>{verdict} Planned for: {escape_text(found['target'])}.</p>{drawn}{lines}"
-
-
-# ----------------------------------------------------------------------------------------------------------------- merge
 
 
 def merged(directory: Path, report: "MergeReport | None" = None) -> str:
@@ -270,9 +255,6 @@ def merged(directory: Path, report: "MergeReport | None" = None) -> str:
     rest = table(["outside the layers", "|change| / |weight|", "largest change"], others, numbers=(1, 2), kind="narrow")
     said = facts((name, escape_text(each)) for name, each in rows.items())
     return said + drawn + (rest if others else "")
-
-
-# ------------------------------------------------------------------------------------------------------------- notebooks
 
 
 def render_html(report: Any) -> str:

@@ -1,8 +1,7 @@
 """`run.dashboard()`: a panel on a run directory. It reads files, so the run may be anybody's, of yesterday, or over.
 
-A thread of its own draws it anew, also beside a cell that computes; it takes less than one percent of a core by waiting a
-hundred times as long as it worked. Buttons do what `run.stop()`, `run.checkpoint()` and `run.pause()` do. Every level, state
-and reward is said in words as well as by colour.
+A thread of its own draws it anew, and takes less than one percent of a core by waiting a hundred times as long as it worked.
+Every level, state and reward is said in words as well as by colour.
 """
 
 import threading

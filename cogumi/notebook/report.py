@@ -50,10 +50,8 @@ LOUD = {"WARNING": level("yellow", "warning") + " ", "ERROR": level("red", "ERRO
 
 
 def write_report(run_dir: str | PathLike[str], out: str | PathLike[str] | None = None) -> Path:
-    """Write the report of a run and return its path: `report.html` in its directory, or the file `out`.
-
-    Raises UsageError where there is no run, and where nothing can be written.
-    """
+    """Write the report of a run and return its path: `report.html` in its directory, or the file `out`. Raises UsageError where
+    there is no run, and where nothing can be written."""
     run = Path(run_dir)
     path = run / FILE if out is None else Path(out)
     page = render_report(status_of(run))
@@ -115,9 +113,6 @@ def render_report(status: Status) -> str:
 """
 
 
-# -------------------------------------------------------------------------------------------------------- how it stands
-
-
 def headline(status: Status) -> tuple[str, str]:
     """(level, word): `passed` only where a run came to its end, every check passed and no flag is red."""
     if status.passed:
@@ -152,9 +147,6 @@ def flags(run: Path) -> str:
         return "<p>Nothing was judged yet: there is no flags.json.</p>"
     at = f"<p>As of step {found['step']}.</p>" if "step" in found else ""
     return at + html_components.flags(found["flags"], found["was_red"])
-
-
-# ------------------------------------------------------------------------------------------------------------ what it was
 
 
 def summary(run: Path, status: Status) -> str:
@@ -217,9 +209,6 @@ def config_of(run: Path) -> dict[str, Any]:
     path = run / "config.yaml"
     found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
     return found or {}
-
-
-# ------------------------------------------------------------------------------------------------------------ the training
 
 
 def curves(run: Path) -> str:
@@ -312,9 +301,6 @@ def checkpoints(run: Path) -> str:
     if word := describe_broken_checkpoints(read_json_or_empty(run / "flags.json").get("was_red", []), there):
         said += f"<p>{escape_text(word)}.</p>"
     return f"{said}<p>Newest first. A resume reads every file and compares it with its manifest.</p>"
-
-
-# ----------------------------------------------------------------------------------------------------------- what it said
 
 
 def decisions(run: Path, status: Status) -> str:

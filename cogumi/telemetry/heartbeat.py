@@ -17,9 +17,8 @@ import psutil
 import torch
 
 from cogumi.core.disk_space import format_bytes
-from cogumi.core.durability import NO_SPACE
 from cogumi.core.errors import RefusedAtSetup
-from cogumi.core.formatting import pip_command
+from cogumi.core.formatting import one_line, pip_command
 from cogumi.core.run_directory import FORECAST, read_jsonl, read_section, write_json
 from cogumi.telemetry.throughput import HEARTBEAT, Meter, Throughput
 
@@ -115,7 +114,7 @@ class Heartbeat:
         self.progress = Progress()
         self.throughput: Throughput | None = None
         self.stalled: Callable[[], str] = str  # what a mirror says that falls behind, "" where it does not
-        self.failure: BaseException | None = None
+        self.failing = False
         self.over = threading.Event()
         self.use = MachineUse(run_dir)
         self.thread = threading.Thread(target=self.run, name="cogumi heartbeat", daemon=True)
@@ -124,36 +123,26 @@ class Heartbeat:
         self.thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.over.set()
         self.thread.join()
-        if self.failure is None:
-            self.run()
-        if kind is None:
-            self.raise_failure()
-        elif self.failure is not None:  # what went wrong first is raised; a lost GPU, say, has stopped both
-            log.error("the heartbeat has stopped: %s: %s", type(self.failure).__name__, self.failure)
+        self.beat()
 
     def run(self) -> None:
-        try:
-            while True:
-                self.beat()
-                if self.over.wait(HEARTBEAT_SECONDS):
-                    return
-        except BaseException as failure:  # noqa: BLE001  the thread that trains raises it, at its next step or at the end
-            self.failure = failure
-
-    def raise_failure(self) -> None:
-        """Raise, in the thread that trains, what stopped the heartbeat."""
-        if self.failure is not None:
-            raise self.failure
+        self.beat()
+        while not self.over.wait(HEARTBEAT_SECONDS):
+            self.beat()
 
     def beat(self) -> None:
+        """A beat that fails is told once, and ends nothing: a disk may have room again, and a lost GPU ends the training."""
         try:
             write_json(self.run_dir / HEARTBEAT, self.now())
-        except OSError as error:  # on a full disk the one of before stays, and the next may fit
-            if error.errno not in NO_SPACE:
-                raise
+        except Exception as error:  # noqa: BLE001
+            if not self.failing:
+                log.error("heartbeat.json is not written: %s", one_line(error))
+            self.failing = True
+        else:
+            self.failing = False
 
     def now(self) -> dict[str, Any]:
         progress, meter = self.progress, self.meter
@@ -216,8 +205,7 @@ def write_summary(heart: Heartbeat) -> None:
 def summary(heart: Heartbeat) -> dict[str, Any]:
     """Seconds, tokens, cost: of all parts of the run. Rates: of its steps. Memory: of this process.
 
-    `mfu` is of the steps without their rollouts. `gpu_peak_forecast` is what the preflight said that `gpu_peak_allocated`
-    would be; `peak_rss`: the most memory that this process has had resident over its whole life.
+    `gpu_peak_forecast` is what the preflight said that `gpu_peak_allocated` would be; `peak_rss` is of the whole process.
     """
     meter, progress, throughput = heart.meter, heart.progress, heart.throughput
     found: dict[str, Any] = {

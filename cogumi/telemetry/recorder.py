@@ -3,10 +3,8 @@
 import logging
 import shutil
 import signal
-import statistics
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -29,59 +27,50 @@ from cogumi.telemetry.throughput import Throughput
 
 log = logging.getLogger("cogumi")
 LINE_SECONDS = 30.0
-CYCLES = 50  # of the latest: sequence lengths and completions change over a run
 
 
 class StepTimer:
-    """Seconds per step. What happens between steps (saving, evaluation, logging) is counted apart.
+    """Seconds of a step, which reading its data is part of, and what lies between steps (saving, evaluation) is not; and
+    seconds to the end of the training, with both.
 
     cycle: after how many steps the work repeats; in GSPO one of several steps makes the rollout that all of them train on.
-    The pace is the median of the latest cycles: the first step, and one that compiled or waited, do not move it.
     """
 
     def __init__(self, cycle: int = 1) -> None:
-        self.cycle = cycle
-        self.cycles: deque[float] = deque(maxlen=CYCLES)
-        self.under_way: list[float] = []
-        self.steps = 0
-        self.between = 0.0
-        self.last_step_end: float | None = None
-        self.mark = 0.0
+        self.cycle, self.steps, self.excluded = cycle, 0, 0.0
+        self.mark = self.began = 0.0
+        self.cycles: list[float] = []  # when the first one ended, and the last
+
+    def clock(self) -> float:
+        return time.monotonic() - self.excluded
 
     def begin(self) -> None:
-        self.last_step_end = None
-        self.mark = time.monotonic()
+        self.mark = self.began = self.clock()
 
     def step_ended(self) -> float:
         """The seconds that the step took."""
-        now = time.monotonic()
-        if self.last_step_end is not None:
-            self.between += self.mark - self.last_step_end
-        seconds = now - self.mark
-        self.under_way.append(seconds)
+        now = self.clock()
+        seconds, self.mark = now - self.mark, now
         self.steps += 1
-        if len(self.under_way) == self.cycle:
-            self.cycles.append(sum(self.under_way))
-            self.under_way.clear()
-        self.last_step_end = self.mark = now
+        if self.steps % self.cycle == 0:
+            self.cycles = [*self.cycles[:1], now]
         return seconds
 
     def between_ended(self) -> None:
-        self.mark = time.monotonic()
+        self.mark = self.clock()
 
     def exclude(self, seconds: float) -> None:
         """The training has waited for so long, and it counts as no time at all."""
-        self.mark += seconds
-        if self.last_step_end is not None:
-            self.last_step_end += seconds
+        self.excluded += seconds
 
     def eta(self, steps_left: int) -> float | None:
-        """Seconds to the end of the training; None before the first step. The first cycle warms up."""
+        """At the pace of the whole cycles after the first, which warms up; None before the first step."""
         if not self.steps:
             return None
-        warm = list(self.cycles)[1:] if 1 < len(self.cycles) < CYCLES else self.cycles
-        pace = statistics.median(warm) / self.cycle if warm else statistics.mean(self.under_way)
-        return steps_left * (pace + self.between / self.steps)
+        later = self.steps // self.cycle * self.cycle - self.cycle
+        if later > 0:
+            return steps_left * (self.cycles[-1] - self.cycles[0]) / later
+        return steps_left * (self.mark - self.began) / self.steps
 
 
 class Telemetry(TrainerCallback):
@@ -143,7 +132,6 @@ class Telemetry(TrainerCallback):
         self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc=self.name, unit="step", mininterval=0.5)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.heart.raise_failure()
         seconds = self.pace.step_ended()
         if self.throughput is not None:
             self.throughput.total.step_seconds += seconds

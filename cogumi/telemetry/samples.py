@@ -1,9 +1,7 @@
 """What the model writes: samples for held-out prompts, and the completions of each rollout.
 
-A row: step (the first that trained on it), rewards (by function, one number a completion), reward (their weighted sum),
-shown (a few completions from the worst to the best: prompt, completion, reward).
-
-Greedy completions. The training is as it would be without them: the random states and each module's mode are put back.
+A row of rollouts.jsonl: step (the first that trained on it), rewards (by function, one number a completion), reward (their
+weighted sum), shown (a few completions from the worst to the best: prompt, completion, reward). Samples are greedy.
 """
 
 import logging
@@ -84,9 +82,6 @@ def text_of(said: Any) -> str:
     if isinstance(said, str):
         return said
     return "\n".join(f"{each['role']}: {each.get('content') or each.get('tool_calls', '')}" for each in said)
-
-
-# -------------------------------------------------------------------------------------------------------------- samples
 
 
 class Samples(TrainerCallback):

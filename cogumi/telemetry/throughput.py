@@ -188,8 +188,6 @@ class Meter:
         return None if self.price_per_hour is None else (self.elapsed() + more_seconds) / 3600 * self.price_per_hour
 
 
-# ----------------------------------------------------------------------------------------------------------- throughput
-
 ROLLOUT = "rollout"
 
 
@@ -301,9 +299,8 @@ def flops_and_peak(model: Any) -> tuple[TokenFlops | None, float | None, str | N
 def document_lengths(inputs: dict[str, Any]) -> tuple[Tensor, Tensor, int]:
     """(sum of the squared lengths of the documents, tokens, tokens with padding) of a batch, the first two on its device.
 
-    inputs: of TRL's trainers: prompt and completion apart (GRPO), rows with an attention mask (SFT, DPO), or rows without
-    mask whose positions start anew with each document (packing): there the sum over positions p of 2 p + 1 is n^2, and
-    rows beside each other are padded.
+    inputs: of TRL's trainers: prompt and completion apart (GRPO), rows with an attention mask (SFT, DPO), or rows whose positions
+    start anew with each document (packing): there the sum over positions p of 2 p + 1 is n^2, and rows are padded.
     """
     if "completion_ids" in inputs:
         lengths = inputs["prompt_mask"].sum(-1) + inputs["completion_mask"].sum(-1)

@@ -1,8 +1,7 @@
 """The training itself, with everything that watches it.
 
-Where `train.eval_strategy` says nothing the held-out loss is measured at each tenth of the steps, or more rarely, so that it
-stays cheap. A training under way does what files in its run directory ask for: CHECKPOINT, and PAUSE, which waits between
-two steps, with a checkpoint, until the file PAUSED is removed; a red flag may ask for a pause as well.
+A training under way does what files in its run directory ask for: CHECKPOINT, and PAUSE, which waits between two steps, with
+a checkpoint, until the file PAUSED is removed; a red flag may ask for a pause as well.
 """
 
 import logging
@@ -49,7 +48,7 @@ FORESEEN_AFTER = 10  # steps: before that the pace is not known well enough to s
 
 
 class HeldOutLoss(TrainerCallback):
-    """Asks for an evaluation after every so many steps."""
+    """Asks for an evaluation at each tenth of the steps, or more rarely, so that it stays cheap."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.every = trainer, 0
@@ -69,11 +68,8 @@ class HeldOutLoss(TrainerCallback):
 
 
 class BudgetCallback(TrainerCallback):
-    """Ends the training after the step in which `cogumi.max_hours` or `cogumi.max_cost` is reached, and has it saved.
-
-    Both count all parts of a run, from the first reading of the data on. What comes after the training takes its time beyond
-    that.
-    """
+    """Ends the training, with a checkpoint, after the step in which `cogumi.max_hours` or `cogumi.max_cost` is reached.
+    Both count all parts of a run, from the first reading of the data on."""
 
     def __init__(self, options: CogumiSection, meter: Meter, progress: Progress) -> None:
         self.options, self.meter, self.progress = options, meter, progress
@@ -180,9 +176,6 @@ def preserve_state_in_evaluation(trainer: Any) -> None:
             return evaluate(*args, **kwargs)
 
     trainer.evaluate = as_if_not
-
-
-# ----------------------------------------------------------------------------------------------------------------- loop
 
 
 @dataclass(frozen=True)

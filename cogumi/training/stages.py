@@ -41,11 +41,8 @@ def wants_preflight(run: RunConfig) -> bool:
 
 
 def run_preflight(run: RunConfig, base: str, of_base: Any, data: Data, tokenizer: Any) -> None:
-    """Log what is ahead of a run whose choices are made, and keep it. Raises RefusedAtSetup for what cannot fit.
-
-    What may not fit is warned of: refused is what is larger before anything is allowed for, see
-    `cogumi.forecast.memory_forecast`.
-    """
+    """Log what is ahead of a run whose choices are made, and keep it. Raises RefusedAtSetup for what cannot fit before anything
+    is allowed for (`cogumi.forecast.memory_forecast`); what may not fit is warned of."""
     target = find_target(None)
     log.info("preflight: one step is forecast, without weights, in a process of its own")
     try:
@@ -81,9 +78,6 @@ def fetch_into(run_dir: Path, download: Download) -> None:
         fetch(download, told)
 
 
-# ------------------------------------------------------------------------------------------- saved, merged and checked
-
-
 def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, revision: str | None) -> Path:
     """Adapter, tokenizer and a record of the base, written aside and renamed: `adapter/` is whole or not there."""
     unfinished, adapter = run_dir / ".adapter", run_dir / "adapter"
@@ -97,10 +91,8 @@ def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, 
 
 
 def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, dtype: torch.dtype) -> Path:
-    """The trained model in the base's own dtype, as `merged/` like that of an adapter's run: written aside and renamed.
-
-    The model itself is turned into that dtype: what is completed and compared afterwards is what was saved.
-    """
+    """The trained model in the base's own dtype, written aside and renamed to `merged/`. The model itself is turned into that
+    dtype: what is completed and compared afterwards is what was saved."""
     unfinished, whole = run_dir / ".merged", run_dir / "merged"
     remove_if_there(whole)
     with write_aside(unfinished):
@@ -177,10 +169,8 @@ def merge_and_check(
 def compare_unquantized(
     live: Any, adapter: Path, report: MergeReport, revision: str | None, tokens: torch.Tensor
 ) -> list[Check]:
-    """Compare the merged model with the adapter on the full-precision base, and that adapter with the live one.
-
-    The live model's own logits are of quantized weights, which the merged model is to be rid of.
-    """
+    """Compare the merged model with the adapter on the full-precision base, and that adapter with the live one, whose own logits
+    are of quantized weights."""
     other = differing_tensors(live, adapter)
     figure = f"{len(other)} tensors differ from the live adapter's" + (f", the first is {other[0]}" if other else "")
     saved = Check("saved adapter", figure, "0, bit for bit", not other, "merge the adapter of the last checkpoint")
