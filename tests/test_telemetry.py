@@ -229,11 +229,11 @@ def test_completions_that_hold_nothing_are_counted(tiny_model: Path, tmp_path: P
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
     prompts = Dataset.from_dict({"prompt": ["a", "b"], "prompt_ids": [[5], [6]]})
-    write_samples(tmp_path, model, tokenizer, prompts, 1)
+    write_samples(tmp_path, model, tokenizer, prompts, 1, ())
     assert any(row["completion"] for row in read_jsonl(tmp_path / "samples.jsonl"))
     assert tokenizer.eos_token_id == 0
     torch.nn.init.zeros_(model.lm_head.weight)  # of logits that are all equal the first is taken
-    write_samples(tmp_path, model, tokenizer, prompts, 2)
+    write_samples(tmp_path, model, tokenizer, prompts, 2, ())
     first, second = read_samples(tmp_path)
     assert (first.step, first.empty, first.ended) == (1, 0, 0)
     assert second == SampleCounts(2, 2, empty=2, ended=2)

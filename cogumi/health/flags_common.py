@@ -204,10 +204,8 @@ def held_out_completions(run: RunHistory) -> Flag | None:
         cause = "the training has taught the model to repeat itself"
     elif run.batches is not None and run.batches.ends:
         often = max(1, round(run.batches.learned / run.batches.ends))
-        cause, knob = (
-            f"the model ends at once, as one learned token in {often} is the end token",
-            "train.max_steps, higher",
-        )
+        cause = f"the model ends at once, as one learned token in {often} is the end token"
+        knob = "train.max_steps, higher"
     early = 2 * now.step < run.setting.max_steps
     return Flag(name, "yellow" if weak or early or is_untrained(run) else "red", evidence, threshold, cause, knob)
 

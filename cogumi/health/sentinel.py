@@ -142,7 +142,7 @@ class Sentinel(TrainerCallback):
             control.should_save = control.should_training_stop = True
             self.ended = self.ended or EarlyEnd(SANITY_CHECKED, f"the first {self.sanity} steps are done")
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:
         if "loss" not in logs:  # of an evaluation, or the summary
             return
         row = self.extend_row(logs, state.global_step)

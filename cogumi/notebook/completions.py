@@ -54,9 +54,8 @@ def side_by_side(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) -> 
         named = ", ".join(name for name, _ in columns)
         fix = "runs with other data are shown one by one"
         raise UsageError("no prompt was completed in all of them", place=named, fix=fix)
-    return SideBySide(
-        "\n".join(render_example(prompt, {name: of[prompt] for name, of in columns}) for prompt in prompts)
-    )
+    rendered = [render_example(prompt, {name: of[prompt] for name, of in columns}) for prompt in prompts]
+    return SideBySide("\n".join(rendered))
 
 
 def build_columns(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) -> list[tuple[str, dict[str, Row]]]:

@@ -177,7 +177,7 @@ def axis_range(curves: Iterable[Curve]) -> tuple[float, float]:
 
 WIDTH, HEIGHT = 310, 140
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 30, 18
-LINES = ((BLUE, ""), (VERMILLION, "5 2"), (GREEN, "5 2 1 2"))  # colour and dash
+LINES = ((BLUE, "none"), (VERMILLION, "5 2"), (GREEN, "5 2 1 2"))  # colour and dash
 
 Scale = Callable[[Any], Any]
 
@@ -192,15 +192,18 @@ def render_svg(plot: Plot, curves: Mapping[str, Curve], marks: Sequence[tuple[in
     x_of = scale(first, last if last > first else first + 1, LEFT, WIDTH - RIGHT)
     y_of = scale(low, high, HEIGHT - BOTTOM, TOP)
     drawn = [render_axes(first, last, low, high), render_title(plot, curves)]
-    drawn += [render_flag(float(x_of(step)), number, *flag) for number, (step, *flag) in enumerate(marks, 1)]
-    for number, curve in enumerate(curves.values()):
+    for number, (step, level, name) in enumerate(marks, 1):
+        drawn.append(render_flag(float(x_of(step)), number, level, name))
+    for curve, (colour, dash) in zip(curves.values(), LINES, strict=False):
         if len(curve.low):
-            drawn.append(render_line(curve, x_of, y_of, *LINES[number]))
-    drawn += [render_break(float(x_of(step)), step) for step in broken]
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" role="img" '
-        f'aria-label="{escape(describe_plot(plot, curves))}" style="color:inherit">{"".join(drawn)}</svg>'
-    )
+            drawn.append(render_line(curve, x_of, y_of, colour, dash))
+    for step in broken:
+        cross = f"M{x_of(step) - 3:.1f} {TOP + 2}l6 6m0 -6l-6 6"
+        title = f"<title>not finite at step {step}</title>"
+        drawn.append(f'<path d="{cross}" stroke="{LEVELS["red"]}" stroke-width="1.8" fill="none">{title}</path>')
+    label = escape(describe_plot(plot, curves))
+    size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
+    return f'<svg {size} role="img" aria-label="{label}" style="color:inherit">{"".join(drawn)}</svg>'
 
 
 def scale(first: float, last: float, begin: float, end: float) -> Scale:
@@ -217,8 +220,8 @@ def render_line(curve: Curve, x_of: Scale, y_of: Scale, colour: str, dash: str) 
         drawn = f'<polygon points="{area}" fill="{colour}" fill-opacity="0.25" stroke="none"/>'
     if len(x) == 1:
         return f'{drawn}<circle cx="{x[0]:.1f}" cy="{mean[0]:.1f}" r="2.5" fill="{colour}"/>'
-    style = f' stroke-dasharray="{dash}"' if dash else ""
-    return f'{drawn}<polyline points="{points(x, mean)}" fill="none" stroke="{colour}" stroke-width="1.6"{style}/>'
+    style = f'stroke="{colour}" stroke-width="1.6" stroke-dasharray="{dash}"'
+    return f'{drawn}<polyline points="{points(x, mean)}" fill="none" {style}/>'
 
 
 def points(x: np.ndarray, y: np.ndarray) -> str:
@@ -238,45 +241,26 @@ def render_axes(first: float, last: float, low: float, high: float) -> str:
 
 
 def render_title(plot: Plot, curves: Mapping[str, Curve]) -> str:
-    """The name and the newest value of each line, with a piece of the line before it where there are several."""
+    """The name and the newest value of each line, with a piece of the line before it."""
     said = f'<text x="2" y="11" font-size="12" font-weight="600" fill="currentColor">{escape(plot.title)}'
     said += f'<tspan font-weight="400" font-size="10" dx="6">{escape(plot.unit)}</tspan></text>'
     place = 2
-    for number, (key, curve) in enumerate(curves.items()):
-        name = f"{key} " if len(curves) > 1 else ""
-        label = name + format_newest(curve)
-        colour, dash = LINES[number]
-        style = f' stroke-dasharray="{dash}"' if dash else ""
-        said += f'<path d="M{place} 20h16" stroke="{colour}" stroke-width="2"{style}/>'
+    for (key, curve), (colour, dash) in zip(curves.items(), LINES, strict=False):
+        finite = len(curve.low) and (not curve.broken or curve.broken[-1] < curve.bins[LAST][-1])
+        label = f"{key} " if len(curves) > 1 else ""
+        label += format_number(float(curve.mean[-1])) if finite else "not finite"
+        said += f'<path d="M{place} 20h16" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"/>'
         said += render_text(place + 20, 24, label, "start")
         place += 34 + 6 * len(label)
     return said
 
 
-def format_newest(curve: Curve) -> str:
-    """The last value, in words where it was none."""
-    if not len(curve.low) or (curve.broken and curve.broken[-1] > curve.bins[LAST][-1]):
-        return "not finite"
-    return format_number(float(curve.mean[-1]))
-
-
 def render_flag(x: float, number: int, level: str, name: str) -> str:
     """A flag: a dashed line with its number."""
     side, anchor = (-2, "end") if x > WIDTH - 40 else (2, "start")
-    return (
-        f'<g><title>{escape(f"{level}: {name}")}</title><path d="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}" '
-        f'stroke="{LEVELS[level]}" stroke-width="1.4" stroke-dasharray="3 2"/>'
-        f"{render_text(x + side, TOP + 9, f'⚑{number}', anchor)}</g>"
-    )
-
-
-def render_break(x: float, step: int) -> str:
-    """Where a value was NaN or infinite."""
-    y = TOP + 5
-    return (
-        f'<path d="M{x - 3:.1f} {y - 3}l6 6m0 -6l-6 6" stroke="{LEVELS["red"]}" stroke-width="1.8" fill="none">'
-        f"<title>not finite at step {step}</title></path>"
-    )
+    title = f"<title>{escape(f'{level}: {name}')}</title>"
+    line = f'd="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="{LEVELS[level]}" stroke-width="1.4" stroke-dasharray="3 2"'
+    return f"<g>{title}<path {line}/>{render_text(x + side, TOP + 9, f'⚑{number}', anchor)}</g>"
 
 
 def render_text(x: float, y: float, said: str, anchor: str) -> str:

@@ -341,10 +341,8 @@ def delta_by_layer(merged: "str | PathLike[str] | MergeReport") -> Drawing:
     groups, outside = read_deltas(directory)
     if not groups:
         raise UsageError("no layer was changed by a merge there", place=directory)
-    changes = (
-        (group[kind][layer][0], kind, layer) for group in groups.values() for kind in group for layer in group[kind]
-    )
-    most, kind, layer = max(changes)
+    found = ((*of[kind][layer][:1], kind, layer) for of in groups.values() for kind in of for layer in of[kind])
+    most, kind, layer = max(found)
     words = f"the largest change is {most:.2%} of {kind} of layer {layer}"
     if outside:
         words += f"; outside the layers {', '.join(f'{name} {ratio:.2%}' for name, (ratio, _) in outside.items())}"

@@ -219,10 +219,9 @@ def curves(run: Path) -> str:
     drawn = [render_svg(plot, of, flags) for plot, of in found.plots()]
     if not drawn:
         return "<p>Nothing was logged: there is no metrics.jsonl with a step in it.</p>"
-    marks = "".join(
-        f"<p>{level(state, f'⚑{number} {state}')} at step {step}: {escape_text(name)}</p>"
-        for number, (step, state, name) in enumerate(flags, 1)
-    )
+    marks = ""
+    for number, (step, state, name) in enumerate(flags, 1):
+        marks += f"<p>{level(state, f'⚑{number} {state}')} at step {step}: {escape_text(name)}</p>"
     return f'<div class="plots">{"".join(drawn)}</div>{marks}'
 
 

@@ -144,7 +144,7 @@ class Telemetry(TrainerCallback):
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.pace.between_ended()
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:
         if "loss" in logs:
             logs |= self.performance()
         self.unwritten.append({"step": state.global_step, "time": time.time(), **logs})

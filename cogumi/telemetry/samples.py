@@ -122,12 +122,7 @@ class Samples(TrainerCallback):
 
 
 def write_samples(
-    run_dir: Path,
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Dataset,
-    step: int,
-    stops: Sequence[str] = (),
+    run_dir: Path, model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Dataset, step: int, stops: Sequence[str]
 ) -> None:
     """Add completions of the first prompts to samples.jsonl: rows of step, the prompt's columns, completion.
 

@@ -109,7 +109,7 @@ def status_of(run_dir: Path) -> Status:
     alive = is_alive(run_dir, newest, last_sign)
     state, reason = said.get("state", "starting"), said.get("reason")
     if begins:
-        state, reason = state_of_start(state if said else None, reason, started, alive)
+        state, reason = state_of_start(state if said else None, started, alive)
     elif state in AT_WORK and alive is False:
         state, reason = "died", describe_death(started if detached else {}, said.get("stage") or state)
     there = list_checkpoints(run_dir / "checkpoints")
@@ -136,9 +136,7 @@ def status_of(run_dir: Path) -> Status:
     )
 
 
-def state_of_start(
-    before: str | None, reason: str | None, started: dict[str, Any], alive: bool | None
-) -> tuple[str, str | None]:
+def state_of_start(before: str | None, started: dict[str, Any], alive: bool | None) -> tuple[str, str | None]:
     """State and reason while the newest word is that of a start. before: the state of the run that it was to resume."""
     if started.get("refused"):
         return before or "refused", f"the last start was refused: {started['refused']}"
@@ -291,17 +289,14 @@ def format_screen(status: Status) -> str:
 def format_facts(status: Status) -> list[str]:
     """What a screen says below the first line: reason, figures, flags, checkpoint, failed checks."""
     signed = status.last_sign is not None and not status.ended
+    raised = [flag for flag in flags(status) if flag["level"] != "green"]
     lines = [
         " ".join((status.reason or "").split()),
         f"last sign of life {format_duration(time.time() - (status.last_sign or 0))} ago" if signed else "",
         format_metrics(status),
         format_machine(status.heartbeat),
         str(status.heartbeat.get("stalled") or ""),
-        *(
-            f"{flag['level']}: {flag['name']}: {flag_sentence(flag)}"
-            for flag in flags(status)
-            if flag["level"] != "green"
-        ),
+        *(f"{flag['level']}: {flag['name']}: {flag_sentence(flag)}" for flag in raised),
         describe_resume(status) if status.state in BROKEN_OFF else "",
         f"newest checkpoint: {status.checkpoint}" if status.checkpoint and status.state not in BROKEN_OFF else "",
         *(f"FAIL  {format_failed_check(each)}" for each in failed_checks(checks(status))),
@@ -319,10 +314,8 @@ def format_metrics(status: Status) -> str:
     """The last values, with the step of each that is older than the newest: beside it, it would read as of now."""
     steps = {key: status.latest_steps[key] for key in SHOWN if key in status.latest}
     newest = max(steps.values(), default=0)
-    return "  ".join(
-        f"{key} {format_value(status.latest[key])}{'' if step == newest else f' (step {step})'}"
-        for key, step in steps.items()
-    )
+    older = {key: f" (step {step})" if step < newest else "" for key, step in steps.items()}
+    return "  ".join(f"{key} {format_value(status.latest[key])}{step}" for key, step in older.items())
 
 
 def format_machine(heartbeat: dict[str, Any]) -> str:

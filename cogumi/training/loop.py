@@ -138,9 +138,7 @@ class ControlCallback(TrainerCallback):
         protection = getattr(self.trainer, "cogumi_protection", None)
         if protection is not None:
             protection.saver.settle()  # the checkpoint of this step is there when the file is
-        how = (
-            "`cogumi unpause`, or removing this file, ends the pause. A process that is ended now can be resumed later."
-        )
+        how = "`cogumi unpause`, or removing this file, ends the pause. A process that is ended now can be resumed."
         path.write_text(f"{text}{how}\n")
         set_status(self.directory, "paused", reason=text.strip())
         log.warning("training is paused after step %d; `cogumi unpause %s` ends the pause", step, self.directory)
@@ -226,10 +224,8 @@ def fit(
 
     samples_every = 0 if options.method == "gspo" and options.samples_every is None else options.samples_every
     if samples_every != 0 and examples.prompts is not None:
-        samples = Samples(
-            run_dir, tokenizer, examples.prompts, samples_every, telemetry.timed_stage, heart, options.stop
-        )
-        trainer.add_callback(samples)
+        aside = telemetry.timed_stage
+        trainer.add_callback(Samples(run_dir, tokenizer, examples.prompts, samples_every, aside, heart, options.stop))
     measure_loss = examples.held_out is not None and options.method != "gspo"
     if measure_loss:
         preserve_state_in_evaluation(trainer)

@@ -56,10 +56,8 @@ def refuse_unless_unfinished(run: RunConfig) -> None:
         fix = "resume it with that version, or set cogumi.run_dir to a new directory"
         raise UsageError(problem, place=run.run_dir, fix=fix)
     if other := describe_differences(run):
-        raise UsageError(
-            f"{run.run_dir} holds an unfinished run of another configuration ({other})",
-            fix="set cogumi.run_dir to a new directory, or set these back to go on with that run",
-        )
+        problem = f"{run.run_dir} holds an unfinished run of another configuration ({other})"
+        raise UsageError(problem, fix="set cogumi.run_dir to a new directory, or set these back to go on with that run")
     refuse_repeated_check(run)
 
 

@@ -153,10 +153,8 @@ def merge_and_check(
     assert report.largest_error is not None  # the merge above verifies
     for line in str(report).splitlines():
         log.info("%s", line)
-    figure = (
-        f"{report.elements:,} elements in {report.tensors_merged} tensors, {report.not_nearest:,} of them next to a tie"
-    )
-    figure += f", the worst at {report.largest_error:.2f} of what rounding allows"
+    figure = f"{report.elements:,} elements in {report.tensors_merged} tensors, {report.not_nearest:,} of them next to "
+    figure += f"a tie, the worst at {report.largest_error:.2f} of what rounding allows"
     weights = Check("merged weights", figure, "<= 1", report.largest_error <= 1, merge_command(adapter))
     if quantization_of(live.config) is not None:
         revision = run.model.revision if report.base == base else None
