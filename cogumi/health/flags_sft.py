@@ -12,7 +12,6 @@ from cogumi.health.flags import (
     Level,
     Rule,
     RunHistory,
-    WordOverlap,
     fall,
     level_above,
     noise,
@@ -129,16 +128,13 @@ def prompt_and_completion(run: RunHistory) -> Flag | None:
     cause = ""
     if gain < PAIR_GAIN and pairs.t < TELLS and not (words is not None and words.t >= BELONGS):
         knows = pairs.own < KNOWS_TEXT * run.batches.entropy
-        if knows or (words is not None and could_share(words) and words.t < TELLS):
+        # Labels or numbers would not share words with their prompts, whatever their order.
+        could_share = words is not None and words.t_within >= TOGETHER and words.alike >= SAME_KIND
+        if knows or (could_share and words is not None and words.t < TELLS):
             level, cause = "red", "completions do not belong to their prompts, as if the rows were shuffled"
         elif asked is not None:  # a base that cannot tell them yet says nothing of the data
             level, cause = "yellow", "the trained model does not use the prompts"
     return Flag("prompt and completion", level, evidence, threshold, cause, "data.columns")
-
-
-def could_share(words: WordOverlap) -> bool:
-    """Whether completions that belong to their prompts would show it in their words: labels or numbers would not."""
-    return words.t_within >= TOGETHER and words.alike >= SAME_KIND
 
 
 def loss_trend(run: RunHistory) -> Flag | None:

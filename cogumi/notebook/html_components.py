@@ -165,14 +165,12 @@ def examples(found: Iterable[Sequence[tuple[str, str]]]) -> str:
     legend = "".join(f"<span>{LEGEND[kind]}</span>" for kind in kinds)
     said = [f'<p class="legend">{legend}</p>'] if kinds else []
     for number, pieces in enumerate(shown, 1):
-        said.append(f"<h4>Example {number}</h4><pre>{''.join(highlighted(kind, each) for kind, each in pieces)}</pre>")
+        text = ""
+        for kind, content in pieces:
+            tag, word = ("span", "") if kind == "context" else ("mark", f'<small class="tag">{kind}</small>')
+            text += f'<{tag} class="{kind}">{word}{escape_text(content)}</{tag}>'
+        said.append(f"<h4>Example {number}</h4><pre>{text}</pre>")
     return "\n".join(said)
-
-
-def highlighted(kind: str, content: str) -> str:
-    if kind == "context":
-        return f'<span class="context">{escape_text(content)}</span>'
-    return f'<mark class="{kind}"><small class="tag">{kind}</small>{escape_text(content)}</mark>'
 
 
 def checks(found: Iterable[Mapping[str, Any]]) -> str:

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +100,7 @@ class Telemetry(TrainerCallback):
         self.throughput = self.heart.throughput = Throughput(trainer, self.meter)
         if self.throughput.no_mfu:
             log.info("no MFU: %s", self.throughput.no_mfu)
-        evaluate = trainer.evaluate
-
-        @wraps(evaluate)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.timed_stage("eval"):
-                return evaluate(*args, **kwargs)
-
-        trainer.evaluate = timed
+        trainer.evaluate = self.timed_stage("eval")(trainer.evaluate)
 
     @contextmanager
     def timed_stage(self, stage: str) -> Iterator[None]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,18 +164,6 @@ def forget_requests(directory: Path) -> None:
         remove_request(directory / name)
 
 
-def preserve_state_in_evaluation(trainer: Any) -> None:
-    """Have a trainer put back random states and modes after each evaluation."""
-    evaluate = trainer.evaluate
-
-    @wraps(evaluate)
-    def as_if_not(*args: Any, **kwargs: Any) -> Any:
-        with preserve_rng_and_mode(trainer.model):
-            return evaluate(*args, **kwargs)
-
-    trainer.evaluate = as_if_not
-
-
 @dataclass(frozen=True)
 class TrainingOutcome:
     """How a training went. `ended`: why it stopped, with a checkpoint, before its last step; None where it did not."""
@@ -228,7 +216,7 @@ def fit(
         trainer.add_callback(Samples(run_dir, tokenizer, examples.prompts, samples_every, aside, heart, options.stop))
     measure_loss = examples.held_out is not None and options.method != "gspo"
     if measure_loss:
-        preserve_state_in_evaluation(trainer)
+        trainer.evaluate = preserve_rng_and_mode(trainer.model)(trainer.evaluate)
         if run.train.get("eval_strategy") is None:
             trainer.add_callback(HeldOutLoss(trainer))
     if options.method == "gspo":

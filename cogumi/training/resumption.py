@@ -49,7 +49,9 @@ def is_resuming(run: RunConfig) -> bool:
 
 def refuse_unless_unfinished(run: RunConfig) -> None:
     """Raise UsageError where the run directory holds anything but this run, unfinished."""
-    if run.cogumi.resume == "never" or not is_unfinished(run.run_dir):
+    status, config = run.run_dir / "status.json", run.run_dir / "config.yaml"
+    there = read_json(status) if config.exists() and status.exists() and status.stat().st_size else {}
+    if run.cogumi.resume == "never" or there.get("state") not in UNFINISHED:
         refuse_occupied(run.run_dir)
     if any((run.run_dir / name).exists() for name in ("data.json", "base.json", "choices.json")):
         problem = "an older cogumi began this run, and its decisions are in files that this one does not read"
@@ -58,7 +60,12 @@ def refuse_unless_unfinished(run: RunConfig) -> None:
     if other := describe_differences(run):
         problem = f"{run.run_dir} holds an unfinished run of another configuration ({other})"
         raise UsageError(problem, fix="set cogumi.run_dir to a new directory, or set these back to go on with that run")
-    refuse_repeated_check(run)
+    sanity = run.cogumi.sanity
+    checked = read_json(run.run_dir / "flags.json")["step"] if there.get("state") == SANITY_CHECKED else 0
+    if sanity is not None and sanity <= checked:
+        fix = f"leave cogumi.sanity out and the run resumes there, set it above {checked} to check more steps"
+        fix += ", or set cogumi.run_dir to a new directory"
+        raise UsageError(f"its first steps were checked, {there['reason']}", place=run.run_dir, fix=fix)
 
 
 @contextmanager
@@ -71,30 +78,11 @@ def lock_run(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def is_unfinished(run_dir: Path) -> bool:
-    status, config = run_dir / "status.json", run_dir / "config.yaml"
-    if not config.exists() or not status.exists() or not status.stat().st_size:
-        return False
-    return read_json(status).get("state") in UNFINISHED
-
-
 def describe_differences(run: RunConfig) -> str:
     """What of the run in the directory is not as it was asked for, in words; "" where only MUTABLE_KEYS is."""
     there = flatten(yaml.safe_load((run.run_dir / "config.yaml").read_text(encoding="utf-8")))
     here = flatten(yaml.safe_load(dump_config(run)))
     return differences(*({key: side[key] for key in side.keys() - MUTABLE_KEYS} for side in (there, here)))
-
-
-def refuse_repeated_check(run: RunConfig) -> None:
-    """Raise UsageError where the first steps that are to be checked were: its answer is there already."""
-    status, sanity = read_json(run.run_dir / "status.json"), run.cogumi.sanity
-    if sanity is None or status["state"] != SANITY_CHECKED:
-        return
-    checked = read_json(run.run_dir / "flags.json")["step"]
-    if sanity <= checked:
-        fix = f"leave cogumi.sanity out and the run resumes there, set it above {checked} to check more steps"
-        fix += ", or set cogumi.run_dir to a new directory"
-        raise UsageError(f"its first steps were checked, {status['reason']}", place=run.run_dir, fix=fix)
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
