@@ -6,7 +6,7 @@
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -78,15 +78,14 @@ class Sentinel(TrainerCallback):
         self.written_at = 0.0
         self.start_of: dict[str, Tensor] | None = None
         self.moved = False
-        self.reset_counters()
+        self.forget_seen()
         self.began = time.perf_counter()
         self.get_batch_samples = trainer.get_batch_samples
         trainer.get_batch_samples = self.time_batches
 
-    def reset_counters(self) -> None:
-        """As after a logged row: nothing was seen since."""
-        self.steps = self.skipped = 0
-        self.seconds = self.waited = 0.0
+    def forget_seen(self) -> None:
+        """As after a logged row."""
+        self.seen: Counter[str] = Counter()
         self.learned: list[Tensor | int] = []
 
     def begin(self) -> list[Flag]:
@@ -117,14 +116,15 @@ class Sentinel(TrainerCallback):
             if each["step"] <= state.global_step:
                 self.was_red[each["name"]] = each["step"], Flag(**{key: each[key] for key in each if key != "step"})
         self.start_of = sample_weights(self.trainer.model)
-        self.reset_counters()
+        self.forget_seen()
         self.judged_at = state.global_step
 
     def time_batches(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the trainer's `get_batch_samples`: the batches of one optimizer step, and how long they took."""
         began = time.perf_counter()
         found = self.get_batch_samples(*args, **kwargs)
-        self.waited += time.perf_counter() - began
+        waited = time.perf_counter() - began
+        self.seen.update({"seen/wait": waited, "seen/seconds": waited})
         if found[1] is not None:  # learned tokens, on the device: read when a row is logged
             self.learned.append(found[1])
         return found
@@ -133,11 +133,10 @@ class Sentinel(TrainerCallback):
         self.began = time.perf_counter()  # after a pause, if there was one
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self.skipped += bool(self.trainer.accelerator.optimizer_step_was_skipped)
+        self.seen["seen/skipped"] += bool(self.trainer.accelerator.optimizer_step_was_skipped)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.steps += 1
-        self.seconds += time.perf_counter() - self.began
+        self.seen.update({"seen/steps": 1, "seen/seconds": time.perf_counter() - self.began})
         if self.sanity is not None and state.global_step >= self.sanity and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = True
             self.ended = self.ended or EarlyEnd(SANITY_CHECKED, f"the first {self.sanity} steps are done")
@@ -164,13 +163,10 @@ class Sentinel(TrainerCallback):
 
     def extend_row(self, logs: dict[str, Any], step: int) -> dict[str, Any]:
         """A logged row with what was seen of its steps."""
-        row = {**logs, "step": step}
-        if self.steps:
-            row |= {"seen/steps": self.steps, "seen/skipped": self.skipped}
-            row |= {"seen/seconds": self.seconds + self.waited, "seen/wait": self.waited}
+        row = {**logs, "step": step, **self.seen}
         if self.learned:  # the trainer has just waited for the loss, so this waits for nothing
             row["seen/empty"] = sum(int(each) == 0 for each in self.learned)
-        self.reset_counters()
+        self.forget_seen()
         if any(is_not_finite(logs.get(key)) for key in ("loss", "grad_norm")) and "finite numbers" not in self.was_red:
             row["seen/broken"] = find_broken_weight(self.trainer.model)
         return row

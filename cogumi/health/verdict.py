@@ -71,7 +71,8 @@ def judge_loss(run: RunHistory) -> tuple[Scale, str]:
     found = fall(losses)
     figures = f"from {found.start:.3f} to {found.end:.3f} in {len(losses)} logged losses to step {steps[-1]}"
     if len(losses) < ENOUGH_ROWS:
-        return Scale.NOT_SHOWN, f"{len(losses)} logged losses are too few to tell, and {ENOUGH_ROWS} are needed"
+        few = f"{len(losses)} logged losses, from {losses[0]:.3f} to {losses[-1]:.3f}, are too few to tell"
+        return Scale.NOT_SHOWN, f"{few}, and {ENOUGH_ROWS} are needed"
     half = len(losses) // 2
     lately, latest = trend(steps[half:], losses[half:]), fall(losses[half:])
     if found.z < -BEYOND_NOISE:

@@ -42,10 +42,8 @@ MERGE_MANIFEST = "cogumi-merge.json"  # cogumi.merge.merge_manifest.MANIFEST_NAM
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.(.+)$")
 SCALE = 8  # of the peak: free memory beyond it is not drawn, its bar has no end
 MOST_BANDS = 120  # stretches of steps that quantiles are taken over
-INKED = [
-    *("text.color", "hatch.color", "legend.labelcolor", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor"),
-    *("xtick.color", "xtick.labelcolor", "ytick.color", "ytick.labelcolor"),
-]
+INKED = ["text.color", "hatch.color", "xtick.color", "ytick.color", "xtick.labelcolor", "ytick.labelcolor"]
+INKED += ["axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "legend.labelcolor"]
 SETTINGS: Any = {
     "svg.fonttype": "none",  # a fraction of the size with drawn letters
     "font.sans-serif": ["DejaVu Sans"],
