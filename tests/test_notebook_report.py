@@ -470,7 +470,7 @@ def test_completions_of_white_space_are_told_in_words(run: Path) -> None:
     shown = [{"prompt": "p", "completion": "\n", "reward": 0.5}]
     append_jsonl(run / "rollouts.jsonl", {"step": 1, "reward": [0.5], "shown": shown})
     said = page_of(run).sections["Completions"]
-    for words in ("64 spaces, 2 line ends", "1 line end, 1 tab", "(only white space: 1 line end)"):
+    for words in ("(only white space, of length 66)", "of length 2", "of length 1"):
         assert words in said
 
 

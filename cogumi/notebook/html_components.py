@@ -5,7 +5,6 @@ Every state is a word beside its colour, and every kind of token a word, a backg
 """
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -72,11 +71,8 @@ def verbatim(value: object, most: int = 20_000) -> str:
 
 
 def describe_blank(said: str) -> str:
-    """Of a text that shows nothing what it is: `(nothing)`, or `(only white space: 64 spaces, 2 line ends)`."""
-    names = {" ": "space", "\n": "line end", "\t": "tab"}
-    of = Counter(names.get(each, "other") for each in said)
-    counts = ", ".join(f"{count:,} {name}{'s' if count > 1 else ''}" for name, count in of.items())
-    return f"(only white space: {counts})" if said else "(nothing)"
+    """Of a text that shows nothing what it is."""
+    return f"(only white space, of length {len(said):,})" if said else "(nothing)"
 
 
 def folded(summary: str, content: str, is_open: bool = False) -> str:

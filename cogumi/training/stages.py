@@ -17,7 +17,7 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.disk_space import space_of
 from cogumi.core.errors import DiskFull, RefusedAtSetup, UsageError
 from cogumi.core.formatting import one_line
-from cogumi.core.run_directory import DECISIONS, FORECAST, read_json, write_section
+from cogumi.core.run_directory import DECISIONS, FORECAST, write_section
 from cogumi.data.cache import Data
 from cogumi.forecast import data_sample
 from cogumi.forecast.memory_forecast import find_target
@@ -161,7 +161,7 @@ def merge_and_check(
         return report.out, [weights, *compare_unquantized(live, adapter, report, revision, tokens)]
     merged = AutoModelForCausalLM.from_pretrained(report.out, dtype="auto", device_map={"": live.device})
     logits = check_logits(live, merged, tokens)
-    return report.out, [weights, *judge_logits(logits, "the live adapter's", report, adapter)]
+    return report.out, [weights, *judge_logits(logits, "the live adapter's", adapter)]
 
 
 def compare_unquantized(
@@ -182,30 +182,16 @@ def compare_unquantized(
     kind = trained_on.type or trained_on.method
     kind += "" if report.q_over_delta is None else f", q/delta {report.q_over_delta:.2f}"
     beside = f"those of the adapter on the full-precision base (it was trained on {kind})"
-    return [saved, *judge_logits(logits, beside, report, adapter)]
+    return [saved, *judge_logits(logits, beside, adapter)]
 
 
 def merge_command(adapter: Path, options: str = "") -> str:
     return f"merge again: cogumi merge {shlex.quote(str(adapter))} OUT {options}".rstrip()
 
 
-def describe_rounding_loss(report: MergeReport) -> str:
-    """The merge's largest update beside the rounding of its dtype, where the update is the smaller of the two; else "".
-
-    An update below half the spacing of the dtype is lost in most elements, in the update's own direction.
-    """
-    stored = read_json(report.out / "config.json")
-    dtype = str(stored.get("dtype") or stored.get("torch_dtype") or "float32").removeprefix("torch.")
-    rounding = torch.finfo(getattr(torch, dtype)).eps / 2
-    if report.max_delta_ratio >= rounding:
-        return ""
-    return f"the update is at most {report.max_delta_ratio:.1e} of a tensor, and {dtype} rounds up to {rounding:.1e} of it away"
-
-
-def judge_logits(logits: LogitCheck, beside: str, report: MergeReport, adapter: Path) -> list[Check]:
-    lost = describe_rounding_loss(report)
-    again = merge_command(adapter, "--dtype float32" if lost else "--verify logits")
-    fix = f"{lost}; raise train.learning_rate, or {again}" if lost else again
+def judge_logits(logits: LogitCheck, beside: str, adapter: Path) -> list[Check]:
+    again = merge_command(adapter, "--dtype float32")
+    fix = f"where rounding takes a small update away, raise train.learning_rate, or {again}"
     apart, rounding = f"logits rms {logits.base_distance:.2e} apart", f"> {logits.bound:.2e}, what rounding explains"
     figure = f"rms {logits.measured:.2e}, KL {logits.kl:.1e} from {beside}"
     bounds = f"<= {logits.bound:.2e}, {logits.kl_bound:.1e}"
