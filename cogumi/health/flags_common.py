@@ -257,15 +257,5 @@ def memory(run: RunHistory) -> Flag | None:
     return Flag("memory", level_above(most, MEMORY_YELLOW, red), evidence, threshold, *why)
 
 
-COMMON: tuple[Rule, ...] = (
-    finite_numbers,
-    steps_complete,
-    learning_rate,
-    lora_rate,
-    gradient_norm,
-    adapter_moves,
-    held_out_completions,
-    waiting_for_data,
-    tokens_per_second,
-    memory,
-)
+OF_UPDATES = (finite_numbers, steps_complete, learning_rate, lora_rate, gradient_norm, adapter_moves)
+COMMON: tuple[Rule, ...] = (*OF_UPDATES, held_out_completions, waiting_for_data, tokens_per_second, memory)

@@ -229,16 +229,8 @@ def loss_noise(run: RunHistory) -> Flag | None:
     return Flag("loss noise", level, evidence, threshold, *why)
 
 
-SFT: tuple[Rule, ...] = (
-    learned_tokens,
-    padding,
-    end_tokens,
-    samples_end,
-    prompt_and_completion,
-    loss_trend,
-    token_frequencies,
-    loss_noise,
-)
+OF_BATCHES = (learned_tokens, padding, end_tokens, samples_end, prompt_and_completion)
+SFT: tuple[Rule, ...] = (*OF_BATCHES, loss_trend, token_frequencies, loss_noise)
 
 # ------------------------------------------------------------------------------------------------------------------ dpo
 
