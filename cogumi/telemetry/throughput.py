@@ -107,17 +107,20 @@ def routed_share(config: Any, name: str) -> float:
 
 def attention_of(config: Any) -> tuple[tuple[float, float], ...]:
     """(d_attn, window) of every layer that attends. Where keys and values differ (DeepSeek), d_attn is the mean of both."""
-    heads = config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    if getattr(config, "qk_head_dim", None) and getattr(config, "v_head_dim", None):
-        width = heads * (config.qk_head_dim + config.v_head_dim) / 2
     window, kinds = getattr(config, "sliding_window", None) or math.inf, getattr(config, "layer_types", None)
     if kinds is None:  # one kind for all layers: a window where the config has one that is in use
         slides = getattr(config, "use_sliding_window", True)
         kinds = ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers
     chunk = float(getattr(config, "attention_chunk_size", None) or math.inf)
     windows = {"full_attention": math.inf, "sliding_attention": window, "chunked_attention": chunk}
-    return tuple((width, windows[kind]) for kind in kinds if kind in windows)
+    attending = [windows[kind] for kind in kinds if kind in windows]
+    if not attending:  # and the config has no heads
+        return ()
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    if getattr(config, "qk_head_dim", None) and getattr(config, "v_head_dim", None):
+        width = heads * (config.qk_head_dim + config.v_head_dim) / 2
+    return tuple((width, limit) for limit in attending)
 
 
 def peak_flops(card: str) -> float | None:
