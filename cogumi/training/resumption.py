@@ -61,8 +61,10 @@ def refuse_unless_unfinished(run: RunConfig) -> None:
         problem = f"{run.run_dir} holds an unfinished run of another configuration ({other})"
         raise UsageError(problem, fix="set cogumi.run_dir to a new directory, or set these back to go on with that run")
     sanity = run.cogumi.sanity
-    checked = read_json(run.run_dir / "flags.json")["step"] if there.get("state") == SANITY_CHECKED else 0
-    if sanity is not None and sanity <= checked:
+    if sanity is None or there.get("state") != SANITY_CHECKED:
+        return
+    checked = read_json(run.run_dir / "flags.json")["step"]
+    if sanity <= checked:
         fix = f"leave cogumi.sanity out and the run resumes there, set it above {checked} to check more steps"
         fix += ", or set cogumi.run_dir to a new directory"
         raise UsageError(f"its first steps were checked, {there['reason']}", place=run.run_dir, fix=fix)
