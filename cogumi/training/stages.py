@@ -71,11 +71,11 @@ def fetch_into(run_dir: Path, download: Download) -> None:
     """The download stage of a run: which commit, how much of it is here."""
     write_section(run_dir / DECISIONS, "base", {"name": download.name, "commit": download.commit})
 
-    def told(here: int, total: int) -> None:
+    def report_progress(here: int, total: int) -> None:
         set_status(run_dir, "running", stage="download", bytes=here, of=total)
 
     with logging_redirect_tqdm(terminal_loggers()):
-        fetch(download, told)
+        fetch(download, report_progress)
 
 
 def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, revision: str | None) -> Path:
