@@ -81,26 +81,22 @@ class Telemetry(TrainerCallback):
 
     SHOWN = ("loss", "eval_loss", "reward", "grad_norm")
 
-    def __init__(self, heart: Heartbeat, name: str) -> None:
+    def __init__(self, trainer: Any, heart: Heartbeat, name: str) -> None:
         self.heart, self.run_dir, self.meter, self.name = heart, heart.run_dir, heart.meter, name
         self.bar: tqdm | None = None
-        self.pace = StepTimer()
-        self.throughput: Throughput | None = None
+        self.pace = StepTimer(steps_per_rollout(trainer))
+        self.throughput = heart.throughput = Throughput(trainer, heart.meter)
+        if self.throughput.no_mfu:
+            log.info("no MFU: %s", self.throughput.no_mfu)
         self.last_line = 0.0
         self.shown: dict[str, str] = {}
         self.unwritten: list[dict[str, Any]] = []
         self.full = False
-
-    def attach(self, trainer: Any) -> None:
-        """Take the place of transformers' own progress output, before the reporters, which read a row that is whole."""
+        trainer.evaluate = self.timed_stage("eval")(trainer.evaluate)
+        # In place of transformers' own progress output, and before the reporters, which then read a row that is whole.
         trainer.pop_callback(ProgressCallback)
         trainer.pop_callback(PrinterCallback)
         trainer.callback_handler.callbacks.insert(0, self)
-        self.pace = StepTimer(steps_per_rollout(trainer))
-        self.throughput = self.heart.throughput = Throughput(trainer, self.meter)
-        if self.throughput.no_mfu:
-            log.info("no MFU: %s", self.throughput.no_mfu)
-        trainer.evaluate = self.timed_stage("eval")(trainer.evaluate)
 
     @contextmanager
     def timed_stage(self, stage: str) -> Iterator[None]:
@@ -124,9 +120,7 @@ class Telemetry(TrainerCallback):
         self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc=self.name, unit="step", mininterval=0.5)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        seconds = self.pace.step_ended()
-        if self.throughput is not None:
-            self.throughput.total.step_seconds += seconds
+        self.throughput.total.step_seconds += self.pace.step_ended()
         progress = self.heart.progress
         progress.step, progress.steps, progress.step_time = state.global_step, state.max_steps, time.time()
         progress.eta_seconds = self.pace.eta(state.max_steps - state.global_step)
@@ -152,14 +146,12 @@ class Telemetry(TrainerCallback):
 
     def performance(self) -> dict[str, float]:
         """What the steps since the last such row came to."""
-        found: dict[str, float | None] = {"perf/cost": self.meter.cost()}
-        if self.throughput is not None:
-            done = self.throughput.window()
-            if self.name == "sft":  # TRL 1.15 counts one row of a packed batch, and from nothing where a run goes on
-                found["num_tokens"] = int(self.throughput.total.tokens)
-            progress = self.heart.progress
-            progress.tokens_per_second = found["perf/tokens_per_second"] = self.throughput.tokens_per_second(done)
-            progress.mfu = found["perf/mfu"] = self.throughput.mfu(done)
+        done, progress = self.throughput.window(), self.heart.progress
+        progress.tokens_per_second, progress.mfu = self.throughput.tokens_per_second(done), self.throughput.mfu(done)
+        found = {"perf/tokens_per_second": progress.tokens_per_second, "perf/mfu": progress.mfu}
+        found["perf/cost"] = self.meter.cost()
+        if self.name == "sft":  # TRL 1.15 counts one row of a packed batch, and from nothing where a run resumes
+            found["num_tokens"] = int(self.throughput.total.tokens)
         if torch.cuda.is_available():
             found["perf/gpu_memory_gb"] = torch.cuda.max_memory_reserved() / 1e9
         return {key: value for key, value in found.items() if value is not None}

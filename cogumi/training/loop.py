@@ -179,8 +179,7 @@ def fit(
     """Train, with the held-out loss before and after where the method has one, and judge what was logged."""
     run_dir, options = run.run_dir, run.cogumi
     start = sample_weights(trainer.model)
-    telemetry = Telemetry(heart, options.method)
-    telemetry.attach(trainer)
+    telemetry = Telemetry(trainer, heart, options.method)
     trackers.set_tensorboard_directory(run_dir, trainer)
     trackers.begin_wandb(trainer)
     budget = BudgetCallback(options, heart.meter, heart.progress)
