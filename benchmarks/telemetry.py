@@ -96,14 +96,12 @@ def with_telemetry(folder: Path, steps: int, reporters: str, timed: Timed, beati
     trainer, counted = make_trainer(folder / "checkpoints", steps, reporters), Steps(timed, beating)
     meter = Meter(price_per_hour=2.5)
     heart = Heartbeat(folder, meter)
-    telemetry = Telemetry(heart, "sft")
-    telemetry.attach(trainer)
+    telemetry = Telemetry(trainer, heart, "sft")
     trackers.set_tensorboard_directory(folder, trainer)
     options = CogumiSection(method="sft", price_per_hour=2.5, max_hours=10.0, max_cost=25.0)
     budget = BudgetCallback(options, meter, heart.progress)
     for callback in (budget, counted):
         trainer.add_callback(callback)
-    assert telemetry.throughput is not None
     beating.wrap(heart, "beat")
     boards = [each for each in trainer.callback_handler.callbacks if isinstance(each, TensorBoardCallback)]
     for following in (telemetry, budget):

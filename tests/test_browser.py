@@ -13,7 +13,7 @@ import yaml
 import cogumi
 from cogumi.checkpoints.verify import inspect
 from cogumi.core.run_directory import is_running, write_json
-from cogumi.notebook import completions, panel
+from cogumi.notebook import panel
 from cogumi.notebook.report import write_report
 from tests.lab import chromium, command, lab, open_notebook, page, write_notebook
 from tests.test_notebook_panel import until
@@ -249,21 +249,15 @@ def test_saved_outputs_read_alike_where_the_notebook_is_not_trusted(
     shares = Shares("rows", 9, 8, {"too long": 1}, 0, 0, 90, 30)
     pieces = (("context", "def f():"), ("learned", "return 1"), ("rejected", "return 2"))
     found = Preview(shares, None, (), ((0, 4, 3), (5, 9, 5)), (pieces,), 12)
-    side = completions.SideBySide(
-        f"{completions.LEGEND}<table><tr><td><del>before</del><ins>after</ins></td></tr></table>"
-    )
-    outputs = [
-        nbformat.v4.new_output("display_data", data={"text/html": each})
-        for each in (render_html(found), side._repr_html_())
-    ]
-    write_notebook(tmp_path / "saved.ipynb", ["found, side"])
+    outputs = [nbformat.v4.new_output("display_data", data={"text/html": render_html(found)})]
+    write_notebook(tmp_path / "saved.ipynb", ["found"])
     saved = nbformat.read(tmp_path / "saved.ipynb", as_version=4)
     saved.cells[0].outputs = outputs
     nbformat.write(saved, tmp_path / "saved.ipynb")
     assert "<img" in preview(found)
     with lab(tmp_path) as address, page() as (shown, wrong):
         open_notebook(shown, address, "saved.ipynb")
-        shown.locator(".cogumi-piece ins").first.wait_for()
+        shown.locator(".cogumi-piece .learned").first.wait_for()
         assert (
             shown.evaluate("document.querySelectorAll('.jp-OutputArea-output style, .jp-OutputArea-output svg').length")
             == 0
@@ -277,8 +271,6 @@ def test_saved_outputs_read_alike_where_the_notebook_is_not_trusted(
                 "(element, names) => names.map(name => getComputedStyle(element)[name])", names
             )
 
-        assert looks(".cogumi-piece del", "textDecorationLine", "borderBottomStyle") == ["none", "dashed"]
-        assert looks(".cogumi-piece ins", "textDecorationLine", "borderBottomStyle") == ["none", "solid"]
         assert looks(".cogumi-piece pre .learned", "borderBottomStyle") == ["solid"]
         assert looks(".cogumi-piece pre .rejected", "borderBottomStyle") == ["double"]
         assert looks(".cogumi-piece tbody th", "textAlign") == ["left"]

@@ -348,7 +348,7 @@ def test_shared_words_are_the_closed_form_where_each_example_has_its_own() -> No
 def test_steps_without_a_learned_token_are_counted() -> None:
     run = run_of(falling(40), **{"seen/steps": 1, "seen/empty": [int(i % 4 == 0) for i in range(40)]})
     assert red(run).name == "learned tokens"
-    assert "10 of 40 steps without one" in red(run).evidence
+    assert "10 of 40 steps without a learned token" in red(run).evidence
 
 
 def test_scatter_is_the_batchs_only_where_it_is_small() -> None:
@@ -385,7 +385,7 @@ def test_a_loader_that_is_waited_for() -> None:
 
 def test_speed_that_breaks_down_is_held_against_the_runs_own() -> None:
     seconds = [0.1] * 40 + [1.0] * 40
-    speed = {"seen/tokens": 1000, "seen/token_seconds": seconds}
+    speed = {"perf/tokens_per_second": [1000 / each for each in seconds]}
     assert red(run_of(falling(80), **speed)).name == "tokens per second"
     waiting = {"seen/seconds": seconds, "seen/wait": [0.0] * 40 + [0.9] * 40, "seen/steps": 1}
     assert red(run_of(falling(80), **speed, **waiting)).name == "waiting for data"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from jupyter_client.manager import KernelManager
 
+from cogumi.core import notices
 from cogumi.core.run_directory import write_json
-from cogumi.notebook import kernel_messages
 from tests.test_notebook_panel import run_in
 
 PATIENCE = 60.0
@@ -154,8 +154,8 @@ def test_an_interrupt_within_an_answer_leaves_a_kernel_that_answers(waiting: tup
 
 def test_elsewhere_it_only_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(kernel_messages.time, "sleep", slept.append)
-    kernel_messages.sleep_and_answer(0.25)
+    monkeypatch.setattr(notices.time, "sleep", slept.append)
+    notices.sleep_and_answer(0.25)
     assert slept == [0.25]
 
 

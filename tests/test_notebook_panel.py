@@ -248,7 +248,7 @@ def test_completions_that_show_nothing_are_told_in_words(tmp_path: Path) -> None
     shown = [{"prompt": "p", "completion": each, "reward": 0.0} for each in ("", " " * 64 + "\n\n", "\t\r")]
     append_jsonl(home / "rollouts.jsonl", {"step": 41, "reward": [0.0] * 3, "rewards": {}, "shown": shown})
     html = html_of(home)
-    for words in ("(nothing)", "(only white space: 64 spaces, 2 line ends)", "(only white space: 1 tab, 1 other)"):
+    for words in ("(nothing)", "(only white space, of length 66)", "(only white space, of length 2)"):
         assert words in html
 
 

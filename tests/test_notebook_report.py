@@ -22,7 +22,6 @@ from cogumi.core.run_directory import append_jsonl, read_json, read_jsonl, write
 from cogumi.forecast.preflight_report import Line, PreflightReport
 from cogumi.methods.preview import Preview, Shares
 from cogumi.notebook import completions, figures
-from cogumi.notebook.completions import mark_differences
 from cogumi.notebook.curves import format_number
 from cogumi.notebook.html_components import render_html, style
 from cogumi.notebook.report import write_report
@@ -383,9 +382,9 @@ def test_text_reads_on_every_background_and_every_edge_on_the_page() -> None:
     pages = re.findall(r"--page: (#\w{6}); --ink: (#\w{6})", report)
     assert len(pages) >= 3
     backgrounds = re.findall(r"background: (#[0-9A-F]{8})\b", style())
-    assert len(backgrounds) >= 3
+    assert len(backgrounds) >= 2
     edges = re.findall(r"(?:border-color|border-bottom)[^#;]*(#[0-9A-F]{6})\b", style())
-    assert len(edges) >= 7
+    assert len(edges) >= 6
     for page, ink in pages:
         assert contrast(page, ink) >= 4.5
         for background in backgrounds:
@@ -465,14 +464,6 @@ def test_a_preflight_says_its_states_in_words() -> None:
         assert fact in page.text, fact
 
 
-def test_differences_are_marked_on_both_sides() -> None:
-    assert mark_differences("a b c", "a x c", "a x c") == "a <ins>x</ins> c"
-    assert mark_differences("a x c", "a x c", "a c") == "a <del>x </del>c"
-    assert mark_differences("a", "<b>", "a") == "<ins><del>&lt;b&gt;</del></ins>"
-    long = "w " * 5_000
-    assert "<ins>" not in mark_differences("other " + long, long, long)
-
-
 def test_completions_of_several_runs_side_by_side(finished: Path, run: Path, tmp_path: Path) -> None:
     text = (run / "samples.jsonl").read_text()
     (run / "samples.jsonl").write_text(text.replace('"completion": "', '"completion": "changed'))
@@ -482,7 +473,7 @@ def test_completions_of_several_runs_side_by_side(finished: Path, run: Path, tmp
     assert "before base" in page.text
     assert "base, after step 6" in page.text
     assert "after rl, after step 6" in page.text
-    assert re.search(r"<(ins|u)[^>]*>changed", html)
+    assert page.text.count("changed") == 4
     assert "what would be right (middle)" in page.text
     assert str(completions.side_by_side([finished, run])).count("<h4>Prompt</h4>") == 4
 
@@ -501,9 +492,8 @@ def test_completions_of_white_space_are_told_in_words(run: Path) -> None:
     shown = [{"prompt": "p", "completion": "\n", "reward": 0.5}]
     append_jsonl(run / "rollouts.jsonl", {"step": 1, "reward": [0.5], "shown": shown})
     said = page_of(run).sections["Completions"]
-    for words in ("64 spaces, 2 line ends", "1 line end, 1 tab", "(only white space: 1 line end)"):
+    for words in ("(only white space, of length 66)", "of length 2", "of length 1"):
         assert words in said
-    assert "<pre><ins>" not in str(completions.side_by_side(run))
 
 
 def test_every_row_of_the_data_is_accounted_for_in_decisions_json(finished: Path) -> None:

@@ -229,11 +229,11 @@ def test_completions_that_hold_nothing_are_counted(tiny_model: Path, tmp_path: P
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
     prompts = Dataset.from_dict({"prompt": ["a", "b"], "prompt_ids": [[5], [6]]})
-    write_samples(tmp_path, model, tokenizer, prompts, 1)
+    write_samples(tmp_path, model, tokenizer, prompts, 1, ())
     assert any(row["completion"] for row in read_jsonl(tmp_path / "samples.jsonl"))
     assert tokenizer.eos_token_id == 0
     torch.nn.init.zeros_(model.lm_head.weight)  # of logits that are all equal the first is taken
-    write_samples(tmp_path, model, tokenizer, prompts, 2)
+    write_samples(tmp_path, model, tokenizer, prompts, 2, ())
     first, second = read_samples(tmp_path)
     assert (first.step, first.empty, first.ended) == (1, 0, 0)
     assert second == SampleCounts(2, 2, empty=2, ended=2)
@@ -309,23 +309,26 @@ def test_the_heart_beats_while_the_training_thread_is_busy(tmp_path: Path, monke
     assert not any(thread.name == "cogumi heartbeat" for thread in threading.enumerate())
 
 
-def test_what_stops_the_heart_is_raised_where_the_training_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heart_that_fails_says_so_once_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.01)
+    beats: list[float] = []
 
     def broken(self: Any) -> Any:
+        beats.append(0.0)
         raise PermissionError(13, "no longer ours")
 
-    def train_on() -> None:
-        with Heartbeat(tmp_path, Meter()) as heart:
-            monkeypatch.setattr(Heartbeat, "now", broken)
-            heart.thread.join(timeout=20)
-            heart.raise_failure()
-            pytest.fail("the training went on")
-
-    with pytest.raises(PermissionError, match="no longer ours"):
-        train_on()
-    with pytest.raises(ZeroDivisionError), Heartbeat(tmp_path, Meter()):  # what went wrong first is what is raised
-        raise ZeroDivisionError
+    with monkeypatch.context() as patched, Heartbeat(tmp_path, Meter()) as heart:
+        patched.setattr(Heartbeat, "now", broken)
+        deadline = time.monotonic() + 20
+        while len(beats) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        patched.undo()
+        before = heart.now()["time"]
+    assert len(beats) >= 3
+    assert caplog.text.count("heartbeat.json is not written: [Errno 13] no longer ours") == 1
+    assert read_json(tmp_path / "heartbeat.json")["time"] >= before  # it beats again when it can
 
 
 def test_a_run_that_hangs_beats_on_and_its_step_does_not(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,7 +402,7 @@ def test_every_second_belongs_to_the_innermost_stage(clock: Callable[[float], No
     assert (meter.started, meter.counts) == (5.0, {"tokens": 3.0})
 
 
-def test_a_slow_first_step_saves_and_evaluations_do_not_move_the_pace(clock: Callable[[float], None]) -> None:
+def test_the_first_step_and_pauses_do_not_move_the_pace_and_evaluations_do(clock: Callable[[float], None]) -> None:
     timed = StepTimer()
     timed.begin()
     clock(60)
@@ -409,9 +412,12 @@ def test_a_slow_first_step_saves_and_evaluations_do_not_move_the_pace(clock: Cal
         if step == 10:
             clock(40)  # an evaluation
             timed.between_ended()
-        clock(30 if step == 20 else 2)  # one compiled
-        timed.step_ended()
-    assert timed.eta(100) == pytest.approx(100 * (2 + 40 / 40))
+        clock(2)
+        if step == 20:
+            clock(500)  # a pause
+            timed.exclude(500)
+        assert timed.step_ended() == 2
+    assert timed.eta(100) == pytest.approx(100 * (2 + 40 / 39))
 
 
 def test_of_a_rollout_and_its_updates_the_whole_cycle_is_the_pace(clock: Callable[[float], None]) -> None:
@@ -421,7 +427,7 @@ def test_of_a_rollout_and_its_updates_the_whole_cycle_is_the_pace(clock: Callabl
         for seconds in (20, 1, 1, 1):
             clock(seconds)
             timed.step_ended()
-    assert timed.eta(8) == pytest.approx(2 * 23)
+            assert timed.steps < 8 or timed.eta(8) == pytest.approx(2 * 23)
 
 
 def test_a_trainer_that_generates_has_a_cycle(tmp_path: Path) -> None:
@@ -590,22 +596,6 @@ def test_an_unwritten_secret_is_itself_until_it_is_pickled() -> None:
     secret = RedactedStr(TOKEN)
     assert secret == copy.deepcopy([secret])[0] == copy.copy(secret) == TOKEN
     assert pickle.loads(pickle.dumps(secret)) == REDACTED
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-def test_the_cost_of_the_held_out_loss_says_where_compilation_is(
-    compiled: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-
-    from cogumi.training.loop import HeldOutLoss
-
-    args = TrainingArguments(str(tmp_path), torch_compile=compiled, use_cpu=True, report_to=[])
-    with caplog.at_level(logging.INFO, "cogumi"):
-        held_out = HeldOutLoss(SimpleNamespace(eval_dataset=range(8)))
-        held_out.on_train_begin(args, TrainerState(max_steps=10), TrainerControl())
-    (before,) = (record.getMessage() for record in caplog.records if record.name == "cogumi")
-    assert ("of the computing, without the compilation before the first (train.torch_compile)" in before) is compiled
 
 
 def test_without_a_word_of_it_a_run_has_samples_and_a_held_out_curve_and_says_what_they_cost(sft: Config) -> None:

@@ -266,7 +266,7 @@ def test_a_report_that_finds_no_room_takes_nothing_from_the_run(
 ) -> None:
     from cogumi.training import run as module
 
-    leave = module.write_run_report
+    leave = module.write_report
     with mounting(tmp_path) as mount:
         disk = mount(options="size=8m")
 
@@ -274,7 +274,7 @@ def test_a_report_that_finds_no_room_takes_nothing_from_the_run(
             (disk / "somebody's").write_bytes(bytes(space_of(disk).free))
             leave(run_dir)
 
-        monkeypatch.setattr(module, "write_run_report", filled)
+        monkeypatch.setattr(module, "write_report", filled)
         result = cogumi.train(sft, cogumi__run_dir=str(disk / "run"))
         assert result.passed, str(result.verdict)
         assert "report.html: cannot be written: No space left on device; name another file (--out)" in caplog.text

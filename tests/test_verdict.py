@@ -1,7 +1,6 @@
 """A verdict that a person can trust: tables of losses and their answer, completions that are none, rates, one sentence."""
 
 import random
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -232,39 +231,6 @@ def test_lora_rates_that_cannot_move_or_are_known_to_diverge(
         assert "LoRA learning rate" not in [flag.name for flag in judge(RunHistory(other, [], []))]
 
 
-@pytest.mark.parametrize(
-    ("rate", "steps", "losses", "every", "level"),
-    [
-        (2e-5, 24, noisy(5.7, 5.7, 24, 0.1), 1, "yellow"),  # TRL's default rate, which the merge then rounds away
-        (2e-5, 24, noisy(5.7, 5.7, 4, 0.1), 5, "yellow"),  # the last row is of step 20, and step 25 is not to come
-        (2e-5, 26, noisy(5.7, 5.7, 24, 0.1), 1, "green"),  # not at its end yet
-        (2e-5, 24, noisy(5.7, 4.0, 24, 0.1), 1, "green"),  # the loss fell, whatever the estimate says
-        (2e-5, 24, noisy(5.7, 4.0, 4, 0.01), 6, "green"),  # likewise in few rows
-        (2e-5, 24, [5.7, 5.7], 12, "green"),  # two rows show nothing
-        (2e-4, 24, noisy(5.7, 5.7, 24, 0.1), 1, "green"),  # weights moved, so a flat loss has another cause
-    ],
-)
-def test_a_usual_rate_that_moved_neither_weights_nor_loss_is_told_after_the_last_step(
-    rate: float, steps: int, losses: list[float], every: int, level: str
-) -> None:
-    setting = replace(SFT, learning_rate=rate, max_steps=steps, hidden_size=256)
-    setting = replace(setting, lora_rank=16, lora_scale=2.0, optimizer="adamw_torch_fused")
-    found = flag_of(run_of(losses, setting, every), "LoRA learning rate")
-    assert found.level == level, str(found)
-    if level == "yellow":
-        assert found.cause == "the LoRA learning rate is too low to have moved the loss"
-        assert "changes weights by 1.1e-03 of themselves, and bfloat16 rounds 2.0e-03 away; the loss went" in str(found)
-
-
-def test_a_policy_whose_reward_stays_is_told_by_its_reward() -> None:
-    setting = replace(GSPO, learning_rate=2e-6, max_steps=60, lora_rank=16, lora_scale=2.0, optimizer="adamw_torch")
-    usual: dict[str, Any] = {"reward_std": 0.2, "frac_reward_zero_std": 0.1, "completions/clipped_ratio": 0.1}
-    stays = run_of([0.01] * 60, setting, reward=noisy(0.3, 0.3, 60, 0.01), **usual)
-    assert "too low to have moved the reward" in flag_of(stays, "LoRA learning rate").cause
-    rises = run_of([0.01] * 60, setting, reward=noisy(0.2, 0.5, 60, 0.03), **usual)
-    assert flag_of(rises, "LoRA learning rate").level == "green"
-
-
 def test_a_policy_that_its_first_steps_destroy_is_told_by_the_rate() -> None:
     """The figures of GSPO at a hundred times its rate: the entropy is gone in step 5, from what steps 2 and 4 did."""
     kl = [0.0, 4.1, 0.0, 3.1, 0.0, 0.0]
@@ -372,9 +338,6 @@ def test_an_update_that_rounding_loses_is_told_beside_the_rounding(sft: dict[str
     failed = [check for check in result.verdict.checks if not check.passed]
     assert [check.name for check in failed] == ["merged differs from the base"]
     fix = failed[0].fix
-    assert re.match(
-        r"the update is at most .*e-\d+ of a tensor, and bfloat16 rounds up to 3.9e-03 of it away; ", fix
-    ), fix
     assert "raise train.learning_rate, or merge again: cogumi merge " in fix
     assert fix.endswith(" OUT --dtype float32")
     assert f"FAIL {failed[0].name}: {fix}" in format_sentence(status_of(result.run_dir))
@@ -404,6 +367,7 @@ def test_a_run_resumed_with_other_versions_says_which(sft: dict[str, Any], monke
         patched.setattr(manifest, "versions", lambda: here | {"trl": "1.14.0", "unsloth": "2026.1.1"})
         cogumi.train(sft, cogumi__sanity=8)
     result = cogumi.train(sft)
-    (flag,) = (each for each in result.verdict.flags if each.name == "versions")
-    assert flag.level == "yellow"
-    assert flag.evidence == f"trl 1.14.0 -> {here['trl']}, unsloth 2026.1.1 -> None"
+    log = (result.run_dir / "run.log").read_text()
+    assert (
+        f"with other versions, so its curves may jump: trl 1.14.0 -> {here['trl']}, unsloth 2026.1.1 -> None\n" in log
+    )

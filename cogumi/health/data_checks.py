@@ -1,8 +1,7 @@
 """What is about to be trained on, checked before the first step: batches, and whether completions belong to their prompts.
 
 Whether a completion shares more words with its own prompt than with those of other examples needs no model, so that it tells
-a weak model from shuffled rows. Labels and masks are read from what the collator returns, on the CPU, as the model will see
-them. The pairs are the one thing the model is asked.
+a weak model from shuffled rows. The pairs are the one thing the model is asked.
 """
 
 import math
@@ -34,8 +33,7 @@ Tokens = Sequence[int]
 def shared_words(documents: Sequence[tuple[Tokens, Tokens]]) -> WordOverlap | None:
     """Of (prompt, completion) token ids, in the order of the data. None for fewer than twice OTHERS examples.
 
-    The same is asked of a piece of each prompt and the rest of it, which do belong together: where these share words and
-    the completions are written in the same ones, but completions and prompts share none, the rows are in another order.
+    The same is asked of a piece of each prompt and the rest of it, which do belong together.
     """
     if len(documents) < 2 * OTHERS:
         return None
@@ -44,17 +42,12 @@ def shared_words(documents: Sequence[tuple[Tokens, Tokens]]) -> WordOverlap | No
     # The share of the pieces' tokens that completions use too: a few labels or digits use next to none of them.
     words = set[int]().union(*pieces)
     alike = len(words & set[int]().union(*completions)) / len(words) if words else 0.0
-    return WordOverlap(
-        len(documents), overlap_with_own_prompt(prompts, completions), overlap_with_own_prompt(others, pieces), alike
-    )
+    t, t_within = overlap_with_own_prompt(prompts, completions), overlap_with_own_prompt(others, pieces)
+    return WordOverlap(len(documents), t, t_within, alike)
 
 
 def shared_by_answers(documents: Sequence[tuple[Tokens, Tokens, Tokens]]) -> AnswerOverlap | None:
-    """Of (prompt, chosen answer, rejected answer) token ids. None for fewer than twice OTHERS pairs.
-
-    Where only one answer of a pair is about its prompt, what the two share with it does not rise and fall together; where
-    both are, it does.
-    """
+    """Of (prompt, chosen answer, rejected answer) token ids. None for fewer than twice OTHERS pairs."""
     if len(documents) < 2 * OTHERS:
         return None
     prompts, chosen, rejected = ([set(each) for each in column] for column in zip(*documents, strict=True))
@@ -98,14 +91,11 @@ def gains(prompts: Sequence[set[int]], answers: Sequence[set[int]], weight: dict
     return [share(j, j) - statistics.fmean(share((j + k) % n, j) for k in range(1, OTHERS + 1)) for j in range(n)]
 
 
-# -------------------------------------------------------------------------------------------------------------- batches
-
-
 def examine_batches(trainer: Any) -> BatchStatistics | None:
     """What the collator makes of some examples spread over the training data; None where they cannot be had one by one
     (a stream), or are not tokens (prompts of a policy trainer)."""
     dataset = trainer.train_dataset
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or not len(dataset):
+    if not hasattr(dataset, "__len__") or not len(dataset):
         return None
     examples = [dataset[i] for i in spread(len(dataset), EXAMPLES)]
     with torch.random.fork_rng(devices=[]):  # a collator may draw, and the training is to be the one without this look
@@ -118,12 +108,7 @@ def examine_batches(trainer: Any) -> BatchStatistics | None:
     tokenizer, ends = trainer.processing_class, end_ids(trainer.model, trainer.processing_class)
     pad = getattr(tokenizer, "pad_token_id", None)
     packed = "attention_mask" not in batch
-    if not packed:
-        inside = batch["attention_mask"].cpu().bool()
-    elif "position_ids" in batch:
-        inside = ~padding_mask(batch["position_ids"].cpu())
-    else:
-        inside = torch.ones_like(ids, dtype=torch.bool)
+    inside = ~padding_mask(batch["position_ids"].cpu()) if packed else batch["attention_mask"].cpu().bool()
     learned = labels != IGNORED
     longest = getattr(trainer.args, "max_length", None)
     return BatchStatistics(
@@ -154,11 +139,8 @@ def labels_of(batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def count_cut_rows(ids: Tensor, inside: Tensor, longest: int, ends: set[int]) -> int:
-    lengths = inside.sum(-1)
-    return sum(
-        length >= longest and int(row[mask][-1]) not in ends
-        for row, mask, length in zip(ids, inside, lengths.tolist(), strict=True)
-    )
+    texts = [row[mask] for row, mask in zip(ids, inside, strict=True)]
+    return sum(len(text) >= longest and int(text[-1]) not in ends for text in texts)
 
 
 def entropy_of(tokens: Tensor) -> float:
@@ -170,26 +152,18 @@ def entropy_of(tokens: Tensor) -> float:
     return float(-(shares * shares.log()).sum()) + (len(counts) - 1) / (2 * len(tokens))
 
 
-# --------------------------------------------------------------------------------------------------------------- the pairs
-
-
-def documents(examples: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[int], list[int]]]:
-    """(ids, labels) of each document, packed rows taken apart."""
-    for example in examples:
-        ids, labels = list(example["input_ids"]), list(example.get("labels", example["input_ids"]))
-        start = 0
-        for length in example.get("seq_lengths") or [len(ids)]:
-            yield ids[start : start + length], labels[start : start + length]
-            start += length
-
-
 def prompts_and_completions(trainer: Any, examples: int) -> list[tuple[list[int], list[int], list[int]]]:
-    """(prompt, rest, labels of the rest) of some examples; the rest begins with the first learned token."""
+    """(prompt, rest, labels of the rest) of each document of some examples; the rest begins with the first learned token."""
     dataset, found = trainer.train_dataset, []
-    for ids, labels in documents([dataset[i] for i in spread(len(dataset), examples)]):
-        at = next((i for i, label in enumerate(labels) if label != IGNORED), 0)
-        if at > 1:  # without a prompt there is nothing to belong to
-            found.append((ids[:at], ids[at:], labels[at:]))
+    for example in (dataset[i] for i in spread(len(dataset), examples)):
+        start = 0
+        for length in example.get("seq_lengths") or [len(example["input_ids"])]:  # of packed rows, several
+            ids = list(example["input_ids"][start : start + length])
+            labels = list(example.get("labels", example["input_ids"])[start : start + length])
+            start += length
+            at = next((i for i, label in enumerate(labels) if label != IGNORED), 0)
+            if at > 1:  # without a prompt there is nothing to belong to
+                found.append((ids[:at], ids[at:], labels[at:]))
     return found
 
 
@@ -224,9 +198,8 @@ def measure_pairs(trainer: Any) -> PairLosses | None:
     gains = [b - a for a, b in zip(own, other, strict=True)]
     if not all(map(math.isfinite, gains)):
         return None  # the flag for finite numbers will say so
-    return PairLosses(
-        len(gains), statistics.fmean(own), statistics.fmean(other), students_t(gains), trainer.state.global_step
-    )
+    mean, mean_other = statistics.fmean(own), statistics.fmean(other)
+    return PairLosses(len(gains), mean, mean_other, students_t(gains), trainer.state.global_step)
 
 
 def loss_of(trainer: Any, prompt: list[int], rest: list[int], labels: list[int]) -> float:

@@ -44,7 +44,12 @@ class Flag:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What the run was told, of what the rules need."""
+    """What the run was told, of what the rules need.
+
+    max_grad_norm: 0 where gradients are not clipped. loss: train.loss_type, several joined by a comma. hidden_size: width of
+    the base model, 0 where it is not known. lora_rank: of the trained adapter, 0 where there is none; lora_scale: what its
+    product is multiplied by. rollout: completions that gspo samples at a time.
+    """
 
     method: str
     learning_rate: float
@@ -52,22 +57,15 @@ class RunSettings:
     examples_per_step: int
     warmup_steps: int = 0
     max_grad_norm: float = 1.0
-    """0 where gradients are not clipped."""
     beta: float = 0.0
     loss: str = ""
-    """train.loss_type; several are joined by a comma."""
     vocabulary: int = 0
     fp16: bool = False
     optimizer: str = ""
     hidden_size: int = 0
-    """Width of the base model, 0 where it is not known."""
     lora_rank: int = 0
-    """Rank of the trained adapter, 0 where there is none; `lora_scale`: what its product is multiplied by."""
     lora_scale: float = 0.0
     rollout: int = 0
-    """gspo: completions that are sampled at a time."""
-    other_versions: tuple[str, ...] = ()
-    """`package there -> here` of what has changed since the checkpoint that the run resumed from."""
 
 
 @dataclass(frozen=True)
@@ -107,26 +105,24 @@ class AnswerOverlap:
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """What the collator makes of some examples before the first step. Counts are of tokens or examples."""
+    """What the collator makes of some examples before the first step. Counts are of tokens or examples.
+
+    masked: examples without one learned token. pads_learned: places that the attention mask leaves out, with a label.
+    pads_in_text: places inside the text that hold the padding token. ends: learned tokens that end a text. cut: examples as
+    long as train.max_length that do not end with an end token. entropy: of the learned tokens' frequencies, nats. pairs: what
+    the base makes of prompts and completions; pairs_now: the model when it was asked again.
+    """
 
     examples: int
     masked: int
-    """Examples without one learned token."""
     learned: int
-    """Learned tokens in all."""
     pads_learned: int
-    """Padding that is learned: places the attention mask leaves out, with a label."""
     pads_in_text: int
-    """Places inside the text that hold the padding token."""
     ends: int
-    """Learned tokens that end a text."""
     pad_is_end: bool
     cut: int = 0
-    """Examples as long as train.max_length that do not end with an end token."""
     entropy: float = 0.0
-    """Entropy of the learned tokens' frequencies, nats."""
     pairs: PairLosses | None = None
-    """What the base makes of prompts and completions; `pairs_now`: the model when it was asked again."""
     pairs_now: PairLosses | None = None
     words: WordOverlap | None = None
     answers: AnswerOverlap | None = None
@@ -179,12 +175,11 @@ class RunHistory:
 Rule = Callable[[RunHistory], Flag | None]
 
 # A red flag explains others: those are told as its consequences, so that one cause is named for one fault. In this order.
+TEXT = "gradient norm, loss trend, loss noise, token frequencies, end tokens, held-out completions, samples end"
 FOLLOWS = {
     "finite numbers": "*",
-    "learned tokens": "adapter moves, gradient norm, loss trend, loss noise, token frequencies, end tokens, "
-    "held-out completions, samples end",
-    "padding": "end tokens, prompt and completion, gradient norm, loss trend, loss noise, token frequencies, "
-    "held-out completions, samples end",
+    "learned tokens": f"adapter moves, {TEXT}",
+    "padding": f"prompt and completion, {TEXT}",
     "learning-rate schedule": "adapter moves, gradient norm, loss trend, preferences, reward trend",
     "adapter moves": "gradient norm, loss trend, loss noise, token frequencies, preferences, reward trend",
     "loss trend": "gradient norm, loss noise, token frequencies, prompt and completion, preferences",

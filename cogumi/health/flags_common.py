@@ -4,23 +4,19 @@ import math
 import statistics
 from typing import Any
 
-from cogumi.health.flags import BEYOND_NOISE, USUAL_FALL, Flag, Level, Rule, RunHistory, fall, level_above, noise
+from cogumi.health.flags import Flag, Rule, RunHistory, fall, level_above, noise
 
 SETTLED_STEPS = 10  # before these a gradient norm is of a model that has not begun to move, or of a warm-up
 NO_RATE = 0.1  # Adam moves each weight by about the rate in a step, and weights are some hundredths
 SPEED_ROWS = 10  # that a stretch of the run's own speed is the median of
 WAIT_ROWS = 20
-LOSS_RISE = (
-    0.1  # share of its start that a loss is to climb by: benchmarks/verdict.py separates whole and broken runs so
-)
+LOSS_RISE = 0.1  # share of its start that a loss is to climb by, which benchmarks/verdict.py was read off
 LOWEST_NORM = {"sft": 0.1, "dpo": 0.1, "gspo": 0.001}  # axolotl's training-stability page
 CLIPPED_AWAY = 100.0  # times max_grad_norm: a loss with the wrong divisor
 WAITING = 0.2, 0.5  # yellow and red share of the time that is spent in waiting for the next batch
 SLOWER = 2.0, 4.0  # yellow and red: one part in so many of the run's own best speed
 MEMORY_YELLOW = 0.92
-SKIPPED = (
-    0.1  # share of optimizer steps that fp16's loss scaling skips: it halves its scale, so some at the start are usual
-)
+SKIPPED = 0.1  # share of steps that fp16's loss scaling skips: it halves its scale, so some at the start are usual
 UNTRAINED = 0.05  # share of log(vocabulary) within which a first loss is of weights that were never trained
 SPIKE = 100.0  # times the median norm before it: a single step of a policy that is of another kind
 ENOUGH_NORMS = 8  # before a median means something
@@ -37,19 +33,16 @@ def finite_numbers(run: RunHistory) -> Flag:
     """The first logged row with a loss or a gradient norm that is not a number."""
     name, threshold = "finite numbers", "every loss and gradient norm is finite"
     for row in run.rows:
-        bad = [
-            word
-            for key, word in (("loss", "the loss"), ("grad_norm", "the gradient norm"))
-            if is_not_finite(row.get(key))
-        ]
-        broken = row.get("seen/broken")
+        words = {"loss": "the loss", "grad_norm": "the gradient norm"}
+        bad = [word for key, word in words.items() if is_not_finite(row.get(key))]
+        broken = str(row.get("seen/broken") or "")
         if not bad and not broken:
             continue
         # The trainer puts the average of the steps before in the place of a loss that is NaN (logging_nan_inf_filter).
         what = " and ".join(bad) or "a weight"
         evidence = f"step {row['step']}: {what} is not finite" + (f"; so is {broken}" if broken else "")
         cause, knob = "one step's numbers overflowed", "train.learning_rate"
-        if isinstance(broken, str) and broken.startswith("frozen "):
+        if broken.startswith("frozen "):
             cause, knob = "the base model's weights are broken", "model.name"
         elif has_climbed(run, int(row["step"])):
             cause = "the learning rate is too high, as the loss climbed before it broke"
@@ -111,52 +104,24 @@ def lora_rate(run: RunHistory) -> Flag | None:
     Adam moves an element by about the rate in a step, and a schedule halves that on average. Then B A changes an element of
     a weight by lora_scale * sqrt(rank) * LORA_INIT * rate * steps / 2, as a share of what it usually is (in^-1/2). Below
     LOST the merged model in bfloat16 is the base. Such a rate is most often one for all weights: LoRA's is about ten times
-    as high (trl#2872: 5e-7 at rank 8). A usual rate for so few steps is flagged after the last one, unless the loss moved.
+    as high (trl#2872: 5e-7 at rank 8).
     """
     setting = run.setting
     if not setting.lora_rank or "adam" not in setting.optimizer or setting.learning_rate <= 0 or setting.max_steps < 1:
         return None
     least, most, by_width = USUAL_RATES[setting.method]
-    rate, steps = setting.learning_rate, setting.max_steps
+    rate, steps, width = setting.learning_rate, setting.max_steps, setting.hidden_size
     change = setting.lora_scale * setting.lora_rank**0.5 * LORA_INIT * rate * steps / 2
-    level: Level = "green"
-    evidence, cause = f"{rate:g} at rank {setting.lora_rank} for {steps} steps", ""
-    knob = "train.learning_rate, ten times as high"
-    stayed = describe_stagnation(run) if 0 < change < LOST else ""
-    if 0 < change < LOST and (rate < least or stayed):
-        what = stayed.partition(" ")[0]
-        level = "yellow"
-        cause = f"the LoRA learning rate is too low to {f'have moved the {what}' if stayed else 'move the weights'}"
-        evidence += f" changes weights by {change:.1e} of themselves, and bfloat16 rounds {LOST:.1e} away"
-        evidence += f"; the {stayed}" if stayed else ""
-    elif rate > most and rate * setting.hidden_size > by_width:
-        level, cause = "yellow", "the LoRA learning rate is known to diverge"
-        highest = by_width / setting.hidden_size
-        evidence = f"{rate:g} in a model {setting.hidden_size} wide, where {highest:.1g} is too high already"
-        knob = "train.learning_rate, to a tenth"
-    return Flag("LoRA learning rate", level, evidence, f"{least:g} to {most:g} is usual", cause, knob)
-
-
-def describe_stagnation(run: RunHistory) -> str:
-    """After the last step: the loss (gspo: the reward) from start to end, where it moved by no more than its noise; else ""."""
-    what = "reward" if run.setting.method == "gspo" else "loss"
-    steps, values = run.series(what)
-    if len(values) < 3 or 2 * steps[-1] - steps[-2] <= run.setting.max_steps:  # one more row is to come
-        return ""
-    found = fall(values)
-    if abs(found.z) > BEYOND_NOISE or abs(found.share) >= USUAL_FALL:
-        return ""
-    return f"{what} went from {found.start:.3f} to {found.end:.3f}"
-
-
-def same_versions(run: RunHistory) -> Flag | None:
-    """Whether the packages are those that the checkpoint was saved with, of a run that resumed."""
-    if not run.setting.other_versions:
-        return None
-    evidence = ", ".join(run.setting.other_versions)
-    threshold = "as when the checkpoint was saved"
-    why = "the run resumed with other versions, so its curves may jump", "the environment, back to those versions"
-    return Flag("versions", "yellow", evidence, threshold, *why)
+    name, threshold = "LoRA learning rate", f"{least:g} to {most:g} is usual"
+    if rate < least and 0 < change < LOST:
+        evidence = f"{rate:g} for {steps} steps changes weights by {change:.1e}, and bfloat16 rounds {LOST:.1e} away"
+        cause = "the LoRA learning rate is too low to move the weights"
+        return Flag(name, "yellow", evidence, threshold, cause, "train.learning_rate, ten times as high")
+    if rate > most and rate * width > by_width:
+        evidence = f"{rate:g} in a model {width} wide, where {by_width / width:.1g} is too high already"
+        cause = "the LoRA learning rate is known to diverge"
+        return Flag(name, "yellow", evidence, threshold, cause, "train.learning_rate, to a tenth")
+    return Flag(name, "green", f"{rate:g} at rank {setting.lora_rank} for {steps} steps", threshold)
 
 
 def gradient_norm(run: RunHistory) -> Flag | None:
@@ -219,34 +184,27 @@ def adapter_moves(run: RunHistory) -> Flag | None:
 def held_out_completions(run: RunHistory) -> Flag | None:
     """Whether the model still writes something for held-out prompts: most completions empty, blank, or a loop, are none.
 
-    Red where the base wrote text for them, once half of the steps are done; yellow before that, and where the base did not
-    or was never trained.
+    Red once half of the steps are done, unless the base did not either, or was never trained.
     """
     now = run.written[-1] if run.written else None
     if now is None or not now.step:
         return None
     kinds = {"empty": now.empty, "blank": now.blank, "repeating themselves": now.loops}
-    name, evidence, threshold = (
-        "held-out completions",
-        f"{now.count} completions after step {now.step}",
-        "at least half are text",
-    )
+    name, threshold = "held-out completions", "at least half are text"
+    evidence = f"{now.count} completions after step {now.step}"
     if 2 * now.unusable <= now.count:
         return Flag(name, "green", f"{now.count - now.unusable} of {evidence} are text", threshold)
     evidence = f"{now.unusable} of {evidence} are " + " or ".join(kind for kind, many in kinds.items() if many)
     before = next((each for each in run.written if not each.step), None)
-    weak = before is not None and 2 * before.unusable > before.count
+    weak = f"{before.unusable} of its {before.count}" if before and 2 * before.unusable > before.count else ""
     cause, knob = "the training has taught the model to write nothing", "train.learning_rate, lower"
-    if weak and before is not None:
-        cause = f"the base is too weak, as {before.unusable} of its {before.count} are no text either"
-        knob = "model.name"
+    if weak:
+        cause, knob = f"the base is too weak, as {weak} are no text either", "model.name"
     elif now.loops > max(now.empty, now.blank):
         cause = "the training has taught the model to repeat itself"
     elif run.batches is not None and run.batches.ends:
         often = max(1, round(run.batches.learned / run.batches.ends))
-        cause = (
-            f"the model ends at once, as one learned token in {often} is the end token and it has learned little else"
-        )
+        cause = f"the model ends at once, as one learned token in {often} is the end token"
         knob = "train.max_steps, higher"
     early = 2 * now.step < run.setting.max_steps
     return Flag(name, "yellow" if weak or early or is_untrained(run) else "red", evidence, threshold, cause, knob)
@@ -275,15 +233,13 @@ def waiting_for_data(run: RunHistory) -> Flag | None:
 
 def tokens_per_second(run: RunHistory) -> Flag | None:
     """The latest rows' speed against the best stretch that is still remembered."""
-    rows = [row for row in run.rows if row.get("seen/tokens") and row.get("seen/token_seconds")]
-    if len(rows) < 3 * SPEED_ROWS:
+    steps, speeds = run.series("perf/tokens_per_second")
+    if len(speeds) < 3 * SPEED_ROWS:
         return None
-    speeds = [row["seen/tokens"] / row["seen/token_seconds"] for row in rows]
-    best = max(
-        statistics.median(speeds[i : i + SPEED_ROWS]) for i in range(0, len(speeds) - SPEED_ROWS + 1, SPEED_ROWS)
-    )
+    begins = range(0, len(speeds) - SPEED_ROWS + 1, SPEED_ROWS)
+    best = max(statistics.median(speeds[begin : begin + SPEED_ROWS]) for begin in begins)
     now = statistics.median(speeds[-2 * SPEED_ROWS :])
-    evidence = f"{now:,.0f} in steps {rows[-2 * SPEED_ROWS]['step']} to {rows[-1]['step']}, at best {best:,.0f}"
+    evidence = f"{now:,.0f} in steps {steps[-2 * SPEED_ROWS]} to {steps[-1]}, at best {best:,.0f}"
     threshold = f"slower by at most {SLOWER[0]:g}, red by {SLOWER[1]:g}"
     why = "the machine has become slower", "the machine's other processes"
     return Flag("tokens per second", level_above(best / now, *SLOWER), evidence, threshold, *why)
@@ -301,16 +257,5 @@ def memory(run: RunHistory) -> Flag | None:
     return Flag("memory", level_above(most, MEMORY_YELLOW, red), evidence, threshold, *why)
 
 
-COMMON: tuple[Rule, ...] = (
-    finite_numbers,
-    steps_complete,
-    learning_rate,
-    lora_rate,
-    same_versions,
-    gradient_norm,
-    adapter_moves,
-    held_out_completions,
-    waiting_for_data,
-    tokens_per_second,
-    memory,
-)
+OF_UPDATES = (finite_numbers, steps_complete, learning_rate, lora_rate, gradient_norm, adapter_moves)
+COMMON: tuple[Rule, ...] = (*OF_UPDATES, held_out_completions, waiting_for_data, tokens_per_second, memory)

@@ -6,7 +6,7 @@ the suite of whole and broken runs in benchmarks/verdict.py separates.
 
 import statistics
 
-from cogumi.health.flags import Flag, Level, Row, Rule, RunHistory, level_above, noise, trend
+from cogumi.health.flags import Flag, Level, Row, RunHistory, level_above, noise, trend
 from cogumi.health.flags_sft import TREND_Z
 
 ENOUGH_ROWS = 10  # of rewards or entropies
@@ -153,12 +153,4 @@ def kl_to_the_reference(run: RunHistory) -> Flag | None:
     return Flag("KL to the reference", level_above(now, REFERENCE_KL / 10, REFERENCE_KL), evidence, threshold, *why)
 
 
-RL: tuple[Rule, ...] = (
-    kl_to_the_sampler,
-    entropy,
-    reward_varies,
-    completions_end,
-    reward_trend,
-    clip_fraction,
-    kl_to_the_reference,
-)
+RL = (kl_to_the_sampler, entropy, reward_varies, completions_end, reward_trend, clip_fraction, kl_to_the_reference)

@@ -12,7 +12,6 @@ from cogumi.health.flags import (
     Level,
     Rule,
     RunHistory,
-    WordOverlap,
     fall,
     level_above,
     noise,
@@ -49,17 +48,12 @@ def learned_tokens(run: RunHistory) -> Flag | None:
     steps, empty = sum(run.series("seen/steps")[1]), sum(run.series("seen/empty")[1])
     if run.batches is None and not steps:
         return None
-    parts, figures = [], []
-    if run.batches is not None:
-        parts.append(share(run.batches.masked, run.batches.examples))
-        figures.append(f"{run.batches.masked} of {run.batches.examples} examples without a learned token")
-    if steps:
-        parts.append(share(empty, steps))
-        figures.append(f"{empty:.0f} of {steps:.0f} steps without one")
-    evidence = ", ".join(figures)
-    threshold = f"none, red > {MASKED:.0%}"
+    found = {f"{empty:.0f} of {steps:.0f} steps without a learned token": share(empty, steps)} if steps else {}
+    if seen := run.batches:
+        found[f"{seen.masked} of {seen.examples} examples without a learned token"] = share(seen.masked, seen.examples)
+    level, evidence = level_above(max(found.values()), 0, MASKED), ", ".join(found)
     why = "every token of these examples is masked, so nothing is learned of them", "data.columns"
-    return Flag("learned tokens", level_above(max(parts), 0, MASKED), evidence, threshold, *why)
+    return Flag("learned tokens", level, evidence, f"none, red > {MASKED:.0%}", *why)
 
 
 def padding(run: RunHistory) -> Flag | None:
@@ -67,11 +61,8 @@ def padding(run: RunHistory) -> Flag | None:
     seen = run.batches
     if seen is None:
         return None
-    name, threshold, knob = (
-        "padding",
-        "no padding is learned, no text holds the padding token",
-        "the tokenizer's pad_token",
-    )
+    name, threshold = "padding", "no padding is learned, no text holds the padding token"
+    knob = "the tokenizer's pad_token"
     if seen.pads_learned:
         evidence = f"{seen.pads_learned} padded places of {seen.examples} examples are learned"
         cause = "the collator labels padding, so the model learns to write it"
@@ -118,9 +109,8 @@ def samples_end(run: RunHistory) -> Flag | None:
 def prompt_and_completion(run: RunHistory) -> Flag | None:
     """Do prompts help to predict their completions: what the base knows of that, or the trained model where it knows none.
 
-    A model that gains nothing from the prompts is weak, or the prompts are others'. Red where the second is shown: the
-    model knows the text so well that it would use them, or completions share no words with their prompts though they are
-    written in the same words and pieces of the prompts share them. Where they do share words, they belong.
+    Red where the model knows the text so well that it would use its prompts, or where completions share no words with their
+    prompts though they are written in the same words. Where they do share words, they belong.
     """
     if run.batches is None or run.batches.pairs is None:
         return None
@@ -138,16 +128,13 @@ def prompt_and_completion(run: RunHistory) -> Flag | None:
     cause = ""
     if gain < PAIR_GAIN and pairs.t < TELLS and not (words is not None and words.t >= BELONGS):
         knows = pairs.own < KNOWS_TEXT * run.batches.entropy
-        if knows or (words is not None and could_share(words) and words.t < TELLS):
+        # Labels or numbers would not share words with their prompts, whatever their order.
+        could_share = words is not None and words.t_within >= TOGETHER and words.alike >= SAME_KIND
+        if knows or (could_share and words is not None and words.t < TELLS):
             level, cause = "red", "completions do not belong to their prompts, as if the rows were shuffled"
         elif asked is not None:  # a base that cannot tell them yet says nothing of the data
             level, cause = "yellow", "the trained model does not use the prompts"
     return Flag("prompt and completion", level, evidence, threshold, cause, "data.columns")
-
-
-def could_share(words: WordOverlap) -> bool:
-    """Whether completions that belong to their prompts would show it in their words: labels or numbers would not."""
-    return words.t_within >= TOGETHER and words.alike >= SAME_KIND
 
 
 def loss_trend(run: RunHistory) -> Flag | None:
@@ -196,9 +183,8 @@ def second_half(run: RunHistory) -> tuple[list[int], list[float]]:
 def token_frequencies(run: RunHistory) -> Flag | None:
     """A loss at rest where a model is that knows nothing but how often each token occurs.
 
-    One that began above that, and worse than a model that was never trained, was taught against what it knew: its labels
-    are not the text's. One that rose to it, or whose base used the prompts that it now does not, lost what it knew. Others
-    never came from there (untrained weights, a rate too low), or the text has no more to it.
+    Red where it began above that, and worse than an untrained model: its labels are not the text's. Red where it rose to it, or
+    the base used the prompts that it now does not: it lost what it knew. Else the text may have no more to it.
     """
     steps, losses = run.series("loss")
     batches = run.batches
@@ -230,9 +216,7 @@ def loss_noise(run: RunHistory) -> Flag | None:
     losses = run.series("loss", run.latest)[1]
     if len(losses) < ENOUGH_ROWS:
         return None
-    logged = max(
-        1.0, statistics.median(run.series("seen/steps", run.latest)[1] or [1.0])
-    )  # a row averages so many steps
+    logged = statistics.median(run.series("seen/steps", run.latest)[1] or [1.0])  # a row averages so many steps
     part, examples = share(noise(losses) * logged**0.5, statistics.median(losses)), run.setting.examples_per_step
     level = level_above(part, *SCATTER)
     if level == "red" and examples >= FEW_EXAMPLES:
@@ -245,16 +229,8 @@ def loss_noise(run: RunHistory) -> Flag | None:
     return Flag("loss noise", level, evidence, threshold, *why)
 
 
-SFT: tuple[Rule, ...] = (
-    learned_tokens,
-    padding,
-    end_tokens,
-    samples_end,
-    prompt_and_completion,
-    loss_trend,
-    token_frequencies,
-    loss_noise,
-)
+OF_BATCHES = (learned_tokens, padding, end_tokens, samples_end, prompt_and_completion)
+SFT: tuple[Rule, ...] = (*OF_BATCHES, loss_trend, token_frequencies, loss_noise)
 
 # ------------------------------------------------------------------------------------------------------------------ dpo
 
@@ -267,10 +243,9 @@ BOTH = 0.3  # correlation from which both answers of a pair are about their prom
 def preferences(run: RunHistory) -> Flag | None:
     """Accuracy on pairs not trained on yet, in the second half of the steps: better than a coin?
 
-    The loss of a model that has not moved is log 2 (Rafailov et al. 2023, arXiv:2305.18290, eq. 7). A coin's accuracy is
-    of pairs that are mixed up, of a rate too low, or of a model that cannot tell them yet, and the loss is near log 2 in
-    all three. Red where something shows which: by their words, one answer of a pair is its prompt's and as often the
-    rejected one; or the loss is above log 2 beyond chance, so that what was learned of some pairs is wrong for others.
+    The loss of a model that has not moved is log 2 (Rafailov et al. 2023, arXiv:2305.18290, eq. 7). Red where, by their words,
+    one answer of a pair is its prompt's and as often the rejected one; or where the loss is above log 2 beyond chance, so that
+    what was learned of some pairs is wrong for others. Else the model may not tell them apart yet.
     """
     steps = run.series("rewards/accuracies")[0]
     if len(steps) < PREFERENCE_ROWS or steps[-1] < TREND_STEPS:

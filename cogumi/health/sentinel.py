@@ -1,13 +1,12 @@
 """Watches one training: sees what the trainer does not log, judges it at each log, and does what the run asks for on red.
 
-Flags are in flags.json while the training runs. `cogumi.on_red`: warn says so; stop ends the training after the step, with
-a checkpoint; pause writes a checkpoint, and waits (`cogumi.training.loop`). `cogumi.sanity` ends it after so many steps,
-with a checkpoint that the run can resume from, and an answer. It waits for the device only when the trainer just has.
+`cogumi.on_red`: warn says so; stop ends the training after the step, with a checkpoint; pause writes a checkpoint, and waits.
+`cogumi.sanity` ends it after so many steps, with a checkpoint and an answer.
 """
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -49,7 +48,7 @@ class EarlyEnd:
 
 class Sentinel(TrainerCallback):
     """Judges a trainer's training while it runs. directory: of flags.json. excused: in whose block the training may be silent.
-    pause: what on_red "pause" does, with the reason. `begin()` checks the data before the first step."""
+    pause: what on_red "pause" does, with the reason. `begin()` checks the data, before `trainer.train()`."""
 
     def __init__(
         self,
@@ -74,70 +73,58 @@ class Sentinel(TrainerCallback):
         self.was_red: dict[str, tuple[int, Flag]] = {}
         self.acted_on: set[str] = set()
         self.earlier: list[dict[str, Any]] = []
-        self.earlier_versions: tuple[str, ...] = ()
         self.ended: EarlyEnd | None = None
         self.judged_at = 0
         self.written_at = 0.0
         self.start_of: dict[str, Tensor] | None = None
         self.moved = False
-        self.reset_counters()
+        self.forget_seen()
         self.began = time.perf_counter()
-        self.tokens_seen, self.token_seconds = 0.0, 0.0
         self.get_batch_samples = trainer.get_batch_samples
         trainer.get_batch_samples = self.time_batches
 
-    def reset_counters(self) -> None:
-        """As after a logged row: nothing was seen since."""
-        self.steps = self.skipped = 0
-        self.seconds = self.waited = 0.0
+    def forget_seen(self) -> None:
+        """As after a logged row."""
+        self.seen: Counter[str] = Counter()
         self.learned: list[Tensor | int] = []
 
     def begin(self) -> list[Flag]:
-        """Look at what is about to be trained on, and say what is wrong with it. Call it before `trainer.train()`."""
         path = self.directory / FLAGS  # of the part before, which the first look writes over
-        before = read_json(path) if path.exists() else {"was_red": []}
-        self.earlier = before["was_red"]
-        self.earlier_versions = tuple(before.get("other_versions", ()))
+        self.earlier = read_json(path)["was_red"] if path.exists() else []
         with self.excused():
             if self.method != "gspo":
                 self.batches = examine_batches(self.trainer)
             if self.method == "sft" and self.batches is not None and self.batches.learned:
-                self.batches = replace(
-                    self.batches, pairs=measure_pairs(self.trainer), words=shared_words_of(self.trainer)
-                )
+                pairs, words = measure_pairs(self.trainer), shared_words_of(self.trainer)
+                self.batches = replace(self.batches, pairs=pairs, words=words)
             if self.method == "dpo" and self.batches is not None:
                 self.batches = replace(self.batches, answers=shared_words_of_answers(self.trainer))
         self.look(0)
         return self.flags
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.setting = replace(
-            self.setting,
-            max_steps=state.max_steps,
-            warmup_steps=args.get_warmup_steps(state.max_steps),
-            other_versions=other_versions(args.output_dir, state.global_step),
-        )
+        warmup_steps = args.get_warmup_steps(state.max_steps)
+        self.setting = replace(self.setting, max_steps=state.max_steps, warmup_steps=warmup_steps)
+        if other := other_versions(args.output_dir, state.global_step):
+            log.warning("the run resumes with other versions, so its curves may jump: %s", other)
         self.first, self.moved, self.ended = [], False, None
         self.latest.clear()
-        for row in state.log_history:  # of the part before, where the run goes on
+        for row in state.log_history:  # of the part before, where the run resumes
             if "loss" in row:
                 self.remember(dict(row))
-        if state.global_step and self.earlier_versions:  # of an earlier resume, which the later checkpoints do not tell
-            self.setting = replace(self.setting, other_versions=self.earlier_versions)
-        for (
-            each
-        ) in self.earlier:  # what was red in the part before stays known, up to the step that the run resumes from
+        for each in self.earlier:  # what was red before the step that the run resumes from stays known
             if each["step"] <= state.global_step:
                 self.was_red[each["name"]] = each["step"], Flag(**{key: each[key] for key in each if key != "step"})
         self.start_of = sample_weights(self.trainer.model)
-        self.reset_counters()
+        self.forget_seen()
         self.judged_at = state.global_step
 
     def time_batches(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the trainer's `get_batch_samples`: the batches of one optimizer step, and how long they took."""
         began = time.perf_counter()
         found = self.get_batch_samples(*args, **kwargs)
-        self.waited += time.perf_counter() - began
+        waited = time.perf_counter() - began
+        self.seen.update({"seen/wait": waited, "seen/seconds": waited})
         if found[1] is not None:  # learned tokens, on the device: read when a row is logged
             self.learned.append(found[1])
         return found
@@ -146,51 +133,40 @@ class Sentinel(TrainerCallback):
         self.began = time.perf_counter()  # after a pause, if there was one
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self.skipped += bool(self.trainer.accelerator.optimizer_step_was_skipped)
+        self.seen["seen/skipped"] += bool(self.trainer.accelerator.optimizer_step_was_skipped)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.steps += 1
-        self.seconds += time.perf_counter() - self.began
+        self.seen.update({"seen/steps": 1, "seen/seconds": time.perf_counter() - self.began})
         if self.sanity is not None and state.global_step >= self.sanity and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = True
             self.ended = self.ended or EarlyEnd(SANITY_CHECKED, f"the first {self.sanity} steps are done")
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **_: Any
-    ) -> None:
-        if logs is None or "loss" not in logs:  # of an evaluation, or the summary
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:
+        if "loss" not in logs:  # of an evaluation, or the summary
             return
         row = self.extend_row(logs, state.global_step)
         self.remember(row)
-        every = EVERY if state.global_step <= EARLY else 2 * EVERY
-        due = state.global_step - self.judged_at >= every or state.global_step in (1, self.sanity, state.max_steps)
+        step, every = state.global_step, EVERY if state.global_step <= EARLY else 2 * EVERY
+        due = step - self.judged_at >= every or step in (1, self.sanity, state.max_steps)
         if not (due or "seen/broken" in row):
             return
-        self.judged_at = state.global_step
+        self.judged_at = step
         if not self.moved and self.start_of is not None:
             row["seen/moved"] = max(changes_since(self.trainer.model, self.start_of).values(), default=0.0)
             self.moved = row["seen/moved"] > 0
         row["seen/memory"] = memory_in_use(args.device)
-        if self.batches is not None and self.should_measure_pairs(self.batches, state.global_step):
+        if self.batches is not None and self.should_measure_pairs(self.batches, step):
             with self.excused():
                 self.batches = replace(self.batches, pairs_now=measure_pairs(self.trainer))
-        self.look(state.global_step)
+        self.look(step)
         self.act_on_red(control)
 
     def extend_row(self, logs: dict[str, Any], step: int) -> dict[str, Any]:
         """A logged row with what was seen of its steps."""
-        row = {**logs, "step": step}
-        if self.steps:
-            row |= {"seen/steps": self.steps, "seen/seconds": self.seconds + self.waited, "seen/wait": self.waited}
-            row["seen/skipped"] = self.skipped
+        row = {**logs, "step": step, **self.seen}
         if self.learned:  # the trainer has just waited for the loss, so this waits for nothing
             row["seen/empty"] = sum(int(each) == 0 for each in self.learned)
-        self.token_seconds += self.seconds + self.waited
-        if isinstance(tokens := logs.get("num_tokens"), (int, float)):
-            if tokens > self.tokens_seen > 0:
-                row["seen/tokens"], row["seen/token_seconds"] = tokens - self.tokens_seen, self.token_seconds
-            self.tokens_seen, self.token_seconds = tokens, 0.0
-        self.reset_counters()
+        self.forget_seen()
         if any(is_not_finite(logs.get(key)) for key in ("loss", "grad_norm")) and "finite numbers" not in self.was_red:
             row["seen/broken"] = find_broken_weight(self.trainer.model)
         return row
@@ -224,16 +200,13 @@ class Sentinel(TrainerCallback):
             self.write(step)
 
     def run(self) -> RunHistory:
-        # Not before the rows beside them are known.
-        written = read_samples(self.directory) if self.start_of is not None else []
+        written = read_samples(self.directory) if self.start_of is not None else []  # none before there are rows
         return RunHistory(self.setting, self.first, list(self.latest), self.batches, self.thresholds, written)
 
     def write(self, step: int) -> None:
         was_red = [{"step": at, **asdict(flag)} for at, flag in self.was_red.values()]
-        value = {"step": step, "time": time.time(), "flags": [asdict(flag) for flag in self.flags], "was_red": was_red}
-        if other := self.setting.other_versions or self.earlier_versions:
-            value["other_versions"] = other
-        write_json(self.directory / FLAGS, value)
+        flags = [asdict(flag) for flag in self.flags]
+        write_json(self.directory / FLAGS, {"step": step, "time": time.time(), "flags": flags, "was_red": was_red})
         self.written_at = time.monotonic()
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -241,8 +214,9 @@ class Sentinel(TrainerCallback):
 
     def conclude(self) -> None:
         """Judge what there is at the end: of the steps, and then of the samples that are written after them."""
-        self.look(self.trainer.state.global_step)
-        self.write(self.trainer.state.global_step)
+        step = self.trainer.state.global_step
+        self.look(step)
+        self.write(step)
 
     def answer(self) -> tuple[Scale, str]:
         """Safe to scale: yes, no or not shown, and why."""
@@ -290,11 +264,11 @@ def setting_of(trainer: Any, method: str) -> RunSettings:
     )
 
 
-def other_versions(output_dir: str | None, step: int) -> tuple[str, ...]:
-    """What differs between the packages that the checkpoint of a step was saved with and those here; () of no checkpoint."""
+def other_versions(output_dir: str | None, step: int) -> str:
+    """What differs between the packages that the checkpoint of a step was saved with and those here; "" of no checkpoint."""
     manifest = read_manifest(Path(output_dir or ".") / f"checkpoint-{step}")
     there, here = (manifest.versions if manifest else {}), versions()
-    return tuple(f"{name} {there[name]} -> {here.get(name)}" for name in there if there[name] != here.get(name))
+    return ", ".join(f"{name} {there[name]} -> {here.get(name)}" for name in there if there[name] != here.get(name))
 
 
 def sample_weights(model: Any) -> dict[str, Tensor]:
@@ -333,10 +307,9 @@ def judge_moved(model: Any, start: dict[str, Tensor], tuning: str) -> Check:
 
 def find_broken_weight(model: Any) -> str:
     """The first weight that is not finite, "frozen ..." before "trained ...", or "". Reads every weight: asked once."""
-    for wanted, word in ((False, "frozen"), (True, "trained")):
-        for name, weight in model.named_parameters():
-            if weight.requires_grad is wanted and weight.is_floating_point() and not bool(weight.isfinite().all()):
-                return f"{word} {name}"
+    for name, weight in sorted(model.named_parameters(), key=lambda named: named[1].requires_grad):
+        if weight.is_floating_point() and not bool(weight.isfinite().all()):
+            return f"{'trained' if weight.requires_grad else 'frozen'} {name}"
     return ""
 
 

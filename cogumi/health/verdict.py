@@ -71,8 +71,8 @@ def judge_loss(run: RunHistory) -> tuple[Scale, str]:
     found = fall(losses)
     figures = f"from {found.start:.3f} to {found.end:.3f} in {len(losses)} logged losses to step {steps[-1]}"
     if len(losses) < ENOUGH_ROWS:
-        few = f"{len(losses)} logged losses, from {losses[0]:.3f} to {losses[-1]:.3f}"
-        return Scale.NOT_SHOWN, f"{few}, are too few to tell, and {ENOUGH_ROWS} are needed"
+        few = f"{len(losses)} logged losses, from {losses[0]:.3f} to {losses[-1]:.3f}, are too few to tell"
+        return Scale.NOT_SHOWN, f"{few}, and {ENOUGH_ROWS} are needed"
     half = len(losses) // 2
     lately, latest = trend(steps[half:], losses[half:]), fall(losses[half:])
     if found.z < -BEYOND_NOISE:
@@ -139,10 +139,9 @@ class Verdict:
         return all(check.passed for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
-        answer = {} if self.safe_to_scale is None else {"safe_to_scale": self.safe_to_scale}
         return {
             "passed": self.passed,
-            **answer,
+            **({} if self.safe_to_scale is None else {"safe_to_scale": self.safe_to_scale}),
             "checks": [asdict(check) for check in self.checks],
             "flags": [asdict(flag) for flag in self.flags],
             "was_red": [{"step": step, **asdict(flag)} for step, flag in self.was_red],
@@ -171,8 +170,7 @@ def count_finite(values: Sequence[Any]) -> int:
 def judge_gspo(metrics: list[dict[str, Any]], run_dir: Path) -> list[Check]:
     """What GSPO adds: completions were scored, the loss that was asked for ran, and every ratio is a number."""
     rewards = [row["reward"] for row in metrics if row.get("reward") is not None]
-    extremes = ("policy/min_ratio", "policy/max_ratio")
-    ratios = [row[key] for row in metrics for key in extremes if key in row]
+    ratios = [row[key] for row in metrics for key in ("policy/min_ratio", "policy/max_ratio") if key in row]
     clipped = [row["policy/clipped_ratio_fraction"] for row in metrics if "policy/clipped_ratio_fraction" in row]
     finite, all_of_them = count_finite(ratios + clipped), len(ratios + clipped)
     span = f"{finite} of {all_of_them} values finite"

@@ -1,11 +1,8 @@
 """The metrics of a run as curves, and their small plots as SVG.
 
-Every line of metrics.jsonl is read once, and a million of them stay a few kilobytes. A curve is cut into bins of so many
-steps, each with the least, the mean and the greatest of its values, so that a spike of one step in a million is still there.
-What is not finite is no part of a bin: its steps are kept beside it.
-
-A plot is text, some milliseconds each, for a panel that is drawn again every few seconds. A line is told from another by dash
-as well as by colour, text has the colour of the page, and the title says in words what is drawn.
+A curve is cut into bins of so many steps, each with the least, the mean and the greatest of its values, so that a spike of one
+step in a million is still there. What is not finite is no part of a bin: its steps are kept beside it. A plot is text, some
+milliseconds each. A line is told from another by dash as well as by colour, and the title says in words what is drawn.
 """
 
 import math
@@ -66,8 +63,7 @@ class Curve:
     """Steps, the first hundred, whose value is NaN or infinite."""
 
     @property
-    def steps(self) -> np.ndarray:
-        """The middle of each bin."""
+    def steps(self) -> np.ndarray:  # the middle of each bin
         return (self.bins[FIRST] + self.bins[LAST]) / 2
 
     @property
@@ -91,19 +87,12 @@ class Curve:
         self.broken += steps[~finite][: MOST_BROKEN - len(self.broken)].astype(int).tolist()
         steps, values = steps[finite], values[finite]
         bins = np.concatenate([self.bins, [steps, steps, values, values, values, np.ones_like(values)]], axis=1)
-        begins = self.begins(bins)
-        while len(begins) > MOST_BINS:
+        while len(begins := np.flatnonzero(np.diff(bins[FIRST] // self.width, prepend=np.nan))) > MOST_BINS:
             self.width *= 2
-            begins = self.begins(bins)
         if len(begins):
             together = (np.minimum, np.maximum, np.minimum, np.add, np.maximum, np.add)
             rows = zip(together, bins, strict=True)
             self.bins = np.stack([function.reduceat(row, begins) for function, row in rows])
-
-    def begins(self, bins: np.ndarray) -> np.ndarray:
-        """Where in a row of bins another stretch of `width` steps begins."""
-        stretch = bins[FIRST] // self.width
-        return np.flatnonzero(np.diff(stretch, prepend=np.nan))
 
 
 class Curves:
@@ -120,10 +109,9 @@ class Curves:
         self.behind = False
 
     def read(self, most: float = math.inf) -> bool:
-        """Take in the lines written since the last time; whether there were any. A file that was cut is read anew.
+        """Take in the lines written since the last time; whether there were any. A file that was cut or replaced is read anew.
 
-        most: bytes, about, after which it is enough for this time; `behind` then says that there are more. A run that is
-        resumed from an earlier step replaces the file by one without the steps that it makes again.
+        most: bytes, about, after which it is enough for this time; `behind` then says that there are more.
         """
         try:
             file = self.path.open("rb")
@@ -189,7 +177,7 @@ def axis_range(curves: Iterable[Curve]) -> tuple[float, float]:
 
 WIDTH, HEIGHT = 310, 140
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 30, 18
-LINES = ((BLUE, ""), (VERMILLION, "5 2"), (GREEN, "5 2 1 2"))  # colour and dash
+LINES = ((BLUE, "none"), (VERMILLION, "5 2"), (GREEN, "5 2 1 2"))  # colour and dash
 
 Scale = Callable[[Any], Any]
 
@@ -204,15 +192,18 @@ def render_svg(plot: Plot, curves: Mapping[str, Curve], marks: Sequence[tuple[in
     x_of = scale(first, last if last > first else first + 1, LEFT, WIDTH - RIGHT)
     y_of = scale(low, high, HEIGHT - BOTTOM, TOP)
     drawn = [render_axes(first, last, low, high), render_title(plot, curves)]
-    drawn += [render_flag(float(x_of(step)), number, *flag) for number, (step, *flag) in enumerate(marks, 1)]
-    for number, curve in enumerate(curves.values()):
+    for number, (step, level, name) in enumerate(marks, 1):
+        drawn.append(render_flag(float(x_of(step)), number, level, name))
+    for curve, (colour, dash) in zip(curves.values(), LINES, strict=False):
         if len(curve.low):
-            drawn.append(render_line(curve, x_of, y_of, *LINES[number]))
-    drawn += [render_break(float(x_of(step)), step) for step in broken]
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" role="img" '
-        f'aria-label="{escape(describe_plot(plot, curves))}" style="color:inherit">{"".join(drawn)}</svg>'
-    )
+            drawn.append(render_line(curve, x_of, y_of, colour, dash))
+    for step in broken:
+        cross = f"M{x_of(step) - 3:.1f} {TOP + 2}l6 6m0 -6l-6 6"
+        title = f"<title>not finite at step {step}</title>"
+        drawn.append(f'<path d="{cross}" stroke="{LEVELS["red"]}" stroke-width="1.8" fill="none">{title}</path>')
+    label = escape(describe_plot(plot, curves))
+    size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
+    return f'<svg {size} role="img" aria-label="{label}" style="color:inherit">{"".join(drawn)}</svg>'
 
 
 def scale(first: float, last: float, begin: float, end: float) -> Scale:
@@ -229,8 +220,8 @@ def render_line(curve: Curve, x_of: Scale, y_of: Scale, colour: str, dash: str) 
         drawn = f'<polygon points="{area}" fill="{colour}" fill-opacity="0.25" stroke="none"/>'
     if len(x) == 1:
         return f'{drawn}<circle cx="{x[0]:.1f}" cy="{mean[0]:.1f}" r="2.5" fill="{colour}"/>'
-    style = f' stroke-dasharray="{dash}"' if dash else ""
-    return f'{drawn}<polyline points="{points(x, mean)}" fill="none" stroke="{colour}" stroke-width="1.6"{style}/>'
+    style = f'stroke="{colour}" stroke-width="1.6" stroke-dasharray="{dash}"'
+    return f'{drawn}<polyline points="{points(x, mean)}" fill="none" {style}/>'
 
 
 def points(x: np.ndarray, y: np.ndarray) -> str:
@@ -239,56 +230,37 @@ def points(x: np.ndarray, y: np.ndarray) -> str:
 
 def render_axes(first: float, last: float, low: float, high: float) -> str:
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-    frame = f'<path d="M{LEFT} {TOP}V{bottom}H{right}" fill="none" stroke="currentColor" stroke-opacity="0.5"/>'
-    return (
-        frame
-        + render_text(LEFT - 4, TOP + 8, format_number(high), "end")
-        + render_text(LEFT - 4, bottom, format_number(low), "end")
-        + render_text(LEFT, HEIGHT - 4, f"step {first:,.0f}", "start")
-        + (render_text(right, HEIGHT - 4, f"{last:,.0f}", "end") if last > first else "")
-    )
+    parts = [
+        f'<path d="M{LEFT} {TOP}V{bottom}H{right}" fill="none" stroke="currentColor" stroke-opacity="0.5"/>',
+        render_text(LEFT - 4, TOP + 8, format_number(high), "end"),
+        render_text(LEFT - 4, bottom, format_number(low), "end"),
+        render_text(LEFT, HEIGHT - 4, f"step {first:,.0f}", "start"),
+        render_text(right, HEIGHT - 4, f"{last:,.0f}", "end") if last > first else "",
+    ]
+    return "".join(parts)
 
 
 def render_title(plot: Plot, curves: Mapping[str, Curve]) -> str:
-    """The name and the newest value of each line, with a piece of the line before it where there are several."""
+    """The name and the newest value of each line, with a piece of the line before it."""
     said = f'<text x="2" y="11" font-size="12" font-weight="600" fill="currentColor">{escape(plot.title)}'
     said += f'<tspan font-weight="400" font-size="10" dx="6">{escape(plot.unit)}</tspan></text>'
     place = 2
-    for number, (key, curve) in enumerate(curves.items()):
-        name = f"{key} " if len(curves) > 1 else ""
-        label = name + format_newest(curve)
-        colour, dash = LINES[number]
-        style = f' stroke-dasharray="{dash}"' if dash else ""
-        said += f'<path d="M{place} 20h16" stroke="{colour}" stroke-width="2"{style}/>'
+    for (key, curve), (colour, dash) in zip(curves.items(), LINES, strict=False):
+        finite = len(curve.low) and (not curve.broken or curve.broken[-1] < curve.bins[LAST][-1])
+        label = f"{key} " if len(curves) > 1 else ""
+        label += format_number(float(curve.mean[-1])) if finite else "not finite"
+        said += f'<path d="M{place} 20h16" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"/>'
         said += render_text(place + 20, 24, label, "start")
         place += 34 + 6 * len(label)
     return said
 
 
-def format_newest(curve: Curve) -> str:
-    """The last value, in words where it was none."""
-    if not len(curve.low) or (curve.broken and curve.broken[-1] > curve.bins[LAST][-1]):
-        return "not finite"
-    return format_number(float(curve.mean[-1]))
-
-
 def render_flag(x: float, number: int, level: str, name: str) -> str:
     """A flag: a dashed line with its number."""
     side, anchor = (-2, "end") if x > WIDTH - 40 else (2, "start")
-    return (
-        f'<g><title>{escape(f"{level}: {name}")}</title><path d="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}" '
-        f'stroke="{LEVELS[level]}" stroke-width="1.4" stroke-dasharray="3 2"/>'
-        f"{render_text(x + side, TOP + 9, f'⚑{number}', anchor)}</g>"
-    )
-
-
-def render_break(x: float, step: int) -> str:
-    """Where a value was NaN or infinite."""
-    y = TOP + 5
-    return (
-        f'<path d="M{x - 3:.1f} {y - 3}l6 6m0 -6l-6 6" stroke="{LEVELS["red"]}" stroke-width="1.8" fill="none">'
-        f"<title>not finite at step {step}</title></path>"
-    )
+    title = f"<title>{escape(f'{level}: {name}')}</title>"
+    line = f'd="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="{LEVELS[level]}" stroke-width="1.4" stroke-dasharray="3 2"'
+    return f"<g>{title}<path {line}/>{render_text(x + side, TOP + 9, f'⚑{number}', anchor)}</g>"
 
 
 def render_text(x: float, y: float, said: str, anchor: str) -> str:
@@ -300,10 +272,9 @@ def describe_plot(plot: Plot, curves: Mapping[str, Curve]) -> str:
     said = [f"{plot.title} by step"]
     for key, curve in curves.items():
         if len(curve.low):
-            between = f"between {format_number(float(curve.low.min()))} and {format_number(float(curve.high.max()))}"
-            said.append(
-                f"{key} from {format_number(float(curve.mean[0]))} to {format_number(float(curve.mean[-1]))}, {between}"
-            )
+            values = (curve.mean[0], curve.mean[-1], curve.low.min(), curve.high.max())
+            first, last, low, high = (format_number(float(value)) for value in values)
+            said.append(f"{key} from {first} to {last}, between {low} and {high}")
         if curve.broken:
             said.append(f"{key} not finite at {len(curve.broken)} steps, the first is {curve.broken[0]}")
     return "; ".join(said)

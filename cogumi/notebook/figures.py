@@ -1,8 +1,8 @@
 """Figures of a run, of its data and of what it made, each a `Drawing`: a matplotlib figure that a notebook shows.
 
-Nothing is told by colour alone, and every figure says in words what it shows. matplotlib is loaded by the first figure that
-is drawn. Its objects alone are used, never pyplot: no figure is kept, and what a notebook has set for its own figures neither
-reaches these nor is changed by them. Raises UsageError where there is nothing to draw.
+Nothing is told by colour alone, and every figure says in words what it shows. pyplot is never used: no figure is kept, and
+what a notebook has set for its own figures neither reaches these nor is changed by them. Raises UsageError where there is
+nothing to draw.
 """
 
 import json
@@ -42,8 +42,8 @@ MERGE_MANIFEST = "cogumi-merge.json"  # cogumi.merge.merge_manifest.MANIFEST_NAM
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.(.+)$")
 SCALE = 8  # of the peak: free memory beyond it is not drawn, its bar has no end
 MOST_BANDS = 120  # stretches of steps that quantiles are taken over
-INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "xtick.labelcolor",
-         "ytick.color", "ytick.labelcolor", "hatch.color", "legend.labelcolor")  # fmt: skip
+INKED = ["text.color", "hatch.color", "xtick.color", "ytick.color", "xtick.labelcolor", "ytick.labelcolor"]
+INKED += ["axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "legend.labelcolor"]
 SETTINGS: Any = {
     "svg.fonttype": "none",  # a fraction of the size with drawn letters
     "font.sans-serif": ["DejaVu Sans"],
@@ -51,8 +51,6 @@ SETTINGS: Any = {
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
-    "axes.labelsize": 9,
-    "legend.fontsize": 9,
     "legend.frameon": False,
     "legend.handlelength": 3.6,  # long enough to show a dash
     "axes.spines.top": False,
@@ -137,9 +135,6 @@ def use_integer_ticks(ax: "Axes") -> None:
     ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
 
 
-# ---------------------------------------------------------------------------------------------------------------- a run
-
-
 def curves(run_dir: str | PathLike[str]) -> Drawing:
     """What the run logged, each metric a small plot over its steps: the mean as a line, the range of a bin as an area.
 
@@ -155,7 +150,7 @@ def curves(run_dir: str | PathLike[str]) -> Drawing:
     flags = flag_steps(read_json_or_empty(run / "flags.json"))
     words = [describe_plot(plot, of) for plot, of in plots]
     words += [f"{level} flag {name} at step {step}" for step, level, name in flags]
-    rows = -(-len(plots) // COLUMNS)
+    rows = math.ceil(len(plots) / COLUMNS)
     with figure_settings():
         figure, axes = make_figure(WIDTH, 2.1 * rows + 0.2, rows, COLUMNS, sharex=True)
         for ax, (plot, of) in zip(axes, plots, strict=False):
@@ -163,11 +158,9 @@ def curves(run_dir: str | PathLike[str]) -> Drawing:
                 ax.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=0.2, linewidth=0)
                 ax.plot(curve.steps, curve.mean, markersize=3.5 if len(curve.steps) <= FEW else 0, label=key)
                 if curve.broken:
-                    ax.plot(
-                        curve.broken, [0.0] * len(curve.broken), transform=ax.get_xaxis_transform(), linestyle="",
-                        marker="x", markersize=7, markeredgewidth=2, color=VERMILLION, clip_on=False,
-                        label=f"{key} not finite",
-                    )  # fmt: skip
+                    at_the_bottom = ax.get_xaxis_transform()
+                    zeros, label = [0.0] * len(curve.broken), f"{key} not finite"
+                    ax.plot(curve.broken, zeros, "x", color=VERMILLION, transform=at_the_bottom, label=label)
             if len(ax.lines) > 1:
                 ax.legend(loc="best")
             ax.update_datalim([(0, end) for end in axis_range(of.values())], updatex=False)
@@ -204,18 +197,17 @@ def rewards(run_dir: str | PathLike[str]) -> Drawing:
     steps, values, broken = read_rewards(run / ROLLOUTS)
     if not len(steps):
         raise UsageError(f"no rewards of single completions there ({ROLLOUTS} is written by a gspo run)", place=run)
-    quarter = max(1, math.ceil(len(np.unique(steps)) / 4))
-    early, late = np.unique(steps)[quarter - 1], np.unique(steps)[-quarter]
-    parts = [values[steps <= early], values[steps >= late]]
-    means = [float(part.mean()) for part in parts]
+    there = np.unique(steps)
+    quarter = math.ceil(len(there) / 4)
+    parts = {"first": values[steps <= there[quarter - 1]], "last": values[steps >= there[-quarter]]}
+    means = [float(part.mean()) for part in parts.values()]
     with figure_settings():
         figure, (left, right) = make_figure(WIDTH, 2.8, 1, 2)
         bins = np.histogram_bin_edges(values, bins=20)
-        for number, (part, when) in enumerate(zip(parts, ("first", "last"), strict=True)):
-            left.stairs(
-                np.histogram(part, bins)[0] / len(part), bins, color=COLOURS[number], linestyle=DASHES[number],
-                linewidth=2, label=f"{when} quarter, mean {means[number]:.3g}",
-            )  # fmt: skip
+        for colour, dash, (when, part), mean in zip(COLOURS, DASHES, parts.items(), means, strict=False):
+            shares = np.histogram(part, bins)[0] / len(part)
+            label = f"{when} quarter, mean {mean:.3g}"
+            left.stairs(shares, bins, color=colour, linestyle=dash, linewidth=2, label=label)
         left.set_title("distribution")
         left.set_xlabel("reward of a completion")
         left.set_ylabel("share of completions")
@@ -223,17 +215,10 @@ def rewards(run_dir: str | PathLike[str]) -> Drawing:
         left.margins(y=0.25)
         left.legend(loc="best")
         middles, quantiles = reward_quantiles(steps, values)
-        for low, high, alpha, label in (
-            (0, 4, 0.18, "80 % of the completions"),
-            (1, 3, 0.35, "half of the completions"),
-        ):
-            right.fill_between(
-                middles, quantiles[low], quantiles[high], color=BLUE, alpha=alpha, linewidth=0, label=label
-            )
-        for row in (quantiles[0], quantiles[4]):
-            right.plot(middles, row, color=BLUE, linewidth=0.8, linestyle=(0, (1, 1.5)), marker="")
-        size = 3.5 if len(middles) <= FEW else 0
-        right.plot(middles, quantiles[2], color=BLUE, linestyle="-", marker="o", markersize=size, label="median")
+        lowest, low, median, high, highest = quantiles
+        right.fill_between(middles, lowest, highest, color=BLUE, alpha=0.18, label="80 % of the completions")
+        right.fill_between(middles, low, high, color=BLUE, alpha=0.35, label="half of the completions")
+        right.plot(middles, median, markersize=3.5 if len(middles) <= FEW else 0, label="median")
         right.set_title("over the steps" + (f" ({broken:,} values not finite, left out)" if broken else ""))
         right.set_xlabel("step")
         right.margins(y=0.25)
@@ -245,9 +230,8 @@ def rewards(run_dir: str | PathLike[str]) -> Drawing:
 
 def read_rewards(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
     """(steps, rewards) of every completion of rollouts.jsonl, and how many rewards were no numbers."""
-    pairs = [
-        (row["step"], float(each)) for row in read_rows(path) for each in row.get("reward", []) if each is not None
-    ]
+    scored = ((row["step"], each) for row in read_rows(path) for each in row.get("reward", []))
+    pairs = [(step, float(each)) for step, each in scored if each is not None]
     steps, values = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
     finite = np.isfinite(values)
     return steps[finite], values[finite], int((~finite).sum())
@@ -271,16 +255,10 @@ def reward_quantiles(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray,
     return np.array([each.mean() for each in stretches]), np.array(found).T
 
 
-# ---------------------------------------------------------------------------------------------------- data and memory
-
-
 def refuse_argument(figure: str, call: str, given: object) -> UsageError:
     """The other figures take a run's directory, so these are given one too."""
-    return UsageError(
-        f"takes what {call} returned, not the {type(given).__name__} {given!s:.100}",
-        key=f"figures.{figure}",
-        fix="of a run that is there it is drawn by its report: run.report()",
-    )
+    message = f"takes what {call} returned, not the {type(given).__name__} {given!s:.100}"
+    return UsageError(message, key=f"figures.{figure}", fix="run.report() draws it of a run that is there")
 
 
 def lengths(preview: "Preview") -> Drawing:
@@ -303,8 +281,8 @@ def length_histogram(buckets: Sequence[Sequence[int]], max_length: int | None = 
         ax.set_title("lengths of the examples")
         ax.set_xlabel("tokens")
         ax.set_ylabel("examples")
-        for axis in (ax.xaxis, ax.yaxis):
-            axis.set_major_formatter(lambda number, _: f"{number:,.0f}")
+        ax.xaxis.set_major_formatter("{x:,.0f}")
+        ax.yaxis.set_major_formatter("{x:,.0f}")
         if max_length is not None:
             label = f"max_length {max_length:,}"
             ax.axvline(max_length + 0.5, color=VERMILLION, linestyle=(0, (5, 2)), linewidth=1.5, label=label)
@@ -336,17 +314,14 @@ def memory_bar(figures: Mapping[str, Any], measured: float | None = None) -> Dra
         figure, (ax,) = make_figure(WIDTH, 1.9)
         left = 0.0
         for colour, hatch, (kind, size) in zip(cycle(COLOURS), cycle(HATCHES), parts.items(), strict=False):
-            ax.barh(
-                0, size / unit, left=left, height=0.7, edgecolor=INK, linewidth=0.8, hatch=hatch,
-                facecolor="none" if colour == INK else colour, label=f"{kind} {format_memory(size)}",
-            )  # fmt: skip
+            face, label = "none" if colour == INK else colour, f"{kind} {format_memory(size)}"
+            ax.barh(0, size / unit, left=left, height=0.7, facecolor=face, edgecolor=INK, hatch=hatch, label=label)
             left += size / unit
         label = f"free {format_memory(free)}"
         ax.barh(0, free / unit, height=0.9, facecolor="none", edgecolor=INK, linewidth=1.6, label=label)
         if measured is not None:
-            ax.axvline(
-                measured / unit, color=INK, linewidth=2.5, linestyle="--", label=f"measured {format_memory(measured)}"
-            )
+            label = f"measured {format_memory(measured)}"
+            ax.axvline(measured / unit, color=INK, linewidth=2.5, linestyle="--", label=label)
         ax.set_title(said)
         ax.set_xlabel(name)
         ax.set_yticks([])
@@ -357,9 +332,6 @@ def memory_bar(figures: Mapping[str, Any], measured: float | None = None) -> Dra
     return Drawing(figure, "Peak memory", words)
 
 
-# --------------------------------------------------------------------------------------------------------------- merge
-
-
 def delta_by_layer(merged: "str | PathLike[str] | MergeReport") -> Drawing:
     """How much the merge changed each kind of weight, layer by layer: |change| beside |weight| (Frobenius norms, in percent)
     above, the largest change of a single element below. merged: the directory, or what the merge reported."""
@@ -367,8 +339,9 @@ def delta_by_layer(merged: "str | PathLike[str] | MergeReport") -> Drawing:
     groups, outside = read_deltas(directory)
     if not groups:
         raise UsageError("no layer was changed by a merge there", place=directory)
-    most = max((of[kind][layer][0], kind, layer) for of in groups.values() for kind in of for layer in of[kind])
-    words = f"the largest change is {most[0]:.2%} of {most[1]} of layer {most[2]}"
+    found = ((*of[kind][layer][:1], kind, layer) for of in groups.values() for kind in of for layer in of[kind])
+    most, kind, layer = max(found)
+    words = f"the largest change is {most:.2%} of {kind} of layer {layer}"
     if outside:
         words += f"; outside the layers {', '.join(f'{name} {ratio:.2%}' for name, (ratio, _) in outside.items())}"
     with figure_settings():

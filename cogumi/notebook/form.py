@@ -4,7 +4,6 @@ Here is the form without its widgets, which scripts can use as well; `cogumi.not
 """
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from functools import reduce
@@ -15,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 from cogumi.config.binding import bind_mapping, reject_unknown
 from cogumi.config.schema import RunConfig, redact
 from cogumi.config.source import PACKAGE, SECTIONS, read_source
-from cogumi.config.yaml_text import dump_sections, edit_yaml, equal_values
+from cogumi.config.yaml_text import dump_sections, edit_yaml
 from cogumi.core.errors import UsageError
 from cogumi.core.notices import is_notebook
 from cogumi.core.redact import redact_text
 from cogumi.core.run_directory import write_atomic
 from cogumi.forecast.preflight_report import PreflightReport
-from cogumi.notebook.form_fields import Field, to_yaml_value
-from cogumi.notebook.form_process import Values, begin_preflight, check_values, end_of_preflight, read_signatures
+from cogumi.notebook.form_fields import Field, Values, begin_preflight, check_values, read_fields, to_yaml_value
 
 if TYPE_CHECKING:
     from cogumi.notebook.form_panel import FormPanel
@@ -40,9 +38,8 @@ def configure(
     """
     form = Form(config, save_as)
     if missing := explain_missing_widgets():
-        print(
-            f"{missing}: edit {form.save_as} by hand (`cogumi cp` hands one out), or use form.set, form.problem, form.write"
-        )
+        by_hand = f"edit {form.save_as} by hand (`cogumi cp` hands one out)"
+        print(f"{missing}: {by_hand}, or use form.set, form.problem, form.write")
     return form
 
 
@@ -68,13 +65,9 @@ class Form:
         self.values: Values = {name: to_yaml_value(bind_mapping(keys, name, origins)) for name, keys in values.items()}
         own = Path("run.yaml" if self.text is None else label)  # over its own file, or here if that is the package's
         self.save_as = Path(save_as or (own.name if own.resolve().is_relative_to(PACKAGE) else own))
-        self.unread: dict[str, str] = {}  # what was typed and is no value at all: by key, why
         self.watchers: list[Callable[[str], None]] = []  # told the key that was set or removed
-        self._checked_of: list[Any] = []
-        self._checked: tuple[RunConfig | None, str] = None, ""
-        self._one_at_a_time = threading.Lock()
         self._panel: FormPanel | None = None
-        self.fields = read_signatures(self.method)
+        self.fields = read_fields(self.method)
 
     @property
     def method(self) -> str:
@@ -82,20 +75,21 @@ class Form:
         said = self.values.get("cogumi", {}).get("method")
         return said if said in METHODS else "sft"
 
-    # ---------------------------------------------------------------------------------------------------- keys
-
     def field(self, key: str) -> Field:
         """What a key is. One that its section does not have is text of YAML, so that it can be seen and taken out."""
         section, _, name = key.partition(".")
-        return next(
-            (each for each in self.fields[section] if each.key == name),
-            Field(name, "yaml", "no key of this section", doc="Not a key that a run knows here."),
-        )
+        unknown = Field(name, "yaml", "no key of this section", doc="Not a key that a run knows here.")
+        return next((each for each in self.fields[section] if each.key == name), unknown)
 
     def shown(self, section: str) -> Iterator[tuple[str, Any]]:
         """The keys that the YAML sets in a section, dotted, with their values, in its order."""
-        groups = {f"{section}.{each.key.rpartition('.')[0]}" for each in self.fields[section] if "." in each.key}
-        yield from iterate_leaves(self.values.get(section, {}), f"{section}.", groups)
+        groups = {each.key.rpartition(".")[0] for each in self.fields[section]}
+        for name, value in self.values.get(section, {}).items():
+            if isinstance(value, dict) and name in groups:
+                for inner, each in value.items():
+                    yield f"{section}.{name}.{inner}", each
+            else:
+                yield f"{section}.{name}", value
 
     def can_be_added(self, section: str) -> list[Field]:
         there = {key for key, _ in self.shown(section)}
@@ -108,27 +102,15 @@ class Form:
         """Give a key (`train.max_steps`) a value, and add it if it is not there. It is not checked before `problem` is read."""
         *above, name = key.split(".")
         if not above or above[0] not in SECTIONS:
-            raise UsageError(
-                f"{key} names no key", fix=f"the sections are {', '.join(SECTIONS)}, as in train.max_steps"
-            )
+            fix = f"the sections are {', '.join(SECTIONS)}, as in train.max_steps"
+            raise UsageError(f"{key} names no key", fix=fix)
         inner = self.values
         for each in above:
             if not isinstance(inner.get(each), dict):
                 inner[each] = {}
             inner = inner[each]
         inner[name] = to_yaml_value(value)
-        self.unread.pop(key, None)
         self.tell(key)
-
-    def type_in(self, key: str, text: str) -> None:
-        """`set` to what a text of YAML says; what it is no text of is a problem, and the value stays."""
-        try:
-            value = self.field(key).parse(text)
-        except UsageError as error:
-            self.unread[key] = f"{key} = {error}"
-            self.tell(key)
-        else:
-            self.set(key, value)
 
     def add(self, key: str) -> None:
         """Put a key into the YAML, with its default."""
@@ -136,26 +118,21 @@ class Form:
 
     def remove(self, key: str) -> None:
         """Take a key out of the YAML. Raises UsageError for one that is not in it."""
-        *above, name = key.split(".")
-        way: list[dict[str, Any]] = [self.values]
-        for each in above:
-            inner = way[-1].get(each)
-            way.append(inner if isinstance(inner, dict) else {})
-        if name not in way[-1]:
-            raise UsageError(f"{key} is not set in this config, so it cannot be removed")
-        del way[-1][name]
-        if len(above) > 1 and not way[-1]:  # `fim:` goes with its last key
-            del way[-2][above[-1]]
-        self.unread.pop(key, None)
+        above, _, name = key.rpartition(".")
+        try:
+            del self.get(above)[name]
+        except (KeyError, TypeError):
+            raise UsageError(f"{key} is not set in this config, so it cannot be removed") from None
+        section, _, group = above.partition(".")
+        if group and not self.get(above):  # `fim:` goes with its last key
+            del self.values[section][group]
         self.tell(key)
 
     def tell(self, key: str) -> None:
         if key == "cogumi.method":
-            self.fields = read_signatures(self.method)
+            self.fields = read_fields(self.method)
         for watcher in self.watchers:
             watcher(key)
-
-    # --------------------------------------------------------------------------------------------------- checks
 
     @property
     def config(self) -> RunConfig | None:
@@ -168,17 +145,10 @@ class Form:
         return self.check()[1]
 
     def check(self) -> tuple[RunConfig | None, str]:
-        if self.unread:
-            return None, next(iter(self.unread.values()))
-        with self._one_at_a_time:
-            now = [self.run_values(), {name: value for name, value in os.environ.items() if name.startswith("COGUMI_")}]
-            if not equal_values(self._checked_of, now):
-                try:
-                    self._checked = check_values(now[0]), ""
-                except UsageError as error:
-                    self._checked = None, str(error).removeprefix("config: ")
-                self._checked_of = now
-            return self._checked
+        try:
+            return check_values(self.run_values()), ""
+        except UsageError as error:
+            return None, str(error).removeprefix("config: ")
 
     def run_values(self) -> Values:
         """The values as a run of the file would have them: its directory is called after the file."""
@@ -193,24 +163,25 @@ class Form:
         """`cogumi.preflight` of these values, for this machine or a card. Raises UsageError where there is a problem."""
         if problem := self.problem:
             raise UsageError(problem)
-        return end_of_preflight(begin_preflight(self.run_values(), card))
-
-    # --------------------------------------------------------------------------------------------------- the YAML
+        worker = begin_preflight(self.run_values(), card)
+        try:
+            report: PreflightReport = worker.receive()
+        finally:
+            worker.close()
+        return report
 
     @property
     def yaml(self) -> str:
         """The text that `write` writes: that of the source with the changed values, its comments kept."""
-        return dump_sections(self.values) if self.text is None else edit_yaml(self.text, self.values)[0]
+        return self.render(self.values)
 
     @property
     def yaml_to_see(self) -> str:
         """`yaml` without the secrets in it."""
-        values = redact(self.values)
-        return redact_text(dump_sections(values) if self.text is None else edit_yaml(self.text, values)[0])
+        return redact_text(self.render(redact(self.values)))
 
-    @property
-    def loses_comments(self) -> bool:
-        return self.text is not None and "#" in self.text and not edit_yaml(self.text, self.values)[1]
+    def render(self, values: Values) -> str:
+        return dump_sections(values) if self.text is None else edit_yaml(self.text, values)[0]
 
     def write(self, path: str | os.PathLike[str] | None = None, replace: bool = False) -> Path:
         """Write the YAML, whole or not at all. Raises UsageError for a problem in it, and rather than replace a file."""
@@ -220,16 +191,13 @@ class Form:
         if path.is_dir():
             raise UsageError(f"{path} is a directory", fix=f"name a file in it, such as {path / 'run.yaml'}")
         if path.exists() and not replace:
-            raise UsageError(
-                f"{path} exists", fix=f"name another file, or replace it: form.write({str(path)!r}, replace=True)"
-            )
+            fix = f"name another file, or replace it: form.write({str(path)!r}, replace=True)"
+            raise UsageError(f"{path} exists", fix=fix)
         try:
             write_atomic(path, self.yaml)
         except OSError as error:
             raise UsageError(f"cannot be written ({error.strerror})", place=path, fix="name another place") from None
         return path
-
-    # ------------------------------------------------------------------------------------------------ how it looks
 
     def __repr__(self) -> str:
         # A notebook keeps this text, so it holds no value.
@@ -250,12 +218,3 @@ class Form:
         if explain_missing_widgets():
             return {"text/plain": repr(self)}
         return {**self.panel.box._repr_mimebundle_(), "text/plain": repr(self)}
-
-
-def iterate_leaves(values: Mapping[str, Any], prefix: str, groups: set[str]) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict) and key in groups:
-            yield from iterate_leaves(value, f"{key}.", groups)
-        else:
-            yield key, value

@@ -1,10 +1,16 @@
-"""The keys of each section, read from the signatures that a run binds them to: type, default, and what they are for."""
+"""The keys of each section, read from the signatures that a run binds them to: type, default, and what they are for.
+
+trl is never imported into the kernel: that takes seconds, and where there is a GPU a later `cogumi.train` has to import unsloth
+first. One process answers the questions of all forms of a kernel, and ends with it; each preflight has one of its own.
+"""
 
 import dataclasses
 import inspect
+import os
 import re
+import threading
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -15,13 +21,22 @@ from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError, PydanticUndefined, to_jsonable_python
 
 from cogumi.config.binding import STRATEGIES, config_class, hints_imported
-from cogumi.config.schema import FIXED_LORA_KEYS, TRL_CONFIGS, CogumiSection, DataSection, ModelSection
+from cogumi.config.schema import (
+    FIXED_LORA_KEYS,
+    TRL_CONFIGS,
+    CogumiSection,
+    DataSection,
+    ModelSection,
+    RunConfig,
+    load_config,
+)
 from cogumi.config.yaml_text import dump_flow
 from cogumi.core.errors import UsageError
+from cogumi.core.worker import Worker
+from cogumi.forecast.preflight_report import PreflightReport
 
 Kind = Literal["choice", "check", "number", "text", "yaml"]
-# What YAML 1.1 reads where one of these words was meant.
-WORDS = {True: ("on",), False: ("off", "no")}
+Values = dict[str, Any]
 WORD_OF: dict[Any, str] = {type(None): "null", Any: "any value", Path: "a path"}
 
 
@@ -37,27 +52,26 @@ class Field:
     doc: str = ""
 
     def parse(self, text: str) -> Any:
-        """The value that was typed, as a YAML would hold it. Raises UsageError for what is no YAML."""
+        """The value that was typed, as a YAML would hold it; what is no YAML is the text, which the binding then refuses."""
         if self.kind == "text":
             return None if not text and "null" in self.of else text
         try:
             return yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            if self.kind == "number":
-                return text  # its binding says what it should be
-            problem = " ".join(str(getattr(error, "problem", None) or error).split())
-            raise UsageError(f"{text!r} is not valid YAML: {problem}", fix=f"it is {self.of}") from None
+        except yaml.YAMLError:
+            return text
 
     def shown(self, value: Any) -> str:
         """A value as it is typed."""
         if self.kind == "text":
             return "" if value is None else str(value)
-        return value if self.kind == "number" and isinstance(value, str) else dump_flow(value)
+        text = value if isinstance(value, str) else dump_flow(value)
+        return text if self.parse(text) == value else dump_flow(value)
 
     def find_choice(self, value: Any) -> Any:
         """The choice that a value is: YAML reads a bare `no` or `on` as a truth value."""
-        words = WORDS.get(value, ()) if isinstance(value, bool) and value not in self.choices else ()
-        return next((word for word in words if word in self.choices), value)
+        if not isinstance(value, bool) or value in self.choices:
+            return value
+        return next((word for word in (("on",) if value else ("off", "no")) if word in self.choices), value)
 
 
 def fields_of(method: str) -> dict[str, list[Field]]:
@@ -141,11 +155,9 @@ def describe_type(hint: Any) -> str:
     for part in type_parts(hint):
         if get_origin(part) is Literal:
             said += [dump_flow(each) for each in get_args(part)]
-        elif part in WORD_OF:
-            said.append(WORD_OF[part])
         else:
             name = part.__name__ if isinstance(part, type) and not get_args(part) else str(part)
-            said.append(name.replace("typing.", "").replace("cogumi.config.schema.", ""))
+            said.append(WORD_OF.get(part, name.replace("typing.", "").replace("cogumi.config.schema.", "")))
     return " or ".join(sorted(dict.fromkeys(said), key="null".__eq__))
 
 
@@ -157,3 +169,61 @@ def to_yaml_value(value: Any) -> Any:
         return to_jsonable_python(value, inf_nan_mode="constants")
     except PydanticSerializationError:
         raise UsageError(f"{value!r} is nothing that a YAML can hold", fix="write it as text or numbers") from None
+
+
+# -------------------------------------------------------------------------------------------------- the other processes
+
+_worker: Worker | None = None
+_lock = threading.Lock()
+
+
+def read_fields(method: str) -> dict[str, list[Field]]:
+    """`fields_of`, from the other process."""
+    found: dict[str, list[Field]] = ask_worker(fields_of, method)
+    return found
+
+
+def check_values(values: Values) -> RunConfig:
+    """`load_config` of the values and this environment, from the other process. Raises its UsageError."""
+    run: RunConfig = ask_worker(load_in_environment, values, dict(os.environ))
+    return run
+
+
+def ask_worker(function: Callable[..., Any], *arguments: Any) -> Any:
+    global _worker
+    with _lock:
+        worker, _worker = _worker, None  # one that is interrupted half-way is not asked again
+        if worker is None or worker.process.poll() is not None:
+            # The memory of a GPU is for the training.
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+            worker = Worker("the process that checks configs", environment, own_group=True)
+        worker.send(function, *arguments)
+        try:
+            found = worker.receive()
+        except UsageError:
+            _worker = worker
+            raise
+        _worker = worker
+        return found
+
+
+def load_in_environment(values: Values, environment: Mapping[str, str]) -> RunConfig:
+    os.environ.clear()
+    os.environ.update({**environment, "CUDA_VISIBLE_DEVICES": ""})
+    return load_config(values)
+
+
+def begin_preflight(values: Values, card: str | None) -> Worker:
+    """The process of a preflight, whose `receive` gives its report."""
+    worker = Worker("the preflight", os.environ, own_group=True)
+    worker.send(preflight, values, card)
+    return worker
+
+
+def preflight(values: Values, card: str | None) -> PreflightReport:
+    from cogumi.stack.gpus import use_one_gpu
+
+    use_one_gpu()
+    from cogumi.forecast.run_forecast import forecast_in_process, forecast_run
+
+    return forecast_run(values, card, None, {}, forecast_in_process)

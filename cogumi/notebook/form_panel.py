@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import threading
-from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,10 @@ from cogumi.core.errors import UsageError
 from cogumi.core.redact import SECRETS
 from cogumi.core.worker import Worker
 from cogumi.forecast.preflight_report import PreflightReport
-from cogumi.notebook.form_fields import Field
-from cogumi.notebook.form_process import begin_preflight, end_of_preflight
+from cogumi.notebook.form_fields import Field, begin_preflight
 from cogumi.notebook.html_components import render_html
 from cogumi.stack.gpus import CARDS
 
-CHECK_AFTER, PREFLIGHT_AFTER = 0.3, 1.0  # seconds without a change
 HERE = "this machine"
 WHAT_IT_HOLDS = {
     "model": "what is trained",
@@ -49,7 +46,6 @@ class FormPanel:
         self.adders = {section: self.adder(section) for section in SECTIONS}
         self.adding = {section: widgets.HTML() for section in SECTIONS}
         self.heads = {section: widgets.HTML() for section in SECTIONS}
-        self.timers: dict[str, threading.Timer] = {}
         self.state, self.yaml, self.said, self.ahead = (widgets.HTML() for _ in range(4))
         narrow = {"description_width": "3em"}
         self.file = widgets.Text(str(form.save_as), description="file", layout={"width": "100%"}, style=narrow)
@@ -59,9 +55,7 @@ class FormPanel:
         cards = [HERE, *(card.name for card in CARDS)]
         self.card = widgets.Dropdown(options=cards, description="for", layout={"width": "15em"}, style=narrow)
         self.look = widgets.Button(description="preflight", tooltip="Whether this fits: memory, time, cost, disk")
-        self.always = widgets.Checkbox(description="after each change", indent=False, layout={"width": "auto"})
         self.looking: Worker | None = None  # the process of a preflight
-        self.looks = 0  # preflights begun: the answer of an older one is not shown
         self.report: PreflightReport | None = None
         self.tabs = widgets.Tab([self.page(section) for section in SECTIONS], titles=list(SECTIONS))
         self.box = self.build_layout()
@@ -75,21 +69,16 @@ class FormPanel:
         self.write.on_click(lambda _: self.on_write(replace=False))
         self.replace.on_click(lambda _: self.on_write(replace=True))
         self.look.on_click(lambda _: self.preflight())
-        self.always.observe(lambda _: self.mark_stale(), "value")
         self.card.observe(lambda _: self.mark_stale(), "value")
         form.watchers.append(self.on_change)
 
-    # ------------------------------------------------------------------------------------------------- its parts
-
     def build_layout(self) -> widgets.VBox:
         writing = widgets.HBox([self.file, self.write, self.replace])
-        looking = widgets.HBox([self.card, self.look, self.always], layout={"flex_flow": "row wrap"})
+        looking = widgets.HBox([self.card, self.look], layout={"flex_flow": "row wrap"})
         titles = [widgets.HTML(f"<h3>{title}</h3>") for title in ("The YAML", "Does it fit?")]
+        parts = [titles[0], self.yaml, writing, self.said, titles[1], looking, self.ahead]
         left = widgets.VBox([self.tabs], layout={"flex": "3 1 460px", "min_width": "0", "width": "auto"})
-        right = widgets.VBox(
-            [titles[0], self.yaml, writing, self.said, titles[1], looking, self.ahead],
-            layout={"flex": "2 1 380px", "min_width": "0", "width": "auto"},
-        )
+        right = widgets.VBox(parts, layout={"flex": "2 1 380px", "min_width": "0", "width": "auto"})
         columns = widgets.Box([left, right])
         columns.add_class("cogumi-columns")
         css = files("cogumi.notebook").joinpath("form.css").read_text(encoding="utf-8")
@@ -136,10 +125,8 @@ class FormPanel:
             check.observe(lambda change: self.form.set(key, change.new), "value")
             return check
         text = (widgets.Password if key.lower().endswith(SECRETS) else widgets.Text)(field.shown(value), **common)
-        text.observe(lambda change: self.form.type_in(key, change.new), "value")
+        text.observe(lambda change: self.form.set(key, field.parse(change.new)), "value")
         return text
-
-    # ----------------------------------------------------------------------------------------------- what happens
 
     def on_change(self, key: str) -> None:
         if key == "cogumi.method":  # the same keys may be others
@@ -150,17 +137,7 @@ class FormPanel:
         self.show_yaml()
         self.hide_replace()  # and what was said of a file that was written
         self.mark_stale()
-        self.debounce("check", CHECK_AFTER, self.check)
-
-    def mark_stale(self) -> None:
-        """What the preflight said is of other values, or of another card."""
-        if self.always.value:
-            self.debounce("preflight", PREFLIGHT_AFTER, self.preflight)
-        elif self.report is not None or self.looking is not None:
-            self.stop_preflight()
-            self.ahead.value = render_message("changed since: press preflight again", wrong=False) + render_preflight(
-                self.report
-            )
+        self.check()
 
     def on_add(self, section: str) -> None:
         box, wrong = self.adders[section], self.adding[section]
@@ -185,16 +162,15 @@ class FormPanel:
         self.hide_replace()
         if change.new.strip():
             self.form.save_as = Path(change.new.strip())
-            self.debounce("check", CHECK_AFTER, self.check)
+            self.check()
 
     def on_write(self, replace: bool) -> None:
         path = Path(self.file.value.strip() or ".")
         if path.is_file() and not replace:
-            self.replace.description, self.replace.tooltip = f"replace {path.name}", f"Write over {path}"
+            offer = f"replace {path.name}"
+            self.replace.description, self.replace.tooltip = offer, f"Write over {path}"
             self.replace.layout.display = ""
-            self.said.value = render_message(
-                f"{path} exists: press “replace {path.name}” to write over it, or name another file"
-            )
+            self.said.value = render_message(f"{path} exists: press “{offer}” to write over it, or name another file")
             return
         try:
             self.form.write(path, replace)
@@ -202,27 +178,15 @@ class FormPanel:
             self.said.value = render_message(str(error))
             return
         self.hide_replace()
-        lost = " (without the comments: this YAML has more than plain keys in it)" if self.form.loses_comments else ""
-        calls = f"cogumi.start({str(path)!r})", f"cogumi start {shlex.quote(str(path))}"
-        self.said.value = render_message(f"written: {path}{lost}. Next: {' or '.join(calls)}", wrong=False)
-
-    def debounce(self, what: str, seconds: float, action: Callable[[], None]) -> None:
-        """Do it when nothing of this kind was asked for during so many seconds."""
-        if what in self.timers:
-            self.timers[what].cancel()
-        self.timers[what] = threading.Timer(seconds, action)
-        self.timers[what].daemon = True
-        self.timers[what].start()
-
-    # ------------------------------------------------------------------------------------------------ what is shown
+        calls = f"cogumi.start({str(path)!r}) or cogumi start {shlex.quote(str(path))}"
+        self.said.value = render_message(f"written: {path}. Next: {calls}", wrong=False)
 
     def show_keys(self, section: str) -> None:
         shown = dict(self.form.shown(section))
-        for key in [key for key in self.rows if key.startswith(f"{section}.") and key not in shown]:
-            self.forget(key)
+        for key in [key for key in self.rows if key.startswith(f"{section}.")]:
+            if key not in shown or not self.is_shown(key, shown[key]):
+                self.forget(key)
         for key, value in shown.items():
-            if key in self.rows and key not in self.form.unread:
-                self.show_value(key, value)
             if key not in self.rows:
                 self.rows[key] = self.row(key, value)
         self.keys[section].children = [self.rows[key] for key in shown]
@@ -232,18 +196,14 @@ class FormPanel:
         count = f"{len(shown)} set, {len(can_be_added)} more can be added"
         self.heads[section].value = f"<p>{WHAT_IT_HOLDS[section]}{of}; {count}</p>"
 
-    def show_value(self, key: str, value: Any) -> None:
-        """In its widget; one that has no place for a value that a script has set is made anew."""
+    def is_shown(self, key: str, value: Any) -> bool:
+        """Whether its widget shows this value; one that a script has set is shown by another widget."""
         field, entry = self.form.field(key), self.entries[key]
-        chosen = format_choice(field.find_choice(value))
-        if isinstance(entry, widgets.Checkbox) and isinstance(value, bool):
-            entry.value = value
-        elif isinstance(entry, widgets.Dropdown) and chosen in entry.options:
-            entry.value = chosen
-        elif isinstance(entry, (widgets.Checkbox, widgets.Dropdown)):
-            self.forget(key)
-        elif not parses_to(field, entry.value, value):
-            entry.value = field.shown(value)
+        if isinstance(entry, widgets.Checkbox):
+            return entry.value is value
+        if isinstance(entry, widgets.Dropdown):
+            return bool(entry.value == format_choice(field.find_choice(value)))
+        return equal_values(field.parse(entry.value), value)
 
     def forget(self, key: str) -> None:
         for kept in (self.entries, self.removers, self.wrong):
@@ -260,9 +220,9 @@ class FormPanel:
             problem = self.form.problem
         except RuntimeError as error:
             problem = str(error)
-        named = {each: re.search(rf"(?<![\w.]){re.escape(each)}(?!\w)", problem) for each in self.entries}
-        places = {each: (found.start(), -len(each)) for each, found in named.items() if found}
-        key = min(places, key=places.__getitem__, default=None)
+        keys = "|".join(re.escape(each) for each in sorted(self.entries, key=len, reverse=True))
+        named = re.search(rf"(?<![\w.])({keys})(?!\w)", problem)
+        key = named[1] if named else ""
         for each, wrong in list(self.wrong.items()):
             wrong.value = f"<div class='cogumi-wrong'>wrong: {html.escape(problem)}</div>" if each == key else ""
         at = re.search(rf"\b({'|'.join(SECTIONS)})[.:]", key or problem)
@@ -273,35 +233,41 @@ class FormPanel:
             note = f"note: a run takes {', '.join(above)} of the environment over what stands here"
             self.state.value += render_message(note, wrong=False)
 
-    # -------------------------------------------------------------------------------------------------- looking ahead
-
     def preflight(self) -> None:
         self.stop_preflight()
-        self.ahead.value = render_message("preflight: looking; it takes some ten seconds", wrong=False)
-        threading.Thread(target=self.run_preflight, args=(self.looks,), daemon=True).start()
-
-    def stop_preflight(self) -> None:
-        looking, self.looking = self.looking, None
-        self.looks += 1
-        if looking is not None:
-            looking.stop()
-
-    def run_preflight(self, number: int) -> None:
-        report, words = None, ""
         try:
             if problem := self.form.problem:
                 raise UsageError(problem)
-            looking = begin_preflight(self.form.run_values(), None if self.card.value == HERE else self.card.value)
-            if number != self.looks:
-                looking.stop()
-                return
-            self.looking = looking
-            report = end_of_preflight(looking)
+            card = None if self.card.value == HERE else self.card.value
+            self.looking = begin_preflight(self.form.run_values(), card)
+        except (UsageError, RuntimeError) as error:
+            self.ahead.value = render_message(f"no preflight: {error}")
+            return
+        self.ahead.value = render_message("preflight: looking; it takes some ten seconds", wrong=False)
+        threading.Thread(target=self.show_preflight, args=(self.looking,), daemon=True).start()
+
+    def show_preflight(self, worker: Worker) -> None:
+        report, words = None, ""
+        try:
+            report = worker.receive()
         except (UsageError, RuntimeError) as error:
             words = render_message(f"no preflight: {error}")
-        if number == self.looks:
+        worker.close()
+        if worker is self.looking:  # and it was not stopped for a newer one
             self.looking, self.report = None, report
             self.ahead.value = words + render_preflight(report)
+
+    def stop_preflight(self) -> None:
+        looking, self.looking = self.looking, None
+        if looking is not None:
+            looking.stop()
+
+    def mark_stale(self) -> None:
+        """What the preflight said is of other values, or of another card."""
+        if self.report is not None or self.looking is not None:
+            self.stop_preflight()
+            changed = render_message("changed since: press preflight again", wrong=False)
+            self.ahead.value = changed + render_preflight(self.report)
 
 
 def format_choice(value: Any) -> str:
@@ -309,19 +275,13 @@ def format_choice(value: Any) -> str:
     return value if isinstance(value, str) else dump_flow(value)
 
 
-def parses_to(field: Field, text: str, value: Any) -> bool:
-    try:
-        return equal_values(field.parse(text), value)
-    except UsageError:
-        return False
-
-
 def describe_field(field: Field) -> str:
     doc = html.escape(re.sub(r"</?a\b[^>]*>", "", field.doc))
     doc = re.sub(r"`([^`]+)`", r"<code>\1</code>", doc)
     default = "" if field.default in (None, "", [], {}) else f"{dump_flow(field.default)} by default"
-    of = html.escape("".join(f"{each}. " for each in (", ".join(filter(None, (field.of, default))),) if each))
-    return f"<div class='cogumi-doc' title='{html.escape(field.doc)}'>{of}{doc}</div>"
+    of = ", ".join(each for each in (field.of, default) if each)
+    start = html.escape(f"{of}. ") if of else ""
+    return f"<div class='cogumi-doc' title='{html.escape(field.doc)}'>{start}{doc}</div>"
 
 
 def render_message(text: str, wrong: bool = True) -> str:

@@ -5,7 +5,6 @@ Every state is a word beside its colour, and every kind of token a word, a backg
 """
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -72,11 +71,8 @@ def verbatim(value: object, most: int = 20_000) -> str:
 
 
 def describe_blank(said: str) -> str:
-    """Of a text that shows nothing what it is: `(nothing)`, or `(only white space: 64 spaces, 2 line ends)`."""
-    names = {" ": "space", "\n": "line end", "\t": "tab"}
-    of = Counter(names.get(each, "other") for each in said)
-    counts = ", ".join(f"{count:,} {name}{'s' if count > 1 else ''}" for name, count in of.items())
-    return f"(only white space: {counts})" if said else "(nothing)"
+    """Of a text that shows nothing what it is."""
+    return f"(only white space, of length {len(said):,})" if said else "(nothing)"
 
 
 def folded(summary: str, content: str, is_open: bool = False) -> str:
@@ -114,18 +110,12 @@ def rules() -> list[tuple[str, str]]:
     return [(selector.strip(), f"{declarations.strip().rstrip(';')};") for selector, declarations in found]
 
 
-# ------------------------------------------------------------------------------------------------------ html components
-
-
 LEGEND = {
     "context": "context, as it stands: read, not learned",
     "learned": '<mark class="learned"><small class="tag">learned</small>green, underlined</mark>: learned',
     "rejected": '<mark class="rejected"><small class="tag">rejected</small>orange, double line</mark>: the answer preferred less',
 }
 MOST_ROWS = 40  # of a table of tensors
-
-
-# ---------------------------------------------------------------------------------------------------------------- data
 
 
 def preview(found: "Preview") -> str:
@@ -143,7 +133,7 @@ def data(accounts: Sequence[Mapping[str, Any]], lengths: Sequence[Sequence[int]]
 
 def shares(account: Mapping[str, Any]) -> str:
     """What became of the rows of one part of the data, in numbers and shares."""
-    rows = account["rows"]
+    rows, tokens, learned = account["rows"], account["tokens"], account["learned"]
     of_rows = {
         "examples": account["examples"],
         **{f"dropped: {reason}": count for reason, count in account["dropped"].items()},
@@ -152,7 +142,6 @@ def shares(account: Mapping[str, Any]) -> str:
     }
     cells = [["rows", f"{rows:,}", ""]]
     cells += [[escape_text(what), f"{count:,}", format_share(count, rows)] for what, count in of_rows.items() if count]
-    tokens, learned = account["tokens"], account["learned"]
     if tokens:
         cells.append(["tokens", f"{tokens:,}", ""])
     if learned:
@@ -172,17 +161,12 @@ def examples(found: Iterable[Sequence[tuple[str, str]]]) -> str:
     legend = "".join(f"<span>{LEGEND[kind]}</span>" for kind in kinds)
     said = [f'<p class="legend">{legend}</p>'] if kinds else []
     for number, pieces in enumerate(shown, 1):
-        said.append(f"<h4>Example {number}</h4><pre>{''.join(highlighted(kind, each) for kind, each in pieces)}</pre>")
+        text = ""
+        for kind, content in pieces:
+            tag, word = ("span", "") if kind == "context" else ("mark", f'<small class="tag">{kind}</small>')
+            text += f'<{tag} class="{kind}">{word}{escape_text(content)}</{tag}>'
+        said.append(f"<h4>Example {number}</h4><pre>{text}</pre>")
     return "\n".join(said)
-
-
-def highlighted(kind: str, content: str) -> str:
-    if kind == "context":
-        return f'<span class="context">{escape_text(content)}</span>'
-    return f'<mark class="{kind}"><small class="tag">{kind}</small>{escape_text(content)}</mark>'
-
-
-# ------------------------------------------------------------------------------------------------------ checks and flags
 
 
 def checks(found: Iterable[Mapping[str, Any]]) -> str:
@@ -200,12 +184,9 @@ def flags(found: Iterable[Mapping[str, Any]], was_red: Iterable[Mapping[str, Any
     shown = [each for each in found if each["level"] != "green"]
     green = [str(each["name"]) for each in found if each["level"] == "green"]
     now = {each["name"] for each in shown if each["level"] == "red"}
-    rows = [[level(each["level"]), escape_text(each["name"]), *flag_cells(each)] for each in shown]
-    before = [
-        [level("red", f"RED from step {each['step']}"), escape_text(each["name"]), *flag_cells(each)]
-        for each in was_red
-        if each["name"] not in now
-    ]
+    rows = [[level(each["level"]), *flag_cells(each)] for each in shown]
+    gone = [each for each in was_red if each["name"] not in now]
+    before = [[level("red", f"RED from step {each['step']}"), *flag_cells(each)] for each in gone]
     head = ["", "flag", "what was seen", "likely", "to turn"]
     said = table(head, rows, kind="wide flags") if rows else "<p>No flag is red or yellow.</p>"
     if before:
@@ -215,34 +196,22 @@ def flags(found: Iterable[Mapping[str, Any]], was_red: Iterable[Mapping[str, Any
     return said
 
 
-def flag_cells(flag: Mapping[str, Any]) -> tuple[str, str, str]:
-    return (
-        f"{escape_text(flag['evidence'])} ({escape_text(flag['threshold'])})",
-        escape_text(flag["cause"]),
-        escape_text(flag["knob"]),
-    )
-
-
-# ------------------------------------------------------------------------------------------------------------- preflight
+def flag_cells(flag: Mapping[str, Any]) -> list[str]:
+    evidence = f"{flag['evidence']} ({flag['threshold']})"
+    return [escape_text(each) for each in (flag["name"], evidence, flag["cause"], flag["knob"])]
 
 
 def preflight(found: Mapping[str, Any], measured: float | None = None) -> str:
     """A preflight as `PreflightReport.as_dict()` gives it. measured: what the run then took of the card, in bytes."""
     verdict = level("green", "nothing is red") if found["fits"] else level("red", "RED: it does not fit")
-    rows = [
-        [
-            level(each["state"], "note" if each["state"] == "yellow" else None),
-            *map(escape_text, (each["stage"], each["figure"], each["fix"])),
-        ]
-        for each in found["lines"]
-    ]
+    rows = []
+    for each in found["lines"]:
+        state = level(each["state"], "note" if each["state"] == "yellow" else None)
+        rows.append([state, *(escape_text(each[key]) for key in ("stage", "figure", "fix"))])
     bar = found["figures"].get("memory")
     drawn = figure(figures.memory_bar(bar, measured)) if bar else ""
     lines = table(["", "stage", "found", "what to do"], rows)
     return f"<p>{verdict} Planned for: {escape_text(found['target'])}.</p>{drawn}{lines}"
-
-
-# ----------------------------------------------------------------------------------------------------------------- merge
 
 
 def merged(directory: Path, report: "MergeReport | None" = None) -> str:
@@ -252,20 +221,23 @@ def merged(directory: Path, report: "MergeReport | None" = None) -> str:
     checked = sum(each.get("elements") or 0 for each in tensors)
     beside = sum(each.get("not_nearest") or 0 for each in tensors)
     worst = max((each["largest_error"] for each in tensors if each.get("largest_error") is not None), default=None)
-    verified = f"{checked:,} elements read back from the disk, {beside:,} of them next to a tie, the worst at "
-    verified = "not verified" if worst is None else f"{verified}{worst:.2f} of what rounding allows"
-    merged_ones, copied = sum("rank" in each for each in tensors), found["tensors_copied"]
-    rows = [
-        ("into", f"<code>{escape_text(directory)}</code>"),
-        ("base", escape_text(found["base"]["name"])),
-        ("adapters", escape_text(", ".join(f"{each['path']} x {each['weight']:g}" for each in found["adapters"]))),
-        ("tensors", f"{merged_ones:,} merged, {copied:,} copied byte by byte"),
-        ("size", format_memory(sum(shard["bytes"] for shard in found["shards"].values()))),
-        ("verified", verified),
-        ("q/delta", f"{found['q_over_delta']:.2f}" if found.get("q_over_delta") is not None else ""),
-        ("logits", escape_text(report.logits) if report is not None and report.logits else ""),
-        ("written", escape_text(found["created"]) + (f", in {report.seconds:.1f} s" if report is not None else "")),
-    ]
+    verified = "not verified"
+    if worst is not None:
+        verified = f"{checked:,} elements read back from the disk, {beside:,} of them next to a tie"
+        verified += f", the worst at {worst:.2f} of what rounding allows"
+    adapters = ", ".join(f"{each['path']} x {each['weight']:g}" for each in found["adapters"])
+    merged_ones, took = sum("rank" in each for each in tensors), f", in {report.seconds:.1f} s" if report else ""
+    rows = {
+        "into": str(directory),
+        "base": found["base"]["name"],
+        "adapters": adapters,
+        "tensors": f"{merged_ones:,} merged, {found['tensors_copied']:,} copied byte by byte",
+        "size": format_memory(sum(shard["bytes"] for shard in found["shards"].values())),
+        "verified": verified,
+        "q/delta": f"{found['q_over_delta']:.2f}" if found.get("q_over_delta") is not None else "",
+        "logits": str(report.logits or "") if report else "",
+        "written": f"{found['created']}{took}",
+    }
     try:
         drawn = figure(figures.delta_by_layer(directory))
     except UsageError as error:
@@ -275,10 +247,8 @@ def merged(directory: Path, report: "MergeReport | None" = None) -> str:
         [escape_text(name), f"{ratio:.2%}", f"{most:.3g}"] for name, (ratio, most) in list(outside.items())[:MOST_ROWS]
     ]
     rest = table(["outside the layers", "|change| / |weight|", "largest change"], others, numbers=(1, 2), kind="narrow")
-    return facts(rows) + drawn + (rest if others else "")
-
-
-# ------------------------------------------------------------------------------------------------------------- notebooks
+    said = facts((name, escape_text(each)) for name, each in rows.items())
+    return said + drawn + (rest if others else "")
 
 
 def render_html(report: Any) -> str:

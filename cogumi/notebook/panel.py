@@ -1,8 +1,7 @@
 """`run.dashboard()`: a panel on a run directory. It reads files, so the run may be anybody's, of yesterday, or over.
 
-A thread of its own draws it anew, also beside a cell that computes; it takes less than one percent of a core by waiting a
-hundred times as long as it worked. Buttons do what `run.stop()`, `run.checkpoint()` and `run.pause()` do. Every level, state
-and reward is said in words as well as by colour.
+A thread of its own draws it anew, and takes less than one percent of a core by waiting a hundred times as long as it worked.
+Every level, state and reward is said in words as well as by colour.
 """
 
 import threading
@@ -87,7 +86,7 @@ class RunPanel:
         self.asked_to_stop = False
         self.asked, self.newest = "", ""  # what a button asked for, until it is done; the newest checkpoint then
         self.state = ""
-        self.marked: list[dict[str, Any]] = []  # in the plots as they stand
+        self.marked: list[dict[str, Any]] = []  # flags in the plots as they stand
         self.now = threading.Event()  # a button was pressed: do not wait
         self.thread = threading.Thread(target=self.follow, name=f"cogumi panel {run.run_dir.name}", daemon=True)
         self.head.value = add_style("reading the run")
@@ -166,16 +165,14 @@ class RunPanel:
 
     def ask(self, what: str, request: Any, word: str) -> bool:
         """What a button asks for; a refusal is said beside it. Whether it was asked."""
-        newest = newest_checkpoint_name(self.run.run_dir)  # before it is asked
-        asked = True
+        self.asked, self.newest = what, newest_checkpoint_name(self.run.run_dir)  # before it is asked
         try:
             request()
         except UsageError as error:
-            asked, word = False, str(error)
-        self.asked, self.newest = what if asked else "", newest
+            self.asked, word = "", str(error)
         self.said.value = render_message(word)
         self.now.set()
-        return asked
+        return bool(self.asked)
 
 
 def newest_checkpoint_name(run_dir: Path) -> str:
@@ -208,11 +205,8 @@ def render_head(look: RunSnapshot) -> str:
         lines.append(f'<progress max="1" value="{share:.4f}" aria-label="{word}">{share:.0%}</progress>')
     if status.reason:
         lines.append(escape_text(" ".join(status.reason.split())))
-    lines += [
-        escape_text(" · ".join(each.split("  ")))
-        for each in (format_metrics(status), format_machine(status.heartbeat))
-        if each
-    ]
+    figures = (format_metrics(status), format_machine(status.heartbeat))
+    lines += [escape_text(each.replace("  ", " · ")) for each in figures if each]
     return "<br>".join(lines)
 
 
@@ -231,12 +225,9 @@ def render_flags(look: RunSnapshot) -> str:
     ]
     if found := checks(look.status):
         bad = failed_checks(found)
-        verdict = [
-            format_checks(look.status),
-            *(f"FAIL {format_failed_check(each)} (required: {each['requirement']})" for each in bad),
-        ]
-        state = "red" if bad or reds(look.status) else "green"
-        lines.append(f"{level(state, 'verdict')} {'<br>'.join(map(escape_text, verdict))}")
+        state = level("red" if bad or reds(look.status) else "green", "verdict")
+        said = [f"FAIL {format_failed_check(each)} (required: {each['requirement']})" for each in bad]
+        lines.append(f"{state} {'<br>'.join(map(escape_text, [format_checks(look.status), *said]))}")
     return wrap_piece(*(f"<p>{line}</p>" for line in lines))
 
 
@@ -249,17 +240,16 @@ def render_plots(look: RunSnapshot) -> str:
 def render_samples(look: RunSnapshot) -> str:
     if not look.samples:
         return ""
-    last = next((key for key in ("reward", "middle", "answer") if key in look.samples[0]), None)
+    last = next((key for key in ("reward", "middle", "answer") if key in look.samples[0]), "")
     rows = []
     for each in look.samples:
-        cells = [render_excerpt(str(each["prompt"]), "end"), render_excerpt(str(each["completion"]))]
-        if last is not None:
-            cells.append(escape_text(format_value(each[last])) if last == "reward" else render_excerpt(str(each[last])))
-        rows.append(cells)
-    more = {None: [], "reward": ["reward"]}.get(last, ["expected"])
-    return wrap_piece(
-        f"<h4>newest samples, step {look.sampled_at}</h4>", table(["prompt (its end)", "completion", *more], rows)
-    )
+        row = [render_excerpt(str(each["prompt"]), "end"), render_excerpt(str(each["completion"]))]
+        if last:
+            row.append(escape_text(format_value(each[last])) if last == "reward" else render_excerpt(str(each[last])))
+        rows.append(row)
+    more = [last if last == "reward" else "expected"] if last else []
+    head = f"<h4>newest samples, step {look.sampled_at}</h4>"
+    return wrap_piece(head, table(["prompt (its end)", "completion", *more], rows))
 
 
 def render_excerpt(words: str, shows: str = "start") -> str:
@@ -275,15 +265,11 @@ def render_rest(look: RunSnapshot) -> str:
     """Checkpoints, disk, the end of the log."""
     found = []
     if look.checkpoints:
-        words = {"verified": "verified when it was saved, sizes unchanged"}
-        rows = [
-            [
-                escape_text(each.path.name),
-                escape_text(words.get(each.state, f"{each.state}: {each.reason}")),
-                format_bytes(each.bytes),
-            ]
-            for each in look.checkpoints
-        ]
+        rows = []
+        for each in look.checkpoints:
+            whole = each.state == "verified"
+            state = "verified when it was saved, sizes unchanged" if whole else f"{each.state}: {each.reason}"
+            rows.append([escape_text(each.path.name), escape_text(state), format_bytes(each.bytes)])
         found += ["<h4>checkpoints</h4>", table(["newest first", "state", "size"], rows), escape_text(look.broke)]
     if look.disk:
         found += ["<h4>disk</h4>", "<br>".join(map(escape_text, look.disk))]

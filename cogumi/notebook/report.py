@@ -44,17 +44,14 @@ LOG_BYTES = 1 << 20  # of a log, its end
 MOST_LINES = 300  # of decisions
 LAST_LINES = 40
 TRACEBACK = "Traceback (most recent call last):"
-A_LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (\w+) (.*)$")
-# Lines of the log that are told elsewhere: progress, checks.
-NO_DECISIONS = re.compile(r"step \d+/\d+,|pass  |FAIL  |flags: ")
+# A line of the log with its level, but for those that are told elsewhere: progress, checks.
+DECISION = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (\w+) (?!step \d+/\d+,|pass  |FAIL  |flags: )(.*)$")
 LOUD = {"WARNING": level("yellow", "warning") + " ", "ERROR": level("red", "ERROR") + " "}
 
 
 def write_report(run_dir: str | PathLike[str], out: str | PathLike[str] | None = None) -> Path:
-    """Write the report of a run and return its path: `report.html` in its directory, or the file `out`.
-
-    Raises UsageError where there is no run, and where nothing can be written.
-    """
+    """Write the report of a run and return its path: `report.html` in its directory, or the file `out`. Raises UsageError where
+    there is no run, and where nothing can be written."""
     run = Path(run_dir)
     path = run / FILE if out is None else Path(out)
     page = render_report(status_of(run))
@@ -82,12 +79,12 @@ def render_report(status: Status) -> str:
         "Decisions and log": decisions(run, status),
         "Configuration": configuration(run),
     }
-    anchors = {title: title.lower().replace(" ", "-") for title, content in parts.items() if content}
-    nav = "".join(f'<li><a href="#{anchor}">{title}</a></li>' for title, anchor in anchors.items())
-    sections = (
-        f'<section><h2 id="{anchor}">{title}</h2>\n{parts[title]}</section>' for title, anchor in anchors.items()
-    )
-    body = "\n".join(sections)
+    nav = body = ""
+    for title, content in parts.items():
+        if content:
+            anchor = title.lower().replace(" ", "-")
+            nav += f'<li><a href="#{anchor}">{title}</a></li>'
+            body += f'<section><h2 id="{anchor}">{title}</h2>\n{content}</section>\n'
     name = escape_text(run.absolute().name)
     state, word = headline(status)
     reason = f'<p class="reason">{escape_text(status.reason)}</p>' if status.reason else ""
@@ -109,15 +106,11 @@ def render_report(status: Status) -> str:
 <h1>{level(state, word)} {name}</h1>
 {reason}
 <nav aria-label="Sections"><ul>{nav}</ul></nav>
-{body}
-<footer>Made by cogumi {__version__} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from the files of the run.</footer>
+{body}<footer>Made by cogumi {__version__} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from the files of the run.</footer>
 </main>
 </body>
 </html>
 """
-
-
-# -------------------------------------------------------------------------------------------------------- how it stands
 
 
 def headline(status: Status) -> tuple[str, str]:
@@ -140,18 +133,12 @@ def verdict(run: Path, status: Status) -> str:
         state = escape_text(format_state(status))
         return f"<p>There is no verdict: {state}. Checks are made when a training has ended by itself.</p>"
     red = reds(status)
-    said = (
-        escape_text(
-            ". ".join([count_checks(found["checks"], red), *map(format_missed_check, failed_checks(found["checks"]))])
-        )
-        + "."
-    )
+    said = ". ".join([count_checks(found["checks"], red), *map(format_missed_check, failed_checks(found["checks"]))])
     if "safe_to_scale" in found:
-        said += f" Safe to scale: {escape_text(found['safe_to_scale'])}."
-    word = (
-        level("green", "passed") if found["passed"] and not red else level("red", "RED" if found["passed"] else "FAIL")
-    )
-    return f"<p>{word} {said}</p>" + html_components.checks(found["checks"])
+        said += f". Safe to scale: {found['safe_to_scale']}"
+    bad = "" if found["passed"] and not red else "RED" if found["passed"] else "FAIL"
+    word = level("red", bad) if bad else level("green", "passed")
+    return f"<p>{word} {escape_text(said)}.</p>" + html_components.checks(found["checks"])
 
 
 def flags(run: Path) -> str:
@@ -162,13 +149,10 @@ def flags(run: Path) -> str:
     return at + html_components.flags(found["flags"], found["was_red"])
 
 
-# ------------------------------------------------------------------------------------------------------------ what it was
-
-
 def summary(run: Path, status: Status) -> str:
     config, came_to, beat = config_of(run), read_json_or_empty(run / "metrics.json"), status.heartbeat
-    model, base = config.get("model", {}), read_section(run / DECISIONS, "base")
-    asked = config.get("cogumi", {})
+    model, asked = config.get("model", {}), config.get("cogumi", {})
+    names = model.get("name"), read_section(run / DECISIONS, "base").get("commit")
     tuning = {"lora": "LoRA", "full": "every weight"}.get(asked.get("tuning"), "")
     if model.get("quantization_config"):
         tuning = f"{tuning}, on a quantized base"
@@ -178,42 +162,34 @@ def summary(run: Path, status: Status) -> str:
     said = ", ".join(f"{stage} {format_duration(each)}" for stage, each in stages.items() if each >= 1)
     cost = came_to.get("cost", beat.get("cost_so_far"))
     speed, mfu = came_to.get("tokens_per_second") or beat.get("tokens_per_second"), came_to.get("mfu")
-    final = came_to.get("final", {}).items()
-    rows = [
-        ("directory", f"<code>{escape_text(run.absolute())}</code>"),
-        (
-            "model",
-            escape_text(", at commit ".join(str(each) for each in (model.get("name"), base.get("commit")) if each)),
-        ),
-        ("method", escape_text(", ".join(filter(None, (asked.get("method"), tuning))))),
-        ("state", escape_text(format_state(status))),
-        (
-            "steps",
-            "" if status.step is None else f"{status.step:,}" + (f" of {status.steps:,}" if status.steps else ""),
-        ),
-        ("began", format_time(began) if began else ""),
-        ("last sign of life", format_time(status.last_sign) if status.last_sign else ""),
-        ("took", format_duration(took) + (f" ({escape_text(said)})" if said else "") if took else ""),
-        ("cost", f"${cost:.2f}" if is_number(cost) else "not known: no cogumi.price_per_hour was given"),
-        ("tokens", f"{came_to['tokens']:,}" if came_to.get("tokens") else ""),
-        (
-            "speed",
-            f"{speed:,.0f} tokens/s" + (f", MFU {mfu:.1%}" if is_number(mfu) else "") if is_number(speed) else "",
-        ),
-        ("machine", escape_text(describe_machine(status))),
-        ("at the end", escape_text(", ".join(f"{key} {value:.4g}" for key, value in final if is_number(value)))),
-    ]
-    return facts(rows)
+    final = ", ".join(f"{key} {value:.4g}" for key, value in came_to.get("final", {}).items() if is_number(value))
+    of_steps = f" of {status.steps:,}" if status.steps else ""
+    rows = {
+        "model": ", at commit ".join(str(each) for each in names if each),
+        "method": ", ".join(filter(None, (asked.get("method"), tuning))),
+        "state": format_state(status),
+        "steps": "" if status.step is None else f"{status.step:,}{of_steps}",
+        "began": format_time(began) if began else "",
+        "last sign of life": format_time(status.last_sign) if status.last_sign else "",
+        "took": format_duration(took) + (f" ({said})" if said else "") if took else "",
+        "cost": f"${cost:.2f}" if is_number(cost) else "not known: no cogumi.price_per_hour was given",
+        "tokens": f"{came_to['tokens']:,}" if came_to.get("tokens") else "",
+        "speed": f"{speed:,.0f} tokens/s" if is_number(speed) else "",
+        "MFU": f"{mfu:.1%}" if is_number(mfu) else "",
+        "machine": describe_machine(status),
+        "at the end": final,
+    }
+    directory = f"<code>{escape_text(run.absolute())}</code>"
+    return facts([("directory", directory), *((name, escape_text(said)) for name, said in rows.items())])
 
 
 def describe_machine(status: Status) -> str:
     beat = status.heartbeat
     gpu, cpu, store = (beat.get(key) or {} for key in ("gpu", "cpu", "memory"))
+    card = f"{gpu.get('name', 'a GPU')} with {format_memory(gpu['total'])}" if gpu.get("total") else "no GPU"
     said = [
         str(status.host or ""),
-        f"{gpu.get('name', 'a GPU')} with {format_memory(gpu['total'])}"
-        if gpu.get("total")
-        else ("no GPU" if beat else ""),
+        card if beat else "",
         f"{cpu['cores']} cores" if cpu.get("cores") else "",
         f"{format_memory(store['total'])} of memory" if store.get("total") else "",
     ]
@@ -235,9 +211,6 @@ def config_of(run: Path) -> dict[str, Any]:
     return found or {}
 
 
-# ------------------------------------------------------------------------------------------------------------ the training
-
-
 def curves(run: Path) -> str:
     """The plots of the panel, and by their numbers the flags that are or were red or yellow."""
     found = Curves(run / "metrics.jsonl")
@@ -246,10 +219,9 @@ def curves(run: Path) -> str:
     drawn = [render_svg(plot, of, flags) for plot, of in found.plots()]
     if not drawn:
         return "<p>Nothing was logged: there is no metrics.jsonl with a step in it.</p>"
-    marks = "".join(
-        f"<p>{level(state, f'⚑{number} {state}')} at step {step}: {escape_text(name)}</p>"
-        for number, (step, state, name) in enumerate(flags, 1)
-    )
+    marks = ""
+    for number, (step, state, name) in enumerate(flags, 1):
+        marks += f"<p>{level(state, f'⚑{number} {state}')} at step {step}: {escape_text(name)}</p>"
     return f'<div class="plots">{"".join(drawn)}</div>{marks}'
 
 
@@ -271,9 +243,9 @@ def completions(run: Path) -> str:
     for row in figures.read_rows(run / ROLLOUTS):  # the first one and the last
         if row.get("shown"):
             sampled = [*sampled[:1], row]
-    return said + (
-        folded("Sampled while it trained, first and last, with rewards", render_rollouts(sampled)) if sampled else ""
-    )
+    if sampled:
+        said += folded("Sampled while it trained, first and last, with rewards", render_rollouts(sampled))
+    return said
 
 
 def data(run: Path) -> str:
@@ -285,22 +257,21 @@ def data(run: Path) -> str:
 
 
 def memory(run: Path) -> str:
-    forecast, took = (
-        read_section(run / FORECAST, "preflight"),
-        read_json_or_empty(run / "metrics.json").get("memory", {}),
-    )
+    forecast = read_section(run / FORECAST, "preflight")
+    took = read_json_or_empty(run / "metrics.json").get("memory", {})
     peak, expected = took.get("gpu_peak_allocated"), took.get("gpu_peak_forecast")
-    off = f", {100 * (expected / peak - 1):+.1f} % from what it was" if expected and peak else ""
-    rows = [
-        ("peak on the GPU (tensors)", format_memory(peak) if peak else ""),
-        ("reserved on the GPU", format_memory(took["gpu_peak_reserved"]) if took.get("gpu_peak_reserved") else ""),
-        ("forecast of the peak (tensors)", format_memory(expected) + off if expected else ""),
-        ("peak of the process, main memory", format_memory(took["peak_rss"]) if took.get("peak_rss") else ""),
-    ]
+    sizes = {
+        "peak on the GPU (tensors)": peak,
+        "reserved on the GPU": took.get("gpu_peak_reserved"),
+        "forecast of the peak (tensors)": expected,
+        "peak of the process, main memory": took.get("peak_rss"),
+    }
+    said = {name: format_memory(size) for name, size in sizes.items() if size}
+    if expected and peak:
+        said["forecast of the peak (tensors)"] += f", {100 * (expected / peak - 1):+.1f} % from what it was"
     if not forecast:
-        none = "<p>No forecast: the run made none (a run without a GPU begins without one).</p>"
-        return facts(rows) + none
-    return facts(rows) + "<h4>Preflight</h4>" + html_components.preflight(forecast, peak)
+        return facts(said.items()) + "<p>No forecast: the run made none (a run without a GPU begins without one).</p>"
+    return facts(said.items()) + "<h4>Preflight</h4>" + html_components.preflight(forecast, peak)
 
 
 def merge(run: Path) -> str:
@@ -331,19 +302,13 @@ def checkpoints(run: Path) -> str:
     return f"{said}<p>Newest first. A resume reads every file and compares it with its manifest.</p>"
 
 
-# ----------------------------------------------------------------------------------------------------------- what it said
-
-
 def decisions(run: Path, status: Status) -> str:
     log = Path(status.log)
     own, shown = tail_lines(run / "run.log", LOG_BYTES), tail_lines(log, LOG_BYTES)
-    lines = [found.groups() for line in own if (found := A_LINE.match(line))]
-    told = [(kind, line) for kind, line in lines if not NO_DECISIONS.match(line)]
-    said = ""
-    if told:
-        items = "".join(f"<li>{LOUD.get(kind, '')}{escape_text(line)}</li>\n" for kind, line in told[-MOST_LINES:])
-        more = len(told) - MOST_LINES
-        said = (f"<p>{more:,} earlier lines are in run.log.</p>" if more > 0 else "") + f"<ol>{items}</ol>"
+    told = [found.groups() for line in own if (found := DECISION.match(line))]
+    said = f"<p>{len(told) - MOST_LINES:,} earlier lines are in run.log.</p>" if len(told) > MOST_LINES else ""
+    items = "".join(f"<li>{LOUD.get(kind, '')}{escape_text(line)}</li>\n" for kind, line in told[-MOST_LINES:])
+    said += f"<ol>{items}</ol>" if items else ""
     failed = traceback_in(own) or traceback_in(shown)
     if failed and status.state in BROKEN_OFF:  # and not one of an earlier part, after which the run was resumed
         said = f"<h4>The error it ended in</h4>{verbatim(failed)}" + said

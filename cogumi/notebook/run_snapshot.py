@@ -39,7 +39,6 @@ ROLLOUT_BYTES = 1 << 20  # at the end of a file: more than one rollout writes
 LOOK_BYTES = 48 << 20  # of metrics that are read at a look: some tenths of a second
 CHECKPOINTS = 4  # that are inspected, the newest
 SOON_HOURS = 24.0  # a disk that fills in more is no news
-
 REFRESH_SECONDS = 2.0
 BLOCKS = "▁▂▃▄▅▆▇█"
 COLUMNS = 48
@@ -49,7 +48,8 @@ MARKS = {"red": "bold red", "yellow": "yellow"}
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """One look. `flags` and `was_red` as in flags.json; `samples`: prompt, completion, and reward or the expected answer."""
+    """One look. `flags` and `was_red` as in flags.json; `samples`: prompt, completion, and reward or the expected answer;
+    `changed`: a curve has grown since the last look; `behind`: there is more to be read at once, of a long run."""
 
     status: Status
     plots: list[tuple[Plot, dict[str, Curve]]]
@@ -60,9 +60,7 @@ class RunSnapshot:
     checkpoints: list[CheckpointState]
     disk: list[str]
     changed: bool
-    """Whether a curve has grown since the last look."""
     behind: bool
-    """Whether there is more to be read at once: a long run is shown from its beginning on while it is read."""
 
     @property
     def broke(self) -> str:
@@ -117,16 +115,16 @@ def read_newest_samples(run_dir: Path) -> tuple[int | None, list[dict[str, Any]]
 
 def disk_lines(run_dir: Path, status: Status) -> list[str]:
     """What is free, how fast it is used up, and what the run was forecast to want before its first step."""
-    said = []
     lines = tail_lines(run_dir / "disk.jsonl", 4096)
     sample = json.loads(lines[-1]) if lines else {}
-    free = (status.heartbeat.get("disk") or {}).get("free") or sample.get("free")
-    if free is not None:
-        hours = sample.get("hours_until_full") or math.inf
-        rate = f", full in {format_duration(hours * 3600)} at the rate of the last hour" if hours < SOON_HOURS else ""
-        said.append(f"{free / 1e9:.1f} GB free{rate}" + (f" ({sample['level']})" if sample.get("level") else ""))
     forecast: list[str] = read_section(run_dir / FORECAST, "disks").get("lines", [])
-    return said + forecast
+    free = (status.heartbeat.get("disk") or {}).get("free") or sample.get("free")
+    if free is None:
+        return forecast
+    said, hours = f"{free / 1e9:.1f} GB free", sample.get("hours_until_full") or math.inf
+    if hours < SOON_HOURS:
+        said += f", full in {format_duration(hours * 3600)} at the rate of the last hour"
+    return [said + (f" ({sample['level']})" if sample.get("level") else ""), *forecast]
 
 
 # --------------------------------------------------------------------------------------------------------- in a terminal
@@ -202,9 +200,7 @@ def render_samples(look: RunSnapshot) -> Table:
     for name in ("prompt (its end)", "completion", *(["reward"] if rewarded else [])):
         table.add_column(name)
     for each in look.samples:
-        row = [
-            plain_text(str(each["prompt"])[-MOST_CHARACTERS:]),
-            plain_text(str(each["completion"])[:MOST_CHARACTERS]),
-        ]
-        table.add_row(*row, *([format_value(each["reward"])] if rewarded else []))
+        row = [str(each["prompt"])[-MOST_CHARACTERS:], str(each["completion"])[:MOST_CHARACTERS]]
+        reward = [format_value(each["reward"])] if rewarded else []
+        table.add_row(*map(plain_text, row + reward))
     return table

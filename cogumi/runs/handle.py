@@ -28,7 +28,7 @@ import psutil
 
 from cogumi.core.errors import RunFailed, UsageError
 from cogumi.core.formatting import escape_controls
-from cogumi.core.notices import show_seconds
+from cogumi.core.notices import show_seconds, sleep_and_answer
 from cogumi.core.redact import VisibleFormatter
 from cogumi.core.run_directory import (
     CHECKPOINT,
@@ -40,7 +40,6 @@ from cogumi.core.run_directory import (
     same_process,
     write_atomic,
 )
-from cogumi.notebook.kernel_messages import sleep_and_answer
 from cogumi.runs import refuse_mistakes
 from cogumi.stack.gpus import without_chosen_gpu
 from cogumi.telemetry.status import (

@@ -17,11 +17,10 @@ import psutil
 import torch
 
 from cogumi.core.disk_space import format_bytes
-from cogumi.core.durability import NO_SPACE
 from cogumi.core.errors import RefusedAtSetup
-from cogumi.core.formatting import pip_command
+from cogumi.core.formatting import one_line, pip_command
 from cogumi.core.run_directory import FORECAST, read_jsonl, read_section, write_json
-from cogumi.telemetry.throughput import HEARTBEAT, ROLLOUT, Meter, Throughput
+from cogumi.telemetry.throughput import HEARTBEAT, Meter, Throughput
 
 log = logging.getLogger("cogumi")
 HEARTBEAT_SECONDS = 1.0
@@ -42,17 +41,14 @@ class MachineUse:
 
     def now(self) -> dict[str, Any]:
         """Bytes are bytes, percentages 0 to 100; `cpu.process_percent` is of one core, so 8 busy cores are 800."""
-        memory, disk = psutil.virtual_memory(), shutil.disk_usage(self.directory)
+        cpu, process = psutil.cpu_percent(), self.process.cpu_percent()
+        memory, disk, rss = psutil.virtual_memory(), shutil.disk_usage(self.directory), self.process.memory_info().rss
         return {
             "gpu": self.gpu(),
-            "cpu": {
-                "percent": psutil.cpu_percent(),
-                "process_percent": self.process.cpu_percent(),
-                "cores": psutil.cpu_count(),
-            },
-            "memory": {"used": memory.total - memory.available, "total": memory.total, "process": self.process.memory_info().rss},
+            "cpu": {"percent": cpu, "process_percent": process, "cores": psutil.cpu_count()},
+            "memory": {"used": memory.total - memory.available, "total": memory.total, "process": rss},
             "disk": {"free": disk.free, "total": disk.total},
-        }  # fmt: skip
+        }
 
     def gpu(self) -> dict[str, Any] | None:
         """None without one. `used` is everybody's, the peaks are of this process."""
@@ -60,28 +56,26 @@ class MachineUse:
             return None
         free, total = torch.cuda.mem_get_info()
         found = {"name": torch.cuda.get_device_name(), "used": total - free, "total": total, **gpu_peaks()}
-        if not self.nvml:
-            return found
-        return found | {
-            "utilization_percent": torch.cuda.utilization(),
-            "temperature_celsius": torch.cuda.temperature(),
-            "power_watts": torch.cuda.power_draw() / 1000,
-        }
+        if self.nvml:
+            found["utilization_percent"] = torch.cuda.utilization()
+            found["temperature_celsius"] = torch.cuda.temperature()
+            found["power_watts"] = torch.cuda.power_draw() / 1000
+        return found
 
 
 def has_nvml() -> bool:
     try:
         import pynvml
-    except ImportError:
-        install = pip_command("install nvidia-ml-py")
-        log.info("no GPU utilization in heartbeat.json: nvidia-ml-py is not installed (%s)", install)
-        return False
-    try:
+
         torch.cuda.utilization(), torch.cuda.temperature(), torch.cuda.power_draw()
+    except ImportError:
+        why = f"nvidia-ml-py is not installed ({pip_command('install nvidia-ml-py')})"
     except (pynvml.NVMLError, RuntimeError) as error:
-        log.info("no GPU utilization in heartbeat.json: NVML does not answer: %s", error)
-        return False
-    return True
+        why = f"NVML does not answer: {error}"
+    else:
+        return True
+    log.info("no GPU utilization in heartbeat.json: %s", why)
+    return False
 
 
 def gpu_peaks() -> dict[str, int]:
@@ -93,18 +87,19 @@ def gpu_peaks() -> dict[str, int]:
 
 @dataclass
 class Progress:
-    """How far the training is. Written by the thread that trains, read by the one that beats."""
+    """How far the training is. Written by the thread that trains, read by the one that beats.
+
+    step_time: when the last step ended, which stands still when the training hangs. eta_seconds: to the end of the training,
+    as of `step_time`. of_a_stage: these are steps and seconds of one stage before the training (`dpo.ReferencePass`).
+    """
 
     step: int = 0
     steps: int | None = None
     step_time: float | None = None
-    """When the last step ended: what stands still when the training hangs."""
     eta_seconds: float | None = None
-    """To the end of the training, as of `step_time`."""
     tokens_per_second: float | None = None
     mfu: float | None = None
     of_a_stage: bool = False
-    """Whether these are steps and seconds of one stage before the training (`dpo.ReferencePass`)."""
 
 
 class Heartbeat:
@@ -119,7 +114,7 @@ class Heartbeat:
         self.progress = Progress()
         self.throughput: Throughput | None = None
         self.stalled: Callable[[], str] = str  # what a mirror says that falls behind, "" where it does not
-        self.failure: BaseException | None = None
+        self.failing = False
         self.over = threading.Event()
         self.use = MachineUse(run_dir)
         self.thread = threading.Thread(target=self.run, name="cogumi heartbeat", daemon=True)
@@ -128,36 +123,26 @@ class Heartbeat:
         self.thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.over.set()
         self.thread.join()
-        if self.failure is None:
-            self.run()
-        if self.failure is not None and kind is None:
-            raise self.failure
-        if self.failure is not None:  # what went wrong first is raised; a lost GPU, say, has stopped both
-            log.error("the heartbeat has stopped: %s: %s", type(self.failure).__name__, self.failure)
+        self.beat()
 
     def run(self) -> None:
-        try:
-            while True:
-                self.beat()
-                if self.over.wait(HEARTBEAT_SECONDS):
-                    return
-        except BaseException as failure:  # noqa: BLE001  the thread that trains raises it, at its next step or at the end
-            self.failure = failure
-
-    def raise_failure(self) -> None:
-        """Raise, in the thread that trains, what stopped the heartbeat."""
-        if self.failure is not None:
-            raise self.failure
+        self.beat()
+        while not self.over.wait(HEARTBEAT_SECONDS):
+            self.beat()
 
     def beat(self) -> None:
+        """A beat that fails is told once, and ends nothing: a disk may have room again, and a lost GPU ends the training."""
         try:
             write_json(self.run_dir / HEARTBEAT, self.now())
-        except OSError as error:  # on a full disk the one of before stays, and the next may fit
-            if error.errno not in NO_SPACE:
-                raise
+        except Exception as error:  # noqa: BLE001
+            if not self.failing:
+                log.error("heartbeat.json is not written: %s", one_line(error))
+            self.failing = True
+        else:
+            self.failing = False
 
     def now(self) -> dict[str, Any]:
         progress, meter = self.progress, self.meter
@@ -187,27 +172,25 @@ class Heartbeat:
 
 @contextmanager
 def measure_run(run_dir: Path, meter: Meter) -> Iterator[Heartbeat]:
-    """While in the block the run's heart beats; at its end, however it comes, metrics.json says what the run came to."""
+    """In the block the run's heart beats; at its end, however it comes, metrics.json says what the run came to."""
     meter.resume_from(run_dir)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     heart = Heartbeat(run_dir, meter)
-    refused = False
     try:
         with heart:
             yield heart
         if heart.throughput is not None:
             heart.throughput.read()
-    except RefusedAtSetup:
-        refused = True  # nothing was measured, and the directory goes unless there was something in it
+    except RefusedAtSetup:  # nothing was measured, and the directory goes unless there was something in it
         raise
-    finally:
-        if not refused:
-            write_summary(heart)
+    except BaseException:
+        write_summary(heart)
+        raise
+    write_summary(heart)
 
 
 def write_summary(heart: Heartbeat) -> None:
-    """Asks nothing of the GPU: a run that lost it has a summary as well."""
     found = summary(heart)
     peak, forecast = (found["memory"].get(key) for key in ("gpu_peak_allocated", "gpu_peak_forecast"))
     if peak and forecast:
@@ -222,8 +205,7 @@ def write_summary(heart: Heartbeat) -> None:
 def summary(heart: Heartbeat) -> dict[str, Any]:
     """Seconds, tokens, cost: of all parts of the run. Rates: of its steps. Memory: of this process.
 
-    `mfu` is of the steps without their rollouts. `gpu_peak_forecast` is what the preflight said that `gpu_peak_allocated`
-    would be; `peak_rss`: the most memory that this process has had resident over its whole life.
+    `gpu_peak_forecast` is what the preflight said that `gpu_peak_allocated` would be; `peak_rss` is of the whole process.
     """
     meter, progress, throughput = heart.meter, heart.progress, heart.throughput
     found: dict[str, Any] = {
@@ -237,9 +219,7 @@ def summary(heart: Heartbeat) -> dict[str, Any]:
     if throughput is not None:
         found |= rates(throughput)
     rows = read_jsonl(heart.run_dir / "metrics.jsonl")
-    found["final"] = {
-        key: next((row[key] for row in reversed(rows) if row.get(key) is not None), None) for key in FINAL
-    }
+    found["final"] = {key: next((row[key] for row in rows[::-1] if row.get(key) is not None), None) for key in FINAL}
     # getrusage(2): kilobytes on Linux, bytes on macOS
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     found["memory"] = {"peak_rss": rss, **{f"gpu_{key}": value for key, value in gpu_peaks().items()}}
@@ -269,10 +249,8 @@ def rates(throughput: Throughput) -> dict[str, Any]:
     if throughput.no_mfu:
         found["no_mfu"] = throughput.no_mfu
     if done.rollout_seconds:
-        found |= {
-            ROLLOUT + "_seconds": round(done.rollout_seconds, 3),
-            "update_seconds": round(done.step_seconds - done.rollout_seconds, 3),
-            "completions": int(done.completions),
-            "completions_per_second": done.completions / done.rollout_seconds,
-        }
+        found["rollout_seconds"] = round(done.rollout_seconds, 3)
+        found["update_seconds"] = round(done.step_seconds - done.rollout_seconds, 3)
+        found["completions"] = int(done.completions)
+        found["completions_per_second"] = done.completions / done.rollout_seconds
     return found

@@ -3,13 +3,10 @@
 import logging
 import shutil
 import signal
-import statistics
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -29,64 +26,50 @@ from cogumi.telemetry.throughput import Throughput
 
 log = logging.getLogger("cogumi")
 LINE_SECONDS = 30.0
-CYCLES = 50  # of the latest: sequence lengths and completions change over a run
 
 
 class StepTimer:
-    """Seconds per step. What happens between steps (saving, evaluation, logging) is counted apart.
+    """Seconds of a step, which reading its data is part of, and what lies between steps (saving, evaluation) is not; and
+    seconds to the end of the training, with both.
 
     cycle: after how many steps the work repeats; in GSPO one of several steps makes the rollout that all of them train on.
-    A cycle is timed as a whole, and the median of the latest cycles is the pace: the first step, one that compiled, and
-    one that waited for a disk do not move it. Reading the data of a step belongs to the step.
     """
 
     def __init__(self, cycle: int = 1) -> None:
-        self.cycle = cycle
-        self.cycles: deque[float] = deque(maxlen=CYCLES)
-        self.under_way: list[float] = []
-        self.steps = 0
-        self.between = 0.0
-        self.last_step_end: float | None = None
-        self.mark = 0.0
+        self.cycle, self.steps, self.excluded = cycle, 0, 0.0
+        self.mark = self.began = 0.0
+        self.cycles: list[float] = []  # when the first one ended, and the last
+
+    def clock(self) -> float:
+        return time.monotonic() - self.excluded
 
     def begin(self) -> None:
-        self.last_step_end = None
-        self.mark = time.monotonic()
+        self.mark = self.began = self.clock()
 
     def step_ended(self) -> float:
         """The seconds that the step took."""
-        now = time.monotonic()
-        if self.last_step_end is not None:
-            self.between += self.mark - self.last_step_end
-        seconds = now - self.mark
-        self.under_way.append(seconds)
+        now = self.clock()
+        seconds, self.mark = now - self.mark, now
         self.steps += 1
-        if len(self.under_way) == self.cycle:
-            self.cycles.append(sum(self.under_way))
-            self.under_way.clear()
-        self.last_step_end = self.mark = now
+        if self.steps % self.cycle == 0:
+            self.cycles = [*self.cycles[:1], now]
         return seconds
 
     def between_ended(self) -> None:
-        """Something between two steps is done; what follows is the next step, or more of the kind."""
-        self.mark = time.monotonic()
+        self.mark = self.clock()
 
     def exclude(self, seconds: float) -> None:
         """The training has waited for so long, and it counts as no time at all."""
-        self.mark += seconds
-        if self.last_step_end is not None:
-            self.last_step_end += seconds
+        self.excluded += seconds
 
     def eta(self, steps_left: int) -> float | None:
-        """Seconds to the end of the training: the recent pace, and beside it what lay between steps so far at its rate.
-
-        None before the first step. The first cycle, which warms up, counts only while there is no other.
-        """
+        """At the pace of the whole cycles after the first, which warms up; None before the first step."""
         if not self.steps:
             return None
-        warm = list(self.cycles)[1:] if 1 < len(self.cycles) < CYCLES else self.cycles
-        pace = statistics.median(warm) / self.cycle if warm else statistics.mean(self.under_way)
-        return steps_left * (pace + self.between / self.steps)
+        later = self.steps // self.cycle * self.cycle - self.cycle
+        if later > 0:
+            return steps_left * (self.cycles[-1] - self.cycles[0]) / later
+        return steps_left * (self.mark - self.began) / self.steps
 
 
 class Telemetry(TrainerCallback):
@@ -98,34 +81,22 @@ class Telemetry(TrainerCallback):
 
     SHOWN = ("loss", "eval_loss", "reward", "grad_norm")
 
-    def __init__(self, heart: Heartbeat, name: str) -> None:
+    def __init__(self, trainer: Any, heart: Heartbeat, name: str) -> None:
         self.heart, self.run_dir, self.meter, self.name = heart, heart.run_dir, heart.meter, name
         self.bar: tqdm | None = None
-        self.pace = StepTimer()
-        self.throughput: Throughput | None = None
+        self.pace = StepTimer(steps_per_rollout(trainer))
+        self.throughput = heart.throughput = Throughput(trainer, heart.meter)
+        if self.throughput.no_mfu:
+            log.info("no MFU: %s", self.throughput.no_mfu)
         self.last_line = 0.0
         self.shown: dict[str, str] = {}
         self.unwritten: list[dict[str, Any]] = []
         self.full = False
-
-    def attach(self, trainer: Any) -> None:
-        """Take the place of transformers' own progress output, before the reporters of `report_to`, which would otherwise read
-        a row before it is whole."""
+        trainer.evaluate = self.timed_stage("eval")(trainer.evaluate)
+        # In place of transformers' own progress output, and before the reporters, which then read a row that is whole.
         trainer.pop_callback(ProgressCallback)
         trainer.pop_callback(PrinterCallback)
         trainer.callback_handler.callbacks.insert(0, self)
-        self.pace = StepTimer(steps_per_rollout(trainer))
-        self.throughput = self.heart.throughput = Throughput(trainer, self.meter)
-        if self.throughput.no_mfu:
-            log.info("no MFU: %s", self.throughput.no_mfu)
-        evaluate = trainer.evaluate
-
-        @wraps(evaluate)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.timed_stage("eval"):
-                return evaluate(*args, **kwargs)
-
-        trainer.evaluate = timed
 
     @contextmanager
     def timed_stage(self, stage: str) -> Iterator[None]:
@@ -149,10 +120,7 @@ class Telemetry(TrainerCallback):
         self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc=self.name, unit="step", mininterval=0.5)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.heart.raise_failure()
-        seconds = self.pace.step_ended()
-        if self.throughput is not None:
-            self.throughput.total.step_seconds += seconds
+        self.throughput.total.step_seconds += self.pace.step_ended()
         progress = self.heart.progress
         progress.step, progress.steps, progress.step_time = state.global_step, state.max_steps, time.time()
         progress.eta_seconds = self.pace.eta(state.max_steps - state.global_step)
@@ -162,10 +130,7 @@ class Telemetry(TrainerCallback):
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.pace.between_ended()
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **_: Any
-    ) -> None:
-        logs = {} if logs is None else logs
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:
         if "loss" in logs:
             logs |= self.performance()
         self.unwritten.append({"step": state.global_step, "time": time.time(), **logs})
@@ -181,14 +146,12 @@ class Telemetry(TrainerCallback):
 
     def performance(self) -> dict[str, float]:
         """What the steps since the last such row came to."""
-        found: dict[str, float | None] = {"perf/cost": self.meter.cost()}
-        if self.throughput is not None:
-            done = self.throughput.window()
-            if self.name == "sft":  # TRL 1.15 counts one row of a packed batch, and from nothing where a run goes on
-                found["num_tokens"] = int(self.throughput.total.tokens)
-            progress = self.heart.progress
-            progress.tokens_per_second = found["perf/tokens_per_second"] = self.throughput.tokens_per_second(done)
-            progress.mfu = found["perf/mfu"] = self.throughput.mfu(done)
+        done, progress = self.throughput.window(), self.heart.progress
+        progress.tokens_per_second, progress.mfu = self.throughput.tokens_per_second(done), self.throughput.mfu(done)
+        found = {"perf/tokens_per_second": progress.tokens_per_second, "perf/mfu": progress.mfu}
+        found["perf/cost"] = self.meter.cost()
+        if self.name == "sft":  # TRL 1.15 counts one row of a packed batch, and from nothing where a run resumes
+            found["num_tokens"] = int(self.throughput.total.tokens)
         if torch.cuda.is_available():
             found["perf/gpu_memory_gb"] = torch.cuda.max_memory_reserved() / 1e9
         return {key: value for key, value in found.items() if value is not None}
@@ -254,10 +217,8 @@ class RunLog(logging.FileHandler):
 
 @contextmanager
 def record_run(run_dir: Path, resumed: bool = False) -> Iterator[None]:
-    """Log lines go to run.log, and to the screen if nobody else shows them; status.json says how the run ended.
-
-    resumed: there was something of this run in the directory before, which is kept whatever happens.
-    """
+    """Log lines go to run.log, and to the screen if nobody else shows them; status.json says how the run ended. resumed:
+    there was something of this run in the directory before, which is kept whatever happens."""
     to_file = RunLog(run_dir / "run.log", encoding="utf-8")
     to_file.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s"))
     on_stdout = logging.StreamHandler(sys.stdout)
@@ -277,8 +238,8 @@ def record_run(run_dir: Path, resumed: bool = False) -> Iterator[None]:
         reason = f"{type(error).__name__}: {error}"
         if by := requested_by(error):
             stage = read_json_or_empty(run_dir / "status.json").get("stage")
-            what = FINISHED_AND_SAVED if stage == "train" else f"before or after the training (stage: {stage})"
-            state, reason = "stopped", f"asked to by {by}: {what}"
+            when = FINISHED_AND_SAVED if stage == "train" else f"before or after the training (stage: {stage})"
+            state, reason = "stopped", f"asked to by {by}: {when}"
         log.log(logging.WARNING if state == "stopped" else logging.ERROR, "%s: %s", state, reason)
         try:
             set_status(run_dir, state, reason=redact_text(reason))
@@ -310,12 +271,11 @@ def steps_per_rollout(trainer: Any) -> int:
 
 def terminal_loggers() -> list[logging.Logger]:
     """The loggers of ours that print on a terminal."""
-    streams = (sys.stdout, sys.stderr)
-    return [
-        logger
-        for logger in (logging.root, log)
-        if any(isinstance(each, logging.StreamHandler) and each.stream in streams for each in logger.handlers)
-    ]
+    return [logger for logger in (logging.root, log) if any(map(is_terminal, logger.handlers))]
+
+
+def is_terminal(handler: logging.Handler) -> bool:
+    return isinstance(handler, logging.StreamHandler) and handler.stream in (sys.stdout, sys.stderr)
 
 
 def set_status(run_dir: Path, state: str, **more: Any) -> None:
@@ -328,9 +288,9 @@ def set_status(run_dir: Path, state: str, **more: Any) -> None:
 
 
 def truncate_metrics(run_dir: Path, state: Any) -> None:
-    """Let the metrics end at the step that the training goes on from: what was logged later is logged again.
+    """Let the metrics end at the step that the training resumes from: what was logged later is logged again.
 
-    On a machine that fetched its checkpoint there are none: then they are what that checkpoint remembers.
+    On a machine that fetched its checkpoint from a mirror they are what that checkpoint remembers.
     """
     path = run_dir / "metrics.jsonl"
     rows = read_jsonl(path)

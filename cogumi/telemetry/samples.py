@@ -1,9 +1,7 @@
 """What the model writes: samples for held-out prompts, and the completions of each rollout.
 
-A row: step (the first that trained on it), rewards (by function, one number a completion), reward (their weighted sum),
-shown (a few completions from the worst to the best: prompt, completion, reward).
-
-Greedy completions. The training is as it would be without them: the random states and each module's mode are put back.
+A row of rollouts.jsonl: step (the first that trained on it), rewards (by function, one number a completion), reward (their
+weighted sum), shown (a few completions from the worst to the best: prompt, completion, reward). Samples are greedy.
 """
 
 import logging
@@ -23,9 +21,15 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerContro
 from cogumi.core.run_directory import ROLLOUTS, SAMPLES_FILE, append_jsonl, json_line, read_jsonl, write_atomic
 from cogumi.models.completion import complete_with_ends
 from cogumi.patches.trl_internals import logged_completions, observe_rollouts
+from cogumi.telemetry.heartbeat import Heartbeat
 
-SHOWN = 4
+log = logging.getLogger("cogumi")
+SHOWN = 4  # completions of a rollout
 MOST_CHARACTERS = 4000  # of a prompt, its end; of a completion, its beginning
+SAMPLES = 4  # held-out prompts
+# Where the config does not say: so often on the way, and not more often than every so many steps.
+TIMES, FEWEST = 10, 50
+SHARE = 0.02  # of the training's time, at most, for those
 
 
 class Rollouts(TrainerCallback):
@@ -80,20 +84,9 @@ def text_of(said: Any) -> str:
     return "\n".join(f"{each['role']}: {each.get('content') or each.get('tool_calls', '')}" for each in said)
 
 
-# -------------------------------------------------------------------------------------------------------------- samples
-
-
-log = logging.getLogger("cogumi")
-
-SAMPLES = 4
-# Where the config does not say: so often on the way, and not more often than every so many steps.
-TIMES, FEWEST = 10, 50
-SHARE = 0.02  # of the training's time, at most, for those
-
-
 class Samples(TrainerCallback):
     """Writes samples after every `every` steps of a training: None for each tenth of them, not more often than every FEWEST,
-    as long as it takes no more than SHARE of the time. `aside` is entered meanwhile. spent: the seconds by stage so far."""
+    as long as it takes no more than SHARE of the time. timed_stage: entered meanwhile."""
 
     def __init__(
         self,
@@ -101,19 +94,13 @@ class Samples(TrainerCallback):
         tokenizer: PreTrainedTokenizerBase,
         prompts: Dataset,
         every: int | None,
-        aside: Callable[[str], AbstractContextManager[None]],
-        spent: Callable[[], dict[str, float]],
+        timed_stage: Callable[[str], AbstractContextManager[None]],
+        heart: Heartbeat,
         stops: Sequence[str] = (),
     ) -> None:
-        self.run_dir, self.tokenizer, self.prompts, self.every, self.timed_stage = (
-            run_dir,
-            tokenizer,
-            prompts,
-            every,
-            aside,
-        )
-        self.spent, self.stops = spent, stops
-        self.limited = every is None
+        self.run_dir, self.tokenizer, self.prompts, self.stops = run_dir, tokenizer, prompts, stops
+        self.every, self.limited = every, every is None
+        self.timed_stage, self.heart = timed_stage, heart
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         drop_later_rows(self.run_dir, state.global_step)
@@ -121,26 +108,21 @@ class Samples(TrainerCallback):
             self.every = max(FEWEST, math.ceil(state.max_steps / TIMES))
         on_the_way = f"every {self.every} steps " if self.every < state.max_steps else ""
         limit = f", at most {SHARE:.0%} of the time" if on_the_way and self.limited else ""
-        log.info("samples: %d held-out prompts before the first step, %sand at the end%s (cogumi.samples_every)",
-                 min(SAMPLES, len(self.prompts)), on_the_way, limit)  # fmt: skip
+        said = f"before the first step, {on_the_way}and at the end{limit} (cogumi.samples_every)"
+        log.info("samples: %d held-out prompts %s", min(SAMPLES, len(self.prompts)), said)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **_: Any) -> None:
         assert self.every is not None
         if state.global_step % self.every or state.global_step >= state.max_steps:
             return
-        spent = self.spent()
+        spent = self.heart.meter.seconds()
         if not self.limited or spent.get("samples", 0.0) <= SHARE * spent.get("train", 0.0):
             with self.timed_stage("samples"):
                 write_samples(self.run_dir, model, self.tokenizer, self.prompts, state.global_step, self.stops)
 
 
 def write_samples(
-    run_dir: Path,
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Dataset,
-    step: int,
-    stops: Sequence[str] = (),
+    run_dir: Path, model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Dataset, step: int, stops: Sequence[str]
 ) -> None:
     """Add completions of the first prompts to samples.jsonl: rows of step, the prompt's columns, completion.
 
@@ -167,13 +149,12 @@ def drop_later_rows(run_dir: Path, step: int, file: str = SAMPLES_FILE) -> None:
 def preserve_rng_and_mode(model: nn.Module) -> Iterator[None]:
     """Put back, after the block, what it may have moved: every random state, and which modules were in training mode."""
     modes = {module: module.training for module in model.modules()}
-    states = random.getstate(), np.random.get_state()
-    devices = list(range(torch.cuda.device_count()))
+    of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
             yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
         for module, training in modes.items():
             module.training = training

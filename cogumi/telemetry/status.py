@@ -1,5 +1,6 @@
 """How a run stands, from its directory and the table of processes alone: milliseconds, no torch, nothing changed."""
 
+import difflib
 import json
 import os
 import time
@@ -26,12 +27,11 @@ from cogumi.core.run_directory import (
 )
 
 AT_WORK = ("starting", "running", "paused")  # a run that was killed says so too
-SANITY_CHECKED, STOPPED, BUDGET_SPENT = (
-    "sanity checked",
-    "stopped by a red flag",
-    "budget spent",
-)  # ended by cogumi itself
 BROKEN_OFF = ("interrupted", "failed", "stopped", "died")
+# What cogumi itself ended.
+SANITY_CHECKED = "sanity checked"
+STOPPED = "stopped by a red flag"
+BUDGET_SPENT = "budget spent"
 FRESH_SECONDS = 300.0  # a run on another machine counts as living as long as its last sign of life is no older
 TAIL_BYTES = 65536
 NAMED = 3  # of the runs that a hint could name
@@ -39,34 +39,32 @@ NAMED = 3  # of the runs that a hint could name
 
 @dataclass(frozen=True)
 class Status:
-    """One look at a run. Times are seconds since 1970; what the run does not say (yet) is None."""
+    """One look at a run. Times are seconds since 1970; what the run does not say (yet) is None.
+
+    state: as in status.json (starting, running, finished, failed, stopped ...); died: it says running, and the process is
+    gone; refused: a start ended in a mistake of the configuration, and there is no run. reason: why it ended as it did, and
+    what to do. alive: None where that cannot be said from this machine. began: when the process did; last_sign: when the run
+    last wrote its status or heartbeat. checkpoint: the newest one. heartbeat: heartbeat.json as it is. latest, latest_steps:
+    the last value of each metric among the last logged rows, and the step that it is of. log: the file with what it says.
+    """
 
     run_dir: str
     state: str
-    """As in status.json (starting, running, finished, failed, stopped ...); died: it says running, and the process is gone;
-    refused: a start ended in a mistake of the configuration, and there is no run."""
     stage: str | None
     step: int | None
     steps: int | None
     eta_seconds: float | None
     reason: str | None
-    """Why it ended as it did, and what to do."""
     alive: bool | None
-    """None where that cannot be said from this machine."""
     pid: int | None
     host: str | None
     began: float | None
-    """When the process began; `last_sign`: when the run last wrote its status or heartbeat."""
     last_sign: float | None
     checkpoint: str | None
-    """The newest one."""
     heartbeat: dict[str, Any]
-    """heartbeat.json as it is."""
     latest: dict[str, Any]
-    """The last value of each metric among the last logged rows, and the step that it is of."""
     latest_steps: dict[str, int]
     log: str
-    """The file with what the run says."""
 
     def __str__(self) -> str:
         return format_sentence(self)
@@ -104,23 +102,24 @@ def status_of(run_dir: Path) -> Status:
         said = {"state": "starting"}  # a directory that is just being begun
     beat = read_json_or_empty(run_dir / "heartbeat.json")
     last_sign = max((each["time"] for each in (said, started, beat) if "time" in each), default=None)
+    detached = bool(started) and same_process(started, said)
     # A start that has no status of its own yet is what there is to tell, whatever was before it.
-    newest = started if started and started["time"] > said.get("time", 0) and not same_process(started, said) else said
+    begins = bool(started) and not detached and started["time"] > said.get("time", 0)
+    newest = started if begins else said
     alive = is_alive(run_dir, newest, last_sign)
     state, reason = said.get("state", "starting"), said.get("reason")
-    if newest is started:
-        state, reason = state_of_start(state if said else None, reason, started, alive)
+    if begins:
+        state, reason = state_of_start(state if said else None, started, alive)
     elif state in AT_WORK and alive is False:
-        state, reason = "died", describe_death(started if same_process(started, said) else {}, state, said.get("stage"))
-    there, (latest, latest_steps) = list_checkpoints(run_dir / "checkpoints"), latest_metrics(run_dir / "metrics.jsonl")
+        state, reason = "died", describe_death(started if detached else {}, said.get("stage") or state)
+    there = list_checkpoints(run_dir / "checkpoints")
+    latest, latest_steps = latest_metrics(run_dir / "metrics.jsonl")
     # The heartbeat is written at most once a second: the last step of a run that was stopped is in its metrics, or saved.
     reached = [each["step"] for each in (beat, latest) if "step" in each] + [step_of(path) for path in there[:1]]
-    # A detached process prints its errors into console.log too; run.log is of a run in somebody's terminal.
-    detached = started and (not said or same_process(started, said) or started["time"] > said.get("time", 0))
     return Status(
         run_dir=str(run_dir),
         state=state,
-        stage=said.get("stage") if state in AT_WORK and newest is said else None,
+        stage=said.get("stage") if state in AT_WORK and not begins else None,
         step=max(reached, default=None),
         steps=beat.get("steps"),
         eta_seconds=beat.get("eta_seconds") if state in AT_WORK else None,
@@ -132,26 +131,24 @@ def status_of(run_dir: Path) -> Status:
         heartbeat=beat,
         latest=latest,
         latest_steps=latest_steps,
-        log=str(run_dir / (CONSOLE if detached else "run.log")),
+        # A detached process prints its errors into console.log too.
+        log=str(run_dir / (CONSOLE if detached or begins else "run.log")),
     )
 
 
-def state_of_start(
-    before: str | None, reason: str | None, started: dict[str, Any], alive: bool | None
-) -> tuple[str, str | None]:
-    """State and reason while the newest word is that of a start. before: the state of the run that it was to go on with."""
+def state_of_start(before: str | None, started: dict[str, Any], alive: bool | None) -> tuple[str, str | None]:
+    """State and reason while the newest word is that of a start. before: the state of the run that it was to resume."""
     if started.get("refused"):
         return before or "refused", f"the last start was refused: {started['refused']}"
     if started.get("exit") == 128 + Signals.SIGTERM:
         return before or "stopped", "it was stopped before it had begun"
     if alive is False:
-        return (before if before and before not in AT_WORK else "died"), describe_death(started, "starting", None)
+        return (before if before and before not in AT_WORK else "died"), describe_death(started, "starting")
     return "starting", None
 
 
-def describe_death(started: dict[str, Any], state: str, stage: str | None) -> str:
+def describe_death(started: dict[str, Any], during: str) -> str:
     """Of a process that left no word itself: what its supervisor saw, or what is left to think."""
-    during = stage or state
     code = started.get("exit")
     if code is None:
         return f"its process is gone without a word (during: {during}): killed, or the machine went down"
@@ -227,8 +224,6 @@ def runs_below(directory: Path) -> list[Path]:
 
 def hint_of_runs(run_dir: Path) -> str:
     """A hint for a name that is none of a run: runs below it, or right beside it; one that it nearly names, if it is none."""
-    import difflib
-
     if below := runs_below(run_dir):
         return f"; below it there is {', '.join(map(str, below[:NAMED]))}"
     beside = {path.name: path for path in runs_below(run_dir.parent) if path.parent == run_dir.parent}
@@ -242,10 +237,8 @@ def hint_of_runs(run_dir: Path) -> str:
 BAR_WIDTH = 40
 LOG_LINES = 8
 # Of what trainers log, in this order; the rest is in metrics.jsonl.
-SHOWN = (
-    *("loss", "eval_loss", "reward", "reward_std", "rewards/margins", "rewards/accuracies"),
-    *("grad_norm", "learning_rate", "entropy", "kl"),
-)
+RESULTS = ("loss", "eval_loss", "reward", "reward_std", "rewards/margins", "rewards/accuracies")
+SHOWN = (*RESULTS, "grad_norm", "learning_rate", "entropy", "kl")
 
 
 def format_headline(status: Status) -> str:
@@ -262,17 +255,18 @@ def format_headline(status: Status) -> str:
 
 def format_sentence(status: Status) -> str:
     """The line, with what was checked, why it ended and what it would go on from."""
-    judged = [format_checks(status), f"flags: {count_flags(status)}"] if status.ended and count_flags(status) else []
-    told = [each for each in failed_checks(checks(status)) if each["figure"] not in (status.reason or "")]
-    said = "; ".join([format_headline(status), *filter(None, judged), *map(format_missed_check, told)])
-    if status.reason:
-        said += f"; {' '.join(status.reason.split())}"
-    if status.state in BROKEN_OFF:
-        said += f"; {describe_resume(status)}"
-    merged = Path(status.run_dir) / "merged"
-    if status.ended and merged.is_dir():
-        said += f"; the merged model is {relative_path(str(merged))}"
-    return escape_controls(said)
+    counted, merged = count_flags(status), Path(status.run_dir) / "merged"
+    missed = [each for each in failed_checks(checks(status)) if each["figure"] not in (status.reason or "")]
+    said = [
+        format_headline(status),
+        format_checks(status) if counted else "",
+        f"flags: {counted}" if status.ended and counted else "",
+        *map(format_missed_check, missed),
+        " ".join((status.reason or "").split()),
+        describe_resume(status) if status.state in BROKEN_OFF else "",
+        f"the merged model is {relative_path(str(merged))}" if status.ended and merged.is_dir() else "",
+    ]
+    return escape_controls("; ".join(each for each in said if each))
 
 
 def describe_resume(status: Status) -> str:
@@ -295,17 +289,14 @@ def format_screen(status: Status) -> str:
 def format_facts(status: Status) -> list[str]:
     """What a screen says below the first line: reason, figures, flags, checkpoint, failed checks."""
     signed = status.last_sign is not None and not status.ended
+    raised = [flag for flag in flags(status) if flag["level"] != "green"]
     lines = [
         " ".join((status.reason or "").split()),
         f"last sign of life {format_duration(time.time() - (status.last_sign or 0))} ago" if signed else "",
         format_metrics(status),
         format_machine(status.heartbeat),
         str(status.heartbeat.get("stalled") or ""),
-        *(
-            f"{each['level']}: {each['name']}: {flag_sentence(each)}"
-            for each in flags(status)
-            if each["level"] != "green"
-        ),
+        *(f"{flag['level']}: {flag['name']}: {flag_sentence(flag)}" for flag in raised),
         describe_resume(status) if status.state in BROKEN_OFF else "",
         f"newest checkpoint: {status.checkpoint}" if status.checkpoint and status.state not in BROKEN_OFF else "",
         *(f"FAIL  {format_failed_check(each)}" for each in failed_checks(checks(status))),
@@ -323,10 +314,8 @@ def format_metrics(status: Status) -> str:
     """The last values, with the step of each that is older than the newest: beside it, it would read as of now."""
     steps = {key: status.latest_steps[key] for key in SHOWN if key in status.latest}
     newest = max(steps.values(), default=0)
-    return "  ".join(
-        f"{key} {format_value(status.latest[key])}{'' if step == newest else f' (step {step})'}"
-        for key, step in steps.items()
-    )
+    older = {key: f" (step {step})" if step < newest else "" for key, step in steps.items()}
+    return "  ".join(f"{key} {format_value(status.latest[key])}{step}" for key, step in older.items())
 
 
 def format_machine(heartbeat: dict[str, Any]) -> str:

@@ -2,26 +2,22 @@
 
 FLOP per token = 4 N + 2 N_trained + 12 L d_attn T
 
-N counts the weights that a token is multiplied with: all matrices, the LM head among them (tied or not), without the
-embedding table, which is only looked up; of a mixture of experts the share of the experts that are routed to. Each
-multiplies and adds once in the forward pass (2 N) and once more in the backward pass for the gradient of its input
-(2 N); the gradient of the weights (2 N_trained) is only for those that are trained. So full fine-tuning is 6 N, and LoRA
-on a frozen base 4 N plus 6 of the adapter's own. 12 L d_attn T is attention: scores and their product with the values are
-2 d_attn T each in the forward pass, and twice that in the backward pass, for L layers, d_attn = heads x head_dim (not the
-hidden size, from which it differs in Qwen3 and gpt-oss), and T tokens attended to; no half for causality, as in PaLM. T is
-the mean length of the documents weighted by tokens, sum n^2 / sum n; a layer with a sliding window sees min(T, window).
-A layer without attention (Mamba, linear attention) counts none.
+N counts the weights that a token is multiplied with: all matrices with the LM head (tied or not), without the embedding
+table; of a mixture of experts the share of the experts that are routed to. 2 N is the forward pass, 2 N the gradient of the
+inputs, 2 N_trained that of the weights: full fine-tuning is 6 N, LoRA 4 N plus 6 of the adapter's own. 12 L d_attn T is
+attention, for L layers, d_attn = heads x head_dim, and T tokens attended to, with no half for causality, as in PaLM. T is
+the mean length of the documents weighted by tokens, sum n^2 / sum n; a layer with a sliding window sees min(T, window), and
+one without attention (Mamba, linear attention) counts none.
 
 Sources: Kaplan et al. 2020, arXiv:2001.08361, section 2.1 (2 N forward, 6 N in all); Chowdhery et al. 2022 (PaLM),
 arXiv:2204.02311, appendix B (12 L H Q T, MFU); Hu et al. 2021, arXiv:2106.09685 (what is frozen has no gradient).
 
 MFU counts what the model needs: gradient checkpointing makes the forward pass a second time, so that a perfect machine shows
-an MFU of 67 % with LoRA and 75 % without. Not counted, so that it is a lower bound: norms, softmax and optimizer,
-dequantizing 4-bit weights, the reference model's forward pass of DPO and GRPO. TRL's chunked losses multiply the LM head
-only with tokens that are learned: there it is an upper bound in the head's share.
+an MFU of 67 % with LoRA and 75 % without. It leaves out norms, softmax, the optimizer, dequantizing and the reference model.
+TRL's chunked losses multiply the LM head only with tokens that are learned: there it is an upper bound in the head's share.
 
-Tokens are those of the batches that the loss is computed on, prompts and completions, each time that they are: a step that
-was made again after a kill counts again, as do its seconds.
+Tokens are those of the batches that the loss is computed on, each time that they are: a step that was made again after a kill
+counts again, as do its seconds.
 """
 
 import functools
@@ -41,17 +37,15 @@ from cogumi.data.packing import padding_mask
 from cogumi.patches.trl_internals import makes_rollouts, observe_rollouts
 from cogumi.stack.gpus import find_card
 
-NOT_MULTIPLIED = ("original_module", "lora_embedding_A", "lora_embedding_B")  # PEFT's: replaced by a copy, looked up
+NOT_MULTIPLIED = {"original_module", "lora_embedding_A", "lora_embedding_B"}  # PEFT's: replaced by a copy, looked up
 EXPERTS_ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """What a token costs: `weights` and `trained` are N and N_trained, `attention` the windows of the layers that attend.
-
-    attention: for each such layer d_attn and its window, math.inf where it sees everything.
-    """
+    """What a token costs: `weights` and `trained` are N and N_trained, `attention` the (d_attn, window) of each layer that
+    attends, the window math.inf where it sees everything."""
 
     weights: float
     trained: float
@@ -76,33 +70,25 @@ def flops_of(model: nn.Module) -> TokenFlops:
     Raises ValueError, naming it, for what it cannot count: an expert layer whose routing the configuration does not
     give, weights stored in a form whose number of elements is not that of the matrix.
     """
-    config: Any = getattr(model, "config", None)
-    if config is None:
-        raise ValueError(f"{type(model).__name__} has no config")
-    config = config.get_text_config()
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     weights = trained = 0.0
-    for elements, learned, share in matrices(model, config):
-        weights += elements * share
-        trained += elements * share * learned
-    return TokenFlops(weights, trained, attention_of(config))
-
-
-def matrices(model: nn.Module, config: Any) -> Iterator[tuple[float, bool, float]]:
-    """(elements, trained or not, share of the tokens that meet it) of every matrix. A tied head counts once, as the head."""
-    counted = set()
+    counted = set()  # a tied head counts once, as the head
     for name, module in model.named_modules():
         parts = name.split(".")
-        if isinstance(module, nn.Embedding) or any(each in parts for each in NOT_MULTIPLIED):
+        if isinstance(module, nn.Embedding) or not NOT_MULTIPLIED.isdisjoint(parts):
             continue
         for leaf, parameter in module.named_parameters(recurse=False):
             if parameter.dim() < 2 or leaf.endswith("bias") or id(parameter) in counted:
                 continue
             counted.add(id(parameter))
-            share = routed_share(config, name) if "experts" in parts else 1.0
-            yield elements_of(module, f"{name}.{leaf}", parameter), parameter.requires_grad, share
+            elements = count_elements(module, f"{name}.{leaf}", parameter)
+            elements *= routed_share(config, name) if "experts" in parts else 1.0
+            weights += elements
+            trained += elements * parameter.requires_grad
+    return TokenFlops(weights, trained, attention_of(config))
 
 
-def elements_of(module: nn.Module, name: str, parameter: nn.Parameter) -> float:
+def count_elements(module: nn.Module, name: str, parameter: nn.Parameter) -> float:
     """The elements of the matrix that a parameter stands for; a 4-bit one is stored packed, two to a byte."""
     if isinstance(module, nn.Linear):
         return float(module.in_features * module.out_features)
@@ -120,7 +106,7 @@ def routed_share(config: Any, name: str) -> float:
 
 
 def attention_of(config: Any) -> tuple[tuple[float, float], ...]:
-    """(d_attn, window) of every layer that attends."""
+    """(d_attn, window) of every layer that attends. Where keys and values differ (DeepSeek), d_attn is the mean of both."""
     window, kinds = getattr(config, "sliding_window", None) or math.inf, getattr(config, "layer_types", None)
     if kinds is None:  # one kind for all layers: a window where the config has one that is in use
         slides = getattr(config, "use_sliding_window", True)
@@ -128,15 +114,13 @@ def attention_of(config: Any) -> tuple[tuple[float, float], ...]:
     chunk = float(getattr(config, "attention_chunk_size", None) or math.inf)
     windows = {"full_attention": math.inf, "sliding_attention": window, "chunked_attention": chunk}
     attending = [windows[kind] for kind in kinds if kind in windows]
-    return tuple((attention_width(config), limit) for limit in attending)
-
-
-def attention_width(config: Any) -> float:
-    """d_attn: heads x head_dim; with a latent cache (DeepSeek) keys and values differ, and it is the mean of both."""
+    if not attending:  # and the config has no heads
+        return ()
     heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     if getattr(config, "qk_head_dim", None) and getattr(config, "v_head_dim", None):
-        return heads * (config.qk_head_dim + config.v_head_dim) / 2
-    return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        width = heads * (config.qk_head_dim + config.v_head_dim) / 2
+    return tuple((width, limit) for limit in attending)
 
 
 def peak_flops(card: str) -> float | None:
@@ -166,11 +150,7 @@ class Meter:
         self.began = self.since = time.monotonic()
 
     def resume_from(self, run_dir: Path) -> None:
-        """Go on counting where the earlier parts of the run in this directory ended.
-
-        The heartbeat is the record: at most a second of each part is lost, or all of it where the directory was fetched
-        from a mirror.
-        """
+        """Count on from where the earlier parts of the run in this directory ended: their heartbeat is the record."""
         path = run_dir / HEARTBEAT
         if path.exists():
             beat = read_json(path)
@@ -211,16 +191,13 @@ class Meter:
         return None if self.price_per_hour is None else (self.elapsed() + more_seconds) / 3600 * self.price_per_hour
 
 
-# ----------------------------------------------------------------------------------------------------------- throughput
-
 ROLLOUT = "rollout"
 
 
 @dataclass
 class TokenCounts:
-    """Sums over the batches of a training. tokens: without padding. squared: of the lengths of the documents, over `tokens`
-    the mean length among which a token attends. step_seconds: rollouts and reading data are in them, and not what lies
-    between them: saving, logging, evaluation."""
+    """Sums over the batches of a training. tokens: without padding. squared: of the lengths of the documents. step_seconds:
+    with rollouts and reading data, without what lies between steps: saving, logging, evaluation."""
 
     tokens: float = 0.0
     padded_tokens: float = 0.0
@@ -325,9 +302,8 @@ def flops_and_peak(model: Any) -> tuple[TokenFlops | None, float | None, str | N
 def document_lengths(inputs: dict[str, Any]) -> tuple[Tensor, Tensor, int]:
     """(sum of the squared lengths of the documents, tokens, tokens with padding) of a batch, the first two on its device.
 
-    inputs: of TRL's trainers: prompt and completion apart (GRPO), rows with an attention mask (SFT, DPO), or rows without
-    mask whose positions start anew with each document (packing): there the sum over positions p of 2 p + 1 is n^2, and
-    rows beside each other are padded.
+    inputs: of TRL's trainers: prompt and completion apart (GRPO), rows with an attention mask (SFT, DPO), or rows whose positions
+    start anew with each document (packing): there the sum over positions p of 2 p + 1 is n^2, and rows are padded.
     """
     if "completion_ids" in inputs:
         lengths = inputs["prompt_mask"].sum(-1) + inputs["completion_mask"].sum(-1)

@@ -28,9 +28,8 @@ def refuse_unreachable(train: Mapping[str, Any]) -> None:
     report_to = train.get("report_to") or []
     for name in [report_to] if isinstance(report_to, str) else report_to:
         if name in PACKAGES and not is_installed(name):
-            raise UsageError(
-                f"{name} is not installed", key="train.report_to", fix=f"run: {pip_command('install ' + name)}"
-            )
+            fix = f"run: {pip_command('install ' + name)}"
+            raise UsageError(f"{name} is not installed", key="train.report_to", fix=fix)
         if name == WANDB:
             refuse_wandb_without_key()
     if train.get("push_to_hub"):
@@ -67,28 +66,27 @@ def refuse_no_upload(repository: str | None, token: str | None) -> None:
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
-    what, hub = "train.push_to_hub", constants.ENDPOINT
+    def refuse(problem: str, fix: str) -> UsageError:
+        return UsageError(problem, key="train.push_to_hub", fix=fix)
+
+    hub, token = constants.ENDPOINT, token or get_token()
     another = f"make one that may write at {hub}/settings/tokens"
     if repository is None:
-        missing = "train.hub_model_id is missing, and TRL would call the repository `checkpoints`"
-        raise UsageError(missing, key=what, fix="set it")
+        raise refuse("train.hub_model_id is missing, and TRL would call the repository `checkpoints`", "set it")
     if constants.is_offline_mode():
-        raise UsageError("HF_HUB_OFFLINE is set, so nothing can be uploaded", key=what, fix=f"unset it, or drop {what}")
-    token = token or get_token()
+        raise refuse("HF_HUB_OFFLINE is set, so nothing can be uploaded", "unset it, or drop train.push_to_hub")
     if token is None:
-        fix = "run `hf auth login`, or set HF_TOKEN"
-        raise UsageError(f"there is no token to write to {hub} with", key=what, fix=fix)
+        raise refuse(f"there is no token to write to {hub} with", "run `hf auth login`, or set HF_TOKEN")
     try:
         role = HfApi(token=token).whoami().get("auth", {}).get("accessToken", {}).get("role")
     except HfHubHTTPError as error:
         if error.response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            raise UsageError(f"{hub} refuses the token", key=what, fix=another) from error
+            raise refuse(f"{hub} refuses the token", another) from error
         return  # busy; the upload is some minutes or hours away
     except httpx.TransportError as error:
-        reason = f"{hub} cannot be reached ({one_line(error)})"
-        raise UsageError(reason, key=what, fix=f"connect, or drop {what}") from error
+        raise refuse(f"{hub} cannot be reached ({one_line(error)})", "connect, or drop train.push_to_hub") from error
     if role == "read":
-        raise UsageError("the token may only read", key=what, fix=another)
+        raise refuse("the token may only read", another)
 
 
 def one_line(error: Exception) -> str:
@@ -102,8 +100,7 @@ def default_reporter() -> str:
 def set_tensorboard_directory(run_dir: Path, trainer: Any) -> None:
     """Have TensorBoard's files written into the run directory, unless TENSORBOARD_LOGGING_DIR says where.
 
-    transformers would write them below checkpoints/, in a directory for each start; and into the current directory what an
-    evaluation before the training logs (5.17, `TensorBoardCallback.on_log`).
+    transformers would write them below checkpoints/, in a directory for each start, and into ./runs.
     """
     for board in callbacks_of(trainer, TensorBoardCallback):
         if board.logging_dir is None:

@@ -1,8 +1,7 @@
 """The training itself, with everything that watches it.
 
-Where `train.eval_strategy` says nothing the held-out loss is measured at each tenth of the steps, or more rarely, so that it
-stays cheap. A training under way does what files in its run directory ask for: CHECKPOINT, and PAUSE, which waits between
-two steps, with a checkpoint, until the file PAUSED is removed; a red flag may ask for a pause as well.
+A training under way does what files in its run directory ask for: CHECKPOINT, and PAUSE, which waits between two steps, with
+a checkpoint, until the file PAUSED is removed; a red flag may ask for a pause as well.
 """
 
 import logging
@@ -11,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ FORESEEN_AFTER = 10  # steps: before that the pace is not known well enough to s
 
 
 class HeldOutLoss(TrainerCallback):
-    """Asks for an evaluation after every so many steps."""
+    """Asks for an evaluation at each tenth of the steps, or more rarely, so that it stays cheap."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.every = trainer, 0
@@ -59,11 +58,9 @@ class HeldOutLoss(TrainerCallback):
         step = args.train_batch_size * args.gradient_accumulation_steps * PASSES
         self.every = max(math.ceil(state.max_steps / TIMES), math.ceil(rows / step / SHARE))
         times = (state.max_steps - 1) // self.every
-        log.info(
-            "held-out loss: %d rows before the first step, %sand at the end, about %.1f %% of the computing%s (data.eval_rows)",
-            rows, f"every {self.every} steps " if times else "", 100 * (times + 2) * rows / step / state.max_steps,
-            ", without the compilation before the first (train.torch_compile)" if args.torch_compile else "",
-        )  # fmt: skip
+        on_the_way = f"every {self.every} steps " if times else ""
+        cost = f"about {100 * (times + 2) * rows / step / state.max_steps:.1f} % of the computing (data.eval_rows)"
+        log.info("held-out loss: %d rows before the first step, %sand at the end, %s", rows, on_the_way, cost)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.global_step % self.every == 0 and state.global_step < state.max_steps:
@@ -71,11 +68,8 @@ class HeldOutLoss(TrainerCallback):
 
 
 class BudgetCallback(TrainerCallback):
-    """Ends the training after the step in which `cogumi.max_hours` or `cogumi.max_cost` is reached, and has it saved.
-
-    Both count all parts of a run, from the first reading of the data on. What comes after the training (adapter,
-    verdict) takes its time beyond that; the merge is left for when the run is over.
-    """
+    """Ends the training, with a checkpoint, after the step in which `cogumi.max_hours` or `cogumi.max_cost` is reached.
+    Both count all parts of a run, from the first reading of the data on."""
 
     def __init__(self, options: CogumiSection, meter: Meter, progress: Progress) -> None:
         self.options, self.meter, self.progress = options, meter, progress
@@ -88,11 +82,9 @@ class BudgetCallback(TrainerCallback):
         left = self.progress.eta_seconds
         if not self.foreseen and left is not None and self.steps >= FORESEEN_AFTER:
             self.foreseen = True
-            said = budget_reached(self.options, self.meter.elapsed() + left)
-            if said is not None:
-                log.warning(
-                    "at this pace the training ends in %s, and before that the budget: %s", format_duration(left), said
-                )
+            if said := budget_reached(self.options, self.meter.elapsed() + left):
+                time_left = format_duration(left)
+                log.warning("at this pace the training ends in %s, and before that the budget: %s", time_left, said)
         said = budget_reached(self.options, self.meter.elapsed())
         if said is not None and state.global_step < state.max_steps:
             self.spent = f"{said} after step {state.global_step} of {state.max_steps}"
@@ -129,67 +121,47 @@ class ControlCallback(TrainerCallback):
         if now - self.looked < LOOK_SECONDS or state.global_step >= state.max_steps:
             return
         self.looked = now
-        if self.take_request(PAUSE):
+        # What they ask for is about to be done, so they are removed.
+        if remove_request(self.directory / PAUSE):
             control.should_save = True
             self.pause("asked to wait")
-        if self.take_request(CHECKPOINT):
+        if remove_request(self.directory / CHECKPOINT):
             log.info("step %d: a checkpoint, as asked", state.global_step)
             control.should_save = True
 
-    def take_request(self, name: str) -> bool:
-        """Whether the file is there. It is removed: what it asks for is about to be done."""
-        try:
-            (self.directory / name).unlink()
-        except FileNotFoundError:
-            return False
-        return True
-
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Wait, where a checkpoint was just written, until the file is removed or a signal asks the training to end.
-
-        (An `on_save` of its own would have every save wait for the disk.)
-        """
+        """Wait, where a checkpoint was just written, until the file is removed or a signal asks the training to end."""
         if self.reason is None:
             return
-        reason, self.reason = self.reason, None
         step, path = state.global_step, self.directory / PAUSED
+        text, self.reason = f"step {step}: {self.reason}\n", None
         protection = getattr(self.trainer, "cogumi_protection", None)
         if protection is not None:
             protection.saver.settle()  # the checkpoint of this step is there when the file is
-        text = f"step {step}: {reason}\n"
-        path.write_text(
-            f"{text}`cogumi unpause`, or removing this file, ends the pause. A process that is ended now can be resumed later.\n"
-        )
+        how = "`cogumi unpause`, or removing this file, ends the pause. A process that is ended now can be resumed."
+        path.write_text(f"{text}{how}\n")
         set_status(self.directory, "paused", reason=text.strip())
         log.warning("training is paused after step %d; `cogumi unpause %s` ends the pause", step, self.directory)
         with self.excused(), self.paused():
             while path.exists() and not self.asked_to_end():
                 time.sleep(PAUSE_SECONDS)
-        if path.exists():
-            path.unlink()
-        else:
+        if not remove_request(path):
             log.warning("the pause is over; training continues")
         set_status(self.directory, "running", stage="train")
 
 
+def remove_request(path: Path) -> bool:
+    """Remove the file; whether it was there."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def forget_requests(directory: Path) -> None:
     for name in (CHECKPOINT, PAUSE, PAUSED):
-        (directory / name).unlink(missing_ok=True)
-
-
-def preserve_state_in_evaluation(trainer: Any) -> None:
-    """Have a trainer put back random states and modes after each evaluation."""
-    evaluate = trainer.evaluate
-
-    @wraps(evaluate)
-    def as_if_not(*args: Any, **kwargs: Any) -> Any:
-        with preserve_rng_and_mode(trainer.model):
-            return evaluate(*args, **kwargs)
-
-    trainer.evaluate = as_if_not
-
-
-# ----------------------------------------------------------------------------------------------------------------- loop
+        remove_request(directory / name)
 
 
 @dataclass(frozen=True)
@@ -207,8 +179,7 @@ def fit(
     """Train, with the held-out loss before and after where the method has one, and judge what was logged."""
     run_dir, options = run.run_dir, run.cogumi
     start = sample_weights(trainer.model)
-    telemetry = Telemetry(heart, options.method)
-    telemetry.attach(trainer)
+    telemetry = Telemetry(trainer, heart, options.method)
     trackers.set_tensorboard_directory(run_dir, trainer)
     trackers.begin_wandb(trainer)
     budget = BudgetCallback(options, heart.meter, heart.progress)
@@ -240,21 +211,13 @@ def fit(
 
     samples_every = 0 if options.method == "gspo" and options.samples_every is None else options.samples_every
     if samples_every != 0 and examples.prompts is not None:
-        samples = Samples(
-            run_dir,
-            tokenizer,
-            examples.prompts,
-            samples_every,
-            telemetry.timed_stage,
-            heart.meter.seconds,
-            options.stop,
-        )
-        trainer.add_callback(samples)
+        aside = telemetry.timed_stage
+        trainer.add_callback(Samples(run_dir, tokenizer, examples.prompts, samples_every, aside, heart, options.stop))
     measure_loss = examples.held_out is not None and options.method != "gspo"
     if measure_loss:
-        preserve_state_in_evaluation(trainer)
-    if measure_loss and run.train.get("eval_strategy") is None:
-        trainer.add_callback(HeldOutLoss(trainer))
+        trainer.evaluate = preserve_rng_and_mode(trainer.model)(trainer.evaluate)
+        if run.train.get("eval_strategy") is None:
+            trainer.add_callback(HeldOutLoss(trainer))
     if options.method == "gspo":
         trainer.add_callback(Rollouts(trainer, run_dir, telemetry.write_unless_full))
     waiting = ControlCallback(trainer, run_dir, partial(telemetry.untimed_stage, "paused"), excused, interrupted)

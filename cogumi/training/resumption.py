@@ -23,24 +23,13 @@ RESUME_HINTS = {
 # Where a run stopped that can go on. "running" is one that was killed: a living one holds the directory's lock.
 UNFINISHED = (*AT_WORK, "interrupted", "failed", "stopped", STOPPED, SANITY_CHECKED, BUDGET_SPENT)
 # What may differ when a run goes on: where it is, what is kept of it and shown of it; nothing that shapes what is learned.
-COGUMI = (
-    "run_dir",
-    "resume",
-    "merge",
-    "compile",
-    "preflight",
-    "on_full",
-    "on_hung",
-    "fallback",
-    "mirror",
-    "sanity",
-    "on_red",
-)
-MONEY = ("price_per_hour", "max_hours", "max_cost", "samples_every")
+COGUMI = ("run_dir", "resume", "merge", "compile", "preflight", "mirror", "sanity", "on_red", "on_full", "on_hung")
+LIMITS = ("price_per_hour", "max_hours", "max_cost", "samples_every", "fallback")
+TRAIN = ("save_steps", "save_strategy", "save_total_limit", "report_to", "run_name")
 MUTABLE_KEYS = {
-    *(f"cogumi.{key}" for key in (*COGUMI, *MONEY)),
+    *(f"cogumi.{key}" for key in (*COGUMI, *LIMITS)),
     *(f"cogumi.flags.{key}" for key in Thresholds.model_fields),
-    *(f"train.{key}" for key in ("save_steps", "save_strategy", "save_total_limit", "report_to", "run_name")),
+    *(f"train.{key}" for key in TRAIN),
 }
 
 
@@ -60,20 +49,25 @@ def is_resuming(run: RunConfig) -> bool:
 
 def refuse_unless_unfinished(run: RunConfig) -> None:
     """Raise UsageError where the run directory holds anything but this run, unfinished."""
-    if run.cogumi.resume == "never" or not is_unfinished(run.run_dir):
+    status, config = run.run_dir / "status.json", run.run_dir / "config.yaml"
+    there = read_json(status) if config.exists() and status.exists() and status.stat().st_size else {}
+    if run.cogumi.resume == "never" or there.get("state") not in UNFINISHED:
         refuse_occupied(run.run_dir)
     if any((run.run_dir / name).exists() for name in ("data.json", "base.json", "choices.json")):
-        raise UsageError(
-            "an older cogumi began this run, and its decisions are in files that this one does not read",
-            place=run.run_dir,
-            fix="resume it with that version, or set cogumi.run_dir to a new directory",
-        )
+        problem = "an older cogumi began this run, and its decisions are in files that this one does not read"
+        fix = "resume it with that version, or set cogumi.run_dir to a new directory"
+        raise UsageError(problem, place=run.run_dir, fix=fix)
     if other := describe_differences(run):
-        raise UsageError(
-            f"{run.run_dir} holds an unfinished run of another configuration ({other})",
-            fix="set cogumi.run_dir to a new directory, or set these back to go on with that run",
-        )
-    refuse_repeated_check(run)
+        problem = f"{run.run_dir} holds an unfinished run of another configuration ({other})"
+        raise UsageError(problem, fix="set cogumi.run_dir to a new directory, or set these back to go on with that run")
+    sanity = run.cogumi.sanity
+    if sanity is None or there.get("state") != SANITY_CHECKED:
+        return
+    checked = read_json(run.run_dir / "flags.json")["step"]
+    if sanity <= checked:
+        fix = f"leave cogumi.sanity out and the run resumes there, set it above {checked} to check more steps"
+        fix += ", or set cogumi.run_dir to a new directory"
+        raise UsageError(f"its first steps were checked, {there['reason']}", place=run.run_dir, fix=fix)
 
 
 @contextmanager
@@ -81,17 +75,9 @@ def lock_run(run_dir: Path) -> Iterator[None]:
     """Hold the directory of a run. Raises UsageError where a living process does."""
     with lock_directory(run_dir) as ours:
         if ours is False:
-            raise UsageError(
-                "this run is under way in another process", place=run_dir, fix="wait for it, or end that one"
-            )
+            problem, fix = "this run is under way in another process", "wait for it, or end that one"
+            raise UsageError(problem, place=run_dir, fix=fix)
         yield
-
-
-def is_unfinished(run_dir: Path) -> bool:
-    status, config = run_dir / "status.json", run_dir / "config.yaml"
-    if not config.exists() or not status.exists() or not status.stat().st_size:
-        return False
-    return read_json(status).get("state") in UNFINISHED
 
 
 def describe_differences(run: RunConfig) -> str:
@@ -99,23 +85,6 @@ def describe_differences(run: RunConfig) -> str:
     there = flatten(yaml.safe_load((run.run_dir / "config.yaml").read_text(encoding="utf-8")))
     here = flatten(yaml.safe_load(dump_config(run)))
     return differences(*({key: side[key] for key in side.keys() - MUTABLE_KEYS} for side in (there, here)))
-
-
-def refuse_repeated_check(run: RunConfig) -> None:
-    """Raise UsageError where the first steps that are to be checked were: its answer is there already."""
-    status, sanity = read_json(run.run_dir / "status.json"), run.cogumi.sanity
-    if sanity is None or status["state"] != SANITY_CHECKED:
-        return
-    checked = read_json(run.run_dir / "flags.json")["step"]
-    if sanity <= checked:
-        raise UsageError(
-            f"its first steps were checked, {status['reason']}",
-            place=run.run_dir,
-            fix=(
-                f"leave cogumi.sanity out and the run resumes there, set it above {checked} to "
-                "check more steps, or set cogumi.run_dir to a new directory"
-            ),
-        )
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -30,6 +30,7 @@ from cogumi.methods.examples import describe_overlong, first_tokens, prepare_exa
 from cogumi.models import warm_start
 from cogumi.models.adapters import lora_config, refuse_unmatched
 from cogumi.models.loading import resolve_model
+from cogumi.notebook.report import write_report
 from cogumi.rl.patching import patch
 from cogumi.stack.gpus import VARIABLE, refuse_several_gpus, use_one_gpu
 from cogumi.telemetry.heartbeat import measure_run
@@ -78,10 +79,9 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     meter = Meter(run.cogumi.price_per_hour)
     one_gpu = use_one_gpu()
     refuse_several_gpus(torch.cuda.device_count())
-    before_start = [
-        *([auto_settings.Choice(VARIABLE, one_gpu.value, one_gpu.reason)] if one_gpu else []),
-        *auto_settings.set_allocator(run),
-    ]
+    before_start = [*auto_settings.set_allocator(run)]
+    if one_gpu:
+        before_start.insert(0, auto_settings.Choice(VARIABLE, one_gpu.value, one_gpu.reason))
     patches = patch(graph_break="off")  # 4-bit layers are seen to when the model is there, if they are to be compiled
     args = building.trl_arguments(run)
     refuse_early(run)
@@ -200,22 +200,15 @@ def refuse_unmergeable(run: RunConfig) -> None:
 
 @contextmanager
 def write_report_at_end(run_dir: Path) -> Iterator[None]:
-    """A report is left however a run ends, if it has trained."""
+    """A report is left however a run ends, if it has trained. A full disk, say, that does not take it takes nothing else."""
     try:
         yield
     finally:
-        if (run_dir / "metrics.jsonl").exists():
-            write_run_report(run_dir)
-
-
-def write_run_report(run_dir: Path) -> None:
-    """report.html, when all else is there. A place that does not take it (a full disk) takes nothing from the run."""
-    from cogumi.notebook.report import write_report
-
-    try:
-        write_report(run_dir)
-    except UsageError as error:
-        log.error("%s", error)
+        try:
+            if (run_dir / "metrics.jsonl").exists():
+                write_report(run_dir)
+        except UsageError as error:
+            log.error("%s", error)
 
 
 def conclude(run_dir: Path, fitted: TrainingOutcome) -> Verdict:
@@ -257,7 +250,7 @@ def make_verdict(fitted: TrainingOutcome) -> Verdict:
         missed = [check.name for check in checks if not check.passed]
         if safe and missed:
             safe, why = Scale.NO, f"{' and '.join(missed)} failed"
-        measure_run = "the reward rose" if sentinel.method == "gspo" else "the loss fell"
-        required = f"{measure_run} beyond its noise, and no flag of what is learned is red or yellow"
+        what = "the reward rose" if sentinel.method == "gspo" else "the loss fell"
+        required = f"{what} beyond its noise, and no flag of what is learned is red or yellow"
         checks.append(Check(SAFE_TO_SCALE, f"{safe}: {why}", required, bool(safe)))
     return Verdict(tuple(checks), tuple(sentinel.flags), tuple(sentinel.was_red.values()), safe)

@@ -17,11 +17,11 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.disk_space import space_of
 from cogumi.core.errors import DiskFull, RefusedAtSetup, UsageError
 from cogumi.core.formatting import one_line
-from cogumi.core.run_directory import DECISIONS, FORECAST, read_json, write_section
+from cogumi.core.run_directory import DECISIONS, FORECAST, write_section
 from cogumi.data.cache import Data
 from cogumi.forecast import data_sample
 from cogumi.forecast.memory_forecast import find_target
-from cogumi.forecast.preflight_report import Line, PreflightReport
+from cogumi.forecast.preflight_report import PreflightReport
 from cogumi.forecast.run_forecast import ForecastRequest, describe_stack, forecast_in_worker
 from cogumi.health.verdict import Check
 from cogumi.hub.downloads import Download, fetch
@@ -41,17 +41,13 @@ def wants_preflight(run: RunConfig) -> bool:
 
 
 def run_preflight(run: RunConfig, base: str, of_base: Any, data: Data, tokenizer: Any) -> None:
-    """Log what is ahead of a run whose choices are made, and keep it. Raises RefusedAtSetup for what cannot fit.
-
-    What may not fit is warned of: refused is what is larger before anything is allowed for, see
-    `cogumi.forecast.memory_forecast`.
-    """
+    """Log what is ahead of a run whose choices are made, and keep it. Raises RefusedAtSetup for what cannot fit before anything
+    is allowed for (`cogumi.forecast.memory_forecast`); what may not fit is warned of."""
     target = find_target(None)
     log.info("preflight: one step is forecast, without weights, in a process of its own")
     try:
-        lines, figures = forecast_in_worker(
-            ForecastRequest(run, base, of_base, data_sample.measure_data(run, data, tokenizer), target)
-        )
+        sample = data_sample.measure_data(run, data, tokenizer)
+        lines, figures = forecast_in_worker(ForecastRequest(run, base, of_base, sample, target))
     except UsageError as error:
         raise RefusedAtSetup.like(error) from error
     except RuntimeError as error:
@@ -61,33 +57,25 @@ def run_preflight(run: RunConfig, base: str, of_base: Any, data: Data, tokenizer
     write_section(run.run_dir / FORECAST, "preflight", report.as_dict())
     for line in report.lines:
         if line.state == "red":
-            log.warning("preflight: RED: %s", describe_line(line))
+            log.warning("preflight: RED: %s: %s; %s", line.stage, line.figure, line.fix)
         else:
-            log.info("preflight: %s", describe_line(line))
+            log.info("preflight: %s: %s", line.stage, line.figure)
     memory = figures.get("memory")
     if memory is not None and memory["tensors"] > memory["free"]:
         red = next(line for line in lines if line.stage == "memory")
-        raise RefusedAtSetup(f"{describe_line(red)} (or cogumi.preflight: off, which starts it all the same)")
-
-
-def describe_line(line: Line) -> str:
-    if line.state != "red":
-        return f"{line.stage}: {line.figure}"
-    return f"{line.stage}: {line.figure}; {line.fix}"
+        fix = f"{red.fix} (or cogumi.preflight: off, which starts it all the same)"
+        raise RefusedAtSetup(f"memory: {red.figure}", fix=fix)
 
 
 def fetch_into(run_dir: Path, download: Download) -> None:
     """The download stage of a run: which commit, how much of it is here."""
     write_section(run_dir / DECISIONS, "base", {"name": download.name, "commit": download.commit})
 
-    def told(here: int, total: int) -> None:
+    def report_progress(here: int, total: int) -> None:
         set_status(run_dir, "running", stage="download", bytes=here, of=total)
 
     with logging_redirect_tqdm(terminal_loggers()):
-        fetch(download, told)
-
-
-# ------------------------------------------------------------------------------------------- saved, merged and checked
+        fetch(download, report_progress)
 
 
 def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, revision: str | None) -> Path:
@@ -103,10 +91,8 @@ def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, 
 
 
 def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, dtype: torch.dtype) -> Path:
-    """The trained model in the base's own dtype, as `merged/` like that of an adapter's run: written aside and renamed.
-
-    The model itself is turned into that dtype: what is completed and compared afterwards is what was saved.
-    """
+    """The trained model in the base's own dtype, written aside and renamed to `merged/`. The model itself is turned into that
+    dtype: what is completed and compared afterwards is what was saved."""
     unfinished, whole = run_dir / ".merged", run_dir / "merged"
     remove_if_there(whole)
     with write_aside(unfinished):
@@ -121,8 +107,8 @@ def judge_saved(model: Any, saved: Path) -> Check:
     live = model.state_dict()
     stored = AutoModelForCausalLM.from_pretrained(saved, dtype="auto").state_dict()
     other = [name for name in live if name not in stored or not torch.equal(live[name].cpu(), stored[name])]
-    figure = f"{len(other)} of {len(live)} tensors differ from the live model's"
-    figure += f", the first is {other[0]}" if other else ""
+    first = f", the first is {other[0]}" if other else ""
+    figure = f"{len(other)} of {len(live)} tensors differ from the live model's{first}"
     return Check("saved model", figure, "0, bit for bit", not other, "load the last checkpoint instead of merged/")
 
 
@@ -167,31 +153,22 @@ def merge_and_check(
     assert report.largest_error is not None  # the merge above verifies
     for line in str(report).splitlines():
         log.info("%s", line)
-    weights = Check(
-        "merged weights",
-        f"{report.elements:,} elements in {report.tensors_merged} tensors, {report.not_nearest:,} of them next to a tie, "
-        f"the worst at {report.largest_error:.2f} of what rounding allows",
-        "<= 1",
-        report.largest_error <= 1,
-        merge_command(adapter),
-    )
+    figure = f"{report.elements:,} elements in {report.tensors_merged} tensors, {report.not_nearest:,} of them next to "
+    figure += f"a tie, the worst at {report.largest_error:.2f} of what rounding allows"
+    weights = Check("merged weights", figure, "<= 1", report.largest_error <= 1, merge_command(adapter))
     if quantization_of(live.config) is not None:
         revision = run.model.revision if report.base == base else None
         return report.out, [weights, *compare_unquantized(live, adapter, report, revision, tokens)]
     merged = AutoModelForCausalLM.from_pretrained(report.out, dtype="auto", device_map={"": live.device})
-    return report.out, [
-        weights,
-        *judge_logits(check_logits(live, merged, tokens), "the live adapter's", report, adapter),
-    ]
+    logits = check_logits(live, merged, tokens)
+    return report.out, [weights, *judge_logits(logits, "the live adapter's", adapter)]
 
 
 def compare_unquantized(
     live: Any, adapter: Path, report: MergeReport, revision: str | None, tokens: torch.Tensor
 ) -> list[Check]:
-    """Compare the merged model with the adapter on the full-precision base, and that adapter with the live one.
-
-    The live model's own logits are of quantized weights, which the merged model is to be rid of.
-    """
+    """Compare the merged model with the adapter on the full-precision base, and that adapter with the live one, whose own logits
+    are of quantized weights."""
     other = differing_tensors(live, adapter)
     figure = f"{len(other)} tensors differ from the live adapter's" + (f", the first is {other[0]}" if other else "")
     saved = Check("saved adapter", figure, "0, bit for bit", not other, "merge the adapter of the last checkpoint")
@@ -205,35 +182,17 @@ def compare_unquantized(
     kind = trained_on.type or trained_on.method
     kind += "" if report.q_over_delta is None else f", q/delta {report.q_over_delta:.2f}"
     beside = f"those of the adapter on the full-precision base (it was trained on {kind})"
-    return [saved, *judge_logits(logits, beside, report, adapter)]
+    return [saved, *judge_logits(logits, beside, adapter)]
 
 
 def merge_command(adapter: Path, options: str = "") -> str:
     return f"merge again: cogumi merge {shlex.quote(str(adapter))} OUT {options}".rstrip()
 
 
-def describe_rounding_loss(report: MergeReport) -> str:
-    """The merge's largest update beside the rounding of its dtype, where the update is the smaller of the two; else "".
-
-    Rounding moves an element by half the spacing of the dtype: up to eps / 2 of the element. An update below that is lost in
-    most elements, and what is lost has the update's own direction, so the logits may miss more than random rounding explains.
-    """
-    stored = read_json(report.out / "config.json")
-    dtype = str(stored.get("dtype") or stored.get("torch_dtype") or "float32").removeprefix("torch.")
-    rounding = torch.finfo(getattr(torch, dtype)).eps / 2
-    if report.max_delta_ratio >= rounding:
-        return ""
-    return f"the update is at most {report.max_delta_ratio:.1e} of a tensor, and {dtype} rounds up to {rounding:.1e} of it away"
-
-
-def judge_logits(logits: LogitCheck, beside: str, report: MergeReport, adapter: Path) -> list[Check]:
-    lost = describe_rounding_loss(report)
-    again = merge_command(adapter, "--dtype float32" if lost else "--verify logits")
-    fix = f"{lost}; raise train.learning_rate, or {again}" if lost else again
-    apart, rounding = (
-        f"logits rms {logits.base_distance:.2e} apart",
-        f"> {logits.bound:.2e}, what rounding explains",
-    )
+def judge_logits(logits: LogitCheck, beside: str, adapter: Path) -> list[Check]:
+    again = merge_command(adapter, "--dtype float32")
+    fix = f"where rounding takes a small update away, raise train.learning_rate, or {again}"
+    apart, rounding = f"logits rms {logits.base_distance:.2e} apart", f"> {logits.bound:.2e}, what rounding explains"
     figure = f"rms {logits.measured:.2e}, KL {logits.kl:.1e} from {beside}"
     bounds = f"<= {logits.bound:.2e}, {logits.kl_bound:.1e}"
     return [
