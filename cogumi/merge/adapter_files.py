@@ -171,6 +171,9 @@ class Quantization:
     type: str | None = None
     double: bool | None = None
 
+    def __str__(self) -> str:
+        return self.type or (f"{self.method} {self.bits}-bit" if self.bits else self.method)
+
 
 @dataclass(frozen=True)
 class BaseRecord:

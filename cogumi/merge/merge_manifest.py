@@ -11,7 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
@@ -22,9 +21,8 @@ from cogumi.core.formatting import format_bytes
 from cogumi.core.notices import show_seconds
 from cogumi.core.safetensors_file import Span
 from cogumi.merge.adapter_files import ADAPTER_WEIGHTS, resolve_adapter
-from cogumi.merge.bases import Base, dequantized_base, read_model
+from cogumi.merge.bases import dequantized_base, read_model
 from cogumi.merge.logits import LogitCheck
-from cogumi.merge.parameter_map import meta_base, parameter_places
 from cogumi.merge.plan import INDEX_NAME, MergePlan, TensorPlan, build_plan
 from cogumi.merge.quantized import quantized_tensors, rms_error
 from cogumi.merge.stream import DeltaStats, Outcome, available_cores, progress_bar, thread_pool, verify_shards
@@ -32,7 +30,7 @@ from cogumi.merge.stream import DeltaStats, Outcome, available_cores, progress_b
 MANIFEST_NAME = "cogumi-merge.json"
 CARD_NAME = "README.md"
 LICENCE_KEYS = ("license", "license_name", "license_link")
-HUB_SNAPSHOT = re.compile(r"models--(.+)/snapshots/[0-9a-f]{40}/?$")
+HUB_SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/[0-9a-f]{40}$")
 
 
 def write_side_files(plan: MergePlan, partial: Path) -> None:
@@ -142,36 +140,48 @@ def q_over_delta(plan: MergePlan, stats: dict[str, DeltaStats]) -> dict[str, flo
     """
     base = plan.base
     packed = quantized_tensors(base.trained_on.shards, base.trained_on.config) if base.trained_on else {}
-    names = quantized_on_load(base) if base.trained_in == "nf4" else packed.keys()
+    vocabulary = (base.config.get("text_config") or base.config).get("vocab_size")
     ratios: dict[str, float] = {}
     for tensor in plan.tensors:
-        name = tensor.target.name
-        if name not in names or not tensor.updated or tensor.replaced or not isinstance(tensor.source, Span):
-            continue  # what was left unquantized (embeddings, heads, fused experts) has no error
-        if stats[name].delta_rms:
-            ratios[name] = rms_error(tensor.source, packed.get(name)) / stats[name].delta_rms
+        name, source = tensor.target.name, tensor.source
+        if not tensor.updated or tensor.replaced or not isinstance(source, Span) or not stats[name].delta_rms:
+            continue
+        # load_in_4bit leaves embeddings, heads and stacked experts as they are.
+        stacked = any(term.count > 1 for piece in tensor.pieces if piece.change for term in piece.change.terms)
+        on_load = base.trained_in == "nf4" and len(source.shape) == 2 and source.shape[0] != vocabulary and not stacked
+        if on_load or name in packed:
+            ratios[name] = rms_error(source, packed.get(name)) / stats[name].delta_rms
     return ratios
 
 
-def quantized_on_load(base: Base) -> set[str]:
-    """The stored tensors that transformers' load_in_4bit quantizes, by its own rule: weights of linear layers, less the
-    head and what is tied. What the training was told to leave out besides (llm_int8_skip_modules) is not recorded."""
-    from transformers.pytorch_utils import Conv1D
-    from transformers.quantizers.base import get_keys_to_not_convert
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
-    model = meta_base(base)
-    places = parameter_places(model, base.tensors)
-    kept = get_keys_to_not_convert(model)
-    return {
-        place.tensor
-        for name, module in model.named_modules()
-        if (type(module) is torch.nn.Linear or isinstance(module, Conv1D)) and should_convert_module(name, kept)
-        for place in places.get(f"{name}.weight", ())
-    }
-
-
 # ---------------------------------------------------------------------------------------------------------- model card
+
+CARD = """\
+---
+{metadata}
+---
+
+# {name} with {adapters} merged in
+
+| | |
+|---|---|
+{facts}
+
+## What was checked
+
+{checks}
+
+## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("<this directory or repository>", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("<this directory or repository>")
+```
+
+To check it again, against the hashes in `cogumi-merge.json`: `cogumi merge --check <this directory>`.
+"""
 
 
 def model_card(manifest: dict[str, Any], licence: dict[str, str]) -> str:
@@ -181,39 +191,36 @@ def model_card(manifest: dict[str, Any], licence: dict[str, str]) -> str:
     `finetune`: on the hub, `merge` means several models made into one.
     """
     base, adapters, noise = manifest["base"], manifest["adapters"], manifest["q_over_delta"]
-    hub_id = hub_id_of(base["name"])
+    cached = HUB_SNAPSHOT.search(base["path"])
+    hub_id = cached[1].replace("--", "/", 1) if cached else None
     shown = hub_id or Path(base["name"]).name
-    data = ModelCardData(
+    metadata = ModelCardData(
         base_model=hub_id,
         base_model_relation="finetune" if hub_id else None,
         library_name="transformers",
         tags=["cogumi", "merged"],
         **licence,  # type: ignore[arg-type]
     )
+    digest = hashlib.sha256(json.dumps(base["sha256"], sort_keys=True).encode()).hexdigest()
     facts = {
         "base": f"[{shown}](https://huggingface.co/{shown})" if hub_id else f"{shown}, a local directory",
         "base commit": f"`{base['commit']}`" if base["commit"] else "none: not from the hub",
-        "base files (sha256 of their sha256)": f"`{sha256_of(base['sha256'])}`",
+        "base files (sha256 of their sha256)": f"`{digest}`",
     }
     for adapter in adapters:
         weight = "" if adapter["weight"] == 1 else f", times {adapter['weight']:g}"
         facts[f"adapter {Path(adapter['path']).name}{weight} (sha256)"] = f"`{adapter['sha256'][ADAPTER_WEIGHTS]}`"
     facts["stored as"] = "the dtypes of the base" if manifest["dtype"] == "keep" else manifest["dtype"]
     facts["made by"] = f"cogumi {version('cogumi')}"
-    checks = [f"{manifest['tensors_merged']} tensors hold base + update, computed in float32 and rounded once."]
-    if manifest["largest_error"] is None:
-        checks.append("**The written files were not compared with base and adapter.**")
-    else:
-        near = manifest["not_nearest"]
-        ties = f", but for {near:,} that lie between two as closely as float32 can tell" if near else ""
-        checks += [
-            f"All {manifest['elements']:,} elements that were computed (or decoded, or converted) were read back from disk "
-            f"and compared with the base, and its update, in float64: each is the nearest value that can be stored{ties}.",
-            f"{manifest['tensors_copied']} tensors are the bytes of the base; that was compared too.",
-        ]
-    retained = [entry.get("delta_retained") for entry in manifest["tensors"].values()]
-    if arrived := [share for share in retained if share is not None]:
-        checks.append(f"Of each tensor's update, at least {min(arrived):.2%} arrived in the rounded weights.")
+    checks = [
+        f"{manifest['tensors_merged']} tensors hold base + update, computed in float32 and rounded once. "
+        f"{manifest['tensors_copied']} are the bytes of the base.",
+        f"All {manifest['elements']:,} computed elements were read back from disk and compared with base + update in "
+        f"float64: each is the nearest value that can be stored, but for {manifest['not_nearest']:,} that lie between two "
+        "as closely as float32 can tell."
+        if manifest["largest_error"] is not None
+        else "**The written files were not compared with base and adapter.**",
+    ]
     if manifest["base_mode"] == "dequant":
         checks.append("The base is a quantized model, dequantized again: what training saw is what is stored here.")
     elif noise is not None:
@@ -226,31 +233,13 @@ def model_card(manifest: dict[str, Any], licence: dict[str, str]) -> str:
         f"{LogitCheck(**logits)}." if logits else "Logits of this model were not compared with the adapter's."
     )
     checks.append("What the model is good for was not measured here.")
-    parts = [
-        f"---\n{data.to_yaml()}\n---",
-        f"# {shown} with {'an adapter' if len(adapters) == 1 else f'{len(adapters)} adapters'} merged in",
-        "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in facts.items()),
-        "## What was checked\n\n" + "\n".join(f"- {check}" for check in checks),
-        "## Use\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("<this directory or repository>", dtype="auto")\n'
-        'tokenizer = AutoTokenizer.from_pretrained("<this directory or repository>")\n```\n\n'
-        f"To check it again, against the hashes in `{MANIFEST_NAME}`: `cogumi merge --check <this directory>`.",
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def sha256_of(digests: dict[str, str]) -> str:
-    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
-
-
-def hub_id_of(base: str) -> str | None:
-    """`owner/name` of a base on the hub, also where it was given as a snapshot in the hub's cache; else None."""
-    snapshot = HUB_SNAPSHOT.search(Path(base).as_posix())
-    if snapshot:
-        return snapshot[1].replace("--", "/", 1)
-    if Path(base).is_dir() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base) or base.startswith("."):
-        return None
-    return base
+    return CARD.format(
+        metadata=metadata.to_yaml(),
+        name=shown,
+        adapters="an adapter" if len(adapters) == 1 else f"{len(adapters)} adapters",
+        facts="\n".join(f"| {name} | {value} |" for name, value in facts.items()),
+        checks="\n".join(f"- {check}" for check in checks),
+    )
 
 
 def read_licence(base: Path) -> dict[str, str]:
@@ -306,22 +295,13 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
         dtype, base_mode = manifest["dtype"], manifest["base_mode"]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise MergeError(f"{path} is damaged ({type(error).__name__}: {error})") from error
-    total = 0
-    for path, found in sha256_on_disk(list(outputs), workers, progress, "hashing").items():
-        if found is None:
-            raise MergeError(f"{path} is gone; the directory is not whole: fetch it again, or merge again")
-        if found != outputs[path]:
-            was = f"its sha256 is {found}, not {outputs[path]}"
-            raise MergeError(f"{path} is not the file that was merged: {was}; fetch it again, or merge again")
-        total += path.stat().st_size
+    if changed := changed_file(outputs, workers, progress, "hashing"):
+        raise MergeError(f"{changed}; the directory is not whole: fetch it again, or merge again")
     extra = sorted(path for path in directory.glob("*.safetensors") if path not in outputs)
     if extra:
         raise MergeError(f"{extra[0]} was not written by the merge")
-    missing = next((f"{path} is gone" for path in inputs if not path.is_file()), None)
-    if missing is None:
-        digests = sha256_on_disk(list(inputs), workers, progress, "inputs")
-        missing = next((f"{path} has changed since" for path in inputs if inputs[path] != digests[path]), None)
-    if missing is not None:
+    total = sum(path.stat().st_size for path in outputs)
+    if missing := changed_file(inputs, workers, progress, "inputs"):
         return CheckReport(directory, len(outputs), total, None, missing)
     base, *adapters = (Path(each["path"]) for each in entries)
     found_base = read_model(str(base), None)
@@ -335,17 +315,17 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
     return CheckReport(directory, len(outputs), total, sum(check.elements for check in checks.values()), None)
 
 
-def sha256_on_disk(paths: list[Path], workers: int, progress: bool, name: str) -> dict[Path, str | None]:
-    """The sha256 of files, read from the disk rather than from memory; None where one is gone."""
+def changed_file(sha256: dict[Path, str], workers: int, progress: bool, name: str) -> str | None:
+    """The first file that is gone or has another sha256, in words. Read from the disk rather than from memory."""
+    if gone := next((path for path in sha256 if not path.is_file()), None):
+        return f"{gone} is gone"
 
     def read_back(path: Path) -> str | None:
-        if not path.is_file():
-            return None
         drop_from_memory(path)
-        digest = sha256_file(path)
+        same = sha256_file(path) == sha256[path]
         hashed(path.stat().st_size)
-        return digest
+        return None if same else f"{path} has changed since the merge"
 
-    present = sum(path.stat().st_size for path in paths if path.is_file())
-    with thread_pool(workers) as pool, progress_bar(progress, name, present) as hashed:
-        return dict(zip(paths, pool.map(read_back, paths), strict=True))
+    total = sum(path.stat().st_size for path in sha256)
+    with thread_pool(workers) as pool, progress_bar(progress, name, total) as hashed:
+        return next(filter(None, pool.map(read_back, sha256)), None)

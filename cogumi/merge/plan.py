@@ -25,7 +25,7 @@ from cogumi.merge.adapter_files import Adapter
 from cogumi.merge.bases import Base
 from cogumi.merge.changes import adapter_changes
 from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Place, read_checkpoint
-from cogumi.merge.quantized import Quantized
+from cogumi.merge.quantized import Bnb4bit
 from cogumi.merge.side_files import output_config, side_files
 
 OUTPUT_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -33,7 +33,7 @@ MERGEABLE_DTYPES = tuple(OUTPUT_DTYPES.values())
 INDEX_NAME = "model.safetensors.index.json"
 
 # Where a tensor's values before the update come from: bytes in a file, or a quantized tensor, decoded.
-Source = Span | Quantized
+Source = Span | Bnb4bit
 
 
 @dataclass(frozen=True)
