@@ -180,10 +180,8 @@ BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "additi
 
 def find_commit(name: str, revision: str | None = None) -> str | None:
     """The commit that a model's hub id means now, or None for what is no hub id: a directory, or an impossible name.
-
-    Without a network it is the one that the cache knows. Raises UsageError, with the fix, where there is no such model,
-    revision or permission, or the hub does not answer.
-    """
+    Without a network it is the one that the cache knows. Raises UsageError, with the fix, where there is no such
+    model, revision or permission, or the hub does not answer."""
     if Path(name).exists():
         return None
     try:
@@ -202,10 +200,8 @@ def find_commit(name: str, revision: str | None = None) -> str | None:
 
 def plan_download(name: str, commit: str | None) -> Download | None:
     """What is to be fetched for a model at a commit, checked against the disk of the cache; None for a directory.
-
-    Fetches at most the index of the weights. Raises UsageError where the repository has no weights that transformers
-    loads, the disk has no room for what is missing, or something is missing and the hub does not answer.
-    """
+    Raises UsageError where the repository has no weights that transformers loads, the disk has no room for what is
+    missing, or something is missing and the hub does not answer."""
     if commit is None or Path(name).exists():
         return None
     answered = True
@@ -252,9 +248,9 @@ def is_beside_weights(path: str) -> bool:
 def dataset_files(name: str, revision: str | None, split: str | None, subset: str | None) -> tuple[str, list[str]]:
     """(the commit, the files there) of one split of a data set: "train", or the only one, by default.
 
-    `datasets` says which files, from the repository's own description (its README) or their names. What it said of a
-    commit never changes, and is kept, so that a pinned data set needs no network once it is there. Raises UsageError
-    when the hub has no such data set, revision, subset or split, does not let this token read it, or cannot be reached.
+    `datasets` says which files. What it said of a commit never changes, and is kept, so that a pinned data set needs
+    no network once it is there. Raises UsageError when the hub has no such data set, revision, subset or split, does
+    not let this token read it, or cannot be reached.
     """
     with hub_errors_refused(name, revision, "dataset"):
         commit = str(hf.HfApi().resolve_revision(name, revision=revision, repo_type="dataset").resolved)

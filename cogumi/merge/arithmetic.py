@@ -34,8 +34,9 @@ Weights = Mapping[Path, Any]
 class Update:
     """A piece's change, loaded: left [rows, r] (scaled) and right [r, columns], in the layout of the stored tensor.
 
-    magnitude: DoRA's, float64 [rows, 1], where its outputs are rows; where they are columns, factor: the magnitude divided
-    by the norms already, [1, columns]. rows, values: stored rows that are replaced, int64 [n] and [n, columns].
+    magnitude: DoRA's, float64 [rows, 1], where its outputs are rows; where they are columns, factor: the magnitude
+    divided by the norms already, [1, columns]. rows, values: stored rows that are replaced, int64 [n] and [n,
+    columns].
     """
 
     left: torch.Tensor
@@ -83,8 +84,8 @@ def ieee_matmul() -> Iterator[None]:
 
 @contextmanager
 def one_thread_each() -> Iterator[None]:
-    """Every matrix product on the thread that asks for it: faster for small blocks on many threads than sharing each
-    block out, and the bits do not depend on how many there are."""
+    """Every matrix product on the thread that asks for it: faster for small blocks on many threads, and the bits do
+    not depend on how many there are."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -111,10 +112,8 @@ thread_scratch = PerThread()
 
 
 def scratch(name: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """A [rows, columns] tensor of whatever was left in it, until this thread asks for that name in that dtype again.
-
-    A thread keeps a few of BLOCK_ELEMENTS: fresh memory for each block would cost as much as the sums.
-    """
+    """A [rows, columns] tensor of whatever was left in it, until this thread asks for that name in that dtype again:
+    fresh memory for each block would cost as much as the sums."""
     kept = thread_scratch.tensors.get((name, dtype))
     if kept is None or kept.numel() < rows * columns:
         kept = thread_scratch.tensors[name, dtype] = torch.empty(rows * columns, dtype=dtype)

@@ -56,9 +56,9 @@ class BaseProof:
 class Base:
     """A model on disk. `name` is what it was asked for as; `indexed` says if it has an index.
 
-    quantized: stored tensors that are decoded before the update (base_mode="dequant"); empty otherwise. trained_on: the
-    quantized model that the adapter was trained on, where it is another one and at hand; proof: that this is what it was
-    quantized from. trained_in: how the base was quantized in memory while the adapter was trained ("nf4").
+    quantized: stored tensors that are decoded before the update (base_mode="dequant"). trained_on: the quantized model
+    that the adapter was trained on, where it is another one and at hand; proof: that this is what it was quantized
+    from. trained_in: how the base was quantized in memory while the adapter was trained ("nf4").
     """
 
     name: str
@@ -86,11 +86,10 @@ class Base:
 def resolve_base(adapter: Adapter, base: str | None, revision: str | None, base_mode: str) -> Base:
     """The model to merge into: a directory, or a hub id whose snapshot is in the local cache.
 
-    Without `base`, what the adapter records: in cogumi-base.json (the commit it was trained on), else in its config. A
-    quantized one is never merged into as it is: with base_mode="full" the full-precision model is looked for by name and
-    proven to be what it was quantized from; with "dequant" its weights are decoded, and the update goes on those.
-
-    Raises UsageError when there is none, it is incomplete or not in safetensors, or the proof fails.
+    Without `base`, what the adapter records: in cogumi-base.json (the commit it was trained on), else in its config.
+    With base_mode="full" the full-precision model of a quantized one is looked for by name and proven to be what it
+    was quantized from; with "dequant" its weights are decoded, and the update goes on those. Raises UsageError when
+    there is none, it is incomplete or not in safetensors, or the proof fails.
     """
     record = read_base_record(adapter.path)
     recorded = record.name if record else adapter.config.get("base_model_name_or_path")
@@ -126,10 +125,8 @@ def compare_with_recorded(found: Base, record: BaseRecord | None, recorded: str 
 
 
 def find_full_precision(found: Base, kind: str) -> Base:
-    """The full-precision model of a quantized base: the first that its name leads to, that is here, and that is proven.
-
-    Raises UsageError saying why each that is here is not the one, and what to download or pass.
-    """
+    """The full-precision model of a quantized base: the first that its name leads to, that is here, and that is
+    proven."""
     names = full_precision_names(found.name, kind)
     refused = []
     for name in filter(is_local, names):

@@ -51,10 +51,8 @@ def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint) -> Cha
 
 
 def resize_vocabulary(adapter: Adapter, base: Base, model: Any, held: dict[str, Span]) -> int | None:
-    """Resize the meta model to the vocabulary of the embedding that the adapter brings, if that is another; its size.
-
-    Raises UsageError where only the head has another size: the embedding's new rows are nowhere, then.
-    """
+    """Resize the meta model to the vocabulary of the embedding that the adapter brings, if that is another; its
+    size."""
 
     def rows(layer: Any) -> int | None:
         """Of the tensor that PEFT saved for an embedding or a head, whatever it wrapped it in."""
@@ -188,11 +186,8 @@ def layer_changes(
 
 
 def expert_term(adapter: Adapter, key: str, layer: Any) -> LowRank:
-    """The update of a bare parameter (target_parameters): a matrix, or a stack of experts in PEFT's layout.
-
-    PEFT knows by the layer's `is_transposed` whether the experts are [out, in] or [in, out] and then swaps its idea of
-    in and out; guessing it from shapes would be ambiguous.
-    """
+    """The update of a bare parameter (target_parameters): a matrix, or a stack of experts in PEFT's layout. PEFT swaps
+    its idea of in and out for experts that are [in, out]; guessing it from shapes would be ambiguous."""
     transposed = len(layer.get_param().shape) == 3 and not swaps_features(layer)
     rank, scaling = layer.r["default"], float(layer.scaling["default"])
     key_a, key_b = (f"{key}.lora_{side}.weight" for side in "AB")
@@ -209,9 +204,9 @@ def bias_parameter(adapter: Adapter, key: str) -> str:
 def check_saved_embedding(adapter: Adapter, base: Base, changes: Changes, span: Span, checkpoint: Checkpoint) -> None:
     """An embedding that PEFT saved beside the factors (targeted, or resized): the base's rows, and perhaps new ones.
 
-    It was not trained, so its rows must be the base's. A resized one takes the place of the base's, and the adapter's
-    updates come on top; a head that is tied to it and not in the file does likewise. What PEFT saved a second time (a
-    module that was trained whole, tokens of a tied head) must be the same tensor.
+    Its rows must be the base's. A resized one takes the place of the base's, and the adapter's updates come on top; a
+    head that is tied to it and not in the file does likewise. What PEFT saved a second time (a module that was trained
+    whole, tokens of a tied head) must be the same tensor.
     """
     key = re.sub(r"(\.modules_to_save|\.original_module|\.token_adapter)?(\.base_layer)?\.[^.]+$", ".weight", span.name)
     parameter = key.removeprefix(PREFIX)

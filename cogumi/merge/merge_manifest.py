@@ -1,8 +1,6 @@
 """What stands beside merged weights: cogumi-merge.json, a model card, and later the check that the directory is still that."""
 
-import hashlib
 import json
-import os
 import re
 import statistics
 from dataclasses import asdict, dataclass
@@ -61,6 +59,7 @@ def build_manifest(
     """The manifest as plain JSON values. options: dtype, base_mode and verify, as they were asked for."""
     base = plan.base
     noise = q_over_delta(plan, outcome.stats)
+    changed = [tensor for tensor in plan.tensors if tensor.updated or tensor.replaced]
     return {
         "format": 2,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -77,9 +76,7 @@ def build_manifest(
             {
                 "path": str(adapter.path.resolve()),
                 "weight": weight,
-                "sha256": {
-                    file.name: sha256_file(file) for file in (adapter.path / "adapter_config.json", adapter.weights)
-                },
+                "sha256": {name: sha256_file(adapter.path / name) for name in ("adapter_config.json", ADAPTER_WEIGHTS)},
             }
             for adapter, weight in plan.adapters
         ],
@@ -87,13 +84,8 @@ def build_manifest(
         "logits": asdict(logits) if logits else None,
         "q_over_delta": statistics.median(noise.values()) if noise else None,
         "shards": {shard.name: {"bytes": shard.bytes, "sha256": outcome.digests[shard.name]} for shard in plan.shards},
-        "side_files": {name: os.fspath(source.resolve()) for name, source in sorted(plan.side_files.items())},
         **totals(plan, outcome, verified=options["verify"] != "none"),
-        "tensors": {
-            tensor.target.name: tensor_entry(tensor, outcome, noise)
-            for tensor in plan.tensors
-            if tensor.updated or tensor.replaced
-        },
+        "tensors": {tensor.target.name: tensor_entry(tensor, outcome, noise) for tensor in changed},
     }
 
 
@@ -117,9 +109,8 @@ def totals(plan: MergePlan, outcome: Outcome, verified: bool) -> dict[str, Any]:
 def tensor_entry(tensor: TensorPlan, outcome: Outcome, noise: dict[str, float]) -> dict[str, Any]:
     """One changed tensor: what was put on it, and how much."""
     name = tensor.target.name
-    terms = [term for piece in tensor.pieces if piece.change for term in piece.change.terms]
     entry: dict[str, Any] = {"replaced": True} if tensor.replaced else {}
-    if terms:
+    if terms := tensor.terms:
         entry |= {"rank": max(term.rank for term in terms), "scaling": sorted({term.scaling for term in terms})}
     if stats := outcome.stats.get(name):
         entry |= {"max_abs_delta": stats.max_abs_delta, "delta_over_weight": stats.ratio}
@@ -147,8 +138,10 @@ def q_over_delta(plan: MergePlan, stats: dict[str, DeltaStats]) -> dict[str, flo
         if not tensor.updated or tensor.replaced or not isinstance(source, Span) or not stats[name].delta_rms:
             continue
         # load_in_4bit leaves embeddings, heads and stacked experts as they are.
-        stacked = any(term.count > 1 for piece in tensor.pieces if piece.change for term in piece.change.terms)
-        on_load = base.trained_in == "nf4" and len(source.shape) == 2 and source.shape[0] != vocabulary and not stacked
+        linear = (
+            len(source.shape) == 2 and source.shape[0] != vocabulary and all(term.count == 1 for term in tensor.terms)
+        )
+        on_load = base.trained_in == "nf4" and linear
         if on_load or name in packed:
             ratios[name] = rms_error(source, packed.get(name)) / stats[name].delta_rms
     return ratios
@@ -171,15 +164,6 @@ CARD = """\
 
 {checks}
 
-## Use
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("<this directory or repository>", dtype="auto")
-tokenizer = AutoTokenizer.from_pretrained("<this directory or repository>")
-```
-
 To check it again, against the hashes in `cogumi-merge.json`: `cogumi merge --check <this directory>`.
 """
 
@@ -201,11 +185,9 @@ def model_card(manifest: dict[str, Any], licence: dict[str, str]) -> str:
         tags=["cogumi", "merged"],
         **licence,  # type: ignore[arg-type]
     )
-    digest = hashlib.sha256(json.dumps(base["sha256"], sort_keys=True).encode()).hexdigest()
     facts = {
         "base": f"[{shown}](https://huggingface.co/{shown})" if hub_id else f"{shown}, a local directory",
         "base commit": f"`{base['commit']}`" if base["commit"] else "none: not from the hub",
-        "base files (sha256 of their sha256)": f"`{digest}`",
     }
     for adapter in adapters:
         weight = "" if adapter["weight"] == 1 else f", times {adapter['weight']:g}"
@@ -214,13 +196,16 @@ def model_card(manifest: dict[str, Any], licence: dict[str, str]) -> str:
     facts["made by"] = f"cogumi {version('cogumi')}"
     checks = [
         f"{manifest['tensors_merged']} tensors hold base + update, computed in float32 and rounded once. "
-        f"{manifest['tensors_copied']} are the bytes of the base.",
-        f"All {manifest['elements']:,} computed elements were read back from disk and compared with base + update in "
-        f"float64: each is the nearest value that can be stored, but for {manifest['not_nearest']:,} that lie between two "
-        "as closely as float32 can tell."
-        if manifest["largest_error"] is not None
-        else "**The written files were not compared with base and adapter.**",
+        f"{manifest['tensors_copied']} are the bytes of the base."
     ]
+    if manifest["largest_error"] is None:
+        checks.append("**The written files were not compared with base and adapter.**")
+    else:
+        checks.append(
+            f"All {manifest['elements']:,} computed elements were read back from disk and compared with base + update in "
+            f"float64: each is the nearest value that can be stored, but for {manifest['not_nearest']:,} that lie between "
+            "two as closely as float32 can tell."
+        )
     if manifest["base_mode"] == "dequant":
         checks.append("The base is a quantized model, dequantized again: what training saw is what is stored here.")
     elif noise is not None:
@@ -229,9 +214,7 @@ def model_card(manifest: dict[str, Any], licence: dict[str, str]) -> str:
             "This model has the update without that error."
         )
     logits = manifest["logits"]
-    checks.append(
-        f"{LogitCheck(**logits)}." if logits else "Logits of this model were not compared with the adapter's."
-    )
+    checks.append(str(LogitCheck(**logits)) if logits else "Logits were not compared with the adapter's.")
     checks.append("What the model is good for was not measured here.")
     return CARD.format(
         metadata=metadata.to_yaml(),

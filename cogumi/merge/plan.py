@@ -46,11 +46,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One output tensor: where its values come from, where they go, and what is done to which rows.
-
-    The pieces follow each other and hold every row of the tensor, seen as a matrix of its last dimension. replaced: the
-    source is the adapter's (a module trained whole, a resized embedding), not the base's.
-    """
+    """One output tensor. The pieces follow each other and hold every row of it, seen as a matrix of its last
+    dimension. replaced: the source is the adapter's (a module trained whole, a resized embedding), not the base's."""
 
     source: Source
     target: Span
@@ -60,6 +57,10 @@ class TensorPlan:
     @property
     def updated(self) -> bool:
         return any(piece.change is not None for piece in self.pieces)
+
+    @property
+    def terms(self) -> list[LowRank]:
+        return [term for piece in self.pieces if piece.change for term in piece.change.terms]
 
     @property
     def copied(self) -> bool:
@@ -84,7 +85,6 @@ class RowRange:
 
     @property
     def bytes(self) -> int:
-        """Of the output."""
         return (self.last - self.first) * self.tensor.row_bytes
 
     @property
@@ -132,10 +132,8 @@ class MergePlan:
 
 
 def build_plan(adapters: Sequence[tuple[Adapter, float]], base: Base, dtype: str) -> MergePlan:
-    """Plan every output tensor of base + the weighted sum of the adapters.
-
-    Raises UsageError naming the key when an adapter and the base do not fit together, or cannot be merged exactly.
-    """
+    """Plan every output tensor of base + the weighted sum of the adapters. Raises UsageError naming the key when an
+    adapter and the base do not fit together, or cannot be merged exactly."""
     checkpoint = read_checkpoint(base)
     each = [(adapter_changes(adapter, base, checkpoint), adapter, weight) for adapter, weight in adapters]
     changes = weighted_sum(each)
@@ -153,10 +151,8 @@ def build_plan(adapters: Sequence[tuple[Adapter, float]], base: Base, dtype: str
 
 
 def weighted_sum(each: list[tuple[Changes, Adapter, float]]) -> Changes:
-    """The changes of several adapters as one: their low-rank updates added up with their weights.
-
-    Raises UsageError where a sum means nothing: DoRA, whole modules and replaced rows are values, not differences.
-    """
+    """The changes of several adapters as one: their low-rank updates added up with their weights. Raises UsageError
+    where a sum means nothing: DoRA, whole modules and replaced rows are values, not differences."""
     if len(each) == 1 and each[0][2] == 1:
         return each[0][0]
     total = Changes()
@@ -176,9 +172,9 @@ def weighted_sum(each: list[tuple[Changes, Adapter, float]]) -> Changes:
 def find_untied(changes: Changes, checkpoint: Checkpoint, base: Base) -> tuple[bool, dict[str, str]]:
     """(whether a head no longer equals its embedding, {new stored tensor: the stored tensor that it starts from}).
 
-    A head that is tied to the embedding has no tensor of its own, as a rule. When an adapter changes the two differently,
-    as it does when it changes only one of them, the merged model needs both, and tie_word_embeddings=false. Changes that
-    are the same on both sides leave them tied, and a head that is stored all the same gets the embedding's, bit for bit.
+    A head that is tied to the embedding has no tensor of its own, as a rule. When an adapter changes the two
+    differently, the merged model needs both, and tie_word_embeddings=false. The same changes on both sides leave them
+    tied, and a head that is stored all the same gets the embedding's, bit for bit.
     """
     fresh: dict[str, str] = {}
     untied = False
@@ -296,10 +292,8 @@ def plan_shard(
     checkpoint: Checkpoint,
     dtype: str,
 ) -> ShardPlan:
-    """The output shard: the base shard's tensors in its order, then heads that were tied to one of them.
-
-    Where no name, dtype or shape changes, the header is the base's own, byte for byte.
-    """
+    """The output shard: the base shard's tensors in its order, then heads that were tied to one of them. Where no
+    name, dtype or shape changes, the header is the base's own, byte for byte."""
     own = {span.name: checkpoint.spans[span.name] for span in shard.spans if span.name in checkpoint.spans}
     order = own | {head: own[embedding] for head, embedding in untied.items() if embedding in own}
     drafts = []

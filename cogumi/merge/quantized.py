@@ -75,11 +75,9 @@ def is_hub_id(name: str) -> bool:
 
 
 def full_precision_names(name: str, quant_method: str | None) -> tuple[str, ...]:
-    """Where the full-precision model of the quantized base `name` (a hub id or a directory) may be, likeliest first.
-
-    quant_method: what quantization() said of it. These are guesses from how publishers name things, and what the hub's
-    cache holds under the same name; each one is for the proof to judge.
-    """
+    """Where the full-precision model of the quantized base `name` (a hub id or a directory) may be, likeliest first:
+    guesses from how publishers name things, and what the hub's cache holds under the same name. quant_method: what
+    quantization() said of it."""
     path = PurePath(name)
     stem = QUANTIZED_SUFFIX.sub("", path.name)
     found: list[str] = []
@@ -115,11 +113,8 @@ class Bnb4bit:
 
 
 def quantized_tensors(shards: tuple[Shard, ...], config: dict[str, Any]) -> dict[str, Bnb4bit]:
-    """The 4-bit weights of a bitsandbytes checkpoint by name; the names are those of the full-precision one.
-
-    Empty for any other kind of checkpoint. Raises UsageError for one that is incomplete or in a layout that is not known
-    here.
-    """
+    """The 4-bit weights of a bitsandbytes checkpoint by name; empty for any other kind. Raises UsageError for one that
+    is incomplete or in a layout that is not known here."""
     if quantization(config) != BNB_4BIT:
         return {}
     spans = {span.name: span for shard in shards for span in shard.spans}
@@ -181,11 +176,8 @@ def read_stored(span: Span, dtype: torch.dtype, first: int, count: int) -> torch
 
 
 def dequantize_rows(tensor: Bnb4bit, first_row: int, last_row: int) -> torch.Tensor:
-    """Rows first_row..last_row-1 as floats, [rows, columns]: what the quantized model computes with, bit for bit.
-
-    In the dtype that was quantized, as bitsandbytes.functional.dequantize_4bit returns it. Of a tensor with more than two
-    axes, rows are counted over all but the last.
-    """
+    """Rows first_row..last_row-1 in the dtype that was quantized, [rows, columns]: bitsandbytes' dequantize_4bit, bit
+    for bit."""
     columns = tensor.shape[-1]
     return dequantize_elements(tensor, first_row * columns, (last_row - first_row) * columns).view(-1, columns)
 
@@ -226,11 +218,8 @@ def block_absmax(tensor: Bnb4bit, begin: int, end: int) -> torch.Tensor:
 
 
 def nf4_round_trip(weight: torch.Tensor) -> torch.Tensor:
-    """What load_in_4bit (NF4, blocks of 64, double quantization) makes of full-precision rows: same shape and dtype.
-
-    weight: float, [rows, columns], on the CPU. Exact for a whole tensor; of some rows, double quantization centres the
-    block scales on these rows, and blocks begin with the first one.
-    """
+    """What load_in_4bit (NF4, blocks of 64, double quantization) makes of full-precision rows [rows, columns] on the
+    CPU. Exact for a whole tensor; of some rows, double quantization centres the block scales on these rows."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     # As one row: where rows end inside blocks, bitsandbytes 0.50.2 misreads them on CPUs with AVX512.
@@ -296,11 +285,8 @@ def spread_indices(total: int, wanted: int) -> list[int]:
 
 
 def differing_codes(tensor: Bnb4bit, weight: torch.Tensor, first: int) -> int:
-    """How many stored codes are not what quantizing `weight`, the elements from `first` on, gives.
-
-    `first` begins a block. A code is right when no other is nearer: where two are equally near, as for FP4's simple
-    fractions, kernels choose differently. In blocks that are all zero all codes count as right.
-    """
+    """How many stored codes are not what quantizing `weight`, the elements from `first` on, gives. `first` begins a
+    block. A code is right when no other is nearer: where two are equally near, kernels choose differently."""
     values = weight.to(tensor.dtype).float()
     blocks = torch.nn.functional.pad(values, (0, -len(values) % tensor.blocksize)).view(-1, tensor.blocksize)
     absmax = blocks.abs().amax(dim=1, keepdim=True).expand_as(blocks).flatten()[: len(values)]

@@ -66,12 +66,9 @@ def refuse_unmatched(lora: dict[str, Any], of_base: Any) -> None:
 
 
 def keep_float32(model: Any) -> None:
-    """Give the adapter on a quantized base the float32 back that PEFT made it in. Before there is an optimizer.
-
-    TRL 1.15 (sft_trainer.py, grpo_trainer.py) casts it to bfloat16, where an update below 2^-9 of a weight is lost; PEFT
-    loads a checkpoint's in float32, so a resumed run would differ. What is trained whole (modules_to_save) gets the
-    base's dtype.
-    """
+    """Give the adapter on a quantized base the float32 back that PEFT made it in. Before there is an optimizer. TRL
+    1.15 casts it to bfloat16, where an update below 2^-9 of a weight is lost. What is trained whole (modules_to_save)
+    gets the base's dtype."""
     if quantization_of(model.config) is None:
         return
     base = model.get_base_model().dtype
@@ -90,13 +87,9 @@ def differing_tensors(model: Any, adapter: Path) -> list[str]:
 def use_loraplus(trainer: Any, ratio: float) -> None:
     """Have a trainer make its optimizer with peft's LoRA+ groups. Before it has one; with its adapter on.
 
-    The class and its arguments stay what `args.optim` says; `args.weight_decay` holds for A and B. A gets
-    `args.learning_rate`, B and one-dimensional parameters (DoRA's magnitudes) `ratio` times as much, adapters on
-    embeddings peft's 1e-6. B starts at zero and has a larger effect, so that one rate for both is too small for it. The
-    schedule scales all of them.
-
-    Raises UsageError where there is no LoRA, for an optimizer that makes its own groups, and for one that is there
-    already.
+    A gets `args.learning_rate`, B and one-dimensional parameters (DoRA's magnitudes) `ratio` times as much, adapters
+    on embeddings peft's 1e-6; the schedule scales all of them. Raises UsageError where there is no LoRA, for an
+    optimizer that makes its own groups, and for one that is there already.
     """
     if not isinstance(trainer.model, PeftModel):
         raise UsageError("cogumi.loraplus_lr_ratio is for LoRA, and this run trains the whole model", fix="drop it")

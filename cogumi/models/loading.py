@@ -154,17 +154,16 @@ def refuse_misread(model: PreTrainedModel) -> None:
     if misread:
         leaves = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in misread))
         what = f"bitsandbytes {version('bitsandbytes')} misreads the 4-bit weights of {misread[0]} on this CPU"
-        fix = f"run on a GPU, or add to model.quantization_config.llm_int8_skip_modules: [lm_head, {leaves}]"
+        skip = f"model.quantization_config.llm_int8_skip_modules: [lm_head, {leaves}]"
+        fix = f"run on a GPU, or set model.name to the full-precision model with {skip}"
         raise UsageError(f"{what} ({len(misread)} layers in all)", key="model", fix=fix)
 
 
 @functools.cache
 def reads_4bit_rows(columns: int) -> bool:
-    """Whether bitsandbytes gets back, on this CPU, 4-bit weights of so many columns.
-
-    0.50.2 counts whole blocks of 64 to a row where a CPU has AVX512, and scales the others by a neighbour's: an error of
-    0.25 where 4 bits make 0.09. Here each block is one number, which it would get back exactly.
-    """
+    """Whether bitsandbytes gets back, on this CPU, 4-bit weights of so many columns. 0.50.2 counts whole blocks of 64
+    to a row where a CPU has AVX512, and scales the others by a neighbour's. Here each block is one number, which it
+    would get back exactly."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     weights = (torch.arange(4 * columns) // 64 + 1.0).view(4, columns)
@@ -194,11 +193,8 @@ def resolve_dtype(dtype: str) -> torch.dtype:
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Set the template of `train.chat_template_path`: a .jinja file, another model's (directory or hub id), or
-    `cogumi:tulu`.
-
-    Raises UsageError where there is none, or where it writes control tokens that this vocabulary has not: adding them
-    means new rows of embeddings, which an adapter does not train.
-    """
+    `cogumi:tulu`. Raises UsageError where there is none, or where it writes control tokens that this vocabulary has
+    not: an adapter does not train new rows of embeddings."""
     tokens: list[str] = []
     path = TULU if name == "cogumi:tulu" else Path(name)
     if path.is_file():

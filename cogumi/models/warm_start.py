@@ -47,11 +47,9 @@ MERGE_FIRST = "merge it (cogumi merge) and set model.name to the result"
 
 
 def lora_of(adapter: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """The `lora:` section of a run that starts from an adapter: the adapter's own, complete.
-
-    given: what the configuration says; every key of it has to agree. Raises UsageError where one does not, and for a
-    directory that holds no LoRA that a run can start from.
-    """
+    """The `lora:` section of a run that starts from an adapter: the adapter's own, complete. given: what the
+    configuration says. Raises UsageError where a key of it does not agree, and for a directory that holds no LoRA that
+    a run can start from."""
     own = {key: value for key, value in read_adapter_config(adapter).items() if key not in NOT_OF_THE_LORA}
     theirs, ours, plain = lora_config(own), lora_config(given), LoraConfig()
     for key in given:
@@ -144,11 +142,8 @@ def load_adapter(model: Any, adapter: Path, lora: dict[str, Any], revision: str 
 
 
 def refuse_other_base_weights(model: Any, adapter: Path) -> None:
-    """Raise UsageError where the file holds weights of the base itself, and others than the base has.
-
-    PEFT saves the embeddings along where an adapter is on them or the vocabulary was resized, and loads them over the
-    base's.
-    """
+    """Raise UsageError where the file holds weights of the base itself, and others than the base has. PEFT saves the
+    embeddings along where an adapter is on them or the vocabulary was resized, and loads them over the base's."""
     base = model.state_dict()
     trained_whole = read_json(adapter / "adapter_config.json").get("modules_to_save") or ()
     for key, saved in load_file(adapter / ADAPTER_WEIGHTS).items():
@@ -179,9 +174,9 @@ def load_exact_values(trainer: Any, adapter: Path, compares: bool) -> None:
     """Put the file's own bits into the trainer's model, and prove that they are there. Before there is an optimizer.
 
     TRL 1.15 rounds the adapter of a quantized base to bfloat16, and its copy for the reference misses adapters on
-    embeddings and trained tokens. unsloth's GRPO makes no copy. compares: whether the loss has a reference policy. Raises
-    UsageError where that would not be this adapter, RuntimeError for a tensor that found no place, or one that is trained
-    and is not from the file.
+    embeddings and trained tokens. compares: whether the loss has a reference policy. Raises UsageError where that
+    would not be this adapter, RuntimeError for a tensor that found no place, or one that is trained and is not from
+    the file.
     """
     model, saved = trainer.model, load_file(adapter / ADAPTER_WEIGHTS)
     if compares and trainer.ref_model is not None:
