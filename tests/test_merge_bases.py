@@ -348,7 +348,7 @@ def test_why_each_candidate_is_not_the_one(beside: Path, models: dict[str, Path]
     adapter = edit_config(beside / "adapter", base_model_name_or_path="unsloth/gpt-oss-tiny-unsloth-bnb-4bit")
     error = refused(adapter, beside / "out", golden)
     assert shard.name in error.message
-    assert "unsloth/gpt-oss-tiny is quantized itself (bitsandbytes)" in error.message
+    assert "unsloth/gpt-oss-tiny is not the one: it is quantized itself (bitsandbytes)" in error.message
     # Passed by hand, the other one is refused in the name that was passed.
     into_cache(cache, "someone/else", d=models["other"])
     error = refused(adapter, beside / "out", golden, base="someone/else")
@@ -515,7 +515,7 @@ def test_dequant_refuses_what_it_cannot_decode(
 ) -> None:
     out = tmp_path / "out"
     error = refused(adapters["nf4"], out, golden, base=models["full"], base_mode="dequant")
-    assert "pass base=<the quantized checkpoint>" in error.fix
+    assert "pass base=<a bitsandbytes 4-bit checkpoint>" in error.fix
     for method in ("gptq", "awq", "fp8", "bitsandbytes"):
         base = tmp_path / f"tiny-{method}"
         shutil.copytree(models["full"], base)
@@ -523,4 +523,5 @@ def test_dequant_refuses_what_it_cannot_decode(
         for mode in ("dequant", "full"):
             error = refused(adapters["nf4"], out, golden, base=base, base_mode=mode)
             assert f"base {base} is quantized ({method})" in error.message
-            assert error.fix == "pass base=<the full-precision model>"
+            fix = "pass base=<the full-precision model>" if mode == "full" else "pass base=<a bitsandbytes 4-bit"
+            assert fix in error.fix

@@ -115,33 +115,32 @@ def compare_with_recorded(found: Base, record: BaseRecord | None, recorded: str 
         except UsageError as error:  # the base was passed because of that, maybe
             log.warning("not proven that %s fits the adapter, which was trained on another: %s", found.name, error)
             return found
-    if quantization(trained_on.config) is not None:
-        return replace(found, trained_on=trained_on, proof=prove_base(trained_on, found))
+    if kind := quantization(trained_on.config):
+        try:
+            return replace(found, trained_on=trained_on, proof=compare_models(trained_on, found))
+        except Mismatch as mismatch:
+            raise UsageError(
+                f"base {found.name} is not what {trained_on.name} ({kind}) was quantized from: {mismatch}",
+                fix=f"pass base=<the full-precision model that it was>{dequant_hint(kind)}",
+            ) from mismatch
     if trained_on.path.resolve() != found.path.resolve():
         log.warning("the adapter was trained on %s: not proven that %s is the same model", recorded, found.name)
-    if record is None or record.quantization is None:
-        return found
-    return replace(found, trained_in=str(record.quantization))
+    in_memory = record and record.quantization
+    return replace(found, trained_in=str(in_memory)) if in_memory else found
 
 
 def find_full_precision(found: Base, kind: str) -> Base:
-    """The full-precision model of a quantized base: the first that its name leads to, that is here, and that is
-    proven."""
+    """The full-precision model of a quantized base: the first that its name leads to, that is here, and that is proven."""
     names = full_precision_names(found.name, kind)
     refused = []
     for name in filter(is_local, names):
         try:
             candidate = read_model(name, None)
-        except UsageError as error:
-            refused.append(f"not whole: {error}")
-            continue
-        if own := quantization(candidate.config):
-            refused.append(f"{name} is quantized itself ({own})")
-            continue
-        try:
+            if own := quantization(candidate.config):
+                raise Mismatch(f"it is quantized itself ({own})")
             proof = compare_models(found, candidate)
-        except Mismatch as mismatch:
-            refused.append(f"{name} is not what it was quantized from: {mismatch}")
+        except (UsageError, Mismatch) as error:
+            refused.append(f"{name} is not the one: {error}")
             continue
         log.info("base %s is quantized (%s); merging into %s", found.name, kind, name)
         return replace(candidate, trained_on=found, proof=proof)
@@ -149,8 +148,8 @@ def find_full_precision(found: Base, kind: str) -> Base:
     hub = next((name for name in names if is_hub_id(name) and not is_local(name)), None)
     fetch = f"run: hf download {hub}; or " if hub else ""
     raise UsageError(
-        f"base {found.name} is quantized ({kind}), and merging into it would lose nearly all of the "
-        f"update; its full-precision model is not here{why}",
+        f"base {found.name} is quantized ({kind}), and merging into it would lose nearly all of the update; "
+        f"its full-precision model is not here{why}",
         fix=f"{fetch}pass base=<the full-precision model>{dequant_hint(kind)}",
     )
 
@@ -162,16 +161,10 @@ def dequant_hint(kind: str) -> str:
 def dequantized_base(found: Base) -> Base:
     """A 4-bit bitsandbytes checkpoint, to be read as floats. Raises UsageError for any other."""
     kind = quantization(found.config)
-    if kind is None:
-        raise UsageError(
-            f"base {found.name} is not quantized on disk, so there is nothing to dequantize",
-            fix="leave out base_mode, or pass base=<the quantized checkpoint>",
-        )
     if kind != BNB_4BIT:
-        raise UsageError(
-            f"base {found.name} is quantized ({kind}), and base_mode='dequant' reads only bitsandbytes' 4 bits",
-            fix="pass base=<the full-precision model>",
-        )
+        what = f"base {found.name} is {f'quantized ({kind})' if kind else 'not quantized on disk'}"
+        fix = "leave out base_mode, or pass base=<a bitsandbytes 4-bit checkpoint>"
+        raise UsageError(f"{what}, and base_mode='dequant' reads only bitsandbytes' 4 bits", fix=fix)
     return replace(found, quantized=quantized_tensors(found.shards, found.config))
 
 
@@ -226,10 +219,8 @@ def base_shards(name: str, path: Path) -> tuple[tuple[Shard, ...], bool]:
     if single.is_file():
         return (read_shard(single),), False
     if not index.is_file():
-        raise UsageError(
-            f"base {name} has no model.safetensors and no index of shards in {path}",
-            fix="download all of it, as safetensors: nothing else is merged",
-        )
+        what = f"base {name} has no model.safetensors and no index of shards in {path}"
+        raise UsageError(what, fix="download all of it, as safetensors: nothing else is merged")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UsageError(f"{index} has no weight_map", fix="download the base again")
@@ -239,28 +230,15 @@ def base_shards(name: str, path: Path) -> tuple[tuple[Shard, ...], bool]:
         what = f"base {name} lacks {missing[0]} ({len(missing)} of {len(files)} shards)"
         raise UsageError(what, fix="download it again")
     shards = tuple(read_shard(path / file) for file in files)
-    held = [(span.name, span.path.name) for shard in shards for span in shard.spans]
-    if sorted(held) != sorted(weight_map.items()):
-        name = min(set(held) ^ set(weight_map.items()), default=("a tensor", ""))[0]
-        raise UsageError(
-            f"{index} and the shards differ in where {name} is, or hold it twice", fix="download the base again"
-        )
+    held = sorted((span.name, span.path.name) for shard in shards for span in shard.spans)
+    if held != sorted(weight_map.items()):
+        other = min(set(held) ^ set(weight_map.items()), default=("a tensor", ""))[0]
+        what = f"{index} and the shards differ in where {other} is, or hold it twice"
+        raise UsageError(what, fix="download the base again")
     return shards, True
 
 
 # --------------------------------------------------------------------------------------------------------------- proof
-
-
-def prove_base(quantized: Base, full: Base) -> BaseProof:
-    """compare_models, with a UsageError of one line where they do not match."""
-    try:
-        return compare_models(quantized, full)
-    except Mismatch as mismatch:
-        kind = quantization(quantized.config) or ""
-        raise UsageError(
-            f"base {full.name} is not what {quantized.name} ({kind}) was quantized from: {mismatch}",
-            fix=f"pass base=<the full-precision model that it was>{dequant_hint(kind)}",
-        ) from mismatch
 
 
 def compare_models(quantized: Base, full: Base) -> BaseProof:

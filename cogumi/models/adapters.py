@@ -1,7 +1,6 @@
 """The LoRA that a run trains, its learning rates, and what it did."""
 
 import copy
-import difflib
 import logging
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.trainer_optimizer import is_optimizer_factory
 
 from cogumi.core.errors import UsageError
+from cogumi.core.formatting import one_line
 from cogumi.merge.adapter_files import quantization_of
 
 # Rank 16 on every linear layer with alpha = 2r; dropout 0, because GSPO's ratio must be 1 before the first update.
@@ -33,7 +33,7 @@ def lora_config(lora: dict[str, Any], revision: str | None = None) -> LoraConfig
     try:
         return LoraConfig(**{**DEFAULTS, "task_type": "CAUSAL_LM", "revision": revision, **lora})
     except (ValueError, TypeError) as error:
-        raise UsageError(" ".join(str(error).split()), key="lora") from error
+        raise UsageError(one_line(error), key="lora") from error
 
 
 def refuse_unmatched(lora: dict[str, Any], of_base: Any) -> None:
@@ -52,16 +52,14 @@ def refuse_unmatched(lora: dict[str, Any], of_base: Any) -> None:
         return
     if any(check_target_module_exists(config, name) for name, _ in base.named_modules()):
         return
-    head = base.get_output_embeddings()
-    linear = {name.rpartition(".")[2]: None for name, each in base.named_modules()
-              if isinstance(each, torch.nn.Linear | Conv1D) and each is not head}  # fmt: skip
+    linear = dict.fromkeys(
+        name.rpartition(".")[2] for name, each in base.named_modules() if isinstance(each, torch.nn.Linear | Conv1D)
+    )
     words = [wanted] if isinstance(wanted, str) else sorted(wanted)
-    near = dict.fromkeys(found for word in words for found in difflib.get_close_matches(word, linear, n=1))
-    meant = f"did you mean {', '.join(near)}? " if near else ""
     raise UsageError(
         f"{', '.join(words)}: no module of {type(base).__name__} matches",
         key="lora.target_modules",
-        fix=f"{meant}its linear modules are {', '.join(linear)} (all-linear takes them all)",
+        fix=f"its linear modules are {', '.join(linear)} (all-linear takes all but the head)",
     )
 
 

@@ -140,11 +140,11 @@ def refuse_wrong_layers(model: PreTrainedModel) -> None:
     if not layers:
         what = f"{type(model).__name__} has no linear layers that bitsandbytes could quantize (stacked experts are not)"
         raise UsageError(what, key="model.quantization_config", fix="drop it")
-    head = next((name for name, module in layers.items() if module is model.get_output_embeddings()), None)
-    if head is not None:
-        what = f"it replaces transformers' own list, so {head} would be quantized, which TRL's losses read as it is"
-        key = "model.quantization_config.llm_int8_skip_modules"
-        raise UsageError(what, key=key, fix=f"add {head} to the list")
+    for name, module in layers.items():
+        if module is model.get_output_embeddings():
+            what = f"it replaces transformers' own list, so {name} would be quantized, which TRL's losses read as it is"
+            key = "model.quantization_config.llm_int8_skip_modules"
+            raise UsageError(what, key=key, fix=f"add {name} to the list")
 
 
 def refuse_misread(model: PreTrainedModel) -> None:
