@@ -445,8 +445,8 @@ def test_a_limit_on_file_size_is_refused(inputs: Callable[[str], tuple[Path, Pat
     child.join(60)
     assert child.exitcode == 2, said.read_text()
     assert re.fullmatch(
-        rf"cogumi: out {out} needs \S+ MB and {out.parent} has \S+ [GT]B free \(File too large\); raise the limit that "
-        r"ended it after \S+ [kM]?B or choose another disk; nothing was written\n",
+        rf"cogumi: out {out} needs \S+ MB and {out.parent} has \S+ [GT]B free \(File too large\); raise that limit "
+        r"or choose another disk; nothing was written\n",
         said.read_text(),
     )
     assert nothing_left(out)
@@ -549,8 +549,7 @@ def test_a_quota_is_refused(plain: tuple[Path, Path], tmp_path: Path, monkeypatc
         original(*arguments)
 
     monkeypatch.setattr(os, "posix_fallocate", limited)
-    limit = r"raise the limit that ended it after [\d.]+ k?B"
-    with pytest.raises(UsageError, match=rf"^out .* needs .* free \(Disk quota exceeded\); {limit}"):
+    with pytest.raises(UsageError, match=r"^out .* needs .* free \(Disk quota exceeded\); raise that limit or"):
         merge_adapter(adapter, tmp_path / "merged", base=base, progress=False)
     assert nothing_left(tmp_path / "merged")
 

@@ -377,7 +377,7 @@ def test_a_local_base_leaves_no_path_in_the_card(tmp_path: Path) -> None:
     assert str(tmp_path) not in text
     assert "my-base, a local directory" in text
     assert "base_model" not in ModelCard(text).data.to_dict()
-    assert "adapter a, times 0.5" in text
+    assert "Adapter a, times 0.5" in text
     assert "2 adapters merged" in text
 
 

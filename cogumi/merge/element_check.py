@@ -69,9 +69,8 @@ def verify_run(run: RowRange, directory: Path, weights: Weights) -> ElementCheck
     or the nearest value where the dtype was converted.
     """
     tensor = run.tensor
-    source_path = tensor.source.path if isinstance(tensor.source, Span) else tensor.source.weight.path
     with (
-        source_path.open("rb", buffering=0) as source,
+        tensor.source.path.open("rb", buffering=0) as source,
         (directory / tensor.target.path).open("rb", buffering=0) as written,
         torch.inference_mode(),
     ):

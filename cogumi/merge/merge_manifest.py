@@ -149,24 +149,6 @@ def q_over_delta(plan: MergePlan, stats: dict[str, DeltaStats]) -> dict[str, flo
 
 # ---------------------------------------------------------------------------------------------------------- model card
 
-CARD = """\
----
-{metadata}
----
-
-# {name} with {adapters} merged in
-
-| | |
-|---|---|
-{facts}
-
-## What was checked
-
-{checks}
-
-To check it again, against the hashes in `cogumi-merge.json`: `cogumi merge --check <this directory>`.
-"""
-
 
 def model_card(manifest: dict[str, Any], licence: dict[str, str]) -> str:
     """Markdown with YAML front matter, in the words of https://huggingface.co/docs/hub/model-cards.
@@ -174,10 +156,10 @@ def model_card(manifest: dict[str, Any], licence: dict[str, str]) -> str:
     Of a base in a directory only the last part of its path appears, as people publish their cards. The relation is
     `finetune`: on the hub, `merge` means several models made into one.
     """
-    base, adapters, noise = manifest["base"], manifest["adapters"], manifest["q_over_delta"]
+    base, adapters, logits = manifest["base"], manifest["adapters"], manifest["logits"]
     cached = HUB_SNAPSHOT.search(base["path"])
     hub_id = cached[1].replace("--", "/", 1) if cached else None
-    shown = hub_id or Path(base["name"]).name
+    name = hub_id or Path(base["name"]).name
     metadata = ModelCardData(
         base_model=hub_id,
         base_model_relation="finetune" if hub_id else None,
@@ -185,44 +167,34 @@ def model_card(manifest: dict[str, Any], licence: dict[str, str]) -> str:
         tags=["cogumi", "merged"],
         **licence,  # type: ignore[arg-type]
     )
-    facts = {
-        "base": f"[{shown}](https://huggingface.co/{shown})" if hub_id else f"{shown}, a local directory",
-        "base commit": f"`{base['commit']}`" if base["commit"] else "none: not from the hub",
-    }
+    commit = f"commit `{base['commit']}`" if hub_id else "a local directory"
+    facts = [f"Base: {name}, {commit}."]
     for adapter in adapters:
         weight = "" if adapter["weight"] == 1 else f", times {adapter['weight']:g}"
-        facts[f"adapter {Path(adapter['path']).name}{weight} (sha256)"] = f"`{adapter['sha256'][ADAPTER_WEIGHTS]}`"
-    facts["stored as"] = "the dtypes of the base" if manifest["dtype"] == "keep" else manifest["dtype"]
-    facts["made by"] = f"cogumi {version('cogumi')}"
-    checks = [
+        digest = adapter["sha256"][ADAPTER_WEIGHTS]
+        facts.append(f"Adapter {Path(adapter['path']).name}{weight} (sha256 `{digest}`).")
+    facts.append(
         f"{manifest['tensors_merged']} tensors hold base + update, computed in float32 and rounded once. "
         f"{manifest['tensors_copied']} are the bytes of the base."
-    ]
+    )
     if manifest["largest_error"] is None:
-        checks.append("**The written files were not compared with base and adapter.**")
+        facts.append("**The written files were not compared with base and adapter.**")
     else:
-        checks.append(
+        facts.append(
             f"All {manifest['elements']:,} computed elements were read back from disk and compared with base + update in "
             f"float64: each is the nearest value that can be stored, but for {manifest['not_nearest']:,} that lie between "
             "two as closely as float32 can tell."
         )
     if manifest["base_mode"] == "dequant":
-        checks.append("The base is a quantized model, dequantized again: what training saw is what is stored here.")
-    elif noise is not None:
-        checks.append(
-            f"The adapter was trained on a quantized base, whose error is {noise:.2g} times as large as the update. "
-            "This model has the update without that error."
-        )
-    logits = manifest["logits"]
-    checks.append(str(LogitCheck(**logits)) if logits else "Logits were not compared with the adapter's.")
-    checks.append("What the model is good for was not measured here.")
-    return CARD.format(
-        metadata=metadata.to_yaml(),
-        name=shown,
-        adapters="an adapter" if len(adapters) == 1 else f"{len(adapters)} adapters",
-        facts="\n".join(f"| {name} | {value} |" for name, value in facts.items()),
-        checks="\n".join(f"- {check}" for check in checks),
-    )
+        facts.append("The base is a quantized model, dequantized again: what training saw is what is stored here.")
+    elif manifest["q_over_delta"] is not None:
+        noise = f"whose error is {manifest['q_over_delta']:.2g} times as large as the update"
+        facts.append(f"The adapter was trained on a quantized base, {noise}. This model is without that error.")
+    facts.append(str(LogitCheck(**logits)) if logits else "Logits were not compared with the adapter's.")
+    facts.append("What the model is good for was not measured here.")
+    facts.append(f"`cogumi merge --check <this directory>` checks it again, by the hashes in `{MANIFEST_NAME}`.")
+    title = f"# {name} with {'an adapter' if len(adapters) == 1 else f'{len(adapters)} adapters'} merged in"
+    return f"---\n{metadata.to_yaml()}\n---\n\n{title}\n\n" + "".join(f"- {fact}\n" for fact in facts)
 
 
 def read_licence(base: Path) -> dict[str, str]:

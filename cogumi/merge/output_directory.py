@@ -53,10 +53,6 @@ def remove_stale(target: Path) -> None:
             raise UsageError(what, fix="remove it or choose another out") from error
 
 
-def bytes_taken(directory: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
-
-
 def already_running(target: Path, partial: Path) -> UsageError:
     return UsageError(f"out {target}: another merge is writing {partial.name}", fix="wait for it or choose another out")
 
@@ -72,7 +68,7 @@ def partial_directory(plan: MergePlan, target: Path) -> Iterator[Path]:
         partial.mkdir()
     except OSError as error:
         if error.errno in NO_SPACE:
-            raise disk_full(target, needed, 0, error) from error
+            raise disk_full(target, needed, error) from error
         raise UsageError(f"cannot write {partial}: {error.strerror}", fix="choose another out") from error
     with lock_directory(partial) as ours:
         if ours is False:  # a merge that has begun at the same moment took it for a killed one's, and removes it
@@ -81,10 +77,9 @@ def partial_directory(plan: MergePlan, target: Path) -> Iterator[Path]:
             allocate(plan, partial)
             yield partial
         except BaseException as error:
-            taken = bytes_taken(partial)
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError) and error.errno in NO_SPACE:
-                raise disk_full(target, needed, taken, error) from error
+                raise disk_full(target, needed, error) from error
             raise
 
 
@@ -110,15 +105,15 @@ def small_bytes(plan: MergePlan) -> int:
     return 64 * 1024 + 600 * len(plan.tensors) + sum(path.stat().st_size + 4096 for path in plan.side_files.values())
 
 
-def disk_full(target: Path, needed: int, taken: int, error: OSError) -> DiskFull:
-    """Why `needed` bytes could not be had, in one line with the numbers. taken: what is given back, and counts as free."""
+def disk_full(target: Path, needed: int, error: OSError) -> DiskFull:
+    """Why `needed` bytes could not be had, in one line with the numbers. What a merge had taken is free again."""
     place = target.absolute().parent
-    free = taken + space_of(place).free
+    free = space_of(place).free
     remedy = f"free {format_bytes(needed - free)}"
     if (
         error.errno != errno.ENOSPC or free >= needed
     ):  # a quota, a limit on the size of one file, blocks reserved for root
-        remedy = f"raise the limit that ended it after {format_bytes(taken)}"
+        remedy = "raise that limit"
     has = f"{place} has {format_bytes(free)} free ({error.strerror})"
     text = f"out {target} needs {format_bytes(needed)} and {has}; {remedy} or choose another disk; nothing was written"
     return DiskFull(text, place, needed)

@@ -111,6 +111,10 @@ class Bnb4bit:
     nested_offset: float
     auxiliary: tuple[str, ...]
 
+    @property
+    def path(self) -> Path:
+        return self.weight.path
+
 
 def quantized_tensors(shards: tuple[Shard, ...], config: dict[str, Any]) -> dict[str, Bnb4bit]:
     """The 4-bit weights of a bitsandbytes checkpoint by name; empty for any other kind. Raises UsageError for one that

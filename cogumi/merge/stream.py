@@ -45,7 +45,7 @@ RUN_ELEMENTS = 32 * BLOCK_ELEMENTS
 HASH_BYTES = 1 << 18
 # How much of a shard is hashed before the disk is asked to take it.
 SYNC_BYTES = 1 << 26
-# What the kernel says where it cannot copy between two files by itself (other filesystem, or none that supports it).
+# What the kernel says where it cannot copy between two files by itself.
 NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 Advance = Callable[[int], None]
@@ -254,9 +254,8 @@ def write_run(run: RowRange, directory: Path, weights: Weights) -> DeltaStats | 
     """Write one run's rows into the shard, which exists in its full size; the statistics of the update, if there is
     one."""
     tensor = run.tensor
-    source_path = tensor.source.path if isinstance(tensor.source, Span) else tensor.source.weight.path
     with (
-        source_path.open("rb", buffering=0) as source,
+        tensor.source.path.open("rb", buffering=0) as source,
         (directory / tensor.target.path).open("r+b", buffering=0) as target,
         torch.inference_mode(),
     ):
@@ -264,8 +263,10 @@ def write_run(run: RowRange, directory: Path, weights: Weights) -> DeltaStats | 
             return merge_run(run, source, target, weights)
         if isinstance(tensor.source, Span) and tensor.source.dtype == tensor.target.dtype:
             copy_run(run, tensor.source, source, target)
-        else:
-            convert_run(run, source, target)
+            return None
+        for first, last in row_blocks(run.first, run.last, matrix_shape(tensor.source.shape)[1]):
+            block = read_rows(tensor.source, first, last, source, FLOAT_DTYPES[tensor.target.dtype])
+            write_at(target, tensor.target.start + first * tensor.row_bytes, block)
     return None
 
 
@@ -320,11 +321,3 @@ def copy_run(run: RowRange, span: Span, source: BinaryIO, target: BinaryIO) -> N
             done = min(COPY_BYTES, end - position)
             write_at(target, position + shift, read_into(source, position, torch.empty(done, dtype=torch.uint8)))
         position += done
-
-
-def convert_run(run: RowRange, source: BinaryIO, target: BinaryIO) -> None:
-    """Untouched rows in another dtype, rounded once."""
-    width, kind = run.tensor.row_bytes, FLOAT_DTYPES[run.tensor.target.dtype]
-    for first, last in row_blocks(run.first, run.last, matrix_shape(run.tensor.source.shape)[1]):
-        block = read_rows(run.tensor.source, first, last, source, kind)
-        write_at(target, run.tensor.target.start + first * width, block)
