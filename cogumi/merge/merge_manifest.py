@@ -240,14 +240,14 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
         raise UsageError(f"{directory} holds no {MANIFEST_NAME}, so it is not a directory that cogumi merged")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(manifest, dict) or manifest.get("format") != 2:
+        if manifest["format"] != 2:
             raise UsageError(f"{path} has a format that this version does not know", fix="merge again")
         entries = [manifest["base"], *manifest["adapters"]]
         inputs = {Path(each["path"]) / name: digest for each in entries for name, digest in each["sha256"].items()}
         shards = {name: shard["sha256"] for name, shard in manifest["shards"].items()}
         outputs = {directory / name: digest for name, digest in (manifest["files"] | shards).items()}
-        weights = [each["weight"] for each in entries[1:]]
-        dtype, base_mode = manifest["dtype"], manifest["base_mode"]
+        adapters = [(Path(each["path"]), each["weight"]) for each in manifest["adapters"]]
+        base, dtype, base_mode = manifest["base"]["path"], manifest["dtype"], manifest["base_mode"]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise MergeError(f"{path} is damaged ({type(error).__name__}: {error})") from error
     if changed := changed_file(outputs, workers, progress, "hashing"):
@@ -258,13 +258,9 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
     total = sum(path.stat().st_size for path in outputs)
     if missing := changed_file(inputs, workers, progress, "inputs"):
         return CheckReport(directory, len(outputs), total, None, missing)
-    base, *adapters = (Path(each["path"]) for each in entries)
-    found_base = read_model(str(base), None)
-    plan = build_plan(
-        [(resolve_adapter(path), weight) for path, weight in zip(adapters, weights, strict=True)],
-        dequantized_base(found_base) if base_mode == "dequant" else found_base,
-        dtype,
-    )
+    found = read_model(base, None)
+    found = dequantized_base(found) if base_mode == "dequant" else found
+    plan = build_plan([(resolve_adapter(path), weight) for path, weight in adapters], found, dtype)
     with progress_bar(progress, "verifying", plan.shard_bytes) as checked:
         checks = verify_shards(plan, directory, workers, checked)
     return CheckReport(directory, len(outputs), total, sum(check.elements for check in checks.values()), None)
