@@ -95,10 +95,8 @@ class Download:
         missing = self.total - self.here
         (disk,) = group_needs([Need(self.kind, hub_cache(), missing, missing, 2 * len(self.missing))], ask=True)
         if disk.refusal:
-            what = (
-                f"{self}; {disk.filesystem.mount} has {format_bytes(disk.filesystem.space.free)} free: {disk.refusal}"
-            )
-            raise UsageError(what, key=KEYS[self.kind], fix=MORE_ROOM)
+            free = f"{disk.filesystem.mount} has {format_bytes(disk.filesystem.space.free)} free"
+            raise UsageError(f"{self}; {free}: {disk.refusal}", key=KEYS[self.kind], fix=MORE_ROOM)
 
 
 def fetch(download: Download, told: Callable[[int, int], None] = lambda here, total: None) -> Path:
@@ -322,23 +320,24 @@ def hub_errors_refused(name: str, revision: str | None, kind: str) -> Iterator[N
 
 def describe_hub_error(name: str, revision: str | None, error: Exception, kind: str) -> UsageError:
     """What the hub's error means for the config, in one line."""
-    endpoint, token = hf.constants.ENDPOINT, hf.get_token() is not None
+    endpoint, token, key = hf.constants.ENDPOINT, hf.get_token() is not None, KEYS[kind]
     page = f"{endpoint}/{'datasets/' * (kind == 'dataset')}{name}"
-    key, fix, status = KEYS[kind], "", status_of(error)
+    fix, status = "", status_of(error)
     if isinstance(error, GatedRepoError):
-        how = "the account of HF_TOKEN has no access yet" if token else "no HF_TOKEN is set"
-        text = f"{name} is gated, and {how}"
+        text = f"{name} is gated, and " + (
+            "the account of HF_TOKEN has no access yet" if token else "no HF_TOKEN is set"
+        )
         fix = f"accept its licence at {page}, and set HF_TOKEN to a token of that account"
     elif isinstance(error, RevisionNotFoundError):
-        section = key.partition(".")[0]
-        text, fix = f"{name} has no revision {revision!r}", f"see {page}/commits/main, or drop {section}.revision"
+        text = f"{name} has no revision {revision!r}"
+        fix = f"see {page}/commits/main, or drop {key.partition('.')[0]}.revision"
     elif isinstance(error, RepositoryNotFoundError):
         how = "HF_TOKEN may not see it" if token else "it is private and no HF_TOKEN is set"
         text, fix = f"no {NAMES[kind]} at {name!r} on the hub, or {how}", nearest(name, kind)
     elif status is not None:
         text = f"{endpoint} answers {status} about {name}"
         fix = "unset HF_TOKEN, or set it to a valid one" if status == 401 else "try again later"
-    elif isinstance(error, OSError) and error.errno in UNWRITABLE:
+    elif getattr(error, "errno", None) in UNWRITABLE:
         text, fix = f"{name}: {one_line(error)[:300]}", MORE_ROOM
     elif isinstance(error, ValueError | RuntimeError) or type(error).__module__.startswith("datasets"):
         text = f"{name}: {one_line(error)[:300]}"

@@ -91,7 +91,7 @@ def refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
         reason = f"it is a {config.get('peft_type')} adapter and only LORA is supported"
     elif init not in PLAIN_INITS:
-        reason = f"init_lora_weights={init!r}, which changes the base when training starts; {PLAIN_INITS} do not"
+        reason = f"init_lora_weights={init!r}: only {PLAIN_INITS} are proven to leave the base as it is"
     elif unknown:
         reason = f"adapter_config.json sets {unknown[0]}={config[unknown[0]]!r}, which this merge does not know"
     if reason:

@@ -101,22 +101,16 @@ def row_blocks(first: int, last: int, columns: int) -> Iterator[tuple[int, int]]
         yield start, min(start + step, last)
 
 
-class PerThread(threading.local):
-    """Each thread's own."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[tuple[str, torch.dtype], torch.Tensor] = {}
-
-
-thread_scratch = PerThread()
+thread_scratch = threading.local()
 
 
 def scratch(name: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """A [rows, columns] tensor of whatever was left in it, until this thread asks for that name in that dtype again:
     fresh memory for each block would cost as much as the sums."""
-    kept = thread_scratch.tensors.get((name, dtype))
+    kept = getattr(thread_scratch, f"{name} {dtype}", None)
     if kept is None or kept.numel() < rows * columns:
-        kept = thread_scratch.tensors[name, dtype] = torch.empty(rows * columns, dtype=dtype)
+        kept = torch.empty(rows * columns, dtype=dtype)
+        setattr(thread_scratch, f"{name} {dtype}", kept)
     return kept[: rows * columns].view(rows, columns)
 
 

@@ -136,11 +136,13 @@ def find_full_precision(found: Base, kind: str) -> Base:
     for name in filter(is_local, names):
         try:
             candidate = read_model(name, None)
-            if own := quantization(candidate.config):
-                raise Mismatch(f"it is quantized itself ({own})")
+        except UsageError as error:
+            refused.append(f"{name} is not whole: {error}")
+            continue
+        try:
             proof = compare_models(found, candidate)
-        except (UsageError, Mismatch) as error:
-            refused.append(f"{name} is not the one: {error}")
+        except Mismatch as mismatch:
+            refused.append(f"{name} is not the one: {mismatch}")
             continue
         log.info("base %s is quantized (%s); merging into %s", found.name, kind, name)
         return replace(candidate, trained_on=found, proof=proof)
@@ -250,6 +252,8 @@ def compare_models(quantized: Base, full: Base) -> BaseProof:
     that was trained with all of those frozen would pass.
     """
     kind = quantization(quantized.config)
+    if own := quantization(full.config):
+        raise Mismatch(f"it is quantized itself ({own})")
     ours, theirs = (model.config.get("text_config") or model.config for model in (quantized, full))
     for entry in IDENTITY:
         if None not in (ours.get(entry), theirs.get(entry)) and ours[entry] != theirs[entry]:

@@ -50,20 +50,6 @@ def lora_of(adapter: Path, given: dict[str, Any]) -> dict[str, Any]:
     """The `lora:` section of a run that starts from an adapter: the adapter's own, complete. given: what the
     configuration says. Raises UsageError where a key of it does not agree, and for a directory that holds no LoRA that
     a run can start from."""
-    own = {key: value for key, value in read_adapter_config(adapter).items() if key not in NOT_OF_THE_LORA}
-    theirs, ours, plain = lora_config(own), lora_config(given), LoraConfig()
-    for key in given:
-        mine, wanted = getattr(ours, key), getattr(theirs, key)
-        if key == "target_modules" and mine == "all-linear":
-            own[key] = mine  # compared when the model is there to expand it
-        elif mine != wanted:
-            what = f"it is {mine!r}, and model.adapter {adapter} was trained with {wanted!r}"
-            raise UsageError(what, key=f"lora.{key}", fix=f"drop lora.{key}: the run takes it from the adapter")
-    return {key: value for key, value in own.items() if key in DEFAULTS or getattr(theirs, key) != getattr(plain, key)}
-
-
-def read_adapter_config(adapter: Path) -> dict[str, Any]:
-    """adapter_config.json of an adapter that a run can start from; its weights are searched for NaN and zeros."""
     inside = adapter / "adapter"
     if not (adapter / "adapter_config.json").is_file() and (inside / "adapter_config.json").is_file():
         raise UsageError(f"{adapter} holds no adapter_config.json", key="model.adapter", fix=f"did you mean {inside}?")
@@ -74,7 +60,16 @@ def read_adapter_config(adapter: Path) -> dict[str, Any]:
     if config.get("bias", "none") != "none":
         what = f"{adapter} was trained with bias={config['bias']!r}, which changes the base's own biases"
         raise UsageError(what, key="model.adapter", fix=MERGE_FIRST)
-    return config
+    own = {key: value for key, value in config.items() if key not in NOT_OF_THE_LORA}
+    theirs, ours, plain = lora_config(own), lora_config(given), LoraConfig()
+    for key in given:
+        mine, wanted = getattr(ours, key), getattr(theirs, key)
+        if key == "target_modules" and mine == "all-linear":
+            own[key] = mine  # compared when the model is there to expand it
+        elif mine != wanted:
+            what = f"it is {mine!r}, and model.adapter {adapter} was trained with {wanted!r}"
+            raise UsageError(what, key=f"lora.{key}", fix=f"drop lora.{key}: the run takes it from the adapter")
+    return {key: value for key, value in own.items() if key in DEFAULTS or getattr(theirs, key) != getattr(plain, key)}
 
 
 def check_base(adapter: Path, config: Any, revision: str | None) -> str:
@@ -123,8 +118,8 @@ def load_adapter(model: Any, adapter: Path, lora: dict[str, Any], revision: str 
     log.info("starting from adapter %s: %s", adapter, check_base(adapter, model.config, revision))
     record, now = read_base_record(adapter), quantization_of(model.config)
     if record is not None and record.quantization != now:
-        then = record.quantization or "full precision"
-        log.warning("it was trained on the base in %s; this run has it in %s", then, now or "full precision")
+        then, here = (str(each or "full precision") for each in (record.quantization, now))
+        log.warning("it was trained on the base in %s; this run has it in %s", then, here)
     refuse_other_base_weights(model, adapter)
     try:
         with warnings.catch_warnings():
