@@ -40,8 +40,6 @@ from cogumi.core.run_directory import write_json
 
 log = logging.getLogger("cogumi")
 
-# ----------------------------------------------------------------------------------------------------------- downloads
-
 AT_ONCE = 2  # files
 WAITS = (1, 2, 4, 8)  # seconds before a download that broke off is tried again
 KEYS = {"model": "model.name", "dataset": "data.source"}
@@ -168,8 +166,6 @@ def bar_for(download: Download, told: Callable[[int, int], None]) -> type[Any]:
     return Bar
 
 
-# -------------------------------------------------------------------------------------------------------------- models
-
 # What transformers looks for, in its order; an index names its shards. Everything else of that kind stays on the hub.
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 # Beside the weights: configs, tokenizers in all their forms, chat templates, code of models that bring their own.
@@ -240,9 +236,6 @@ def is_beside_weights(path: str) -> bool:
     return any(PurePosixPath(path).match(kind) and path.count("/") == kind.count("/") for kind in BESIDE)
 
 
-# ----------------------------------------------------------------------------------------------------------- data sets
-
-
 def dataset_files(name: str, revision: str | None, split: str | None, subset: str | None) -> tuple[str, list[str]]:
     """(the commit, the files there) of one split of a data set: "train", or the only one, by default.
 
@@ -301,9 +294,6 @@ def choose_split(name: str, splits: Mapping[str, Sequence[str]], split: str | No
         fix = f"it has: {', '.join(splits) or 'none'}"
         raise UsageError(f"{name} has no split {split!r}", key="data.split", fix=fix)
     return list(splits[split])
-
-
-# ------------------------------------------------------------------------------------------------------------ refusals
 
 
 @contextmanager

@@ -170,9 +170,6 @@ def dequantized_base(found: Base) -> Base:
     return replace(found, quantized=quantized_tensors(found.shards, found.config))
 
 
-# ------------------------------------------------------------------------------------------------------------- on disk
-
-
 def read_model(name: str, revision: str | None) -> Base:
     """Read a model's config and tensor headers. Raises UsageError when it is not here, or not whole."""
     path = Path(name)
@@ -238,9 +235,6 @@ def base_shards(name: str, path: Path) -> tuple[tuple[Shard, ...], bool]:
         what = f"{index} and the shards differ in where {other} is, or hold it twice"
         raise UsageError(what, fix="download the base again")
     return shards, True
-
-
-# --------------------------------------------------------------------------------------------------------------- proof
 
 
 def compare_models(quantized: Base, full: Base) -> BaseProof:

@@ -313,9 +313,6 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> LogitDifference:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- on disk
-
-
 def check_directory(
     adapter: Path | Sequence[tuple[Path, float]],
     merged: Path,

@@ -120,9 +120,6 @@ def tensor_entry(tensor: TensorPlan, outcome: Outcome, noise: dict[str, float]) 
     return entry | (asdict(outcome.checks[name]) if name in outcome.checks else {})
 
 
-# ------------------------------------------------------------------------------------------------------------- q/delta
-
-
 def q_over_delta(plan: MergePlan, stats: dict[str, DeltaStats]) -> dict[str, float]:
     """The quantization error that training saw beside what it learned: rms of q over rms of the update, by tensor.
 
@@ -145,9 +142,6 @@ def q_over_delta(plan: MergePlan, stats: dict[str, DeltaStats]) -> dict[str, flo
         if on_load or name in packed:
             ratios[name] = rms_error(source, packed.get(name)) / stats[name].delta_rms
     return ratios
-
-
-# ---------------------------------------------------------------------------------------------------------- model card
 
 
 def model_card(manifest: dict[str, Any], licence: dict[str, str]) -> str:
@@ -204,9 +198,6 @@ def read_licence(base: Path) -> dict[str, str]:
     except (OSError, ValueError, yaml.YAMLError):  # none, or one that says nothing that could be repeated
         return {}
     return {key: data[key] for key in LICENCE_KEYS if isinstance(data.get(key), str)}
-
-
-# --------------------------------------------------------------------------------------------------------------- check
 
 
 @dataclass(frozen=True)

@@ -234,9 +234,6 @@ def verify_shards(plan: MergePlan, directory: Path, workers: int, advance: Advan
     return outcome.checks
 
 
-# ------------------------------------------------------------------------------------------------------------- one run
-
-
 def runs_of(plan: ShardPlan) -> Iterator[RowRange]:
     """A shard's work, in file order, cut at places that depend on the shapes alone."""
     for tensor in plan.tensors:

@@ -188,9 +188,6 @@ def resolve_dtype(dtype: str) -> torch.dtype:
     return found
 
 
-# ------------------------------------------------------------------------------------------------ template and end token
-
-
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Set the template of `train.chat_template_path`: a .jinja file, another model's (directory or hub id), or
     `cogumi:tulu`. Raises UsageError where there is none, or where it writes control tokens that this vocabulary has

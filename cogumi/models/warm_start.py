@@ -43,9 +43,6 @@ NOT_OF_THE_LORA = {
 MERGE_FIRST = "merge it (cogumi merge) and set model.name to the result"
 
 
-# --------------------------------------------------------------------------------------------------- before the model
-
-
 def lora_of(adapter: Path, given: dict[str, Any]) -> dict[str, Any]:
     """The `lora:` section of a run that starts from an adapter: the adapter's own, complete. given: what the
     configuration says. Raises UsageError where a key of it does not agree, and for a directory that holds no LoRA that
@@ -105,9 +102,6 @@ def check_base(adapter: Path, config: Any, revision: str | None) -> str:
         raise refused(f"was trained on commit {known} of {name}, and this is {commit}", f"set model.revision: {known}")
     asked = f" (revision {record.revision} then, {revision} now)" if record.revision or revision else ""
     return f"it was trained on {name}; not known is whether at this commit{asked}"
-
-
-# ----------------------------------------------------------------------------------------------------------- the model
 
 
 def load_adapter(model: Any, adapter: Path, lora: dict[str, Any], revision: str | None) -> PeftModel:
