@@ -301,7 +301,9 @@ def plan_shard(
 def plan_tensor(name: str, span: Span, changed: list[Piece], base: Base, dtype: str) -> TensorPlan:
     """One output tensor, its `end` its length in bytes until it is placed. span: the stored tensor that it starts from."""
     whole = next((piece.change.whole for piece in changed if piece.change and piece.change.whole), None)
-    source: Source = whole or base.quantized.get(span.name, span)
+    source: Source = base.quantized.get(span.name, span)
+    if whole is not None:
+        source = whole
     out = OUTPUT_DTYPES[dtype] if dtype != "keep" and span.dtype in MERGEABLE_DTYPES else span.dtype
     updates = []
     for piece in changed:
