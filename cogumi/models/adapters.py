@@ -52,14 +52,17 @@ def refuse_unmatched(lora: dict[str, Any], of_base: Any) -> None:
         return
     if any(check_target_module_exists(config, name) for name, _ in base.named_modules()):
         return
+    head = base.get_output_embeddings()
     linear = dict.fromkeys(
-        name.rpartition(".")[2] for name, each in base.named_modules() if isinstance(each, torch.nn.Linear | Conv1D)
+        name.rpartition(".")[2]
+        for name, each in base.named_modules()
+        if isinstance(each, torch.nn.Linear | Conv1D) and each is not head
     )
     words = [wanted] if isinstance(wanted, str) else sorted(wanted)
     raise UsageError(
         f"{', '.join(words)}: no module of {type(base).__name__} matches",
         key="lora.target_modules",
-        fix=f"its linear modules are {', '.join(linear)} (all-linear takes all but the head)",
+        fix=f"its linear modules are {', '.join(linear)} (all-linear takes them all)",
     )
 
 
