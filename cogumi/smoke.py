@@ -279,7 +279,7 @@ def compare(report: Report, models: dict[str, str]) -> None:
     """Greedy completions of held-out prompts by each model, and their mean edit similarity with what was cut out."""
     from cogumi.config.schema import load_config
     from cogumi.methods.examples import prepare_examples
-    from cogumi.models.completion import complete_greedily
+    from cogumi.models.completion import complete_with_ends
     from cogumi.models.loading import load_model, load_tokenizer
     from cogumi.rewards.functions import edit_similarity
 
@@ -291,7 +291,8 @@ def compare(report: Report, models: dict[str, str]) -> None:
     columns = {name: examples[name] for name in ("middle", "prefix", "suffix")}
     prompts, written = list(examples["prompt"]), {}
     for name, path in models.items():
-        written[name] = complete_greedily(load_model(path), tokenizer, prompts, run.train["max_completion_length"])
+        found = complete_with_ends(load_model(path), tokenizer, prompts, run.train["max_completion_length"])
+        written[name] = [text for text, _ in found]
         report.similarity[name] = sum(edit_similarity(prompts, written[name], **columns)) / len(prompts)
     changed = sum(a != b for a, b in zip(written["base"], written["rl"], strict=True))
     figure = f"{changed} of {len(examples)} completions"

@@ -159,12 +159,12 @@ def test_two_weighted_adapters(merged: Merged, tmp_path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "shard": (lambda out: flip(shard(out), -100), r"{shard} is not the file that was merged: its sha256 is \w{{64}}"),
-    "shard's header": (lambda out: flip(shard(out), 12), r"{shard} is not the file that was merged"),
-    "shard cut off": (lambda out: shard(out).write_bytes(shard(out).read_bytes()[:-1]), "{shard} is not the file"),
-    "tokenizer": (lambda out: flip(out / "tokenizer.json", 4), r"{out}/tokenizer\.json is not the file"),
-    "config": (lambda out: flip(out / "config.json", -5), r"{out}/config\.json is not the file"),
-    "index": (lambda out: flip(out / "model.safetensors.index.json", 9), r"index\.json is not the file"),
+    "shard": (lambda out: flip(shard(out), -100), "{shard} has changed since the merge"),
+    "shard's header": (lambda out: flip(shard(out), 12), "{shard} has changed since the merge"),
+    "shard cut off": (lambda out: shard(out).write_bytes(shard(out).read_bytes()[:-1]), "{shard} has changed since"),
+    "tokenizer": (lambda out: flip(out / "tokenizer.json", 4), r"{out}/tokenizer\.json has changed since"),
+    "config": (lambda out: flip(out / "config.json", -5), r"{out}/config\.json has changed since"),
+    "index": (lambda out: flip(out / "model.safetensors.index.json", 9), r"index\.json has changed since"),
     "missing shard": (lambda out: shard(out).unlink(), "{shard} is gone; the directory is not whole"),
     "missing tokenizer": (lambda out: (out / "tokenizer.json").unlink(), r"tokenizer\.json is gone"),
     "extra shard": (
@@ -220,14 +220,14 @@ def test_a_change_that_the_manifest_agrees_with_is_found_too(merged: Merged, cli
 CHANGES: dict[str, tuple[Callable[[Merged], object], str]] = {
     "base moved": (lambda m: m.base.rename(m.base.with_name("elsewhere")), r"{base}/config\.json is gone"),
     "adapter moved": (lambda m: m.adapter.rename(m.base.with_name("x")), r"{adapter}/adapter_config\.json is gone"),
-    "base's shard": (lambda m: flip(shard(m.base), -1), r"{base}/model-\S+ has changed since"),
+    "base's shard": (lambda m: flip(shard(m.base), -1), r"{base}/model-\S+ has changed since the merge"),
     "adapter trained on": (
         lambda m: flip(m.adapter / "adapter_model.safetensors", -2),
-        r"{adapter}/adapter_model\.safetensors has changed since",
+        r"{adapter}/adapter_model\.safetensors has changed since the merge",
     ),
     "adapter's scaling": (
         lambda m: (m.adapter / "adapter_config.json").write_text("{}"),
-        r"{adapter}/adapter_config\.json has changed since",
+        r"{adapter}/adapter_config\.json has changed since the merge",
     ),
 }
 

@@ -358,8 +358,8 @@ def without_any_record(adapter: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Alter, str]] = {
-    "a module is missing": (with_weights(drop_module), "2 tensors of the model are not in the file"),
-    "a module too many": (with_weights(add_module), "2 tensors of the file found no place"),
+    "a module is missing": (with_weights(drop_module), "2 tensors are in the file or in the model (default) alone"),
+    "a module too many": (with_weights(add_module), "2 tensors are in the file or in the model (default) alone"),
     "half a pair": (with_weights(lambda t: t.pop(f"{LAYER}.lora_B.weight")), "the other half of its update is gone"),
     "another shape": (
         with_weights(lambda t: t.update({f"{LAYER}.lora_B.weight": torch.ones(32, 4)})),

@@ -31,7 +31,7 @@ from cogumi.core.redact import REDACTED, RedactedStr, redact_text
 from cogumi.core.run_directory import read_json, read_jsonl
 from cogumi.health.flags import SampleCounts, read_samples
 from cogumi.methods import dpo
-from cogumi.models.completion import complete_greedily
+from cogumi.models.completion import complete_with_ends
 from cogumi.telemetry import heartbeat, recorder, throughput, trackers
 from cogumi.telemetry.heartbeat import Heartbeat
 from cogumi.telemetry.recorder import StepTimer
@@ -98,10 +98,10 @@ def test_an_sft_run_says_what_it_came_to(sft: Config, monkeypatch: pytest.Monkey
         AutoModelForCausalLM.from_pretrained(sft["model"]["name"], dtype=torch.float32), result.adapter
     )
     samples = [row for row in read_jsonl(result.run_dir / "samples.jsonl") if row["step"] > 0]
-    written = complete_greedily(
+    written = complete_with_ends(
         read_back, AutoTokenizer.from_pretrained(result.adapter), [row["prompt"] for row in samples]
     )
-    assert written == [row["completion"] for row in samples]
+    assert [text for text, _ in written] == [row["completion"] for row in samples]
 
 
 def test_what_is_logged_reaches_tensorboard_in_the_run_directory_and_nowhere_else(finished_sft: FinishedRun) -> None:

@@ -322,7 +322,7 @@ def test_a_mistake_writes_nothing(sft: Config, overrides: dict[str, Any], says: 
 @pytest.mark.parametrize(
     ("wanted", "says"),
     [
-        (["q_prj", "nowhere"], "did you mean q_proj? its linear modules are q_proj, k_proj, v_proj, o_proj, gate_proj"),
+        (["q_prj", "nowhere"], "matches; its linear modules are q_proj, k_proj, v_proj, o_proj, gate_proj"),
         ("nowhere", "matches; its linear modules are q_proj"),
         (r".*\.attention\.q_proj", "matches; "),
     ],

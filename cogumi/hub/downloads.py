@@ -35,17 +35,16 @@ from huggingface_hub.utils import tqdm
 from cogumi.core.disk_space import Need, group_needs, hub_cache
 from cogumi.core.durability import NO_SPACE
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import format_bytes
+from cogumi.core.formatting import format_bytes, one_line
 from cogumi.core.run_directory import write_json
 
 log = logging.getLogger("cogumi")
 
-# ----------------------------------------------------------------------------------------------------------- downloads
-
 AT_ONCE = 2  # files
-TRIES = 5  # of a download that breaks off; 1, 2, 4, 8 seconds between them
+WAITS = (1, 2, 4, 8)  # seconds before a download that broke off is tried again
 KEYS = {"model": "model.name", "dataset": "data.source"}
 NAMES = {"model": "model", "dataset": "data set"}
+NO_MODEL = "an adapter is started from with model.adapter, and a GGUF file has a full-precision original to name"
 MORE_ROOM = "make room, or set HF_HOME to a directory on another disk"
 BUSY = (None, 408, 429, 500, 502, 503, 504)  # None: a connection that broke
 UNWRITABLE = (*NO_SPACE, errno.EACCES, errno.EPERM, errno.EROFS)  # what the disk of the cache says
@@ -83,9 +82,8 @@ class Download:
 
     def __str__(self) -> str:
         said = f"{self.name} at {self.commit[:7]}: {len(self.sizes)} files, {format_bytes(self.total)}"
-        if not self.missing:
-            return f"{said}, all in {hub_cache()}"
-        return f"{said}; {format_bytes(self.here)} are here, {format_bytes(self.total - self.here)} to fetch into {hub_cache()}"
+        to_fetch = f"{format_bytes(self.total - self.here)} to fetch into" if self.missing else "all in"
+        return f"{said}; {to_fetch} {hub_cache()}"
 
     def refuse_no_room(self) -> None:
         """Raise UsageError where the filesystem of the cache does not have room for what is missing."""
@@ -95,11 +93,8 @@ class Download:
         missing = self.total - self.here
         (disk,) = group_needs([Need(self.kind, hub_cache(), missing, missing, 2 * len(self.missing))], ask=True)
         if disk.refusal:
-            raise UsageError(
-                f"{self}; {disk.filesystem.mount} has {format_bytes(disk.filesystem.space.free)} free: {disk.refusal}",
-                key=KEYS[self.kind],
-                fix=MORE_ROOM,
-            )
+            free = f"{disk.filesystem.mount} has {format_bytes(disk.filesystem.space.free)} free"
+            raise UsageError(f"{self}; {free}: {disk.refusal}", key=KEYS[self.kind], fix=MORE_ROOM)
 
 
 def fetch(download: Download, told: Callable[[int, int], None] = lambda here, total: None) -> Path:
@@ -113,7 +108,7 @@ def fetch(download: Download, told: Callable[[int, int], None] = lambda here, to
         return download.snapshot
     began, before = time.monotonic(), download.here
     told(before, download.total)
-    for attempt in range(1, TRIES + 1):
+    for wait in (*WAITS, None):
         try:
             hf.snapshot_download(
                 download.name,
@@ -125,20 +120,18 @@ def fetch(download: Download, told: Callable[[int, int], None] = lambda here, to
             )
             break
         except (OSError, httpx.TransportError) as error:
-            unwritable = getattr(error, "errno", None) in UNWRITABLE
-            if status_of(error) not in BUSY and not unwritable:
+            if getattr(error, "errno", None) in UNWRITABLE or status_of(error) not in BUSY:
                 raise describe_hub_error(download.name, download.commit, error, download.kind) from None
-            said = f"the download of {download.name} broke off ({type(error).__name__}: {one_line(error)})"
-            if unwritable or attempt == TRIES:
+            said = f"the download of {download.name} broke off ({type(error).__name__}: {one_line(error)[:300]})"
+            if wait is None:
                 so_far = f"{format_bytes(download.here)} of {format_bytes(download.total)} are here and stay"
-                fix = MORE_ROOM if unwritable else "start again with the same words"
+                fix = "start again with the same words"
                 raise UsageError(f"{said}; {so_far}", key=KEYS[download.kind], fix=fix) from None
-            log.warning("%s; try %d of %d in %d s", said, attempt + 1, TRIES, 2 ** (attempt - 1))
-            time.sleep(2 ** (attempt - 1))
+            log.warning("%s; next try in %d s", said, wait)
+            time.sleep(wait)
     seconds, fetched = time.monotonic() - began, download.total - before
-    log.info(
-        "download: %s in %.1f s (%s/s)", format_bytes(fetched), seconds, format_bytes(fetched / max(seconds, 1e-9))
-    )
+    speed = format_bytes(fetched / max(seconds, 1e-9))
+    log.info("download: %s in %.1f s (%s/s)", format_bytes(fetched), seconds, speed)
     return download.snapshot
 
 
@@ -155,7 +148,7 @@ def remove_leftovers(download: Download) -> None:
 
 
 def bar_for(download: Download, told: Callable[[int, int], None]) -> type[Any]:
-    """A progress bar of huggingface_hub's that tells how much is here."""
+    """A progress bar of huggingface_hub's that tells how much is here, once a second."""
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -173,21 +166,16 @@ def bar_for(download: Download, told: Callable[[int, int], None]) -> type[Any]:
     return Bar
 
 
-# -------------------------------------------------------------------------------------------------------------- models
-
 # What transformers looks for, in its order; an index names its shards. Everything else of that kind stays on the hub.
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 # Beside the weights: configs, tokenizers in all their forms, chat templates, code of models that bring their own.
 BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "additional_chat_templates/*")
-OTHER_KINDS = {".gguf", ".onnx", ".pth", ".msgpack", ".h5"}  # of weights, which only others load
 
 
 def find_commit(name: str, revision: str | None = None) -> str | None:
     """The commit that a model's hub id means now, or None for what is no hub id: a directory, or an impossible name.
-
-    Without a network it is the one that the cache knows. Raises UsageError, with the fix, where there is no such model,
-    revision or permission, or the hub does not answer.
-    """
+    Without a network it is the one that the cache knows. Raises UsageError, with the fix, where there is no such
+    model, revision or permission, or the hub does not answer."""
     if Path(name).exists():
         return None
     try:
@@ -199,20 +187,15 @@ def find_commit(name: str, revision: str | None = None) -> str | None:
     except HFValidationError:
         return None
     except RemoteEntryNotFoundError:
-        raise UsageError(
-            f"{name} holds no config.json, so transformers cannot load it",
-            key="model.name",
-            fix="an adapter is started from with model.adapter, and a GGUF file has a full-precision original to name",
-        ) from None
+        what = f"{name} holds no config.json, so transformers cannot load it"
+        raise UsageError(what, key="model.name", fix=NO_MODEL) from None
     return commit
 
 
 def plan_download(name: str, commit: str | None) -> Download | None:
     """What is to be fetched for a model at a commit, checked against the disk of the cache; None for a directory.
-
-    Fetches at most the index of the weights. Raises UsageError where the repository has no weights that transformers
-    loads, the disk has no room for what is missing, or something is missing and the hub does not answer.
-    """
+    Raises UsageError where the repository has no weights that transformers loads, the disk has no room for what is
+    missing, or something is missing and the hub does not answer."""
     if commit is None or Path(name).exists():
         return None
     answered = True
@@ -226,29 +209,15 @@ def plan_download(name: str, commit: str | None) -> Download | None:
             sizes = {path.relative_to(snapshot).as_posix(): path.stat().st_size for path in files}
         weights = weight_files(name, commit, sizes)
     absent = [path for path in weights if path not in sizes]
-    if not answered and (absent or not weights):
-        what = f"{len(absent)} of {len(weights)} files of its weights, the first {absent[0]}" if absent else "weights"
-        raise UsageError(
-            f"{hub_cache()} has {name} without {what}, and {hf.constants.ENDPOINT} does not answer",
-            key="model.name",
-            fix="connect, or unset HF_HUB_OFFLINE",
-        )
-    if not weights:
-        others = sorted(OTHER_KINDS & {PurePosixPath(path).suffix for path in sizes})
-        raise UsageError(
-            f"{name} has no weights that transformers loads ({' or '.join(WEIGHTS[::2])})"
-            + (f", only {', '.join(others)}" if others else ""),
-            key="model.name",
-        )
-    if absent:
-        raise UsageError(
-            f"{name} lacks {absent[0]}, which the index of its weights names",
-            key="model.name",
-            fix="it cannot be loaded",
-        )
-    download = Download(
-        name, commit, {path: sizes[path] for path in sorted(sizes) if path in weights or is_beside_weights(path)}
-    )
+    if absent or not weights:
+        missing = absent[0] if absent else " or ".join(WEIGHTS[::2])
+        what, fix = f"{name} has no {missing}, so transformers cannot load it", NO_MODEL
+        if not answered:
+            what = f"{hub_cache()} has {name} without {missing}, and {hf.constants.ENDPOINT} does not answer"
+            fix = "connect, or unset HF_HUB_OFFLINE"
+        raise UsageError(what, key="model.name", fix=fix)
+    needed = {path: sizes[path] for path in sorted(sizes) if path in weights or is_beside_weights(path)}
+    download = Download(name, commit, needed)
     download.refuse_no_room()
     return download
 
@@ -267,15 +236,12 @@ def is_beside_weights(path: str) -> bool:
     return any(PurePosixPath(path).match(kind) and path.count("/") == kind.count("/") for kind in BESIDE)
 
 
-# ----------------------------------------------------------------------------------------------------------- data sets
-
-
 def dataset_files(name: str, revision: str | None, split: str | None, subset: str | None) -> tuple[str, list[str]]:
     """(the commit, the files there) of one split of a data set: "train", or the only one, by default.
 
-    `datasets` says which files, from the repository's own description (its README) or their names. What it said of a
-    commit never changes, and is kept, so that a pinned data set needs no network once it is there. Raises UsageError
-    when the hub has no such data set, revision, subset or split, does not let this token read it, or cannot be reached.
+    `datasets` says which files. What it said of a commit never changes, and is kept, so that a pinned data set needs
+    no network once it is there. Raises UsageError when the hub has no such data set, revision, subset or split, does
+    not let this token read it, or cannot be reached.
     """
     with hub_errors_refused(name, revision, "dataset"):
         commit = str(hf.HfApi().resolve_revision(name, revision=revision, repo_type="dataset").resolved)
@@ -314,6 +280,7 @@ def split_of(directory: str, split: str) -> list[Path]:
 
 
 def split_files(name: str, subset: str | None, commit: str | None) -> dict[str, list[str]]:
+    """Split -> its files, as `datasets` finds them."""
     from datasets import load_dataset_builder
 
     found = load_dataset_builder(name, subset, revision=commit).config.data_files or {}
@@ -324,13 +291,9 @@ def choose_split(name: str, splits: Mapping[str, Sequence[str]], split: str | No
     if split is None:
         split = next(iter(splits)) if len(splits) == 1 else "train"
     if split not in splits:
-        raise UsageError(
-            f"{name} has no split {split!r}", key="data.split", fix=f"it has: {', '.join(splits) or 'none'}"
-        )
+        fix = f"it has: {', '.join(splits) or 'none'}"
+        raise UsageError(f"{name} has no split {split!r}", key="data.split", fix=fix)
     return list(splits[split])
-
-
-# ------------------------------------------------------------------------------------------------------------ refusals
 
 
 @contextmanager
@@ -347,27 +310,27 @@ def hub_errors_refused(name: str, revision: str | None, kind: str) -> Iterator[N
 
 def describe_hub_error(name: str, revision: str | None, error: Exception, kind: str) -> UsageError:
     """What the hub's error means for the config, in one line."""
-    endpoint, token = hf.constants.ENDPOINT, hf.get_token() is not None
+    endpoint, token, key = hf.constants.ENDPOINT, hf.get_token() is not None, KEYS[kind]
     page = f"{endpoint}/{'datasets/' * (kind == 'dataset')}{name}"
-    key, fix, status = KEYS[kind], "", status_of(error)
+    fix, status = "", status_of(error)
     if isinstance(error, GatedRepoError):
-        how = "the account of HF_TOKEN has no access yet" if token else "no HF_TOKEN is set"
-        text = f"{name} is gated, and {how}"
+        text = f"{name} is gated, and " + (
+            "the account of HF_TOKEN has no access yet" if token else "no HF_TOKEN is set"
+        )
         fix = f"accept its licence at {page}, and set HF_TOKEN to a token of that account"
     elif isinstance(error, RevisionNotFoundError):
-        section = key.partition(".")[0]
-        text, fix = f"{name} has no revision {revision!r}", f"see {page}/commits/main, or drop {section}.revision"
+        text = f"{name} has no revision {revision!r}"
+        fix = f"see {page}/commits/main, or drop {key.partition('.')[0]}.revision"
     elif isinstance(error, RepositoryNotFoundError):
         how = "HF_TOKEN may not see it" if token else "it is private and no HF_TOKEN is set"
         text, fix = f"no {NAMES[kind]} at {name!r} on the hub, or {how}", nearest(name, kind)
-    elif status == 401:
-        text, fix = f"{endpoint} refuses HF_TOKEN", f"make another at {endpoint}/settings/tokens, or unset it"
     elif status is not None:
-        text, fix = f"{endpoint} answers {status} about {name}", "try again later"
-    elif isinstance(error, OSError) and error.errno in UNWRITABLE:
-        text, fix = f"{name}: {one_line(error)}", MORE_ROOM
+        text = f"{endpoint} answers {status} about {name}"
+        fix = "unset HF_TOKEN, or set it to a valid one" if status == 401 else "try again later"
+    elif getattr(error, "errno", None) in UNWRITABLE:
+        text, fix = f"{name}: {one_line(error)[:300]}", MORE_ROOM
     elif isinstance(error, ValueError | RuntimeError) or type(error).__module__.startswith("datasets"):
-        text = f"{name}: {one_line(error)}"
+        text = f"{name}: {one_line(error)[:300]}"
         if kind == "dataset" and isinstance(error, ValueError):
             fix = "data.subset names one of several"
     else:
@@ -392,7 +355,3 @@ def nearest(name: str, kind: str) -> str:
 
 def status_of(error: Exception) -> int | None:
     return getattr(getattr(error, "response", None), "status_code", None)
-
-
-def one_line(error: Exception) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:300]

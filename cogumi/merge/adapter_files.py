@@ -25,7 +25,7 @@ PREFIX = "base_model.model."
 WITH_PEFT = "load it with PEFT on the base instead"
 OTHER_BASE = "is this the base the adapter was trained on?"
 FACTOR_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-FACTOR = re.compile(r"(.*)\.lora_(?:embedding_)?[AB](?:\.weight)?")
+FACTOR = re.compile(r"(?P<module>.*)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.weight)?")
 # Initialisations that leave the base weights as they are and train an ordinary LoRA pair.
 PLAIN_INITS = (True, False, "gaussian", "orthogonal")
 # adapter_config.json entries of the kinds that are merged, or that do not change what a trained adapter computes. Any other
@@ -71,15 +71,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def resolve_adapter(path: Path, factors_alone: bool = False) -> Adapter:
     """Read an adapter directory. Raises UsageError when it is missing, damaged, untrained, or of a refused kind.
-
-    factors_alone: untrained is one whose every update is zero, whatever else is in the file.
-    """
-    if not path.is_dir():
-        fix = "pass the directory that PEFT's save_pretrained wrote"
-        raise UsageError(f"adapter {path} is not a directory", fix=fix)
+    factors_alone: untrained is one whose every update is zero, whatever else is in the file."""
     if not (path / "adapter_config.json").is_file():
-        fix = "pass the directory PEFT's save_pretrained wrote"
-        raise UsageError(f"adapter {path} has no adapter_config.json", fix=fix)
+        what = "has no adapter_config.json" if path.is_dir() else "is not a directory"
+        raise UsageError(f"adapter {path} {what}", fix="pass the directory that PEFT's save_pretrained wrote")
     config = read_json(path / "adapter_config.json")
     refuse_unsupported(path, config)
     if not (path / ADAPTER_WEIGHTS).is_file():
@@ -90,64 +85,49 @@ def resolve_adapter(path: Path, factors_alone: bool = False) -> Adapter:
 
 def refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
     """Raise UsageError unless the config describes LoRA of a kind that is known here: anything else would merge wrongly."""
-
-    def refuse(reason: str) -> UsageError:
-        return UsageError(f"adapter {path} cannot be merged yet: {reason}", fix=WITH_PEFT)
-
-    if config.get("peft_type") != "LORA":
-        raise refuse(f"it is a {config.get('peft_type')} adapter and only LORA is supported")
     init = config.get("init_lora_weights", True)
-    if init not in PLAIN_INITS:
-        raise refuse(
-            f"init_lora_weights={init!r}: only adapters started from {PLAIN_INITS} are proven to belong to an "
-            "unaltered base (PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change it when training starts)"
-        )
-    for entry in sorted(config.keys() - KNOWN_ENTRIES):
-        if config[entry]:
-            raise refuse(f"adapter_config.json sets {entry}={config[entry]!r}, which this merge does not know")
+    unknown = sorted(entry for entry in config.keys() - KNOWN_ENTRIES if config[entry])
+    reason = ""
+    if config.get("peft_type") != "LORA":
+        reason = f"it is a {config.get('peft_type')} adapter and only LORA is supported"
+    elif init not in PLAIN_INITS:
+        reason = f"init_lora_weights={init!r}: only {PLAIN_INITS} are proven to leave the base as it is"
+    elif unknown:
+        reason = f"adapter_config.json sets {unknown[0]}={config[unknown[0]]!r}, which this merge does not know"
+    if reason:
+        raise UsageError(f"adapter {path} cannot be merged yet: {reason}", fix=WITH_PEFT)
 
 
 def read_trained(path: Path, factors_alone: bool) -> tuple[Span, ...]:
     """The tensors of an adapter's file. Raises UsageError for names that PEFT does not write, half a pair, NaN and
-    infinity, and for an adapter that changes nothing.
-
-    A single zero module is allowed: a layer that never receives gradient keeps its B at zero, and merges exactly.
-    """
+    infinity, and for an adapter that changes nothing. A single zero module is allowed: a layer that never receives
+    gradient keeps its B at zero."""
     spans = read_shard(path / ADAPTER_WEIGHTS).spans
-    refuse_broken_names(path, {span.name for span in spans})
+    names = {span.name for span in spans}
     pairs, zero = set(), set()
     with safe_open(path / ADAPTER_WEIGHTS, framework="pt") as weights:
-        for span in spans:
-            if span.dtype not in FLOAT_DTYPES:
-                raise UsageError(f"adapter {path}: {span.name} is {span.dtype}, which no adapter is trained in")
-            tensor = weights.get_tensor(span.name)
+        for name in sorted(names):
+            if not name.startswith(PREFIX):
+                fix = "save it with save_pretrained"
+                raise UsageError(f"adapter {path}: {name} is not a name that PEFT writes", fix=fix)
+            tensor = weights.get_tensor(name)
+            if tensor.dtype not in FLOAT_DTYPES.values():
+                raise UsageError(f"adapter {path}: {name} is {tensor.dtype}, which no adapter is trained in")
             if not bool(torch.isfinite(tensor).all()):
-                raise UsageError(f"adapter {path}: {span.name} holds NaN or infinity", fix="take an earlier checkpoint")
-            if factor := FACTOR.fullmatch(span.name):
-                pairs.add(factor[1])
+                raise UsageError(f"adapter {path}: {name} holds NaN or infinity", fix="take an earlier checkpoint")
+            if factor := FACTOR.fullmatch(name):
+                other = "B" if factor["side"] == "A" else "A"
+                if name[: factor.start("side")] + other + name[factor.end("side") :] not in names:
+                    raise UsageError(f"adapter {path}: {name} is alone", fix="the other half of its update is gone")
+                pairs.add(factor["module"])
                 if not bool(tensor.any()):
-                    zero.add(factor[1])
+                    zero.add(factor["module"])
     if pairs == zero and (factors_alone or len(spans) == 2 * len(pairs)):
-        what = "it holds no lora_A and lora_B"
-        if pairs:
-            what = "every lora_A or lora_B is zero, as right after initialisation"
+        what = "every lora_A or lora_B is zero, as right after initialisation"
+        if not pairs:
+            what = "it holds no lora_A and lora_B"
         raise UsageError(f"adapter {path} changes nothing: {what}", fix="was this adapter saved before training?")
     return spans
-
-
-def refuse_broken_names(path: Path, keys: set[str]) -> None:
-    """Raise UsageError for keys that PEFT does not write, and for one factor without its other half."""
-    if not keys:
-        raise UsageError(f"adapter {path}: {ADAPTER_WEIGHTS} holds no tensors")
-    for key in sorted(keys):
-        if not key.startswith(PREFIX):
-            fix = "save it with save_pretrained"
-            raise UsageError(f"adapter {path}: {key} is not a name that PEFT writes", fix=fix)
-        for side, missing in (("A", "B"), ("B", "A")):
-            for kind in (".lora_{}.", ".lora_embedding_{}."):
-                one, other = kind.format(side), kind.format(missing)
-                if one in f"{key}." and not key.endswith(".bias") and f"{key}.".replace(one, other)[:-1] not in keys:
-                    raise UsageError(f"adapter {path}: {key} is alone", fix="the other half of its update is gone")
 
 
 # ---------------------------------------------------------------------------------------------------- record of the base
@@ -160,26 +140,22 @@ Text = Annotated[str, Field(min_length=1)]
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the base was quantized while the adapter was trained.
-
-    method: transformers' word for it (bitsandbytes, gptq, fp8). type: nf4 or fp4 for bitsandbytes' 4 bit. double: whether
-    its block scales were quantized too. None where the method does not say.
-    """
+    """How the base was quantized: method, transformers' word for it (bitsandbytes, gptq, fp8); for bitsandbytes' 4 bits
+    also type (nf4, fp4) and double, whether the block scales were quantized too."""
 
     method: str
     bits: int | None = None
     type: str | None = None
     double: bool | None = None
 
+    def __str__(self) -> str:
+        return self.type or (f"{self.method} {self.bits}-bit" if self.bits else self.method)
+
 
 @dataclass(frozen=True)
 class BaseRecord:
-    """The base as it was loaded.
-
-    name: directory or hub id. commit: of the hub's repository, None for a directory outside the hub's cache. revision:
-    what was asked for. dtype: of the weights that were not quantized. weights: `weights_sample` of a directory without a
-    commit.
-    """
+    """The base as it was loaded: a directory, or a hub id with the commit that it was and the revision that was asked
+    for. dtype: of the weights that were not quantized. weights: `weights_sample` of a directory without a commit."""
 
     name: Text
     commit: str | None
@@ -193,8 +169,7 @@ class BaseRecord:
 def write_base_record(adapter: Path, model: Any, revision: str | None = None) -> BaseRecord:
     """Write cogumi-base.json into the adapter's directory, from the model that was trained (PEFT's or the base itself).
 
-    revision: what the model was loaded with, a branch or tag; the commit it was then is in the model's config. Raises
-    ValueError when the model does not know what it was loaded from.
+    revision: what the model was loaded with. Raises ValueError when the model does not know what it was loaded from.
     """
     config = model.config
     if not config.name_or_path:
@@ -210,8 +185,8 @@ def write_base_record(adapter: Path, model: Any, revision: str | None = None) ->
 def weights_sample(name: str) -> str | None:
     """SHA-256 of what tells one model's safetensors files from another's; None where there are none in a directory.
 
-    Of each file: name, size, header, and 16 blocks of 64 KiB, so that the largest model takes a moment. A model that was
-    trained further differs everywhere and has another sample; a few altered elements can be missed.
+    Of each file: name, size, header, and 16 blocks of 64 KiB. A model that was trained further differs everywhere; a few
+    altered elements can be missed.
     """
     files = sorted(Path(name).glob("*.safetensors")) if Path(name).is_dir() else []
     digest = hashlib.sha256()
@@ -242,10 +217,7 @@ def quantization_of(config: Any) -> Quantization | None:
 
 
 def read_base_record(adapter: Path) -> BaseRecord | None:
-    """The record beside an adapter, or None when there is none, as for adapters that cogumi did not train.
-
-    Raises UsageError when the record is damaged or of a format that this version does not know.
-    """
+    """The record beside an adapter, None where cogumi did not train it. Raises UsageError when it is damaged."""
     path = adapter / BASE_RECORD_NAME
     if not path.is_file():
         return None

@@ -34,8 +34,9 @@ Weights = Mapping[Path, Any]
 class Update:
     """A piece's change, loaded: left [rows, r] (scaled) and right [r, columns], in the layout of the stored tensor.
 
-    magnitude: DoRA's, float64 [rows, 1], where its outputs are rows; where they are columns, factor: the magnitude divided
-    by the norms already, [1, columns]. rows, values: stored rows that are replaced, int64 [n] and [n, columns].
+    magnitude: DoRA's, float64 [rows, 1], where its outputs are rows; where they are columns, factor: the magnitude
+    divided by the norms already, [1, columns]. rows, values: stored rows that are replaced, int64 [n] and [n,
+    columns].
     """
 
     left: torch.Tensor
@@ -83,8 +84,8 @@ def ieee_matmul() -> Iterator[None]:
 
 @contextmanager
 def one_thread_each() -> Iterator[None]:
-    """Every matrix product on the thread that asks for it: faster for small blocks on many threads than sharing each
-    block out, and the bits do not depend on how many there are."""
+    """Every matrix product on the thread that asks for it: faster for small blocks on many threads, and the bits do
+    not depend on how many there are."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -100,24 +101,16 @@ def row_blocks(first: int, last: int, columns: int) -> Iterator[tuple[int, int]]
         yield start, min(start + step, last)
 
 
-class PerThread(threading.local):
-    """Each thread's own."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[tuple[str, torch.dtype], torch.Tensor] = {}
-
-
-thread_scratch = PerThread()
+thread_scratch = threading.local()
 
 
 def scratch(name: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """A [rows, columns] tensor of whatever was left in it, until this thread asks for that name in that dtype again.
-
-    A thread keeps a few of BLOCK_ELEMENTS: fresh memory for each block would cost as much as the sums.
-    """
-    kept = thread_scratch.tensors.get((name, dtype))
+    """A [rows, columns] tensor of whatever was left in it, until this thread asks for that name in that dtype again:
+    fresh memory for each block would cost as much as the sums."""
+    kept = getattr(thread_scratch, f"{name} {dtype}", None)
     if kept is None or kept.numel() < rows * columns:
-        kept = thread_scratch.tensors[name, dtype] = torch.empty(rows * columns, dtype=dtype)
+        kept = torch.empty(rows * columns, dtype=dtype)
+        setattr(thread_scratch, f"{name} {dtype}", kept)
     return kept[: rows * columns].view(rows, columns)
 
 

@@ -20,9 +20,18 @@ from cogumi.merge.per_expert import layers_with_factors, stored_changes, stored_
 from cogumi.patches.trl_internals import swaps_features
 
 
+@contextmanager
+def without_peft_warnings() -> Iterator[None]:
+    """Without PEFT's warnings for those who train and save, of tied weights for one: the merge checks them itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+@without_peft_warnings()
 def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint) -> Changes:
     """Every change that the adapter makes. Each of its keys is used exactly once, or UsageError names it."""
-    from peft import LoraConfig
+    from peft import LoraConfig, get_peft_model
 
     model = meta_base(base)  # PEFT changes the model it is given, so each adapter gets its own
     held = {span.name: span for span in adapter.spans}
@@ -39,22 +48,24 @@ def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint) -> Cha
         if not (config.target_modules or config.target_parameters or config.modules_to_save):
             refuse_unknown_keys(adapter, base, held)
             return changes
-    layers = inject_adapter(adapter, base, config, model)
-    expected = saved_shapes(layers, save_embedding_layers=False)
-    check_keys(adapter, base, held, expected, saved_shapes(layers, save_embedding_layers=True) | expected)
+    try:
+        layers = get_peft_model(model, config, low_cpu_mem_usage=True)
+    except (ValueError, TypeError) as error:  # no target module found; a setting that PEFT does not have
+        raise UsageError(f"adapter {adapter.path} does not fit base {base.name}: {error}") from error
+    expected = check_keys(adapter, base, held, layers)
     changes.parameters, used = layer_changes(adapter, base, layers.get_base_model(), held)
-    for key in expected.keys() - used:
-        changes.parameters[bias_parameter(adapter, key)] = Change(whole=held[key])
-    for key in held.keys() - expected.keys():
+    for key in expected - used:  # a bias trained whole (bias="all" or "lora_only")
+        if not key.endswith(".bias"):
+            raise adapter.refused(f"{key} is of a kind that this merge does not know")
+        changes.parameters[key.removeprefix(PREFIX).replace(".base_layer", "")] = Change(whole=held[key])
+    for key in held.keys() - expected:
         check_saved_embedding(adapter, base, changes, held[key], checkpoint)
     return changes
 
 
 def resize_vocabulary(adapter: Adapter, base: Base, model: Any, held: dict[str, Span]) -> int | None:
-    """Resize the meta model to the vocabulary of the embedding that the adapter brings, if that is another; its size.
-
-    Raises UsageError where only the head has another size: the embedding's new rows are nowhere, then.
-    """
+    """Resize the meta model to the vocabulary of the embedding that the adapter brings, if that is another; its
+    size."""
 
     def rows(layer: Any) -> int | None:
         """Of the tensor that PEFT saved for an embedding or a head, whatever it wrapped it in."""
@@ -77,42 +88,18 @@ def resize_vocabulary(adapter: Adapter, base: Base, model: Any, held: dict[str, 
     return None
 
 
-def inject_adapter(adapter: Adapter, base: Base, config: Any, model: Any) -> Any:
-    """The PEFT model on meta. Raises UsageError in PEFT's words where the adapter finds no place in the model."""
-    from peft import get_peft_model
-
-    try:
-        with without_peft_warnings():
-            return get_peft_model(model, config, low_cpu_mem_usage=True)
-    except (ValueError, TypeError) as error:  # no target module found; a setting that PEFT does not have
-        raise UsageError(f"adapter {adapter.path} does not fit base {base.name}: {error}") from error
-
-
-@contextmanager
-def without_peft_warnings() -> Iterator[None]:
-    """Without PEFT's warnings for those who train and save, of tied weights for one: the merge checks them itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
-
-
 def saved_shapes(layers: Any, save_embedding_layers: bool) -> dict[str, tuple[int, ...]]:
     """The keys that PEFT saves for this adapter, with their shapes. save_embedding_layers: those it adds at times, too."""
     from peft import get_peft_model_state_dict
 
-    with without_peft_warnings():
-        state = get_peft_model_state_dict(layers, save_embedding_layers=save_embedding_layers)
+    state = get_peft_model_state_dict(layers, save_embedding_layers=save_embedding_layers)
     return {key: tuple(tensor.shape) for key, tensor in state.items()}
 
 
-def check_keys(
-    adapter: Adapter,
-    base: Base,
-    held: dict[str, Span],
-    expected: dict[str, tuple[int, ...]],
-    allowed: dict[str, tuple[int, ...]],
-) -> None:
-    """Raise UsageError unless the file holds exactly what PEFT would save for this adapter on this base."""
+def check_keys(adapter: Adapter, base: Base, held: dict[str, Span], layers: Any) -> set[str]:
+    """Raise UsageError unless the file holds exactly what PEFT would save for this adapter; the keys that it always saves."""
+    expected = saved_shapes(layers, save_embedding_layers=False)
+    allowed = saved_shapes(layers, save_embedding_layers=True) | expected
     refuse_unknown_keys(adapter, base, held.keys() - allowed.keys())
     for key in sorted(expected.keys() - held.keys()):
         raise adapter.refused(f"it lacks {key}, which its configuration promises for base {base.name}", fix=OTHER_BASE)
@@ -120,6 +107,7 @@ def check_keys(
         if span.shape != allowed[key]:
             what = f"{key} has shape {span.shape} where base {base.name} and the adapter's configuration need {allowed[key]}"
             raise adapter.refused(what, fix=OTHER_BASE)
+    return set(expected)
 
 
 def refuse_unknown_keys(adapter: Adapter, base: Base, unknown: Iterable[str]) -> None:
@@ -188,30 +176,20 @@ def layer_changes(
 
 
 def expert_term(adapter: Adapter, key: str, layer: Any) -> LowRank:
-    """The update of a bare parameter (target_parameters): a matrix, or a stack of experts in PEFT's layout.
-
-    PEFT knows by the layer's `is_transposed` whether the experts are [out, in] or [in, out] and then swaps its idea of
-    in and out; guessing it from shapes would be ambiguous.
-    """
+    """The update of a bare parameter (target_parameters): a matrix, or a stack of experts in PEFT's layout. PEFT swaps
+    its idea of in and out for experts that are [in, out]; guessing it from shapes would be ambiguous."""
     transposed = len(layer.get_param().shape) == 3 and not swaps_features(layer)
     rank, scaling = layer.r["default"], float(layer.scaling["default"])
     key_a, key_b = (f"{key}.lora_{side}.weight" for side in "AB")
     return LowRank(adapter.weights, key_a, key_b, rank, scaling, layer.num_experts, transposed)
 
 
-def bias_parameter(adapter: Adapter, key: str) -> str:
-    """The parameter behind a key that no adapter layer uses: a bias trained whole (bias="all" or "lora_only")."""
-    if not key.endswith(".bias"):
-        raise adapter.refused(f"{key} is of a kind that this merge does not know")
-    return key.removeprefix(PREFIX).replace(".base_layer", "")
-
-
 def check_saved_embedding(adapter: Adapter, base: Base, changes: Changes, span: Span, checkpoint: Checkpoint) -> None:
     """An embedding that PEFT saved beside the factors (targeted, or resized): the base's rows, and perhaps new ones.
 
-    It was not trained, so its rows must be the base's. A resized one takes the place of the base's, and the adapter's
-    updates come on top; a head that is tied to it and not in the file does likewise. What PEFT saved a second time (a
-    module that was trained whole, tokens of a tied head) must be the same tensor.
+    Its rows must be the base's. A resized one takes the place of the base's, and the adapter's updates come on top; a
+    head that is tied to it and not in the file does likewise. What PEFT saved a second time (a module that was trained
+    whole, tokens of a tied head) must be the same tensor.
     """
     key = re.sub(r"(\.modules_to_save|\.original_module|\.token_adapter)?(\.base_layer)?\.[^.]+$", ".weight", span.name)
     parameter = key.removeprefix(PREFIX)

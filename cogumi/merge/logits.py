@@ -10,12 +10,10 @@ import copy
 import functools
 import gc
 import math
-import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -45,11 +43,8 @@ class LogitCheck:
 
     In logits, over every position and vocabulary entry: rms and largest difference; the rms that one rounding of the
     touched weights should cause; what passes; and the rms difference between merged and base. In nats, means over
-    positions: KL(live || merged); what rounding should cause; what passes, 1 % of the adapter's own KL or, where rounding
-    loses more, LOGIT_GATE**2 times the predicted; and KL(live || base).
-
-    `rerouted`: of a mixture of experts, the share of routing decisions in which merged, left alone, chooses other experts
-    than live does. The other figures are taken with live's choices.
+    positions: KL(live || merged); what rounding should cause; what passes; and KL(live || base). rerouted: of a mixture of
+    experts, the share of routing decisions in which merged, left alone, chooses other experts than live does.
     """
 
     measured: float
@@ -77,8 +72,7 @@ class LogitCheck:
         )
 
 
-@dataclass(frozen=True)
-class LogitDifference:
+class LogitDifference(NamedTuple):
     """Between two sets of logits: root mean square, largest, and mean KL(one || other) over positions, in nats."""
 
     rms: float
@@ -88,11 +82,9 @@ class LogitDifference:
 
 @dataclass(frozen=True)
 class LiveModel:
-    """What is kept of the live model once it is out of memory.
-
-    logits, base_logits: float32 [batch, sequence, vocabulary]. choices: the experts each router chose, in order. adapted:
-    merged names of the parameters with a low-rank update. rows: row_hashes of all others, by merged name.
-    """
+    """What is kept of the live model once it is out of memory: float32 logits and base_logits [batch, sequence,
+    vocabulary]; the experts each router chose, in order; the merged names of parameters with a low-rank update;
+    row_hashes of all others, by merged name."""
 
     logits: torch.Tensor
     base_logits: torch.Tensor
@@ -102,11 +94,9 @@ class LiveModel:
 
 
 class Routing(TorchFunctionMode):
-    """While active, records the indices of every topk, which is how routers choose experts, and can impose others.
-
-    given: the indices of an earlier forward on the same tokens. topk then returns them with the values that its own input
-    has there, so that a weight that differs still shows.
-    """
+    """While active, records the indices of every topk, which is how routers choose experts. given: the indices of an
+    earlier forward on the same tokens, which topk then returns with the values that its own input has there, so that a
+    weight that differs still shows."""
 
     def __init__(self, given: list[torch.Tensor] | None = None) -> None:
         super().__init__()
@@ -134,18 +124,8 @@ def check_logits(live: Any, merged: Any, input_ids: torch.Tensor, draws: int = 4
     """Compare the reloaded merged model with the live, unmerged PEFT model on the same tokens.
 
     input_ids: int64 [batch, sequence]. The merged weights were rounded to the dtype that each parameter of it is loaded
-    in.
-
-    Everything runs in float32, so that what remains is the one rounding of the touched weights. They are moved by uniform
-    noise of +-half an ulp, `draws` times, to predict its effect. Where the dtype is float32 itself, the order of float32
-    sums matters as much: the noise is then added in float64, and sqrt(2) of the difference between the float32 and the
-    float64 forward, as live and merged each have their own, is added in quadrature.
-
-    In a mixture of experts a rounding can tip a near-tie, which moves the logits by much more. So merged and its noisy
-    copies run with the experts that live chose, weighted by their own router. Base logits are live's with the adapter
-    disabled, in which PEFT leaves the biases that bias="all" or "lora_only" trained.
-
-    Works on copies, one in memory at a time. Raises UsageError when merged is another model.
+    in. Base logits are live's with the adapter disabled, in which PEFT leaves the biases that bias="all" or "lora_only"
+    trained. Works on copies, one in memory at a time. Raises UsageError when merged is another model.
     """
     with ieee_matmul(), torch.no_grad():
         working = precise_copy(live, torch.float32)
@@ -158,10 +138,8 @@ def check_logits(live: Any, merged: Any, input_ids: torch.Tensor, draws: int = 4
 
 
 def precise_copy(model: Any, dtype: torch.dtype) -> Any:
-    """A copy in another dtype that runs its own weights.
-
-    TRL and accelerate replace `forward` on the instance by a closure over the original model, which a copy would run.
-    """
+    """A copy in another dtype that runs its own weights: TRL and accelerate replace `forward` on the instance by a
+    closure over the original model, which a copy would run."""
     copied = copy.deepcopy(model)
     for module in copied.modules():
         vars(module).pop("forward", None)
@@ -224,9 +202,7 @@ def blocks(matrix: torch.Tensor) -> Iterator[slice]:
 
 
 def row_hashes(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """A 64-bit hash of the bits of each row of a float32 parameter (see as_rows), int64 [rows]: the live model's weights
-    are gone when the merged model's arrive.
-    """
+    """A 64-bit hash of the bits of each row of a float32 parameter (see as_rows), int64 [rows]."""
     matrix = as_rows(parameter)
     generator = torch.Generator().manual_seed(0)
     odd = torch.randint(-(2**62), 2**62, (matrix.shape[1],), generator=generator).mul_(2).add_(1).to(matrix.device)
@@ -235,12 +211,11 @@ def row_hashes(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def touched_rows(live: LiveModel, merged: Any) -> dict[str, torch.Tensor]:
-    """Merged name -> bool [rows] of the rows that were rounded: all where there is a low-rank update, else where merged
-    differs from live, as in trained tokens, biases and modules_to_save.
-    """
+    """Merged name -> bool [rows] of the rows that were rounded: all where there is a low-rank update, else where
+    merged differs from live, as in trained tokens, biases and modules_to_save."""
     names = {name for name, _ in merged.named_parameters(remove_duplicate=False)}
-    for name in sorted(live.adapted - names):
-        raise UsageError(f"merged model has no {name}, which live's adapter changes", fix=SAME_BASE)
+    if missing := sorted(live.adapted - names):
+        raise UsageError(f"merged model has no {missing[0]}, which live's adapter changes", fix=SAME_BASE)
     touched = {}
     for name, parameter in merged.named_parameters():
         rows = row_hashes(parameter)
@@ -260,7 +235,16 @@ def compare_logits(
     input_ids: torch.Tensor,
     draws: int,
 ) -> LogitCheck:
-    """dtype_of: what a parameter of the merged model was rounded to, by its name."""
+    """dtype_of: what a parameter of the merged model was rounded to, by its name.
+
+    Everything runs in float32, so that what remains is the one rounding of the touched weights. They are moved by uniform
+    noise of +-half an ulp, `draws` times, to predict its effect. Where the dtype is float32 itself, the order of float32
+    sums matters as much: the noise is then added in float64, and sqrt(2) of the difference between the float32 and the
+    float64 forward, as live and merged each have their own, is added in quadrature.
+
+    In a mixture of experts a rounding can tip a near-tie, which moves the logits by much more. So merged and its noisy
+    copies run with the experts that live chose, weighted by their own router.
+    """
     model = load_merged(torch.float32)
     touched = touched_rows(live, model)
     dtypes = {name: dtype_of(name) for name in touched}
@@ -270,8 +254,7 @@ def compare_logits(
         (one.sort(dim=-1).values != other.sort(dim=-1).values).any(dim=-1).flatten().double()
         for one, other in zip(live.choices, routing.own, strict=True)
     ]
-    found = difference(live.logits, logits)
-    from_base = difference(logits, live.base_logits)
+    found, from_base = difference(live.logits, logits), difference(logits, live.base_logits)
     base_kl = difference(live.logits, live.base_logits).kl
     centre, noise, noise_kl = logits, 0.0, 0.0
     if torch.float32 in dtypes.values():
@@ -330,9 +313,6 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> LogitDifference:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- on disk
-
-
 def check_directory(
     adapter: Path | Sequence[tuple[Path, float]],
     merged: Path,
@@ -340,29 +320,29 @@ def check_directory(
     revision: str | None = None,
     input_ids: torch.Tensor | None = None,
 ) -> LogitCheck:
-    """check_logits for a merged directory: base + adapter as PEFT runs them, on the CPU, one model in memory at a time.
+    """check_logits for a merged directory: base + adapter as PEFT runs them, on the CPU, one model in memory at a
+    time.
 
     adapter: a PEFT directory, or several with their weights, which are added. base: the full-precision base, as a
     directory or as a hub id in the local cache at `revision`. input_ids: int64 [batch, sequence]; by default see
-    prompt_tokens.
-
-    Raises UsageError before loading when the machine has less memory available than memory_needed counts.
+    prompt_tokens. Raises UsageError before loading when the machine has less memory available than memory_needed
+    counts.
     """
     from transformers import AutoConfig
 
     adapters = [(adapter, 1.0)] if isinstance(adapter, Path) else list(adapter)
+    paths = [path for path, _ in adapters]
     source = Path(base) if Path(base).is_dir() else cached_snapshot(str(base), revision)
     config = AutoConfig.from_pretrained(merged).get_text_config()
     if input_ids is None:
-        input_ids = prompt_tokens(merged, config, trained_tokens([path for path, _ in adapters]))
+        input_ids = prompt_tokens(merged, config, trained_tokens(paths))
     spans = [span for file in sorted(merged.glob("*.safetensors")) for span in read_shard(file).spans]
-    needed = memory_needed([path for path, _ in adapters], spans, input_ids.numel() * config.vocab_size)
+    needed = memory_needed(paths, spans, input_ids.numel() * config.vocab_size)
     available = psutil.virtual_memory().available
     if needed > available:
-        said = (
-            f"verify='logits' of {merged} needs {needed / 1e9:.1f} GB of memory, of {available / 1e9:.1f} GB available"
-        )
-        raise UsageError(said, fix="free some, or merge with verify='logits' on a larger machine")
+        what = f"needs {needed / 1e9:.1f} GB of memory, of {available / 1e9:.1f} GB available"
+        fix = "free some, or merge with verify='logits' on a larger machine"
+        raise UsageError(f"verify='logits' of {merged} {what}", fix=fix)
     with ieee_matmul(), torch.no_grad():
         seen = observe_from_disk(adapters, source, config.vocab_size, input_ids)
         dtypes = {span.name: FLOAT_DTYPES[span.dtype] for span in spans if span.dtype in FLOAT_DTYPES}
@@ -374,19 +354,14 @@ def check_directory(
 def memory_needed(adapters: list[Path], merged: list[Span], logits: int) -> int:
     """Bytes that check_directory allocates at most, from the tensors' headers; `logits` is their number.
 
-    One model in float32 (float64 for the second half of the check of a float32 one); the adapter, whole modules twice; a
-    weight with its update and their sum; five sets of logits. A quarter more, because the allocator keeps what it is
-    given back: measured 5.4 to 8.0 bytes per parameter, counted 8.7.
+    Twice a model in float32 (float64 for the second half of the check of a float32 one): the model, a weight with its
+    update and their sum, and what the allocator keeps. Measured 5.4 to 8.0 bytes a parameter in bfloat16, counted 8.
     """
-    sizes: Counter[str] = Counter()
-    for span in merged:
-        sizes[re.sub(r"\.experts\.\d+\.", ".experts.", span.name)] += element_count(span.shape)
-    parameters = sum(sizes.values())
+    parameters = sum(element_count(span.shape) for span in merged)
     wide = sum(element_count(span.shape) for span in merged if span.dtype == "F32")
     itemsize = 8 if wide > parameters / 100 else 4  # many bfloat16 models keep a few small vectors in float32
-    files = [file for path in adapters for file in path.glob(ADAPTER_WEIGHTS)]
-    trained = sum(element_count(span.shape) for file in files for span in read_shard(file).spans)
-    return 5 * itemsize // 4 * (parameters + 2 * trained + 3 * max(sizes.values(), default=0) + 5 * logits)
+    trained = sum(element_count(span.shape) for path in adapters for span in read_shard(path / ADAPTER_WEIGHTS).spans)
+    return 2 * itemsize * (parameters + 2 * trained + 3 * logits)
 
 
 def trained_tokens(adapters: list[Path]) -> list[int]:
@@ -401,8 +376,7 @@ def trained_tokens(adapters: list[Path]) -> list[int]:
 
 def prompt_tokens(merged: Path, config: Any, first: list[int], rows: int = 2) -> torch.Tensor:
     """int64 [rows, 128 or what the model has positions for]: a built-in text in merged's tokenizer, or seeded random
-    tokens. `first`, the tokens that an adapter trains one by one, leads the rows, in turns, to half of each.
-    """
+    tokens. `first`, the tokens that an adapter trains one by one, leads the rows, in turns, to half of each."""
     from transformers import AutoTokenizer
 
     columns = min(PROMPT_TOKENS, getattr(config, "max_position_embeddings", PROMPT_TOKENS))
@@ -436,15 +410,17 @@ def observe_from_disk(
     if vocabulary != model.get_input_embeddings().weight.shape[0]:  # the adapter brings the new rows
         model.resize_token_embeddings(vocabulary, mean_resizing=False)
     base_logits = forward(model, input_ids)
-    names = ["default", *(f"adapter{place}" for place in range(1, len(adapters)))]
-    # Low memory: PEFT then leaves out an initialisation that the weights replace; DoRA's takes a float32 model more.
-    live = PeftModel.from_pretrained(model, adapters[0][0], adapter_name=names[0], low_cpu_mem_usage=True)
-    for name, (path, _) in zip(names[1:], adapters[1:], strict=True):
-        live.load_adapter(path, adapter_name=name, low_cpu_mem_usage=True)
-    tuner: Any = live.base_model
-    tuner.set_adapter(names if len(names) > 1 else names[0])
+    weights = {f"adapter{number}": weight for number, (_, weight) in enumerate(adapters)}
+    live: Any = None
+    for name, (path, _) in zip(weights, adapters, strict=True):
+        # Low memory: PEFT then leaves out an initialisation that the weights replace; DoRA's takes a float32 model more.
+        if live is None:
+            live = PeftModel.from_pretrained(model, path, adapter_name=name, low_cpu_mem_usage=True)
+        else:
+            live.load_adapter(path, adapter_name=name, low_cpu_mem_usage=True)
+    live.base_model.set_adapter(list(weights))
     for module in live.modules():
         if isinstance(module, LoraLayer):
-            for name, (_, weight) in zip(names, adapters, strict=True):
+            for name, weight in weights.items():
                 module.set_scale(name, weight)
     return observe_live(live.eval(), input_ids, base_logits)

@@ -1,8 +1,6 @@
 """What stands beside merged weights: cogumi-merge.json, a model card, and later the check that the directory is still that."""
 
-import hashlib
 import json
-import os
 import re
 import statistics
 from dataclasses import asdict, dataclass
@@ -11,7 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
@@ -22,9 +19,8 @@ from cogumi.core.formatting import format_bytes
 from cogumi.core.notices import show_seconds
 from cogumi.core.safetensors_file import Span
 from cogumi.merge.adapter_files import ADAPTER_WEIGHTS, resolve_adapter
-from cogumi.merge.bases import Base, dequantized_base, read_model
+from cogumi.merge.bases import dequantized_base, read_model
 from cogumi.merge.logits import LogitCheck
-from cogumi.merge.parameter_map import meta_base, parameter_places
 from cogumi.merge.plan import INDEX_NAME, MergePlan, TensorPlan, build_plan
 from cogumi.merge.quantized import quantized_tensors, rms_error
 from cogumi.merge.stream import DeltaStats, Outcome, available_cores, progress_bar, thread_pool, verify_shards
@@ -32,7 +28,7 @@ from cogumi.merge.stream import DeltaStats, Outcome, available_cores, progress_b
 MANIFEST_NAME = "cogumi-merge.json"
 CARD_NAME = "README.md"
 LICENCE_KEYS = ("license", "license_name", "license_link")
-HUB_SNAPSHOT = re.compile(r"models--(.+)/snapshots/[0-9a-f]{40}/?$")
+HUB_SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/[0-9a-f]{40}$")
 
 
 def write_side_files(plan: MergePlan, partial: Path) -> None:
@@ -63,6 +59,7 @@ def build_manifest(
     """The manifest as plain JSON values. options: dtype, base_mode and verify, as they were asked for."""
     base = plan.base
     noise = q_over_delta(plan, outcome.stats)
+    changed = [tensor for tensor in plan.tensors if tensor.updated or tensor.replaced]
     return {
         "format": 2,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -79,9 +76,7 @@ def build_manifest(
             {
                 "path": str(adapter.path.resolve()),
                 "weight": weight,
-                "sha256": {
-                    file.name: sha256_file(file) for file in (adapter.path / "adapter_config.json", adapter.weights)
-                },
+                "sha256": {name: sha256_file(adapter.path / name) for name in ("adapter_config.json", ADAPTER_WEIGHTS)},
             }
             for adapter, weight in plan.adapters
         ],
@@ -89,13 +84,8 @@ def build_manifest(
         "logits": asdict(logits) if logits else None,
         "q_over_delta": statistics.median(noise.values()) if noise else None,
         "shards": {shard.name: {"bytes": shard.bytes, "sha256": outcome.digests[shard.name]} for shard in plan.shards},
-        "side_files": {name: os.fspath(source.resolve()) for name, source in sorted(plan.side_files.items())},
         **totals(plan, outcome, verified=options["verify"] != "none"),
-        "tensors": {
-            tensor.target.name: tensor_entry(tensor, outcome, noise)
-            for tensor in plan.tensors
-            if tensor.updated or tensor.replaced
-        },
+        "tensors": {tensor.target.name: tensor_entry(tensor, outcome, noise) for tensor in changed},
     }
 
 
@@ -119,9 +109,8 @@ def totals(plan: MergePlan, outcome: Outcome, verified: bool) -> dict[str, Any]:
 def tensor_entry(tensor: TensorPlan, outcome: Outcome, noise: dict[str, float]) -> dict[str, Any]:
     """One changed tensor: what was put on it, and how much."""
     name = tensor.target.name
-    terms = [term for piece in tensor.pieces if piece.change for term in piece.change.terms]
     entry: dict[str, Any] = {"replaced": True} if tensor.replaced else {}
-    if terms:
+    if terms := tensor.terms:
         entry |= {"rank": max(term.rank for term in terms), "scaling": sorted({term.scaling for term in terms})}
     if stats := outcome.stats.get(name):
         entry |= {"max_abs_delta": stats.max_abs_delta, "delta_over_weight": stats.ratio}
@@ -129,9 +118,6 @@ def tensor_entry(tensor: TensorPlan, outcome: Outcome, noise: dict[str, float]) 
     if name in noise:
         entry["q_over_delta"] = noise[name]
     return entry | (asdict(outcome.checks[name]) if name in outcome.checks else {})
-
-
-# ------------------------------------------------------------------------------------------------------------- q/delta
 
 
 def q_over_delta(plan: MergePlan, stats: dict[str, DeltaStats]) -> dict[str, float]:
@@ -142,36 +128,20 @@ def q_over_delta(plan: MergePlan, stats: dict[str, DeltaStats]) -> dict[str, flo
     """
     base = plan.base
     packed = quantized_tensors(base.trained_on.shards, base.trained_on.config) if base.trained_on else {}
-    names = quantized_on_load(base) if base.trained_in == "nf4" else packed.keys()
+    vocabulary = (base.config.get("text_config") or base.config).get("vocab_size")
     ratios: dict[str, float] = {}
     for tensor in plan.tensors:
-        name = tensor.target.name
-        if name not in names or not tensor.updated or tensor.replaced or not isinstance(tensor.source, Span):
-            continue  # what was left unquantized (embeddings, heads, fused experts) has no error
-        if stats[name].delta_rms:
-            ratios[name] = rms_error(tensor.source, packed.get(name)) / stats[name].delta_rms
+        name, source = tensor.target.name, tensor.source
+        if not tensor.updated or tensor.replaced or not isinstance(source, Span) or not stats[name].delta_rms:
+            continue
+        # load_in_4bit leaves embeddings, heads and stacked experts as they are.
+        linear = (
+            len(source.shape) == 2 and source.shape[0] != vocabulary and all(term.count == 1 for term in tensor.terms)
+        )
+        on_load = base.trained_in == "nf4" and linear
+        if on_load or name in packed:
+            ratios[name] = rms_error(source, packed.get(name)) / stats[name].delta_rms
     return ratios
-
-
-def quantized_on_load(base: Base) -> set[str]:
-    """The stored tensors that transformers' load_in_4bit quantizes, by its own rule: weights of linear layers, less the
-    head and what is tied. What the training was told to leave out besides (llm_int8_skip_modules) is not recorded."""
-    from transformers.pytorch_utils import Conv1D
-    from transformers.quantizers.base import get_keys_to_not_convert
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
-    model = meta_base(base)
-    places = parameter_places(model, base.tensors)
-    kept = get_keys_to_not_convert(model)
-    return {
-        place.tensor
-        for name, module in model.named_modules()
-        if (type(module) is torch.nn.Linear or isinstance(module, Conv1D)) and should_convert_module(name, kept)
-        for place in places.get(f"{name}.weight", ())
-    }
-
-
-# ---------------------------------------------------------------------------------------------------------- model card
 
 
 def model_card(manifest: dict[str, Any], licence: dict[str, str]) -> str:
@@ -180,77 +150,45 @@ def model_card(manifest: dict[str, Any], licence: dict[str, str]) -> str:
     Of a base in a directory only the last part of its path appears, as people publish their cards. The relation is
     `finetune`: on the hub, `merge` means several models made into one.
     """
-    base, adapters, noise = manifest["base"], manifest["adapters"], manifest["q_over_delta"]
-    hub_id = hub_id_of(base["name"])
-    shown = hub_id or Path(base["name"]).name
-    data = ModelCardData(
+    base, adapters, logits = manifest["base"], manifest["adapters"], manifest["logits"]
+    cached = HUB_SNAPSHOT.search(base["path"])
+    hub_id = cached[1].replace("--", "/", 1) if cached else None
+    name = hub_id or Path(base["name"]).name
+    metadata = ModelCardData(
         base_model=hub_id,
         base_model_relation="finetune" if hub_id else None,
         library_name="transformers",
         tags=["cogumi", "merged"],
         **licence,  # type: ignore[arg-type]
     )
-    facts = {
-        "base": f"[{shown}](https://huggingface.co/{shown})" if hub_id else f"{shown}, a local directory",
-        "base commit": f"`{base['commit']}`" if base["commit"] else "none: not from the hub",
-        "base files (sha256 of their sha256)": f"`{sha256_of(base['sha256'])}`",
-    }
+    commit = f"commit `{base['commit']}`" if hub_id else "a local directory"
+    facts = [f"Base: {name}, {commit}."]
     for adapter in adapters:
         weight = "" if adapter["weight"] == 1 else f", times {adapter['weight']:g}"
-        facts[f"adapter {Path(adapter['path']).name}{weight} (sha256)"] = f"`{adapter['sha256'][ADAPTER_WEIGHTS]}`"
-    facts["stored as"] = "the dtypes of the base" if manifest["dtype"] == "keep" else manifest["dtype"]
-    facts["made by"] = f"cogumi {version('cogumi')}"
-    checks = [f"{manifest['tensors_merged']} tensors hold base + update, computed in float32 and rounded once."]
-    if manifest["largest_error"] is None:
-        checks.append("**The written files were not compared with base and adapter.**")
-    else:
-        near = manifest["not_nearest"]
-        ties = f", but for {near:,} that lie between two as closely as float32 can tell" if near else ""
-        checks += [
-            f"All {manifest['elements']:,} elements that were computed (or decoded, or converted) were read back from disk "
-            f"and compared with the base, and its update, in float64: each is the nearest value that can be stored{ties}.",
-            f"{manifest['tensors_copied']} tensors are the bytes of the base; that was compared too.",
-        ]
-    retained = [entry.get("delta_retained") for entry in manifest["tensors"].values()]
-    if arrived := [share for share in retained if share is not None]:
-        checks.append(f"Of each tensor's update, at least {min(arrived):.2%} arrived in the rounded weights.")
-    if manifest["base_mode"] == "dequant":
-        checks.append("The base is a quantized model, dequantized again: what training saw is what is stored here.")
-    elif noise is not None:
-        checks.append(
-            f"The adapter was trained on a quantized base, whose error is {noise:.2g} times as large as the update. "
-            "This model has the update without that error."
-        )
-    logits = manifest["logits"]
-    checks.append(
-        f"{LogitCheck(**logits)}." if logits else "Logits of this model were not compared with the adapter's."
+        digest = adapter["sha256"][ADAPTER_WEIGHTS]
+        facts.append(f"Adapter {Path(adapter['path']).name}{weight} (sha256 `{digest}`).")
+    facts.append(
+        f"{manifest['tensors_merged']} tensors hold base + update, computed in float32 and rounded once. "
+        f"{manifest['tensors_copied']} are the bytes of the base."
     )
-    checks.append("What the model is good for was not measured here.")
-    parts = [
-        f"---\n{data.to_yaml()}\n---",
-        f"# {shown} with {'an adapter' if len(adapters) == 1 else f'{len(adapters)} adapters'} merged in",
-        "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in facts.items()),
-        "## What was checked\n\n" + "\n".join(f"- {check}" for check in checks),
-        "## Use\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("<this directory or repository>", dtype="auto")\n'
-        'tokenizer = AutoTokenizer.from_pretrained("<this directory or repository>")\n```\n\n'
-        f"To check it again, against the hashes in `{MANIFEST_NAME}`: `cogumi merge --check <this directory>`.",
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def sha256_of(digests: dict[str, str]) -> str:
-    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
-
-
-def hub_id_of(base: str) -> str | None:
-    """`owner/name` of a base on the hub, also where it was given as a snapshot in the hub's cache; else None."""
-    snapshot = HUB_SNAPSHOT.search(Path(base).as_posix())
-    if snapshot:
-        return snapshot[1].replace("--", "/", 1)
-    if Path(base).is_dir() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base) or base.startswith("."):
-        return None
-    return base
+    if manifest["largest_error"] is None:
+        facts.append("**The written files were not compared with base and adapter.**")
+    else:
+        facts.append(
+            f"All {manifest['elements']:,} computed elements were read back from disk and compared with base + update in "
+            f"float64: each is the nearest value that can be stored, but for {manifest['not_nearest']:,} that lie between "
+            "two as closely as float32 can tell."
+        )
+    if manifest["base_mode"] == "dequant":
+        facts.append("The base is a quantized model, dequantized again: what training saw is what is stored here.")
+    elif manifest["q_over_delta"] is not None:
+        noise = f"whose error is {manifest['q_over_delta']:.2g} times as large as the update"
+        facts.append(f"The adapter was trained on a quantized base, {noise}. This model is without that error.")
+    facts.append(str(LogitCheck(**logits)) if logits else "Logits were not compared with the adapter's.")
+    facts.append("What the model is good for was not measured here.")
+    facts.append(f"`cogumi merge --check <this directory>` checks it again, by the hashes in `{MANIFEST_NAME}`.")
+    title = f"# {name} with {'an adapter' if len(adapters) == 1 else f'{len(adapters)} adapters'} merged in"
+    return f"---\n{metadata.to_yaml()}\n---\n\n{title}\n\n" + "".join(f"- {fact}\n" for fact in facts)
 
 
 def read_licence(base: Path) -> dict[str, str]:
@@ -260,9 +198,6 @@ def read_licence(base: Path) -> dict[str, str]:
     except (OSError, ValueError, yaml.YAMLError):  # none, or one that says nothing that could be repeated
         return {}
     return {key: data[key] for key in LICENCE_KEYS if isinstance(data.get(key), str)}
-
-
-# --------------------------------------------------------------------------------------------------------------- check
 
 
 @dataclass(frozen=True)
@@ -296,56 +231,43 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
         raise UsageError(f"{directory} holds no {MANIFEST_NAME}, so it is not a directory that cogumi merged")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(manifest, dict) or manifest.get("format") != 2:
+        if manifest["format"] != 2:
             raise UsageError(f"{path} has a format that this version does not know", fix="merge again")
         entries = [manifest["base"], *manifest["adapters"]]
         inputs = {Path(each["path"]) / name: digest for each in entries for name, digest in each["sha256"].items()}
         shards = {name: shard["sha256"] for name, shard in manifest["shards"].items()}
         outputs = {directory / name: digest for name, digest in (manifest["files"] | shards).items()}
-        weights = [each["weight"] for each in entries[1:]]
-        dtype, base_mode = manifest["dtype"], manifest["base_mode"]
+        adapters = [(Path(each["path"]), each["weight"]) for each in manifest["adapters"]]
+        base, dtype, base_mode = manifest["base"]["path"], manifest["dtype"], manifest["base_mode"]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise MergeError(f"{path} is damaged ({type(error).__name__}: {error})") from error
-    total = 0
-    for path, found in sha256_on_disk(list(outputs), workers, progress, "hashing").items():
-        if found is None:
-            raise MergeError(f"{path} is gone; the directory is not whole: fetch it again, or merge again")
-        if found != outputs[path]:
-            was = f"its sha256 is {found}, not {outputs[path]}"
-            raise MergeError(f"{path} is not the file that was merged: {was}; fetch it again, or merge again")
-        total += path.stat().st_size
+    if changed := changed_file(outputs, workers, progress, "hashing"):
+        raise MergeError(f"{changed}; the directory is not whole: fetch it again, or merge again")
     extra = sorted(path for path in directory.glob("*.safetensors") if path not in outputs)
     if extra:
         raise MergeError(f"{extra[0]} was not written by the merge")
-    missing = next((f"{path} is gone" for path in inputs if not path.is_file()), None)
-    if missing is None:
-        digests = sha256_on_disk(list(inputs), workers, progress, "inputs")
-        missing = next((f"{path} has changed since" for path in inputs if inputs[path] != digests[path]), None)
-    if missing is not None:
+    total = sum(path.stat().st_size for path in outputs)
+    if missing := changed_file(inputs, workers, progress, "inputs"):
         return CheckReport(directory, len(outputs), total, None, missing)
-    base, *adapters = (Path(each["path"]) for each in entries)
-    found_base = read_model(str(base), None)
-    plan = build_plan(
-        [(resolve_adapter(path), weight) for path, weight in zip(adapters, weights, strict=True)],
-        dequantized_base(found_base) if base_mode == "dequant" else found_base,
-        dtype,
-    )
+    found = read_model(base, None)
+    found = dequantized_base(found) if base_mode == "dequant" else found
+    plan = build_plan([(resolve_adapter(path), weight) for path, weight in adapters], found, dtype)
     with progress_bar(progress, "verifying", plan.shard_bytes) as checked:
         checks = verify_shards(plan, directory, workers, checked)
     return CheckReport(directory, len(outputs), total, sum(check.elements for check in checks.values()), None)
 
 
-def sha256_on_disk(paths: list[Path], workers: int, progress: bool, name: str) -> dict[Path, str | None]:
-    """The sha256 of files, read from the disk rather than from memory; None where one is gone."""
+def changed_file(sha256: dict[Path, str], workers: int, progress: bool, name: str) -> str | None:
+    """The first file that is gone or has another sha256, in words. Read from the disk rather than from memory."""
+    if gone := next((path for path in sha256 if not path.is_file()), None):
+        return f"{gone} is gone"
 
     def read_back(path: Path) -> str | None:
-        if not path.is_file():
-            return None
         drop_from_memory(path)
-        digest = sha256_file(path)
+        same = sha256_file(path) == sha256[path]
         hashed(path.stat().st_size)
-        return digest
+        return None if same else f"{path} has changed since the merge"
 
-    present = sum(path.stat().st_size for path in paths if path.is_file())
-    with thread_pool(workers) as pool, progress_bar(progress, name, present) as hashed:
-        return dict(zip(paths, pool.map(read_back, paths), strict=True))
+    total = sum(path.stat().st_size for path in sha256)
+    with thread_pool(workers) as pool, progress_bar(progress, name, total) as hashed:
+        return next(filter(None, pool.map(read_back, sha256)), None)

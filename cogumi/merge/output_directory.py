@@ -31,11 +31,8 @@ def check_target(target: Path) -> None:
 
 
 def remove_stale(target: Path) -> None:
-    """Remove what killed merges into `target` left. Raises UsageError when another merge into it is running.
-
-    A running merge holds a lock on its partial directory, which dies with the process; so a partial that can be locked is
-    a killed merge's. Merging again takes less time than finding its good half.
-    """
+    """Remove what killed merges into `target` left: a running merge holds a lock on its partial directory, which dies
+    with the process. Raises UsageError when another merge into it is running."""
     name = re.compile(re.escape(f"{target.name}.partial-") + "[0-9a-f]{8}")
     for partial in sorted(target.absolute().parent.iterdir()):
         if not name.fullmatch(partial.name) or not partial.is_dir() or partial.is_symlink():
@@ -43,26 +40,17 @@ def remove_stale(target: Path) -> None:
         try:
             with lock_directory(partial) as free:
                 if free is None:
-                    log.warning(
-                        "%s was left by a killed merge, or belongs to a running one; remove it if none runs", partial
-                    )
-                elif not free:
-                    raise already_running(target, partial)
-                else:
-                    size = bytes_taken(partial)
+                    log.warning("%s is a killed merge's, or a running one's; remove it if none runs", partial)
+                elif free:
                     shutil.rmtree(partial)
-                    log.info("removed %s (%s), which a killed merge had left", partial, format_bytes(size))
+                    log.info("removed %s, which a killed merge had left", partial)
+                else:
+                    raise already_running(target, partial)
         except FileNotFoundError:
             continue  # its own merge, or another one that cleans up, was faster
         except PermissionError as error:
-            raise UsageError(
-                f"out {target}: {partial} was left by a merge and cannot be removed ({error.strerror})",
-                fix="remove it or choose another out",
-            ) from error
-
-
-def bytes_taken(directory: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
+            what = f"out {target}: {partial} was left by a merge and cannot be removed ({error.strerror})"
+            raise UsageError(what, fix="remove it or choose another out") from error
 
 
 def already_running(target: Path, partial: Path) -> UsageError:
@@ -73,15 +61,14 @@ def already_running(target: Path, partial: Path) -> UsageError:
 def partial_directory(plan: MergePlan, target: Path) -> Iterator[Path]:
     """A new, locked directory beside `target` with every shard in its full size, to be renamed to it; removed when the
     block fails, by KeyboardInterrupt too. A disk that is full at any moment is a DiskFull that says what the output
-    takes.
-    """
+    takes."""
     partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
     needed = small_bytes(plan) + plan.shard_bytes
     try:
         partial.mkdir()
     except OSError as error:
         if error.errno in NO_SPACE:
-            raise disk_full(target, needed, 0, error) from error
+            raise disk_full(target, needed, error) from error
         raise UsageError(f"cannot write {partial}: {error.strerror}", fix="choose another out") from error
     with lock_directory(partial) as ours:
         if ours is False:  # a merge that has begun at the same moment took it for a killed one's, and removes it
@@ -90,22 +77,16 @@ def partial_directory(plan: MergePlan, target: Path) -> Iterator[Path]:
             allocate(plan, partial)
             yield partial
         except BaseException as error:
-            taken = bytes_taken(partial)
-            refused = isinstance(error, OSError) and error.errno in NO_SPACE and disk_full(target, needed, taken, error)
-            if partial.exists():
-                shutil.rmtree(partial)
-            if refused:
-                raise refused from error
+            shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError) and error.errno in NO_SPACE:
+                raise disk_full(target, needed, error) from error
             raise
 
 
 def allocate(plan: MergePlan, partial: Path) -> None:
-    """Create every shard in its full size, with its blocks taken from the disk, before any work is done.
-
-    What `df` says is not what can be written (quotas, reserved blocks, thin volumes): asking for the blocks is the only
-    way to know. Where the filesystem cannot take them, glibc writes a byte into each; other C libraries say so, and the
-    file gets its size alone. Raises OSError where they cannot be had.
-    """
+    """Create every shard in its full size, with its blocks taken from the disk, before any work is done: what `df`
+    says is not what can be written (quotas, reserved blocks, thin volumes). Raises OSError where they cannot be
+    had."""
     reserve = partial / ".reserve"
     for path, size in [(reserve, small_bytes(plan)), *((partial / shard.name, shard.bytes) for shard in plan.shards)]:
         with path.open("xb") as file:
@@ -124,24 +105,24 @@ def small_bytes(plan: MergePlan) -> int:
     return 64 * 1024 + 600 * len(plan.tensors) + sum(path.stat().st_size + 4096 for path in plan.side_files.values())
 
 
-def disk_full(target: Path, needed: int, taken: int, error: OSError) -> DiskFull:
-    """Why `needed` bytes could not be had, in one line with the numbers. taken: what is given back, and counts as free."""
+def disk_full(target: Path, needed: int, error: OSError) -> DiskFull:
+    """Why `needed` bytes could not be had, in one line with the numbers. What a merge had taken is free again."""
     place = target.absolute().parent
-    free = taken + space_of(place).free
-    if error.errno == errno.ENOSPC and free < needed:
-        remedy = f"has {format_bytes(free)} free ({error.strerror}); free {format_bytes(needed - free)}"
-    else:  # a quota, a limit on the size of one file, blocks reserved for root
-        remedy = f"gave {format_bytes(taken)} ({error.strerror}) of {format_bytes(free)} free; raise that limit"
-    text = f"out {target} needs {format_bytes(needed)} and {place} {remedy} or choose another disk; nothing was written"
+    free = space_of(place).free
+    remedy = f"free {format_bytes(needed - free)}"
+    if (
+        error.errno != errno.ENOSPC or free >= needed
+    ):  # a quota, a limit on the size of one file, blocks reserved for root
+        remedy = "raise that limit"
+    has = f"{place} has {format_bytes(free)} free ({error.strerror})"
+    text = f"out {target} needs {format_bytes(needed)} and {has}; {remedy} or choose another disk; nothing was written"
     return DiskFull(text, place, needed)
 
 
 def commit_output(partial: Path, target: Path) -> None:
-    """Make `partial` durable and rename it: the output appears whole or not at all, power cuts included.
-
-    Raises UsageError when `target` has appeared meanwhile. Between that look and the rename only an empty directory could
-    still be replaced: the kernel refuses to rename over anything else.
-    """
+    """Make `partial` durable and rename it: the output appears whole or not at all, power cuts included. Raises
+    UsageError when `target` has appeared meanwhile; of an empty directory the kernel makes no fuss, and nothing is
+    lost."""
     for directory in [path for path in partial.rglob("*") if path.is_dir()] + [partial]:
         sync_path(directory)
     check_target(target)

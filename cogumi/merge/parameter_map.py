@@ -1,8 +1,8 @@
 """Where each parameter of a model lies in its checkpoint, and what an adapter can do to it.
 
 A checkpoint's tensors need not be the model's parameters: transformers renames, stacks, concatenates, splits and
-transposes on load. From its own mapping, asked with a model on the meta device, follows which rows of which stored tensor
-hold which rows of which parameter. An update is added to the stored tensors as they are, without fusing.
+transposes on load. From its own mapping, asked with a model on the meta device, follows which rows of which stored
+tensor hold which rows of which parameter.
 """
 
 import copy
@@ -21,11 +21,8 @@ from cogumi.merge.bases import Base
 @dataclass(frozen=True)
 class Place:
     """Rows `first` to `last` of a stored tensor, seen as a matrix of its last dimension, which hold one piece of a
-    parameter.
-
-    A parameter is a stack of matrices (experts), or one: the piece is `matrix`, from row `offset` on, all columns.
-    transposed: the stored rows are that matrix's columns.
-    """
+    parameter: of its matrix number `matrix` (of a stack of experts, else 0), from row `offset` on, all columns.
+    transposed: the stored rows are that matrix's columns."""
 
     tensor: str
     first: int
@@ -87,9 +84,7 @@ class Change:
 @dataclass
 class Changes:
     """Changes of one adapter: by parameter, and by stored tensor for modules that only the checkpoint still has.
-
-    vocabulary: the number of rows of the embedding where the adapter resized it.
-    """
+    vocabulary: the number of rows of the embedding where the adapter resized it."""
 
     parameters: dict[str, Change] = field(default_factory=dict)
     tensors: dict[str, Change] = field(default_factory=dict)
@@ -129,11 +124,9 @@ def meta_model(config: Any) -> Any:
 
 
 def parameter_places(model: Any, spans: dict[str, Span]) -> dict[str, tuple[Place, ...]]:
-    """Parameter -> its places, for every parameter that the stored tensors make up in a way known here.
-
-    Left out are parameters of which a tensor is missing or has another size, and those that transformers converts by more
-    than stack, concatenate, split and transpose (a permutation for rotary embeddings, say).
-    """
+    """Parameter -> its places, for every parameter that the stored tensors make up in a way known here: left out are
+    those of which a tensor is missing or has another size, and those that transformers converts by more than stack,
+    concatenate, split and transpose (a permutation for rotary embeddings, say)."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -154,9 +147,8 @@ def parameter_places(model: Any, spans: dict[str, Span]) -> dict[str, tuple[Plac
             converted[name, number][pattern].append(spans[tensor])
         elif name in parameters:
             if name in plain:
-                raise UsageError(
-                    f"base tensors {plain[name]} and {tensor} both load as {name}", fix="the base is ambiguous"
-                )
+                what = f"base tensors {plain[name]} and {tensor} both load as {name}"
+                raise UsageError(what, fix="the base is ambiguous")
             plain[name] = tensor
     places = {
         name: matrices_of(spans[tensor]) for name, tensor in plain.items() if spans[tensor].shape == parameters[name]
@@ -179,9 +171,7 @@ def converted_places(
     name: str, converter: Any, stored: dict[str, list[Span]], parameters: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[Place, ...]]:
     """The places of what one converter makes: {parameter: places}, empty where the conversion is not known here.
-
-    stored: source pattern -> tensors, in transformers' order.
-    """
+    stored: source pattern -> tensors, in transformers' order."""
     from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, Transpose
 
     groups = [stored[pattern] for pattern in converter.source_patterns if pattern in stored]
@@ -232,18 +222,18 @@ def covers_parameter(places: tuple[Place, ...], shape: tuple[int, ...], spans: d
     """Whether the places hold exactly a parameter of this shape: every row of every matrix once."""
     rows, columns = matrix_shape(shape)
     count, height = (shape[0], shape[1]) if len(shape) == 3 else (1, rows)
-    held = []
-    for place in places:
-        stored_rows, stored_columns = matrix_shape(spans[place.tensor].shape)
-        high, wide = place.last - place.first, stored_columns
+    reached = [0] * count
+    for place in sorted(places, key=lambda place: (place.matrix, place.offset)):
+        stored_rows, wide = matrix_shape(spans[place.tensor].shape)
+        high = place.last - place.first
         if place.transposed:
             high, wide = wide, high
-        if wide != columns or place.last > stored_rows:
+        if (
+            wide != columns
+            or place.last > stored_rows
+            or place.matrix >= count
+            or reached[place.matrix] != place.offset
+        ):
             return False
-        held.append((place.matrix, place.offset, place.offset + high))
-    reached = [0] * count
-    for matrix, first, last in sorted(held):
-        if matrix >= count or reached[matrix] != first:
-            return False
-        reached[matrix] = last
+        reached[place.matrix] += high
     return all(last == height for last in reached)

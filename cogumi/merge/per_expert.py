@@ -10,7 +10,7 @@ from cogumi.core.safetensors_file import Span
 from cogumi.merge.adapter_files import FACTOR_KEY, OTHER_BASE, PREFIX, Adapter
 from cogumi.merge.parameter_map import Change, LowRank
 
-EXPERT = re.compile(r".+\.experts\.\d+\.[^.]+")
+EXPERT = re.compile(r".+\.experts\.\d+\.[^.]+\.weight")
 
 
 def layer_names(model: Any) -> set[str]:
@@ -24,27 +24,22 @@ def stored_modules(
     model: Any, config: Any, held: dict[str, Span], spans: dict[str, Span]
 ) -> dict[str, tuple[str, str]]:
     """Stored tensor -> (key of A, key of B), for factors of modules that this transformers no longer builds as layers.
-
-    The checkpoint still stores one matrix per expert (and the router), and there the update can be added.
-    """
+    The checkpoint still stores one matrix per expert (and the router), and there the update can be added."""
     layers = layer_names(model)
-    parameters = tuple(config.target_parameters or ())
     found: dict[str, tuple[str, str]] = {}
     for key in held:
         factor = FACTOR_KEY.fullmatch(key)
         if factor and factor["side"] == "A" and factor["module"] not in layers:
             tensor = f"{factor['module']}.weight"
-            named = any(tensor == parameter or tensor.endswith(f".{parameter}") for parameter in parameters)
-            if not named and tensor in spans and len(spans[tensor].shape) == 2:
+            targeted = any(f".{tensor}".endswith(f".{parameter}") for parameter in config.target_parameters or ())
+            if not targeted and tensor in spans and len(spans[tensor].shape) == 2:
                 found[tensor] = (key, key.replace("lora_A", "lora_B"))
     return found
 
 
 def layers_with_factors(adapter: Adapter, config: Any, model: Any, held: dict[str, Span], done: set[str]) -> list[str]:
     """The linear layers for which the file holds factors. Raises UsageError where it lacks those of a targeted one.
-
-    done: parameters whose factors were found under the names of their stored tensors.
-    """
+    done: parameters whose factors were found under the names of their stored tensors."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     found = []
@@ -68,7 +63,7 @@ def stored_changes(
     held = {span.name: span for span in adapter.spans}
     for tensor in spans:
         layer = tensor.removesuffix(".weight")
-        if EXPERT.fullmatch(layer) and tensor not in stored and check_target_module_exists(config, layer):
+        if EXPERT.fullmatch(tensor) and tensor not in stored and check_target_module_exists(config, layer):
             raise adapter.refused(f"it targets {layer} but holds no factors for it", fix="is it damaged?")
     changes = {}
     for tensor, (key_a, key_b) in stored.items():
@@ -78,10 +73,10 @@ def stored_changes(
         rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), module), config.r)
         alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), module), config.lora_alpha)
         outputs, inputs = spans[tensor].shape
-        for key, shape in ((key_a, (rank, inputs)), (key_b, (outputs, rank))):
-            if held[key].shape != shape:
-                what = f"{key} has shape {held[key].shape} where {tensor} {spans[tensor].shape} and rank {rank} need {shape}"
-                raise adapter.refused(what, fix=OTHER_BASE)
+        found = held[key_a].shape, held[key_b].shape
+        if found != ((rank, inputs), (outputs, rank)):
+            what = f"{key_a} and its lora_B have shapes {found}, which do not fit {tensor} {spans[tensor].shape}"
+            raise adapter.refused(f"{what} with rank {rank}", fix=OTHER_BASE)
         scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
         changes[tensor] = Change(terms=(LowRank(adapter.weights, key_a, key_b, rank, scaling),))
     return changes

@@ -25,7 +25,7 @@ from cogumi.merge.adapter_files import Adapter
 from cogumi.merge.bases import Base
 from cogumi.merge.changes import adapter_changes
 from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Place, read_checkpoint
-from cogumi.merge.quantized import Quantized
+from cogumi.merge.quantized import Bnb4bit
 from cogumi.merge.side_files import output_config, side_files
 
 OUTPUT_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -33,7 +33,7 @@ MERGEABLE_DTYPES = tuple(OUTPUT_DTYPES.values())
 INDEX_NAME = "model.safetensors.index.json"
 
 # Where a tensor's values before the update come from: bytes in a file, or a quantized tensor, decoded.
-Source = Span | Quantized
+Source = Span | Bnb4bit
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One output tensor: where its values come from, where they go, and what is done to which rows.
-
-    The pieces follow each other and hold every row of the tensor, seen as a matrix of its last dimension. replaced: the
-    source is the adapter's (a module trained whole, a resized embedding), not the base's.
-    """
+    """One output tensor. The pieces follow each other and hold every row of it, seen as a matrix of its last
+    dimension. replaced: the source is the adapter's (a module trained whole, a resized embedding), not the base's."""
 
     source: Source
     target: Span
@@ -60,6 +57,10 @@ class TensorPlan:
     @property
     def updated(self) -> bool:
         return any(piece.change is not None for piece in self.pieces)
+
+    @property
+    def terms(self) -> list[LowRank]:
+        return [term for piece in self.pieces if piece.change for term in piece.change.terms]
 
     @property
     def copied(self) -> bool:
@@ -84,7 +85,6 @@ class RowRange:
 
     @property
     def bytes(self) -> int:
-        """Of the output."""
         return (self.last - self.first) * self.tensor.row_bytes
 
     @property
@@ -132,10 +132,8 @@ class MergePlan:
 
 
 def build_plan(adapters: Sequence[tuple[Adapter, float]], base: Base, dtype: str) -> MergePlan:
-    """Plan every output tensor of base + the weighted sum of the adapters.
-
-    Raises UsageError naming the key when an adapter and the base do not fit together, or cannot be merged exactly.
-    """
+    """Plan every output tensor of base + the weighted sum of the adapters. Raises UsageError naming the key when an
+    adapter and the base do not fit together, or cannot be merged exactly."""
     checkpoint = read_checkpoint(base)
     each = [(adapter_changes(adapter, base, checkpoint), adapter, weight) for adapter, weight in adapters]
     changes = weighted_sum(each)
@@ -153,10 +151,8 @@ def build_plan(adapters: Sequence[tuple[Adapter, float]], base: Base, dtype: str
 
 
 def weighted_sum(each: list[tuple[Changes, Adapter, float]]) -> Changes:
-    """The changes of several adapters as one: their low-rank updates added up with their weights.
-
-    Raises UsageError where a sum means nothing: DoRA, whole modules and replaced rows are values, not differences.
-    """
+    """The changes of several adapters as one: their low-rank updates added up with their weights. Raises UsageError
+    where a sum means nothing: DoRA, whole modules and replaced rows are values, not differences."""
     if len(each) == 1 and each[0][2] == 1:
         return each[0][0]
     total = Changes()
@@ -176,9 +172,9 @@ def weighted_sum(each: list[tuple[Changes, Adapter, float]]) -> Changes:
 def find_untied(changes: Changes, checkpoint: Checkpoint, base: Base) -> tuple[bool, dict[str, str]]:
     """(whether a head no longer equals its embedding, {new stored tensor: the stored tensor that it starts from}).
 
-    A head that is tied to the embedding has no tensor of its own, as a rule. When an adapter changes the two differently,
-    as it does when it changes only one of them, the merged model needs both, and tie_word_embeddings=false. Changes that
-    are the same on both sides leave them tied, and a head that is stored all the same gets the embedding's, bit for bit.
+    A head that is tied to the embedding has no tensor of its own, as a rule. When an adapter changes the two
+    differently, the merged model needs both, and tie_word_embeddings=false. The same changes on both sides leave them
+    tied, and a head that is stored all the same gets the embedding's, bit for bit.
     """
     fresh: dict[str, str] = {}
     untied = False
@@ -209,19 +205,15 @@ def find_untied(changes: Changes, checkpoint: Checkpoint, base: Base) -> tuple[b
 
 def same_change(one: Change | None, other: Change | None) -> bool:
     """Whether two changes of equally shaped weights do the same, bit for bit."""
-    if one is None or other is None:
-        return one is other
-    if one.rows != other.rows or one.magnitude or other.magnitude:
+    if one == other or one is None or other is None:
         return one == other
-    if (one.whole is None) != (other.whole is None) or len(one.terms) != len(other.terms):
+    if one.rows != other.rows or one.magnitude or other.magnitude or len(one.terms) != len(other.terms):
         return False
-    if one.whole and other.whole and not same_tensor(one.whole, other.whole):
-        return False
-    return all(same_term(left, right) for left, right in zip(one.terms, other.terms, strict=True))
-
-
-def same_tensor(one: Span, other: Span) -> bool:
-    return one.shape == other.shape and leading_rows_equal(one, other)
+    if one.whole and other.whole:
+        same_whole = one.whole.shape == other.whole.shape and leading_rows_equal(one.whole, other.whole)
+    else:
+        same_whole = one.whole is other.whole
+    return same_whole and all(same_term(left, right) for left, right in zip(one.terms, other.terms, strict=True))
 
 
 def same_term(one: LowRank, other: LowRank) -> bool:
@@ -265,15 +257,14 @@ def refuse_partial(
     place: Place, change: Change, places: tuple[Place, ...], parameter: str, checkpoint: Checkpoint, adapter: Adapter
 ) -> None:
     """Raise UsageError for changes that need a whole parameter where the base stores it in parts or transposed."""
-    apart = len(places) > 1 or place.transposed
-    if apart and (change.rows or change.magnitude):
+    if (change.rows or change.magnitude) and (len(places) > 1 or place.transposed):
         kind = "DoRA" if change.magnitude else "trained tokens"
         raise adapter.refused(f"{kind} on {parameter}, which is stored in parts")
-    if change.whole is None:
-        return
     span = checkpoint.spans.get(place.tensor)  # None: a head that gets a tensor of its own
-    filled = span is None or (place.first, place.last) == (0, matrix_shape(span.shape)[0])
-    if place.transposed or not (filled or (span and span.shape == change.whole.shape)):
+    if change.whole is None or span is None:
+        return
+    filled = (place.first, place.last) == (0, matrix_shape(span.shape)[0])
+    if place.transposed or not (filled or span.shape == change.whole.shape):
         raise adapter.refused(f"{parameter} is trained whole, and stored in {place.tensor} transposed or with others")
 
 
@@ -289,27 +280,13 @@ def cut_whole(change: Change, place: Place, span: Span) -> Change:
 
 
 def plan_shard(
-    shard: Shard,
-    base: Base,
-    stored: dict[str, list[Piece]],
-    untied: dict[str, str],
-    checkpoint: Checkpoint,
-    dtype: str,
+    shard: Shard, base: Base, stored: dict[str, list[Piece]], untied: dict[str, str], checkpoint: Checkpoint, dtype: str
 ) -> ShardPlan:
-    """The output shard: the base shard's tensors in its order, then heads that were tied to one of them.
-
-    Where no name, dtype or shape changes, the header is the base's own, byte for byte.
-    """
+    """The output shard: the base shard's tensors in its order, then heads that were tied to one of them. Where no name,
+    dtype or shape changes, the header is the base's own, byte for byte."""
     own = {span.name: checkpoint.spans[span.name] for span in shard.spans if span.name in checkpoint.spans}
     order = own | {head: own[embedding] for head, embedding in untied.items() if embedding in own}
-    drafts = []
-    for name, span in order.items():
-        pieces = stored.get(name, [])
-        whole = next((piece for piece in pieces if piece.change and piece.change.whole), None)
-        source: Source = base.quantized.get(span.name, span)
-        if whole and whole.change and whole.change.whole:
-            source = whole.change.whole
-        drafts.append(plan_tensor(name, source, pieces, base, dtype, kept=span.dtype, replaced=whole is not None))
+    drafts = [plan_tensor(name, span, stored.get(name, []), base, dtype) for name, span in order.items()]
     entries = [(draft.target.name, draft.target.dtype, draft.target.shape, draft.target.end) for draft in drafts]
     same = [entry[:3] for entry in entries] == [(span.name, span.dtype, span.shape) for span in shard.spans]
     header = shard.header if same else make_header(shard.metadata, entries)
@@ -321,29 +298,29 @@ def plan_shard(
     return ShardPlan(shard.path.name, header, tuple(tensors))
 
 
-def plan_tensor(
-    name: str, source: Source, changed: list[Piece], base: Base, dtype: str, *, kept: str, replaced: bool
-) -> TensorPlan:
-    """One output tensor, its `end` its length in bytes until it is placed. kept: the dtype that dtype="keep" keeps."""
-    out = OUTPUT_DTYPES[dtype] if dtype != "keep" and kept in MERGEABLE_DTYPES else kept
-    updates = [
-        replace(piece, change=replace(piece.change, whole=None))
-        for piece in changed
-        if piece.change is not None and replace(piece.change, whole=None) != Change()
-    ]
-    stored = source.dtype if isinstance(source, Span) else kept
-    if (updates or stored != out) and not (stored in MERGEABLE_DTYPES and out in MERGEABLE_DTYPES):
-        raise UsageError(f"base {base.name}: {name} is stored as {stored}", fix=f"only {MERGEABLE_DTYPES} merge")
-    if replaced:  # rows may have been added, which belong to the same piece
+def plan_tensor(name: str, span: Span, changed: list[Piece], base: Base, dtype: str) -> TensorPlan:
+    """One output tensor, its `end` its length in bytes until it is placed. span: the stored tensor that it starts from."""
+    whole = next((piece.change.whole for piece in changed if piece.change and piece.change.whole), None)
+    source: Source = base.quantized.get(span.name, span)
+    if whole is not None:
+        source = whole
+    out = OUTPUT_DTYPES[dtype] if dtype != "keep" and span.dtype in MERGEABLE_DTYPES else span.dtype
+    updates = []
+    for piece in changed:
+        if piece.change is not None and (update := replace(piece.change, whole=None)) != Change():
+            updates.append(replace(piece, change=update))
+    read_as = source.dtype if isinstance(source, Span) else span.dtype
+    if (updates or read_as != out) and not (read_as in MERGEABLE_DTYPES and out in MERGEABLE_DTYPES):
+        raise UsageError(f"base {base.name}: {name} is stored as {read_as}", fix=f"only {MERGEABLE_DTYPES} merge")
+    if whole is not None:  # rows may have been added, which belong to the same piece
         updates = [replace(piece, place=replace(piece.place, last=matrix_shape(source.shape)[0])) for piece in updates]
     if out in FLOAT_DTYPES:
         length = element_count(source.shape) * FLOAT_DTYPES[out].itemsize
     else:
         assert isinstance(source, Span), "decoded tensors are of a float dtype"
         length = source.end - source.start
-    return TensorPlan(
-        source, Span(Path(), name, out, source.shape, 0, length), fill_gaps(name, updates, source), replaced
-    )
+    target = Span(Path(), name, out, source.shape, 0, length)
+    return TensorPlan(source, target, fill_gaps(name, updates, source), replaced=whole is not None)
 
 
 def fill_gaps(name: str, updates: list[Piece], source: Source) -> tuple[Piece, ...]:

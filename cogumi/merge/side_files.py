@@ -13,18 +13,12 @@ from cogumi.core.errors import UsageError
 from cogumi.merge.adapter_files import read_json
 
 # Each of these is a vocabulary by itself, or half of one (vocab.json with merges.txt). Without one there is no tokenizer.
+# fmt: off
 VOCABULARY_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "*.tiktoken",
-    "tiktoken.model",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
+    "tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "*.tiktoken", "tiktoken.model",
+    "tekken.json", "vocab.json", "vocab.txt", "merges.txt",
 )
+# fmt: on
 TOKENIZER_FILES = (*VOCABULARY_FILES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -38,12 +32,11 @@ def side_files(adapter: Path, base: Path) -> dict[str, Path]:
     """Name in the output -> file to copy. Contents are to be copied: in the hub's cache the files are links.
 
     The tokenizer is taken whole from one place, the adapter's if it has a vocabulary: files of two tokenizers mixed are a
-    third. Two exceptions, where the adapter's vocabulary is the base's token for token: the base's other encodings of it
-    come too (converters such as llama.cpp's ask for tokenizer.model), and so does its chat template if the adapter's
-    tokenizer has none. Without a tokenizer at the adapter, a template there still wins over the base's.
+    third. Where that vocabulary is the base's token for token, the base's other encodings of it come too (converters such
+    as llama.cpp's ask for tokenizer.model), and so does its chat template if the adapter's tokenizer has none.
 
-    generation_config, licences and remote code are the base's. No README.md is copied: the merged model gets a card of
-    its own. Raises UsageError for a link in either directory that leads nowhere, as in an interrupted download.
+    generation_config, licences and remote code are the base's. Raises UsageError for a link in either directory that
+    leads nowhere, as in an interrupted download.
     """
     home = tokenizer_home(adapter)
     licences = [path.name for path in base.iterdir() if any(word in path.name.lower() for word in LICENCE_WORDS)]
@@ -71,10 +64,7 @@ def has_tokenizer(names: Iterable[str]) -> bool:
 
 def tokenizer_home(adapter: Path) -> Path:
     """Where the tokenizer that trained this adapter is: with it, or in the trainer's directory around a checkpoint.
-
-    transformers' Trainer writes `checkpoint-<step>` and training_args.bin there. Around any other adapter there may be
-    another model's.
-    """
+    Around any other adapter there may be another model's."""
     run = adapter.resolve().parent
     is_checkpoint = adapter.resolve().name.startswith("checkpoint-") or (run / "training_args.bin").is_file()
     if is_checkpoint and not glob_files(adapter, VOCABULARY_FILES) and glob_files(run, VOCABULARY_FILES):
@@ -83,28 +73,23 @@ def tokenizer_home(adapter: Path) -> Path:
 
 
 def same_vocabulary(one: Path, other: Path) -> bool:
-    """Whether two tokenizer.json hold the same tokens under the same ids, with the same merges; False where either is
-    missing.
-    """
-    if not ((one / "tokenizer.json").is_file() and (other / "tokenizer.json").is_file()):
+    """Whether two tokenizer.json hold the same tokens under the same ids, with the same merges."""
+    files = one / "tokenizer.json", other / "tokenizer.json"
+    if not all(file.is_file() for file in files):
         return False
-    vocabulary = tokens_of(one / "tokenizer.json")
-    return vocabulary is not None and vocabulary == tokens_of(other / "tokenizer.json")
+    ours, theirs = (tokens_of(read_json(file)) for file in files)
+    return bool(ours[0]) and ours == theirs
 
 
-def tokens_of(path: Path) -> tuple[Any, list[Any], dict[str, int]] | None:
-    """(vocabulary, merges, added tokens) of a tokenizer.json, or None when it has no vocabulary to speak of."""
-    content = read_json(path)
-    model = content.get("model")
-    if not isinstance(model, dict) or not model.get("vocab"):
-        return None
+def tokens_of(content: dict[str, Any]) -> tuple[Any, list[Any], dict[str, int]]:
+    """(vocabulary, merges, added tokens) of a tokenizer.json."""
+    model = content.get("model") or {}
     # Older files write a merge as "a b", newer ones as ["a", "b"]: no token of the older ones holds a space.
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or []]
-    return model["vocab"], merges, {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+    return model.get("vocab"), merges, {token["content"]: token["id"] for token in content.get("added_tokens") or []}
 
 
 def tokenizer_config(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json of a directory, or nothing when it has none."""
     path = directory / "tokenizer_config.json"
     return read_json(path) if path.is_file() else {}
 
@@ -127,8 +112,7 @@ def output_config(config: dict[str, Any], *, dtype: str | None, untied: bool, vo
     at the top and in text_config, never in a vision or audio config. None and False leave things as they are.
     """
     merged = changed_config(config, dtype)
-    text = merged.get("text_config")
-    language = [merged, text] if isinstance(text, dict) else [merged]
+    language = [merged, merged["text_config"]] if isinstance(merged.get("text_config"), dict) else [merged]
     if untied:
         for place in language:
             place["tie_word_embeddings"] = False

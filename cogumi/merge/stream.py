@@ -45,7 +45,7 @@ RUN_ELEMENTS = 32 * BLOCK_ELEMENTS
 HASH_BYTES = 1 << 18
 # How much of a shard is hashed before the disk is asked to take it.
 SYNC_BYTES = 1 << 26
-# What the kernel says where it cannot copy between two files by itself (other filesystem, or none that supports it).
+# What the kernel says where it cannot copy between two files by itself.
 NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 Advance = Callable[[int], None]
@@ -66,11 +66,8 @@ def available_cores() -> int:
 
 @contextmanager
 def thread_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
-    """A pool that, when the block fails, drops what has not begun and waits for what has.
-
-    A new thread does not know of torch.set_num_threads until it is asked for: matrix products would bring in OpenMP
-    threads.
-    """
+    """A pool that, when the block fails, drops what has not begun and waits for what has. A new thread does not know
+    of torch.set_num_threads until it is asked for: matrix products would bring in OpenMP threads."""
     pool = ThreadPoolExecutor(workers, thread_name_prefix="cogumi-merge", initializer=torch.get_num_threads)
     try:
         yield pool
@@ -80,11 +77,9 @@ def thread_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
 
 @dataclass
 class DeltaStats:
-    """What the updates of one tensor did, added up over its runs.
-
-    max_abs_delta: the largest change of an element before rounding. The rest is of a sample, the first block of each run:
-    elements; squares of delta and of W; along_delta, the sum of rounding error times delta.
-    """
+    """What the updates of one tensor did, added up over its runs: the largest change of an element before rounding;
+    and of a sample, the first block of each run, elements, squares of delta and of W, and the sum of rounding error
+    times delta."""
 
     max_abs_delta: float = 0.0
     elements: int = 0
@@ -116,8 +111,8 @@ class DeltaStats:
 
 @dataclass
 class Outcome:
-    """What was done: statistics by updated tensor, checks by tensor with arithmetic, sha256 of shards by name: of the
-    output's, and of the base's."""
+    """Statistics by updated tensor, checks by tensor with arithmetic, sha256 by name of the output's shards and of the
+    base's."""
 
     stats: dict[str, DeltaStats] = field(default_factory=dict)
     checks: dict[str, ElementCheck] = field(default_factory=dict)
@@ -125,7 +120,6 @@ class Outcome:
     inputs: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, stats: DeltaStats | None, check: ElementCheck | None) -> None:
-        """Count one run of the tensor `name`."""
         if stats is not None:
             self.stats.setdefault(name, DeltaStats()).add(stats)
         if check is not None and check.elements:
@@ -137,10 +131,8 @@ Merged = tuple[DeltaStats | None, ElementCheck | None]
 
 
 def write_and_verify(plan: MergePlan, directory: Path, workers: int, verify: bool, advance: Advance) -> Outcome:
-    """Write, check, hash and sync every shard into `directory`, where the files exist in full size.
-
-    advance: called with the bytes just done, from any thread.
-    """
+    """Write, check, hash and sync every shard into `directory`, where the files exist in full size. advance: called
+    with the bytes just done, from any thread."""
     outcome = Outcome()
     # The writers come last, as the first to stop when something fails: the others wait for them.
     with (
@@ -175,7 +167,7 @@ def write_and_verify(plan: MergePlan, directory: Path, workers: int, verify: boo
 
 
 class FileDigest:
-    """The sha256 of a file, as far as it was worked out. position: how many bytes that is. One thread at a time."""
+    """The sha256 of a file, as far as it was worked out: `position` bytes. One thread at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -200,7 +192,7 @@ class FileDigest:
 def hash_and_sync(
     path: Path, source: Path, runs: list[tuple[RowRange, Future[Merged]]], disk: ThreadPoolExecutor
 ) -> tuple[str, str]:
-    """The sha256 of a shard and of its source, worked out behind the writers while both are in memory; see `sync_and_drop`."""
+    """The sha256 of a shard and of its source, worked out behind the writers while both are in memory."""
     target, base = FileDigest(path), FileDigest(source)
     settled, waiting = 0, []
     for run, merged in runs:
@@ -218,10 +210,8 @@ def hash_and_sync(
 
 
 def sync_and_drop(path: Path, length: int, source: Path, used: int) -> None:
-    """Wait until a shard is on the disk, and let its first `length` bytes, and `used` of its source, leave the page cache.
-
-    Where the kernel has to find new pages for two whole models, that takes longer than the arithmetic.
-    """
+    """Wait until a shard is on the disk, and let its first `length` bytes, and `used` of its source, leave the page
+    cache: where the kernel has to find new pages for two whole models, that takes longer than the arithmetic."""
     sync_path(path)
     drop_from_memory(path, length)
     drop_from_memory(source, used)
@@ -244,9 +234,6 @@ def verify_shards(plan: MergePlan, directory: Path, workers: int, advance: Advan
     return outcome.checks
 
 
-# ------------------------------------------------------------------------------------------------------------- one run
-
-
 def runs_of(plan: ShardPlan) -> Iterator[RowRange]:
     """A shard's work, in file order, cut at places that depend on the shapes alone."""
     for tensor in plan.tensors:
@@ -261,14 +248,11 @@ def runs_of(plan: ShardPlan) -> Iterator[RowRange]:
 
 
 def write_run(run: RowRange, directory: Path, weights: Weights) -> DeltaStats | None:
-    """Write one run's rows into the shard, which exists in its full size; the statistics of the update, if there is one.
-
-    Memory beyond the factors is a few blocks of BLOCK_ELEMENTS, independent of tensor and shard size.
-    """
+    """Write one run's rows into the shard, which exists in its full size; the statistics of the update, if there is
+    one."""
     tensor = run.tensor
-    source_path = tensor.source.path if isinstance(tensor.source, Span) else tensor.source.weight.path
     with (
-        source_path.open("rb", buffering=0) as source,
+        tensor.source.path.open("rb", buffering=0) as source,
         (directory / tensor.target.path).open("r+b", buffering=0) as target,
         torch.inference_mode(),
     ):
@@ -276,8 +260,10 @@ def write_run(run: RowRange, directory: Path, weights: Weights) -> DeltaStats | 
             return merge_run(run, source, target, weights)
         if isinstance(tensor.source, Span) and tensor.source.dtype == tensor.target.dtype:
             copy_run(run, tensor.source, source, target)
-        else:
-            convert_run(run, source, target)
+            return None
+        for first, last in row_blocks(run.first, run.last, matrix_shape(tensor.source.shape)[1]):
+            block = read_rows(tensor.source, first, last, source, FLOAT_DTYPES[tensor.target.dtype])
+            write_at(target, tensor.target.start + first * tensor.row_bytes, block)
     return None
 
 
@@ -301,10 +287,8 @@ def merge_run(run: RowRange, source: BinaryIO, target: BinaryIO, weights: Weight
 
 
 def measure(stats: DeltaStats, weight: torch.Tensor, merged: torch.Tensor, out: torch.Tensor, sample: bool) -> None:
-    """Add a block's statistics. In float32, of one block at a time: good to about 1e-6. weight and merged are used up.
-
-    sample: more than the largest change, which costs more than the merge and needs no more than a few blocks.
-    """
+    """Add a block's statistics, in float32. weight and merged are used up. sample: more than the largest change, which
+    costs more than the merge and needs no more than a few blocks."""
     if sample:
         stats.elements += weight.numel()
         stats.weight_squares += torch.dot(weight.view(-1), weight.view(-1)).item()
@@ -334,11 +318,3 @@ def copy_run(run: RowRange, span: Span, source: BinaryIO, target: BinaryIO) -> N
             done = min(COPY_BYTES, end - position)
             write_at(target, position + shift, read_into(source, position, torch.empty(done, dtype=torch.uint8)))
         position += done
-
-
-def convert_run(run: RowRange, source: BinaryIO, target: BinaryIO) -> None:
-    """Untouched rows in another dtype, rounded once."""
-    width, kind = run.tensor.row_bytes, FLOAT_DTYPES[run.tensor.target.dtype]
-    for first, last in row_blocks(run.first, run.last, matrix_shape(run.tensor.source.shape)[1]):
-        block = read_rows(run.tensor.source, first, last, source, kind)
-        write_at(target, run.tensor.target.start + first * width, block)

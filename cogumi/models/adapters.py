@@ -1,7 +1,6 @@
 """The LoRA that a run trains, its learning rates, and what it did."""
 
 import copy
-import difflib
 import logging
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.trainer_optimizer import is_optimizer_factory
 
 from cogumi.core.errors import UsageError
+from cogumi.core.formatting import one_line
 from cogumi.merge.adapter_files import quantization_of
 
 # Rank 16 on every linear layer with alpha = 2r; dropout 0, because GSPO's ratio must be 1 before the first update.
@@ -33,7 +33,7 @@ def lora_config(lora: dict[str, Any], revision: str | None = None) -> LoraConfig
     try:
         return LoraConfig(**{**DEFAULTS, "task_type": "CAUSAL_LM", "revision": revision, **lora})
     except (ValueError, TypeError) as error:
-        raise UsageError(" ".join(str(error).split()), key="lora") from error
+        raise UsageError(one_line(error), key="lora") from error
 
 
 def refuse_unmatched(lora: dict[str, Any], of_base: Any) -> None:
@@ -53,25 +53,23 @@ def refuse_unmatched(lora: dict[str, Any], of_base: Any) -> None:
     if any(check_target_module_exists(config, name) for name, _ in base.named_modules()):
         return
     head = base.get_output_embeddings()
-    linear = {name.rpartition(".")[2]: None for name, each in base.named_modules()
-              if isinstance(each, torch.nn.Linear | Conv1D) and each is not head}  # fmt: skip
+    linear = dict.fromkeys(
+        name.rpartition(".")[2]
+        for name, each in base.named_modules()
+        if isinstance(each, torch.nn.Linear | Conv1D) and each is not head
+    )
     words = [wanted] if isinstance(wanted, str) else sorted(wanted)
-    near = dict.fromkeys(found for word in words for found in difflib.get_close_matches(word, linear, n=1))
-    meant = f"did you mean {', '.join(near)}? " if near else ""
     raise UsageError(
         f"{', '.join(words)}: no module of {type(base).__name__} matches",
         key="lora.target_modules",
-        fix=f"{meant}its linear modules are {', '.join(linear)} (all-linear takes them all)",
+        fix=f"its linear modules are {', '.join(linear)} (all-linear takes them all)",
     )
 
 
 def keep_float32(model: Any) -> None:
-    """Give the adapter on a quantized base the float32 back that PEFT made it in. Before there is an optimizer.
-
-    TRL 1.15 (sft_trainer.py, grpo_trainer.py) casts it to bfloat16, where an update below 2^-9 of a weight is lost; PEFT
-    loads a checkpoint's in float32, so a resumed run would differ. What is trained whole (modules_to_save) gets the
-    base's dtype.
-    """
+    """Give the adapter on a quantized base the float32 back that PEFT made it in. Before there is an optimizer. TRL
+    1.15 casts it to bfloat16, where an update below 2^-9 of a weight is lost. What is trained whole (modules_to_save)
+    gets the base's dtype."""
     if quantization_of(model.config) is None:
         return
     base = model.get_base_model().dtype
@@ -90,13 +88,9 @@ def differing_tensors(model: Any, adapter: Path) -> list[str]:
 def use_loraplus(trainer: Any, ratio: float) -> None:
     """Have a trainer make its optimizer with peft's LoRA+ groups. Before it has one; with its adapter on.
 
-    The class and its arguments stay what `args.optim` says; `args.weight_decay` holds for A and B. A gets
-    `args.learning_rate`, B and one-dimensional parameters (DoRA's magnitudes) `ratio` times as much, adapters on
-    embeddings peft's 1e-6. B starts at zero and has a larger effect, so that one rate for both is too small for it. The
-    schedule scales all of them.
-
-    Raises UsageError where there is no LoRA, for an optimizer that makes its own groups, and for one that is there
-    already.
+    A gets `args.learning_rate`, B and one-dimensional parameters (DoRA's magnitudes) `ratio` times as much, adapters
+    on embeddings peft's 1e-6; the schedule scales all of them. Raises UsageError where there is no LoRA, for an
+    optimizer that makes its own groups, and for one that is there already.
     """
     if not isinstance(trainer.model, PeftModel):
         raise UsageError("cogumi.loraplus_lr_ratio is for LoRA, and this run trains the whole model", fix="drop it")

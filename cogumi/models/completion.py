@@ -8,17 +8,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 
-def complete_greedily(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str | list[int]],
-    max_new_tokens: int = 64,
-    stops: Sequence[str] = (),
-) -> list[str]:
-    """One greedy completion per prompt (text, or token ids), without the end token or stop sequence and what follows it."""
-    return [text for text, _ in complete_with_ends(model, tokenizer, prompts, max_new_tokens, stops)]
-
-
 @torch.no_grad()
 def complete_with_ends(
     model: Any,
@@ -27,7 +16,8 @@ def complete_with_ends(
     max_new_tokens: int = 64,
     stops: Sequence[str] = (),
 ) -> list[tuple[str, bool]]:
-    """The same, each with whether it came to its end: an end token or a stop sequence within max_new_tokens."""
+    """One greedy completion per prompt (text, or token ids), without the end token or stop sequence and what follows it;
+    and whether it came to its end: an end token or a stop sequence within max_new_tokens."""
     was_training = model.training
     model.eval()
     ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt for prompt in prompts]
@@ -50,10 +40,7 @@ def complete_with_ends(
 def end_ids(model: Any, tokenizer: Any) -> set[int]:
     """The tokens that end a text, for tokenizer and model."""
     of_model = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    found = {
-        getattr(tokenizer, "eos_token_id", None),
-        *(of_model if isinstance(of_model, list | tuple) else [of_model]),
-    }
+    found = [getattr(tokenizer, "eos_token_id", None), *(of_model if isinstance(of_model, list) else [of_model])]
     return {int(each) for each in found if each is not None}
 
 
@@ -70,11 +57,11 @@ def without_router_logits(model: Any) -> Iterator[None]:
     """A mixture of experts that is trained with its router's loss computes it in `generate` as well, and fails there:
     the mask is that of the whole sequence, the logits are those of one token (transformers 5.17)."""
     config = model.config.get_text_config()
-    asked = getattr(config, "output_router_logits", False)
-    if asked:
-        config.output_router_logits = False
+    if not getattr(config, "output_router_logits", False):
+        yield
+        return
+    config.output_router_logits = False
     try:
         yield
     finally:
-        if asked:
-            config.output_router_logits = True
+        config.output_router_logits = True

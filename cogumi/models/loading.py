@@ -27,7 +27,7 @@ from cogumi.models.small_base import KINDS, PREFIX, random_base_path, small_base
 log = logging.getLogger(__name__)
 
 SMALL_BASE = "cogumi:small-base"
-TEMPLATES = {"cogumi:tulu": Path(__file__).parents[1] / "data" / "tulu.jinja"}
+TULU = Path(__file__).parents[1] / "data" / "tulu.jinja"
 # What QLoRA is (https://arxiv.org/abs/2305.14314, section 3). transformers' own defaults are fp4, quantized once.
 QLORA = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
@@ -42,23 +42,16 @@ def resolve_model(name: str, revision: str | None = None) -> str:
             fix = f"there are {', '.join(PREFIX + each for each in KINDS)}"
             raise UsageError(f"{name} is not known", key="model.name", fix=fix)
         return str(random_base_path(name))
-    if name.startswith(("/", "./", "../", "~")) and not Path(name).is_dir():
-        fix = f"give one that is there, a hub id or {SMALL_BASE}"
-        raise UsageError(f"{name}: no such directory", key="model.name", fix=fix)
     if Path(name).is_dir() and not (Path(name) / "config.json").exists():
         fix = "an adapter goes into its base by `cogumi merge`"
         raise UsageError(f"{name} holds no config.json, so it is no model", key="model.name", fix=fix)
     try:
         AutoConfig.from_pretrained(name, revision=revision)
     except (OSError, ValueError) as error:
-        first = str(error).splitlines()[0]
-        what, fix = f"no model at {name!r}: {first}", f"give a directory, a hub id or {SMALL_BASE}"
+        what, fix = f"no model at {name!r}", f"give a directory that is there, a hub id or {SMALL_BASE}"
         if Path(name).is_dir():
-            what, fix = f"{name}: transformers {version('transformers')} cannot read its config.json: {first}", ""
-        elif name.count("/") > 1 or name.startswith("runs/"):
-            what = f"no model at {name!r}: no such directory"
-            fix = "is it what an earlier run is to leave? Then train that one first"
-        raise UsageError(what, key="model.name", fix=fix) from None
+            what, fix = f"transformers {version('transformers')} cannot read {name}/config.json", ""
+        raise UsageError(f"{what}: {first_line(error)}", key="model.name", fix=fix) from None
     return name
 
 
@@ -67,8 +60,8 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
     except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0].removesuffix(" from one of: ")
-        raise UsageError(f"{name!r} has no tokenizer that can be loaded: {first}", key="model.name") from None
+        what = f"{name!r} has no tokenizer that can be loaded: {first_line(error)}"
+        raise UsageError(what, key="model.name") from None
     if tokenizer.eos_token is None:
         what = f"the tokenizer of {name!r} has no eos_token, so no completion could end"
         raise UsageError(what, key="model.name", fix="set one in its config")
@@ -76,6 +69,11 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
         tokenizer.pad_token = tokenizer.eos_token
         log.info("padding with the end token %r: the tokenizer has no pad token", tokenizer.eos_token)
     return tokenizer
+
+
+def first_line(error: Exception) -> str:
+    """Of transformers' errors, which list all that they know below."""
+    return str(error).strip().partition("\n")[0]
 
 
 def load_model(
@@ -89,12 +87,7 @@ def load_model(
 
     Raises UsageError for a base that cannot be quantized, or that would not train on what was quantized.
     """
-    loading: dict[str, Any] = {
-        "dtype": resolve_dtype(dtype),
-        "device_map": {"": 0} if torch.cuda.is_available() else None,
-    }
-    if attention is not None:
-        loading["attn_implementation"] = attention
+    loading: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     if quantization is not None:
         refuse_quantized_already(name, AutoConfig.from_pretrained(name, revision=revision))
         if importlib.util.find_spec("bitsandbytes") is None:
@@ -102,7 +95,13 @@ def load_model(
             raise UsageError("bitsandbytes is not installed", key="model.quantization_config", fix=f"run: {install}")
         # Only then: None would take away what the config of a quantized checkpoint says.
         loading["quantization_config"] = quantization_settings(quantization, dtype)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, revision=revision, **loading)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        name,
+        revision=revision,
+        dtype=resolve_dtype(dtype),
+        device_map={"": 0} if torch.cuda.is_available() else None,
+        **loading,
+    )
     if quantization is not None:
         refuse_wrong_layers(model)
     if getattr(model, "is_loaded_in_4bit", False):
@@ -122,12 +121,12 @@ def refuse_quantized_already(name: str, config: PreTrainedConfig) -> None:
     found = quantization_of(config)
     if found is not None:
         fix = "drop model.quantization_config to train on that, or set model.name to the full-precision model"
-        what = f"{name} is quantized already ({found.type or found.method})"
+        what = f"{name} is quantized already ({found})"
         raise UsageError(what, key="model.quantization_config", fix=fix)
 
 
 def quantized_layers(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
-    """bitsandbytes' linear layers, which are subclasses of torch's, by name."""
+    """bitsandbytes' linear layers by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -141,38 +140,30 @@ def refuse_wrong_layers(model: PreTrainedModel) -> None:
     if not layers:
         what = f"{type(model).__name__} has no linear layers that bitsandbytes could quantize (stacked experts are not)"
         raise UsageError(what, key="model.quantization_config", fix="drop it")
-    head = next((name for name, module in layers.items() if module is model.get_output_embeddings()), None)
-    if head is not None:
-        what = f"it replaces transformers' own list, so {head} would be quantized, which TRL's losses read as it is"
-        key = "model.quantization_config.llm_int8_skip_modules"
-        raise UsageError(what, key=key, fix=f"add {head} to the list")
+    for name, module in layers.items():
+        if module is model.get_output_embeddings():
+            what = f"it replaces transformers' own list, so {name} would be quantized, which TRL's losses read as it is"
+            key = "model.quantization_config.llm_int8_skip_modules"
+            raise UsageError(what, key=key, fix=f"add {name} to the list")
 
 
 def refuse_misread(model: PreTrainedModel) -> None:
     """Raise UsageError for 4-bit weights that bitsandbytes misreads on this CPU."""
     layers = quantized_layers(model) if model.device.type == "cpu" else {}
     misread = [name for name, module in layers.items() if not reads_4bit_rows(module.in_features)]
-    if not misread:
-        return
-    quantizer: Any = model.hf_quantizer
-    if quantizer.pre_quantized:
-        fix = "run on a GPU, or set model.name to the full-precision model"
-    else:
-        skipped = model.config.quantization_config.llm_int8_skip_modules or ["lm_head"]
-        skip = ", ".join(dict.fromkeys([*skipped, *(name.rpartition(".")[2] for name in misread)]))
-        fix = f"set model.quantization_config.llm_int8_skip_modules: [{skip}], or run on a GPU"
-    columns, reader = layers[misread[0]].in_features, f"bitsandbytes {version('bitsandbytes')}"
-    where = f"as {misread[0]} has ({len(misread)} layers in all)"
-    raise UsageError(f"{reader} misreads 4-bit weights of {columns} columns on this CPU, {where}", key="model", fix=fix)
+    if misread:
+        leaves = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in misread))
+        what = f"bitsandbytes {version('bitsandbytes')} misreads the 4-bit weights of {misread[0]} on this CPU"
+        skip = f"model.quantization_config.llm_int8_skip_modules: [lm_head, {leaves}]"
+        fix = f"run on a GPU, or set model.name to the full-precision model with {skip}"
+        raise UsageError(f"{what} ({len(misread)} layers in all)", key="model", fix=fix)
 
 
 @functools.cache
 def reads_4bit_rows(columns: int) -> bool:
-    """Whether bitsandbytes gets back, on this CPU, 4-bit weights of so many columns.
-
-    0.50.2 counts whole blocks of 64 to a row where a CPU has AVX512, and scales the others by a neighbour's: an error of
-    0.25 where 4 bits make 0.09. Here each block is one number, which it would get back exactly.
-    """
+    """Whether bitsandbytes gets back, on this CPU, 4-bit weights of so many columns. 0.50.2 counts whole blocks of 64
+    to a row where a CPU has AVX512, and scales the others by a neighbour's. Here each block is one number, which it
+    would get back exactly."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     weights = (torch.arange(4 * columns) // 64 + 1.0).view(4, columns)
@@ -181,8 +172,7 @@ def reads_4bit_rows(columns: int) -> bool:
 
 def keep_4bit_unpacked(model: torch.nn.Module) -> int:
     """Keep bitsandbytes from repacking 4-bit weights at the first forward without gradients, on CPUs with AVX512-BF16:
-    the backward pass then finds no gradient for what came before the layer. Returns of how many layers it was kept.
-    """
+    the backward pass then finds no gradient for what came before the layer. Returns of how many layers it was kept."""
     repacking = [module for module in model.modules() if getattr(module, "support_avx512bf16_for_cpu", False)]
     for module in repacking:
         vars(module)["support_avx512bf16_for_cpu"] = False
@@ -198,24 +188,25 @@ def resolve_dtype(dtype: str) -> torch.dtype:
     return found
 
 
-# ------------------------------------------------------------------------------------------------ template and end token
-
-
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Set the template of `train.chat_template_path`: a .jinja file, another model's (directory or hub id), or
-    `cogumi:tulu`.
-
-    Raises UsageError where there is none, or where it writes control tokens that this vocabulary has not: adding them
-    means new rows of embeddings, which an adapter does not train.
-    """
-    path = TEMPLATES.get(name, Path(name))
+    `cogumi:tulu`. Raises UsageError where there is none, or where it writes control tokens that this vocabulary has
+    not: an adapter does not train new rows of embeddings."""
     tokens: list[str] = []
+    path = TULU if name == "cogumi:tulu" else Path(name)
     if path.is_file():
         template = path.read_text(encoding="utf-8")
     elif name.startswith("cogumi:"):
-        raise UsageError(f"{name} is not known", key="train.chat_template_path", fix=f"there is {', '.join(TEMPLATES)}")
+        raise UsageError(f"{name} is not known", key="train.chat_template_path", fix="there is cogumi:tulu")
     else:
-        template, tokens = chat_template_of(name)
+        try:
+            other: Any = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            what = f"{name} is no .jinja file, and no model with a tokenizer: {first_line(error)}"
+            raise UsageError(what, key="train.chat_template_path") from None
+        template, tokens = other.chat_template, list(other.get_added_vocab())
+        if not isinstance(template, str):
+            raise UsageError(f"the tokenizer of {name} has no chat template", key="train.chat_template_path")
     missing = [token for token in tokens if token in template and token not in tokenizer.get_vocab()]
     if missing:
         raise UsageError(
@@ -224,18 +215,6 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
             fix="take one without control tokens, such as cogumi:tulu, or that model itself",
         )
     tokenizer.chat_template = template
-
-
-def chat_template_of(name: str) -> tuple[str, list[str]]:
-    """(chat template, control tokens) of another model's tokenizer."""
-    try:
-        other: Any = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        what = f"{name} is no .jinja file, and no model with a tokenizer: {str(error).strip().splitlines()[0]}"
-        raise UsageError(what, key="train.chat_template_path") from None
-    if not isinstance(other.chat_template, str):
-        raise UsageError(f"the tokenizer of {name} has no chat template", key="train.chat_template_path")
-    return other.chat_template, list(other.get_added_vocab())
 
 
 def use_end_token(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
