@@ -75,7 +75,7 @@ def has_no_tokenizer(base: str) -> bool:
 def assume_longest(run: RunConfig) -> DataSample:
     """Of data that cannot be looked at: one length, the longest that the config lets through."""
     length = int(run.train.get("max_length") or longest_example(run) or MAX_LENGTH)
-    return DataSample(0, 0, 0, {}, Lengths.of([(length, 1)]), 0, 0, None)
+    return DataSample(0, 0, 0, {}, Lengths([length]), 0, 0, None)
 
 
 def sample_data(run: RunConfig, tokenizer: Any, of_base: Any = None) -> DataSample:
@@ -108,7 +108,7 @@ def sample_data(run: RunConfig, tokenizer: Any, of_base: Any = None) -> DataSamp
         )
     chosen = max(0, round((rows - held_out_rows(rows, run.data.eval_rows)) * run.data.fraction))
     trained = round(min(chosen, run.data.max_rows or chosen) * examples / looked_at)
-    counted, packed = Lengths.of((length, 1) for length in lengths), packed_rows(run, Dataset(tables[0]))
+    counted, packed = Lengths(lengths), packed_rows(run, Dataset(tables[0]))
     return DataSample(looked_at, examples, truncated, dropped, counted, rows, trained, packed)
 
 
@@ -117,7 +117,7 @@ def measure_data(run: RunConfig, data: Data, tokenizer: Any) -> DataSample:
     examples, lengths = len(data.dataset), data.lengths
     if run.cogumi.method == "gspo":
         some = data.dataset.select(range(0, examples, max(1, examples // ROWS)))
-        lengths = Lengths.of((length, 1) for length in prompt_lengths(list(some["prompt"]), tokenizer))
+        lengths = Lengths(prompt_lengths(list(some["prompt"]), tokenizer))
     dropped = {reason: each.count for reason, each in data.dropped.items()}
     first = data.dataset.select(range(min(ROWS, examples)))
     return DataSample(

@@ -18,8 +18,8 @@ from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.cache import Data, Prepared, Source, prepare
 from cogumi.data.cache_files import tokenizer_identity
 from cogumi.data.chat_templates import prints_date, read_template
+from cogumi.data.encoding import FormatOptions
 from cogumi.data.formats import (
-    FormatOptions,
     column_kinds,
     columns_for,
     holds_messages,
@@ -87,14 +87,8 @@ def account_for(data: Data) -> dict[str, Any]:
         "duplicated": data.duplicates,
         "tokens": data.lengths.tokens,
         "learned": data.learned,
-        "lengths": length_histogram(data, BARS),
+        "lengths": data.lengths.buckets(BARS),
     }
-
-
-def length_histogram(data: Data, most: int) -> list[tuple[int, int, int]]:
-    """How many examples are how long, in at most so many steps: (first length, last length, examples)."""
-    width = max(1, -(-(data.lengths.quantile(1.0) + 1) // most))
-    return data.lengths.buckets(width) if data.lengths.examples else []
 
 
 def prepare_examples(

@@ -16,7 +16,7 @@ from cogumi.core.formatting import escape_controls
 from cogumi.core.notices import show_seconds
 from cogumi.data.rows import describe_value
 from cogumi.methods.building import load_run_tokenizer, pin_revision
-from cogumi.methods.examples import account_for, length_histogram, prepare_examples
+from cogumi.methods.examples import account_for, prepare_examples
 from cogumi.models.loading import resolve_model
 
 # How a piece of an example is shown: as context, learned, preferred less; and between what marks where there is no colour.
@@ -108,7 +108,7 @@ def preview(config: str | os.PathLike[str] | Mapping[str, Any], examples: int = 
             *([f"{data.note.removesuffix(' chosen')} kept ({why})"] if data.note else []),
             *(line for each in (data, found.held_out) if each for line in each.examples_dropped()),
         ),
-        lengths=tuple(length_histogram(data, BARS)),
+        lengths=tuple(data.lengths.buckets(BARS)),
         examples=tuple(tuple(split_example(row, tokenizer)) for row in rows),
         max_length=found.max_length,
     )
