@@ -241,5 +241,5 @@ def check_prompts_read_back(examples: pl.DataFrame, segments: Segments, tokenize
         if list(tokenizer(prompt)["input_ids"]) != only.gather().tolist():
             raise UsageError(
                 f"the tokenizer reads the FIM prompt {prompt[:60]!r}... as other ids than those trained on",
-                fix="check that it adds no end token to texts, and strips no spaces around its FIM tokens",
+                fix="have it add no end token (add_eos_token) and strip no spaces around its FIM tokens (lstrip, rstrip)",
             )

@@ -20,7 +20,6 @@ from cogumi.data.source_files import entries_of
 from cogumi.forecast.preflight_report import Line
 from cogumi.methods.examples import date_of, longest_example, options_of, room_for_prompts, source_of
 from cogumi.methods.gspo import prompt_ids
-from cogumi.methods.sft import MAX_LENGTH
 
 ROWS = 1000  # that are looked at, in all
 MANY = 0.05  # of the rows: then it is worth a note
@@ -74,7 +73,7 @@ def has_no_tokenizer(base: str) -> bool:
 
 def assume_longest(run: RunConfig) -> DataSample:
     """Of data that cannot be looked at: one length, the longest that the config lets through."""
-    length = int(run.train.get("max_length") or longest_example(run) or MAX_LENGTH)
+    length = int(run.train.get("max_length") or longest_example(run))
     return DataSample(0, 0, 0, {}, Lengths([length]), 0, 0, None)
 
 
@@ -152,11 +151,11 @@ def packed_rows(run: RunConfig, examples: Dataset) -> PackedRows | None:
     """What packing makes of a micro-batch, by a sample; None where nothing is packed."""
     if not run.train.get("packing") or run.cogumi.method != "sft":
         return None
-    length = int(run.train.get("max_length") or longest_example(run) or 0)
+    length = int(run.train.get("max_length") or longest_example(run))
     found = pack(with_labels(examples), length, run.train.get("packing_strategy") or "bfd")
     at_once = run.train.get("per_device_train_batch_size") or 8
-    step = rows_per_step(found, int(at_once), int(run.train.get("gradient_accumulation_steps") or 1))
-    return PackedRows(found.examples_per_row, step.per_device_train_batch_size)
+    rows_at_once, _ = rows_per_step(found, int(at_once), int(run.train.get("gradient_accumulation_steps") or 1))
+    return PackedRows(found.examples_per_row, rows_at_once)
 
 
 def describe_data(found: DataSample, run: RunConfig) -> Line:

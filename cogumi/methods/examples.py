@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,8 @@ class Examples:
 
     def reports(self) -> list[str]:
         parts = [data for data in (self.train, self.held_out) if data is not None]
-        return [
-            *self.sources,
-            *(data.report() for data in parts),
-            *(line for data in parts for line in data.examples_dropped()),
-        ]
+        dropped = [line for data in parts for line in data.examples_dropped()]
+        return [*self.sources, *(data.report() for data in parts), *dropped]
 
     def record(self, run_dir: Path) -> None:
         """Keep what a run resumes with, the key and the date its chat template was told; the rest is for people."""
@@ -109,7 +106,7 @@ def prepare_examples(
     return Examples(
         prepared.train,
         prepared.held_out,
-        None if prepared.held_out is None else held_out_prompts(run, prepared, options[0], tokenizer),
+        held_out_prompts(run, prepared, options[0], tokenizer),
         prepared.key,
         today,
         (*prepared.sources, *notes),
@@ -119,7 +116,7 @@ def prepare_examples(
 
 def date_of(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The date for chat templates that print one: today's, or the one on which the run began, None for other formats."""
-    if run.data.format == "fim" or not tokenizer.chat_template or not prints_date(tokenizer):
+    if run.data.format == "fim" or not prints_date(tokenizer):
         return None
     known: str | None = read_section(run.run_dir / DECISIONS, DATA).get("today")
     return known or date.today().isoformat()
@@ -161,7 +158,7 @@ def room_for_prompts(run: RunConfig, of_base: PretrainedConfig | None) -> int | 
     return int(context - completion)
 
 
-def longest_example(run: RunConfig) -> int | None:
+def longest_example(run: RunConfig) -> int:
     """The budget of an example in tokens: `train.max_length`, or TRL's own; fill in the middle has one of its own."""
     if run.data.format == "fim":
         return run.data.fim.max_length
@@ -169,9 +166,8 @@ def longest_example(run: RunConfig) -> int | None:
 
 
 def describe_overlong(run: RunConfig, examples: Examples, of_base: PretrainedConfig) -> str:
-    """What to say where examples are longer than what the model was made for; "" where none is, or nobody can say."""
-    positions = context_of(of_base)
-    longest = examples.train.lengths.quantile(1.0)
+    """What to say where examples are longer than what the model was made for; "" where none is."""
+    positions, longest = context_of(of_base), examples.train.lengths.quantile(1.0)
     if positions is None or longest <= positions:
         return ""
     key = "data.fim.max_length" if run.data.format == "fim" else "train.max_length"
@@ -182,16 +178,16 @@ def describe_overlong(run: RunConfig, examples: Examples, of_base: PretrainedCon
 
 
 def source_of(entry: Entry, options: FormatOptions, tokenizer: PreTrainedTokenizerBase) -> Source:
-    files = entry.located.files
+    name, files = entry.located.name, entry.located.files
     names = column_names(files)  # whose errors name the file
     try:
         columns = columns_for(options, names)
     except UsageError as error:
-        raise UsageError(f"{error}", place=entry.located.name) from None
-    wanted = list(dict.fromkeys(columns.values()))
-    schema: Mapping[str, Any] = next((rows.schema for rows in batches(files, wanted) if rows.height), {})
+        raise UsageError(f"{error}", place=name) from None
+    frames = batches(files, list(dict.fromkeys(columns.values())))
+    schema: Mapping[str, Any] = next((rows.schema for rows in frames if rows.height), {})
     return Source(
-        name=entry.located.name,
+        name=name,
         files=files,
         columns=columns,
         tokenize=tokenize_for(options, tokenizer, {name: name for name in columns}, holds_messages(columns, schema)),
@@ -210,21 +206,21 @@ def held_out_prompts(
     run: RunConfig, prepared: Prepared, options: FormatOptions, tokenizer: PreTrainedTokenizerBase
 ) -> Dataset | None:
     """The first held-out rows as prompts, with what would be the answer, for samples.jsonl."""
-    assert prepared.held_out is not None
-    rows = prepared.held_out.dataset.select(range(min(SHOWN, len(prepared.held_out.dataset))))
+    if prepared.held_out is None:
+        return None
+    dataset = prepared.held_out.dataset
+    rows = dataset.select(range(min(SHOWN, len(dataset))))
     if run.cogumi.method == "dpo":
-        ids = {"prompt": list(rows["prompt_ids"])} | {
-            side: list(rows[f"{side}_ids"]) for side in ("chosen", "rejected")
-        }
         texts = {
-            name: [tokenizer.decode(each, skip_special_tokens=name != "prompt") for each in ids[name]] for name in ids
+            side: [tokenizer.decode(ids, skip_special_tokens=side != "prompt") for ids in rows[f"{side}_ids"]]
+            for side in ("prompt", "chosen", "rejected")
         }
-        return Dataset.from_dict({**texts, "prompt_ids": ids["prompt"]})
+        return Dataset.from_dict({**texts, "prompt_ids": list(rows["prompt_ids"])})
     if run.cogumi.method == "sft":
-        asked = FormatOptions(**{**vars(options), "method": "gspo"})
         held_out = prepared.sample_rows()
         columns = {name: name for name in held_out.columns}
-        tokenize = tokenize_for(asked, tokenizer, columns, holds_messages(columns, held_out.schema))
+        as_prompts = replace(options, method="gspo")
+        tokenize = tokenize_for(as_prompts, tokenizer, columns, holds_messages(columns, held_out.schema))
         rows = Dataset(tokenize(held_out, 0).table)
     if not len(rows):
         return None
@@ -232,8 +228,8 @@ def held_out_prompts(
     if not plain:
         template = read_template(tokenizer, options.thinking, options.today)
         prompts = [template.prompt(prompt) for prompt in prompts]
-    prompt_ids_of_all = tokenizer(prompts, add_special_tokens=plain)["input_ids"]
-    return rows.remove_columns("prompt").add_column("prompt", prompts).add_column("prompt_ids", prompt_ids_of_all)
+    ids = tokenizer(prompts, add_special_tokens=plain)["input_ids"]
+    return rows.remove_columns("prompt").add_column("prompt", prompts).add_column("prompt_ids", ids)
 
 
 def first_tokens(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, rows: int) -> torch.Tensor:
@@ -244,9 +240,7 @@ def first_tokens(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, rows: int
             return list(row["input_ids"])
         if "prompt_ids" in row:
             return [*row["prompt_ids"], *row["chosen_ids"]]
-        if "middle" in row:
-            return prompt_ids(row["prompt"] + row["middle"], tokenizer)
-        return prompt_ids(row["prompt"], tokenizer)
+        return prompt_ids(row["prompt"] + row["middle"] if "middle" in row else row["prompt"], tokenizer)
 
     ids = [ids_of(row) for row in dataset.select(range(min(rows, len(dataset))))]
     return torch.tensor([each[: min(map(len, ids))] for each in ids])

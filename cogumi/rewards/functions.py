@@ -84,10 +84,9 @@ BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 def final_number(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
     """1.0 where the last number of the completion (in the last \\boxed{} if there is one) is the last number of `answer`."""
-    found = [
-        (last_number(text_of(each)), last_number(str(gold))) for each, gold in zip(completions, answer, strict=True)
-    ]
-    return [float(one is not None and one == other) for one, other in found]
+    found = [last_number(text_of(each)) for each in completions]
+    golds = [last_number(str(gold)) for gold in answer]
+    return [float(number is not None and number == gold) for number, gold in zip(found, golds, strict=True)]
 
 
 def answer_similarity(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
@@ -116,26 +115,26 @@ def on_visible(rewards: Sequence[Reward], tokenizer: Any, style: str, opened: bo
     `completion_ids`, as a completion's own text has lost the control tokens. Raises TypeError for an asynchronous
     function.
     """
-    return [_on_visible(reward, tokenizer, style, opened) for reward in rewards]
 
+    def wrap(reward: Reward) -> Reward:
+        if inspect.iscoroutinefunction(reward):
+            raise TypeError(f"{reward.__name__} is asynchronous; rewards are wrapped as plain functions")
 
-def _on_visible(reward: Reward, tokenizer: Any, style: str, opened: bool) -> Reward:
-    if inspect.iscoroutinefunction(reward):
-        raise TypeError(f"{reward.__name__} is asynchronous; rewards are wrapped as plain functions")
+        @functools.wraps(reward)
+        def on_visible_part(
+            prompts: Sequence[Any], completions: Sequence[Completion], **columns: Any
+        ) -> list[float | None]:
+            replies = _replies(completions, columns.get("completion_ids"), tokenizer, style)
+            answers = [visible_text(reply, style, opened) for reply in replies]
+            shown = [_with_text(old, answer or "") for old, answer in zip(completions, answers, strict=True)]
+            scores = reward(prompts=prompts, completions=shown, **columns)
+            if log_metric := columns.get("log_metric"):
+                log_metric("unfinished", answers.count(None) / max(len(answers), 1))
+            return [0.0 if answer is None else score for score, answer in zip(scores, answers, strict=True)]
 
-    @functools.wraps(reward)
-    def on_visible_part(
-        prompts: Sequence[Any], completions: Sequence[Completion], **columns: Any
-    ) -> list[float | None]:
-        replies = _replies(completions, columns.get("completion_ids"), tokenizer, style)
-        answers = [visible_text(reply, style, opened) for reply in replies]
-        shown = [_with_text(old, answer or "") for old, answer in zip(completions, answers, strict=True)]
-        scores = reward(prompts=prompts, completions=shown, **columns)
-        if log_metric := columns.get("log_metric"):
-            log_metric("unfinished", answers.count(None) / max(len(answers), 1))
-        return [0.0 if answer is None else score for score, answer in zip(scores, answers, strict=True)]
+        return on_visible_part
 
-    return on_visible_part
+    return [wrap(reward) for reward in rewards]
 
 
 def _replies(
