@@ -20,8 +20,9 @@ import sysconfig
 import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 import polars as pl
@@ -61,10 +62,9 @@ def write_sample(path: Path) -> Path:
     same bytes. The file appears whole or not at all. Raises UsageError when this Python ships no library source.
     """
     rows, dropped = collect_functions(Path(sysconfig.get_paths()["stdlib"]))
-    write_frame(path, rows, compression="zstd")
     left_out = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
     log.info("sample %s: kept %s functions; left out %s", path.name, f"{rows.height:,}", left_out)
-    return path
+    return write_frame(path, rows, compression="zstd")
 
 
 def collect_functions(library: Path) -> tuple[pl.DataFrame, dict[str, int]]:
@@ -127,12 +127,13 @@ def _functions(node: ast.AST, scope: str) -> Iterator[tuple[str, ast.FunctionDef
             yield from _functions(child, scope)
 
 
-def write_frame(path: Path, frame: pl.DataFrame, **options: str) -> None:
+def write_frame(path: Path, frame: pl.DataFrame, **options: Any) -> Path:
     """Write parquet to `path` such that a reader, a crash or a second writer never sees half of it."""
     buffer = io.BytesIO()
-    frame.write_parquet(buffer, **options)  # type: ignore[arg-type]
+    frame.write_parquet(buffer, **options)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, buffer.getvalue())
+    return path
 
 
 # --------------------------------------------------------------------------------------------------------------- tasks
@@ -140,22 +141,36 @@ def write_frame(path: Path, frame: pl.DataFrame, **options: str) -> None:
 
 def chat_path() -> Path:
     """One row a described function: `messages` (user and assistant); `prompt` (the first of them) and `answer` (text)."""
-    return tasks_path("chat", chats_of)
+    user, assistant = _message("user", pl.col("task")), _message("assistant", pl.col("code"))
+    return _tasks_path(
+        "chat", messages=pl.concat_list(user, assistant), prompt=pl.concat_list(user), answer=pl.col("code")
+    )
 
 
 def pairs_path() -> Path:
     """One row a described function, as messages: `prompt`, `chosen` (the function), `rejected` (its lines backwards)."""
-    return tasks_path("pairs", pairs_of)
+    backwards = pl.col("code").str.split("\n").list.reverse().list.join("\n")
+    return _tasks_path(
+        "pairs",
+        prompt=pl.concat_list(_message("user", pl.col("task"))),
+        chosen=pl.concat_list(_message("assistant", pl.col("code"))),
+        rejected=pl.concat_list(_message("assistant", backwards)),
+    )
 
 
-def tasks_path(kind: str, make: Callable[[pl.DataFrame], pl.DataFrame]) -> Path:
+def _message(role: str, content: pl.Expr) -> pl.Expr:
+    return pl.struct(pl.lit(role).alias("role"), content.alias("content"))
+
+
+def _tasks_path(kind: str, **columns: pl.Expr) -> Path:
+    """A cached file of these columns, which are made of `task` and `code`."""
     sample = sample_path()
     path = sample.with_name(f"{sample.stem}-{kind}-v{TASKS_VERSION}.parquet")
-    if not path.exists():
-        found = [task for source in pl.read_parquet(sample)["source"] if (task := as_task(source)) is not None]
-        tasks = pl.DataFrame(found, schema={"task": pl.String, "code": pl.String}, orient="row")
-        write_frame(path, make(tasks.unique("code", keep="first", maintain_order=True)))
-    return path
+    if path.exists():
+        return path
+    found = [task for source in pl.read_parquet(sample)["source"] if (task := as_task(source)) is not None]
+    tasks = pl.DataFrame(found, schema={"task": pl.String, "code": pl.String}, orient="row")
+    return write_frame(path, tasks.unique("code", keep="first", maintain_order=True).select(**columns))
 
 
 def as_task(source: str) -> tuple[str, str] | None:
@@ -168,24 +183,6 @@ def as_task(source: str) -> tuple[str, str] | None:
     del function.body[0]
     code = ast.unparse(function)
     return (docstring.strip().splitlines()[0], code) if len(code) <= LONGEST_TASK else None
-
-
-def chats_of(tasks: pl.DataFrame) -> pl.DataFrame:
-    user, assistant = message("user", pl.col("task")), message("assistant", pl.col("code"))
-    return tasks.select(messages=pl.concat_list(user, assistant), prompt=pl.concat_list(user), answer="code")
-
-
-def pairs_of(tasks: pl.DataFrame) -> pl.DataFrame:
-    backwards = pl.col("code").str.split("\n").list.reverse().list.join("\n")
-    return tasks.select(
-        prompt=pl.concat_list(message("user", pl.col("task"))),
-        chosen=pl.concat_list(message("assistant", pl.col("code"))),
-        rejected=pl.concat_list(message("assistant", backwards)),
-    )
-
-
-def message(role: str, content: pl.Expr) -> pl.Expr:
-    return pl.struct(pl.lit(role).alias("role"), content.alias("content"))
 
 
 SAMPLES = {"cogumi:stdlib": sample_path, "cogumi:stdlib-chat": chat_path, "cogumi:stdlib-pairs": pairs_path}
