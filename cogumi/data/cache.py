@@ -1,11 +1,8 @@
 """From files to examples on the disk that a trainer maps into memory: streamed, and kept under a key of all that shapes them.
 
-Rows are read twice. First their hashes are taken, from which it is chosen what is held out and what is trained on
-(`cogumi.data.selection`); then the chosen rows become examples, batch by batch, and are written to arrow files. Neither
-pass holds more than a batch, so ten million rows take the memory of a hundred thousand.
-
-The files of one preparation are a directory, written aside and renamed: there whole, or not at all. What TRL makes of them
-(packed rows, say) is put beside them by `datasets`, and goes with them.
+Rows are read twice: their hashes choose what is held out and trained on (`cogumi.data.selection`), then the chosen rows
+become examples in arrow files. Neither pass holds more than a batch. The files are a directory that is written aside and
+renamed: there whole, or not at all. What TRL makes of them (packed rows) `datasets` puts beside them.
 """
 
 import json
@@ -192,8 +189,8 @@ def refuse_bad_rows(data: Data) -> None:
     """UsageError with the first of the rows that were dropped for what they hold, if any (data.bad_rows: fail)."""
     harmless = ("longer than", *EQUAL.values())
     bad = {reason: dropped for reason, dropped in data.dropped.items() if not reason.startswith(harmless)}
+    count = sum(dropped.count for dropped in bad.values())
     for reason, first in bad.items():
-        count = sum(dropped.count for dropped in bad.values())
         raise UsageError(
             f"{count:,} bad rows, {first.count:,} of them {reason}; the first is row {first.row:,}: {first.excerpt}",
             place=data.name,
@@ -227,7 +224,8 @@ def _write(sources: Sequence[Source], selection: Selection, out: Path) -> None:
             "the disk is full", place=out.parent, fix="free some, or set XDG_CACHE_HOME to another disk"
         ) from error
     record["sizes"] = file_sizes(out)
-    write_synced(out / RECORD, json.dumps(record).encode())
+    # Of the sample rows bytes are the text that they spell.
+    write_synced(out / RECORD, json.dumps(record, default=lambda value: value.decode(errors="replace")).encode())
     sync_path(out)
 
 
@@ -278,7 +276,7 @@ def _tokenize(
                 kept = rows if len(chosen) == rows.height else rows[chosen]
                 part.add(sources[number].tokenize, kept, first_row + chosen)
                 if part is held_out:
-                    sample_rows += _plain(kept.head(SAMPLE_ROWS - len(sample_rows)))
+                    sample_rows += kept.head(SAMPLE_ROWS - len(sample_rows)).to_dicts()
     wanted = selection.eval_rows or held_out.file is not None  # a default that makes no example refuses no run
     used = sum(each.train for each in counts)
     left = sum(each.rows - each.held_out - each.like_held_out for each in counts)
@@ -311,11 +309,3 @@ def _numbered(sources: Sequence[Source], doing: str, total: int | None) -> Itera
                 yield number, row, frame
                 row += frame.height
                 bar.update(frame.height)
-
-
-def _plain(rows: pl.DataFrame) -> list[dict[str, Any]]:
-    """Rows as JSON can hold them; bytes as the text that they spell."""
-    return [
-        {name: value.decode(errors="replace") if isinstance(value, bytes) else value for name, value in row.items()}
-        for row in rows.iter_rows(named=True)
-    ]

@@ -2,12 +2,10 @@
 
 OpenAI's `messages` (role, content), ShareGPT's `conversations` (from, value) and Alpaca's `instruction`, `input`,
 `output` all become a list of `{"role", "content"}`, with `reasoning_content`, `tool_calls`, `tool_call_id` and `name`
-where a message has them. What is decided here:
+where a message has them.
 
-- Null fields are absent fields: parquet and JSON lines read into columns give every message the keys of all others, and
-  templates ask `'tool_calls' in message`.
-- Arguments of a tool call are an object, whether the row has them as one or as JSON text, which is how OpenAI's API
-  writes them. A null in an object is an absent argument, for the same reason; in JSON text it stays null.
+- Null fields are absent fields: columns give every message the keys of all others, and templates ask `'tool_calls' in
+  message`. Arguments of a tool call may be JSON text, as OpenAI's API writes them, in which a null stays null.
 - Parts of text are joined. A picture or a sound is no text: the row is dropped.
 - Two turns of one role in a row stay: whether that is a conversation is the template's to say.
 """

@@ -5,10 +5,9 @@ and gpt-oss's harmony channels (`analysis` before `final`). `cogumi.thinking: tr
 thoughts, false without; null leaves everything as the template and the data have it.
 
 Where the assistant's turns lie is known from `{% generation %}` marks: the template's own, or those of the training
-version that TRL ships for it. The marked part less the generation prompt is what the model has to produce: its words and
-the token that ends its turn, no header. A template without marks (Llama 3.1's) is rendered once up to each turn, with the
-generation prompt, and once to its end; both must be beginnings of the whole, or the template rewrites what was said
-earlier and no part of the whole is that turn.
+version that TRL ships for it. The marked part less the generation prompt is what the model has to produce. A template
+without marks (Llama 3.1's) is rendered up to each turn, with the generation prompt, and to its end; both must be
+beginnings of the whole, or no part of the whole is that turn.
 """
 
 import re

@@ -96,16 +96,10 @@ def cuts_at_spaces(tokenizer: Any) -> bool:
 def encode_by_words(tokenizer: Any, texts: Sequence[str]) -> tuple[Ids, Places]:
     """`encode`, but every distinct word is tokenized once: code repeats its words many times over.
 
-    Cuts lie only where these tokenizers cut in any case, whatever is around:
-
-    - after a letter before anything else, and after a digit before anything else: no alternative of their expressions
-      continues from one to the other, and none looks back;
-    - between any visible character and a space, for the same reason;
-    - before a space that a visible character follows: `\\s+(?!\\S)` leaves that last space to the word, and at the end
-      of the left part it takes the same run. Not before a digit, which some split off first, so that the run keeps it.
-
-    Characters beyond ASCII never take part, so no cut falls into one or depends on what Unicode calls a
-    letter or a space.
+    Cuts lie only where these tokenizers cut in any case, whatever is around: after a letter or a digit before anything else,
+    and between any visible character and a space, where no alternative of their expressions continues; before a space that
+    a visible character follows, which `\\s+(?!\\S)` leaves to the word. Not before a digit, which some split off first.
+    Characters beyond ASCII never take part, so no cut depends on what Unicode calls a letter or a space.
     """
     if not any(texts):
         return encode(tokenizer, texts)

@@ -1,24 +1,17 @@
 """Fill-in-the-middle: where a document is cut, and the examples that come of it.
 
 A source is cut at two character positions into prefix, middle and suffix; the model sees prefix and suffix and learns
-the middle (Bavarian et al. 2022, arXiv:2207.14255). PSM shows prefix, then suffix; SPM shows suffix, then prefix, so
-that the middle continues the prefix directly. The cut ignores token boundaries on purpose, as the paper's does,
-because an editor's cursor does.
-
-What is decided here:
+the middle (Bavarian et al. 2022, arXiv:2207.14255). PSM shows prefix, then suffix; SPM shows suffix, then prefix. The cut
+ignores token boundaries, because an editor's cursor does.
 
 - Every piece is tokenized on its own and the control tokens are put in by id. A row whose text contains one of the
-  tokenizer's special tokens is dropped and counted: as text it would turn into a control token in the middle of the
-  code.
+  tokenizer's special tokens is dropped: as text it would become a control token in the middle of the code.
 - Row i draws from its own block of a counter-based generator keyed by the seed, so its cut depends on (seed, i, text)
   alone: not on other rows, dropped rows or how the rows are chunked.
-- No FIM tokens in the vocabulary: a plain-text instruction (`fim_tokens.INSTRUCTION`) asks for the missing part, prefix
-  first.
-- The budget `max_length` counts the whole example: beginning of sequence, control tokens, text and end token.
+- Without FIM tokens in the vocabulary a plain-text instruction (`fim_tokens.INSTRUCTION`) asks for the missing part.
 - Tokenizers of the SentencePiece kind put a "▁" before a text's first word. Pieces are tokenized as they stand after
-  a control token, which is how the same tokenizer reads the prompt at inference, so training and inference agree.
-  Some (Llama 2 style) add the "▁" after every control token, hence also before suffix and middle, where CodeLlama's
-  pretraining had none; it vanishes in decoding.
+  a control token, as the same tokenizer reads the prompt at inference. Some (Llama 2 style) hence have a "▁" before
+  suffix and middle, where CodeLlama's pretraining had none; it vanishes in decoding.
 """
 
 from collections.abc import Mapping
@@ -149,8 +142,7 @@ def fim_sft_chunk(
     """Tokenized examples: `input_ids`, and `completion_mask`, which is 1 on the middle and its end token, or on all of a
     plain row but its beginning of sequence.
 
-    `columns` is {"source": the column of code}, or names the columns of `prefix`, `middle` and `suffix`, which are then
-    laid out as they are: `fim_rate` and `middle_chars` do not apply.
+    `columns` is {"source": the column of code}, or names those of `prefix`, `middle` and `suffix`, which are not cut again.
     """
     dropping = DroppedCounter(first_row)
     examples = cut_rows(rows, columns, controls, config, dropping)
@@ -172,13 +164,11 @@ def fim_prompts_chunk(
     config: FimConfig,
     columns: Mapping[str, str],
 ) -> Chunk:
-    """Prompts for TRL's GRPOTrainer: the strings `prompt`, `prefix`, `suffix` and `middle`, and whatever else `columns`
-    names.
+    """Prompts for TRL's GRPOTrainer: the strings `prompt`, `prefix`, `suffix`, `middle`, and what else `columns` names.
 
-    `tokenizer(prompt)` gives the ids that `fim_sft_chunk` puts before the middle of the same row. prefix + middle +
-    suffix is the source even where `overlong="trim"` shortened what the prompt shows. `fim_rate` does not apply: a plain
-    row has nothing to ask for. The budget is that of the whole example, so `max_length` less the longest middle bounds
-    the prompt. Raises UsageError when the tokenizer reads a prompt's text as other ids.
+    `tokenizer(prompt)` gives the ids that `fim_sft_chunk` puts before the middle of the same row; UsageError where it reads
+    other ids. The pieces are the source even where `overlong="trim"` shortened what the prompt shows. `fim_rate` does not
+    apply: a plain row has nothing to ask for. The budget is that of the whole example.
     """
     dropping = DroppedCounter(first_row)
     config = config.model_copy(update={"fim_rate": 1.0})

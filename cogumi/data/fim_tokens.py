@@ -51,7 +51,7 @@ class FimTokens:
 def _paper_family(family: str, prefix: str, suffix: str, middle: str) -> FimTokens:
     """<PRE> prefix <SUF> suffix <MID>, and the second SPM variant of arXiv:2207.14255 (its appendix on SPM
     encoding), which opens like PSM: <PRE> <SUF> suffix <MID> prefix."""
-    return FimTokens(family, psm=((prefix,), (suffix,), (middle,)), spm=((prefix, suffix), (middle,), ()), end=None)
+    return FimTokens(family, psm=((prefix,), (suffix,), (middle,)), spm=((prefix, suffix), (middle,), ()))
 
 
 FAMILIES = (
@@ -64,12 +64,7 @@ FAMILIES = (
     FimTokens("Qwen-Coder", psm=(("<|fim_prefix|>",), ("<|fim_suffix|>",), ("<|fim_middle|>",)), spm=None),
     # facebookresearch/codellama, llama/generation.py, infilling_prompt_tokens(): "<PRE> {pre} <SUF>{suf} <MID>" and
     # with suffix_first "<PRE> <SUF>{suf} <MID> {pre}"; text_infilling() stops at <EOT>, not at the end of sequence.
-    FimTokens(
-        "CodeLlama",
-        psm=(("▁<PRE>",), ("▁<SUF>",), ("▁<MID>",)),
-        spm=(("▁<PRE>", "▁<SUF>"), ("▁<MID>",), ()),
-        end="▁<EOT>",
-    ),
+    replace(_paper_family("CodeLlama", "▁<PRE>", "▁<SUF>", "▁<MID>"), end="▁<EOT>"),
     # deepseek-ai/DeepSeek-Coder README, "Code Insertion": the hole stands where the middle is cut out.
     # arXiv:2401.14196: trained on PSM at a rate of 50 %, not on SPM.
     FimTokens("DeepSeek-Coder", psm=(("<｜fim▁begin｜>",), ("<｜fim▁hole｜>",), ("<｜fim▁end｜>",)), spm=None),

@@ -288,7 +288,7 @@ def read_question(row: dict[str, Any]) -> tuple[list[Message], str | None]:
     messages = row_messages(row)
     asked = last_turn(messages, "user") + 1
     answers = [each["content"] for each in messages[asked:] if each["role"] == "assistant"]
-    return messages[:asked], strip_thought(answers[-1]) if answers else None
+    return messages[:asked], split_thought(answers[-1])[1] if answers else None
 
 
 def read_prompt(row: dict[str, Any]) -> tuple[str | list[Message], str | None]:
@@ -296,7 +296,7 @@ def read_prompt(row: dict[str, Any]) -> tuple[str | list[Message], str | None]:
     prompt, completion = row["prompt"], row.get("completion")
     if isinstance(completion, list):
         completion = read_messages(completion)[-1]["content"]
-    answer = None if completion is None else strip_thought(read_text(completion))
+    answer = None if completion is None else split_thought(read_text(completion))[1]
     if isinstance(prompt, list):
         return read_messages(prompt), answer
     if not read_text(prompt):
@@ -309,8 +309,3 @@ def strip_messages(messages: list[Message]) -> list[Message]:
     if any("tool_calls" in message for message in messages):
         raise BadRow("with tool calls in the prompt")
     return [{"role": message["role"], "content": message["content"]} for message in messages]
-
-
-def strip_thought(answer: str) -> str:
-    """The answer that is to be compared with the visible part of a completion."""
-    return split_thought(answer)[1]

@@ -2,10 +2,9 @@
 
 TRL's `bfd` packing lays the rows of a micro-batch end to end, in one sequence whose position ids begin again at each
 example, without an attention mask. That is how flash attention wants them. Any other attention computes the whole square of
-that sequence, so that it gets the rows beside each other: `collate_rows_apart`.
-transformers 5.17 makes a block-diagonal mask of the position ids. A model that carries a state along the sequence, makes
-a mask of its own or (gpt_oss there, unless with flash attention) makes one without the position ids lets examples read each
-other. That is found out on the loaded model, not looked up.
+that sequence, so that it gets the rows beside each other: `collate_rows_apart`. transformers 5.17 makes a block-diagonal
+mask of the position ids; a model with a state along the sequence, or with a mask of its own, lets examples read each other.
+That is found out on the loaded model, not looked up.
 """
 
 import logging
@@ -87,9 +86,7 @@ def probe_packing(model: Any, documents: Sequence[Sequence[int]], pad_token_id: 
     """Send pairs of documents through the model packed and apart, and return the pair that differs least beyond rounding.
 
     documents: token ids of at least two examples, of which the last DOCUMENT tokens are used (chats begin alike). Packed as
-    the training packs them: a row of the pair and, but for flash attention, one of its first document beside it. The model is
-    used as it is (dtype, quantization, adapter, attention), in eval mode and without gradients; its mode and the random
-    state are as before afterwards.
+    the training packs them: a row of the pair and, but for flash attention, one of its first document beside it.
     """
     ends = [list(document[-DOCUMENT:]) for document in documents if len(document) > 1]
     if len(ends) < 2:

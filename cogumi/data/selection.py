@@ -4,8 +4,7 @@ Every row has a hash of its used columns, keyed with the seed. The rows with the
 the next smallest are trained on where not all are wanted. So the choice does not depend on the order of the rows or on how
 they are spread over files, a row added to the source moves few others, and rows that are equal are never on both sides.
 
-The hashes lie in a file (8 bytes a row), the choice in another (1 byte a row). They are sorted bucket by bucket, so that
-memory grows with the rows that are equal to each other at most.
+The hashes lie in a file (8 bytes a row), the choice in another (1 byte a row), and are sorted bucket by bucket.
 """
 
 import hashlib

@@ -181,8 +181,7 @@ def count_logged_rows(run: RunConfig, steps: int) -> int | None:
     strategy, every = IntervalStrategy(settings["logging_strategy"]), settings["logging_steps"]
     if strategy == IntervalStrategy.NO:
         return 0
-    if every < 1:
-        every = math.ceil(settings["max_steps"] * every)
+    every = math.ceil(settings["max_steps"] * every) if every < 1 else int(every)
     if strategy == IntervalStrategy.EPOCH or every < 1:
         return None
     logged = set(range(every, steps + 1, every)) | ({1} if settings["logging_first_step"] else set())
