@@ -267,9 +267,7 @@ def read_config(
         if value is not None and redact_text(value) != value:  # an adapter's record of its base could not leave it out
             raise origins.error(f"{key} holds an access token", key, "put that into the environment (HF_TOKEN)")
     if run.cogumi.run_dir is None:
-        run.cogumi.run_dir = Path("runs") / (
-            Path(origins.label).stem if isinstance(config, (str, os.PathLike)) else "run"
-        )
+        run.cogumi.run_dir = Path("runs", "run" if isinstance(config, Mapping) else Path(origins.label).stem)
     run = bind_sections(run, hints_in_source, origins)
     refuse_unknown_names(run, origins)
     return run, origins
@@ -315,8 +313,8 @@ def redact(value: Any, key: str = "") -> Any:
         return {k: redact(v, str(k)) for k, v in value.items()}
     if isinstance(value, list):
         return [redact(v) for v in value]
-    if key.lower().endswith(SECRETS):
-        return REDACTED if value else value
+    if value and key.lower().endswith(SECRETS):
+        return REDACTED
     return redact_text(value) if isinstance(value, str) else value
 
 

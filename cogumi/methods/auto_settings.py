@@ -1,9 +1,8 @@
-"""What a run leaves open and the machine decides: attention, gradient checkpointing, optimizer, allocator, precision; and
+"""What a run leaves open and the machine decides (attention, gradient checkpointing, optimizer, allocator, precision), and
 whether training every weight (`cogumi.tuning: full`) fits.
 
-`choose` is a function of values: what the machine has (Machine), what the model needs (Load). Each decision comes with its
-reason, for a key that the config leaves unset. The estimates for a GPU are those of rl/memory_plan.py and have not been
-compared with a card here.
+`choose` is a function of what the machine has (Machine) and what the model needs (Load). The estimates for a GPU are those
+of rl/memory_plan.py and have not been compared with a card here.
 """
 
 import importlib.util
@@ -256,8 +255,9 @@ def refuse_with_adapter_settings(run: RunConfig) -> None:
     }
     for key, value in given.items():
         if value is not None:
-            reason = f"{key} would be ignored: cogumi.tuning: full trains no adapter"
-            raise UsageError(reason, fix="drop one of the two")
+            raise UsageError(
+                f"{key} would be ignored: cogumi.tuning: full trains no adapter", fix="drop one of the two"
+            )
     if run.model.quantization_config is not None:
         reason, fix = "quantized weights cannot be trained themselves", "drop it, or drop cogumi.tuning: full (QLoRA)"
         raise UsageError(reason, key="model.quantization_config", fix=fix)

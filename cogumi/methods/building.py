@@ -49,35 +49,32 @@ def trl_arguments(run: RunConfig) -> Any:
             raise UsageError(f"train.{key} would be ignored: {reason}")
     # TRL turns bf16 autocast on wherever fp16 is off; without a GPU that is slow and blurs a GSPO ratio of 1 +- 3e-4.
     on_gpu = torch.cuda.is_available()
-    bf16 = on_gpu and torch.cuda.is_bf16_supported()
     defaults = {
         "output_dir": str(run.run_dir / "checkpoints"),
         "report_to": trackers.default_reporter(),
         "logging_first_step": True,  # so that the shortest run has a loss to judge
-        "bf16": bf16,
+        "bf16": on_gpu and torch.cuda.is_bf16_supported(),
         "dataloader_pin_memory": on_gpu,
     }
     batch = run.train.get("per_device_train_batch_size")
     if batch is not None and run.cogumi.method != "gspo":
         defaults["per_device_eval_batch_size"] = batch  # the held-out loss is to fit where a step does
-    given = {**defaults, **METHODS[run.cogumi.method].arguments(run)}
-    secrets = {key: RedactedStr(value) for key, value in given.items() if value and key.endswith(SECRETS)}
+    given = defaults | METHODS[run.cogumi.method].arguments(run)
+    given |= {key: RedactedStr(value) for key, value in given.items() if value and key.endswith(SECRETS)}
     try:
-        return config_class(TRL_CONFIGS[run.cogumi.method])(**{**given, **secrets})
+        return config_class(TRL_CONFIGS[run.cogumi.method])(**given)
     except ValueError as error:
         raise UsageError(one_line(error), key="train") from None
 
 
 def pin_revision(run: RunConfig) -> RunConfig:
     """The run with its model's revision as a commit: the one it began with, or what the hub says now."""
-    known = read_section(run.run_dir / DECISIONS, "base")
-    name = run.model.name
+    known, name = read_section(run.run_dir / DECISIONS, "base"), run.model.name
     commit = known["commit"] if known.get("name") == name else find_commit(name, run.model.revision)
-    if commit is None:
-        return run
-    log.info("model: %s is %s%s", name, commit, ", as when the run began" if known else "")
-    run = run.model_copy(deep=True)
-    run.model.revision = commit
+    if commit is not None:
+        log.info("model: %s is %s%s", name, commit, ", as when the run began" if known else "")
+        run = run.model_copy(deep=True)
+        run.model.revision = commit
     return run
 
 
@@ -125,9 +122,8 @@ def build_trainer(
     )
     keep_float32(trainer.model)
     if run.model.adapter is not None:
-        warm_start.load_exact_values(
-            trainer, run.model.adapter, compares=run.cogumi.method != "sft" and trainer.beta != 0
-        )
+        compares = run.cogumi.method != "sft" and trainer.beta != 0
+        warm_start.load_exact_values(trainer, run.model.adapter, compares=compares)
     if run.cogumi.loraplus_lr_ratio is not None:
         use_loraplus(trainer, run.cogumi.loraplus_lr_ratio)
     return trainer

@@ -33,7 +33,9 @@ CLOSE = 0.1  # of the examples asked for: how far from them a step of whole rows
 def arguments(run: RunConfig) -> dict[str, Any]:
     """SFTConfig arguments. Raises UsageError for settings that would quietly train on something else."""
     length = run.train.get("max_length")
-    if run.data.format == "fim":
+    if run.data.format != "fim":
+        length = length or MAX_LENGTH
+    else:
         if run.train.get("completion_only_loss") is False or run.train.get("assistant_only_loss"):
             learned = "of a fill-in-the-middle example the middle is learned, and of a plain row (data.fim.fim_rate) everything"
             raise UsageError(learned, key="train.completion_only_loss", fix="drop it")
@@ -45,8 +47,6 @@ def arguments(run: RunConfig) -> dict[str, Any]:
             )
         # The data's own budget has already dropped, and counted, what is too long.
         length = length or (budget if run.train.get("packing") else None)
-    else:
-        length = length or MAX_LENGTH
     # What is learned is in the examples, and so is the chat template: TRL gets ids and masks.
     ours = {"completion_only_loss": True, "assistant_only_loss": False, "chat_template_path": None}
     return {**run.train, **ours, "max_length": length}
