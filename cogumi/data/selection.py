@@ -150,9 +150,11 @@ def choose_rows(
             count -= len(chosen)
     return [
         Counts(
-            part.stop - part.start,
-            *(count_state(states[part], state) for state in (TRAIN, HELD_OUT, LIKE_HELD_OUT)),
-            int(copies),
+            rows=part.stop - part.start,
+            train=count_state(states[part], TRAIN),
+            held_out=count_state(states[part], HELD_OUT),
+            like_held_out=count_state(states[part], LIKE_HELD_OUT),
+            duplicates=int(copies),
         )
         for part, copies in zip(parts, duplicates, strict=True)
     ]
