@@ -321,11 +321,9 @@ def redact(value: Any, key: str = "") -> Any:
 def refuse_ignored(run: RunConfig, origins: Origins) -> None:
     """Raise UsageError for keys that this method or format of data does not look at."""
     formats = {entry.format or run.data.format for entry in run.data.mix} or {run.data.format}
-    ignored: dict[str, str] = {}
+    ignored = {"data.overlong": "a prompt is not cut; one that leaves its completion no room is dropped"}
     if run.cogumi.method != "gspo":
-        ignored |= {f"cogumi.{key}": "it is for cogumi.method: gspo" for key in GSPO_ONLY}
-    else:
-        ignored["data.overlong"] = "a prompt is not cut; one that leaves its completion no room is dropped"
+        ignored = {f"cogumi.{key}": "it is for cogumi.method: gspo" for key in GSPO_ONLY}
     if formats == {"fim"}:
         ignored["cogumi.thinking"] = "data.format: fim has no chat template in it"
         ignored["data.overlong"] = "for data.format: fim it is data.fim.overlong"

@@ -24,10 +24,7 @@ ROLES = {
     # ShareGPT's names and those of its descendants.
     "human": "user",
     **dict.fromkeys(("gpt", "bot", "chatbot", "chatgpt", "model", "ai"), "assistant"),
-    **dict.fromkeys(
-        ("observation", "function", "function_response", "tool_response", "ipython"),
-        "tool",
-    ),
+    **dict.fromkeys(("observation", "function", "function_response", "tool_response", "ipython"), "tool"),
 }
 CALLS = ("function_call", "tool_call")
 """ShareGPT's roles for an assistant's turn that is the JSON of a call."""

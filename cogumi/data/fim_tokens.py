@@ -76,8 +76,7 @@ FAMILIES = (
 def detect_fim_tokens(tokenizer: Any) -> FimTokens | None:
     """The first family of `FAMILIES` all of whose control tokens this tokenizer reads as one id each, else None.
 
-    A spelling that is in the vocabulary but comes out of the tokenizer as several ids does not count: the model would
-    never have seen that id in a prompt.
+    The vocabulary alone does not count: the model would never have seen an id that the tokenizer does not give.
     """
     vocabulary = tokenizer.get_vocab()
     for family in FAMILIES:

@@ -58,8 +58,7 @@ def batches(
     """The named `columns` of all files as frames of some `BATCH_BYTES`, in file order; other columns are never decoded.
 
     What CSV holds is text. Of JSON lines a column that is neither text nor numbers is one of Python objects, just as they
-    were written: a frame's types would give every message the keys of all others. Text that is not UTF-8 makes its
-    batch's column binary.
+    were written: a frame's types would give every message the keys of all others. Text that is not UTF-8 is binary.
 
     `text_only` refuses columns that are neither text nor binary; `alike` those whose values are of several kinds, which
     only JSON lines can hold. Raises UsageError, naming the file, for JSON lines the line, and the fix.

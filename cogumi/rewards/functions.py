@@ -1,11 +1,8 @@
 """The reward functions that come with the package.
 
 Every function takes the batch as equally long lists and returns one float in 0..1 per completion: a string, or a list of
-chat messages of which the last one counts. `middle`, `prefix` and `suffix` are the columns of
-fill-in-the-middle prompts (`cogumi.data.fim`).
-
-A reply whose thinking never closes has no answer: its reward is 0, and the share of such replies is logged as
-`unfinished`.
+chat messages of which the last one counts. `middle`, `prefix` and `suffix` are the columns of fill-in-the-middle prompts.
+A reply whose thinking never closes scores 0, and the share of such replies is logged as `unfinished`.
 """
 
 import ast
@@ -37,8 +34,8 @@ def edit_similarity(
 ) -> list[float]:
     """1 - Levenshtein(completion, middle) / max(len), in 0..1, over characters; two empty strings score 1.0.
 
-    Insertions, deletions and substitutions cost 1 each. Not rapidfuzz's Indel ratio, where a substitution costs 2 over
-    the sum of both lengths, so that unlike texts of unlike lengths still score well.
+    Insertions, deletions and substitutions cost 1 each. In rapidfuzz's Indel ratio, where a substitution costs 2 over the
+    sum of both lengths, unlike texts of unlike lengths still score well.
     """
     pairs = zip(completions, middle, strict=True)
     return [Levenshtein.normalized_similarity(text_of(completion), expected) for completion, expected in pairs]

@@ -67,8 +67,7 @@ def try_reward(reward: Any, row: Mapping[str, Any], group: int, **given: Any) ->
     """(whether it is the shape, one line) about a function that does not score completions of this data; None if it does.
 
     It is called once, for `group` completions of a made-up text, in the shape that TRL will give it. `row`: the first of
-    the data. `given`: what TRL passes besides, such as `trainer_state`. An asynchronous one, such as a paid judge, is not
-    called.
+    the data. `given`: what TRL passes besides. An asynchronous one, such as a paid judge, is not called.
     """
     conversational = not isinstance(row["prompt"], str)
     error = error_of_reward(reward, row, group, conversational, given)
