@@ -194,11 +194,12 @@ class ChatTemplate:
         shown = [adapt_thought(message, self.thinking) for message in messages]
         chosen = template or (self.text_with_tools if tools else self.text)
         try:
-            texts, spans = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 conversations=[shown], tools=tools, chat_template=chosen, **options, **self.variables
             )
         except REFUSALS as error:
             raise BadRow("that the chat template refuses", f"{error}" or type(error).__name__) from error
+        texts, spans = rendered
         return texts[0], spans[0] if spans else []
 
 

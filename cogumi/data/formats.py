@@ -193,7 +193,7 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
         prompt = "" if learn == "all" else using.template.prompt(asked, each.tools)
         return using.template.whole(each.messages, each.tools), prompt
 
-    rendered, kept = try_each(made, at, render, dropped, lambda each: each.messages)
+    rendered, kept = try_each(made, at, render, dropped, lambda each: getattr(each, "messages", each))
     texts, learned = [text for text, _ in rendered], [prompt for _, prompt in rendered]
     if by_turns:
         examples = learn_spans(using.tokenizer, texts, learned)

@@ -29,11 +29,7 @@ log = logging.getLogger("cogumi")
 SETTINGS = "settings"  # of decisions.json: what was chosen, which a resumed run keeps
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 MARGIN = 0.7  # of what is free beside the weights: what activations may take for layers not to be computed twice
-BATCH, COMPLETION, LENGTH = (
-    8,
-    256,
-    1024,
-)  # the libraries' per_device_train_batch_size, max_completion_length, max_length
+BATCH, COMPLETION, LENGTH = 8, 256, 1024  # the libraries' batch size of a device, max_completion_length, max_length
 ADAPTER_BYTES, MOMENTS, MOMENTS_8BIT = 8, 8, 2  # per trained weight: an adapter's own float32 and gradient; two moments
 NO_FLASH = "flash attention needs bfloat16 and compute capability 8.0"
 # Optimizers whose state is smaller: bytes a weight, of what must be where the weights are.

@@ -171,7 +171,8 @@ def count_logged_rows(run: RunConfig, steps: int) -> int | None:
     None where that is known when the data is there: a logging strategy of epochs, a share of the steps of some epochs.
     """
     # With TRL's defaults; TRL's own object is not made, because it sets up the device.
-    settings = {field.name: field.default for field in dataclasses.fields(config_class(TRL_CONFIGS[run.cogumi.method]))}
+    fields = dataclasses.fields(config_class(TRL_CONFIGS[run.cogumi.method]))
+    settings: dict[str, Any] = {field.name: field.default for field in fields}
     given = {"logging_first_step": True, **METHODS[run.cogumi.method].arguments(run)}
     settings |= {key: value for key, value in given.items() if value is not None}
     strategy, every = IntervalStrategy(settings["logging_strategy"]), settings["logging_steps"]
