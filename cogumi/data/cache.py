@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("cogumi")
 
 SAMPLE_ROWS = 32
-"""Held-out rows that are kept as they were, as prompts for samples."""
+"""Held-out rows that are kept as they were, as prompts for samples.jsonl."""
 EQUAL = {COPY: "equal to an earlier row", LIKE_HELD_OUT: "equal to a held-out row"}
 HELD_OUT_NAME = "held out (data.eval_rows)"
 

@@ -162,18 +162,14 @@ class ExamplesWriter:
         self.lengths.update(token_lengths(table).tolist())
         if "completion_mask" in table.column_names:
             self.learned += sum(int(np.count_nonzero(part.flatten())) for part in table["completion_mask"].chunks)
-        if self.file is None:
-            self.check_disk(table.nbytes // len(at) * self.expected_rows)
-        self.write(table)
-
-    def check_disk(self, needed: int) -> None:
-        free = space_of(self.path.parent).free
-        if needed > free:
+        needed, free = table.nbytes // len(at) * self.expected_rows, space_of(self.path.parent).free
+        if self.file is None and needed > free:
             raise UsageError(
                 f"prepared data will take about {format_bytes(needed)} and {format_bytes(free)} are free",
                 place=self.path.parents[1],
                 fix="free some, set XDG_CACHE_HOME to another disk, or use fewer rows (data.max_rows)",
             )
+        self.write(table)
 
     def write(self, table: pa.Table) -> None:
         if self.schema is None:

@@ -261,7 +261,10 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
         if text:
             return prompt, prompt, answer
         assert using.template is not None
-        prompt = strip_messages([adapt_thought(message, using.template.thinking) for message in prompt])
+        adapted = [adapt_thought(message, using.template.thinking) for message in prompt]
+        if any("tool_calls" in message for message in adapted):
+            raise BadRow("with tool calls in the prompt")
+        prompt = [{"role": message["role"], "content": message["content"]} for message in adapted]
         return prompt, using.template.prompt(prompt), answer
 
     usable, at = try_each(made, at, render, dropped, lambda each: each[0])
@@ -302,10 +305,3 @@ def read_prompt(row: dict[str, Any]) -> tuple[str | list[Message], str | None]:
     if not read_text(prompt):
         raise BadRow("with an empty prompt")
     return read_text(prompt), answer
-
-
-def strip_messages(messages: list[Message]) -> list[Message]:
-    """Roles and contents. Raises BadRow where a message has more that its template would show."""
-    if any("tool_calls" in message for message in messages):
-        raise BadRow("with tool calls in the prompt")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from itertools import chain
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import polars as pl
 import pyarrow as pa
@@ -39,12 +39,9 @@ class Chunk:
     """Examples in the table of which something was cut away."""
 
 
-class Tokenize(Protocol):
-    """Makes examples of rows. What it makes of a row depends on the row, its index and what is in the cache key alone."""
-
-    def __call__(self, rows: pl.DataFrame, first_row: int) -> Chunk:
-        """`first_row`: the index of rows[0] in the whole source. A chunk of which nothing is usable is no error."""
-        ...
+Tokenize = Callable[[pl.DataFrame, int], Chunk]
+"""Makes examples of rows, of which the first has this index in the whole source. What it makes of a row depends on the row,
+its index and what is in the cache key alone. A chunk of which nothing is usable is no error."""
 
 
 class BadRow(Exception):

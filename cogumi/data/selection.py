@@ -13,16 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 
 from cogumi.data.chat import without_nulls
-
-if TYPE_CHECKING:
-    from cogumi.config.schema import DataSection
 
 Hashes = npt.NDArray[np.uint64]
 States = npt.NDArray[np.uint8]
@@ -48,11 +45,6 @@ class Selection:
     """Of the rows of each source that may be trained on."""
     deduplicate: bool = False
     seed: int = 0
-
-
-def selection_of(data: "DataSection") -> Selection:
-    """Which rows a config's `data:` asks for."""
-    return Selection(data.eval_rows, data.max_rows, data.fraction, data.deduplicate, data.fim.seed)
 
 
 @dataclass(frozen=True)

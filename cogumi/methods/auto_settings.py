@@ -18,6 +18,7 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_memory
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
+from cogumi.methods.examples import longest_example
 from cogumi.methods.gspo import is_planned, lora_parameters
 from cogumi.models.adapters import lora_config
 from cogumi.models.loading import meta_model, resolve_dtype
@@ -29,7 +30,7 @@ log = logging.getLogger("cogumi")
 SETTINGS = "settings"  # of decisions.json: what was chosen, which a resumed run keeps
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 MARGIN = 0.7  # of what is free beside the weights: what activations may take for layers not to be computed twice
-BATCH, COMPLETION, LENGTH = 8, 256, 1024  # the libraries' batch size of a device, max_completion_length, max_length
+BATCH, COMPLETION = 8, 256  # transformers' per_device_train_batch_size, TRL's max_completion_length
 ADAPTER_BYTES, MOMENTS, MOMENTS_8BIT = 8, 8, 2  # per trained weight: an adapter's own float32 and gradient; two moments
 NO_FLASH = "flash attention needs bfloat16 and compute capability 8.0"
 # Optimizers whose state is smaller: bytes a weight, of what must be where the weights are.
@@ -223,7 +224,7 @@ def load_of(run: RunConfig, base: str) -> Load:
         weights = int(parameters * (FOUR_BIT if four_bit else element)) + ADAPTER_BYTES * trained
     attention, own_kernels = supported_attention(model)
     at_once = run.train.get("per_device_train_batch_size") or BATCH
-    length = run.train.get("max_length") or (run.data.fim.max_length if run.data.format == "fim" else LENGTH)
+    length = longest_example(run)
     if run.cogumi.method == "gspo":
         length += run.train.get("max_completion_length") or COMPLETION
     return Load(
@@ -232,7 +233,7 @@ def load_of(run: RunConfig, base: str) -> Load:
         trained=trained,
         element=element,
         micro_batch=2 * at_once if dpo else at_once,
-        length=int(length),
+        length=length,
         attention=attention,
         own_kernels=own_kernels,
     )

@@ -15,7 +15,7 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.redact import redact_text
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
-from cogumi.data.cache import Data, Prepared, Source, prepare
+from cogumi.data.cache import SAMPLE_ROWS, Data, Prepared, Source, prepare
 from cogumi.data.cache_files import tokenizer_identity
 from cogumi.data.chat_templates import prints_date, read_template
 from cogumi.data.encoding import FormatOptions
@@ -27,7 +27,7 @@ from cogumi.data.formats import (
     learned_parts,
     tokenize_for,
 )
-from cogumi.data.selection import selection_of
+from cogumi.data.selection import Selection
 from cogumi.data.source_files import Entry, entries_of
 from cogumi.data.sources import batches, column_names
 from cogumi.methods.gspo import prompt_ids, setting
@@ -37,7 +37,6 @@ from cogumi.rl.guards import POSITIONS, context_of
 log = logging.getLogger("cogumi")
 DATA = "data"  # of decisions.json: the key of its prepared data, what became of its rows, how long they are
 BARS = 24  # of the histogram of lengths, at most
-SHOWN = 32  # held-out rows that may be completed for samples.jsonl
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,10 @@ def prepare_examples(
     room = room_for_prompts(run, of_base)
     options = [options_of(run, entry, today, room) for entry in entries]
     sources = [source_of(entry, each, tokenizer) for entry, each in zip(entries, options, strict=True)]
+    data = run.data
+    selection = Selection(data.eval_rows, data.max_rows, data.fraction, data.deduplicate, data.fim.seed)
     parts = {"tokenizer": tokenizer_identity(tokenizer)}
-    prepared = prepare(sources, selection_of(run.data), parts, bad_rows=run.data.bad_rows)
+    prepared = prepare(sources, selection, parts, bad_rows=data.bad_rows)
     notes = [note for each in options if (note := layout_note(each, tokenizer))]
     return Examples(
         prepared.train,
@@ -209,7 +210,7 @@ def held_out_prompts(
     if prepared.held_out is None:
         return None
     dataset = prepared.held_out.dataset
-    rows = dataset.select(range(min(SHOWN, len(dataset))))
+    rows = dataset.select(range(min(SAMPLE_ROWS, len(dataset))))
     if run.cogumi.method == "dpo":
         texts = {
             side: [tokenizer.decode(ids, skip_special_tokens=side != "prompt") for ids in rows[f"{side}_ids"]]
