@@ -7,7 +7,8 @@ import polars as pl
 import pytest
 
 from cogumi.data.chat import read_messages
-from cogumi.data.formats import FormatOptions, columns_for, tokenize_for
+from cogumi.data.encoding import FormatOptions
+from cogumi.data.formats import columns_for, tokenize_for
 from cogumi.data.rows import BadRow
 from tests.chat_tokenizers import chat_tokenizer
 

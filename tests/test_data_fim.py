@@ -342,10 +342,8 @@ def test_every_drop_is_counted_and_reported(starcoder):
         (pl.DataFrame({"source": ["word " * 2000]}), "1 longer than 512 tokens"),
         (pl.DataFrame({"source": []}, schema={"source": pl.String}), "0 rows"),
         (pl.DataFrame({"source": [None]}), "1 null"),
-        (pl.DataFrame({"text": ["x"]}), "no column 'source'"),
-        (pl.DataFrame({"source": [1, 2]}), "Int64"),
     ],
-    ids=["short", "long", "empty", "null", "column", "type"],
+    ids=["short", "long", "empty", "null"],
 )
 def test_unusable_rows_are_a_usage_error(starcoder, build, frame, message, golden: Golden):
     with golden.raises("data", message=message):

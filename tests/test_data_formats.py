@@ -6,9 +6,10 @@ import polars as pl
 import pytest
 from golden import Golden
 
+from cogumi.data.encoding import FormatOptions
 from cogumi.data.fim import FimConfig
 from cogumi.data.fim_tokens import FAMILIES
-from cogumi.data.formats import FormatOptions, columns_for, layout_note, learned_parts, tokenize_for
+from cogumi.data.formats import columns_for, layout_note, learned_parts, tokenize_for
 from cogumi.data.rows import Chunk
 from tests.chat_tokenizers import chat_tokenizer, texts
 from tests.fim_examples import prompts_for_rl, tokenize_for_sft

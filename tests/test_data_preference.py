@@ -9,7 +9,8 @@ import pytest
 import trl
 from datasets import Dataset
 
-from cogumi.data.formats import FormatOptions, columns_for, holds_messages, tokenize_for
+from cogumi.data.encoding import FormatOptions
+from cogumi.data.formats import columns_for, holds_messages, tokenize_for
 from cogumi.data.rows import Chunk
 from tests.chat_tokenizers import chat_tokenizer, texts, tiny_for
 

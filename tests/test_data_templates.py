@@ -12,7 +12,8 @@ from tokenizers import normalizers
 
 from cogumi.core.errors import UsageError
 from cogumi.data.chat_templates import read_template
-from cogumi.data.formats import FormatOptions, columns_for, tokenize_for
+from cogumi.data.encoding import FormatOptions
+from cogumi.data.formats import columns_for, tokenize_for
 from cogumi.data.rows import Chunk
 from tests.chat_tokenizers import chat_tokenizer, learned_texts, texts, tiny_for
 

@@ -10,7 +10,8 @@ from golden import Golden
 
 from cogumi.core.errors import UsageError
 from cogumi.data.chat_templates import read_template, read_thinking, visible_text
-from cogumi.data.formats import FormatOptions, columns_for, tokenize_for
+from cogumi.data.encoding import FormatOptions
+from cogumi.data.formats import columns_for, tokenize_for
 from cogumi.rewards.functions import on_visible
 from tests.chat_tokenizers import TEMPLATES, chat_tokenizer, learned_texts, texts, tiny_for
 

@@ -5,13 +5,14 @@ installed sources, which refuses only what is certain to be wrong; a run is boun
 """
 
 import ast
+import builtins
 import dataclasses
 import difflib
 import importlib.util
 import inspect
 import re
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cache
 from importlib.metadata import version
@@ -35,15 +36,7 @@ QUANTIZATION_TYPES = {
     ],
 }
 KEYS_OF_OTHER_BITS = {"load_in_4bit": ("llm_int8_threshold", "llm_int8_has"), "load_in_8bit": ("bnb_4bit",)}
-# The library of each class that a section is bound to.
-OWNERS = {
-    "SFTConfig": "trl",
-    "DPOConfig": "trl",
-    "GRPOConfig": "trl",
-    "LoraConfig": "peft",
-    "BitsAndBytesConfig": "transformers",
-}
-WITHOUT_ANNOTATIONS = ("BitsAndBytesConfig",)
+WITHOUT_ANNOTATIONS = "BitsAndBytesConfig"
 MANY_CHOICES = 8  # more are not listed in a message where one is near
 Hints = Mapping[str, Any]
 # Where the classes are defined: the packages import their names lazily, which no source says in a general way.
@@ -90,44 +83,6 @@ def reject_unknown(values: Iterable[str], known: Iterable[str], prefix: str, ori
             raise origins.error(f"unknown key `{prefix}{key}`{where}", f"{prefix}{key}", hint)
 
 
-def config_class(name: str) -> Any:
-    """A library's config class. Imported here: trl brings torch and transformers, and a missing file should not wait."""
-    return getattr(importlib.import_module(OWNERS[name]), name)
-
-
-def hints_imported(name: str, asked: Iterable[str] = ()) -> Hints:
-    """Type by key of a library's config class, as the class itself says."""
-    owner = config_class(name)
-    if name in WITHOUT_ANNOTATIONS:
-        parameters = inspect.signature(owner).parameters.values()
-        return hints_of_defaults({each.name: each.default for each in parameters if each.kind is not each.VAR_KEYWORD})
-    hints = get_type_hints(owner)
-    return {field.name: hints[field.name] for field in dataclasses.fields(owner) if field.init}
-
-
-def hints_in_source(name: str, asked: Iterable[str] = ()) -> Hints | None:
-    """The same without importing the library; None where its source does not tell."""
-    if name in WITHOUT_ANNOTATIONS:
-        defaults = parameters_in_source(name)
-        return None if defaults is None else hints_of_defaults(defaults)
-    return fields_in_source(name, asked)
-
-
-def hints_of_defaults(defaults: Mapping[str, Any]) -> Hints:
-    """BitsAndBytesConfig has no annotations: a default says its type, and what is None by default says it here, or is not
-    checked."""
-    return {
-        name: QUANTIZATION_TYPES.get(name, Any if default in (None, Any) else type(default))
-        for name, default in defaults.items()
-    }
-
-
-def bind_class(values: dict[str, Any], section: str, name: str, hints: Hints, origins: Origins) -> dict[str, Any]:
-    """The section's values, coerced to the types of a library's config class."""
-    owner = f"{name}, {OWNERS[name]} {version(OWNERS[name])}"
-    return bind_values(values, section, hints, owner, origins)
-
-
 def refuse_bits(bound: dict[str, Any], section: str, origins: Origins) -> None:
     """Raise UsageError unless a quantization is to 4 bits or to 8, with nothing beside it that is for the other."""
     chosen = [key for key in ("load_in_4bit", "load_in_8bit") if bound.get(key)]
@@ -140,82 +95,107 @@ def refuse_bits(bound: dict[str, Any], section: str, origins: Origins) -> None:
             raise origins.error(ignored, f"{section}.{key}", "drop it")
 
 
-def bind_values(
-    values: dict[str, Any], section: str, hints: Mapping[str, Any], owner: str, origins: Origins
-) -> dict[str, Any]:
-    reject_unknown(values, hints, f"{section}.", origins, f" ({owner})")
+def bind_values(values: dict[str, Any], section: str, name: str, hints: Hints, origins: Origins) -> dict[str, Any]:
+    """The section's values, coerced to the types (`hints`) of the library's config class of this name."""
+    reject_unknown(values, hints, f"{section}.", origins, f" ({name}, {owner_of(name)} {version(owner_of(name))})")
     bound = {}
     for key, value in values.items():
+        hint = hints[key]
         try:
-            if isinstance(value, bool) and hints[key] in (int, float):  # pydantic would read `yes` as 1
+            if isinstance(value, bool) and hint in (int, float):  # pydantic would read `yes` as 1
                 raise origins.error(f"{section}.{key} = {value}: not a number", f"{section}.{key}")
             if value is False and key in STRATEGIES:
                 value = "no"  # YAML 1.1 reads a bare `no` as False
             elif isinstance(value, Enum):
                 value = value.value  # as a YAML holds it
             # Lax mode: YAML 1.1 reads `5e-7` as a string, which is a float to everybody else.
-            bound[key] = TypeAdapter(hints[key], config=None).validate_python(value)
+            bound[key] = TypeAdapter(hint).validate_python(value)
         except ValidationError as error:
             if value is None:  # not a value of this key: `train.beta=null` takes what the file says away
                 continue
-            wanted = hints[key].__name__ if isinstance(hints[key], type) else str(hints[key])
             said = error.errors()[0]["msg"]
-            choices = get_args(hints[key]) if get_origin(hints[key]) is Literal else ()
+            choices = get_args(hint) if get_origin(hint) is Literal else ()
             if len(choices) > MANY_CHOICES and (near := nearest(value, choices)):
                 said = f"did you mean {near}?"
-            elif get_origin(hints[key]) not in (Annotated, Literal):  # what those allow is in the message
-                said += f" ({wanted})"
+            elif get_origin(hint) not in (Annotated, Literal):  # what those allow is in the message
+                said += f" ({hint.__name__ if isinstance(hint, type) else hint})"
             raise origins.error(f"{section}.{key} = {value!r}: {said}", f"{section}.{key}") from None
     return bound
+
+
+# ------------------------------------------------------------------------------------------------- of imported classes
+
+
+def owner_of(name: str) -> str:
+    """The package of a library's config class."""
+    return HOMES[name].partition(".")[0]
+
+
+def config_class(name: str) -> Any:
+    """A library's config class. Imported here: trl brings torch and transformers, and a missing file should not wait."""
+    return getattr(importlib.import_module(owner_of(name)), name)
+
+
+def hints_imported(name: str, asked: Iterable[str] = ()) -> Hints:
+    """Type by key of a library's config class, as the class itself says."""
+    owner = config_class(name)
+    if name == WITHOUT_ANNOTATIONS:
+        parameters = inspect.signature(owner).parameters.values()
+        return hints_of_defaults({each.name: each.default for each in parameters if each.kind is not each.VAR_KEYWORD})
+    hints = get_type_hints(owner)
+    return {field.name: hints[field.name] for field in dataclasses.fields(owner) if field.init}
+
+
+def hints_of_defaults(defaults: Mapping[str, Any]) -> Hints:
+    """BitsAndBytesConfig has no annotations: a default says its type, and what is None by default says it in
+    QUANTIZATION_TYPES, or is not checked."""
+    return {
+        name: QUANTIZATION_TYPES.get(name, Any if default in (None, Any) else type(default))
+        for name, default in defaults.items()
+    }
 
 
 # ------------------------------------------------------------------------------------------------- read from the source
 
 
-def fields_in_source(name: str, asked: Iterable[str] = ()) -> dict[str, Any] | None:
-    """Type by key of a config dataclass, by its name in HOMES. `Any` stands for what only the library itself can tell.
+def hints_in_source(name: str, asked: Iterable[str] = ()) -> Hints:
+    """Type by key without importing the library, unless its source has the class in another place.
 
-    asked: keys that are wanted; those that unsloth may add to a class of TRL are among the result. None where the installed
-    version has the class in another place.
+    `Any` stands for what only the library itself can tell. asked: keys that are wanted; those that unsloth may add to a class
+    of TRL are among the result.
     """
-    found = find_class(HOMES[name], name)
-    if found is None:
-        return None
-    fields = dict(fields_of_class(*found))
-    if HOMES[name].startswith("trl.") and (path := file_of(UNSLOTH)) is not None:
-        text = path.read_text(encoding="utf-8")
+    try:
+        module, definition = find_class(HOMES[name], name)
+    except LookupError:
+        return hints_imported(name)
+    if name == WITHOUT_ANNOTATIONS:
+        inits = (each for each in definition.body if isinstance(each, ast.FunctionDef) and each.name == "__init__")
+        arguments = next(inits).args
+        names = [each.arg for each in arguments.args[1:]]
+        return hints_of_defaults(dict(zip(names, map(plain_value, arguments.defaults), strict=True)))
+    fields = dict(fields_of_class(module, definition))
+    if owner_of(name) == "trl" and (unsloth := file_of(UNSLOTH)) is not None:
+        text = unsloth.read_text(encoding="utf-8")
         fields |= {key: Any for key in asked if key not in fields and key in text}
     return fields
 
 
-def parameters_in_source(name: str) -> dict[str, Any] | None:
-    """Default by argument of a class's `__init__`; `Any` for a default that is no plain value."""
-    found = find_class(HOMES[name], name)
-    inits = (each for each in found[1].body if isinstance(each, ast.FunctionDef)) if found is not None else ()
-    for init in inits:
-        if init.name == "__init__":
-            names = [each.arg for each in init.args.args]
-            defaults = dict(zip(reversed(names), map(plain_value, reversed(init.args.defaults)), strict=False))
-            return {each: defaults.get(each, Any) for each in names[1:]}
-    return None
-
-
-def reporters_in_source() -> list[str] | None:
+def reporters_in_source() -> list[str]:
     """What `train.report_to` may name, besides none and all."""
-    tree = module_of(REPORTERS[0])
-    for each in tree.body if tree is not None else ():
-        if isinstance(each, ast.Assign) and isinstance(each.value, ast.Dict):
-            names = [target.id for target in each.targets if isinstance(target, ast.Name)]
-            if REPORTERS[1] in names:
-                return [str(key.value) for key in each.value.keys if isinstance(key, ast.Constant)]
-    return None
+    module, table = REPORTERS
+    for each in module_of(module).body:
+        if isinstance(each, ast.Assign) and isinstance(each.value, ast.Dict) and ast.unparse(each.targets[0]) == table:
+            return [str(key.value) for key in each.value.keys if isinstance(key, ast.Constant)]
+    raise LookupError(f"{module} has no {table}")
 
 
 @cache
-def module_of(name: str) -> ast.Module | None:
-    """The syntax tree of an installed module; None where there is none."""
+def module_of(name: str) -> ast.Module:
+    """The syntax tree of an installed module."""
     path = file_of(name)
-    return None if path is None else ast.parse(path.read_bytes())
+    if path is None:
+        raise LookupError(f"there is no module {name}")
+    return ast.parse(path.read_bytes())
 
 
 def file_of(name: str) -> Path | None:
@@ -230,26 +210,29 @@ def file_of(name: str) -> Path | None:
     return None
 
 
-def find_class(module: str, name: str) -> tuple[str, ast.ClassDef] | None:
-    """(module, definition) of a class that a module defines or imports from its own package."""
-    tree = module_of(module)
-    for each in tree.body if tree is not None else ():
+def find_class(module: str, name: str) -> tuple[str, ast.ClassDef]:
+    """(module, definition) of a class that a module defines or imports from its own package. Raises LookupError."""
+    for each in module_of(module).body:
         if isinstance(each, ast.ClassDef) and each.name == name:
             return module, each
         if isinstance(each, ast.ImportFrom) and any((as_.asname or as_.name) == name for as_ in each.names):
             if name in HOMES:
                 return find_class(HOMES[name], name)
-            parents = module.split(".")[: -each.level] if each.level else []
-            origin = ".".join([*parents, *([each.module] if each.module else [])])
-            return find_class(origin, name) if origin.split(".")[0] == module.split(".")[0] else None
-    return None
+            relative = "." * each.level + (each.module or "")
+            origin = importlib.util.resolve_name(relative, module.rpartition(".")[0])
+            if origin.partition(".")[0] == module.partition(".")[0]:
+                return find_class(origin, name)
+    raise LookupError(f"{module} has no {name}")
 
 
 def fields_of_class(module: str, definition: ast.ClassDef) -> Iterator[tuple[str, Any]]:
     """(key, type) of what a dataclass is built with, its bases' first."""
-    for base in definition.bases:
-        if isinstance(base, ast.Name) and (found := find_class(module, base.id)) is not None:
-            yield from fields_of_class(*found)
+    for base in map(ast.unparse, definition.bases):
+        try:
+            found = find_class(module, base)
+        except LookupError:  # of another package
+            continue
+        yield from fields_of_class(*found)
     if not any("dataclass" in ast.unparse(each) for each in definition.decorator_list):
         return
     for each in definition.body:
@@ -279,13 +262,12 @@ def is_argument(field: ast.AnnAssign) -> bool:
 class Names(dict[str, Any]):
     """What the names of an annotation mean: builtins, `typing`'s, and enumerations as Literals of their values."""
 
-    def __init__(self, enumeration: Callable[[str], Any]) -> None:
-        super().__init__({each.__name__: each for each in (str, int, float, bool, list, dict, tuple, set)})
-        self.update({name: getattr(typing, name) for name in typing.__all__})
-        self.enumeration, self.choices = enumeration, set[Any]()
+    def __init__(self, module: str) -> None:
+        super().__init__(vars(builtins) | {name: getattr(typing, name) for name in typing.__all__})
+        self.module, self.choices = module, set[Any]()
 
     def __missing__(self, name: str) -> Any:
-        choices = self.enumeration(name)
+        choices = enumeration(self.module, name)
         if choices is not Any:
             self.choices.add(choices)
         return choices
@@ -293,7 +275,7 @@ class Names(dict[str, Any]):
 
 def type_of(module: str, annotation: ast.expr) -> Any:
     """The type that an annotation means, without importing what it names: `Any` for a class that is no enumeration."""
-    names = Names(lambda name: enumeration(module, name))
+    names = Names(module)
     if isinstance(annotation, ast.Constant) or any(isinstance(each, ast.Attribute) for each in ast.walk(annotation)):
         return Any  # a type in quotes, or a dotted name
     try:
@@ -309,10 +291,13 @@ def type_of(module: str, annotation: ast.expr) -> Any:
 @cache
 def enumeration(module: str, name: str) -> Any:
     """The values of an enumeration as a Literal; Any for another class."""
-    found = find_class(module, name)
-    if found is None or not any("Enum" in ast.unparse(base) for base in found[1].bases):
+    try:
+        _, definition = find_class(module, name)
+    except LookupError:
         return Any
-    values = [plain_value(each.value) for each in found[1].body if isinstance(each, ast.Assign)]
+    if not any("Enum" in ast.unparse(base) for base in definition.bases):
+        return Any
+    values = [plain_value(each.value) for each in definition.body if isinstance(each, ast.Assign)]
     return Literal[tuple(values)] if all(isinstance(each, str) for each in values) else Any
 
 

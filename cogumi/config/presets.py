@@ -124,10 +124,9 @@ LORA_PRESETS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def describe_lora(name: str, lora: dict[str, Any]) -> str:
-    """One line for the log: what the preset gave, what `lora:` said instead, and why these numbers."""
+    """One line for the log: what the preset gives, what `lora:` says instead, and why these numbers."""
     values, reason = LORA_PRESETS[name]
-    given = ", ".join(f"{key} {value}" for key, value in values.items() if lora[key] == value)
+    given = ", ".join(f"{key} {value}" for key, value in values.items())
     other = ", ".join(f"{key} {lora[key]}" for key, value in values.items() if lora[key] != value)
-    instead = f"{'; ' if given else ''}lora: says {other}" if other else ""
-    of_preset = f"the preset's {', '.join(f'{key} {value}' for key, value in values.items())}: " if other else ""
-    return f"lora_preset {name}: {given}{instead} ({of_preset}{reason})"
+    instead = f", but lora: says {other}" if other else ""
+    return f"lora_preset {name}: {given}{instead} ({reason})"

@@ -17,8 +17,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from cogumi.config.binding import (
     Hints,
-    bind_class,
     bind_mapping,
+    bind_values,
     hints_imported,
     hints_in_source,
     nearest,
@@ -28,7 +28,7 @@ from cogumi.config.binding import (
 )
 from cogumi.config.presets import LORA_PRESETS, PRESETS
 from cogumi.config.source import SECTIONS, Origins, not_a_section, parse_scalar, read_source, set_value
-from cogumi.config.subsections import FIXED_LIMITS, FimConfig, Thresholds
+from cogumi.config.subsections import FimConfig, Thresholds
 from cogumi.core.errors import UsageError
 from cogumi.core.redact import REDACTED, SECRETS, redact_text
 
@@ -267,32 +267,28 @@ def read_config(
         if value is not None and redact_text(value) != value:  # an adapter's record of its base could not leave it out
             raise origins.error(f"{key} holds an access token", key, "put that into the environment (HF_TOKEN)")
     if run.cogumi.run_dir is None:
-        run.cogumi.run_dir = Path("runs") / (
-            Path(origins.label).stem if isinstance(config, (str, os.PathLike)) else "run"
-        )
+        run.cogumi.run_dir = Path("runs", "run" if isinstance(config, Mapping) else Path(origins.label).stem)
     run = bind_sections(run, hints_in_source, origins)
     refuse_unknown_names(run, origins)
     return run, origins
 
 
-def bind_sections(
-    run: RunConfig, hints_of: Callable[[str, Iterable[str]], Hints | None], origins: Origins
-) -> RunConfig:
-    """The run with `train:`, `lora:` and the quantization bound, as far as `hints_of` knows the libraries' classes."""
+def bind_sections(run: RunConfig, hints_of: Callable[[str, Iterable[str]], Hints], origins: Origins) -> RunConfig:
+    """The run with `train:`, `lora:` and the quantization bound to the libraries' classes, whose types `hints_of` knows."""
+
+    def bind(values: dict[str, Any], section: str, name: str) -> dict[str, Any]:
+        return bind_values(values, section, name, hints_of(name, values), origins)
+
     run = run.model_copy(update={"model": run.model.model_copy()})
-    method, quantization = TRL_CONFIGS[run.cogumi.method], run.model.quantization_config
-    if (hints := hints_of(method, run.train)) is not None:
-        run.train = bind_class(run.train, "train", method, hints, origins)
+    run.train = bind(run.train, "train", TRL_CONFIGS[run.cogumi.method])
+    run.lora = bind(run.lora, "lora", "LoraConfig")
     refuse_out_of_range("train", run.train, origins)
-    if (hints := hints_of("LoraConfig", run.lora)) is not None:
-        run.lora = bind_class(run.lora, "lora", "LoraConfig", hints, origins)
     refuse_out_of_range("lora", run.lora, origins)
     refuse_no_lora(run.lora, origins)
-    if quantization is not None and (hints := hints_of("BitsAndBytesConfig", quantization)) is not None:
+    if run.model.quantization_config is not None:
         section = "model.quantization_config"
-        quantization = bind_class(quantization, section, "BitsAndBytesConfig", hints, origins)
-        refuse_bits(quantization, section, origins)
-        run.model.quantization_config = quantization
+        run.model.quantization_config = bind(run.model.quantization_config, section, "BitsAndBytesConfig")
+        refuse_bits(run.model.quantization_config, section, origins)
     return run
 
 
@@ -317,19 +313,17 @@ def redact(value: Any, key: str = "") -> Any:
         return {k: redact(v, str(k)) for k, v in value.items()}
     if isinstance(value, list):
         return [redact(v) for v in value]
-    if key.lower().endswith(SECRETS):
-        return REDACTED if value else value
+    if value and key.lower().endswith(SECRETS):
+        return REDACTED
     return redact_text(value) if isinstance(value, str) else value
 
 
 def refuse_ignored(run: RunConfig, origins: Origins) -> None:
     """Raise UsageError for keys that this method or format of data does not look at."""
     formats = {entry.format or run.data.format for entry in run.data.mix} or {run.data.format}
-    ignored: dict[str, str] = {}
+    ignored = {"data.overlong": "a prompt is not cut; one that leaves its completion no room is dropped"}
     if run.cogumi.method != "gspo":
-        ignored |= {f"cogumi.{key}": "it is for cogumi.method: gspo" for key in GSPO_ONLY}
-    else:
-        ignored["data.overlong"] = "a prompt is not cut; one that leaves its completion no room is dropped"
+        ignored = {f"cogumi.{key}": "it is for cogumi.method: gspo" for key in GSPO_ONLY}
     if formats == {"fim"}:
         ignored["cogumi.thinking"] = "data.format: fim has no chat template in it"
         ignored["data.overlong"] = "for data.format: fim it is data.fim.overlong"
@@ -345,17 +339,18 @@ def refuse_ignored(run: RunConfig, origins: Origins) -> None:
 
 def refuse_unknown_names(run: RunConfig, origins: Origins) -> None:
     """Raise UsageError for a loss of GSPO's family, or a place for metrics, that there is not."""
-    losses = {run.train.get("loss_type", "gspo")} if run.cogumi.method == "gspo" else set()
+    losses = [run.train.get("loss_type", "gspo")] if run.cogumi.method == "gspo" else []
     report_to = run.train.get("report_to") or []
-    reporters = {report_to} if isinstance(report_to, str) else set(report_to)
+    reporters = [report_to] if isinstance(report_to, str) else report_to
     for key, named, known in (
         ("train.loss_type", losses, list(PRESETS)),
-        ("train.report_to", reporters, [*(reporters_in_source() or reporters), "all", "none"]),
+        ("train.report_to", reporters, [*reporters_in_source(), "all", "none"]),
     ):
-        for name in sorted(named - set(known)):
-            near = nearest(name, known)
-            hint = f"did you mean {near}?" if near else f"one of {', '.join(known)}"
-            raise origins.error(f"{name!r} is not known", key, hint)
+        for name in named:
+            if name not in known:
+                near = nearest(name, known)
+                hint = f"did you mean {near}?" if near else f"one of {', '.join(known)}"
+                raise origins.error(f"{name!r} is not known", key, hint)
 
 
 def refuse_out_of_range(section: str, values: dict[str, Any], origins: Origins) -> None:
@@ -396,21 +391,18 @@ def validate_sections(values: dict[str, Any], origins: Origins) -> RunConfig:
         problem = error.errors()[0]
         path = [str(part) for part in problem["loc"]]
         dotted = ".".join(path)
-        known = (k for n in range(len(path), 0, -1) if (k := ".".join(path[:n])) in origins)
-        at = next(known, "")
-        if path[:2] == ["cogumi", "flags"] and path[-1] in FIXED_LIMITS:
-            fix = f"drop it; these can be set: {', '.join(f'cogumi.flags.{name}' for name in Thresholds.model_fields)}"
-            raise UsageError(
-                "this limit is fixed now", key=dotted, place=origins.get(at, origins.label), fix=fix
-            ) from None
+        # The place of the key itself, or of the nearest section above it that is there.
+        above = (".".join(path[:length]) for length in range(len(path), 0, -1))
+        at = next((key for key in above if key in origins), "")
         if problem["type"] == "extra_forbidden":
             section: Any = RunConfig
             for part in path[:-1]:
                 # An entry of a list stands for its kind.
                 section = get_args(section)[0] if part.isdigit() else section.model_fields[part].annotation
             reject_unknown([path[-1]], section.model_fields, ".".join(path[:-1]) + ".", origins)
+        said = f"{dotted} = {problem['input']!r}: {problem['msg']}"
         if problem["type"] == "missing":
-            raise origins.error(f"`{dotted}` is missing", dotted, at=at) from None
-        if problem["type"] in ("model_type", "dict_type"):
-            raise origins.error(not_a_section(dotted, problem["input"]), dotted, at=at) from None
-        raise origins.error(f"{dotted} = {problem['input']!r}: {problem['msg']}", dotted, at=at) from None
+            said = f"`{dotted}` is missing"
+        elif problem["type"] in ("model_type", "dict_type"):
+            said = not_a_section(dotted, problem["input"])
+        raise origins.error(said, dotted, at=at) from None

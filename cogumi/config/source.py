@@ -38,24 +38,20 @@ def read_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dic
     if isinstance(config, Mapping):
         return copy_mapping(config), Origins("config")
     path = find_config(Path(config))
+    if path.is_dir():
+        fix = f"name a YAML file in it; {suggest_yaml(path / 'x.yaml')}"
+        raise UsageError(f"{path} is a directory", fix=fix)
+    if not path.exists():
+        raise UsageError("no such config file", place=path, fix=suggest_yaml(path))
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UsageError("no such config file", place=path, fix=suggest_yaml(path)) from None
-    except IsADirectoryError:
-        raise UsageError(
-            f"{path} is a directory", fix=f"name a YAML file in it; {suggest_yaml(path / 'x.yaml')}"
-        ) from None
+        node, values = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot be read as UTF-8 text: {error}", place=path) from None
-    try:
-        node, values = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        problem = " ".join((error.problem or error.context or "").split())
-        raise UsageError(f"not valid YAML: {problem}", place=f"{path}:{line}") from None
     except yaml.YAMLError as error:
-        raise UsageError(f"not valid YAML: {' '.join(str(error).split())}", place=path) from None
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or f"{error}"
+        place = f"{path}:{mark.line + 1}" if mark else path
+        raise UsageError(f"not valid YAML: {' '.join(problem.split())}", place=place) from None
     if not isinstance(node, yaml.MappingNode):
         raise UsageError(f"a config is a mapping with the sections {', '.join(SECTIONS)}", place=f"{path}:1")
     origins = Origins(str(path))
@@ -117,23 +113,23 @@ def not_a_section(key: str, value: Any) -> str:
 
 
 def set_value(values: dict[str, Any], origins: Origins, key: str, value: Any, origin: str) -> None:
-    section, *rest = key.split(".")
-    if section in SECTIONS and not rest and not isinstance(value, Mapping):
-        raise UsageError(not_a_section(section, value), key=section, place=origin)
-    if section not in SECTIONS or not rest or not all(rest):
-        example = (origin.split()[0] == "environment" and "COGUMI_TRAIN__MAX_STEPS") or "train.max_steps"
-        near = difflib.get_close_matches(section, SECTIONS, n=1) or ["train"]
-        raise UsageError(f"{origin}: names no config key; sections are {', '.join(SECTIONS)}, as in {example}"
-                         + (f" (did you mean {near[0]}?)" if section not in SECTIONS else ""))  # fmt: skip
-    here = values
-    for part in (section, *rest[:-1]):
-        inner = here.setdefault(part, {})
-        if inner is None:
-            inner = here[part] = {}
-        if not isinstance(inner, dict):
-            raise UsageError(not_a_section(part, inner), key=part, place=origin)
-        here = inner
-    here[rest[-1]] = value
+    *sections, name = key.split(".")
+    if not sections and name in SECTIONS and not isinstance(value, Mapping):
+        raise UsageError(not_a_section(name, value), key=name, place=origin)
+    first = key.split(".")[0]
+    if not sections or first not in SECTIONS or not all((*sections, name)):
+        example = "COGUMI_TRAIN__MAX_STEPS" if origin.startswith("environment") else "train.max_steps"
+        near = difflib.get_close_matches(first, SECTIONS, n=1) or ["train"]
+        hint = "" if first in SECTIONS else f" (did you mean {near[0]}?)"
+        known = ", ".join(SECTIONS)
+        raise UsageError(f"{origin}: names no config key; sections are {known}, as in {example}{hint}")
+    for part in sections:
+        if values.get(part) is None:
+            values[part] = {}
+        if not isinstance(values[part], dict):
+            raise UsageError(not_a_section(part, values[part]), key=part, place=origin)
+        values = values[part]
+    values[name] = value
     origins[key] = origin
 
 
@@ -166,15 +162,14 @@ def copy_template(name: str, destination: Path | None = None) -> Path:
         near = difflib.get_close_matches(plain, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
         raise UsageError(f"no config, recipe or template is called {name}", fix=hint)
-    source = known[plain]
     copy = Path(destination or ".")
-    copy = copy / source.name if copy.is_dir() else copy
+    copy = copy / known[plain].name if copy.is_dir() else copy
     if not copy.parent.is_dir():
         raise UsageError(f"there is no directory {copy.parent}", place=copy, fix="make it, or name another place")
     if copy.exists():
         raise UsageError(f"{copy} exists", fix=f"name another file: cogumi cp {name} FILE")
     try:
-        shutil.copyfile(source, copy)
+        shutil.copyfile(known[plain], copy)
     except OSError as error:
         raise UsageError(f"cannot be written: {error.strerror}", place=copy, fix="name a place that can") from None
     return copy

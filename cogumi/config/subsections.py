@@ -31,18 +31,6 @@ class FimConfig(BaseModel):
         return self
 
 
-# ----------------------------------------------------------------------------------------------------------- thresholds
-
-
-# What could be set once: a config that still does is told so.
-FIXED_LIMITS = {
-    "grad_norm_low", "rl_grad_norm_low", "trend_z", "loss_rise", "loss_fall", "frequency_share", "knows_text",
-    "pair_gain", "noise_yellow", "noise_red", "few_examples", "masked_rows", "cut_rows", "data_wait_yellow",
-    "data_wait_red", "slowdown_yellow", "slowdown_red", "memory_yellow", "skipped_steps", "truncated_yellow",
-    "entropy_low", "entropy_kept", "reward_fall", "clipped_yellow", "clipped_red", "kl_yellow", "reference_kl",
-}  # fmt: skip
-
-
 class Thresholds(BaseModel):
     """The limits of flags that a run may move. The others are constants beside their rules, in cogumi/health."""
 

@@ -1,17 +1,13 @@
 """From files to examples on the disk that a trainer maps into memory: streamed, and kept under a key of all that shapes them.
 
-Rows are read twice. First their hashes are taken, from which it is chosen what is held out and what is trained on
-(`cogumi.data.selection`); then the chosen rows become examples, batch by batch, and are written to arrow files. Neither
-pass holds more than a batch, so ten million rows take the memory of a hundred thousand.
-
-The files of one preparation are a directory, written aside and renamed: there whole, or not at all. What TRL makes of them
-(packed rows, say) is put beside them by `datasets`, and goes with them.
+Rows are read twice: their hashes choose what is held out and trained on (`cogumi.data.selection`), then the chosen rows
+become examples in arrow files. Neither pass holds more than a batch. The files are a directory that is written aside and
+renamed: there whole, or not at all. What TRL makes of them (packed rows) `datasets` puts beside them.
 """
 
 import json
 import logging
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,7 +19,7 @@ import polars as pl
 
 from cogumi.core.durability import NO_SPACE, sync_path, write_synced
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import format_bytes, format_duration
+from cogumi.core.formatting import format_bytes
 from cogumi.data.cache_files import (
     RECORD,
     ExamplesWriter,
@@ -32,9 +28,10 @@ from cogumi.data.cache_files import (
     cache_key,
     code_and_libraries,
     describe_counts,
+    file_sizes,
     is_complete,
 )
-from cogumi.data.rows import Dropped, Tokenize, excerpt_of
+from cogumi.data.rows import Dropped, Tokenize, count_dropped
 from cogumi.data.selection import (
     COPY,
     HELD_OUT,
@@ -54,7 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("cogumi")
 
 SAMPLE_ROWS = 32
-"""Held-out rows that are kept as they were, as prompts for samples."""
+"""Held-out rows that are kept as they were, as prompts for samples.jsonl."""
 EQUAL = {COPY: "equal to an earlier row", LIKE_HELD_OUT: "equal to a held-out row"}
 HELD_OUT_NAME = "held out (data.eval_rows)"
 
@@ -87,12 +84,11 @@ class Source:
 
 @dataclass(frozen=True)
 class Data:
-    """Examples, and what became of every row that was to make one: `total` = len(dataset) + the counts of `dropped`."""
+    """Examples, and what became of every row that was to make one."""
 
     dataset: "Dataset"
     """Mapped from its arrow file; the columns of `Chunk.table`."""
     name: str
-    total: int
     dropped: Mapping[str, Dropped]
     truncated: int
     duplicates: int
@@ -102,9 +98,14 @@ class Data:
     """Tokens with a completion mask of 1; 0 where there is no mask."""
     note: str = ""
 
+    @property
+    def total(self) -> int:
+        """Rows: examples, and what was dropped."""
+        return len(self.dataset) + sum(each.count for each in self.dropped.values())
+
     def report(self) -> str:
         """One line: "sample.parquet: 9,421 rows, 9,100 used; dropped 300 longer than 512 tokens, 21 null"."""
-        line = describe_counts(self.name, self.total, len(self.dataset), self.dropped)
+        line = describe_counts(self.name, len(self.dataset), self.dropped)
         if self.truncated:
             line += f"; truncated {self.truncated:,}"
         if self.duplicates and EQUAL[COPY] not in self.dropped:
@@ -117,14 +118,6 @@ class Data:
             f"{self.name}: {dropped.count:,} {reason}, the first is row {dropped.row:,}: {dropped.excerpt}"
             for reason, dropped in self.dropped.items()
         ]
-
-    def bad(self) -> dict[str, Dropped]:
-        """What was dropped for what it holds, and not because it is long or there already."""
-        return {
-            reason: dropped
-            for reason, dropped in self.dropped.items()
-            if reason not in EQUAL.values() and not reason.startswith("longer than")
-        }
 
 
 @dataclass(frozen=True)
@@ -141,13 +134,12 @@ class Prepared:
     def sample_rows(self) -> pl.DataFrame:
         """The first held-out rows by their fields, at most SAMPLE_ROWS; values that are no text as Python objects."""
         rows = json.loads((self.directory / RECORD).read_text(encoding="utf-8"))["sample_rows"]
-        columns = {
-            name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)
-        }
-        text = {name for name, values in columns.items() if all(v is None or isinstance(v, str) for v in values)}
-        return pl.DataFrame(
-            [pl.Series(name, v, dtype=pl.String if name in text else pl.Object) for name, v in columns.items()]
-        )
+        columns = []
+        for name in dict.fromkeys(name for row in rows for name in row):
+            values = [row.get(name) for row in rows]
+            text = all(value is None or isinstance(value, str) for value in values)
+            columns.append(pl.Series(name, values, dtype=pl.String if text else pl.Object))
+        return pl.DataFrame(columns)
 
 
 def prepare(
@@ -173,41 +165,37 @@ def prepare(
         {"sources": described, "selection": asdict(selection), "parts": parts, "code": code_and_libraries()}
     )
     directory = home / key
-    if is_complete(directory):
-        prepared = _load(directory)
-        age = time.time() - (directory / RECORD).stat().st_mtime
-        log.info("prepared data from cache %s (%s old, %s)", directory, format_duration(age), size_of(directory))
-    else:
+    known = is_complete(directory)
+    if not known:
         with alone(home, key) as unfinished:
             if unfinished is not None:
-                _write(sources, selection, unfinished, key)
+                _write(sources, selection, unfinished)
                 os.rename(unfinished, directory)
                 sync_path(home)
-        prepared = _load(directory)
-        log.info("prepared data is kept in %s (%s)", directory, size_of(directory))
+    size = format_bytes(sum(path.stat().st_size for path in directory.iterdir()))
+    log.info("prepared data %s %s (%s)", "from cache" if known else "is kept in", directory, size)
+
+    record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
+    train, held_out = (_load_part(directory, part, record[part]) for part in ("train", "held_out"))
+    assert train is not None
     if bad_rows == "fail":
-        refuse_bad_rows([data for data in (prepared.train, prepared.held_out) if data is not None])
-    return prepared
+        for data in (train, held_out):
+            if data is not None:
+                refuse_bad_rows(data)
+    return Prepared(train, held_out, key, directory, record["sources"])
 
 
-def refuse_bad_rows(parts: Sequence[Data]) -> None:
+def refuse_bad_rows(data: Data) -> None:
     """UsageError with the first of the rows that were dropped for what they hold, if any (data.bad_rows: fail)."""
-    bad = [(data, reason, dropped) for data in parts for reason, dropped in data.bad().items()]
-    if bad:
-        data, reason, first = bad[0]
-        count = sum(dropped.count for _, _, dropped in bad)
+    harmless = ("longer than", *EQUAL.values())
+    bad = {reason: dropped for reason, dropped in data.dropped.items() if not reason.startswith(harmless)}
+    count = sum(dropped.count for dropped in bad.values())
+    for reason, first in bad.items():
         raise UsageError(
             f"{count:,} bad rows, {first.count:,} of them {reason}; the first is row {first.row:,}: {first.excerpt}",
             place=data.name,
             fix="repair them, or drop them with data.bad_rows: drop",
         )
-
-
-def _load(directory: Path) -> Prepared:
-    record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
-    train, held_out = (_load_part(directory, name, record[name]) for name in ("train", "held_out"))
-    assert train is not None
-    return Prepared(train, held_out, record["key"], directory, record["sources"])
 
 
 def _load_part(directory: Path, part: str, record: dict[str, Any] | None) -> Data | None:
@@ -216,18 +204,17 @@ def _load_part(directory: Path, part: str, record: dict[str, Any] | None) -> Dat
     if record is None:
         return None
     dropped = {reason: Dropped(*each) for reason, each in record.pop("dropped").items()}
-    lengths = Lengths.of(record.pop("lengths"))
+    lengths = Lengths(dict(record.pop("lengths")))
     return Data(Dataset.from_file(str(directory / f"{part}.arrow")), dropped=dropped, lengths=lengths, **record)
 
 
 # ---------------------------------------------------------------------------------------------------------- two passes
 
 
-def _write(sources: Sequence[Source], selection: Selection, out: Path, key: str) -> None:
+def _write(sources: Sequence[Source], selection: Selection, out: Path) -> None:
     try:
         counts, states = _select(sources, selection, out)
-        record: dict[str, Any] = {"key": key, "sources": _source_lines(sources, counts)}
-        record |= _tokenize(sources, selection, counts, states, out)
+        record = _tokenize(sources, selection, counts, states, out)
         for used in ("hashes", "states"):
             (out / used).unlink()
     except OSError as error:
@@ -236,8 +223,9 @@ def _write(sources: Sequence[Source], selection: Selection, out: Path, key: str)
         raise UsageError(
             "the disk is full", place=out.parent, fix="free some, or set XDG_CACHE_HOME to another disk"
         ) from error
-    record["sizes"] = {path.name: path.stat().st_size for path in out.iterdir()}
-    write_synced(out / RECORD, json.dumps(record).encode())
+    record["sizes"] = file_sizes(out)
+    # Of the sample rows bytes are the text that they spell.
+    write_synced(out / RECORD, json.dumps(record, default=lambda value: value.decode(errors="replace")).encode())
     sync_path(out)
 
 
@@ -260,9 +248,10 @@ def _select(sources: Sequence[Source], selection: Selection, out: Path) -> tuple
             copies = count.duplicates if selection.deduplicate else 0
             if count.rows == count.held_out + count.like_held_out + copies:
                 raise UsageError(
-                    f"{source.name}: of its {count.rows:,} rows {count.held_out:,} are held out (data.eval_rows), "
-                    f"{count.like_held_out:,} are equal to those and {copies:,} to earlier ones; none is left to train on: "
-                    + ("lower data.eval_rows" if count.held_out else "data.deduplicate=false keeps copies")
+                    f"of its {count.rows:,} rows {count.held_out:,} are held out (data.eval_rows), "
+                    f"{count.like_held_out:,} are equal to those and {copies:,} to earlier ones: none is left to train on",
+                    place=source.name,
+                    fix="lower data.eval_rows" if count.held_out else "data.deduplicate=false keeps copies",
                 )
     return counts, states
 
@@ -270,7 +259,7 @@ def _select(sources: Sequence[Source], selection: Selection, out: Path) -> tuple
 def _tokenize(
     sources: Sequence[Source], selection: Selection, counts: Sequence[Counts], states: States, out: Path
 ) -> dict[str, Any]:
-    """The second pass: the chosen rows become examples. Returns the record of both parts."""
+    """The second pass: the chosen rows become examples. Returns the record."""
     train = ExamplesWriter(out / "train.arrow", sum(each.train for each in counts))
     held_out = ExamplesWriter(out / "held_out.arrow", sum(each.held_out for each in counts))
     sample_rows: list[dict[str, Any]] = []
@@ -279,21 +268,33 @@ def _tokenize(
         for state, reason in EQUAL.items():
             equal = np.flatnonzero(here == state)
             if len(equal):
-                train.drop(reason, first_row + equal, excerpt_of(rows.row(int(equal[0]))))
+                first = int(equal[0])
+                count_dropped(train.dropped, reason, first_row + first, rows.row(first), len(equal))
         for state, part in ((TRAIN, train), (HELD_OUT, held_out)):
             chosen = np.flatnonzero(here == state)
             if len(chosen):
                 kept = rows if len(chosen) == rows.height else rows[chosen]
                 part.add(sources[number].tokenize, kept, first_row + chosen)
-                if part is held_out and len(sample_rows) < SAMPLE_ROWS:
-                    sample_rows.extend(_plain(kept.head(SAMPLE_ROWS - len(sample_rows))))
+                if part is held_out:
+                    sample_rows += kept.head(SAMPLE_ROWS - len(sample_rows)).to_dicts()
     wanted = selection.eval_rows or held_out.file is not None  # a default that makes no example refuses no run
-    duplicates = sum(each.duplicates for each in counts)
+    used = sum(each.train for each in counts)
+    left = sum(each.rows - each.held_out - each.like_held_out for each in counts)
     name = sources[0].name if len(sources) == 1 else f"{len(sources)} sources"
+    about_train = {
+        "duplicates": sum(each.duplicates for each in counts),
+        "note": f"{used:,} of {len(states):,} rows chosen" if used < left else "",
+    }
     return {
-        "train": train.close(name, duplicates, _unused_note(counts)),
-        "held_out": held_out.close(HELD_OUT_NAME, 0, "") if wanted else None,
+        "train": train.close(name) | about_train,
+        "held_out": held_out.close(HELD_OUT_NAME) | {"duplicates": 0} if wanted else None,
         "sample_rows": sample_rows,
+        "sources": [
+            f"{source.name}: {count.train:,} of {count.rows:,} rows ({count.train / count.rows:.0%})"
+            + (f", {count.held_out:,} held out" if count.held_out else "")
+            for source, count in zip(sources, counts, strict=True)
+            if len(sources) > 1
+        ],
     }
 
 
@@ -308,32 +309,3 @@ def _numbered(sources: Sequence[Source], doing: str, total: int | None) -> Itera
                 yield number, row, frame
                 row += frame.height
                 bar.update(frame.height)
-
-
-def _source_lines(sources: Sequence[Source], counts: Sequence[Counts]) -> list[str]:
-    if len(sources) == 1:
-        return []
-    return [
-        f"{source.name}: {count.train:,} of {count.rows:,} rows ({count.train / count.rows:.0%})"
-        + (f", {count.held_out:,} held out" if count.held_out else "")
-        for source, count in zip(sources, counts, strict=True)
-    ]
-
-
-def _unused_note(counts: Sequence[Counts]) -> str:
-    """How many of the rows were chosen, where some were left alone."""
-    rows, used = (sum(getattr(each, name) for each in counts) for name in ("rows", "train"))
-    beside = sum(each.held_out + each.like_held_out for each in counts)
-    return f"{used:,} of {rows:,} rows chosen" if used < rows - beside else ""
-
-
-def _plain(rows: pl.DataFrame) -> list[dict[str, Any]]:
-    """Rows as JSON can hold them; bytes as the text that they spell."""
-    return [
-        {name: value.decode(errors="replace") if isinstance(value, bytes) else value for name, value in row.items()}
-        for row in rows.iter_rows(named=True)
-    ]
-
-
-def size_of(directory: Path) -> str:
-    return format_bytes(sum(path.stat().st_size for path in directory.iterdir()))

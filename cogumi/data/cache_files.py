@@ -3,11 +3,12 @@
 import hashlib
 import json
 import logging
+import math
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,12 @@ from cogumi.core.disk_space import space_of
 from cogumi.core.durability import lock_directory, sync_path, write_error
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_bytes
-from cogumi.data.rows import Chunk, Dropped, Tokenize
+from cogumi.data.rows import Dropped, Tokenize, count_dropped
 
 log = logging.getLogger("cogumi")
-Indices = npt.NDArray[np.int64]
-
-# ---------------------------------------------------------------------------------------------------------------- keys
-
 LIBRARIES = ("tokenizers", "transformers", "trl", "polars", "pyarrow", "datasets")
+RECORD = "prepared.json"
+WAIT_SECONDS = 0.5
 
 
 def cache_key(parts: Mapping[str, Any]) -> str:
@@ -49,11 +48,8 @@ def code_and_libraries() -> dict[str, str]:
 def tokenizer_identity(tokenizer: Any) -> str:
     """A hash of all that decides which ids a text or a conversation becomes."""
     if tokenizer.is_fast:
-        backend = json.loads(tokenizer.backend_tokenizer.to_str())
-        # What the last call asked for.
-        backend.pop("padding", None)
-        backend.pop("truncation", None)
-        model: Any = backend
+        model: Any = json.loads(tokenizer.backend_tokenizer.to_str())
+        model |= {"padding": None, "truncation": None}  # what the last call asked for
     else:
         model = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
     parts = {
@@ -68,21 +64,23 @@ def tokenizer_identity(tokenizer: Any) -> str:
 
 # ----------------------------------------------------------------------------------------------------------- directory
 
-RECORD = "prepared.json"
-WAIT_SECONDS = 0.5
-
 
 def is_complete(directory: Path) -> bool:
     """Whether all files are there with the length they had; what a disk lost is prepared again."""
-    try:
-        sizes = json.loads((directory / RECORD).read_text(encoding="utf-8"))["sizes"]
-    except FileNotFoundError:
+    if not (directory / RECORD).exists():
         return False
-    whole = all((directory / name).is_file() and (directory / name).stat().st_size == sizes[name] for name in sizes)
-    if not whole:
-        log.warning("prepared data in %s is not whole any more: it is prepared again", directory)
-        shutil.rmtree(directory)
-    return whole
+    sizes = json.loads((directory / RECORD).read_text(encoding="utf-8"))["sizes"]
+    if sizes == file_sizes(directory):
+        return True
+    log.warning("prepared data in %s is not whole any more: it is prepared again", directory)
+    shutil.rmtree(directory)
+    return False
+
+
+def file_sizes(directory: Path) -> dict[str, int]:
+    """Bytes of the prepared files, without the record, and without what `datasets` keeps beside them."""
+    files = [directory / f"{part}.arrow" for part in ("train", "held_out")]
+    return {file.name: file.stat().st_size for file in files if file.exists()}
 
 
 @contextmanager
@@ -139,52 +137,48 @@ class ExamplesWriter:
     """
 
     def __init__(self, path: Path, expected_rows: int) -> None:
-        self.path = path
-        self.expected_rows = expected_rows
-        self.position = 0
-        self.total = self.truncated = self.learned = 0
+        self.path, self.expected_rows = path, expected_rows
+        self.rows = self.truncated = self.learned = 0
         self.dropped: dict[str, Dropped] = {}
-        self.counts = np.zeros(LONGEST + 1, np.int64)
+        self.lengths = Lengths()
         self.file: Any = None
         self.schema: pa.Schema | None = None
 
-    def drop(self, reason: str, at: Indices, first: str) -> None:
-        """Count rows that are not to become examples. at: their places in the source; first: what the first holds."""
-        if len(at):
-            self.total += len(at)
-            self.count(reason, Dropped(len(at), int(at[0]), first))
-
-    def count(self, reason: str, dropped: Dropped) -> None:
-        self.dropped[reason] = self.dropped[reason] + dropped if reason in self.dropped else dropped
-
-    def add(self, tokenize: Tokenize, rows: pl.DataFrame, at: Indices) -> None:
+    def add(self, tokenize: Tokenize, rows: pl.DataFrame, at: npt.NDArray[np.int64]) -> None:
         """Write the examples made of rows at these places of the source, and count what became of the others."""
-        chunk: Chunk = tokenize(rows, self.position)
+        chunk = tokenize(rows, self.rows)
         table = chunk.table.replace_schema_metadata(None)
         lost = sum(dropped.count for dropped in chunk.dropped.values())
         if len(table) + lost != len(at):
             raise RuntimeError(f"{len(at)} rows became {len(table)} examples and {lost} dropped")
-        self.total += len(at)
-        self.truncated += chunk.truncated
         for reason, dropped in chunk.dropped.items():
             # `tokenize` numbers the chosen rows; a report names the place in the source.
-            self.count(reason, Dropped(dropped.count, int(at[dropped.row - self.position]), dropped.excerpt))
-        self.position += len(at)
-        if len(table):
-            self.counts += np.bincount(np.minimum(token_lengths(table), LONGEST), minlength=LONGEST + 1)
-            if "completion_mask" in table.column_names:
-                masks = table["completion_mask"].chunks
-                self.learned += sum(int(np.count_nonzero(part.flatten())) for part in masks)
-            if self.expected_rows:
-                self.check_disk(table.nbytes / len(at))
-            self.write(table)
+            place = int(at[dropped.row - self.rows])
+            count_dropped(self.dropped, reason, place, dropped.excerpt, dropped.count)
+        self.rows += len(at)
+        self.truncated += chunk.truncated
+        if not len(table):
+            return
+        self.lengths.update(token_lengths(table).tolist())
+        if "completion_mask" in table.column_names:
+            self.learned += sum(int(np.count_nonzero(part.flatten())) for part in table["completion_mask"].chunks)
+        needed, free = table.nbytes // len(at) * self.expected_rows, space_of(self.path.parent).free
+        if self.file is None and needed > free:
+            raise UsageError(
+                f"prepared data will take about {format_bytes(needed)} and {format_bytes(free)} are free",
+                place=self.path.parents[1],
+                fix="free some, set XDG_CACHE_HOME to another disk, or use fewer rows (data.max_rows)",
+            )
+        self.write(table)
 
     def write(self, table: pa.Table) -> None:
         if self.schema is None:
-            self.schema = table.schema
-            self.file = pa.ipc.new_stream(str(self.path), self.schema)
+            self.schema, self.file = table.schema, pa.ipc.new_stream(str(self.path), table.schema)
         elif table.schema != self.schema:
-            schema = unify_schemas(self.schema, table.schema)
+            try:
+                schema = pa.unify_schemas([self.schema, table.schema], promote_options="permissive")
+            except pa.ArrowException as error:
+                raise UsageError(f"a column holds two kinds of values: {error}", fix="write them alike") from error
             if schema != self.schema:
                 self.rewrite(schema)
             table = table.select(schema.names).cast(schema)
@@ -200,88 +194,43 @@ class ExamplesWriter:
                 self.file.write_table(pa.Table.from_batches([batch]).cast(schema))
         before.unlink()
 
-    def check_disk(self, bytes_a_row: float) -> None:
-        """Refuse, by the first chunk, what will not fit on the disk."""
-        needed = int(bytes_a_row * self.expected_rows)
-        self.expected_rows = 0
-        free = space_of(self.path.parent).free
-        if needed > free:
-            raise UsageError(
-                f"prepared data will take about {format_bytes(needed)} and {format_bytes(free)} are free",
-                place=self.path.parents[1],
-                fix="free some, set XDG_CACHE_HOME to another disk, or use fewer rows (data.max_rows)",
-            )
-
-    def close(self, name: str, duplicates: int, note: str) -> dict[str, Any]:
+    def close(self, name: str) -> dict[str, Any]:
         """The record of this part. Raises UsageError where no row was usable."""
         if self.file is None:
             longer = any(reason.startswith("longer than") for reason in self.dropped)
             allow = ", or allow longer examples (of gspo: lower train.max_completion_length)" if longer else ""
-            raise UsageError(describe_counts(name, self.total, 0, self.dropped), fix=f"give other rows{allow}")
+            raise UsageError(describe_counts(name, 0, self.dropped), fix=f"give other rows{allow}")
         self.file.close()
         sync_path(self.path)
         return {
             "name": name,
-            "total": self.total,
             "dropped": {reason: [each.count, each.row, each.excerpt] for reason, each in self.dropped.items()},
             "truncated": self.truncated,
-            "duplicates": duplicates,
-            "lengths": Lengths(self.counts).pairs(),
+            "lengths": sorted(self.lengths.items()),
             "learned": self.learned,
-            "note": note,
         }
 
 
-def unify_schemas(before: pa.Schema, now: pa.Schema) -> pa.Schema:
-    """The types that hold both chunks' values; UsageError names a column for which there are none."""
-    fields = []
-    for name in before.names:
-        pair = [pa.schema([schema.field(name)]) for schema in (before, now)]
-        try:
-            fields.append(pa.unify_schemas(pair, promote_options="permissive").field(name))
-        except pa.ArrowException as error:
-            kinds = " and ".join(str(schema.field(name).type) for schema in pair)
-            raise UsageError(f"column {name!r} holds {kinds} in different rows", fix="write them alike") from error
-    return pa.schema(fields)
-
-
-def describe_counts(name: str, total: int, used: int, dropped: Mapping[str, Dropped]) -> str:
+def describe_counts(name: str, used: int, dropped: Mapping[str, Dropped]) -> str:
     """ "sample.parquet: 9,421 rows, 9,100 used; dropped 300 longer than 512 tokens, 21 null"."""
+    total = used + sum(each.count for each in dropped.values())
     reasons = ", ".join(f"{each.count:,} {reason}" for reason, each in dropped.items())
     return f"{name}: {total:,} rows, {used:,} used" + (f"; dropped {reasons}" if reasons else "")
 
 
 # ------------------------------------------------------------------------------------------------------------- lengths
 
-LONGEST = 2**17
-"""In tokens; what is longer counts as this."""
 
-
-@dataclass(frozen=True)
-class Lengths:
-    """counts[n]: examples of n tokens. Of a preference pair: the prompt with the longer answer."""
-
-    counts: npt.NDArray[np.int64]
-
-    @classmethod
-    def of(cls, pairs: Iterable[tuple[int, int]]) -> "Lengths":
-        """From (length, examples) pairs, as `pairs` gives them."""
-        counts = np.zeros(LONGEST + 1, np.int64)
-        for length, number in pairs:
-            counts[length] += number
-        return cls(counts)
-
-    def pairs(self) -> list[tuple[int, int]]:
-        """(length, examples) of the lengths that occur, ascending."""
-        return [(int(length), int(self.counts[length])) for length in np.flatnonzero(self.counts)]
+class Lengths(Counter[int]):
+    """Examples by their number of tokens. Of a preference pair: the prompt with the longer answer."""
 
     @property
     def examples(self) -> int:
-        return int(self.counts.sum())
+        return self.total()
 
     @property
     def tokens(self) -> int:
-        return int(self.counts @ np.arange(len(self.counts)))
+        return sum(length * count for length, count in self.items())
 
     @property
     def mean(self) -> float:
@@ -289,28 +238,33 @@ class Lengths:
 
     def quantile(self, share: float) -> int:
         """The shortest length that at least this share of the examples does not exceed; 0 where there are none."""
-        up_to = np.cumsum(self.counts)
-        return int(np.searchsorted(up_to, max(1, np.ceil(share * up_to[-1])))) if up_to[-1] else 0
+        wanted, so_far = max(1, math.ceil(share * self.examples)), 0
+        for length, count in sorted(self.items()):
+            so_far += count
+            if so_far >= wanted:
+                return length
+        return 0
 
-    def buckets(self, width: int) -> list[tuple[int, int, int]]:
-        """(first length, last length, examples) of buckets of this width, up to the longest example."""
-        last = self.quantile(1.0)
-        return [
-            (start, start + width - 1, int(self.counts[start : start + width].sum()))
-            for start in range(0, last + 1, width)
-        ]
+    def buckets(self, most: int) -> list[tuple[int, int, int]]:
+        """(first length, last length, examples) of at most so many buckets of one width, up to the longest example."""
+        if not self:
+            return []
+        width = max(1, math.ceil((max(self) + 1) / most))
+        counts: Counter[int] = Counter()
+        for length, count in self.items():
+            counts[length // width] += count
+        return [(at * width, (at + 1) * width - 1, counts[at]) for at in range(max(counts) + 1)]
 
 
 def token_lengths(table: pa.Table) -> npt.NDArray[np.int64]:
     """Tokens of each example of a chunk; none where the chunk holds text, which a trainer tokenizes."""
+
+    def lengths(column: str) -> npt.NDArray[np.int64]:
+        found: npt.NDArray[np.int64] = pc.list_value_length(table[column]).to_numpy().astype(np.int64)
+        return found
+
     if "input_ids" in table.column_names:
-        return _list_lengths(table, "input_ids")
+        return lengths("input_ids")
     if "chosen_ids" in table.column_names:
-        answers = np.maximum(_list_lengths(table, "chosen_ids"), _list_lengths(table, "rejected_ids"))
-        return _list_lengths(table, "prompt_ids") + answers
+        return lengths("prompt_ids") + np.maximum(lengths("chosen_ids"), lengths("rejected_ids"))
     return np.empty(0, np.int64)
-
-
-def _list_lengths(table: pa.Table, column: str) -> npt.NDArray[np.int64]:
-    lengths: npt.NDArray[np.int64] = pc.list_value_length(table[column]).to_numpy().astype(np.int64)
-    return lengths

@@ -2,12 +2,10 @@
 
 OpenAI's `messages` (role, content), ShareGPT's `conversations` (from, value) and Alpaca's `instruction`, `input`,
 `output` all become a list of `{"role", "content"}`, with `reasoning_content`, `tool_calls`, `tool_call_id` and `name`
-where a message has them. What is decided here:
+where a message has them.
 
-- Null fields are absent fields: parquet and JSON lines read into columns give every message the keys of all others, and
-  templates ask `'tool_calls' in message`.
-- Arguments of a tool call are an object, whether the row has them as one or as JSON text, which is how OpenAI's API
-  writes them. A null in an object is an absent argument, for the same reason; in JSON text it stays null.
+- Null fields are absent fields: columns give every message the keys of all others, and templates ask `'tool_calls' in
+  message`. Arguments of a tool call may be JSON text, as OpenAI's API writes them, in which a null stays null.
 - Parts of text are joined. A picture or a sound is no text: the row is dropped.
 - Two turns of one role in a row stay: whether that is a conversation is the template's to say.
 """
@@ -21,20 +19,12 @@ from cogumi.data.rows import BadRow, decode_value
 
 Message = dict[str, Any]
 
-ROLES = {each: each for each in ("system", "developer", "user", "assistant", "tool")} | {
+ROLES = {
+    **{each: each for each in ("system", "developer", "user", "assistant", "tool")},
     # ShareGPT's names and those of its descendants.
     "human": "user",
-    "gpt": "assistant",
-    "bot": "assistant",
-    "chatbot": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "ai": "assistant",
-    "observation": "tool",
-    "function": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-    "ipython": "tool",
+    **dict.fromkeys(("gpt", "bot", "chatbot", "chatgpt", "model", "ai"), "assistant"),
+    **dict.fromkeys(("observation", "function", "function_response", "tool_response", "ipython"), "tool"),
 }
 CALLS = ("function_call", "tool_call")
 """ShareGPT's roles for an assistant's turn that is the JSON of a call."""
@@ -52,16 +42,22 @@ class Conversation:
     """Messages before this one are a prompt, of which nothing is learned."""
 
 
-def read_messages(value: Any) -> list[Message]:
-    """The messages in a cell: a list of objects, or JSON text of one. Raises BadRow."""
+def read_list(value: Any, reason: str) -> list[Any]:
+    """The list in a cell, or in its JSON text. Raises BadRow."""
     value = decode_value(value)
     if isinstance(value, str):
-        value = parse_json(value, "whose messages are neither a list nor JSON")
+        value = parse_json(value, reason)
     if not isinstance(value, list | tuple):
-        raise BadRow("whose messages are neither a list nor JSON")
-    if not value:
+        raise BadRow(reason)
+    return list(value)
+
+
+def read_messages(value: Any) -> list[Message]:
+    """The messages in a cell: a list of objects, or JSON text of one. Raises BadRow."""
+    messages = read_list(value, "whose messages are neither a list nor JSON")
+    if not messages:
         raise BadRow("without messages")
-    return [message_of(each) for each in value]
+    return [message_of(each) for each in messages]
 
 
 def message_of(raw: Any) -> Message:
@@ -72,18 +68,17 @@ def message_of(raw: Any) -> Message:
     content = raw.get("content") if raw.get("content") is not None else raw.get("value")
     if lower in CALLS:
         call = parse_json(content, "with a tool call that is not JSON") if isinstance(content, str) else content
-        calls = call if isinstance(call, list) else [call]
-        return {"role": "assistant", "content": "", "tool_calls": [tool_call_of(each) for each in calls]}
+        called = call if isinstance(call, list) else [call]
+        return {"role": "assistant", "content": "", "tool_calls": [tool_call_of(each) for each in called]}
     if lower not in ROLES:
         raise BadRow("with a message of no known role", f"role {name!r}")
     message: Message = {"role": ROLES[lower]}
-    if raw.get("tool_calls"):
-        message["content"] = "" if content is None else join_parts(content)
-        message["tool_calls"] = [tool_call_of(each) for each in raw["tool_calls"]]
-    elif content is None:
+    calls = raw.get("tool_calls")
+    if content is None and not calls:
         raise BadRow("with a message that has no content")
-    else:
-        message["content"] = join_parts(content)
+    message["content"] = "" if content is None else join_parts(content)
+    if calls:
+        message["tool_calls"] = [tool_call_of(each) for each in calls]
     thought = next((raw[key] for key in THOUGHTS if raw.get(key)), None)
     if thought is not None:
         message["reasoning_content"] = join_parts(thought)
@@ -132,13 +127,12 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
     """The JSON schemas of the tools a conversation may call; a list, or JSON text of one."""
     if value is None or value in ("", b""):
         return None
-    value = decode_value(value)
-    if isinstance(value, str):
-        value = parse_json(value, "with tools that are no list of JSON schemas")
-    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise BadRow("with tools that are no list of JSON schemas")
+    reason = "with tools that are no list of JSON schemas"
+    tools = read_list(value, reason)
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise BadRow(reason)
     # `or None`: Llama's template writes about tools even for an empty list.
-    return [without_nulls(tool) for tool in value] or None
+    return [without_nulls(tool) for tool in tools] or None
 
 
 def alpaca_messages(instruction: Any, extra: Any, output: Any, system: Any = None) -> list[Message]:

@@ -5,10 +5,9 @@ and gpt-oss's harmony channels (`analysis` before `final`). `cogumi.thinking: tr
 thoughts, false without; null leaves everything as the template and the data have it.
 
 Where the assistant's turns lie is known from `{% generation %}` marks: the template's own, or those of the training
-version that TRL ships for it. The marked part less the generation prompt is what the model has to produce: its words and
-the token that ends its turn, no header. A template without marks (Llama 3.1's) is rendered once up to each turn, with the
-generation prompt, and once to its end; both must be beginnings of the whole, or the template rewrites what was said
-earlier and no part of the whole is that turn.
+version that TRL ships for it. The marked part less the generation prompt is what the model has to produce. A template
+without marks (Llama 3.1's) is rendered up to each turn, with the generation prompt, and to its end; both must be
+beginnings of the whole, or no part of the whole is that turn.
 """
 
 import re
@@ -66,10 +65,9 @@ def read_thinking(template: str, flag: bool | None) -> Thinking:
         )
     kwargs: dict[str, Any] = {}
     if flag is not None and switch is not None:
-        if switch[1] != "reasoning_effort":
-            kwargs = {switch[1]: flag}
-        elif not flag:
-            kwargs = {"reasoning_effort": "low"}  # the least that gpt-oss was trained with: it has no off
+        kwargs = {switch[1]: flag}
+        if switch[1] == "reasoning_effort":  # the least that gpt-oss was trained with is low: it has no off
+            kwargs = {} if flag else {"reasoning_effort": "low"}
     return Thinking(flag, style, key, kwargs)  # type: ignore[arg-type]
 
 
@@ -173,8 +171,7 @@ class ChatTemplate:
             text = self.whole(messages, tools)
             return text, [self._span(text, messages, tools, at) for at in own if at >= first]
         text, spans = self.render(messages, tools, self.marked, return_assistant_tokens_mask=True)
-        header = self.header
-        spans = [(start + len(header) * text.startswith(header, start), end) for start, end in spans]
+        spans = [(start + len(self.header) * text.startswith(self.header, start), end) for start, end in spans]
         if first and len(spans) != len(own):
             raise BadRow("whose turns the chat template does not mark one by one")
         return text, [span for at, span in zip(own, spans, strict=True) if at >= first] if first else spans
@@ -201,8 +198,7 @@ class ChatTemplate:
                 conversations=[shown], tools=tools, chat_template=chosen, **options, **self.variables
             )
         except REFUSALS as error:
-            said = f"{error}" or type(error).__name__
-            raise BadRow("that the chat template refuses", said) from error
+            raise BadRow("that the chat template refuses", f"{error}" or type(error).__name__) from error
         texts, spans = rendered
         return texts[0], spans[0] if spans else []
 
@@ -214,12 +210,12 @@ def read_template(tokenizer: Any, thinking: bool | None = None, today: str | Non
     made tomorrow differ. Raises UsageError: no template, one that does not render, a flag it cannot follow.
     """
     if tokenizer.chat_template is None:
+        of_sft = "set train.chat_template_path (cogumi:tulu, a .jinja file or another model)"
+        of_others = "for dpo and gspo start from a model that has one, such as the merged model of that SFT run"
         raise UsageError(
-            "this model's tokenizer has no chat template; for cogumi.method: sft set "
-            "train.chat_template_path, for the others start from a model that has one, such as the "
-            "merged model of that SFT run",
+            "this model's tokenizer has no chat template, and only text needs none",
             key="data.format",
-            fix="text in place of messages needs none",
+            fix=f"for cogumi.method: sft {of_sft}; {of_others}",
         )
     text = tokenizer.get_chat_template()
     known = read_thinking(text, thinking)
@@ -250,7 +246,7 @@ def read_template(tokenizer: Any, thinking: bool | None = None, today: str | Non
 
 def prints_date(tokenizer: Any) -> bool:
     """Whether what this template renders depends on the day (gpt-oss's does)."""
-    return tokenizer.chat_template is not None and "strftime_now" in tokenizer.get_chat_template()
+    return bool(tokenizer.chat_template) and "strftime_now" in tokenizer.get_chat_template()
 
 
 def _marked(tokenizer: Any, text: str) -> str | None:

@@ -8,14 +8,15 @@ as TRL's SFTTrainer finds it (trl 1.15, sft_trainer.py, tokenize_fn). *Every tur
 import json
 import string
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import chain
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from cogumi.config.subsections import FimConfig
 from cogumi.core.errors import UsageError
 from cogumi.data.chat_templates import ChatTemplate, Spans
 from cogumi.data.rows import Chunk, Dropped, count_dropped
@@ -88,28 +89,17 @@ def cuts_at_spaces(tokenizer: Any) -> bool:
         return False
     if last["use_regex"]:
         return all(each["type"] == "Digits" for each in before)
-    return (
-        len(before) == 1
-        and before[0]["type"] == "Split"
-        and before[0]["pattern"].get("Regex") in WORD_PATTERNS
-        and before[0]["behavior"] == "Isolated"
-        and not before[0]["invert"]
-    )
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    return before in [[split | {"pattern": {"Regex": pattern}}] for pattern in WORD_PATTERNS]
 
 
 def encode_by_words(tokenizer: Any, texts: Sequence[str]) -> tuple[Ids, Places]:
     """`encode`, but every distinct word is tokenized once: code repeats its words many times over.
 
-    Cuts lie only where these tokenizers cut in any case, whatever is around:
-
-    - after a letter before anything else, and after a digit before anything else: no alternative of their expressions
-      continues from one to the other, and none looks back;
-    - between any visible character and a space, for the same reason;
-    - before a space that a visible character follows: `\\s+(?!\\S)` leaves that last space to the word, and at the end
-      of the left part it takes the same run. Not before a digit, which some split off first, so that the run keeps it.
-
-    Characters beyond ASCII never take part, so no cut falls into one or depends on what Unicode calls a
-    letter or a space.
+    Cuts lie only where these tokenizers cut in any case, whatever is around: after a letter or a digit before anything else,
+    and between any visible character and a space, where no alternative of their expressions continues; before a space that
+    a visible character follows, which `\\s+(?!\\S)` leaves to the word. Not before a digit, which some split off first.
+    Characters beyond ASCII never take part, so no cut depends on what Unicode calls a letter or a space.
     """
     if not any(texts):
         return encode(tokenizer, texts)
@@ -165,13 +155,28 @@ def special_texts(tokenizer: Any) -> list[str]:
 
 
 @dataclass(frozen=True)
-class TokenBudget:
-    """How long an example may be, in tokens, and what becomes of longer ones."""
+class FormatOptions:
+    """All that shapes examples besides the rows and the tokenizer; `as_json` is for a cache key."""
 
+    method: Literal["sft", "dpo", "gspo"]
+    format: Literal["fim", "chat", "prompt_completion", "preference"]
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """{field: column of the file}, where they are called otherwise."""
+    column: str = "source"
+    """fim: the column of code."""
+    learn: Literal["turns", "completion", "all"] = "turns"
+    """sft: every turn of the assistant (of a completion: its turns), the last turn or the completion, or everything."""
     max_length: int | None = None
+    """In tokens; gspo: of a prompt, where its completion is to have room as well."""
     overlong: Literal["drop", "truncate"] = "drop"
-    keep: Literal["keep_start", "keep_end"] = "keep_start"
-    """The part that truncation leaves, in TRL's words (`train.truncation_mode`)."""
+    truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
+    thinking: bool | None = None
+    today: str | None = None
+    """The date (2025-12-31) that templates which print one are told; None is the clock's."""
+    fim: FimConfig = field(default_factory=FimConfig)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"columns": dict(self.columns), "fim": self.fim.model_dump(mode="json")}
 
     @property
     def too_long(self) -> str:
@@ -182,6 +187,7 @@ class TokenBudget:
 class Rendering:
     """What rows of conversations, prompts or pairs become token ids with."""
 
+    options: FormatOptions
     columns: Mapping[str, str]
     """Field -> column of the rows."""
     tokenizer: Any
@@ -189,12 +195,9 @@ class Rendering:
     """None where no row holds messages."""
     special: list[str]
     """What the tokenizer reads as control tokens."""
-    budget: TokenBudget
-    learn: Literal["turns", "completion", "all"]
 
 
-@dataclass(frozen=True)
-class Masked:
+class Masked(NamedTuple):
     """Tokenized examples one after the other."""
 
     ids: Ids
@@ -210,27 +213,21 @@ def learn_spans(tokenizer: Any, texts: Sequence[str], spans: Sequence[Spans]) ->
             fix="use a model that has a tokenizer.json",
         )
     ids: list[list[int]] = []
-    masks: list[npt.NDArray[np.int8]] = []
+    masks = [np.zeros(0, np.int8)]
     for start, end in batches(texts):
         found = reset_backend(tokenizer).encode_batch(list(texts[start:end]), add_special_tokens=False)
         for encoding, text, its_spans in zip(found, texts[start:end], spans[start:end], strict=True):
             mask = np.zeros(len(encoding.ids), np.int8)
-            for span in its_spans:
-                first, last = _tokens_of(encoding, span, len(text))
-                mask[first:last] = 1
+            for first, behind in its_spans:
+                if first < behind:
+                    # Where several tokens hold one character, all of them do.
+                    last = encoding.char_to_token(behind - 1)
+                    stop = max(_token_at(encoding, behind, len(text)), 0 if last is None else last + 1)
+                    mask[_token_at(encoding, first, len(text)) : stop] = 1
             ids.append(encoding.ids)
             masks.append(mask)
     flat, lengths = concatenate_lists(ids, np.int32)
-    return Masked(flat, np.concatenate([np.zeros(0, np.int8), *masks]), lengths)
-
-
-def _tokens_of(encoding: Any, span: tuple[int, int], length: int) -> tuple[int, int]:
-    """The range of tokens that hold a character of this span. Where several hold one character, all of them do."""
-    start, end = span
-    if start == end:
-        return 0, 0
-    last = encoding.char_to_token(end - 1)
-    return _token_at(encoding, start, length), max(_token_at(encoding, end, length), 0 if last is None else last + 1)
+    return Masked(flat, np.concatenate(masks), lengths)
 
 
 def _token_at(encoding: Any, character: int, length: int) -> int:
@@ -254,7 +251,7 @@ def learn_completions(
             shared = shared_prefixes(*encode(tokenizer, prompts[start:end], special_tokens), ids, lengths)
         within = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         parts.append(Masked(ids, (within >= np.repeat(shared, lengths)).astype(np.int8), lengths))
-    return Masked(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "mask", "lengths")))
+    return Masked(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def batches(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
@@ -270,28 +267,23 @@ def batches(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 
 def masked_chunk(
-    examples: Masked, budget: TokenBudget, rows: Sequence[int], values: Sequence[Any], dropped: dict[str, Dropped]
+    examples: Masked, options: FormatOptions, rows: Sequence[int], values: Sequence[Any], dropped: dict[str, Dropped]
 ) -> Chunk:
     """The examples that fit and have something to learn; `rows` and `values` name those that are dropped."""
-    starts = np.cumsum(examples.lengths) - examples.lengths
-    learned_before = np.concatenate([[0], np.cumsum(examples.mask, dtype=np.int64)])
     lengths = examples.lengths
-    over = np.zeros(len(lengths), bool)
-    if budget.max_length is not None:
-        over = lengths > budget.max_length
-        if budget.overlong == "truncate":
-            cut = np.minimum(lengths, budget.max_length)
-            starts = starts + (lengths - cut if budget.keep == "keep_end" else 0)
-            lengths = cut
+    starts = np.cumsum(lengths) - lengths
+    learned_before = np.concatenate([[0], np.cumsum(examples.mask, dtype=np.int64)])
+    over = np.zeros(len(lengths), bool) if options.max_length is None else lengths > options.max_length
+    if options.overlong == "truncate" and options.max_length is not None:
+        cut = np.minimum(lengths, options.max_length)
+        if options.truncation_mode == "keep_end":
+            starts = starts + lengths - cut
+        lengths = cut
     learned = learned_before[starts + lengths] - learned_before[starts]
-    too_long = over & (budget.overlong == "drop")
+    too_long = over & (options.overlong == "drop")
     for at in np.flatnonzero(too_long | (learned == 0)):
-        if too_long[at]:
-            reason = budget.too_long
-        elif over[at]:
-            reason = f"with nothing to learn within {budget.max_length} tokens"
-        else:
-            reason = "with nothing to learn"
+        within = f" within {options.max_length} tokens" if over[at] else ""
+        reason = options.too_long if too_long[at] else f"with nothing to learn{within}"
         count_dropped(dropped, reason, rows[at], values[at])
     kept = ~too_long & (learned > 0)
     starts, lengths = starts[kept], lengths[kept]

@@ -1,24 +1,17 @@
 """Fill-in-the-middle: where a document is cut, and the examples that come of it.
 
 A source is cut at two character positions into prefix, middle and suffix; the model sees prefix and suffix and learns
-the middle (Bavarian et al. 2022, arXiv:2207.14255). PSM shows prefix, then suffix; SPM shows suffix, then prefix, so
-that the middle continues the prefix directly. The cut ignores token boundaries on purpose, as the paper's does,
-because an editor's cursor does.
-
-What is decided here:
+the middle (Bavarian et al. 2022, arXiv:2207.14255). PSM shows prefix, then suffix; SPM shows suffix, then prefix. The cut
+ignores token boundaries, because an editor's cursor does.
 
 - Every piece is tokenized on its own and the control tokens are put in by id. A row whose text contains one of the
-  tokenizer's special tokens is dropped and counted: as text it would turn into a control token in the middle of the
-  code.
+  tokenizer's special tokens is dropped: as text it would become a control token in the middle of the code.
 - Row i draws from its own block of a counter-based generator keyed by the seed, so its cut depends on (seed, i, text)
   alone: not on other rows, dropped rows or how the rows are chunked.
-- No FIM tokens in the vocabulary: a plain-text instruction (`fim_tokens.INSTRUCTION`) asks for the missing part, prefix
-  first.
-- The budget `max_length` counts the whole example: beginning of sequence, control tokens, text and end token.
+- Without FIM tokens in the vocabulary a plain-text instruction (`fim_tokens.INSTRUCTION`) asks for the missing part.
 - Tokenizers of the SentencePiece kind put a "▁" before a text's first word. Pieces are tokenized as they stand after
-  a control token, which is how the same tokenizer reads the prompt at inference, so training and inference agree.
-  Some (Llama 2 style) add the "▁" after every control token, hence also before suffix and middle, where CodeLlama's
-  pretraining had none; it vanishes in decoding.
+  a control token, as the same tokenizer reads the prompt at inference. Some (Llama 2 style) hence have a "▁" before
+  suffix and middle, where CodeLlama's pretraining had none; it vanishes in decoding.
 """
 
 from collections.abc import Mapping
@@ -29,7 +22,6 @@ import polars as pl
 import pyarrow as pa
 
 from cogumi.config.subsections import FimConfig
-from cogumi.core.errors import UsageError
 from cogumi.data.encoding import list_array
 from cogumi.data.fim_tokens import (
     PLAIN,
@@ -41,7 +33,7 @@ from cogumi.data.fim_tokens import (
     prompt_texts,
     tokenize_pieces,
 )
-from cogumi.data.rows import Chunk, Dropped, excerpt_of
+from cogumi.data.rows import Chunk, Dropped, count_dropped
 
 PIECES = ("prefix", "middle", "suffix")
 
@@ -56,109 +48,42 @@ class DroppedCounter:
     def keep(self, frame: pl.DataFrame, keep: pl.Expr | pl.Series, reason: str, text: str) -> pl.DataFrame:
         """The rows to keep; the others are counted under `reason`, the first with its `text` column."""
         holds = (frame.select(keep).to_series() if isinstance(keep, pl.Expr) else keep).fill_null(False)
-        kept = frame.filter(holds)
-        if missing := frame.height - kept.height:
+        if not holds.all():
             first = frame.row((~holds).arg_max() or 0, named=True)
-            found = Dropped(missing, self.first_row + first["row"], excerpt_of(first[text]))
-            before = self.dropped.get(reason)
-            self.dropped[reason] = before + found if before else found
-        return kept
+            count_dropped(self.dropped, reason, self.first_row + first["row"], first[text], int((~holds).sum()))
+        return frame.filter(holds)
 
 
 def cut_rows(
-    rows: pl.DataFrame,
-    columns: Mapping[str, str],
-    controls: Controls,
-    config: FimConfig,
-    fim_rate: float,
-    dropping: DroppedCounter,
+    rows: pl.DataFrame, columns: Mapping[str, str], controls: Controls, config: FimConfig, dropping: DroppedCounter
 ) -> pl.DataFrame:
     """Examples: `row`, `order`, `prefix`, `middle`, `suffix`, and `shown_prefix` and `shown_suffix`, which trimming may
     shorten. A plain row is all middle. `columns` is {"source": column}, or names the three pieces."""
-    frame = _draws(rows.height, dropping.first_row, config.seed)
-    for name, column in columns.items():
-        frame = _with_text(frame, rows, name, column, dropping)
-    if "source" in columns:
-        examples = _cut(frame, controls, config, fim_rate, dropping)
-    else:
-        examples = _given(frame, controls, config, dropping)
-    return examples.with_columns(shown_prefix="prefix", shown_suffix="suffix")
-
-
-def _draws(height: int, first_row: int, seed: int) -> pl.DataFrame:
     # Philox is a counter-based generator whose every count yields four 64-bit words: row i owns count first_row + i.
-    bits = np.random.Philox(key=seed, counter=[first_row, 0, 0, 0])
-    draws = np.random.Generator(bits).random((height, 4))
-    return pl.DataFrame(draws, schema=["fim", "spm", "length", "start"]).with_row_index("row")
+    bits = np.random.Philox(key=config.seed, counter=[dropping.first_row, 0, 0, 0])
+    draws = np.random.Generator(bits).random((rows.height, 4))
+    frame = pl.DataFrame(draws, schema=["fim", "spm", "length", "start"]).with_row_index("row")
+    for name, column in columns.items():
+        frame = _with_text(frame, rows[column][frame["row"]], name, dropping)
+    spm = pl.col("spm") < controls.spm_rate(config.spm_rate)
+    frame = frame.with_columns(order=pl.when(spm).then(SPM).otherwise(PSM))
+    if "source" in columns:
+        frame = _cut(frame, controls, config, dropping)
+    else:
+        frame = dropping.keep(frame, pl.col("middle") != "", "with an empty middle", "prefix")
+        frame = dropping.keep(frame, (pl.col("prefix") != "") | (pl.col("suffix") != ""), "without context", "middle")
+        for piece in PIECES:
+            frame = _without_special_texts(frame, piece, controls, dropping)
+    return frame.select("row", "order", *PIECES, shown_prefix="prefix", shown_suffix="suffix")
 
 
-def _with_text(
-    frame: pl.DataFrame, rows: pl.DataFrame, name: str, column: str, dropping: DroppedCounter
-) -> pl.DataFrame:
+def _with_text(frame: pl.DataFrame, raw: pl.Series, name: str, dropping: DroppedCounter) -> pl.DataFrame:
     """The frame with a column of text; rows that have none are dropped."""
-    if column not in rows.columns:
-        raise UsageError(f"no column {column!r} in the rows", fix=f"they have: {', '.join(rows.columns)}")
-    text = rows[column][frame["row"]]
-    if text.dtype not in (pl.String, pl.Binary, pl.Null):
-        raise UsageError(f"column {column!r} holds {text.dtype}, not text", fix="name a text column")
     # polars' own cast fails for the whole column at the first invalid byte, even when not strict.
-    decoded = pl.Series([_decode(value) for value in text], dtype=pl.String) if text.dtype == pl.Binary else text
-    frame = frame.with_columns(raw=text, **{name: decoded.cast(pl.String)})
+    text = pl.Series([_decode(value) for value in raw], dtype=pl.String) if raw.dtype == pl.Binary else raw
+    frame = frame.with_columns(raw=raw, **{name: text.cast(pl.String)})
     frame = dropping.keep(frame, pl.col("raw").is_not_null(), "null", "raw")
     return dropping.keep(frame, pl.col(name).is_not_null(), "not UTF-8", "raw").drop("raw")
-
-
-def _cut(
-    frame: pl.DataFrame, controls: Controls, config: FimConfig, fim_rate: float, dropping: DroppedCounter
-) -> pl.DataFrame:
-    frame = frame.with_columns(
-        n=pl.col("source").str.len_chars(),
-        order=pl.when(pl.col("fim") >= fim_rate).then(PLAIN).otherwise(_order(controls, config)),
-    )
-    shortest, longest = config.middle_chars
-    # At least one character of context must stay, or there is nothing to complete from.
-    least = pl.when(pl.col("order") == PLAIN).then(1).otherwise(shortest + 1)
-    frame = dropping.keep(frame, pl.col("n") >= least, "too short to split", "source")
-    frame = _without_special_texts(frame, "source", controls, dropping)
-
-    n = pl.col("n").cast(pl.Int64)
-    choices = pl.min_horizontal(pl.lit(longest, pl.Int64), n - 1) - shortest + 1
-    plain = pl.col("order") == PLAIN
-    frame = frame.with_columns(
-        length=pl.when(plain).then(n).otherwise(shortest + (pl.col("length") * choices).cast(pl.Int64))
-    )
-    frame = frame.with_columns(
-        start=pl.when(plain).then(0).otherwise((pl.col("start") * (n - pl.col("length") + 1)).cast(pl.Int64))
-    )
-    source, start, length = pl.col("source"), pl.col("start"), pl.col("length")
-    return frame.select(
-        "row",
-        "order",
-        prefix=source.str.slice(0, start),
-        middle=source.str.slice(start, length),
-        suffix=source.str.slice(start + length),
-    )
-
-
-def _given(frame: pl.DataFrame, controls: Controls, config: FimConfig, dropping: DroppedCounter) -> pl.DataFrame:
-    """The pieces as they stand in the source: the cut is given, only the order is drawn."""
-    frame = frame.with_columns(order=_order(controls, config))
-    frame = dropping.keep(frame, pl.col("middle") != "", "with an empty middle", "prefix")
-    frame = dropping.keep(frame, (pl.col("prefix") != "") | (pl.col("suffix") != ""), "without context", "middle")
-    for piece in PIECES:
-        frame = _without_special_texts(frame, piece, controls, dropping)
-    return frame.select("row", "order", *PIECES)
-
-
-def _order(controls: Controls, config: FimConfig) -> pl.Expr:
-    return pl.when(pl.col("spm") < controls.spm_rate(config.spm_rate)).then(SPM).otherwise(PSM)
-
-
-def _without_special_texts(
-    frame: pl.DataFrame, name: str, controls: Controls, dropping: DroppedCounter
-) -> pl.DataFrame:
-    clean = ~pl.col(name).str.contains_any(controls.special_texts)
-    return dropping.keep(frame, clean, "containing a special token", name)
 
 
 def _decode(value: bytes | None) -> str | None:
@@ -167,6 +92,39 @@ def _decode(value: bytes | None) -> str | None:
         return None if value is None else value.decode()
     except UnicodeDecodeError:
         return None
+
+
+def _cut(frame: pl.DataFrame, controls: Controls, config: FimConfig, dropping: DroppedCounter) -> pl.DataFrame:
+    plain = pl.col("order") == PLAIN
+    frame = frame.with_columns(
+        n=pl.col("source").str.len_chars().cast(pl.Int64),
+        order=pl.when(pl.col("fim") >= config.fim_rate).then(PLAIN).otherwise("order"),
+    )
+    shortest, longest = config.middle_chars
+    # At least one character of context must stay, or there is nothing to complete from.
+    least = pl.when(plain).then(1).otherwise(shortest + 1)
+    frame = dropping.keep(frame, pl.col("n") >= least, "too short to split", "source")
+    frame = _without_special_texts(frame, "source", controls, dropping)
+
+    n = pl.col("n")
+    choices = pl.min_horizontal(pl.lit(longest, pl.Int64), n - 1) - shortest + 1
+    drawn_length = shortest + (pl.col("length") * choices).cast(pl.Int64)
+    frame = frame.with_columns(length=pl.when(plain).then(n).otherwise(drawn_length))
+    drawn_start = (pl.col("start") * (n - pl.col("length") + 1)).cast(pl.Int64)
+    frame = frame.with_columns(start=pl.when(plain).then(0).otherwise(drawn_start))
+    source, start, length = pl.col("source"), pl.col("start"), pl.col("length")
+    return frame.with_columns(
+        prefix=source.str.slice(0, start),
+        middle=source.str.slice(start, length),
+        suffix=source.str.slice(start + length),
+    )
+
+
+def _without_special_texts(
+    frame: pl.DataFrame, name: str, controls: Controls, dropping: DroppedCounter
+) -> pl.DataFrame:
+    clean = ~pl.col(name).str.contains_any(controls.special_texts)
+    return dropping.keep(frame, clean, "containing a special token", name)
 
 
 # ------------------------------------------------------------------------------------------------------------ examples
@@ -184,11 +142,10 @@ def fim_sft_chunk(
     """Tokenized examples: `input_ids`, and `completion_mask`, which is 1 on the middle and its end token, or on all of a
     plain row but its beginning of sequence.
 
-    `columns` is {"source": the column of code}, or names the columns of `prefix`, `middle` and `suffix`, which are then
-    laid out as they are: `fim_rate` and `middle_chars` do not apply.
+    `columns` is {"source": the column of code}, or names those of `prefix`, `middle` and `suffix`, which are not cut again.
     """
     dropping = DroppedCounter(first_row)
-    examples = cut_rows(rows, columns, controls, config, config.fim_rate, dropping)
+    examples = cut_rows(rows, columns, controls, config, dropping)
     kept, segments = _fitting(examples, tokenizer, controls, config, dropping)
     lengths = segments.lengths.sum(axis=1)
     table = {
@@ -207,25 +164,22 @@ def fim_prompts_chunk(
     config: FimConfig,
     columns: Mapping[str, str],
 ) -> Chunk:
-    """Prompts for TRL's GRPOTrainer: the strings `prompt`, `prefix`, `suffix` and `middle`, and whatever else `columns`
-    names.
+    """Prompts for TRL's GRPOTrainer: the strings `prompt`, `prefix`, `suffix`, `middle`, and what else `columns` names.
 
-    `tokenizer(prompt)` gives the ids that `fim_sft_chunk` puts before the middle of the same row. prefix + middle +
-    suffix is the source even where `overlong="trim"` shortened what the prompt shows. `fim_rate` does not apply: a plain
-    row has nothing to ask for. The budget is that of the whole example, so `max_length` less the longest middle bounds
-    the prompt. Raises UsageError when the tokenizer reads a prompt's text as other ids.
+    `tokenizer(prompt)` gives the ids that `fim_sft_chunk` puts before the middle of the same row; UsageError where it reads
+    other ids. The pieces are the source even where `overlong="trim"` shortened what the prompt shows. `fim_rate` does not
+    apply: a plain row has nothing to ask for. The budget is that of the whole example.
     """
     dropping = DroppedCounter(first_row)
+    config = config.model_copy(update={"fim_rate": 1.0})
     of_fim = {name: column for name, column in columns.items() if name in ("source", *PIECES)}
-    examples = cut_rows(rows, of_fim, controls, config, 1.0, dropping)
+    examples = cut_rows(rows, of_fim, controls, config, dropping)
     kept, segments = _fitting(examples, tokenizer, controls, config, dropping)
     check_prompts_read_back(kept.head(32), segments, tokenizer, controls)
-    table = pa.table({"prompt": pa.array(prompt_texts(kept, controls), pa.string())})
-    for piece in ("prefix", "suffix", "middle"):
-        table = table.append_column(piece, pa.array(kept[piece].to_list(), pa.string()))
-    for name in columns.keys() - of_fim.keys():
-        table = table.append_column(name, rows[columns[name]][kept["row"]].to_arrow())
-    return Chunk(table, dropping.dropped, _trimmed(kept))
+    table = {"prompt": pa.array(prompt_texts(kept, controls), pa.string())}
+    table |= {piece: pa.array(kept[piece].to_list(), pa.string()) for piece in ("prefix", "suffix", "middle")}
+    table |= {name: rows[columns[name]][kept["row"]].to_arrow() for name in columns.keys() - of_fim.keys()}
+    return Chunk(pa.table(table), dropping.dropped, _trimmed(kept))
 
 
 def _fitting(
@@ -236,10 +190,8 @@ def _fitting(
         examples = _trim(examples, tokenizer, controls, config.max_length)
     segments = tokenize_pieces(examples, tokenizer, controls)
     fits = segments.lengths.sum(axis=1) <= config.max_length
-    kept = dropping.keep(
-        examples, pl.Series(fits, dtype=pl.Boolean), f"longer than {config.max_length} tokens", "middle"
-    )
-    return kept, segments.take(fits)
+    reason = f"longer than {config.max_length} tokens"
+    return dropping.keep(examples, pl.Series(fits, dtype=pl.Boolean), reason, "middle"), segments.take(fits)
 
 
 def _trim(examples: pl.DataFrame, tokenizer: Any, controls: Controls, max_length: int) -> pl.DataFrame:

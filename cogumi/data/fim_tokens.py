@@ -4,7 +4,7 @@ Every piece is tokenized on its own and the control tokens are put in by id; a b
 example is seven runs.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -51,7 +51,7 @@ class FimTokens:
 def _paper_family(family: str, prefix: str, suffix: str, middle: str) -> FimTokens:
     """<PRE> prefix <SUF> suffix <MID>, and the second SPM variant of arXiv:2207.14255 (its appendix on SPM
     encoding), which opens like PSM: <PRE> <SUF> suffix <MID> prefix."""
-    return FimTokens(family, psm=((prefix,), (suffix,), (middle,)), spm=((prefix, suffix), (middle,), ()), end=None)
+    return FimTokens(family, psm=((prefix,), (suffix,), (middle,)), spm=((prefix, suffix), (middle,), ()))
 
 
 FAMILIES = (
@@ -61,26 +61,13 @@ FAMILIES = (
     _paper_family("SantaCoder", "<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
     # QwenLM/Qwen2.5-Coder README, "File-Level Code Completion", and arXiv:2409.12186: PSM only. CodeGemma
     # spells its tokens the same way.
-    FimTokens(
-        "Qwen-Coder",
-        psm=(("<|fim_prefix|>",), ("<|fim_suffix|>",), ("<|fim_middle|>",)),
-        spm=None,
-    ),
+    FimTokens("Qwen-Coder", psm=(("<|fim_prefix|>",), ("<|fim_suffix|>",), ("<|fim_middle|>",)), spm=None),
     # facebookresearch/codellama, llama/generation.py, infilling_prompt_tokens(): "<PRE> {pre} <SUF>{suf} <MID>" and
     # with suffix_first "<PRE> <SUF>{suf} <MID> {pre}"; text_infilling() stops at <EOT>, not at the end of sequence.
-    FimTokens(
-        "CodeLlama",
-        psm=(("▁<PRE>",), ("▁<SUF>",), ("▁<MID>",)),
-        spm=(("▁<PRE>", "▁<SUF>"), ("▁<MID>",), ()),
-        end="▁<EOT>",
-    ),
+    replace(_paper_family("CodeLlama", "▁<PRE>", "▁<SUF>", "▁<MID>"), end="▁<EOT>"),
     # deepseek-ai/DeepSeek-Coder README, "Code Insertion": the hole stands where the middle is cut out.
     # arXiv:2401.14196: trained on PSM at a rate of 50 %, not on SPM.
-    FimTokens(
-        "DeepSeek-Coder",
-        psm=(("<｜fim▁begin｜>",), ("<｜fim▁hole｜>",), ("<｜fim▁end｜>",)),
-        spm=None,
-    ),
+    FimTokens("DeepSeek-Coder", psm=(("<｜fim▁begin｜>",), ("<｜fim▁hole｜>",), ("<｜fim▁end｜>",)), spm=None),
     # mistralai/mistral-common, encode_fim() and its test: "<s>[SUFFIX]{suffix}[PREFIX]{prefix}"; no other order.
     FimTokens("Codestral", psm=None, spm=(("[SUFFIX]",), ("[PREFIX]",), ())),
 )
@@ -89,18 +76,14 @@ FAMILIES = (
 def detect_fim_tokens(tokenizer: Any) -> FimTokens | None:
     """The first family of `FAMILIES` all of whose control tokens this tokenizer reads as one id each, else None.
 
-    A spelling that is in the vocabulary but comes out of the tokenizer as several ids does not count: the model would
-    never have seen that id in a prompt.
+    The vocabulary alone does not count: the model would never have seen an id that the tokenizer does not give.
     """
     vocabulary = tokenizer.get_vocab()
     for family in FAMILIES:
-        texts = family.texts()
-        if all(
-            text in vocabulary and list(tokenizer(text, add_special_tokens=False)["input_ids"]) == [vocabulary[text]]
-            for text in texts
-        ):
-            ids = {text: vocabulary[text] for text in texts}
-            return FimTokens(family.family, family.psm, family.spm, family.end, ids)
+        ids = {text: vocabulary[text] for text in family.texts() if text in vocabulary}
+        read = {text: list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in ids}
+        if len(ids) == len(family.texts()) and all(read[text] == [ids[text]] for text in ids):
+            return replace(family, ids=ids)
     return None
 
 
@@ -139,13 +122,13 @@ def read_controls(tokenizer: Any) -> Controls:
         raise UsageError("the tokenizer has no end token, so a completion could not end", fix="set tokenizer.eos_token")
     tokens = detect_fim_tokens(tokenizer)
     # The beginning of sequence, where the tokenizer adds one by itself: what stands before a text's own ids.
-    bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    dressed = list(tokenizer("a")["input_ids"])
-    if bare not in (dressed[at : at + len(bare)] for at in range(len(dressed))):
+    bare, dressed = list(tokenizer("a", add_special_tokens=False)["input_ids"]), list(tokenizer("a")["input_ids"])
+    before = next((at for at in range(len(dressed)) if dressed[at : at + len(bare)] == bare), None)
+    if before is None:
         raise UsageError(
             "the tokenizer reads 'a' differently with and without special tokens", fix="FIM needs one that does not"
         )
-    lead = dressed[: next(at for at in range(len(dressed)) if dressed[at : at + len(bare)] == bare)]
+    lead = dressed[:before]
     end = [tokenizer.eos_token_id]
     runs: dict[int, tuple[list[int], list[int], list[int], list[int]]] = {PLAIN: (lead, [], [], end)}
     if tokens is None:
@@ -154,8 +137,8 @@ def read_controls(tokenizer: Any) -> Controls:
         closing = [tokens.ids[tokens.end]] if tokens.end else end
         for order, texts in ((PSM, tokens.psm), (SPM, tokens.spm)):
             if texts is not None:
-                before, between, after = ([tokens.ids[text] for text in run] for run in texts)
-                runs[order] = (lead + before, between, after, closing)
+                opening, between, after = ([tokens.ids[text] for text in run] for run in texts)
+                runs[order] = (lead + opening, between, after, closing)
     guard = tokens.texts()[0] if tokens else tokenizer.eos_token
     behind_guard = list(tokenizer(f"{guard}a b", add_special_tokens=False)["input_ids"])[1:]
     needs_guard = behind_guard != list(tokenizer("a b", add_special_tokens=False)["input_ids"])
@@ -167,11 +150,10 @@ def order_note(controls: Controls, spm_rate: float) -> str:
     """Why the orders are not those asked for; empty where they are."""
     if controls.tokens is None:
         return "no FIM tokens in this tokenizer: instruction prompts"
-    if controls.spm_rate(spm_rate) != spm_rate:
-        return (
-            f"{controls.tokens.family} was trained on {'PSM' if controls.tokens.psm else 'SPM'} only: spm_rate not used"
-        )
-    return ""
+    if controls.spm_rate(spm_rate) == spm_rate:
+        return ""
+    order = "PSM" if controls.tokens.psm else "SPM"
+    return f"{controls.tokens.family} was trained on {order} only: spm_rate not used"
 
 
 @dataclass(frozen=True)
@@ -199,13 +181,11 @@ class Segments:
 
 def tokenize_pieces(examples: pl.DataFrame, tokenizer: Any, controls: Controls) -> Segments:
     """Tokenize the three texts of every example in one batch and lay out the seven runs."""
-    n = examples.height
     order = examples["order"].to_numpy()
+    fim = order != PLAIN
     if controls.tokens is None:
-        first, second = (
-            [text if fim else "" for text, fim in zip(prompt_texts(examples, controls), order, strict=True)],
-            [""] * n,
-        )
+        prompts = zip(prompt_texts(examples, controls), fim, strict=True)
+        first, second = [prompt if asked else "" for prompt, asked in prompts], [""] * len(order)
     else:
         swapped = pl.col("order") == SPM
         shown = examples.select(
@@ -215,7 +195,6 @@ def tokenize_pieces(examples: pl.DataFrame, tokenizer: Any, controls: Controls) 
         first, second = shown["first"].to_list(), shown["second"].to_list()
     texts = first + second + examples["middle"].to_list()
     # Behind a control token stand all pieces but a plain row's text and an instruction, which open the sequence.
-    fim = order != PLAIN
     guarded = np.concatenate([fim & (controls.tokens is not None)] * 2 + [fim]) & (controls.guard is not None)
     if controls.guard is not None:
         texts = [controls.guard + text if guard else text for text, guard in zip(texts, guarded, strict=True)]
@@ -233,9 +212,9 @@ def tokenize_pieces(examples: pl.DataFrame, tokenizer: Any, controls: Controls) 
             at += len(run)
 
     def seven(control: npt.NDArray[np.int64], text: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        rows = np.empty((n, 7), np.int64)
+        rows = np.empty((len(order), 7), np.int64)
         rows[:, [0, 2, 4, 6]] = control[order]
-        rows[:, [1, 3, 5]] = text.reshape(3, n).T
+        rows[:, [1, 3, 5]] = text.reshape(3, -1).T
         return rows
 
     return Segments(np.concatenate(pool), seven(run_starts, starts), seven(run_lengths, lengths))
@@ -256,8 +235,5 @@ def check_prompts_read_back(examples: pl.DataFrame, segments: Segments, tokenize
         if list(tokenizer(prompt)["input_ids"]) != only.gather().tolist():
             raise UsageError(
                 f"the tokenizer reads the FIM prompt {prompt[:60]!r}... as other ids than those trained on",
-                fix=(
-                    "check that it adds no end token to texts (add_eos_token) and strips no spaces "
-                    "around its FIM tokens (lstrip, rstrip)"
-                ),
+                fix="have it add no end token (add_eos_token) and strip no spaces around its FIM tokens (lstrip, rstrip)",
             )

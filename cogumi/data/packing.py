@@ -2,10 +2,9 @@
 
 TRL's `bfd` packing lays the rows of a micro-batch end to end, in one sequence whose position ids begin again at each
 example, without an attention mask. That is how flash attention wants them. Any other attention computes the whole square of
-that sequence, so that it gets the rows beside each other: `collate_rows_apart`.
-transformers 5.17 makes a block-diagonal mask of the position ids. A model that carries a state along the sequence, makes
-a mask of its own or (gpt_oss there, unless with flash attention) makes one without the position ids lets examples read each
-other. That is found out on the loaded model, not looked up.
+that sequence, so that it gets the rows beside each other: `collate_rows_apart`. transformers 5.17 makes a block-diagonal
+mask of the position ids; a model with a state along the sequence, or with a mask of its own, lets examples read each other.
+That is found out on the loaded model, not looked up.
 """
 
 import logging
@@ -60,21 +59,6 @@ class Packed:
         return self.tokens / (len(self.rows) * self.row_length)
 
 
-@dataclass(frozen=True)
-class RowsPerStep:
-    """An optimizer step in rows that holds about the examples that were asked for."""
-
-    asked: int
-    per_device_train_batch_size: int
-    gradient_accumulation_steps: int
-    examples: float
-    """In a step, on average."""
-
-    @property
-    def rows(self) -> int:
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps
-
-
 def wants_one_sequence(model: Any) -> bool:
     """Whether the model's attention takes packed rows end to end without computing what lies between them."""
     return "flash" in attention_of(model.config)
@@ -102,9 +86,7 @@ def probe_packing(model: Any, documents: Sequence[Sequence[int]], pad_token_id: 
     """Send pairs of documents through the model packed and apart, and return the pair that differs least beyond rounding.
 
     documents: token ids of at least two examples, of which the last DOCUMENT tokens are used (chats begin alike). Packed as
-    the training packs them: a row of the pair and, but for flash attention, one of its first document beside it. The model is
-    used as it is (dtype, quantization, adapter, attention), in eval mode and without gradients; its mode and the random
-    state are as before afterwards.
+    the training packs them: a row of the pair and, but for flash attention, one of its first document beside it.
     """
     ends = [list(document[-DOCUMENT:]) for document in documents if len(document) > 1]
     if len(ends) < 2:
@@ -137,14 +119,9 @@ def probe_pair(model: Any, one: list[int], other: list[int], pad_token_id: int) 
     padded = logits_of(padding, {"input_ids": one}, {"input_ids": other})
     together = torch.cat([row[: len(ids)] for row, ids in zip(padded, (one, other), strict=True)])
     measured = (alone - together).abs().max().item()
-    epsilon = torch.finfo(computing_dtype(model)).eps * alone.abs().max().item()
+    dtypes = {each.dtype for each in model.parameters() if each.is_floating_point() and each.dtype.itemsize > 1}
+    epsilon = max(torch.finfo(dtype).eps for dtype in dtypes) * alone.abs().max().item()  # of the coarsest
     return Leak((packed - alone).abs().max().item(), max(TIMES_MEASURED * measured, TIMES_EPSILON * epsilon))
-
-
-def computing_dtype(model: Any) -> torch.dtype:
-    """The coarsest dtype of the model's floating-point parameters."""
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    return max((dtype for dtype in dtypes if dtype.itemsize > 1), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 @contextmanager
@@ -183,9 +160,11 @@ def pack(labelled: Dataset, row_length: int, strategy: str = "bfd") -> Packed:
     return Packed(rows, row_length, len(labelled), pc.sum(pc.list_value_length(lengths)).as_py())
 
 
-def rows_per_step(packed: Packed, micro_batch: int, accumulation: int) -> RowsPerStep:
-    """The number of rows nearest to micro_batch x accumulation examples, in micro-batches that are no larger."""
-    asked = micro_batch * accumulation
-    rows = max(1, round(asked / packed.examples_per_row))
+def rows_per_step(packed: Packed, micro_batch: int, accumulation: int) -> tuple[int, int]:
+    """(rows of a micro-batch, micro-batches accumulated), which hold about the examples that were asked for.
+
+    The number of rows is the one nearest to micro_batch x accumulation examples, in micro-batches that are no larger.
+    """
+    rows = max(1, round(micro_batch * accumulation / packed.examples_per_row))
     at_once = max(size for size in range(1, min(micro_batch, rows) + 1) if rows % size == 0)
-    return RowsPerStep(asked, at_once, rows // at_once, rows * packed.examples_per_row)
+    return at_once, rows // at_once

@@ -5,16 +5,16 @@ the prompt. A pair whose two sides are, or become by truncation, the same says n
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from cogumi.data.chat import Message, read_messages, read_text, read_tools, refuse_empty_answers
-from cogumi.data.encoding import Rendering, TokenBudget, batches, encode, shared_prefixes
-from cogumi.data.rows import BadRow, Chunk, Dropped, count_dropped, parse_rows
+from cogumi.data.encoding import FormatOptions, Ids, Rendering, batches, encode, shared_prefixes
+from cogumi.data.rows import BadRow, Chunk, Dropped, parse_rows, try_each
 
 Side = str | list[Message]
 
@@ -23,29 +23,21 @@ def preference_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     """`prompt_ids`, `chosen_ids`, `rejected_ids`. The template may be None where no row holds messages."""
     dropped: dict[str, Dropped] = {}
     pairs, at = parse_rows(rows, first_row, using.columns, read_pair, dropped, using.special)
-    texts: list[tuple[str, str, str]] = []
-    at_text: list[int] = []
-    for pair, row in zip(pairs, at, strict=True):
-        try:
-            texts.append(render_pair(pair, using))
-            at_text.append(row)
-        except BadRow as error:
-            count_dropped(dropped, error.reason, row, error.excerpt or tuple(pair.values()))
-    ids: dict[str, list[NDArray[np.int32]]] = {"prompt_ids": [], "chosen_ids": [], "rejected_ids": []}
-    truncated = 0
     plain = bool(pairs) and isinstance(pairs[0]["prompt"], str)
+    texts, at = try_each(pairs, at, partial(render_pair, using=using), dropped, lambda pair: tuple(pair.values()))
+    kept: list[tuple[Ids, Ids, Ids]] = []
+    truncated = 0
     for start, end in batches([chosen for _, chosen, _ in texts]):
-        sides = tokenize_pairs(texts[start:end], using.tokenizer, plain)
-        for (prompt, chosen, rejected), row, shown in zip(sides, at_text[start:end], texts[start:end], strict=True):
-            try:
-                chosen, rejected, cut = fit_budget(using.budget, prompt, chosen, rejected)
-            except BadRow as error:
-                count_dropped(dropped, error.reason, row, shown[0])
-                continue
-            truncated += cut
-            for name, part in zip(ids, (prompt, chosen, rejected), strict=True):
-                ids[name].append(part)
-    columns = {name: pa.array(parts, pa.list_(pa.int32())) for name, parts in ids.items()}
+        ids = zip(tokenize_pairs(texts[start:end], using.tokenizer, plain), texts[start:end], strict=True)
+        fitting, _ = try_each(
+            ids, at[start:end], lambda pair: fit_budget(using.options, *pair[0]), dropped, lambda pair: pair[1][0]
+        )
+        kept += [sides for sides, _ in fitting]
+        truncated += sum(cut for _, cut in fitting)
+    columns = {
+        name: pa.array([sides[at] for sides in kept], pa.list_(pa.int32()))
+        for at, name in enumerate(("prompt_ids", "chosen_ids", "rejected_ids"))
+    }
     return Chunk(pa.table(columns), dropped, truncated)
 
 
@@ -111,9 +103,7 @@ def render_pair(pair: dict[str, Any], using: Rendering) -> tuple[str, str, str]:
     return asked, template.whole(prompt + chosen, tools), template.whole(prompt + rejected, tools)
 
 
-def tokenize_pairs(
-    texts: list[tuple[str, str, str]], tokenizer: Any, plain: bool
-) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]]:
+def tokenize_pairs(texts: list[tuple[str, str, str]], tokenizer: Any, plain: bool) -> Iterator[tuple[Ids, Ids, Ids]]:
     """(prompt, chosen, rejected) in ids: the prompt ends where its own tokens part from either whole's."""
     prompts, chosen, rejected = (encode(tokenizer, side, plain) for side in zip(*texts, strict=True))
     length = np.minimum(shared_prefixes(*prompts, *chosen), shared_prefixes(*prompts, *rejected))
@@ -127,23 +117,21 @@ def tokenize_pairs(
         )
 
 
-def fit_budget(
-    budget: TokenBudget, prompt: NDArray[np.int32], chosen: NDArray[np.int32], rejected: NDArray[np.int32]
-) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
-    """(chosen, rejected, whether something was cut). Raises BadRow where nothing is left to compare.
+def fit_budget(options: FormatOptions, prompt: Ids, chosen: Ids, rejected: Ids) -> tuple[tuple[Ids, Ids, Ids], bool]:
+    """((prompt, chosen, rejected), whether something was cut). Raises BadRow where nothing is left to compare.
 
     What is cut is what TRL's collator cuts at `max_length`. From the start (keep_end) it cuts unlike lengths of one
     prompt, so that is left to it.
     """
-    longest = len(prompt) + max(len(chosen), len(rejected))
-    cut = budget.max_length is not None and longest > budget.max_length
-    if cut and budget.overlong == "drop":
-        raise BadRow(budget.too_long)
-    if cut and budget.keep == "keep_start":
-        room = max(0, (budget.max_length or 0) - len(prompt))
+    longest, most = len(prompt) + max(len(chosen), len(rejected)), options.max_length
+    cut = most is not None and longest > most
+    if cut and options.overlong == "drop":
+        raise BadRow(options.too_long)
+    if most is not None and cut and options.truncation_mode == "keep_start":
+        room = max(0, most - len(prompt))
         chosen, rejected = chosen[:room], rejected[:room]
         if np.array_equal(chosen, rejected):
-            raise BadRow(f"with nothing to compare within {budget.max_length} tokens")
+            raise BadRow(f"with nothing to compare within {most} tokens")
     if not len(chosen) or not len(rejected):
         raise BadRow("with nothing to compare")
-    return chosen, rejected, int(cut)
+    return (prompt, chosen, rejected), cut

@@ -1,14 +1,16 @@
 """Rows of a source and what becomes of them: examples, or a count of the dropped rows by reason with the first of each."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, is_dataclass
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, is_dataclass, replace
+from itertools import chain
+from typing import Any, TypeVar
 
 import polars as pl
 import pyarrow as pa
 
 T = TypeVar("T")
+V = TypeVar("V")
 EXCERPT = 80  # characters
 SPOKEN = {"role", "content"}
 
@@ -22,9 +24,6 @@ class Dropped:
     """Its index in the whole source, from 0."""
     excerpt: str
     """What it holds, in at most 80 characters."""
-
-    def __add__(self, later: "Dropped") -> "Dropped":
-        return Dropped(self.count + later.count, self.row, self.excerpt)
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,9 @@ class Chunk:
     """Examples in the table of which something was cut away."""
 
 
-class Tokenize(Protocol):
-    """Makes examples of rows. What it makes of a row depends on the row, its index and what is in the cache key alone."""
-
-    def __call__(self, rows: pl.DataFrame, first_row: int) -> Chunk:
-        """`first_row`: the index of rows[0] in the whole source. A chunk of which nothing is usable is no error."""
-        ...
+Tokenize = Callable[[pl.DataFrame, int], Chunk]
+"""Makes examples of rows, of which the first has this index in the whole source. What it makes of a row depends on the row,
+its index and what is in the cache key alone. A chunk of which nothing is usable is no error."""
 
 
 class BadRow(Exception):
@@ -56,12 +52,12 @@ class BadRow(Exception):
         self.reason, self.excerpt = reason, excerpt
 
 
-def count_dropped(dropped: dict[str, Dropped], reason: str, row: int, value: Any) -> None:
-    """Count row number `row`, which holds `value`; rows come in their order."""
+def count_dropped(dropped: dict[str, Dropped], reason: str, row: int, value: Any, count: int = 1) -> None:
+    """Count rows, of which row number `row`, which holds `value`, is the first. Rows come in their order."""
     if reason in dropped:
-        dropped[reason] += Dropped(1, row, "")
+        dropped[reason] = replace(dropped[reason], count=dropped[reason].count + count)
     else:
-        dropped[reason] = Dropped(1, row, excerpt_of(value))
+        dropped[reason] = Dropped(count, row, excerpt_of(value))
 
 
 def excerpt_of(value: Any) -> str:
@@ -95,6 +91,25 @@ def decode_value(value: Any) -> Any:
     return value
 
 
+def try_each(
+    values: Iterable[V],
+    at: Iterable[int],
+    make: Callable[[V], T],
+    dropped: dict[str, Dropped],
+    show: Callable[[V], Any] = lambda value: value,
+) -> tuple[list[T], list[int]]:
+    """(what `make` makes of each value, the index of its row). Rows that it refuses are counted, the first as `show` has it."""
+    made: list[T] = []
+    kept: list[int] = []
+    for value, row in zip(values, at, strict=True):
+        try:
+            made.append(make(value))
+            kept.append(row)
+        except BadRow as error:
+            count_dropped(dropped, error.reason, row, error.excerpt or show(value))
+    return made, kept
+
+
 def parse_rows(
     rows: pl.DataFrame,
     first_row: int,
@@ -108,15 +123,9 @@ def parse_rows(
     Rows that it refuses are counted, and those in whose texts one of the tokenizer's control tokens stands (`special`): it
     would become one in the middle of them.
     """
-    made: list[T] = []
-    at: list[int] = []
     values = zip(*(rows[column].to_list() for column in columns.values()), strict=True)
-    for index, row in enumerate(values, first_row):
-        try:
-            made.append(make(dict(zip(columns, row, strict=True))))
-            at.append(index)
-        except BadRow as error:
-            count_dropped(dropped, error.reason, index, error.excerpt or row)
+    indices = range(first_row, first_row + rows.height)
+    made, at = try_each(values, indices, lambda row: make(dict(zip(columns, row, strict=True))), dropped)
     texts = pl.Series(["\0".join(iter_strings(each)) for each in made], dtype=pl.String)
     bad = texts.str.contains_any(special).to_list() if special else [False] * len(made)
     for hit, row_number, text in zip(bad, at, texts, strict=True):
@@ -130,12 +139,12 @@ def iter_strings(value: Any) -> Iterator[str]:
     """Every text in a value of messages or tools, however deep, keys included; of a dataclass its values."""
     if isinstance(value, str):
         yield value
+        return
+    if isinstance(value, Mapping):
+        value = chain.from_iterable(value.items())
     elif is_dataclass(value):
-        yield from iter_strings(list(vars(value).values()))
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from iter_strings(key)
-            yield from iter_strings(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from iter_strings(inner)
+        value = vars(value).values()
+    elif not isinstance(value, list | tuple):
+        return
+    for inner in value:
+        yield from iter_strings(inner)

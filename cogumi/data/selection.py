@@ -4,8 +4,7 @@ Every row has a hash of its used columns, keyed with the seed. The rows with the
 the next smallest are trained on where not all are wanted. So the choice does not depend on the order of the rows or on how
 they are spread over files, a row added to the source moves few others, and rows that are equal are never on both sides.
 
-The hashes lie in a file (8 bytes a row), the choice in another (1 byte a row). They are sorted bucket by bucket, so that
-memory grows with the rows that are equal to each other at most.
+The hashes lie in a file (8 bytes a row), the choice in another (1 byte a row), and are sorted bucket by bucket.
 """
 
 import hashlib
@@ -14,14 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-if TYPE_CHECKING:
-    from cogumi.config.schema import DataSection
+from cogumi.data.chat import without_nulls
 
 Hashes = npt.NDArray[np.uint64]
 States = npt.NDArray[np.uint8]
@@ -47,11 +45,6 @@ class Selection:
     """Of the rows of each source that may be trained on."""
     deduplicate: bool = False
     seed: int = 0
-
-
-def selection_of(data: "DataSection") -> Selection:
-    """Which rows a config's `data:` asks for."""
-    return Selection(data.eval_rows, data.max_rows, data.fraction, data.deduplicate, data.fim.seed)
 
 
 @dataclass(frozen=True)
@@ -103,16 +96,9 @@ def _as_bytes(series: pl.Series) -> list[bytes | None]:
 def _canonical(value: Any) -> bytes | None:
     if value is None or isinstance(value, bytes):
         return value
-    if isinstance(value, str):
-        return value.encode("utf-8", "surrogatepass")
-    text = json.dumps(_without_nulls(value), sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str)
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+    if not isinstance(value, str):
+        value = json.dumps(without_nulls(value), sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str)
+    return value.encode("utf-8", "surrogatepass")  # type: ignore[no-any-return]
 
 
 def choose_rows(
@@ -126,8 +112,8 @@ def choose_rows(
 
     None is trained on where a source has none left.
     """
-    shares = [Fraction(str(weight)) for weight in weights]
-    shares = [share / sum(shares) for share in shares]
+    weighed = [Fraction(str(weight)) for weight in weights]
+    shares = [each / sum(weighed) for each in weighed]
     parts = [slice(start, stop) for start, stop in pairwise(bounds)]
     held_out = np.empty(0, np.uint64)
     wanted = divide_by_shares(held_out_rows(len(hashes), selection.eval_rows), shares)
@@ -142,22 +128,25 @@ def choose_rows(
         if selection.deduplicate:
             states[copies] = COPY
 
-    limits = [_share_of(count_state(states[part], UNUSED), selection.fraction) for part in parts]
-    total = min(int(limit / share) for limit, share in zip(limits, shares, strict=True))
+    totals = []  # that each source allows
+    for part, share in zip(parts, shares, strict=True):
+        unused = count_state(states[part], UNUSED)
+        limit = min(unused, max(1, round(unused * Fraction(str(selection.fraction)))))
+        totals.append(int(limit / share))
     if selection.max_rows is not None:
-        total = min(total, selection.max_rows)
-    for part, count in zip(parts, divide_by_shares(total, shares), strict=True):
+        totals.append(selection.max_rows)
+    for part, count in zip(parts, divide_by_shares(min(totals), shares), strict=True):
         for rows in iter_ascending(hashes[part]):
             chosen = rows[states[part][rows] == UNUSED][:count]
             states[part][chosen] = TRAIN
             count -= len(chosen)
     return [
         Counts(
-            part.stop - part.start,
-            count_state(states[part], TRAIN),
-            count_state(states[part], HELD_OUT),
-            count_state(states[part], LIKE_HELD_OUT),
-            int(copies),
+            rows=part.stop - part.start,
+            train=count_state(states[part], TRAIN),
+            held_out=count_state(states[part], HELD_OUT),
+            like_held_out=count_state(states[part], LIKE_HELD_OUT),
+            duplicates=int(copies),
         )
         for part, copies in zip(parts, duplicates, strict=True)
     ]
@@ -185,8 +174,9 @@ def iter_ascending(hashes: Hashes) -> Iterator[npt.NDArray[np.int64]]:
         yield np.argsort(hashes, kind="stable")
         return
     shift = np.uint64(64 - bits)
+    starts = range(0, len(hashes), BLOCK)
     for bucket in range(1 << bits):
-        found = [block.start + np.flatnonzero(hashes[block] >> shift == bucket) for block in _blocks(len(hashes))]
+        found = [start + np.flatnonzero(hashes[start : start + BLOCK] >> shift == bucket) for start in starts]
         rows = np.concatenate(found)
         yield rows[np.argsort(hashes[rows], kind="stable")]
 
@@ -206,13 +196,5 @@ def divide_by_shares(total: int, shares: Sequence[Fraction]) -> list[int]:
     return whole
 
 
-def _share_of(count: int, fraction: float) -> int:
-    return min(count, max(1, round(count * Fraction(str(fraction)))))
-
-
-def _blocks(length: int) -> Iterator[slice]:
-    return (slice(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK))
-
-
 def count_state(states: States, state: int) -> int:
-    return sum(int(np.count_nonzero(states[block] == state)) for block in _blocks(len(states)))
+    return int(np.count_nonzero(states == state))

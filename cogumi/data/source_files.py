@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from cogumi.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from cogumi.config.schema import DataSection, Format
+    from cogumi.config.schema import DataSection, Format, MixEntry
 
 PARQUET, JSON_LINES, CSV = "parquet", "JSON lines", "CSV"
 SUFFIXES = {PARQUET: (".parquet",), JSON_LINES: (".jsonl", ".ndjson", ".json"), CSV: (".csv", ".tsv")}
@@ -73,9 +73,8 @@ def refuse_other_kinds(name: str, paths: Iterable[str | Path]) -> None:
     for path in paths:
         if kind_of(Path(path)) is None:
             kinds = ", ".join(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
-            raise UsageError(
-                f"{path} is of a kind that is not read ({kinds} are)", place=name, fix="convert it and give the file"
-            )
+            what = f"{path} is of a kind that is not read ({kinds} are)"
+            raise UsageError(what, place=name, fix="convert it and give the file")
 
 
 @dataclass(frozen=True)
@@ -120,17 +119,19 @@ def locate(source: str, *, revision: str | None = None, split: str | None = None
 
 
 def files_identity(files: Sequence[Path]) -> list[list[Any]]:
-    """Of each file: where it really is, its size, when it was written, and a hash of its first and last MiB."""
-    return [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns, hash_of_ends(file)] for file in files]
+    """Of each file: where it really is, its size, when it was written, and a hash of its first and last MiB.
 
-
-def hash_of_ends(file: Path) -> str:
-    """Finds out, most of the time, a file that was changed and whose time was set back."""
-    with file.open("rb") as data:
-        digest = hashlib.sha256(data.read(END_BYTES))
-        data.seek(max(END_BYTES, file.stat().st_size - END_BYTES))
-        digest.update(data.read())
-    return digest.hexdigest()
+    The hash finds out, most of the time, a file that was changed and whose time was set back.
+    """
+    found = []
+    for file in files:
+        size, written = file.stat().st_size, file.stat().st_mtime_ns
+        with file.open("rb") as data:
+            digest = hashlib.sha256(data.read(END_BYTES))
+            data.seek(max(END_BYTES, size - END_BYTES))
+            digest.update(data.read())
+        found.append([str(file.resolve()), size, written, digest.hexdigest()])
+    return found
 
 
 @dataclass(frozen=True)
@@ -146,16 +147,14 @@ class Entry:
 
 def entries_of(data: "DataSection") -> list[Entry]:
     """The sources of a config's `data:`, downloaded where they are on the hub: `source` alone, or those of `mix`."""
-    if data.source is not None:
-        located = locate(data.source, revision=data.revision, split=data.split, subset=data.subset)
-        return [Entry(located, data.format, data.columns, data.column, 1.0)]
+    entries: Sequence[MixEntry | DataSection] = data.mix or [data]
     return [
         Entry(
-            locate(each.source, revision=each.revision, split=each.split, subset=each.subset),
+            locate(each.source or "", revision=each.revision, split=each.split, subset=each.subset),
             each.format or data.format,
             data.columns if each.columns is None else each.columns,
             each.column or data.column,
-            each.weight,
+            getattr(each, "weight", 1.0),
         )
-        for each in data.mix
+        for each in entries
     ]

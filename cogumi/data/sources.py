@@ -7,7 +7,8 @@ batches held 130 MB of a 260 MB file, and more of a larger one, where these hold
 import difflib
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from cogumi.core.errors import UsageError
-from cogumi.data.source_files import CSV, JSON_LINES, PARQUET, kind_of
+from cogumi.data.source_files import CSV, JSON_LINES, kind_of
 
 BATCH_BYTES = 8 * 2**20
 """Of a file's data at a time. Tokenizing a batch takes some 50 times its text."""
@@ -38,16 +39,16 @@ def column_names(files: Sequence[Path]) -> list[str]:
     """
     names: dict[str, None] = {}
     for file in files:
-        match kind_of(file):
-            case "JSON lines":
-                for _, records in _record_blocks(file):
-                    names.update(dict.fromkeys(chain.from_iterable(records)))
-                    break
-            case "CSV":
-                names.update(dict.fromkeys(_csv_reader(file, None).schema.names))
-            case _:
-                with _parquet_file(file) as parquet:
-                    names.update(dict.fromkeys(parquet.schema_arrow.names))
+        with _damage_refused(file):
+            found: Iterable[str]
+            if kind_of(file) == JSON_LINES:
+                _, records = next(_record_blocks(file), ([], []))
+                found = chain.from_iterable(records)
+            elif kind_of(file) == CSV:
+                found = _csv_reader(file, None).schema.names
+            else:
+                found = pq.read_schema(file).names
+            names.update(dict.fromkeys(found))
     return list(names)
 
 
@@ -57,37 +58,45 @@ def batches(
     """The named `columns` of all files as frames of some `BATCH_BYTES`, in file order; other columns are never decoded.
 
     What CSV holds is text. Of JSON lines a column that is neither text nor numbers is one of Python objects, just as they
-    were written: a frame's types would give every message the keys of all others. Text that is not UTF-8 makes its
-    batch's column binary.
+    were written: a frame's types would give every message the keys of all others. Text that is not UTF-8 is binary.
 
     `text_only` refuses columns that are neither text nor binary; `alike` those whose values are of several kinds, which
     only JSON lines can hold. Raises UsageError, naming the file, for JSON lines the line, and the fix.
     """
     for file in files:
-        match kind_of(file):
-            case "JSON lines":
+        with _damage_refused(file):
+            if kind_of(file) == JSON_LINES:
                 yield from _json_batches(file, columns, text_only, alike or {})
-            case "CSV":
+            elif kind_of(file) == CSV:
                 yield from _csv_batches(file, columns)
-            case _:
+            else:
                 yield from _parquet_batches(file, columns, text_only)
 
 
-def _missing(file: Path, column: str, names: Sequence[str]) -> UsageError:
-    near = difflib.get_close_matches(column, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return UsageError(f"no column {column!r}", place=file, fix=f"{hint}it has: {', '.join(names)}")
+@contextmanager
+def _damage_refused(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, pl.exceptions.PolarsError, OSError) as error:
+        raise UsageError(
+            f"not a {kind_of(file)} file, or a damaged one ({_first_line(error)})",
+            place=file,
+            fix="write or download it again",
+        ) from error
+
+
+def _refuse_missing(file: Path, columns: Sequence[str], names: Iterable[str]) -> None:
+    names = list(names)
+    for column in columns:
+        if column not in names:
+            near = difflib.get_close_matches(column, names, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise UsageError(f"no column {column!r}", place=file, fix=f"{hint}it has: {', '.join(names)}")
 
 
 def _not_text(column: str, kind: str, place: Path | str, texts: Sequence[str]) -> UsageError:
     fix = f"name a text column of: {', '.join(texts) or 'none there'}"
     return UsageError(f"column {column!r} holds {kind}, not text", place=place, fix=fix)
-
-
-def _damaged(file: Path, kind: str, error: Exception) -> UsageError:
-    return UsageError(
-        f"not a {kind} file, or a damaged one ({_first_line(error)})", place=file, fix="write or download it again"
-    )
 
 
 def _first_line(error: Exception) -> str:
@@ -97,36 +106,20 @@ def _first_line(error: Exception) -> str:
 # -------------------------------------------------------------------------------------------------------------- parquet
 
 
-def _parquet_file(file: Path) -> pq.ParquetFile:
-    try:
-        return pq.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False)
-    except (pa.ArrowException, OSError) as error:
-        raise _damaged(file, PARQUET, error) from error
-
-
 def _parquet_batches(file: Path, columns: Sequence[str], text_only: bool) -> Iterator[pl.DataFrame]:
-    with _parquet_file(file) as parquet:
-        try:
-            schema = pl.DataFrame(parquet.schema_arrow.empty_table()).schema
-        except (pa.ArrowException, pl.exceptions.PolarsError) as error:
-            raise _damaged(file, PARQUET, error) from error
+    with pq.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False) as parquet:
+        schema = pl.DataFrame(parquet.schema_arrow.empty_table()).schema
+        _refuse_missing(file, columns, schema)
         for column in columns:
-            if column not in schema:
-                raise _missing(file, column, schema.names())
             if text_only and schema[column] not in (pl.String, pl.Binary, pl.Categorical, pl.Enum, pl.Null):
                 texts = [name for name, kind in schema.items() if kind == pl.String]
                 raise _not_text(column, str(schema[column]), file, texts)
         dictionary_encoded = [name for name in columns if schema[name] in (pl.Categorical, pl.Enum)]
-        found = parquet.iter_batches(_rows_at_a_time(parquet.metadata, columns), columns=columns, use_threads=False)
-        try:
-            for batch in found:
-                # Zero columns are no frame's rows; text is copied once, into polars' own layout.
-                frame = pl.DataFrame(pa.Table.from_batches([batch])).select(columns)
-                yield frame.with_columns(pl.col(dictionary_encoded).cast(pl.String))
-        except (pa.ArrowException, pl.exceptions.PolarsError, OSError) as error:
-            raise UsageError(
-                f"its rows cannot be read ({_first_line(error)})", place=file, fix="write the file again"
-            ) from error
+        rows = _rows_at_a_time(parquet.metadata, columns)
+        for batch in parquet.iter_batches(rows, columns=columns, use_threads=False):
+            # Zero columns are no frame's rows; text is copied once, into polars' own layout.
+            frame = pl.DataFrame(pa.Table.from_batches([batch])).select(columns)
+            yield frame.with_columns(pl.col(dictionary_encoded).cast(pl.String))
 
 
 def _rows_at_a_time(metadata: pq.FileMetaData, columns: Sequence[str]) -> int:
@@ -147,23 +140,27 @@ def _json_batches(
     file: Path, columns: Sequence[str], text_only: bool, alike: Mapping[str, Alike]
 ) -> Iterator[pl.DataFrame]:
     seen: dict[str, None] = {}
-    kinds: dict[str, tuple[str, int]] = {}
-    rows = 0
+    first_of_kind: dict[str, tuple[str, int]] = {}  # by the place of a value: its kind, the line
+    records: list[dict[str, Any]] = []
     for lines, records in _record_blocks(file):
-        for record in records:
+        for line, record in zip(lines, records, strict=True):
             seen.update(dict.fromkeys(record))
-        data = {name: [record.get(name) for record in records] for name in columns}
-        rows += len(records)
-        if text_only:
-            for name, values in data.items():
-                _refuse_other_than_text(file, name, values, records, lines)
-        for name in columns:
-            if name in alike:
-                _refuse_several_kinds(file, name, data[name], lines, alike[name], kinds)
-        yield pl.DataFrame([_series(name, values) for name, values in data.items()])
-    for column in columns if rows else ():
-        if column not in seen:
-            raise _missing(file, column, list(seen))
+            for column in columns:
+                value = record.get(column)
+                if text_only and not isinstance(value, str | None):
+                    texts = [key for key, each in record.items() if isinstance(each, str)]
+                    raise _not_text(column, KINDS[type(value)], f"{file}:{line}", texts)
+                for place, kind in _kinds(value, column, alike.get(column)):
+                    before, at = first_of_kind.setdefault(place, (kind, line))
+                    if kind != before:
+                        raise UsageError(
+                            f"column {place!r} holds {kind}, but {before} at {file.name}:{at}",
+                            place=f"{file}:{line}",
+                            fix="write its values alike",
+                        )
+        yield pl.DataFrame([_series(column, [record.get(column) for record in records]) for column in columns])
+    if records:
+        _refuse_missing(file, columns, seen)
 
 
 def _record_blocks(file: Path) -> Iterator[tuple[list[int], list[dict[str, Any]]]]:
@@ -173,21 +170,18 @@ def _record_blocks(file: Path) -> Iterator[tuple[list[int], list[dict[str, Any]]
     records: list[dict[str, Any]] = []
     numbers: list[int] = []
     size = 0
-    try:
-        with io.BufferedReader(pa.input_stream(str(file), compression="detect"), BUFFER_BYTES) as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                # Bytes that are not UTF-8 become lone surrogates, which `_series` turns back into those bytes.
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8", "surrogateescape")
-                records.append(_record(file, number, text))
-                numbers.append(number)
-                size += len(line)
-                if size >= BATCH_BYTES or len(records) == MOST_ROWS:
-                    yield numbers, records
-                    records, numbers, size = [], [], 0
-    except (pa.ArrowException, OSError) as error:
-        raise _damaged(file, JSON_LINES, error) from error
+    with io.BufferedReader(pa.input_stream(str(file), compression="detect"), BUFFER_BYTES) as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            # Bytes that are not UTF-8 become lone surrogates, which `_series` turns back into those bytes.
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8", "surrogateescape")
+            records.append(_record(file, number, text))
+            numbers.append(number)
+            size += len(line)
+            if size >= BATCH_BYTES or len(records) == MOST_ROWS:
+                yield numbers, records
+                records, numbers, size = [], [], 0
     if records:
         yield numbers, records
 
@@ -203,50 +197,22 @@ def _record(file: Path, number: int, text: str) -> dict[str, Any]:
         why = error.msg if isinstance(error, json.JSONDecodeError) else _first_line(error)
         raise UsageError(f"not JSON, or cut short ({why})", place=place, fix=fix) from error
     if not isinstance(record, dict):
-        raise UsageError(f"a row is one object, and this is {_kind(record) or 'null'}", place=place, fix=fix)
+        kind = "null" if record is None else KINDS[type(record)]
+        raise UsageError(f"a row is one object, and this is {kind}", place=place, fix=fix)
     return record
 
 
-def _refuse_other_than_text(
-    file: Path, name: str, values: list[Any], records: list[dict[str, Any]], lines: list[int]
-) -> None:
-    for value, line in zip(values, lines, strict=True):
-        if value is not None and not isinstance(value, str):
-            texts = dict.fromkeys(key for record in records for key, each in record.items() if isinstance(each, str))
-            raise _not_text(name, str(_kind(value)), f"{file}:{line}", [key for key in texts if key != name])
-
-
-def _refuse_several_kinds(
-    file: Path, name: str, values: list[Any], lines: list[int], alike: Alike, kinds: dict[str, tuple[str, int]]
-) -> None:
-    """Raise UsageError for a value of another kind than an earlier one; `kinds` holds the first kind of each place."""
-    for value, line in zip(values, lines, strict=True):
-        found = _kinds(value, name) if alike == "throughout" else [(name, _kind(value))]
-        for place, kind in found:
-            if kind is None or (alike == "text or messages" and kind not in ("text", "a list")):
-                continue
-            before, at = kinds.setdefault(place, (kind, line))
-            if kind != before:
-                raise UsageError(
-                    f"column {place!r} holds {kind}, but {before} at {file.name}:{at}",
-                    place=f"{file}:{line}",
-                    fix="write its values alike",
-                )
-
-
-def _kinds(value: Any, place: str) -> Iterator[tuple[str, str | None]]:
-    """What a value is, and everything in it, by place: answer, answer.x, answer[]."""
-    yield place, _kind(value)
-    if isinstance(value, dict):
+def _kinds(value: Any, place: str, alike: Alike | None) -> Iterator[tuple[str, str]]:
+    """(place, kind) of a value that has to be like others, and of everything in it: answer, answer.x, answer[]."""
+    if value is None or alike is None or (alike == "text or messages" and not isinstance(value, str | list)):
+        return
+    yield place, KINDS[type(value)]
+    if alike == "throughout" and isinstance(value, dict):
         for key, each in value.items():
-            yield from _kinds(each, f"{place}.{key}")
-    elif isinstance(value, list):
+            yield from _kinds(each, f"{place}.{key}", alike)
+    elif alike == "throughout" and isinstance(value, list):
         for each in value:
-            yield from _kinds(each, f"{place}[]")
-
-
-def _kind(value: Any) -> str | None:
-    return None if value is None else KINDS[type(value)]
+            yield from _kinds(each, f"{place}[]", alike)
 
 
 def _series(name: str, values: list[Any]) -> pl.Series:
@@ -287,30 +253,21 @@ def _as_bytes(value: Any) -> bytes | None:
 
 
 def _csv_reader(file: Path, columns: Sequence[str] | None) -> pyarrow.csv.CSVStreamingReader:
-    types = {name: pa.binary() for name in columns or ()}
     tabs = file.suffix == ".tsv" or Path(file.stem).suffix == ".tsv"
-    try:
-        return pyarrow.csv.open_csv(
-            pa.input_stream(str(file), compression="detect"),
-            pyarrow.csv.ReadOptions(block_size=BATCH_BYTES, use_threads=False),
-            pyarrow.csv.ParseOptions(delimiter="\t" if tabs else ",", newlines_in_values=True),
-            # Without types every column is guessed from the first block, and one of numbers turns text away later.
-            pyarrow.csv.ConvertOptions(column_types=types, include_columns=columns, strings_can_be_null=False),
-        )
-    except (pa.ArrowException, OSError) as error:
-        raise _damaged(file, CSV, error) from error
+    # Without types every column is guessed from the first block, and one of numbers turns text away later.
+    types = {name: pa.binary() for name in columns or ()}
+    return pyarrow.csv.open_csv(
+        pa.input_stream(str(file), compression="detect"),
+        pyarrow.csv.ReadOptions(block_size=BATCH_BYTES, use_threads=False),
+        pyarrow.csv.ParseOptions(delimiter="\t" if tabs else ",", newlines_in_values=True),
+        pyarrow.csv.ConvertOptions(column_types=types, include_columns=columns, strings_can_be_null=False),
+    )
 
 
 def _csv_batches(file: Path, columns: Sequence[str]) -> Iterator[pl.DataFrame]:
-    names = column_names([file])
-    for column in columns:
-        if column not in names:
-            raise _missing(file, column, names)
-    try:
-        for batch in _csv_reader(file, columns):
-            yield pl.DataFrame([_text(name, batch.column(name)) for name in columns])
-    except (pa.ArrowException, OSError) as error:
-        raise _damaged(file, CSV, error) from error
+    _refuse_missing(file, columns, _csv_reader(file, None).schema.names)
+    for batch in _csv_reader(file, columns):
+        yield pl.DataFrame([_text(name, batch.column(name)) for name in columns])
 
 
 def _text(name: str, values: pa.Array) -> pl.Series:

@@ -1,12 +1,8 @@
 """Samples that need no download: the functions of the running Python's own standard library, as code, chat and pairs.
 
 Everyone has them, they are real code by many hands, and their licence (PSF-2.0) allows this use. One row per function or
-method. What is left out, so that a tiny model has something to learn in minutes:
-
-- test suites, vendored wheels and generated data (`SKIPPED_FOLDERS`), and site-packages;
-- functions shorter than `MIN_LINES` (stubs) or longer than `MAX_LINES` (decorators count as lines);
-- functions inside functions: they are already part of the outer one's source;
-- exact copies of a function already taken (`__repr__` and friends).
+method. Left out, so that a tiny model has something to learn in minutes: test suites, vendored and generated files
+(`SKIPPED_FOLDERS`), functions of less than `MIN_LINES` or more than `MAX_LINES`, functions inside functions, exact copies.
 
 The tasks are a description (the first line of a docstring) and the function it describes.
 """
@@ -19,9 +15,9 @@ import platform
 import sysconfig
 import textwrap
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 import polars as pl
@@ -60,19 +56,16 @@ def write_sample(path: Path) -> Path:
     `source` (dedented, parses on its own), `licence`. Rows are sorted by file and position; the same Python gives the
     same bytes. The file appears whole or not at all. Raises UsageError when this Python ships no library source.
     """
-    rows, dropped = collect_functions(Path(sysconfig.get_paths()["stdlib"]))
-    write_frame(path, rows, compression="zstd")
-    left_out = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
-    log.info("sample %s: kept %s functions; left out %s", path.name, f"{rows.height:,}", left_out)
-    return path
+    rows = collect_functions(Path(sysconfig.get_paths()["stdlib"]))
+    log.info("sample %s: %s functions", path.name, f"{rows.height:,}")
+    return write_frame(path, rows, compression="zstd")
 
 
-def collect_functions(library: Path) -> tuple[pl.DataFrame, dict[str, int]]:
-    """The functions below `library` that pass the filter, and how many were left out by reason.
+def collect_functions(library: Path) -> pl.DataFrame:
+    """The functions below `library` that are kept, with the columns of `SCHEMA`.
 
-    The frame has the columns of `SCHEMA`. Raises UsageError when `library` holds no Python source.
+    Raises UsageError when `library` holds no Python source.
     """
-    dropped: Counter[str] = Counter()
     rows: dict[str, tuple[str, str, str, str]] = {}  # by source
     for file in _source_files(library):
         try:
@@ -81,30 +74,22 @@ def collect_functions(library: Path) -> tuple[pl.DataFrame, dict[str, int]]:
                 warnings.simplefilter("ignore")
                 tree = ast.parse(text)
         except (UnicodeDecodeError, SyntaxError):
-            dropped["files that are not UTF-8 Python"] += 1
             continue
         relative = file.relative_to(library).as_posix()
         # ast counts lines by \n, \r\n and \r only; str.splitlines would also split at form feeds and shift them.
         lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
         for name, function in _functions(tree, ""):
-            first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
+            first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)]) - 1
             last = function.end_lineno or function.lineno
-            source = textwrap.dedent("\n".join(lines[first - 1 : last]) + "\n")
-            if last - first + 1 < MIN_LINES:
-                dropped[f"shorter than {MIN_LINES} lines"] += 1
-            elif last - first + 1 > MAX_LINES:
-                dropped[f"longer than {MAX_LINES} lines"] += 1
-            elif source[0].isspace():  # a string in it starts at column 0, so that no indent is common to all lines
-                dropped["that cannot be dedented"] += 1
-            elif source in rows:
-                dropped["copies"] += 1
-            else:
-                rows[source] = (relative, name, source, LICENCE)
+            source = textwrap.dedent("\n".join(lines[first:last]) + "\n")
+            # One that is still indented has a string at column 0, so that no indent is common to all lines.
+            if MIN_LINES <= last - first <= MAX_LINES and not source[0].isspace():
+                rows.setdefault(source, (relative, name, source, LICENCE))
     if not rows:
         raise UsageError(
             "this Python ships no library source to make a sample of", place=library, fix="give your own parquet file"
         )
-    return pl.DataFrame(list(rows.values()), schema=SCHEMA, orient="row"), dict(dropped)
+    return pl.DataFrame(list(rows.values()), schema=SCHEMA, orient="row")
 
 
 def _source_files(library: Path) -> list[Path]:
@@ -127,12 +112,13 @@ def _functions(node: ast.AST, scope: str) -> Iterator[tuple[str, ast.FunctionDef
             yield from _functions(child, scope)
 
 
-def write_frame(path: Path, frame: pl.DataFrame, **options: str) -> None:
+def write_frame(path: Path, frame: pl.DataFrame, **options: Any) -> Path:
     """Write parquet to `path` such that a reader, a crash or a second writer never sees half of it."""
     buffer = io.BytesIO()
-    frame.write_parquet(buffer, **options)  # type: ignore[arg-type]
+    frame.write_parquet(buffer, **options)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, buffer.getvalue())
+    return path
 
 
 # --------------------------------------------------------------------------------------------------------------- tasks
@@ -140,22 +126,36 @@ def write_frame(path: Path, frame: pl.DataFrame, **options: str) -> None:
 
 def chat_path() -> Path:
     """One row a described function: `messages` (user and assistant); `prompt` (the first of them) and `answer` (text)."""
-    return tasks_path("chat", chats_of)
+    user, assistant = _message("user", pl.col("task")), _message("assistant", pl.col("code"))
+    return _tasks_path(
+        "chat", messages=pl.concat_list(user, assistant), prompt=pl.concat_list(user), answer=pl.col("code")
+    )
 
 
 def pairs_path() -> Path:
     """One row a described function, as messages: `prompt`, `chosen` (the function), `rejected` (its lines backwards)."""
-    return tasks_path("pairs", pairs_of)
+    backwards = pl.col("code").str.split("\n").list.reverse().list.join("\n")
+    return _tasks_path(
+        "pairs",
+        prompt=pl.concat_list(_message("user", pl.col("task"))),
+        chosen=pl.concat_list(_message("assistant", pl.col("code"))),
+        rejected=pl.concat_list(_message("assistant", backwards)),
+    )
 
 
-def tasks_path(kind: str, make: Callable[[pl.DataFrame], pl.DataFrame]) -> Path:
+def _message(role: str, content: pl.Expr) -> pl.Expr:
+    return pl.struct(pl.lit(role).alias("role"), content.alias("content"))
+
+
+def _tasks_path(kind: str, **columns: pl.Expr) -> Path:
+    """A cached file of these columns, which are made of `task` and `code`."""
     sample = sample_path()
     path = sample.with_name(f"{sample.stem}-{kind}-v{TASKS_VERSION}.parquet")
-    if not path.exists():
-        found = [task for source in pl.read_parquet(sample)["source"] if (task := as_task(source)) is not None]
-        tasks = pl.DataFrame(found, schema={"task": pl.String, "code": pl.String}, orient="row")
-        write_frame(path, make(tasks.unique("code", keep="first", maintain_order=True)))
-    return path
+    if path.exists():
+        return path
+    found = [task for source in pl.read_parquet(sample)["source"] if (task := as_task(source)) is not None]
+    tasks = pl.DataFrame(found, schema={"task": pl.String, "code": pl.String}, orient="row")
+    return write_frame(path, tasks.unique("code", keep="first", maintain_order=True).select(**columns))
 
 
 def as_task(source: str) -> tuple[str, str] | None:
@@ -168,24 +168,6 @@ def as_task(source: str) -> tuple[str, str] | None:
     del function.body[0]
     code = ast.unparse(function)
     return (docstring.strip().splitlines()[0], code) if len(code) <= LONGEST_TASK else None
-
-
-def chats_of(tasks: pl.DataFrame) -> pl.DataFrame:
-    user, assistant = message("user", pl.col("task")), message("assistant", pl.col("code"))
-    return tasks.select(messages=pl.concat_list(user, assistant), prompt=pl.concat_list(user), answer="code")
-
-
-def pairs_of(tasks: pl.DataFrame) -> pl.DataFrame:
-    backwards = pl.col("code").str.split("\n").list.reverse().list.join("\n")
-    return tasks.select(
-        prompt=pl.concat_list(message("user", pl.col("task"))),
-        chosen=pl.concat_list(message("assistant", pl.col("code"))),
-        rejected=pl.concat_list(message("assistant", backwards)),
-    )
-
-
-def message(role: str, content: pl.Expr) -> pl.Expr:
-    return pl.struct(pl.lit(role).alias("role"), content.alias("content"))
 
 
 SAMPLES = {"cogumi:stdlib": sample_path, "cogumi:stdlib-chat": chat_path, "cogumi:stdlib-pairs": pairs_path}

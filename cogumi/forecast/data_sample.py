@@ -20,7 +20,6 @@ from cogumi.data.source_files import entries_of
 from cogumi.forecast.preflight_report import Line
 from cogumi.methods.examples import date_of, longest_example, options_of, room_for_prompts, source_of
 from cogumi.methods.gspo import prompt_ids
-from cogumi.methods.sft import MAX_LENGTH
 
 ROWS = 1000  # that are looked at, in all
 MANY = 0.05  # of the rows: then it is worth a note
@@ -74,8 +73,8 @@ def has_no_tokenizer(base: str) -> bool:
 
 def assume_longest(run: RunConfig) -> DataSample:
     """Of data that cannot be looked at: one length, the longest that the config lets through."""
-    length = int(run.train.get("max_length") or longest_example(run) or MAX_LENGTH)
-    return DataSample(0, 0, 0, {}, Lengths.of([(length, 1)]), 0, 0, None)
+    length = int(run.train.get("max_length") or longest_example(run))
+    return DataSample(0, 0, 0, {}, Lengths([length]), 0, 0, None)
 
 
 def sample_data(run: RunConfig, tokenizer: Any, of_base: Any = None) -> DataSample:
@@ -108,7 +107,7 @@ def sample_data(run: RunConfig, tokenizer: Any, of_base: Any = None) -> DataSamp
         )
     chosen = max(0, round((rows - held_out_rows(rows, run.data.eval_rows)) * run.data.fraction))
     trained = round(min(chosen, run.data.max_rows or chosen) * examples / looked_at)
-    counted, packed = Lengths.of((length, 1) for length in lengths), packed_rows(run, Dataset(tables[0]))
+    counted, packed = Lengths(lengths), packed_rows(run, Dataset(tables[0]))
     return DataSample(looked_at, examples, truncated, dropped, counted, rows, trained, packed)
 
 
@@ -117,7 +116,7 @@ def measure_data(run: RunConfig, data: Data, tokenizer: Any) -> DataSample:
     examples, lengths = len(data.dataset), data.lengths
     if run.cogumi.method == "gspo":
         some = data.dataset.select(range(0, examples, max(1, examples // ROWS)))
-        lengths = Lengths.of((length, 1) for length in prompt_lengths(list(some["prompt"]), tokenizer))
+        lengths = Lengths(prompt_lengths(list(some["prompt"]), tokenizer))
     dropped = {reason: each.count for reason, each in data.dropped.items()}
     first = data.dataset.select(range(min(ROWS, examples)))
     return DataSample(
@@ -152,11 +151,11 @@ def packed_rows(run: RunConfig, examples: Dataset) -> PackedRows | None:
     """What packing makes of a micro-batch, by a sample; None where nothing is packed."""
     if not run.train.get("packing") or run.cogumi.method != "sft":
         return None
-    length = int(run.train.get("max_length") or longest_example(run) or 0)
+    length = int(run.train.get("max_length") or longest_example(run))
     found = pack(with_labels(examples), length, run.train.get("packing_strategy") or "bfd")
     at_once = run.train.get("per_device_train_batch_size") or 8
-    step = rows_per_step(found, int(at_once), int(run.train.get("gradient_accumulation_steps") or 1))
-    return PackedRows(found.examples_per_row, step.per_device_train_batch_size)
+    rows_at_once, _ = rows_per_step(found, int(at_once), int(run.train.get("gradient_accumulation_steps") or 1))
+    return PackedRows(found.examples_per_row, rows_at_once)
 
 
 def describe_data(found: DataSample, run: RunConfig) -> Line:

@@ -1,15 +1,13 @@
-"""What a run leaves open and the machine decides: attention, gradient checkpointing, optimizer, allocator, precision; and
+"""What a run leaves open and the machine decides (attention, gradient checkpointing, optimizer, allocator, precision), and
 whether training every weight (`cogumi.tuning: full`) fits.
 
-`choose` is a function of values: what the machine has (Machine), what the model needs (Load). Each decision comes with its
-reason, for a key that the config leaves unset. The estimates for a GPU are those of rl/memory_plan.py and have not been
-compared with a card here.
+`choose` is a function of what the machine has (Machine) and what the model needs (Load). The estimates for a GPU are those
+of rl/memory_plan.py and have not been compared with a card here.
 """
 
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +18,7 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_memory
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
+from cogumi.methods.examples import longest_example
 from cogumi.methods.gspo import is_planned, lora_parameters
 from cogumi.models.adapters import lora_config
 from cogumi.models.loading import meta_model, resolve_dtype
@@ -30,13 +29,10 @@ from cogumi.stack.probes import flash_attention
 log = logging.getLogger("cogumi")
 SETTINGS = "settings"  # of decisions.json: what was chosen, which a resumed run keeps
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-# Of what the estimate leaves free, activations may take this much for layers not to be computed twice.
-MARGIN = 0.7
-BATCH = 8  # transformers' per_device_train_batch_size
-COMPLETION, LENGTH = 256, 1024  # TRL's max_completion_length, max_length
+MARGIN = 0.7  # of what is free beside the weights: what activations may take for layers not to be computed twice
+BATCH, COMPLETION = 8, 256  # transformers' per_device_train_batch_size, TRL's max_completion_length
 ADAPTER_BYTES, MOMENTS, MOMENTS_8BIT = 8, 8, 2  # per trained weight: an adapter's own float32 and gradient; two moments
 NO_FLASH = "flash attention needs bfloat16 and compute capability 8.0"
-ADAMW_BYTES = 8  # per weight: two moments in float32
 # Optimizers whose state is smaller: bytes a weight, of what must be where the weights are.
 STATE_BYTES = {"adamw_8bit": 2, "adamw_bnb_8bit": 2, "lion_8bit": 1} | dict.fromkeys(
     ("sgd", "adafactor", "paged_adamw_8bit", "paged_adamw_32bit", "paged_lion_8bit"), 0
@@ -107,7 +103,21 @@ class Choice:
 
 def choose(run: RunConfig, machine: Machine, load: Load) -> list[Choice]:
     """The decisions that the config leaves open, in the order in which they take effect."""
-    return [choice for choice in all_choices(run, machine, load) if is_open(run, choice.key)]
+    checkpointing = gradient_checkpointing(machine, load)
+    choices = []
+    if machine.capability is not None:  # without a GPU transformers' own choice stays: sdpa, or eager where it has none
+        choices.append(attention(machine, load))
+    if not is_planned(run):  # there the planner cuts the micro-batch to the memory, with TRL's default
+        choices.append(checkpointing)
+    if machine.capability is not None:
+        wanted = run.train.get("gradient_checkpointing")
+        choices.append(optimizer(machine, load, checkpointing.value if wanted is None else wanted))
+    if machine.bf16 and run.cogumi.method == "gspo":
+        choices.append(Choice("train.tf32", False, "TF32 rounds at 1e-3, and GSPO clips ratios at 3e-4"))
+    elif machine.bf16:
+        why = "what is in float32 is multiplied in TF32, which is finer than the bfloat16 around it"
+        choices.append(Choice("train.tf32", True, why))
+    return [choice for choice in choices if is_open(run, choice.key)]
 
 
 def is_open(run: RunConfig, key: str) -> bool:
@@ -119,68 +129,43 @@ def is_open(run: RunConfig, key: str) -> bool:
     return run.train.get(name) is None
 
 
-def all_choices(run: RunConfig, machine: Machine, load: Load) -> Iterator[Choice]:
-    if machine.capability is not None:  # without a GPU transformers' own choice stays: sdpa, or eager where it has none
-        yield attention(machine, load)
-    checkpointing = gradient_checkpointing(machine, load)
-    if not is_planned(run):  # there the planner cuts the micro-batch to the memory, with TRL's default
-        yield checkpointing
-    wanted = run.train.get("gradient_checkpointing")
-    yield from optimizer(machine, load, checkpointing.value if wanted is None else wanted)
-    if machine.bf16:
-        yield precision(run)
-
-
 def attention(machine: Machine, load: Load) -> Choice:
-    key = "model.attn_implementation"
-    there = "sdpa" if "sdpa" in load.attention else "eager"
+    key, there = "model.attn_implementation", "sdpa" if "sdpa" in load.attention else "eager"
     if load.own_kernels:
         why = f"of flash attention this model takes only {', '.join(load.own_kernels)}, which you may set"
-        return Choice(key, there, why)
-    why = machine.why_flash
-    if "flash" not in load.attention:
+    elif "flash" not in load.attention:
         why = "this model's class has no flash attention"
     elif not machine.bf16 or load.element != 2:
         why = NO_FLASH
     elif machine.flash is not None:
-        return Choice(key, machine.flash, why)
+        return Choice(key, machine.flash, machine.why_flash)
+    else:
+        why = machine.why_flash
     return Choice(key, there, why if there == "sdpa" else f"{why}; its class has no sdpa")
 
 
 def gradient_checkpointing(machine: Machine, load: Load) -> Choice:
     """Gradient checkpointing, off where everything fits with a margin: it costs about a third of the time."""
-    room = machine.free_bytes - load.weights - MOMENTS * load.trained
-    needed, budget = load.step(checkpointing=False), int(MARGIN * room)
-    estimate = f"{load.micro_batch} x {load.length} tokens are estimated at {format_memory(needed)} of activations"
-    why = f"{estimate}, and {f'{format_memory(room)} are' if room > 0 else 'nothing is'} free beside the weights"
-    if needed <= budget:
-        return Choice("train.gradient_checkpointing", False, why)
-    return Choice("train.gradient_checkpointing", True, f"{why}: {format_memory(load.step(True))} with it")
+    room = max(0, machine.free_bytes - load.weights - MOMENTS * load.trained)
+    needed = load.step(checkpointing=False)
+    why = (
+        f"{load.micro_batch} x {load.length} tokens are estimated at {format_memory(needed)} of activations, "
+        f"{format_memory(load.step(True))} with it; {format_memory(room)} are free beside the weights"
+    )
+    return Choice("train.gradient_checkpointing", needed > int(MARGIN * room), why)
 
 
-def optimizer(machine: Machine, load: Load, checkpointing: bool) -> Iterator[Choice]:
+def optimizer(machine: Machine, load: Load, checkpointing: bool) -> Choice:
     """AdamW with moments in 8 bits where those in 32 do not fit; transformers' own (fused) stays where they do."""
-    if machine.capability is None:
-        return
-    room = int(USABLE * machine.free_bytes) - load.weights - load.step(checkpointing)
+    room = max(0, int(USABLE * machine.free_bytes) - load.weights - load.step(checkpointing))
     whole, small = MOMENTS * load.trained, MOMENTS_8BIT * load.trained
-    name, why = "adamw_torch_fused", f"its moments are {format_memory(whole)}, and there is room"
-    if whole > room:
-        why = f"AdamW's moments are {format_memory(whole)} in 32 bits, and {format_memory(max(room, 0))} are left"
-        if "bitsandbytes" not in machine.packages:
-            why += "; bitsandbytes, whose 8 bits are smaller, is not installed"
-        elif small <= room:
-            name, why = "adamw_8bit", f"{why}; {format_memory(small)} in 8 bits"
-        else:
-            name, why = "paged_adamw_8bit", f"{why}; in 8 bits {format_memory(small)}, paged into main memory"
-    yield Choice("train.optim", name, why)
-
-
-def precision(run: RunConfig) -> Choice:
-    if run.cogumi.method == "gspo":
-        return Choice("train.tf32", False, "TF32 rounds at 1e-3, and GSPO clips ratios at 3e-4")
-    why = "what is in float32 is multiplied in TF32, which is finer than the bfloat16 around it"
-    return Choice("train.tf32", True, why)
+    name, why = "adamw_torch_fused", f"AdamW's moments are {format_memory(whole)}, and {format_memory(room)} are left"
+    if whole > room and "bitsandbytes" in machine.packages:
+        name = "adamw_8bit" if small <= room else "paged_adamw_8bit"
+        why += f"; {format_memory(small)} in 8 bits{'' if small <= room else ', paged into main memory'}"
+    elif whole > room:
+        why += "; bitsandbytes, whose 8 bits are smaller, is not installed"
+    return Choice("train.optim", name, why)
 
 
 # ------------------------------------------------------------------------------------------------------- on this machine
@@ -227,35 +212,31 @@ def load_of(run: RunConfig, base: str) -> Load:
     """What a run asks, from the base's config alone: nothing is loaded."""
     config = AutoConfig.from_pretrained(base, revision=run.model.revision)
     model = meta_model(config)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    whole = run.cogumi.tuning == "full"
+    parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones once
+    whole, dpo = run.cogumi.tuning == "full", run.cogumi.method == "dpo"
     element = resolve_dtype(dtype_of_weights(run) if whole else run.model.dtype).itemsize
-    if whole:  # with a gradient each, and DPO's reference model beside them
-        trained, weights = parameters, parameters * element * (3 if run.cogumi.method == "dpo" else 2)
+    if whole:  # each with its gradient, and beside them DPO's reference model
+        reference = dpo and not run.train.get("precompute_ref_log_probs")
+        trained, weights = parameters, parameters * element * (3 if reference else 2)
     else:
         trained = lora_parameters(model, lora_config(run.lora).r)
         four_bit = bool((run.model.quantization_config or {}).get("load_in_4bit"))
         weights = int(parameters * (FOUR_BIT if four_bit else element)) + ADAPTER_BYTES * trained
     attention, own_kernels = supported_attention(model)
     at_once = run.train.get("per_device_train_batch_size") or BATCH
+    length = longest_example(run)
+    if run.cogumi.method == "gspo":
+        length += run.train.get("max_completion_length") or COMPLETION
     return Load(
         shape=ModelShape.of(config),
         weights=weights,
         trained=trained,
         element=element,
-        micro_batch=2 * at_once if run.cogumi.method == "dpo" else at_once,
-        length=longest_tokens(run),
+        micro_batch=2 * at_once if dpo else at_once,
+        length=length,
         attention=attention,
         own_kernels=own_kernels,
     )
-
-
-def longest_tokens(run: RunConfig) -> int:
-    """Tokens of the longest example, as far as the config says."""
-    said = run.train.get("max_length") or (run.data.fim.max_length if run.data.format == "fim" else LENGTH)
-    if run.cogumi.method == "gspo":
-        return int(said + (run.train.get("max_completion_length") or COMPLETION))
-    return int(said)
 
 
 # -------------------------------------------------------------------------------------------------------- every weight
@@ -271,8 +252,9 @@ def refuse_with_adapter_settings(run: RunConfig) -> None:
     }
     for key, value in given.items():
         if value is not None:
-            reason = f"{key} would be ignored: cogumi.tuning: full trains no adapter"
-            raise UsageError(reason, fix="drop one of the two")
+            raise UsageError(
+                f"{key} would be ignored: cogumi.tuning: full trains no adapter", fix="drop one of the two"
+            )
     if run.model.quantization_config is not None:
         reason, fix = "quantized weights cannot be trained themselves", "drop it, or drop cogumi.tuning: full (QLoRA)"
         raise UsageError(reason, key="model.quantization_config", fix=fix)
@@ -289,17 +271,15 @@ def refuse_full_tuning_without_memory(run: RunConfig, base: str, optimizer: str)
     Bytes a weight: its dtype twice (itself, its gradient), AdamW's two moments in float32 (arXiv:1910.02054, section 3.1), and
     for DPO the reference model.
     """
-    model = meta_model(AutoConfig.from_pretrained(base, revision=run.model.revision))
-    weights = sum(parameter.numel() for parameter in model.parameters())  # tied ones once
-    itemsize = resolve_dtype(dtype_of_weights(run)).itemsize
-    state = STATE_BYTES.get(optimizer, ADAMW_BYTES)
-    reference = itemsize if run.cogumi.method == "dpo" and not run.train.get("precompute_ref_log_probs") else 0
-    need, free = weights * (2 * itemsize + state + reference), free_memory_bytes()
+    load, state, free = load_of(run, base), STATE_BYTES.get(optimizer, MOMENTS), free_memory_bytes()
+    need = load.weights + state * load.trained
     if need > USABLE * free:
+        copies = "the gradient and the reference" if load.weights > 2 * load.element * load.trained else "the gradient"
+        smaller = ", or set train.optim: adamw_8bit" if state == MOMENTS else ""
         raise UsageError(
-            f"cogumi.tuning: full: {weights:,} weights need {format_memory(need)} before the first activation "
-            f"({2 * itemsize} bytes each with the gradient, {state} for {optimizer}"
-            + (f", {reference} for the reference model" if reference else "")
-            + f") and {format_memory(USABLE * free)} of {format_memory(free)} free are usable; drop cogumi.tuning to train LoRA"
-            + (", or set train.optim: adamw_8bit" if state == ADAMW_BYTES else "")
+            f"{load.trained:,} weights need {format_memory(need)} before the first activation "
+            f"({load.weights // load.trained} bytes each with {copies}, {state} for {optimizer}), and "
+            f"{format_memory(USABLE * free)} of {format_memory(free)} free are usable",
+            key="cogumi.tuning",
+            fix=f"drop it to train LoRA{smaller}",
         )

@@ -3,13 +3,12 @@
 import dataclasses
 import logging
 import math
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import IntervalStrategy, PreTrainedModel, PreTrainedTokenizerBase
 
 from cogumi.config.binding import config_class
 from cogumi.config.schema import TRL_CONFIGS, CogumiSection, RunConfig
@@ -50,35 +49,32 @@ def trl_arguments(run: RunConfig) -> Any:
             raise UsageError(f"train.{key} would be ignored: {reason}")
     # TRL turns bf16 autocast on wherever fp16 is off; without a GPU that is slow and blurs a GSPO ratio of 1 +- 3e-4.
     on_gpu = torch.cuda.is_available()
-    bf16 = on_gpu and torch.cuda.is_bf16_supported()
     defaults = {
         "output_dir": str(run.run_dir / "checkpoints"),
         "report_to": trackers.default_reporter(),
         "logging_first_step": True,  # so that the shortest run has a loss to judge
-        "bf16": bf16,
+        "bf16": on_gpu and torch.cuda.is_bf16_supported(),
         "dataloader_pin_memory": on_gpu,
     }
     batch = run.train.get("per_device_train_batch_size")
     if batch is not None and run.cogumi.method != "gspo":
         defaults["per_device_eval_batch_size"] = batch  # the held-out loss is to fit where a step does
-    given = {**defaults, **METHODS[run.cogumi.method].arguments(run)}
-    secrets = {key: RedactedStr(value) for key, value in given.items() if value and key.endswith(SECRETS)}
+    given = defaults | METHODS[run.cogumi.method].arguments(run)
+    given |= {key: RedactedStr(value) for key, value in given.items() if value and key.endswith(SECRETS)}
     try:
-        return config_class(TRL_CONFIGS[run.cogumi.method])(**{**given, **secrets})
+        return config_class(TRL_CONFIGS[run.cogumi.method])(**given)
     except ValueError as error:
         raise UsageError(one_line(error), key="train") from None
 
 
 def pin_revision(run: RunConfig) -> RunConfig:
     """The run with its model's revision as a commit: the one it began with, or what the hub says now."""
-    known = read_section(run.run_dir / DECISIONS, "base")
-    name = run.model.name
+    known, name = read_section(run.run_dir / DECISIONS, "base"), run.model.name
     commit = known["commit"] if known.get("name") == name else find_commit(name, run.model.revision)
-    if commit is None:
-        return run
-    log.info("model: %s is %s%s", name, commit, ", as when the run began" if known else "")
-    run = run.model_copy(deep=True)
-    run.model.revision = commit
+    if commit is not None:
+        log.info("model: %s is %s%s", name, commit, ", as when the run began" if known else "")
+        run = run.model_copy(deep=True)
+        run.model.revision = commit
     return run
 
 
@@ -94,15 +90,6 @@ def load_run_tokenizer(run: RunConfig, base: str) -> PreTrainedTokenizerBase:
         use_chat_template(tokenizer, template)
     if (token := run.train.get("eos_token")) is not None:
         use_end_token(tokenizer, token)
-    if run.data.format == "chat" and tokenizer.chat_template is None:
-        template = "train.chat_template_path (cogumi:tulu, a .jinja file or another model)"
-        fix = f"set {template}, or start from a model that has one"
-        if run.cogumi.method != "sft":
-            fix = (
-                f"cogumi.method: {run.cogumi.method} sets none, so start from a model that has one, such as the merged "
-            )
-            fix += f"model of an SFT run with {template}"
-        raise UsageError(f"data.format: chat: the tokenizer of {run.model.name} has no chat template; {fix}")
     return tokenizer
 
 
@@ -135,9 +122,8 @@ def build_trainer(
     )
     keep_float32(trainer.model)
     if run.model.adapter is not None:
-        warm_start.load_exact_values(
-            trainer, run.model.adapter, compares=run.cogumi.method != "sft" and trainer.beta != 0
-        )
+        compares = run.cogumi.method != "sft" and trainer.beta != 0
+        warm_start.load_exact_values(trainer, run.model.adapter, compares=compares)
     if run.cogumi.loraplus_lr_ratio is not None:
         use_loraplus(trainer, run.cogumi.loraplus_lr_ratio)
     return trainer
@@ -166,86 +152,57 @@ def describe_dtype(model: PreTrainedModel) -> str:
 
 def refuse_blind_check(run: RunConfig) -> None:
     """Raise UsageError for a sanity check that can log too few rows for another answer than not shown."""
-    sanity = run.cogumi.sanity
-    if sanity is None:
+    if run.cogumi.sanity is None:
         return
-    settings, longest = logging_settings(run) | {"sanity": sanity}, int(run.train.get("max_steps") or 0)
-    steps = min(sanity, longest) if longest > 0 else sanity
-    found = count_logged_rows(settings, steps)
-    if found is None or found >= ENOUGH_ROWS:
-        return
-    what = "rollouts" if run.cogumi.method == "gspo" else "rows"
-    raise UsageError(
-        f"cogumi.sanity {sanity} would log {found} {what}, and {ENOUGH_ROWS} are needed to judge",
-        fix=f"set {suggest_logging(settings, steps, longest)}",
-    )
+    longest = int(run.train.get("max_steps") or 0)
+    found = count_logged_rows(run, min(run.cogumi.sanity, longest) if longest > 0 else run.cogumi.sanity)
+    if found is not None and found < ENOUGH_ROWS:
+        what = "rollouts" if run.cogumi.method == "gspo" else "rows"
+        raise UsageError(
+            f"{run.cogumi.sanity} would log {found} {what}, and {ENOUGH_ROWS} are needed to judge",
+            key="cogumi.sanity",
+            fix="raise it (and train.max_steps), or log more often: train.logging_steps: 1",
+        )
 
 
-def suggest_logging(settings: dict[str, Any], steps: int, longest: int) -> str:
-    """The keys to change for ENOUGH_ROWS in so many steps; or, where these are too few, with more steps."""
-    if settings["logging_strategy"] == "no":
-        return f"train.logging_strategy to steps, and cogumi.sanity to {ENOUGH_ROWS} or more"
-
-    def rows(steps: int, every: int) -> int:
-        return count_logged_rows(settings | {"logging_steps": every}, steps) or 0
-
-    # The first step is logged besides.
-    for every in range(steps // (ENOUGH_ROWS - 1), 0, -1):
-        if rows(steps, every) >= ENOUGH_ROWS:
-            return f"train.logging_steps to {every} or less"
-    enough = next(more for more in count(steps) if rows(more, 1) >= ENOUGH_ROWS)
-    said = [f"cogumi.sanity to {enough} or more"] * (settings["sanity"] < enough)
-    said += ["train.logging_steps to 1"] * (settings["logging_steps"] != 1)
-    said += [f"train.max_steps to {enough} or more"] * (0 < longest < enough)
-    return ", ".join(said)
-
-
-def logging_settings(run: RunConfig) -> dict[str, Any]:
-    """What decides how many rows are logged, with TRL's defaults. TRL's own object is not made: it sets up the device."""
-    given = {"logging_first_step": True, **METHODS[run.cogumi.method].arguments(run)}
-    fields = dataclasses.fields(config_class(TRL_CONFIGS[run.cogumi.method]))
-    settings = {field.name: field.default for field in fields} | {k: v for k, v in given.items() if v is not None}
-    strategy = settings["logging_strategy"]
-    return settings | {"logging_strategy": str(getattr(strategy, "value", strategy))}
-
-
-def count_logged_rows(settings: dict[str, Any], steps: int) -> int | None:
-    """How many rows `verdict.safe_to_scale` would have after so many steps: those of losses, or for GRPO those of rollouts.
+def count_logged_rows(run: RunConfig, steps: int) -> int | None:
+    """How many rows `verdict.safe_to_scale` would have after so many steps: those of losses, or for gspo those of rollouts.
 
     None where that is known when the data is there: a logging strategy of epochs, a share of the steps of some epochs.
     """
-    if settings["logging_strategy"] != "steps":
-        return 0 if settings["logging_strategy"] == "no" else None
-    every = settings["logging_steps"]
-    if every < 1:
-        if settings["max_steps"] <= 0:
-            return None
-        every = math.ceil(settings["max_steps"] * every)
-    logged = [
-        step for step in range(1, steps + 1) if step % every == 0 or (step == 1 and settings["logging_first_step"])
-    ]
-    if "steps_per_generation" not in settings:
+    # With TRL's defaults; TRL's own object is not made, because it sets up the device.
+    fields = dataclasses.fields(config_class(TRL_CONFIGS[run.cogumi.method]))
+    settings: dict[str, Any] = {field.name: field.default for field in fields}
+    given = {"logging_first_step": True, **METHODS[run.cogumi.method].arguments(run)}
+    settings |= {key: value for key, value in given.items() if value is not None}
+    strategy, every = IntervalStrategy(settings["logging_strategy"]), settings["logging_steps"]
+    if strategy == IntervalStrategy.NO:
+        return 0
+    every = math.ceil(settings["max_steps"] * every) if every < 1 else int(every)
+    if strategy == IntervalStrategy.EPOCH or every < 1:
+        return None
+    logged = set(range(every, steps + 1, every)) | ({1} if settings["logging_first_step"] else set())
+    if run.cogumi.method != "gspo":
         return len(logged)
     batches = settings["gradient_accumulation_steps"]  # of one optimizer step
     rollout = (settings["generation_batch_size"] or 0) // settings["per_device_train_batch_size"]
-    between = settings["steps_per_generation"] or rollout or batches
-    between *= settings["num_iterations"]
+    between = (settings["steps_per_generation"] or rollout or batches) * settings["num_iterations"]
     return len({math.ceil(step * batches / between) for step in logged})
 
 
 def budget_reached(options: CogumiSection, seconds: float) -> str | None:
     """Which limit is reached after so many seconds of a run, in words; None if none is."""
-    hours, most, price = options.max_hours, options.max_cost, options.price_per_hour
-    if hours is not None and seconds >= hours * 3600:
-        return f"{seconds / 3600:.2f} h of cogumi.max_hours {hours:g}"
-    cost = 0.0 if price is None else seconds / 3600 * price
-    if most is not None and price is not None and cost >= most:
-        return f"${cost:.{2 if cost >= 1 else 4}f} of cogumi.max_cost {most:g}"
+    hours = seconds / 3600
+    if options.max_hours is not None and hours >= options.max_hours:
+        return f"{hours:.2f} h of cogumi.max_hours {options.max_hours:g}"
+    cost = hours * (options.price_per_hour or 0)
+    if options.max_cost is not None and options.price_per_hour is not None and cost >= options.max_cost:
+        return f"${cost:.{2 if cost >= 1 else 4}f} of cogumi.max_cost {options.max_cost:g}"
     return None
 
 
 def refuse_impossible(options: CogumiSection) -> None:
-    """Raise UsageError for a budget in money where nobody said what an hour costs."""
+    """Raise UsageError for a budget in money where nothing says what an hour costs."""
     if options.max_cost is not None and options.price_per_hour is None:
         reason = f"cogumi.max_cost {options.max_cost:g}: no hourly price to count by"
         raise UsageError(reason, fix="set cogumi.price_per_hour as well")
@@ -253,8 +210,7 @@ def refuse_impossible(options: CogumiSection) -> None:
 
 def refuse_spent(run_dir: Path, options: CogumiSection) -> None:
     """Raise UsageError for a run that its budget has ended, started again with no more of it: it would end at once."""
-    if read_json(run_dir / "status.json").get("state") != BUDGET_SPENT or not (run_dir / HEARTBEAT).exists():
-        return
-    said = budget_reached(options, read_json(run_dir / HEARTBEAT).get("elapsed_seconds", 0.0))
-    if said is not None:
-        raise UsageError(f"the budget of this run is spent ({said})", place=run_dir, fix="raise it to resume")
+    if read_json(run_dir / "status.json").get("state") == BUDGET_SPENT and (run_dir / HEARTBEAT).exists():
+        said = budget_reached(options, read_json(run_dir / HEARTBEAT).get("elapsed_seconds", 0.0))
+        if said is not None:
+            raise UsageError(f"the budget of this run is spent ({said})", place=run_dir, fix="raise it to resume")

@@ -5,12 +5,11 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import format_duration
 from cogumi.health.verdict import Check
 from cogumi.telemetry.heartbeat import Heartbeat, Progress
 from cogumi.telemetry.recorder import set_status
@@ -62,7 +61,6 @@ class ReferencePass:
     def end(self) -> None:
         self.over = True
         if self.done:
-            log.info("log-probabilities of the reference: done in %s", format_duration(time.monotonic() - self.began))
             self.heart.progress = Progress()
             self.enter(self.before)
 
@@ -71,16 +69,14 @@ class ReferencePass:
         set_status(self.heart.run_dir, "running", stage=stage)
 
 
-def count_reference_batches(args: Any, train: Any, held_out: Any) -> int:
-    """How many batches TRL takes through the reference (trl 1.15, dpo_trainer.py)."""
-    sizes = ((train, args.per_device_train_batch_size), (held_out, args.per_device_eval_batch_size))
-    return sum(-(-len(pairs) // (args.precompute_ref_batch_size or size)) for pairs, size in sizes if pairs is not None)
-
-
 def build_trainer(run: RunConfig, *, train_dataset: Any, heart: Heartbeat, **common: Any) -> Any:
     import trl  # looked up here: unsloth may have put its own trainer on the module
 
-    batches = count_reference_batches(common["args"], train_dataset, common["eval_dataset"])
+    # The batches that TRL takes through the reference (trl 1.15, dpo_trainer.py).
+    args, held_out = common["args"], common["eval_dataset"]
+    batches = math.ceil(len(train_dataset) / (args.precompute_ref_batch_size or args.per_device_train_batch_size))
+    if held_out is not None:
+        batches += math.ceil(len(held_out) / (args.precompute_ref_batch_size or args.per_device_eval_batch_size))
     reference_pass = ReferencePass(heart, batches)
 
     class OnTokenizedPairs(trl.DPOTrainer):  # type: ignore[misc, name-defined]
@@ -90,9 +86,8 @@ def build_trainer(run: RunConfig, *, train_dataset: Any, heart: Heartbeat, **com
             return dataset
 
         def compute_ref_log_probs(self, *args: Any, **kwargs: Any) -> Any:
-            if reference_pass.over:  # an evaluation computes those of its own rows
-                return super().compute_ref_log_probs(*args, **kwargs)
-            with reference_pass.batch():
+            # An evaluation computes those of its own rows.
+            with nullcontext() if reference_pass.over else reference_pass.batch():
                 return super().compute_ref_log_probs(*args, **kwargs)
 
     reference = None
@@ -127,7 +122,7 @@ def judge_dpo(metrics: list[dict[str, Any]], args: Any) -> list[Check]:
     figure = f"the policy's rewards are {apart:.1e} before the first update"
     required = f"<= {NO_DISTANCE:g}: it starts as its own reference"
     margins = [row["rewards/margins"] for row in metrics if "rewards/margins" in row]
-    finite = sum(math.isfinite(margin) for margin in margins)
+    finite = sum(map(math.isfinite, margins))
     of_all = f"{finite} of {len(margins)} finite"
     return [
         Check("reference", figure, required, apart <= NO_DISTANCE, "leave out the trainer's ref_model"),
@@ -139,7 +134,7 @@ def judge_dpo(metrics: list[dict[str, Any]], args: Any) -> list[Check]:
 def judge_first_loss(loss: float, args: Any) -> Check:
     """The first step's loss beside the formula's value at rewards of 0."""
     names, required = "+".join(args.loss_type), "the formula's value where nothing is learned yet"
-    if len(args.loss_type) > 1 or names not in AT_THE_START or args.loss_weights or args.use_weighting:
+    if names not in AT_THE_START or args.loss_weights or args.use_weighting:
         return Check("first loss", f"{names}: {loss:.4f}, not compared: it depends on the data", required, True)
     expected = AT_THE_START[names](args.beta)
     figure = f"{names}: {loss:.5f}, {expected:.5f} by the formula"

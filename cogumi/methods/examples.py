@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.redact import redact_text
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
-from cogumi.data.cache import Data, Prepared, Source, prepare
+from cogumi.data.cache import SAMPLE_ROWS, Data, Prepared, Source, prepare
 from cogumi.data.cache_files import tokenizer_identity
 from cogumi.data.chat_templates import prints_date, read_template
+from cogumi.data.encoding import FormatOptions
 from cogumi.data.formats import (
-    FormatOptions,
     column_kinds,
     columns_for,
     holds_messages,
@@ -27,7 +27,7 @@ from cogumi.data.formats import (
     learned_parts,
     tokenize_for,
 )
-from cogumi.data.selection import selection_of
+from cogumi.data.selection import Selection
 from cogumi.data.source_files import Entry, entries_of
 from cogumi.data.sources import batches, column_names
 from cogumi.methods.gspo import prompt_ids, setting
@@ -37,7 +37,6 @@ from cogumi.rl.guards import POSITIONS, context_of
 log = logging.getLogger("cogumi")
 DATA = "data"  # of decisions.json: the key of its prepared data, what became of its rows, how long they are
 BARS = 24  # of the histogram of lengths, at most
-SHOWN = 32  # held-out rows that may be completed for samples.jsonl
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,8 @@ class Examples:
 
     def reports(self) -> list[str]:
         parts = [data for data in (self.train, self.held_out) if data is not None]
-        return [
-            *self.sources,
-            *(data.report() for data in parts),
-            *(line for data in parts for line in data.examples_dropped()),
-        ]
+        dropped = [line for data in parts for line in data.examples_dropped()]
+        return [*self.sources, *(data.report() for data in parts), *dropped]
 
     def record(self, run_dir: Path) -> None:
         """Keep what a run resumes with, the key and the date its chat template was told; the rest is for people."""
@@ -87,14 +83,8 @@ def account_for(data: Data) -> dict[str, Any]:
         "duplicated": data.duplicates,
         "tokens": data.lengths.tokens,
         "learned": data.learned,
-        "lengths": length_histogram(data, BARS),
+        "lengths": data.lengths.buckets(BARS),
     }
-
-
-def length_histogram(data: Data, most: int) -> list[tuple[int, int, int]]:
-    """How many examples are how long, in at most so many steps: (first length, last length, examples)."""
-    width = max(1, -(-(data.lengths.quantile(1.0) + 1) // most))
-    return data.lengths.buckets(width) if data.lengths.examples else []
 
 
 def prepare_examples(
@@ -109,13 +99,15 @@ def prepare_examples(
     room = room_for_prompts(run, of_base)
     options = [options_of(run, entry, today, room) for entry in entries]
     sources = [source_of(entry, each, tokenizer) for entry, each in zip(entries, options, strict=True)]
+    data = run.data
+    selection = Selection(data.eval_rows, data.max_rows, data.fraction, data.deduplicate, data.fim.seed)
     parts = {"tokenizer": tokenizer_identity(tokenizer)}
-    prepared = prepare(sources, selection_of(run.data), parts, bad_rows=run.data.bad_rows)
+    prepared = prepare(sources, selection, parts, bad_rows=data.bad_rows)
     notes = [note for each in options if (note := layout_note(each, tokenizer))]
     return Examples(
         prepared.train,
         prepared.held_out,
-        None if prepared.held_out is None else held_out_prompts(run, prepared, options[0], tokenizer),
+        held_out_prompts(run, prepared, options[0], tokenizer),
         prepared.key,
         today,
         (*prepared.sources, *notes),
@@ -125,7 +117,7 @@ def prepare_examples(
 
 def date_of(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The date for chat templates that print one: today's, or the one on which the run began, None for other formats."""
-    if run.data.format == "fim" or not tokenizer.chat_template or not prints_date(tokenizer):
+    if run.data.format == "fim" or not prints_date(tokenizer):
         return None
     known: str | None = read_section(run.run_dir / DECISIONS, DATA).get("today")
     return known or date.today().isoformat()
@@ -167,7 +159,7 @@ def room_for_prompts(run: RunConfig, of_base: PretrainedConfig | None) -> int | 
     return int(context - completion)
 
 
-def longest_example(run: RunConfig) -> int | None:
+def longest_example(run: RunConfig) -> int:
     """The budget of an example in tokens: `train.max_length`, or TRL's own; fill in the middle has one of its own."""
     if run.data.format == "fim":
         return run.data.fim.max_length
@@ -175,9 +167,8 @@ def longest_example(run: RunConfig) -> int | None:
 
 
 def describe_overlong(run: RunConfig, examples: Examples, of_base: PretrainedConfig) -> str:
-    """What to say where examples are longer than what the model was made for; "" where none is, or nobody can say."""
-    positions = context_of(of_base)
-    longest = examples.train.lengths.quantile(1.0)
+    """What to say where examples are longer than what the model was made for; "" where none is."""
+    positions, longest = context_of(of_base), examples.train.lengths.quantile(1.0)
     if positions is None or longest <= positions:
         return ""
     key = "data.fim.max_length" if run.data.format == "fim" else "train.max_length"
@@ -188,16 +179,16 @@ def describe_overlong(run: RunConfig, examples: Examples, of_base: PretrainedCon
 
 
 def source_of(entry: Entry, options: FormatOptions, tokenizer: PreTrainedTokenizerBase) -> Source:
-    files = entry.located.files
+    name, files = entry.located.name, entry.located.files
     names = column_names(files)  # whose errors name the file
     try:
         columns = columns_for(options, names)
     except UsageError as error:
-        raise UsageError(f"{error}", place=entry.located.name) from None
-    wanted = list(dict.fromkeys(columns.values()))
-    schema: Mapping[str, Any] = next((rows.schema for rows in batches(files, wanted) if rows.height), {})
+        raise UsageError(f"{error}", place=name) from None
+    frames = batches(files, list(dict.fromkeys(columns.values())))
+    schema: Mapping[str, Any] = next((rows.schema for rows in frames if rows.height), {})
     return Source(
-        name=entry.located.name,
+        name=name,
         files=files,
         columns=columns,
         tokenize=tokenize_for(options, tokenizer, {name: name for name in columns}, holds_messages(columns, schema)),
@@ -216,21 +207,21 @@ def held_out_prompts(
     run: RunConfig, prepared: Prepared, options: FormatOptions, tokenizer: PreTrainedTokenizerBase
 ) -> Dataset | None:
     """The first held-out rows as prompts, with what would be the answer, for samples.jsonl."""
-    assert prepared.held_out is not None
-    rows = prepared.held_out.dataset.select(range(min(SHOWN, len(prepared.held_out.dataset))))
+    if prepared.held_out is None:
+        return None
+    dataset = prepared.held_out.dataset
+    rows = dataset.select(range(min(SAMPLE_ROWS, len(dataset))))
     if run.cogumi.method == "dpo":
-        ids = {"prompt": list(rows["prompt_ids"])} | {
-            side: list(rows[f"{side}_ids"]) for side in ("chosen", "rejected")
-        }
         texts = {
-            name: [tokenizer.decode(each, skip_special_tokens=name != "prompt") for each in ids[name]] for name in ids
+            side: [tokenizer.decode(ids, skip_special_tokens=side != "prompt") for ids in rows[f"{side}_ids"]]
+            for side in ("prompt", "chosen", "rejected")
         }
-        return Dataset.from_dict({**texts, "prompt_ids": ids["prompt"]})
+        return Dataset.from_dict({**texts, "prompt_ids": list(rows["prompt_ids"])})
     if run.cogumi.method == "sft":
-        asked = FormatOptions(**{**vars(options), "method": "gspo"})
         held_out = prepared.sample_rows()
         columns = {name: name for name in held_out.columns}
-        tokenize = tokenize_for(asked, tokenizer, columns, holds_messages(columns, held_out.schema))
+        as_prompts = replace(options, method="gspo")
+        tokenize = tokenize_for(as_prompts, tokenizer, columns, holds_messages(columns, held_out.schema))
         rows = Dataset(tokenize(held_out, 0).table)
     if not len(rows):
         return None
@@ -238,8 +229,8 @@ def held_out_prompts(
     if not plain:
         template = read_template(tokenizer, options.thinking, options.today)
         prompts = [template.prompt(prompt) for prompt in prompts]
-    prompt_ids_of_all = tokenizer(prompts, add_special_tokens=plain)["input_ids"]
-    return rows.remove_columns("prompt").add_column("prompt", prompts).add_column("prompt_ids", prompt_ids_of_all)
+    ids = tokenizer(prompts, add_special_tokens=plain)["input_ids"]
+    return rows.remove_columns("prompt").add_column("prompt", prompts).add_column("prompt_ids", ids)
 
 
 def first_tokens(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, rows: int) -> torch.Tensor:
@@ -250,9 +241,7 @@ def first_tokens(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, rows: int
             return list(row["input_ids"])
         if "prompt_ids" in row:
             return [*row["prompt_ids"], *row["chosen_ids"]]
-        if "middle" in row:
-            return prompt_ids(row["prompt"] + row["middle"], tokenizer)
-        return prompt_ids(row["prompt"], tokenizer)
+        return prompt_ids(row["prompt"] + row["middle"] if "middle" in row else row["prompt"], tokenizer)
 
     ids = [ids_of(row) for row in dataset.select(range(min(rows, len(dataset))))]
     return torch.tensor([each[: min(map(len, ids))] for each in ids])

@@ -45,11 +45,12 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     rewards_of(run.cogumi.rewards)
     train = {"loss_type": "gspo", **run.train}
     name = train["loss_type"]
-    for finding in check_clip_numbers(PRESETS[name].values | train | {"loss_type": PRESETS[name].values["loss_type"]}):
+    values = PRESETS[name].values
+    for finding in check_clip_numbers(values | train | {"loss_type": values["loss_type"]}):
         raise UsageError(finding.message)
     key = "importance_sampling_level"
-    wanted = PRESETS[name].values[key]
-    if name in OURS and (level := train.get(key, wanted)) != wanted:
+    level = train.get(key, values[key])
+    if name in OURS and level != values[key]:
         raise UsageError(f"{level} contradicts train.loss_type: {name}", key=f"train.{key}", fix="drop one")
     if train.get("cast_lm_head_to_fp32"):
         reason, fix = "TRL's switch fails on tied embeddings with PEFT", "set cogumi.fp32_lm_head: true instead"
@@ -74,17 +75,22 @@ def is_planned(run: RunConfig) -> bool:
     return run.cogumi.docs_per_step is not None or run.cogumi.prompts_per_step is not None
 
 
-def mini_batches_per_rollout(run: RunConfig, documents: int) -> int:
-    """Optimizer steps per rollout: `train.generation_batch_size` over the documents of a step, or the paper's 4."""
-    rollout = run.train.get("generation_batch_size")
-    if rollout is None:
-        return STEPS_PER_ROLLOUT
-    if rollout % documents or rollout < documents:
+def step_sizes(run: RunConfig) -> tuple[int, int, int, int | None]:
+    """(num_generations, documents of a step, optimizer steps of a rollout, the micro-batch that the config asks for).
+
+    Raises UsageError where they do not divide each other.
+    """
+    group, fixed = setting(run, "num_generations"), run.train.get("per_device_train_batch_size")
+    refuse_small_group(group)
+    documents = count_documents(run.cogumi.docs_per_step, run.cogumi.prompts_per_step, group)
+    rollout = run.train.get("generation_batch_size") or STEPS_PER_ROLLOUT * documents
+    if rollout % documents:
         raise UsageError(
             f"train.generation_batch_size {rollout} is no whole number of optimizer steps of {documents} documents",
             fix=f"set {nearest_multiples(rollout, documents)}",
         )
-    return int(rollout // documents)
+    refuse_uneven(documents, run.cogumi.prompts_per_step, group, rollout // documents, fixed)
+    return group, documents, rollout // documents, fixed
 
 
 def provisional_batch(run: RunConfig) -> dict[str, Any]:
@@ -95,38 +101,32 @@ def provisional_batch(run: RunConfig) -> dict[str, Any]:
                 f"train.{key} and cogumi.docs_per_step or prompts_per_step decide the same",
                 fix="drop one (documents per rollout are train.generation_batch_size)",
             )
-    group = setting(run, "num_generations")
-    refuse_small_group(group)
-    documents = count_documents(run.cogumi.docs_per_step, run.cogumi.prompts_per_step, group)
-    mini_batches, fixed = mini_batches_per_rollout(run, documents), run.train.get("per_device_train_batch_size")
-    refuse_uneven(documents, run.cogumi.prompts_per_step, group, mini_batches, fixed)
-    micro_batch = fixed or 1
+    _, documents, mini_batches, fixed = step_sizes(run)
+    accumulation = documents // (fixed or 1)
     return {
-        "per_device_train_batch_size": micro_batch,
-        "gradient_accumulation_steps": documents // micro_batch,
-        "steps_per_generation": documents // micro_batch * mini_batches,
+        "per_device_train_batch_size": fixed or 1,
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_generation": accumulation * mini_batches,
         "generation_batch_size": None,
     }
 
 
 def plan(run: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Dataset) -> RunConfig:
     """The run with its batch cut to the loaded model and the memory beside it; one that goes on keeps its batch."""
-    if planned := read_section(run.run_dir / DECISIONS, BATCH):
-        return with_batch(run, planned)
-    longest = max(len(prompt_ids(prompt, tokenizer)) for prompt in prompts["prompt"])
-    free = free_memory_bytes() - TRAINABLE_BYTES * lora_parameters(model, lora_config(run.lora).r)
-    batch = batch_for(run, model.config, model.dtype.itemsize, longest, free)
-    log.info("%s", batch)
-    write_section(run.run_dir / DECISIONS, BATCH, batch.arguments)
-    return with_batch(run, batch.arguments)
+    planned = read_section(run.run_dir / DECISIONS, BATCH)
+    if not planned:
+        longest = max(len(prompt_ids(prompt, tokenizer)) for prompt in prompts["prompt"])
+        free = free_memory_bytes() - TRAINABLE_BYTES * lora_parameters(model, lora_config(run.lora).r)
+        batch = batch_for(run, model.config, model.dtype.itemsize, longest, free)
+        log.info("%s", batch)
+        planned = batch.arguments
+        write_section(run.run_dir / DECISIONS, BATCH, planned)
+    return with_batch(run, planned)
 
 
 def batch_for(run: RunConfig, config: Any, itemsize: int, longest_prompt: int, free_bytes: int) -> BatchPlan:
     """The batch of a run with a model of this config. free_bytes: left for activations, see `plan_batch`."""
-    group = setting(run, "num_generations")
-    documents = count_documents(run.cogumi.docs_per_step, run.cogumi.prompts_per_step, group)
-    mini_batches, fixed = mini_batches_per_rollout(run, documents), run.train.get("per_device_train_batch_size")
-    refuse_uneven(documents, run.cogumi.prompts_per_step, group, mini_batches, fixed)
+    group, documents, mini_batches, fixed = step_sizes(run)
     return plan_batch(
         documents,
         num_generations=group,
@@ -193,11 +193,12 @@ def try_rewards(run: RunConfig, prompts: Dataset) -> None:
     refuse_missing_columns(rewards, prompts.column_names)
     for reward in rewards if len(prompts) else ():
         wrong = try_reward(reward, prompts[0], setting(run, "num_generations"), trainer_state=TrainerState())
-        refused, what = wrong or (False, "")
+        if wrong is None:
+            continue
+        refused, what = wrong
         if refused:
             raise UsageError(what, key="cogumi.rewards")
-        if what:
-            log.warning("cogumi.rewards: %s", what)
+        log.warning("cogumi.rewards: %s", what)
 
 
 def apply_thinking(flag: bool, rewards: list[Any], args: Any, tokenizer: PreTrainedTokenizerBase) -> list[Any]:

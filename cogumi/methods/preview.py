@@ -14,9 +14,10 @@ from transformers import AutoConfig
 from cogumi.config.schema import load_config
 from cogumi.core.formatting import escape_controls
 from cogumi.core.notices import show_seconds
+from cogumi.data.cache import Data
 from cogumi.data.rows import describe_value
 from cogumi.methods.building import load_run_tokenizer, pin_revision
-from cogumi.methods.examples import account_for, length_histogram, prepare_examples
+from cogumi.methods.examples import account_for, prepare_examples
 from cogumi.models.loading import resolve_model
 
 # How a piece of an example is shown: as context, learned, preferred less; and between what marks where there is no colour.
@@ -96,25 +97,23 @@ def preview(config: str | os.PathLike[str] | Mapping[str, Any], examples: int = 
     base = resolve_model(run.model.name, run.model.revision)
     tokenizer = load_run_tokenizer(run, base)
     found = prepare_examples(run, tokenizer, AutoConfig.from_pretrained(base, revision=run.model.revision))
-    data = found.train
-    rows = data.dataset.select(range(min(examples, len(data.dataset))))
     keys = {"data.fraction": run.data.fraction < 1, "data.max_rows": run.data.max_rows is not None}
     why = ", ".join(key for key, is_set in keys.items() if is_set) or "data.mix: weight"
+    note = found.train.note.removesuffix(" chosen")
+    parts = [data for data in (found.train, found.held_out) if data is not None]
+    dropped = [line for data in parts for line in data.examples_dropped()]
+    rows = found.train.dataset.select(range(min(examples, len(found.train.dataset))))
     return Preview(
-        train=shares_of(data),
+        train=shares_of(found.train),
         held_out=None if found.held_out is None else shares_of(found.held_out),
-        reports=(
-            *found.sources,
-            *([f"{data.note.removesuffix(' chosen')} kept ({why})"] if data.note else []),
-            *(line for each in (data, found.held_out) if each for line in each.examples_dropped()),
-        ),
-        lengths=tuple(length_histogram(data, BARS)),
+        reports=(*found.sources, *([f"{note} kept ({why})"] if note else []), *dropped),
+        lengths=tuple(found.train.lengths.buckets(BARS)),
         examples=tuple(tuple(split_example(row, tokenizer)) for row in rows),
         max_length=found.max_length,
     )
 
 
-def shares_of(data: Any) -> Shares:
+def shares_of(data: Data) -> Shares:
     return Shares(**{key: value for key, value in account_for(data).items() if key != "lengths"})
 
 

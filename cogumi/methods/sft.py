@@ -33,7 +33,9 @@ CLOSE = 0.1  # of the examples asked for: how far from them a step of whole rows
 def arguments(run: RunConfig) -> dict[str, Any]:
     """SFTConfig arguments. Raises UsageError for settings that would quietly train on something else."""
     length = run.train.get("max_length")
-    if run.data.format == "fim":
+    if run.data.format != "fim":
+        length = length or MAX_LENGTH
+    else:
         if run.train.get("completion_only_loss") is False or run.train.get("assistant_only_loss"):
             learned = "of a fill-in-the-middle example the middle is learned, and of a plain row (data.fim.fim_rate) everything"
             raise UsageError(learned, key="train.completion_only_loss", fix="drop it")
@@ -45,8 +47,6 @@ def arguments(run: RunConfig) -> dict[str, Any]:
             )
         # The data's own budget has already dropped, and counted, what is too long.
         length = length or (budget if run.train.get("packing") else None)
-    else:
-        length = length or MAX_LENGTH
     # What is learned is in the examples, and so is the chat template: TRL gets ids and masks.
     ours = {"completion_only_loss": True, "assistant_only_loss": False, "chat_template_path": None}
     return {**run.train, **ours, "max_length": length}
@@ -90,55 +90,52 @@ def pack_datasets(
     """
     args, place = copy.copy(args), run.run_dir / DECISIONS
     if args.packing and args.packing_strategy == "wrapped":
-        log.warning(
-            "packing: `wrapped` cuts examples and lets them read each other, as it is meant to; `bfd` does neither"
-        )
-        safe, decided = True, dict[str, Any](safe=None)
+        log.warning("packing: `wrapped` cuts examples and lets them read each other; `bfd` does neither")
+        decided: dict[str, Any] = {"safe": None}
     elif decided := read_section(place, PACKING):
-        safe = decided["safe"]
-        log.info("packing: %s, as when the run began", "on" if safe else "off")
+        log.info("packing: %s, as when the run began", "on" if decided["safe"] else "off")
     else:
         first = [train_dataset[i]["input_ids"] for i in range(min(2 * PAIRS, len(train_dataset)))]
         leak = probe_packing(model, first if len(first) > 1 else first * 2, processing_class.pad_token_id)
-        safe = not leak
-        decided = {"safe": safe, "distance": leak.distance, "bound": leak.bound}
-        if safe:
-            log.info("packing: packed logits differ from separate ones by %.1e (rounding explains %.1e)",
-                     leak.distance, leak.bound)  # fmt: skip
-        else:
+        decided = {"safe": not leak, "distance": leak.distance, "bound": leak.bound}
+        if leak:
             log.warning("packing off: this model's packed logits differ from separate ones by %.2g, where rounding explains "
                         "%.1e: examples would read each other", leak.distance, leak.bound)  # fmt: skip
+        else:
+            log.info("packing: packed logits differ from separate ones by %.1e (rounding explains %.1e)",
+                     leak.distance, leak.bound)  # fmt: skip
     write_section(place, PACKING, decided)
-    if not safe:
+    if decided["safe"] is False:
         args.packing = args.padding_free = False
     if not args.packing:  # of padding_free alone batches stay as they are
         return {"args": args}
-    rows = pack(with_labels(train_dataset), args.max_length, args.packing_strategy)
-    step = rows_per_step(rows, args.per_device_train_batch_size, args.gradient_accumulation_steps)
-    args.per_device_train_batch_size = step.per_device_train_batch_size
-    args.gradient_accumulation_steps = step.gradient_accumulation_steps
+    packed = pack(with_labels(train_dataset), args.max_length, args.packing_strategy)
+    asked = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    at_once, accumulated = rows_per_step(packed, args.per_device_train_batch_size, args.gradient_accumulation_steps)
+    args.per_device_train_batch_size, args.gradient_accumulation_steps = at_once, accumulated
     args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
     args.eval_packing = False  # the held-out loss is that of an unpacked run
+    rows = at_once * accumulated
+    found = rows * packed.examples_per_row
     log.info("packing: %d examples in %d rows of %d tokens, %.1f %% of the slots used",
-             rows.examples, len(rows.rows), rows.row_length, 100 * rows.efficiency)  # fmt: skip
+             packed.examples, len(packed.rows), packed.row_length, 100 * packed.efficiency)  # fmt: skip
     log.info("packing: asked %d examples a step; %.1f examples a row, %d rows a step (%d x %d accumulated) = %.1f examples",
-             step.asked, rows.examples_per_row, step.rows, step.per_device_train_batch_size,
-             step.gradient_accumulation_steps, step.examples)  # fmt: skip
-    if abs(step.examples - step.asked) > CLOSE * step.asked:
+             asked, packed.examples_per_row, rows, at_once, accumulated, found)  # fmt: skip
+    if abs(found - asked) > CLOSE * asked:
         log.warning("packing: a step of %.1f examples is not the %d that were asked for; shorten train.max_length %d for rows "
-                    "of fewer examples", step.examples, step.asked, rows.row_length)  # fmt: skip
-    figures: dict[str, Any] = {
-        "examples": rows.examples,
-        "rows": len(rows.rows),
-        "row_length": rows.row_length,
-        "efficiency": rows.efficiency,
-        "asked_per_step": step.asked,
-        "rows_per_step": step.rows,
-        "examples_per_step": step.examples,
+                    "of fewer examples", found, asked, packed.row_length)  # fmt: skip
+    figures = {
+        "examples": packed.examples,
+        "rows": len(packed.rows),
+        "row_length": packed.row_length,
+        "efficiency": packed.efficiency,
+        "asked_per_step": asked,
+        "rows_per_step": rows,
+        "examples_per_step": found,
     }
     write_section(place, PACKING, decided | figures)
     held_out = None if eval_dataset is None else with_labels(eval_dataset)
-    return {"args": args, "train_dataset": rows.rows, "eval_dataset": held_out}
+    return {"args": args, "train_dataset": packed.rows, "eval_dataset": held_out}
 
 
 def refuse_other_labels(trainer: Any, dataset: Any) -> None:
@@ -147,10 +144,9 @@ def refuse_other_labels(trainer: Any, dataset: Any) -> None:
     TRL 1.15 ignores `completion_mask` without `completion_only_loss`, and a trainer that unsloth generated may have a
     preparation of its own: prompts would be trained on without a word. Nothing predicts the first token of an example.
     """
-    first = range(min(4, len(dataset)))
-    wanted = [count_learned(dataset[i]) for i in first]
-    learned = []
-    for i in first:
+    wanted, learned = [], []
+    for i in range(min(4, len(dataset))):
+        wanted.append(count_learned(dataset[i]))
         batch = trainer.data_collator([trainer.train_dataset[i]])
         starts = batch["position_ids"] == 0 if "position_ids" in batch else torch.arange(batch["labels"].shape[1]) == 0
         learned.append(int(((batch["labels"] != -100) & ~starts).sum()))

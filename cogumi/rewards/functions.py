@@ -1,11 +1,8 @@
 """The reward functions that come with the package.
 
 Every function takes the batch as equally long lists and returns one float in 0..1 per completion: a string, or a list of
-chat messages of which the last one counts. `middle`, `prefix` and `suffix` are the columns of
-fill-in-the-middle prompts (`cogumi.data.fim`).
-
-A reply whose thinking never closes has no answer: its reward is 0, and the share of such replies is logged as
-`unfinished`.
+chat messages of which the last one counts. `middle`, `prefix` and `suffix` are the columns of fill-in-the-middle prompts.
+A reply whose thinking never closes scores 0, and the share of such replies is logged as `unfinished`.
 """
 
 import ast
@@ -37,8 +34,8 @@ def edit_similarity(
 ) -> list[float]:
     """1 - Levenshtein(completion, middle) / max(len), in 0..1, over characters; two empty strings score 1.0.
 
-    Insertions, deletions and substitutions cost 1 each. Not rapidfuzz's Indel ratio, where a substitution costs 2 over
-    the sum of both lengths, so that unlike texts of unlike lengths still score well.
+    Insertions, deletions and substitutions cost 1 each. In rapidfuzz's Indel ratio, where a substitution costs 2 over the
+    sum of both lengths, unlike texts of unlike lengths still score well.
     """
     pairs = zip(completions, middle, strict=True)
     return [Levenshtein.normalized_similarity(text_of(completion), expected) for completion, expected in pairs]
@@ -84,10 +81,9 @@ BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 def final_number(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
     """1.0 where the last number of the completion (in the last \\boxed{} if there is one) is the last number of `answer`."""
-    found = [
-        (last_number(text_of(each)), last_number(str(gold))) for each, gold in zip(completions, answer, strict=True)
-    ]
-    return [float(one is not None and one == other) for one, other in found]
+    found = [last_number(text_of(each)) for each in completions]
+    golds = [last_number(str(gold)) for gold in answer]
+    return [float(number is not None and number == gold) for number, gold in zip(found, golds, strict=True)]
 
 
 def answer_similarity(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
@@ -116,26 +112,26 @@ def on_visible(rewards: Sequence[Reward], tokenizer: Any, style: str, opened: bo
     `completion_ids`, as a completion's own text has lost the control tokens. Raises TypeError for an asynchronous
     function.
     """
-    return [_on_visible(reward, tokenizer, style, opened) for reward in rewards]
 
+    def wrap(reward: Reward) -> Reward:
+        if inspect.iscoroutinefunction(reward):
+            raise TypeError(f"{reward.__name__} is asynchronous; rewards are wrapped as plain functions")
 
-def _on_visible(reward: Reward, tokenizer: Any, style: str, opened: bool) -> Reward:
-    if inspect.iscoroutinefunction(reward):
-        raise TypeError(f"{reward.__name__} is asynchronous; rewards are wrapped as plain functions")
+        @functools.wraps(reward)
+        def on_visible_part(
+            prompts: Sequence[Any], completions: Sequence[Completion], **columns: Any
+        ) -> list[float | None]:
+            replies = _replies(completions, columns.get("completion_ids"), tokenizer, style)
+            answers = [visible_text(reply, style, opened) for reply in replies]
+            shown = [_with_text(old, answer or "") for old, answer in zip(completions, answers, strict=True)]
+            scores = reward(prompts=prompts, completions=shown, **columns)
+            if log_metric := columns.get("log_metric"):
+                log_metric("unfinished", answers.count(None) / max(len(answers), 1))
+            return [0.0 if answer is None else score for score, answer in zip(scores, answers, strict=True)]
 
-    @functools.wraps(reward)
-    def on_visible_part(
-        prompts: Sequence[Any], completions: Sequence[Completion], **columns: Any
-    ) -> list[float | None]:
-        replies = _replies(completions, columns.get("completion_ids"), tokenizer, style)
-        answers = [visible_text(reply, style, opened) for reply in replies]
-        shown = [_with_text(old, answer or "") for old, answer in zip(completions, answers, strict=True)]
-        scores = reward(prompts=prompts, completions=shown, **columns)
-        if log_metric := columns.get("log_metric"):
-            log_metric("unfinished", answers.count(None) / max(len(answers), 1))
-        return [0.0 if answer is None else score for score, answer in zip(scores, answers, strict=True)]
+        return on_visible_part
 
-    return on_visible_part
+    return [wrap(reward) for reward in rewards]
 
 
 def _replies(

@@ -14,7 +14,6 @@ import re
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from cogumi.core.errors import UsageError
@@ -23,7 +22,7 @@ from cogumi.rewards.functions import answer_similarity, edit_similarity, exact_m
 # As `str` shows them: list[str], typing.List[str], collections.abc.Sequence[str]; an annotation may be a string itself.
 OF_TEXT = re.compile(r"(?:\w+\.)*(?:list|List|Sequence|Iterable)\[str\]")
 OF_MESSAGES = re.compile(r"(?:\w+\.)*(?:list|List|Sequence|Iterable)\[(?:\w+\.)*(?:list|List|Sequence)\[.*\]\]")
-SHAPED = ("prompts", "completions")
+ROLES = {"prompts": "user", "completions": "assistant"}
 # What a wrong shape raises in a function that reads it.
 OF_SHAPE = (TypeError, AttributeError, KeyError)
 SAMPLE = "The answer is 42."
@@ -31,7 +30,13 @@ SAMPLE = "The answer is 42."
 
 def as_annotated(reward: Any) -> Any:
     """A reward function that is given its prompts and completions in the shape that it is annotated with."""
-    wanted = {name: shape for name in SHAPED if (shape := annotated_shape(reward, name)) is not None}
+    wanted: dict[str, Callable[[Any], Any]] = {}
+    for name, role in ROLES.items():
+        annotation = str(getattr(reward, "__annotations__", {}).get(name))
+        if OF_TEXT.fullmatch(annotation):
+            wanted[name] = text_of
+        elif OF_MESSAGES.fullmatch(annotation):
+            wanted[name] = functools.partial(messages_of, role=role)
     if not wanted:
         return reward
 
@@ -53,18 +58,8 @@ def as_annotated(reward: Any) -> Any:
     return scored
 
 
-def annotated_shape(reward: Any, name: str) -> Callable[[Any], Any] | None:
-    """What turns a prompt or completion into the shape of a parameter's annotation; None where that asks for neither."""
-    annotation = getattr(reward, "__annotations__", {}).get(name)
-    said = annotation if isinstance(annotation, str) else str(annotation)
-    if OF_TEXT.fullmatch(said):
-        return text_of
-    role = "user" if name == "prompts" else "assistant"
-    return functools.partial(messages_of, role=role) if OF_MESSAGES.fullmatch(said) else None
-
-
 def messages_of(completion: Any, role: str) -> Any:
-    """A completion as messages: text becomes one."""
+    """A prompt or completion as messages: text becomes one."""
     return [{"role": role, "content": completion}] if isinstance(completion, str) else completion
 
 
@@ -72,8 +67,7 @@ def try_reward(reward: Any, row: Mapping[str, Any], group: int, **given: Any) ->
     """(whether it is the shape, one line) about a function that does not score completions of this data; None if it does.
 
     It is called once, for `group` completions of a made-up text, in the shape that TRL will give it. `row`: the first of
-    the data. `given`: what TRL passes besides, such as `trainer_state`. An asynchronous one, such as a paid judge, is not
-    called.
+    the data. `given`: what TRL passes besides. An asynchronous one, such as a paid judge, is not called.
     """
     conversational = not isinstance(row["prompt"], str)
     error = error_of_reward(reward, row, group, conversational, given)
@@ -84,23 +78,20 @@ def try_reward(reward: Any, row: Mapping[str, Any], group: int, **given: Any) ->
     said = f"reward {name} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno}) on a trial completion"
     if not isinstance(error, OF_SHAPE) or error_of_reward(reward, row, group, not conversational, given) is not None:
         return False, f"{said}; a function that cannot score every text ends the training in its first rollout"
+    got, takes, annotation = "text", "messages", "list[list[dict]]"
     if conversational:
-        got = "messages, so each completion is a list such as [{'role': 'assistant', 'content': '...'}]"
-        fix = "takes strings; annotate it `completions: list[str]` to be given the text, or read completion[-1]['content']"
-    else:
-        got = "text, so each completion is a string"
-        fix = "takes messages; annotate it `completions: list[list[dict]]` to be given them, or read the string"
-    return True, f"{said}: the prompts are {got}, and the function {fix}"
+        got, takes, annotation = "messages", "strings", "list[str]"
+    fix = f"annotate it `completions: {annotation}` to be given those, or have it read {got}"
+    return True, f"{said}: the prompts are {got}, and so are the completions. The function takes {takes}; {fix}"
 
 
 def error_of_reward(reward: Any, row: Mapping[str, Any], group: int, messages: bool, given: Mapping[str, Any]) -> Any:
     """What a reward function raises on made-up completions of one prompt; None where it scores them."""
     if inspect.iscoroutinefunction(reward):
         return None
-    text = text_of(row["prompt"])
-    prompt, completion = (
-        (messages_of(row["prompt"], "user"), messages_of(SAMPLE, "assistant")) if messages else (text, SAMPLE)
-    )
+    prompt, completion = text_of(row["prompt"]), SAMPLE
+    if messages:
+        prompt, completion = messages_of(row["prompt"], "user"), messages_of(SAMPLE, "assistant")
     columns = {name: [value] * group for name, value in row.items() if name not in ("prompt", "completion")}
     columns |= {"prompts": [prompt] * group, "completions": [completion] * group, "completion_ids": [[0]] * group}
     logs = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
@@ -114,11 +105,7 @@ def error_of_reward(reward: Any, row: Mapping[str, Any], group: int, messages: b
 
 Reward = Callable[..., list[float]]
 BUILTIN_REWARDS: dict[str, Reward] = {
-    "exact_match": exact_match,
-    "edit_similarity": edit_similarity,
-    "parses": parses,
-    "final_number": final_number,
-    "answer_similarity": answer_similarity,
+    each.__name__: each for each in (exact_match, edit_similarity, parses, final_number, answer_similarity)
 }
 """What a YAML may name, beside `file.py:function` and `package.module:function`."""
 ALWAYS_THERE = ("prompts", "completions", "completion_ids", "trainer_state")  # what TRL passes whatever the data has
@@ -144,7 +131,16 @@ def load_reward(name: str) -> Reward:
     """The function of `path/to/file.py:function` or `package.module:function`, whose code is executed to get it."""
     place, _, function = name.rpartition(":")
     try:
-        module = module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        if place.endswith(".py"):
+            if not Path(place).is_file():
+                raise FileNotFoundError(f"no such file: {place}")
+            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
     except (FileNotFoundError, ModuleNotFoundError) as error:
         raise UsageError(f"{name}: {error} (looked from {Path.cwd()})", key="cogumi.rewards") from None
     except Exception as error:  # the user's own code, which may raise anything
@@ -172,17 +168,6 @@ def with_location(name: str, reward: Callable[..., Any]) -> Callable[..., Any]:
             raise RuntimeError(f"cogumi.rewards: {name} raised {what} ({at.filename}:{at.lineno})") from error
 
     return scored
-
-
-def module_of_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise FileNotFoundError(f"no such file: {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def refuse_missing_columns(rewards: Sequence[Reward], columns: Collection[str]) -> None:
