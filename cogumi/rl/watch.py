@@ -115,17 +115,14 @@ class LossWatch(TrainerCallback):
         accepted = self.accepted
         for warning in guard_trainer(self.trainer, backend=backend, behaviour_logps=behaviour_logps, accepted=accepted):
             log.warning("%s", warning)
-        self.proof = LossCheck(
-            requested_settings(self.trainer.args),
-            self.token_ratio,
-            list_unchecked_terms(self.trainer),
-            written=self.written(backend),
-        )
         if OWN_OBJECTIVE in accepted:
             own = self.own_objective(backend)
             self.proof = LossCheck({}, self.token_ratio, [OWN_OBJECTIVE], own)
             log.warning("accepted (%s): %s.%s computes the loss, and is compared with no formula",
                         OWN_OBJECTIVE, own.__module__, own.__qualname__)  # fmt: skip
+        else:
+            asked, unproven = requested_settings(self.trainer.args), list_unchecked_terms(self.trainer)
+            self.proof = LossCheck(asked, self.token_ratio, unproven, written=self.written(backend))
         self.guarded = True
 
     def written(self, backend: Backend) -> Any:
@@ -197,8 +194,13 @@ class LossWatch(TrainerCallback):
                 own = format_accept_call(OWN_OBJECTIVE, self.accepted)
                 raise WrongLossError(f"{error}; where the objective, or a term of it, is your own: {own}") from None
             on_policy = self.rollout_step == self.trainer.state.global_step
-            if self.proof.step == 1 and on_policy and "ratio_outside_clip" in found:
-                self.warn_of_numerics(found["ratio_outside_clip"], found["ratio_max_deviation"])
+            if self.proof.step == 1 and on_policy and found.get("ratio_outside_clip", 0.0) > 0:
+                log.warning(
+                    "step 1: the ratios are up to %.2g away from 1 and %.0f%% of them outside the clip, before anything was "
+                    "learned: sampler's and trainer's numerics differ. Take an fp32 head on both sides, or widen the clip",
+                    found["ratio_max_deviation"],
+                    100 * found["ratio_outside_clip"],
+                )
             self.proof = None if self.proof.is_complete else self.proof
             if self.trainer.accelerator.is_main_process:
                 self.record.parent.mkdir(parents=True, exist_ok=True)
@@ -212,17 +214,6 @@ class LossWatch(TrainerCallback):
                 logged[name] = [(max if "max_" in name else min)([*logged[name], value])]
             else:
                 logged[name].append(value)
-
-    def warn_of_numerics(self, outside: float, deviation: float) -> None:
-        """Ratios of the first step are 1 but for rounding, since nothing was learned yet."""
-        if outside > 0:
-            log.warning(
-                "step 1: the ratios are up to %.2g away from 1 and %.0f%% of them outside the clip, before anything was "
-                "learned: the sampler's and the trainer's numerics differ, and the clip acts on that. An fp32 head on both "
-                "sides takes a part of it away; else widen the clip",
-                deviation,
-                100 * outside,
-            )
 
 
 # ----------------------------------------------------------------------------------------------------- a step's metrics
