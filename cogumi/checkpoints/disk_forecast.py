@@ -266,7 +266,8 @@ class Outlook:
         """The same without what is said of each disk."""
         reserve = f" and a reserve of {format_bytes(self.reserve)}" if self.reserve else ""
         most = f"one checkpoint is {format_bytes(self.checkpoint)}; at most there are {self.held}{reserve}"
-        helps = [f"{disk.filesystem.mount}: {'; '.join(self.advice(disk))}" for disk in self.disks if disk.short]
+        short = [disk for disk in self.disks if disk.short]
+        helps = [f"{disk.filesystem.mount}: what helps: {'; '.join(self.advice(disk))}" for disk in short]
         asked = [disk.allocation for disk in self.disks if disk.allocation is not None]
         return [most, *helps, *(answer.message for answer in asked if answer.fits is None), *self.notes]
 

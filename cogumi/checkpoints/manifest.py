@@ -112,16 +112,18 @@ def parse_manifest(text: str) -> Manifest:
     content.pop("checksum", None)
     if seal(content) != text:
         raise CheckpointDamaged(f"{MANIFEST_NAME} is damaged: its own checksum does not fit")
-    if not isinstance(content.get("step"), int):
-        raise CheckpointDamaged(f"{MANIFEST_NAME} is damaged: it has no step")
-    files, versions = content.get("files"), content.get("versions")
-    for entry in files.values() if isinstance(files, dict) else [None]:
-        if not (
-            isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("sha256"), str)
-        ):
-            raise CheckpointDamaged(f"{MANIFEST_NAME} is damaged: it does not list each file with its size and sha256")
-    entries = {file: FileEntry(entry["size"], entry["sha256"]) for file, entry in content["files"].items()}
-    return Manifest(content["step"], entries, versions if isinstance(versions, dict) else {})
+    match content:
+        case {"step": int(step), "files": dict(listed)}:
+            files = {name: parse_entry(entry) for name, entry in listed.items()}
+            return Manifest(step, files, content.get("versions") or {})
+    raise CheckpointDamaged(f"{MANIFEST_NAME} is damaged: it has no step, or no files")
+
+
+def parse_entry(entry: Any) -> FileEntry:
+    match entry:
+        case {"size": int(size), "sha256": str(digest)}:
+            return FileEntry(size, digest)
+    raise CheckpointDamaged(f"{MANIFEST_NAME} is damaged: it does not list each file with its size and sha256")
 
 
 def seal(content: dict[str, Any]) -> str:
@@ -195,14 +197,10 @@ def read_settings(trainer: Any) -> dict[str, Any]:
 
 def parse_identity(text: str) -> Identity:
     """What a checkpoint's file says. Raises ValueError where it is not one."""
-    content = json.loads(text)
-    if (
-        not isinstance(content, dict)
-        or not isinstance(content.get("run"), str)
-        or not isinstance(content.get("settings"), dict)
-    ):
-        raise ValueError(f"{IDENTITY_NAME} does not say which run it is of")
-    return Identity(content["run"], content["settings"])
+    match json.loads(text):
+        case {"run": str(run), "settings": dict(settings)}:
+            return Identity(run, settings)
+    raise ValueError(f"{IDENTITY_NAME} does not say which run it is of")
 
 
 def read_run_name(directory: Path) -> str | None:

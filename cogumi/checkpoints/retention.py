@@ -17,6 +17,10 @@ from cogumi.core.errors import UsageError
 
 log = logging.getLogger(__name__)
 
+TRASH_PREFIX = ".cogumi-trash-"
+# A file of this name in a checkpoint keeps it for good.
+PIN_NAME = "KEEP"
+
 
 def last_good_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
     """The newest checkpoint of `output_dir` that a run can resume from, None where there is none (or no directory yet).
@@ -73,23 +77,14 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise UsageError(
-            f"{output_dir} cannot be listed ({error.strerror})", fix="name the directory of the checkpoints"
-        ) from error
+        fix = "name the directory of the checkpoints"
+        raise UsageError(f"{output_dir} cannot be listed ({error.strerror})", fix=fix) from error
     steps = {
         path: int(name[1])
         for path in paths
         if (name := CHECKPOINT_NAME.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
     }
     return sorted(steps, key=lambda path: (steps[path], path.name), reverse=True)
-
-
-# ------------------------------------------------------------------------------------------------------------ retention
-
-
-TRASH_PREFIX = ".cogumi-trash-"
-# A file of this name in a checkpoint keeps it for good.
-PIN_NAME = "KEEP"
 
 
 def plan_pruning(

@@ -1,9 +1,8 @@
 """What a checkpoint is worth: every byte of one that cogumi wrote is checked, and the structure of any other.
 
-A resume does not look at what it loads: it takes the highest number, skips an optimizer that is missing, and torch.load
-does not compare the checksums that torch.save wrote (transformers 5.17, torch 2.13). Neither torch nor transformers is
-imported here. The checkpoints are those of one process or of several with whole copies of the model: FSDP and DeepSpeed
-have no `optimizer.pt` and are rejected.
+A resume takes the highest number, skips an optimizer that is missing, and torch.load does not compare checksums
+(transformers 5.17, torch 2.13). Neither torch nor transformers is imported here. The checkpoints are those of one process
+or of several with whole copies of the model: FSDP and DeepSpeed have no `optimizer.pt` and are rejected.
 """
 
 import json
@@ -90,9 +89,8 @@ def inspect(directory: Path, whole: bool = True) -> CheckpointState:
         return CheckpointState(directory, step, "rejected", str(damage), weight)
     except OSError as error:
         place = os.path.relpath(error.filename, directory.parent) if error.filename else directory.name
-        return CheckpointState(
-            directory, step, "rejected", f"{place} cannot be read ({error.strerror or error})", weight
-        )
+        reason = f"{place} cannot be read ({error.strerror or error})"
+        return CheckpointState(directory, step, "rejected", reason, weight)
     if manifest is None:
         checked = "only the structure was checked" if whole else "nothing was checked"
         return CheckpointState(directory, step, "unverified", f"no {MANIFEST_NAME}: {checked}", weight)
@@ -141,10 +139,7 @@ def check_complete(files: dict[str, Path]) -> None:
     if not any(RNG.fullmatch(name) for name in files):
         missing.add("rng_state.pth")
     if missing == {OPTIMIZER, SCHEDULER, "rng_state.pth"}:
-        raise CheckpointDamaged(
-            "it has no optimizer, scheduler and RNG state (save_only_model=True?): its weights are there, "
-            "but a run cannot resume from it"
-        )
+        raise CheckpointDamaged("it has no optimizer, scheduler and RNG state (save_only_model=True?), only weights")
     require(missing, " (Trainer writes that last: the save did not finish)" if STATE in missing else "")
     check_adapters(files)
     indexes = [name for name in INDEXES if name in files]
@@ -167,11 +162,10 @@ def is_weights(name: str) -> bool:
 
 def check_adapters(files: dict[str, Path]) -> None:
     """Raise CheckpointDamaged where an adapter has only one of its two files."""
-    folders = {
-        name.rpartition("/")[0] for name in files if name.rpartition("/")[2] in (ADAPTER_CONFIG, *ADAPTER_WEIGHTS)
-    }
-    for folder in sorted(folders):
-        inside = f"{folder}/" if folder else ""
+    ours = (name.rpartition("/") for name in files)
+    for inside in sorted(
+        {folder + slash for folder, slash, name in ours if name in (ADAPTER_CONFIG, *ADAPTER_WEIGHTS)}
+    ):
         if inside + ADAPTER_CONFIG not in files:
             require([inside + ADAPTER_CONFIG])
         if not any(inside + weights in files for weights in ADAPTER_WEIGHTS):

@@ -163,7 +163,9 @@ def check_loss_settings(args: Any, backend: Literal["trl", "unsloth"]) -> Iterat
         )
         yield GuardFinding("token-aggregation", True, message)
     if level == "token" and loss_type == "luspo":
-        message = "train.loss_type luspo needs train.importance_sampling_level: sequence; set that, or train.loss_type: gspo-length"
+        message = (
+            "train.loss_type luspo needs train.importance_sampling_level: sequence; or set train.loss_type: gspo-length"
+        )
         yield GuardFinding("token-aggregation", True, message)
     # TRL 1.15 samples with generation_kwargs' temperature and scores with its own, so the ratio would not start at 1.
     sampled = (args.generation_kwargs or {}).get("temperature", args.temperature)

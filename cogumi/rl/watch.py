@@ -54,8 +54,7 @@ def watch(trainer: Any, record: str | Path | None = None, accept: Iterable[str] 
 
     `record` is where the description of the loss that ran goes (`loss.json` in the trainer's output directory). The
     guards speak when training begins, or when `.guard()` is called: UsageError names every setting with which the run
-    would not be what it says. `accept`: names of `cogumi.rl.findings.NAMES` that pass in this trainer; by default those
-    that `cogumi.patch(accept=...)` was told.
+    would not be what it says. `accept`: findings that pass in this trainer; by default what `cogumi.patch` was told.
     """
     watching = next((each for each in trainer.callback_handler.callbacks if isinstance(each, LossWatch)), None)
     if watching is None:
@@ -115,38 +114,34 @@ class LossWatch(TrainerCallback):
         accepted = self.accepted
         for warning in guard_trainer(self.trainer, backend=backend, behaviour_logps=behaviour_logps, accepted=accepted):
             log.warning("%s", warning)
+        written = self.written(backend)
         if OWN_OBJECTIVE in accepted:
-            own = self.own_objective(backend)
+            own = written or getattr(type(self.trainer), INNER_LOSS)
             self.proof = LossCheck({}, self.token_ratio, [OWN_OBJECTIVE], own)
             log.warning("accepted (%s): %s.%s computes the loss, and is compared with no formula",
                         OWN_OBJECTIVE, own.__module__, own.__qualname__)  # fmt: skip
         else:
             asked, unproven = requested_settings(self.trainer.args), list_unchecked_terms(self.trainer)
-            self.proof = LossCheck(asked, self.token_ratio, unproven, written=self.written(backend))
+            self.proof = LossCheck(asked, self.token_ratio, unproven, written=written)
         self.guarded = True
 
     def written(self, backend: Backend) -> Any:
-        """The user's function that the loss comes out of, the outer one of two; None where there is none."""
-        inner = getattr(self.trainer, INNER_LOSS, None) if backend == "trl" else None  # unsloth never calls it
-        for each in (self.trainer.compute_loss, self.compute_loss, inner):  # the first may be set over the watch's own
-            if each is None:
-                continue
-            function = inspect.unwrap(getattr(each, "__func__", each))
-            if not is_library_code(function) and not function.__module__.startswith("cogumi."):
-                return function
-        return None
+        """The user's function that the loss comes out of, the outer one of two; None where there is none.
 
-    def own_objective(self, backend: Backend) -> Any:
-        """The function that makes this trainer's loss the user's own; the library's where there is none on the trainer."""
-        compute_loss = getattr(self.compute_loss, "__func__", self.compute_loss)
-        inner = getattr(type(self.trainer), INNER_LOSS)
-        if not is_library_code(compute_loss):
-            return compute_loss
-        if backend == "unsloth" and not is_library_code(inner):
-            raise UsageError(
-                "unsloth never calls _compute_loss", place=inner.__qualname__, fix="override compute_loss instead"
-            )
-        return inner
+        Raises UsageError for an accepted objective of the user's own in a method that unsloth never calls.
+        """
+        inner = getattr(self.trainer, INNER_LOSS, None)
+        candidates = [self.trainer.compute_loss, self.compute_loss, inner]  # the first may be set over the watch's own
+        for each in candidates:
+            function = inspect.unwrap(getattr(each, "__func__", each)) if each is not None else None
+            if function is None or is_library_code(function) or function.__module__.startswith("cogumi."):
+                continue
+            if each is not inner or backend == "trl":
+                return function
+            if OWN_OBJECTIVE in self.accepted:
+                fix = "override compute_loss instead"
+                raise UsageError("unsloth never calls _compute_loss", place=function.__qualname__, fix=fix)
+        return None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.guard()
@@ -216,13 +211,10 @@ class LossWatch(TrainerCallback):
                 logged[name].append(value)
 
 
-# ----------------------------------------------------------------------------------------------------- a step's metrics
-# Under Fast-LLM's names (`fast_llm/layers/language_model/loss/policy_gradient.py`, `_policy_metrics_reduce`), over the
-# whole optimizer step. The KL estimate R - log R - 1 is Schulman's k3 (http://joschu.net/blog/kl-approx.html). Means are
-# over documents (completions with at least one token that counts), each token weighing 1 / its document's length.
+# A step's metrics, under Fast-LLM's names (`fast_llm/layers/language_model/loss/policy_gradient.py`), over the whole
+# optimizer step. The KL estimate R - log R - 1 is Schulman's k3 (http://joschu.net/blog/kl-approx.html). Means are over
+# documents (completions with at least one token that counts), each token weighing 1 / its document's length.
 # Micro-batches are summed before anything is divided, so that a metric does not depend on how a step was cut up.
-
-# Sums over documents, divided by their number at the end of the step.
 MEANS = (
     "new_logprobs",
     "old_logprobs",
@@ -234,8 +226,7 @@ MEANS = (
 )
 # Sums over what has a ratio of its own: documents at sequence level, tokens at token level.
 SUMS = ("ratio_new_old_sum", "ratio_new_old_squared_sum", "num_ratios")
-COUNTS = ("num_tokens", "num_segments", "staleness")
-SUMMED = (*MEANS, *SUMS, *COUNTS)
+SUMMED = (*MEANS, *SUMS, "num_tokens", "num_segments", "staleness")
 MAXIMA = ("max_advantage", "max_ratio", "negative_min_advantage", "negative_min_ratio")
 
 
