@@ -358,10 +358,7 @@ def compose_outlook(
 
 @dataclass(frozen=True)
 class ExistingCheckpoints:
-    """What is in a directory of checkpoints already.
-
-    ours: those that count toward what is kept. bytes: what they, the reserve and a save under way take on the disk.
-    """
+    """What is in a directory of checkpoints already."""
 
     directory: Path
     ours: tuple[Path, ...]

@@ -68,11 +68,7 @@ def versions() -> dict[str, str | None]:
 
 
 def write_manifest(directory: Path, step: int) -> None:
-    """Describe every file below `directory`; whoever reads the manifest later knows that all of them were on the disk.
-
-    The caller has synced the files. The manifest appears whole or not at all, and is durable on return. Raises OSError,
-    as a full disk does.
-    """
+    """Describe every file below `directory`; whoever reads the manifest later knows that all of them were on the disk."""
     files = {
         name: FileEntry(path.stat().st_size, sha256_file(path)) for name, path in list_manifest_files(directory).items()
     }

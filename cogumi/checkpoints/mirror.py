@@ -1,7 +1,4 @@
-"""A copy of the checkpoints in another place, made by a thread of its own beside the training.
-
-The newest two checkpoints stay there. A mirror that fails never harms the training.
-"""
+"""A copy of the checkpoints in another place, made by a thread of its own beside the training."""
 
 import logging
 import math
@@ -133,7 +130,11 @@ class Mirror:
                 self.trouble = "" if failure is None else self.describe(failure)
                 self.failing = False
                 if failure is None:
-                    self.note_arrival(checkpoint)
+                    self.reached, self.since = step_of(checkpoint), time.time()
+                    self.behind = int(self.waiting is not None)
+                    if self.reminded > -math.inf and not self.behind:
+                        self.reminded = -math.inf
+                        log.warning("%s is whole in %s: resumability has stalled no longer", checkpoint.name, self)
                 elif isinstance(failure, CheckpointDamaged | ValueError):  # of the disk, or a mistake: it stays so
                     self.lost[checkpoint], self.trouble = self.trouble, ""
                     log.error("%s is not mirrored to %s: %s", checkpoint, self, self.lost[checkpoint])
@@ -144,12 +145,6 @@ class Mirror:
                     if self.waiting is None and not self.stopped:
                         self.waiting = checkpoint
                     self.warn_if_stalled()
-
-    def note_arrival(self, checkpoint: Path) -> None:
-        self.reached, self.since, self.behind = step_of(checkpoint), time.time(), int(self.waiting is not None)
-        if self.reminded > -math.inf and not self.behind:
-            self.reminded = -math.inf
-            log.warning("%s is whole in %s: resumability has stalled no longer", checkpoint.name, self)
 
     def mirror(self, checkpoint: Path) -> Exception | None:
         """Bring a checkpoint there; what failed, or None once it has arrived."""

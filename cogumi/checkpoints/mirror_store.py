@@ -149,10 +149,7 @@ class Store:
                 os.rmdir(f"{self.root}/{checkpoint}/{folder}")
 
     def send(self, checkpoint: Path, manifest: Manifest) -> None:
-        """Upload a checkpoint, read each file back, and write the manifest last: it proves the rest.
-
-        Raises CheckpointDamaged where the files on the disk are not those of the manifest any more.
-        """
+        """Upload a checkpoint, read each file back, and write the manifest last: it proves the rest."""
         name, text = checkpoint.name, (checkpoint / MANIFEST_NAME).read_text(encoding="utf-8")
         if self.is_local and checkpoint.parent.resolve() == Path(self.root).resolve():
             raise ValueError(f"{self.root} is the directory of the checkpoints itself")

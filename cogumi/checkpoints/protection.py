@@ -259,10 +259,7 @@ class Protection:
         return point
 
     def is_of_this_run(self, found: Identity, place: str) -> bool:
-        """Whether a checkpoint in a mirror is of this training. On a machine that knows nothing of it yet the settings say so.
-
-        Raises UsageError there for another's: whoever names its mirror may want that one, and would be given it.
-        """
+        """Whether a checkpoint in a mirror is of this training. On a machine that knows nothing of it yet the settings say so."""
         run = read_run_name(Path(self.trainer.args.output_dir))
         if run is None:
             other = differences(found.settings, read_settings(self.trainer))

@@ -43,11 +43,7 @@ def last_good_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
 
 
 def inspect_all(output_dir: str | os.PathLike[str]) -> Iterator[CheckpointState]:
-    """Verify each checkpoint of `output_dir`, newest first, when it is asked for: that reads the whole checkpoint.
-
-    Only directories named checkpoint-STEP count, and no links. One that is removed meanwhile, as by a training beside, is
-    left out. Nothing in a directory that does not exist. Raises UsageError when it cannot be listed.
-    """
+    """Verify each checkpoint of `output_dir`, newest first, when it is asked for: that reads the whole checkpoint."""
     for directory in list_checkpoints(Path(output_dir)):
         finding = inspect_while_running(directory)
         if finding is not None:
@@ -123,10 +119,7 @@ def plan_pruning(
 
 
 def remove(path: Path) -> int:
-    """Remove a checkpoint, and return the bytes that came back. What is half removed has a name nobody takes for one.
-
-    Raises OSError naming what could not be removed: Trainer's rotation ignores that, and the disk fills up.
-    """
+    """Remove a checkpoint, and return the bytes that came back. What is half removed has a name nobody takes for one."""
     free = space_of(path.parent).free
     trash = path.with_name(f"{TRASH_PREFIX}{path.name}-{secrets.token_hex(2)}")
     path.rename(trash)

@@ -75,11 +75,11 @@ def inspect(directory: Path, whole: bool = True) -> CheckpointState:
         raise UsageError(f"{directory} is not named checkpoint-STEP", fix="name the directory of one checkpoint")
     step, weight = int(name[1]), 0
     try:
-        files = list_files(directory)
-        weight = bytes_of(directory)
+        os.listdir(directory)  # rglob finds nothing in a directory that is not there, and says nothing
+        files, weight = list_manifest_files(directory), bytes_of(directory)
         manifest = read_manifest(directory)
         if manifest is not None:
-            (check_hashes if whole else check_sizes)(manifest, files, step)
+            check_listed(manifest, files, step, whole)
         if whole:
             check_complete(files)
             check_step(files, step)
@@ -97,18 +97,12 @@ def inspect(directory: Path, whole: bool = True) -> CheckpointState:
     return CheckpointState(directory, step, "verified", "", weight)
 
 
-def list_files(directory: Path) -> dict[str, Path]:
-    """Every file of a checkpoint by its relative name. Raises OSError where there is no directory to list."""
-    os.listdir(directory)  # rglob finds nothing in a directory that is not there, and says nothing
-    return list_manifest_files(directory)
-
-
 def bytes_of(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-def check_sizes(manifest: Manifest, files: dict[str, Path], step: int) -> None:
-    """Raise CheckpointDamaged unless names, step and sizes are those that were saved."""
+def check_listed(manifest: Manifest, files: dict[str, Path], step: int, whole: bool) -> None:
+    """Raise CheckpointDamaged unless every file is the one that was saved: names, step and sizes, then hashes if `whole`."""
     if manifest.step != step:
         raise CheckpointDamaged(
             f"{MANIFEST_NAME} is of step {manifest.step}, not {step}: the directory was renamed, or parts of two mixed"
@@ -121,12 +115,7 @@ def check_sizes(manifest: Manifest, files: dict[str, Path], step: int) -> None:
     for name in files.keys() - manifest.files.keys():
         if name.endswith(LOADED_SUFFIXES):
             raise CheckpointDamaged(f"{name} was added after the checkpoint was saved, and a resume might load it")
-
-
-def check_hashes(manifest: Manifest, files: dict[str, Path], step: int) -> None:
-    """Raise CheckpointDamaged unless every file is the one that was saved: names, step and sizes before any hash."""
-    check_sizes(manifest, files, step)
-    for name, entry in manifest.files.items():
+    for name, entry in manifest.files.items() if whole else ():
         with reading(files[name]):
             same = sha256_file(files[name]) == entry.sha256
         if not same:

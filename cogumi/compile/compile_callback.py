@@ -129,21 +129,19 @@ class CompileCallback(TrainerCallback):
             return
         if self.mode == "auto" and not self.report["decision"]:
             if not (control.should_training_stop or self.ending()):
-                self.compile_if_repaid(state.max_steps - state.global_step)
+                step, left = shortest(self.steps), state.max_steps - state.global_step
+                self.report["seconds_per_step_eager"] = step
+                if step * left < WORTH_COMPILING:
+                    rest = f"{step * left:.0f} s of training are left ({left} steps of {step:.2f} s)"
+                    self.decide("off", f"{rest}, and less than {WORTH_COMPILING:.0f} s do not repay compiling")
+                else:
+                    self.compile(f"to be compared with {step:.2f} s a step as they are")
             self.steps.clear()
         else:
             self.compare()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self.compare()
-
-    def compile_if_repaid(self, steps_left: int) -> None:
-        step = self.report["seconds_per_step_eager"] = shortest(self.steps)
-        if step * steps_left < WORTH_COMPILING:
-            left = f"{step * steps_left:.0f} s of training are left ({steps_left} steps of {step:.2f} s)"
-            self.decide("off", f"{left}, and less than {WORTH_COMPILING:.0f} s do not repay compiling")
-        else:
-            self.compile(f"to be compared with {step:.2f} s a step as they are")
 
     def compare(self) -> None:
         """A few steps later, once: what Dynamo did, and whether the steps became shorter."""

@@ -122,10 +122,7 @@ def try_compiler(device: torch.device, backward: bool = True) -> CompilerFound:
 
 
 def keep_compiled_code() -> Path:
-    """Have inductor keep what it compiles in the user's cache, where the next run finds it, unless told where already.
-
-    Its own default is a temporary directory, which a rented machine loses when it stops; importing it sets the variable to that.
-    """
+    """Have inductor keep what it compiles in the user's cache, where the next run finds it, unless told where already."""
     told = os.environ.get(CACHE_VARIABLE)
     own = Path(platformdirs.user_cache_dir("cogumi")) / "compiled"
     place = Path(told) if told and told != str(inductor_cache()) else own

@@ -234,20 +234,14 @@ def emulate_cuda() -> Iterator[None]:
 
 @contextmanager
 def emulate_padding(padded: bool) -> Iterator[None]:
-    """Transformers makes attention masks as of such batches, for the length of a block.
-
-    It looks whether there is padding, and asks nothing of fake tensors: it takes them for a graph that is traced.
-    """
+    """Transformers makes attention masks as of such batches, for the length of a block."""
     masking: Any = importlib.import_module("transformers.masking_utils")
     with replaced(masking, {"is_tracing": lambda tensor=None: False, "fast_all": lambda mask: not padded}):
         yield
 
 
 def trl_head_without_kernels() -> Any:
-    """TRL's ChunkedLogProbFunction, from a copy of its module whose kernels do nothing and whose sums are a card's.
-
-    On a card `acc += a @ b` reads its factors in their own dtype; elsewhere TRL makes float32 copies of both.
-    """
+    """TRL's ChunkedLogProbFunction, from a copy of its module whose kernels do nothing and whose sums are a card's."""
     import trl
 
     place = Path(trl.__file__).parent / "kernels" / "chunked_logprob.py"

@@ -318,11 +318,13 @@ def describe_memory(step: StepForecast, run: RunConfig, chosen: Sequence[Choice]
 def suggest_fix(step: StepForecast, run: RunConfig) -> tuple[str, dict[str, Any]]:
     """The change that makes a step fit, the mildest first: layers computed twice, a smaller micro-batch, 4 bits."""
     work, largest = step.work, step.largest
-    documents, changes = work.rows * work.micro_batches, {}
+    documents = work.rows * work.micro_batches
+    changes: dict[str, Any] = {}
     if run.train.get("gradient_checkpointing") is False:  # TRL's default is on
         changes, effect = {"train.gradient_checkpointing": True}, "layers are computed twice instead of kept"
     elif step.forecast.peak_moment.stage == ROLLOUT and work.rollout > documents:
-        changes, effect = dict([smaller_rollout(run, work, documents)]), "fewer completions are sampled at once"
+        key, number = smaller_rollout(run, work, documents)
+        changes, effect = {key: number}, "fewer completions are sampled at once"
     elif largest.rows:
         changes, effect = split_step(run, work, largest.rows), "the same step in smaller pieces"
     elif run.cogumi.tuning == "full":

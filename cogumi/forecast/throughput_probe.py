@@ -122,10 +122,7 @@ def extrapolate_time(run: RunConfig, work: StepShape, found: DataSample, probe: 
 
 
 def measure_steps(run: RunConfig, train: Callable[..., Any], config: Any, overrides: dict[str, Any]) -> MeasuredSteps:
-    """Ten steps of the run itself in a directory that is removed; downloads and loads the model.
-
-    Raises what the run would raise.
-    """
+    """Ten steps of the run itself in a directory that is removed; downloads and loads the model."""
     log = logging.getLogger("cogumi")
     level = log.level
     with tempfile.TemporaryDirectory(prefix="cogumi-probe-") as scratch:

@@ -207,10 +207,7 @@ def run_step(trainer: Any, work: StepShape, autocast: torch.dtype | None, on_car
 
 
 def create_optimizer(trainer: Any, live: StorageCounter, accumulating: bool) -> tuple[Any, list[Any]]:
-    """The trainer's optimizer with the states that it has after its first step, and the parameters that it trains.
-
-    accumulating: they have gradients already, as every micro-batch of a step but the first finds them.
-    """
+    """The trainer's optimizer with the states that it has after its first step, and the parameters that it trains."""
     trainer.optimizer = None  # that of an earlier step, which had other stand-ins
     optimizer = trainer.create_optimizer()
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -96,10 +96,7 @@ def clips_sequences(args: Any) -> bool:
 
 
 def list_dropout(model: nn.Module) -> list[tuple[str, str, float]]:
-    """(kind, place, probability) of every place where the model drops activations: LoRA's, other modules', functional calls.
-
-    A functional call shows only as the number its module keeps for it, such as Llama's `attention_dropout`.
-    """
+    """(kind, place, probability) of every place where the model drops activations: LoRA's, other modules', functional calls."""
     found = []
     for name, module in model.named_modules():
         if isinstance(module, DROPOUTS):
@@ -252,10 +249,7 @@ def check_ratio(args: Any) -> Iterator[GuardFinding]:
 
 
 def check_checkpoints(trainer: Any) -> Iterator[GuardFinding]:
-    """TRL 1.15 saves neither its position in a rollout nor the rollout, and a resumed run starts with a new one.
-
-    A script may never resume, and TRL's own default of 500 steps is no multiple of most rollouts: these are warnings.
-    """
+    """TRL 1.15 saves neither its position in a rollout nor the rollout, and a resumed run starts with a new one."""
     args = trainer.args
     generate_every = args.steps_per_generation * args.num_iterations
     aligned = generate_every // math.gcd(generate_every, args.gradient_accumulation_steps)
@@ -279,10 +273,7 @@ def check_checkpoints(trainer: Any) -> Iterator[GuardFinding]:
 
 
 def checkpoint_interval(trainer: Any) -> tuple[str, int] | None:
-    """The key that sets them and its value in optimizer steps; None where no checkpoint is taken before the last step.
-
-    At the end of an epoch the rollout is used up; what `save_only_model` leaves cannot be resumed.
-    """
+    """The key that sets them and its value in optimizer steps; None where no checkpoint is taken before the last step."""
     args = trainer.args
     key = {SaveStrategy.STEPS: "save_steps", SaveStrategy.BEST: "eval_steps"}.get(SaveStrategy(args.save_strategy))
     if key is None or args.save_only_model or (key == "eval_steps" and args.eval_strategy != "steps"):

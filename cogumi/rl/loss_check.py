@@ -85,7 +85,16 @@ class LossCheck:
                 "log-probabilities: it is not the loss that was asked for"
             )
         if self.step == 1:
-            described = describe_calls(self.calls) if self.calls else {}
+            described = (
+                {}
+                if not self.calls
+                else {
+                    **describe_function(self.calls[0].function),
+                    "arguments": {name: to_json(value) for name, value in self.calls[0].arguments.items()},
+                    "micro_batches": len(self.calls),
+                    **measure_ratios(self.calls),
+                }
+            )
             self.record = described | ({} if self.own is None else describe_function(self.own)) | self.record
         self._check_settings()
         if not self.unproven:
@@ -131,16 +140,6 @@ class LossCheck:
         self.moved |= bool(((call.new - call.old_logps()).abs() * (call.mask > 0) > BOUNDARY).any())
         if self.record["clip_seen_at_step"] is None and has_clipped_gradient(call, self.token_ratio):
             self.record["clip_seen_at_step"] = self.step
-
-
-def describe_calls(calls: list[LossInputs]) -> dict[str, Any]:
-    """What computed the loss of a step, with what, and how far from 1 its ratios were."""
-    return {
-        **describe_function(calls[0].function),
-        "arguments": {name: to_json(value) for name, value in calls[0].arguments.items()},
-        "micro_batches": len(calls),
-        **measure_ratios(calls),
-    }
 
 
 def describe_function(function: Any) -> dict[str, Any]:
@@ -194,10 +193,7 @@ def clip_bounds(call: LossInputs, token_ratio: bool) -> tuple[Tensor, float, flo
 
 
 def measure_ratios(calls: list[LossInputs]) -> dict[str, float]:
-    """How far the ratios of the first step are from 1: nothing has been learned yet, so it is numerics.
-
-    `ratio_max_deviation` is max |R - 1| over the step's sequences, `ratio_outside_clip` the share beyond the clip.
-    """
+    """How far the ratios of the first step are from 1: nothing has been learned yet, so it is numerics."""
     nonempty = [call.mask.sum(-1) > 0 for call in calls]
     pairs = zip(calls, nonempty, strict=True)
     deviation = torch.cat([sequence_log_ratio(call).double().exp()[rows] - 1 for call, rows in pairs])

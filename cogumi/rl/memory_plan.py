@@ -216,11 +216,7 @@ def free_memory_bytes() -> int:
 
 
 def repeat_to_rollout(dataset: Dataset, prompts_per_rollout: int) -> tuple[Dataset, str | None]:
-    """The data set, repeated where it has fewer prompts than one rollout, and a line that says so.
-
-    TRL 1.15's RepeatSampler drops a rollout that is not whole, so a smaller data set is a run of 0 steps. Raises UsageError
-    for an empty data set.
-    """
+    """The data set, repeated where it has fewer prompts than one rollout, and a line that says so."""
     prompts = len(dataset)
     if prompts == 0:
         raise UsageError("the data set has no prompts", fix="nothing can be trained on it")

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from cogumi.core.errors import UsageError
 from cogumi.models.completion import cut_at_stop
@@ -42,15 +42,10 @@ Reward = Callable[..., list[float]]
 # ------------------------------------------------------------------------------------------------------ stop sequences
 
 
-def stop_tokens(tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> dict[str, int]:
-    """Those stop sequences that are control tokens, which no text can contain by chance."""
-    added = tokenizer.get_added_vocab()
-    return {stop: added[stop] for stop in stops if stop in added}
-
-
 def stop_rollouts_at(trainer: Any, stops: Sequence[str]) -> None:
     """Let the rollouts of a `trl.GRPOTrainer` end at any of `stops`. Raises UsageError for settings that contradict it."""
-    tokens = stop_tokens(trainer.processing_class, stops)
+    added = trainer.processing_class.get_added_vocab()  # control tokens, which no text can contain by chance
+    tokens = {stop: added[stop] for stop in stops if stop in added}
     trainer.eos_token_ids = list(dict.fromkeys([*trainer.eos_token_ids, *tokens.values()]))
     strings = [stop for stop in stops if stop not in tokens]
     if strings and trainer.args.mask_truncated_completions:

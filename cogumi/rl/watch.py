@@ -67,12 +67,6 @@ def watch(trainer: Any, record: str | Path | None = None, accept: Iterable[str] 
     return watching
 
 
-def requested_settings(args: Any) -> dict[str, Any]:
-    """The settings a loss must run with, by the names it takes them under."""
-    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    return {name: getattr(args, name) for name in ASSERTED} | {"epsilon_low": args.epsilon, "epsilon_high": high}
-
-
 def is_library_code(function: Any) -> bool:
     """Whether TRL, transformers or unsloth (whose trainers are in modules named after them) wrote a loss."""
     return function.__module__.lower().startswith(("trl.", "transformers.", "unsloth"))
@@ -121,15 +115,17 @@ class LossWatch(TrainerCallback):
             log.warning("accepted (%s): %s.%s computes the loss, and is compared with no formula",
                         OWN_OBJECTIVE, own.__module__, own.__qualname__)  # fmt: skip
         else:
-            asked, unproven = requested_settings(self.trainer.args), list_unchecked_terms(self.trainer)
-            self.proof = LossCheck(asked, self.token_ratio, unproven, written=written)
+            args = self.trainer.args
+            high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+            asked = {name: getattr(args, name) for name in ASSERTED} | {
+                "epsilon_low": args.epsilon,
+                "epsilon_high": high,
+            }
+            self.proof = LossCheck(asked, self.token_ratio, list_unchecked_terms(self.trainer), written=written)
         self.guarded = True
 
     def written(self, backend: Backend) -> Any:
-        """The user's function that the loss comes out of, the outer one of two; None where there is none.
-
-        Raises UsageError for an accepted objective of the user's own in a method that unsloth never calls.
-        """
+        """The user's function that the loss comes out of, the outer one of two; None where there is none."""
         inner = getattr(self.trainer, INNER_LOSS, None)
         candidates = [self.trainer.compute_loss, self.compute_loss, inner]  # the first may be set over the watch's own
         for each in candidates:
