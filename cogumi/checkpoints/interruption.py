@@ -14,8 +14,10 @@ import logging
 import os
 import signal
 import statistics
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -251,16 +253,14 @@ class Watchdog:
         after = "before the first step was done" if self.step is None else f"after step {self.step}"
         hung = f"the training hangs: no sign of life for {silence:.1f} s {after}, and {limit:.1f} s is the limit"
         # Before the line of log: what hangs may be a handler of logging, whose lock is taken then.
+        when = time.strftime("%Y-%m-%d %H:%M:%S")
+        text = f"{when} {hung}; its stacks:\n{format_stacks()}{format_processes()}".encode()
         with open_log(self.log_path) as stream:
             try:
-                stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {hung}; its stacks:\n".encode())
-                place = stream.fileno()
+                stream.write(text)
             except OSError as error:
                 log.warning("%s cannot be written (%s): stacks go to standard error", self.log_path, error.strerror)
-                place = 2
-                os.write(place, f"{hung}; its stacks:\n".encode())
-            faulthandler.dump_traceback(place)
-            os.write(place, format_processes().encode())
+                os.write(2, text)
         asked = "; it is asked to end" if self.policy == "stop" and self.armed else ""
         log.error("%s; the stacks are in %s%s", hung, self.log_path, asked)
 
@@ -279,6 +279,17 @@ def open_log(path: Path) -> FileIO:
     except OSError as error:
         log.warning("%s cannot be written (%s): stacks go to standard error", path, error.strerror)
         return FileIO(os.dup(2), "ab")
+
+
+def format_stacks() -> str:
+    """Where each thread is, without the lines of the sources. Not faulthandler's, which holds the lock while a disk hangs."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for ident, top in sys._current_frames().items():
+        lines.append(f"Thread {names.get(ident, ident)} (most recent call first):\n")
+        for frame, line in traceback.walk_stack(top):
+            lines.append(f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}\n')
+    return "".join(lines)
 
 
 def format_processes() -> str:

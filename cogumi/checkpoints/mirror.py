@@ -144,6 +144,8 @@ class Mirror:
                     self.changed.wait_for(lambda: self.waiting or self.stopped, RETRY_SECONDS)
                     if self.waiting is None and not self.stopped:
                         self.waiting = checkpoint
+                    else:
+                        self.failing = False
                     self.warn_if_stalled()
 
     def mirror(self, checkpoint: Path) -> Exception | None:

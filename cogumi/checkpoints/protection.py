@@ -19,12 +19,13 @@ from cogumi.checkpoints.interruption import Preemption, Watchdog
 from cogumi.checkpoints.manifest import Identity, differences, read_run_name, read_settings, step_of, write_run_name
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.retention import last_good_checkpoint, list_checkpoints, remove_trash
-from cogumi.checkpoints.saving import Saver, continue_prompt_order, first_line, load_rollouts
+from cogumi.checkpoints.saving import Saver, continue_prompt_order, load_rollouts
 from cogumi.checkpoints.verify import OPTIMIZER, SCHEDULER, inspect
 from cogumi.core.durability import NO_SPACE, lock_directory, write_error
 from cogumi.core.errors import UsageError
 from cogumi.core.output import survive_closed_terminal
 from cogumi.disk.callback import log_or_print
+from cogumi.patches.torch_internals import first_line
 from cogumi.patches.trl_internals import (
     LOAD_BEST_MODEL,
     LOAD_CHECKPOINT,
@@ -340,9 +341,8 @@ def loading(checkpoint: str | Path | None, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = f"{type(error).__name__}: {first_line(error)}"
         fix = "move that directory away to resume from the one before it, or restore the shapes of model and adapter"
-        raise UsageError(f"{what} cannot be loaded ({said})", place=str(checkpoint), fix=fix) from error
+        raise UsageError(f"{what} cannot be loaded ({first_line(error)})", place=str(checkpoint), fix=fix) from error
 
 
 class Watch(TrainerCallback):

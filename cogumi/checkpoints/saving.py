@@ -27,6 +27,7 @@ from cogumi.checkpoints.retention import plan_pruning, remove
 from cogumi.checkpoints.verify import CheckpointState, inspect
 from cogumi.core.disk_space import format_bytes
 from cogumi.disk import disk_bytes
+from cogumi.patches.torch_internals import first_line
 from cogumi.patches.trl_internals import (
     OUTPUT_DIRECTORY,
     PUSH_CHECKPOINT,
@@ -143,7 +144,7 @@ class Saver:
             if not full:
                 raise
             if final != self.refused:  # while training waits for space it is tried again and again
-                log.warning("%s does not fit on the disk (%s: %s)", final, type(error).__name__, first_line(error))
+                log.warning("%s does not fit on the disk (%s)", final, first_line(error))
             self.refused = final
             return False
         self.pending = staged, final, self.committer.submit(commit, staged, final)
@@ -353,10 +354,6 @@ def redirect_saves(trainer: Any, staging: Path) -> Iterator[None]:
             yield
         finally:
             trainer.args.save_total_limit = limit
-
-
-def first_line(error: BaseException) -> str:
-    return f"{error}".strip().partition("\n")[0]
 
 
 # ------------------------------------------------------------------------- what TRL's online trainers need and do not save

@@ -245,11 +245,9 @@ def check_groups(arguments: Mapping[str, Any]) -> None:
         key, size, unit = "per_device_train_batch_size", per_device, group // math.gcd(group, steps)
         counted = f" x {steps} micro-batches a rollout = {size * steps} completions"
     if size % unit:
-        raise UsageError(
-            f"train.{key} {size}{counted}: a rollout must hold whole groups of train.num_generations {group} and whole "
-            "micro-batches",
-            fix=f"set train.{key}: {nearest_multiples(size, unit)}",
-        )
+        what = f"groups of train.num_generations {group}" if size * steps % group else f"micro-batches of {per_device}"
+        fix = f"set train.{key}: {nearest_multiples(size, unit)}"
+        raise UsageError(f"train.{key} {size}{counted}, which are no whole {what}", fix=fix)
 
 
 def refuse_small_group(group: int) -> None:
