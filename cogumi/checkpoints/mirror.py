@@ -213,9 +213,8 @@ class Mirror:
                         log.warning("%s of %s is not resumed from: its trainer state is not there", name, self)
                         continue
                     manifest = self.manifest_there(name, files)
-                    if is_ours is not None and not is_ours(
-                        self.identity_of(name, files), f"{name} in the mirror {self}"
-                    ):
+                    place = f"{name} in the mirror {self}"
+                    if is_ours is not None and not is_ours(self.identity_of(name, files), place):
                         log.warning("%s of %s is not resumed from: it is of another training", name, self)
                         continue
                     fetched = self.fetch(name, manifest, output_dir)

@@ -83,9 +83,8 @@ class Store:
         except ImportError as error:
             package = known_implementations[protocol]["class"].partition(".")[0]
             fix = f"{pip_command(f'install {package}=={fsspec.__version__}')}, the version of the installed fsspec"
-            raise UsageError(
-                f"mirror {self.name}: {protocol}:// needs the package {package} ({error})", fix=fix
-            ) from error
+            reason = f"mirror {self.name}: {protocol}:// needs the package {package} ({error})"
+            raise UsageError(reason, fix=fix) from error
         except (ValueError, OSError) as error:
             reason = f"mirror {self.name} cannot be opened ({redact_secrets(str(error), secrets_of(url))})"
             raise UsageError(reason, fix="name a directory, s3://BUCKET/PATH or hf://USER/REPO") from error

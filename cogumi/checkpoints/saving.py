@@ -299,9 +299,7 @@ class Saver:
         """The checkpoint is not to be had. again: tries once more, and says whether it worked."""
         place = final.parent.absolute()
         if self.on_full == "pause" and not self.asked_to_end():
-            log.error(
-                "training waits: %s does not fit. Free space on the disk of %s and it continues", final.name, place
-            )
+            log.error("training waits: %s does not fit. Free space on the disk of %s", final.name, place)
             began = reminded = time.monotonic()
             with self.excused():
                 while not (there := again()) and not self.asked_to_end():
@@ -318,9 +316,7 @@ class Saver:
             self.trainer.control.should_training_stop = True
         last = f"the last good one is {self.committed[-1].name}" if self.committed else "there is none yet"
         how = "stops" if ends else "continues"
-        log.error(
-            "training %s without %s, which does not fit in %s; %s. Free space there", how, final.name, place, last
-        )
+        log.error("training %s: %s does not fit in %s; %s. Free space there", how, final.name, place, last)
 
     def wait(self) -> None:
         """Wait until the next try, or a signal."""

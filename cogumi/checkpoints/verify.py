@@ -151,10 +151,9 @@ def is_weights(name: str) -> bool:
 
 def check_adapters(files: dict[str, Path]) -> None:
     """Raise CheckpointDamaged where an adapter has only one of its two files."""
-    ours = (name.rpartition("/") for name in files)
-    for inside in sorted(
-        {folder + slash for folder, slash, name in ours if name in (ADAPTER_CONFIG, *ADAPTER_WEIGHTS)}
-    ):
+    parts = (ADAPTER_CONFIG, *ADAPTER_WEIGHTS)
+    folders = {name[: name.rfind("/") + 1] for name in files if name.rpartition("/")[2] in parts}
+    for inside in sorted(folders):
         if inside + ADAPTER_CONFIG not in files:
             require([inside + ADAPTER_CONFIG])
         if not any(inside + weights in files for weights in ADAPTER_WEIGHTS):

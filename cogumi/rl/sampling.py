@@ -165,11 +165,8 @@ def use_rollout_logps(trainer: Any) -> None:
         raise UsageError(reason, key=asked, fix="set train.vllm_importance_sampling_correction: false")
     samples_here = not trainer.use_vllm and trainer.rollout_func is None
     if samples_here and trainer.args.use_transformers_continuous_batching:
-        reason, fix = (
-            "continuous batching reports no log-probabilities",
-            "remove train.use_transformers_continuous_batching",
-        )
-        raise UsageError(reason, key=asked, fix=fix)
+        reason = "rollout needs log-probabilities, which continuous batching does not report"
+        raise UsageError(reason, key=asked, fix="remove train.use_transformers_continuous_batching")
     if samples_here and (trainer.generation_config.num_beams or 1) > 1:
         reason = "rollout needs sampling, and train.generation_kwargs.num_beams asks for beam search"
         raise UsageError(reason, key=asked, fix="remove num_beams")

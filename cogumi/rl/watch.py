@@ -117,10 +117,8 @@ class LossWatch(TrainerCallback):
         else:
             args = self.trainer.args
             high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-            asked = {name: getattr(args, name) for name in ASSERTED} | {
-                "epsilon_low": args.epsilon,
-                "epsilon_high": high,
-            }
+            asked = {name: getattr(args, name) for name in ASSERTED}
+            asked |= {"epsilon_low": args.epsilon, "epsilon_high": high}
             self.proof = LossCheck(asked, self.token_ratio, list_unchecked_terms(self.trainer), written=written)
         self.guarded = True
 
@@ -143,9 +141,8 @@ class LossWatch(TrainerCallback):
         self.guard()
         # One that is resumed inside a rollout has its completions from the checkpoint: they were made some steps ago.
         rollout = args.steps_per_generation * self.trainer.num_iterations
-        self.rollout_step = (
-            state.global_step - rollout_position(self.trainer)[0] % rollout // args.gradient_accumulation_steps
-        )
+        micro_batches = rollout_position(self.trainer)[0] % rollout
+        self.rollout_step = state.global_step - micro_batches // args.gradient_accumulation_steps
 
     def on_rollout(self, make: Callable[[Any], Any], inputs: Any) -> Any:
         self.guard()  # an evaluation before training is a rollout too
