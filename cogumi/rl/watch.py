@@ -217,18 +217,14 @@ MEANS = (
     "advantage",
     "entropy",
 )
-# Sums over what has a ratio of its own: documents at sequence level, tokens at token level.
-SUMS = ("ratio_new_old_sum", "ratio_new_old_squared_sum", "num_ratios")
-SUMMED = (*MEANS, *SUMS, "num_tokens", "num_segments", "staleness")
-MAXIMA = ("max_advantage", "max_ratio", "negative_min_advantage", "negative_min_ratio")
 
 
 class PolicyMetrics:
     """Sums of one optimizer step, kept on the device: one transfer a step, none per micro-batch."""
 
     def __init__(self) -> None:
-        self.sums: Tensor | None = None
-        self.maxima: Tensor | None = None
+        self.sums: dict[str, Tensor] = {}
+        self.maxima: dict[str, Tensor] = {}
         self.has_entropy = True
 
     def add(self, call: LossInputs, staleness: float, token_ratio: bool = False) -> None:
@@ -236,34 +232,39 @@ class PolicyMetrics:
         with torch.no_grad():
             sums, maxima = reduce_micro_batch(call, staleness, token_ratio)
         self.has_entropy &= call.entropy is not None
-        self.sums = sums if self.sums is None else self.sums + sums
-        self.maxima = maxima if self.maxima is None else torch.maximum(self.maxima, maxima)
+        self.sums = {name: self.sums[name] + value if self.sums else value for name, value in sums.items()}
+        if self.maxima:
+            maxima = {name: torch.maximum(self.maxima[name], value) for name, value in maxima.items()}
+        self.maxima = maxima
 
     def take(self, accelerator: Any) -> dict[str, float]:
         """The step's metrics over all processes, named `policy/...`; empty if no micro-batch was added. Starts anew."""
-        if self.sums is None or self.maxima is None:
+        if not self.sums:
             return {}
-        gathered = accelerator.gather(torch.cat([self.sums, self.maxima])[None]).cpu()
-        self.sums = self.maxima = None
-        summed = dict(zip(SUMMED, gathered[:, : len(SUMMED)].sum(0).tolist(), strict=True))
-        largest = dict(zip(MAXIMA, gathered[:, len(SUMMED) :].amax(0).tolist(), strict=True))
+        count = len(self.sums)
+        gathered = accelerator.gather(torch.stack([*self.sums.values(), *self.maxima.values()])[None]).cpu()
+        summed = dict(zip(self.sums, gathered[:, :count].sum(0).tolist(), strict=True))
+        largest = dict(zip(self.maxima, gathered[:, count:].amax(0).tolist(), strict=True))
+        self.sums, self.maxima = {}, {}
         documents = max(summed["num_segments"], 1.0)
         metrics = {name: summed[name] / documents for name in (*MEANS, "staleness")}
         if not self.has_entropy:
             del metrics["entropy"]
         self.has_entropy = True
-        metrics |= {name: summed[name] for name in (*SUMS[:2], "num_tokens", "num_segments")}
+        total, squared = summed["ratio_new_old_sum"], summed["ratio_new_old_squared_sum"]
+        metrics |= {"ratio_new_old_sum": total, "ratio_new_old_squared_sum": squared}
+        metrics |= {name: summed[name] for name in ("num_tokens", "num_segments")}
         if summed["num_segments"] > 0:
-            metrics |= {"max_advantage": largest["max_advantage"], "min_advantage": -largest["negative_min_advantage"]}
-            metrics |= {"max_ratio": largest["max_ratio"], "min_ratio": -largest["negative_min_ratio"]}
-        metrics["effective_sample_size"] = effective_sample_size(
-            summed["ratio_new_old_sum"], summed["ratio_new_old_squared_sum"], summed["num_ratios"]
-        )
+            metrics |= {name: largest[name] for name in ("max_advantage", "max_ratio")}
+            metrics |= {name: -largest[name] for name in ("min_advantage", "min_ratio")}
+        metrics["effective_sample_size"] = effective_sample_size(total, squared, summed["num_ratios"])
         return {PREFIX + name: value for name, value in metrics.items()}
 
 
-def reduce_micro_batch(call: LossInputs, staleness: float, token_ratio: bool) -> tuple[Tensor, Tensor]:
-    """(sums in the order of SUMMED, maxima in the order of MAXIMA) of one micro-batch, float64."""
+def reduce_micro_batch(
+    call: LossInputs, staleness: float, token_ratio: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(sums, maxima) of one micro-batch by name, float64. What is a minimum is the maximum of its negative."""
     keep = call.mask > 0
     mask = keep.double()
     lengths = mask.sum(-1)
@@ -295,6 +296,7 @@ def reduce_micro_batch(call: LossInputs, staleness: float, token_ratio: bool) ->
         "clipped_ratio_fraction": (clipped * share).sum(),
         "advantage": per_document(advantages),
         "entropy": per_document(torch.zeros_like(mask) if call.entropy is None else call.entropy),
+        # Over what has a ratio of its own: documents at sequence level, tokens at token level.
         "ratio_new_old_sum": (ratio * own).sum(),
         "ratio_new_old_squared_sum": (ratio.square() * own).sum(),
         "num_ratios": own.sum(),
@@ -303,14 +305,17 @@ def reduce_micro_batch(call: LossInputs, staleness: float, token_ratio: bool) ->
         "staleness": documents.sum() * staleness,
     }
     nothing = torch.full((1,), -math.inf, dtype=torch.float64, device=mask.device)
-    extremes = {
-        "max_advantage": torch.where(keep, advantages, -math.inf),
-        "max_ratio": torch.where(has_ratio, ratio, -math.inf),
-        "negative_min_advantage": torch.where(keep, -advantages, -math.inf),
-        "negative_min_ratio": torch.where(has_ratio, -ratio, -math.inf),
+
+    def greatest(values: Tensor, where: Tensor) -> Tensor:
+        return torch.cat([torch.where(where, values, -math.inf).flatten(), nothing]).amax()
+
+    maxima = {
+        "max_advantage": greatest(advantages, keep),
+        "max_ratio": greatest(ratio, has_ratio),
+        "min_advantage": greatest(-advantages, keep),
+        "min_ratio": greatest(-ratio, has_ratio),
     }
-    maxima = torch.stack([torch.cat([extremes[name].flatten(), nothing]).amax() for name in MAXIMA])
-    return torch.stack([sums[name] for name in SUMMED]), maxima
+    return sums, maxima
 
 
 def effective_sample_size(total: float, squared: float, count: float) -> float:
