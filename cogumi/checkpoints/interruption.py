@@ -104,8 +104,6 @@ class Preemption:
         raise KeyboardInterrupt(FINISHED_AND_SAVED) if number == signal.SIGINT else SystemExit(128 + number)
 
 
-# ------------------------------------------------------------------------------------------------------------------- hangs
-
 HUNG_POLICIES = ("continue", "stop")
 # Below this nothing is called hung: a full checkpoint is written to a slow volume for minutes, a first evaluation computes
 # its metrics in silence. Five minutes of a rented H100 cost a fifth of a dollar, a training stopped by mistake far more.

@@ -138,8 +138,6 @@ def list_manifest_files(directory: Path) -> dict[str, Path]:
     }
 
 
-# ------------------------------------------------------------------------------------------------------ whose it is
-
 # In each checkpoint, and so in its manifest; and in the directory of the checkpoints, where the training itself goes on.
 IDENTITY_NAME = "cogumi-run.json"
 RUN_NAME = ".cogumi-run"

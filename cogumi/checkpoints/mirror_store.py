@@ -52,9 +52,6 @@ def redact_secrets(text: str, secrets: list[str]) -> str:
     return text
 
 
-# ------------------------------------------------------------------------------------------ a directory or an object store
-
-
 class Store:
     """A directory of a filesystem that fsspec or pyarrow knows. Raises UsageError for a URL that neither does.
 
@@ -181,9 +178,6 @@ class Store:
         self.remove(name, [RECORD_NAME])
         if self.is_local:
             sync_path(Path(self.root, name))
-
-
-# ----------------------------------------------------------------------------------------------- a Hugging Face repository
 
 
 class HubRepository:

@@ -352,8 +352,6 @@ def redirect_saves(trainer: Any, staging: Path) -> Iterator[None]:
             trainer.args.save_total_limit = limit
 
 
-# ------------------------------------------------------------------------- what TRL's online trainers need and do not save
-
 # GRPOTrainer trains on one batch of completions for steps_per_generation x num_iterations steps (trl/trainer/grpo_trainer.py,
 # `_prepare_inputs`), counted by `_step`; its RepeatSampler draws a new order each epoch from a generator of its own.
 # A resumed one counts from 0, generates anew in the middle of a batch, and repeats the first epoch's order.

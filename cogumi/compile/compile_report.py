@@ -88,9 +88,6 @@ def examine_process() -> dict[str, Any]:
     return report
 
 
-# ------------------------------------------------------------------------------------------------------- the compiler
-
-
 @dataclass(frozen=True)
 class CompilerFound:
     """error: why nothing can be compiled, "" where it can. seconds: that a tiny function took, compiled and run."""
@@ -133,9 +130,6 @@ def keep_compiled_code() -> Path:
         return Path(told or inductor_cache())
     os.environ[CACHE_VARIABLE] = str(place)
     return place
-
-
-# ------------------------------------------------------------------------------------------------------ what was compiled
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,6 @@ Change = Callable[[int], tuple[StepShape, int]]
 """A number of rows, tokens or ranks -> (work, rank) with it."""
 
 
-# --------------------------------------------------------------------------------------------------------------- target
-
-
 @dataclass(frozen=True)
 class Target:
     """The machine that a run is planned for.
@@ -207,9 +204,6 @@ def with_length(work: StepShape, length: int) -> StepShape:
     return replace(work, completion=max(1, length - work.prompt), prompt=min(work.prompt, length - 1))
 
 
-# --------------------------------------------------------------------------------------------------- the step of a run
-
-
 @dataclass(frozen=True)
 class StepForecast:
     """The forecast of a run's step on a target, and how it was made."""
@@ -292,9 +286,6 @@ def planned_work(run: RunConfig, longest: int, packed_rows: int | None = None) -
     if not train.get("use_vllm"):  # TRL's generation batch
         rollout = int(train.get("generation_batch_size") or rows * int(train.get("steps_per_generation") or steps))
     return StepShape(method, rows, longest, completion, rollout, padded=not flash, micro_batches=steps)
-
-
-# ------------------------------------------------------------------------------------------------------------- the line
 
 
 def describe_memory(step: StepForecast, run: RunConfig, chosen: Sequence[Choice] = ()) -> Line:
