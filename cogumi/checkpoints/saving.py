@@ -315,8 +315,8 @@ class Saver:
         if ends:
             self.trainer.control.should_training_stop = True
         last = f"the last good one is {self.committed[-1].name}" if self.committed else "there is none yet"
-        how = "stops" if ends else "continues"
-        log.error("training %s: %s does not fit in %s; %s. Free space there", how, final.name, place, last)
+        how = "ends" if ends else "continues"
+        log.error("training %s without %s, which does not fit in %s; %s", how, final.name, place, last)
 
     def wait(self) -> None:
         """Wait until the next try, or a signal."""
