@@ -128,7 +128,9 @@ def check_complete(files: dict[str, Path]) -> None:
     if not any(RNG.fullmatch(name) for name in files):
         missing.add("rng_state.pth")
     if missing == {OPTIMIZER, SCHEDULER, "rng_state.pth"}:
-        raise CheckpointDamaged("it has no optimizer, scheduler and RNG state (save_only_model=True?): a run cannot resume")
+        raise CheckpointDamaged(
+            "it has no optimizer, scheduler and RNG state (save_only_model=True?): a run cannot resume"
+        )
     require(missing, " (Trainer writes that last: the save did not finish)" if STATE in missing else "")
     check_adapters(files)
     indexes = [name for name in INDEXES if name in files]
