@@ -17,7 +17,7 @@ import torch
 from datasets import Dataset
 from disk_mounts import mounting
 from page_cache import is_in_memory
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -291,7 +291,7 @@ def test_a_disk_without_room_for_all_is_said_before_the_first_step_and_keeps_the
     assert max(losses.seen) == 8
     assert "save_total_limit=None keeps every checkpoint" in before[0]
     assert re.search(r"does not fit: [\d.]+ [kM]B are missing", before[0])
-    assert "2 checkpoints kept instead of all (save_total_limit)" in before[0]
+    assert "save_total_limit: 2 takes " in before[0]
     kept = names(point / "run")  # as many as there is room for, the newest
     assert 2 <= len(kept) < 8
     assert kept == [f"checkpoint-{step}" for step in range(9 - len(kept), 9)]
@@ -317,7 +317,7 @@ def test_undo(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"keep": 1}, "at least 2"),
+        ({"keep": 1}, "keep=1: .*at least 2"),
         ({"keep": "3"}, "keep='3': .* whole number"),
         ({"keep": 2.5}, "keep=2.5: .* whole number"),
         ({"resume": "maybe"}, "auto, never"),
@@ -465,19 +465,6 @@ def test_started_anew_it_does_not_go_on_from_what_was_before(tmp_path: Path, ref
 def test_a_mirror_where_the_checkpoints_are(place: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is where the checkpoints are"):
         protect(make(tmp_path / "run")[0], mirror=str(tmp_path / place) if place else "")
-
-
-def test_the_adapter_alone_where_a_checkpoint_does_not_fit(disk: Callable[[int], Path], tmp_path: Path) -> None:
-    lora = {"r": 256, "target_modules": "all-linear"}
-    whole, _ = make(tmp_path / "whole", lora=lora, max_steps=2)
-    protect(whole).train()
-    point = disk(int(0.6 * disk_bytes(tmp_path / "whole" / "checkpoint-2")))  # two thirds of it is the optimizer's
-    trainer, losses = make(point / "run", lora=lora, max_steps=2)
-    protect(trainer).train()
-    assert max(losses.seen) == 2
-    assert names(point / "run") == ["adapter-2"]
-    kept = PeftModel.from_pretrained(LlamaForCausalLM(LlamaConfig(**SIZES)), point / "run" / "adapter-2").state_dict()
-    assert all(torch.equal(kept[name], value) for name, value in trainer.model.state_dict().items() if "lora" in name)
 
 
 def test_stop(size: int, disk: Callable[[int], Path]) -> None:

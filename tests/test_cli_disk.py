@@ -507,8 +507,8 @@ def test_predict_where_it_does_not_fit(config: Path, tmp_path: Path, run: Run) -
         assert (status, error) == (1, "")
         assert max(map(len, said.splitlines())) <= 80
         assert "what helps: " in whole(said)
-        assert "2 checkpoints kept instead of 3" in whole(said)
-        assert "cogumi.merge=false leaves " in whole(said)
+        assert "save_total_limit: 2 takes " in whole(said)
+        assert "cogumi.merge=false takes " in whole(said)
         found = json.loads(run("predict", config, f"cogumi.run_dir={small}/run", "--json")[1])
         assert found["fits"] is False
         assert found["disks"][0]["refusal"].endswith("B are missing")

@@ -53,7 +53,7 @@ SHAPE = {
 def planned_run(directory: Path, **changes: Any) -> Outlook:
     """The outlook of a run with checkpoints of a megabyte, two of them kept, ten to come."""
     values: dict[str, Any] = {
-        "each": SIZE, "made_of": "", "keep": 2, "staying": 2, "reserve": SIZE, "saves": 10,
+        "each": SIZE, "keep": 2, "staying": 2, "reserve": SIZE, "saves": 10,
         "found": ExistingCheckpoints.below(directory), "needs": [],
     }  # fmt: skip
     return compose_outlook(**(values | changes))
@@ -154,9 +154,9 @@ def test_a_disk_that_is_too_small_and_what_helps(disk: Any) -> None:
     said = str(found)
     assert "wants 11.0 MB more at the end (checkpoints 4.0 MB, merged model 7.0 MB)" in said
     assert "does not fit: 5.0 MB are missing" in said
-    assert "2 checkpoints kept instead of 4 (save_total_limit) are 2.0 MB less" in said
+    assert "save_total_limit: 2 takes 2.0 MB less" in said
     assert "cogumi.fallback" in said
-    assert "cogumi.merge=false leaves 7.0 MB" in said
+    assert "cogumi.merge=false takes 7.0 MB less" in said
     assert len(found.lines) == 3
     assert planned_run(disk(6)).fits
 

@@ -261,7 +261,7 @@ def test_dynamo_counts_and_its_state_is_put_back() -> None:
     with torch_internals.dynamo_left_as_found():
         assert torch_internals.DYNAMO.capture_dynamic_output_shape_ops
         torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-        graphs, breaks, _, _ = torch_internals.dynamo_counts()
+        graphs, breaks, *_ = torch_internals.dynamo_counts()
         assert (graphs, breaks) == (1, {})
     assert torch_internals.dynamo_counts()[:2] == before[:2]
     assert not torch_internals.DYNAMO.capture_dynamic_output_shape_ops

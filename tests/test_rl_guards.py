@@ -375,8 +375,14 @@ def test_what_a_checkpoint_inside_a_rollout_does(make_trainer: Callable[..., Any
         ({"num_generations": 6}, "per_device_train_batch_size 8 x 1 .* = 8 completions.*: 6 or 12$"),
         ({"num_generations": 8, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 4}, ": 2 or 4$"),
         ({"num_generations": 8, "per_device_train_batch_size": 3, "steps_per_generation": 2}, "set .*: 4$"),
-        ({"num_generations": 4, "generation_batch_size": 12}, "generation_batch_size 12 .*set 8 or 16$"),
-        ({"num_generations": 16, "generation_batch_size": 24}, "generation_batch_size 24 .*set 16 or 32$"),
+        (
+            {"num_generations": 4, "generation_batch_size": 12},
+            "generation_batch_size 12, .*set .*: 8 or 16$",
+        ),
+        (
+            {"num_generations": 16, "generation_batch_size": 24},
+            "generation_batch_size 24, .*set .*: 16 or 32$",
+        ),
         ({"num_generations": 8}, None),
         ({"num_generations": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}, None),
         ({"num_generations": 8, "generation_batch_size": 32}, None),

@@ -123,7 +123,6 @@ def test_the_plan_says_the_decision_and_its_reason_in_one_line() -> None:
     for part in (
         "256 documents per step",
         "estimated",
-        "would need",
         "128 prompts x 8 completions",
         "4 optimizer steps",
     ):

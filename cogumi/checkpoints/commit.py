@@ -72,8 +72,6 @@ def set_aside(directory: Path) -> Path:
     return aside
 
 
-# ------------------------------------------------------------------------------------------------------------ a full disk
-
 # Libraries report it in four disguises, measured over 46 free-space points: OSError with an errno (8), SafetensorError (14),
 # a bare Exception of the tokenizers library (3), and a RuntimeError of torch's writer that does not say why (21).
 # As Rust and C say ENOSPC, EDQUOT and EFBIG.

@@ -1,10 +1,9 @@
 """How much disk a run will want, and whether its disks have it: its checkpoints, the adapter, the merged model.
 
 There is no table of bytes per parameter here. Each writer of a part of a checkpoint is asked what it will write: PEFT or
-the model for the names and shapes of the weights, the optimizer for its state (before the first step it takes one on
-stand-ins that have shapes and no memory), torch.save for its file, with the data left out, and the tokenizer, the
-configs and the random states for files so small that they are simply written once, to a temporary directory. What a
-checkpoint consists of: transformers' Trainer._save_checkpoint (5.17).
+the model for the weights, the optimizer for its state (before the first step it takes one on stand-ins without memory),
+torch.save for its file with the data left out, and the tokenizer, the configs and the random states for files that are
+written once, to a temporary directory. What a checkpoint consists of: transformers' Trainer._save_checkpoint (5.17).
 
 A run takes most at one of two moments: while it saves a checkpoint beside those that stay and the reserve for one more
 (cogumi.protect), or at its end, when adapter and merged model are written and the reserve is gone.
@@ -69,9 +68,8 @@ class Forecast:
 def checkpoint_bytes(trainer: Any) -> Forecast:
     """Forecast the next checkpoint of any transformers or TRL trainer, before training or during it.
 
-    Within 5 % of what is written before the first step and within 2 % after it. Nothing of the trainer changes; the
-    random states do not either. Raises UsageError before the first step for an optimizer that hooks into the model
-    (LOMO, layerwise GaLore), and OSError where the temporary directory takes no tokenizer.
+    Within 5 % of what is written before the first step and within 2 % after it. Nothing of the trainer changes. Raises
+    UsageError before the first step for an optimizer that hooks into the model (LOMO, layerwise GaLore).
     """
     live, optimizer = trainer.optimizer is not None and trainer.state.global_step > 0, 0
     if not trainer.args.save_only_model:
@@ -83,9 +81,8 @@ def checkpoint_bytes(trainer: Any) -> Forecast:
 def merged_bytes(model_or_config: Any) -> int:
     """Bytes of the merged model's safetensors files: every weight once, in the dtype that the config names.
 
-    From the shapes that the config implies, built on the meta device: the base on disk may be quantized to 4 bits, and
-    what is merged is not. A model may be quantized, wrapped by PEFT or both. The tokenizer comes on top (Forecast.files).
-    Raises UsageError for a config that transformers cannot build.
+    From the shapes that the config implies: the base on disk may be quantized to 4 bits, and what is merged is not.
+    The tokenizer comes on top. Raises UsageError for a config that transformers cannot build.
     """
     config = model_or_config if isinstance(model_or_config, PreTrainedConfig) else model_or_config.config
     dtype = config.dtype or torch.float32
@@ -142,10 +139,9 @@ def planned_optimizer(trainer: Any) -> Any:
 def optimizer_state(optimizer: Any) -> dict[str, Any]:
     """The state dict that an optimizer would have after its first step, as fake tensors.
 
-    A copy of it takes the step, on fake parameters of the same shapes: so it decides itself which states it keeps, for
-    which parameters, in which precision (bitsandbytes: no 8 bits for fewer than 4096 elements, nor for embeddings).
-    Optimizers other than torch's, transformers' and bitsandbytes' may do more in a step than arithmetic: those are not
-    copied but taken for an AdamW.
+    A copy of it takes the step, on fake parameters of the same shapes, and decides itself which states it keeps, for
+    which parameters, in which precision. Optimizers other than torch's, transformers' and bitsandbytes' may do more in a
+    step than arithmetic: those are taken for an AdamW.
     """
     family = type(optimizer).__module__.partition(".")[0]
     groups = optimizer.param_groups
@@ -242,13 +238,12 @@ ENTRIES = 20
 class Outlook:
     """What a run wants of its disks, by filesystem: two paths on one share its space.
 
-    checkpoint: bytes of one, made_of: its largest parts in words. keep: how many stay (None: all). held: the most there
-    are at once, the one being written included; reserve: the bytes held for one more. saves: how many are to come, None
-    where that is not known. notes: what is not known, or not counted.
+    checkpoint: bytes of one. keep: how many stay (None: all). held: the most there are at once, the one being written
+    included; reserve: the bytes held for one more. saves: how many are to come, None where that is not known. notes: what
+    is not known, or not counted.
     """
 
     checkpoint: int
-    made_of: str
     keep: int | None
     held: int
     reserve: int
@@ -270,8 +265,7 @@ class Outlook:
     def about_saves(self) -> list[str]:
         """The same without what is said of each disk."""
         reserve = f" and a reserve of {format_bytes(self.reserve)}" if self.reserve else ""
-        made_of = f" ({self.made_of})" if self.made_of else ""
-        most = f"one checkpoint is {format_bytes(self.checkpoint)}{made_of}; at most there are {self.held}{reserve}"
+        most = f"one checkpoint is {format_bytes(self.checkpoint)}; at most there are {self.held}{reserve}"
         short = [disk for disk in self.disks if disk.short]
         helps = [f"{disk.filesystem.mount}: what helps: {'; '.join(self.advice(disk))}" for disk in short]
         asked = [disk.allocation for disk in self.disks if disk.allocation is not None]
@@ -284,19 +278,16 @@ class Outlook:
         """What to do about a disk that is too small."""
         free, sizes = disk.filesystem.space.free, {need.what: need for need in disk.needs}
         helps = []
+        kept = self.held - 1 if self.keep is None else self.keep
+        if disk.training > free and CHECKPOINTS in sizes and kept > 2:
+            helps.append(f"save_total_limit: 2 takes {format_bytes((kept - 2) * self.checkpoint)} less")
         if disk.training > free and CHECKPOINTS in sizes:
-            kept = self.held - 1 if self.keep is None else self.keep
-            if kept > 2:
-                saved, instead = format_bytes((kept - 2) * self.checkpoint), "all" if self.keep is None else kept
-                helps.append(f"2 checkpoints kept instead of {instead} (save_total_limit) are {saved} less")
             helps.append("cogumi.fallback, or protect(fallback=...), names a directory on another disk")
         if disk.end > free and MERGED in sizes:
-            helps.append(
-                f"cogumi.merge=false leaves {format_bytes(sizes[MERGED].end)} for `cogumi merge` to write elsewhere"
-            )
+            helps.append(f"cogumi.merge=false takes {format_bytes(sizes[MERGED].end)} less")
         if DOWNLOAD in sizes and sizes[DOWNLOAD].training:
             helps.append("HF_HOME on another disk")
-        return [*helps, f"{format_bytes(disk.short)} more space, or the run on another disk"]
+        return [*helps, f"{format_bytes(disk.short)} more space"]
 
 
 def outlook(
@@ -325,10 +316,10 @@ def outlook(
     if adapter_into is not None:
         needs.append(Need(ADAPTER, adapter_into, 0, forecast.weights + forecast.files, ENTRIES))
     if merged_into is not None:
-        needs.append(merged_need(base_config(trainer.model), merged_into, trainer.processing_class))
+        size = merged_bytes(base_config(trainer.model)) + tokenizer_bytes(trainer.processing_class)
+        needs.append(Need(MERGED, merged_into, 0, size, ENTRIES + size // SHARD_BYTES))
     return compose_outlook(
         each=forecast.total,
-        made_of=f"weights {format_bytes(forecast.weights)}, optimizer {format_bytes(forecast.optimizer)}",
         keep=keep,
         staying=None if keep is None else keep + beside,
         reserve=forecast.total if regular else 0,
@@ -342,7 +333,6 @@ def outlook(
 def compose_outlook(
     *,
     each: int,
-    made_of: str,
     keep: int | None,
     staying: int | None,
     reserve: int,
@@ -350,7 +340,6 @@ def compose_outlook(
     found: "ExistingCheckpoints",
     needs: list[Need],
     notes: tuple[str, ...] = (),
-    ask: bool = True,
 ) -> Outlook:
     """The outlook of a run: `staying` of its checkpoints stay at once (None: all), `saves` are to come (None: not known)."""
     present, training, end, held = len(found.ours), 0, 0, len(found.ours)
@@ -364,17 +353,12 @@ def compose_outlook(
         training = max(0, held * each + reserve - found.bytes)
         end = max(0, int(min(total, at_end)) * each - found.bytes)
     needs = [Need(CHECKPOINTS, found.directory, training, end, max(0, held - present) * ENTRIES), *needs]
-    return Outlook(
-        each, made_of, keep, held, reserve if saves != 0 else 0, saves, tuple(group_needs(needs, ask)), notes
-    )
+    return Outlook(each, keep, held, reserve if saves != 0 else 0, saves, tuple(group_needs(needs, ask=True)), notes)
 
 
 @dataclass(frozen=True)
 class ExistingCheckpoints:
-    """What is in a directory of checkpoints already.
-
-    ours: those that count toward what is kept. bytes: what they, the reserve and a save under way take on the disk.
-    """
+    """What is in a directory of checkpoints already."""
 
     directory: Path
     ours: tuple[Path, ...]
@@ -383,19 +367,14 @@ class ExistingCheckpoints:
 
     @classmethod
     def below(cls, directory: Path) -> "ExistingCheckpoints":
-        return cls.of(
-            directory, tuple(path for path in list_checkpoints(directory) if (path / MANIFEST_NAME).is_file())
-        )
-
-    @classmethod
-    def of(cls, directory: Path, ours: tuple[Path, ...]) -> "ExistingCheckpoints":
+        ours = [path for path in list_checkpoints(directory) if (path / MANIFEST_NAME).is_file()]
         others = directory.iterdir() if directory.is_dir() else []
         replaced = [path for path in others if kind_of(path.name, LEFTOVERS) in (RESERVE, STAGING)]
         taken = 0
         for path in (*ours, *replaced):
             with suppress(FileNotFoundError):  # a save or a removal has just given it another name
                 taken += disk_bytes(path)
-        return cls(directory, ours, sum((path / PIN_NAME).exists() for path in ours), taken)
+        return cls(directory, tuple(ours), sum((path / PIN_NAME).exists() for path in ours), taken)
 
 
 def count_saves(trainer: Any, step: int) -> int | None:
@@ -408,12 +387,6 @@ def count_saves(trainer: Any, step: int) -> int | None:
         return None
     every = max(1, math.ceil(args.save_steps if args.save_steps >= 1 else args.save_steps * last))
     return math.ceil(last / every) - step // every if step < last else 0
-
-
-def merged_need(config: Any, path: Path, tokenizer: Any = None) -> Need:
-    """What a merged model takes, with its tokenizer."""
-    size = merged_bytes(config) + tokenizer_bytes(tokenizer)
-    return Need(MERGED, path, 0, size, ENTRIES + size // SHARD_BYTES)
 
 
 def base_config(model: Any) -> Any:

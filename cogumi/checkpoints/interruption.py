@@ -104,8 +104,6 @@ class Preemption:
         raise KeyboardInterrupt(FINISHED_AND_SAVED) if number == signal.SIGINT else SystemExit(128 + number)
 
 
-# ------------------------------------------------------------------------------------------------------------------- hangs
-
 HUNG_POLICIES = ("continue", "stop")
 # Below this nothing is called hung: a full checkpoint is written to a slow volume for minutes, a first evaluation computes
 # its metrics in silence. Five minutes of a rented H100 cost a fifth of a dollar, a training stopped by mistake far more.
@@ -120,27 +118,23 @@ WRITING_SECONDS = 10.0
 
 
 class Watchdog:
-    """Notices a training that hangs: `with watchdog.watching(): trainer.train()`; callbacks call `alive` and `step_done`.
+    """Notices a training that hangs: `with watchdog.watching(): trainer.train()`; callbacks call `alive` and `note_step`.
 
     log_path: the file that stacks are added to; standard error where it cannot be written. times: how many times the
     median step without a sign of life is a hang. policy: "continue" writes the stacks and a line of log, again each time
-    that the silence has doubled, and waits. "stop" does the same, then asks the training to end as SIGTERM does, and where
-    that brings no sign of life within the same time again, ends the process with status 143; in a notebook that is
-    the kernel. Before the first steps are done no training is stopped: how long they take is not known. floor: seconds.
+    that the silence has doubled, and waits. "stop" also asks the training to end as SIGTERM does, and where that brings no
+    sign of life within the same time again, ends the process with status 143. Before the first steps are done no training
+    is stopped: how long they take is not known. floor: seconds.
 
     A C function that holds the interpreter lock stops the thread that watches as well. Its stacks are written by a timer
-    of faulthandler, of which a process has one; nothing in the process can end it.
-
-    Raises UsageError for a policy or a number that is none.
+    of faulthandler, of which a process has one; nothing in the process can end it. Raises UsageError for wrong settings.
     """
 
     def __init__(self, log_path: str | Path, times: float, policy: str, floor: float = FLOOR_SECONDS) -> None:
         if policy not in HUNG_POLICIES:
             raise UsageError(f"the policy for a hung training is {policy!r}, and not one of {', '.join(HUNG_POLICIES)}")
-        if not (times > 1 and floor > 0):
-            raise UsageError(
-                f"a hang of {times} times the median step, {floor} s at least: give more than 1, and than 0 s"
-            )
+        if not times > 1:
+            raise UsageError(f"a hang of {times} times the median step", fix="give more than 1")
         self.log_path, self.times, self.policy, self.floor = Path(log_path), times, policy, floor
         self.excuses = 0
         self.reset()
@@ -167,8 +161,6 @@ class Watchdog:
         ran, looked = self.mark
         return ran + min(time.monotonic() - looked, 2 * self.floor / TICKS)
 
-    # ------------------------------------------------------------------------------------------------- the training says
-
     def alive(self) -> None:
         """A sign of life. The silence before the first is no measure: a resumed run may have been skipping data."""
         now = self.now()
@@ -192,8 +184,6 @@ class Watchdog:
         finally:
             self.restart_silence()
             self.excuses -= 1
-
-    # ------------------------------------------------------------------------------------------------ the thread watches
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -219,12 +209,8 @@ class Watchdog:
             now, passed = self.now(), time.monotonic() - self.mark[1]
             self.mark = now, time.monotonic()
             if passed > self.limit:
-                log.warning(
-                    "nothing ran for %.0f s: the process was stopped and continued, or a C function held the interpreter "
-                    "lock (stacks under 'Timeout' in %s are from then)",
-                    passed,
-                    self.log_path,
-                )
+                why = "the process was stopped and continued, or a C function held the interpreter lock"
+                log.warning("nothing ran for %.0f s: %s (stacks under 'Timeout' in %s)", passed, why, self.log_path)
             self.judge(now)
             set_timer(stream, self.limit)
 
@@ -243,13 +229,10 @@ class Watchdog:
         if self.excuses:
             return
         if self.asked_at is not None and now - max(self.asked_at, self.last_sign) > limit:
-            number = 128 + signal.SIGTERM
-            line = (
-                f"the training was asked to end and shows no sign of life for {limit:.0f} s more: exit status {number}"
-            )
+            line = f"the training was asked to end and shows no sign of life for {limit:.0f} s more: exit status 143"
             run_with_timeout(log.error, line)
             run_with_timeout(logging.shutdown)
-            os._exit(number)
+            os._exit(128 + signal.SIGTERM)
         if silence <= limit:
             if self.reports:
                 log.warning("the training continues, at step %s", self.step)
@@ -268,9 +251,8 @@ class Watchdog:
         after = "before the first step was done" if self.step is None else f"after step {self.step}"
         hung = f"the training hangs: no sign of life for {silence:.1f} s {after}, and {limit:.1f} s is the limit"
         # Before the line of log: what hangs may be a handler of logging, whose lock is taken then.
-        text = (
-            f"{time.strftime('%Y-%m-%d %H:%M:%S')} {hung}; its stacks:\n{format_stacks()}{format_processes()}".encode()
-        )
+        when = time.strftime("%Y-%m-%d %H:%M:%S")
+        text = f"{when} {hung}; its stacks:\n{format_stacks()}{format_processes()}".encode()
         with open_log(self.log_path) as stream:
             try:
                 stream.write(text)
@@ -298,7 +280,7 @@ def open_log(path: Path) -> FileIO:
 
 
 def format_stacks() -> str:
-    """Where each thread is. Without the lines of the sources, which may be on a disk that hangs."""
+    """Where each thread is, without the lines of the sources. Not faulthandler's, which holds the lock while a disk hangs."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = []
     for ident, top in sys._current_frames().items():

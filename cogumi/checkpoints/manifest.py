@@ -68,11 +68,7 @@ def versions() -> dict[str, str | None]:
 
 
 def write_manifest(directory: Path, step: int) -> None:
-    """Describe every file below `directory`; whoever reads the manifest later knows that all of them were on the disk.
-
-    The caller has synced the files. The manifest appears whole or not at all, and is durable on return. Raises OSError,
-    as a full disk does.
-    """
+    """Describe every file below `directory`; whoever reads the manifest later knows that all of them were on the disk."""
     files = {
         name: FileEntry(path.stat().st_size, sha256_file(path)) for name, path in list_manifest_files(directory).items()
     }
@@ -112,16 +108,18 @@ def parse_manifest(text: str) -> Manifest:
     content.pop("checksum", None)
     if seal(content) != text:
         raise CheckpointDamaged(f"{MANIFEST_NAME} is damaged: its own checksum does not fit")
-    if not isinstance(content.get("step"), int):
-        raise CheckpointDamaged(f"{MANIFEST_NAME} is damaged: it has no step")
-    files, versions = content.get("files"), content.get("versions")
-    for entry in files.values() if isinstance(files, dict) else [None]:
-        if not (
-            isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("sha256"), str)
-        ):
-            raise CheckpointDamaged(f"{MANIFEST_NAME} is damaged: it does not list each file with its size and sha256")
-    entries = {file: FileEntry(entry["size"], entry["sha256"]) for file, entry in content["files"].items()}
-    return Manifest(content["step"], entries, versions if isinstance(versions, dict) else {})
+    match content:
+        case {"step": int(step), "files": dict(listed)}:
+            files = {name: parse_entry(entry) for name, entry in listed.items()}
+            return Manifest(step, files, content.get("versions") or {})
+    raise CheckpointDamaged(f"{MANIFEST_NAME} is damaged: it has no step, or no files")
+
+
+def parse_entry(entry: Any) -> FileEntry:
+    match entry:
+        case {"size": int(size), "sha256": str(digest)}:
+            return FileEntry(size, digest)
+    raise CheckpointDamaged(f"{MANIFEST_NAME} is damaged: it does not list each file with its size and sha256")
 
 
 def seal(content: dict[str, Any]) -> str:
@@ -139,8 +137,6 @@ def list_manifest_files(directory: Path) -> dict[str, Path]:
         if name != MANIFEST_NAME and not name.startswith(f".{MANIFEST_NAME}.")
     }
 
-
-# ------------------------------------------------------------------------------------------------------ whose it is
 
 # In each checkpoint, and so in its manifest; and in the directory of the checkpoints, where the training itself goes on.
 IDENTITY_NAME = "cogumi-run.json"
@@ -195,14 +191,10 @@ def read_settings(trainer: Any) -> dict[str, Any]:
 
 def parse_identity(text: str) -> Identity:
     """What a checkpoint's file says. Raises ValueError where it is not one."""
-    content = json.loads(text)
-    if (
-        not isinstance(content, dict)
-        or not isinstance(content.get("run"), str)
-        or not isinstance(content.get("settings"), dict)
-    ):
-        raise ValueError(f"{IDENTITY_NAME} does not say which run it is of")
-    return Identity(content["run"], content["settings"])
+    match json.loads(text):
+        case {"run": str(run), "settings": dict(settings)}:
+            return Identity(run, settings)
+    raise ValueError(f"{IDENTITY_NAME} does not say which run it is of")
 
 
 def read_run_name(directory: Path) -> str | None:

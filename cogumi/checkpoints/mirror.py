@@ -1,7 +1,4 @@
-"""A copy of the checkpoints in another place, made by a thread of its own beside the training.
-
-The newest two checkpoints stay there. A mirror that fails never harms the training.
-"""
+"""A copy of the checkpoints in another place, made by a thread of its own beside the training."""
 
 import logging
 import math
@@ -20,12 +17,14 @@ from cogumi.checkpoints.manifest import (
     Manifest,
     parse_identity,
     parse_manifest,
+    read_manifest,
     step_of,
 )
 from cogumi.checkpoints.mirror_store import RECORD_NAME, HubRepository, Store, is_inside, redact_secrets, secrets_of
 from cogumi.checkpoints.verify import inspect
 from cogumi.core.durability import NO_SPACE, sync_path
 from cogumi.core.errors import UsageError
+from cogumi.core.formatting import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -53,19 +52,15 @@ class Mirror:
         self.thread: threading.Thread | None = None
         self.lost: dict[Path, str] = {}
         self.trouble = ""
-        self.failures = 0  # of the checkpoint under way
+        self.failing = False  # the checkpoint under way
         # The step of the newest whole checkpoint in the place, since when, and how many were sent after it.
         self.reached: int | None = None
-        self.since = time.time()
-        self.behind = 0
-        self.reminded = -math.inf
+        self.since, self.behind, self.reminded = time.time(), 0, -math.inf
         with self.reaching("cannot be written"):
             self.place.check()
 
     def __str__(self) -> str:
         return self.place.name
-
-    # ------------------------------------------------------------------------------------------------------ for the training
 
     def send(self, checkpoint: Path) -> None:
         """Have a committed checkpoint mirrored; returns at once. Of several that wait only the newest is sent."""
@@ -94,10 +89,7 @@ class Mirror:
         where = "before the first checkpoint" if self.reached is None else f"at step {self.reached}"
         since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.since))
         why = self.trouble or next(reversed(self.lost.values()), "it is slower than the training saves")
-        return (
-            f"resumability has stalled {where} since {since}: the newest checkpoint is not whole in {self} ({why}); "
-            "without this disk the training would resume from there"
-        )
+        return f"resumability has stalled {where} since {since}: the newest checkpoint is not whole in {self} ({why})"
 
     def warn_if_stalled(self) -> None:
         if (said := self.stalled()) and time.monotonic() - self.reminded > REMIND_SECONDS:
@@ -115,19 +107,17 @@ class Mirror:
             deadline, troubled = time.monotonic() + patience, math.inf
             while self.pending() and time.monotonic() < min(deadline, troubled) and not ended():
                 self.changed.wait(0.2)
-                troubled = min(troubled, time.monotonic() + TROUBLE_SECONDS) if self.failures else math.inf
+                troubled = min(troubled, time.monotonic() + TROUBLE_SECONDS) if self.failing else math.inf
             for path in self.pending():
                 self.lost[path] = self.trouble or f"it was not there after {patience:.0f} s"
                 log.error("%s did not reach %s: %s", path, self, self.lost[path])
-            self.waiting, self.stopped, self.failures = None, True, 0
+            self.waiting, self.stopped, self.failing = None, True, False
             self.changed.notify_all()
             lost, self.lost = self.lost, {}
             return list(lost)
 
-    # --------------------------------------------------------------------------------------------------------- in the thread
-
     def work(self) -> None:
-        """Mirror what waits, and try again what failed, until nothing is left."""
+        """In the thread: mirror what waits, and try again what failed, until nothing is left."""
         while True:
             with self.changed:
                 self.under_way, self.waiting = self.waiting, None
@@ -138,40 +128,38 @@ class Mirror:
             checkpoint, failure = self.under_way, self.mirror(self.under_way)
             with self.changed:
                 self.trouble = "" if failure is None else self.describe(failure)
+                self.failing = False
                 if failure is None:
-                    self.arrived(checkpoint)
+                    self.reached, self.since = step_of(checkpoint), time.time()
+                    self.behind = int(self.waiting is not None)
+                    if self.reminded > -math.inf and not self.behind:
+                        self.reminded = -math.inf
+                        log.warning("%s is whole in %s: resumability has stalled no longer", checkpoint.name, self)
                 elif isinstance(failure, CheckpointDamaged | ValueError):  # of the disk, or a mistake: it stays so
                     self.lost[checkpoint], self.trouble = self.trouble, ""
                     log.error("%s is not mirrored to %s: %s", checkpoint, self, self.lost[checkpoint])
                 elif not self.stopped:
                     log.warning("mirroring %s to %s failed (%s)", checkpoint.name, self, self.trouble)
-                    self.failures += 1
+                    self.failing = True
                     self.changed.wait_for(lambda: self.waiting or self.stopped, RETRY_SECONDS)
                     if self.waiting is None and not self.stopped:
                         self.waiting = checkpoint
                     else:
-                        self.failures = 0
+                        self.failing = False
                     self.warn_if_stalled()
-
-    def arrived(self, checkpoint: Path) -> None:
-        self.failures = 0
-        self.reached, self.since, self.behind = step_of(checkpoint), time.time(), int(self.waiting is not None)
-        if self.reminded > -math.inf and not self.behind:
-            self.reminded = -math.inf
-            log.warning("%s is whole in %s: resumability has stalled no longer", checkpoint.name, self)
 
     def mirror(self, checkpoint: Path) -> Exception | None:
         """Bring a checkpoint there; what failed, or None once it has arrived."""
         began = time.monotonic()
         try:
-            if not (checkpoint / MANIFEST_NAME).exists():
+            manifest = read_manifest(checkpoint)
+            if manifest is None:
                 raise CheckpointDamaged("it was removed before it was read, or has no manifest")
-            manifest = parse_manifest((checkpoint / MANIFEST_NAME).read_text(encoding="utf-8"))
             self.place.send(checkpoint, manifest)
-            seconds = time.monotonic() - began
-            log.info("%s is in %s and verified (%.2f GB, %.0f s)", checkpoint, self, manifest.bytes / 1e9, seconds)
         except Exception as error:  # noqa: BLE001  a filesystem may raise anything, and the training must not end by it
             return error
+        seconds = time.monotonic() - began
+        log.info("%s is in %s and verified (%s, %.0f s)", checkpoint, self, format_bytes(manifest.bytes), seconds)
         try:
             self.remove_older(step_of(checkpoint))
         except Exception as error:  # noqa: BLE001
@@ -199,8 +187,6 @@ class Mirror:
             except CheckpointDamaged as damage:
                 log.warning("%s of %s stays as it is: %s", name, self, damage)
 
-    # --------------------------------------------------------------------------------------------------------------- fetching
-
     def fetch_newest(
         self, output_dir: Path, newer_than: int, is_ours: Callable[[Identity, str], bool] | None = None
     ) -> Path | None:
@@ -216,22 +202,21 @@ class Mirror:
         damaged: list[str] = []
         for name in newest_first(found):
             files, step = found[name], step_of(Path(name))
+            if step <= newer_than and MANIFEST_NAME in files:
+                self.reached = step
+                break
             if step <= newer_than:
-                if MANIFEST_NAME in files:
-                    self.reached = step
-                    break
-                continue
-            if MANIFEST_NAME not in files and RECORD_NAME in files:  # an adapter, or an upload that did not end
-                log.warning("%s of %s is not resumed from: its trainer state is not there", name, self)
                 continue
             try:
                 with self.reaching("cannot be read"):
+                    if MANIFEST_NAME not in files and RECORD_NAME in files:  # an upload that did not end
+                        log.warning("%s of %s is not resumed from: its trainer state is not there", name, self)
+                        continue
                     manifest = self.manifest_there(name, files)
-                    identity = self.identity_of(name, files) if is_ours is not None else None
-                if is_ours is not None and identity and not is_ours(identity, f"{name} in the mirror {self}"):
-                    log.warning("%s of %s is not resumed from: it is of another training", name, self)
-                    continue
-                with self.reaching("cannot be read"):
+                    place = f"{name} in the mirror {self}"
+                    if is_ours is not None and not is_ours(self.identity_of(name, files), place):
+                        log.warning("%s of %s is not resumed from: it is of another training", name, self)
+                        continue
                     fetched = self.fetch(name, manifest, output_dir)
                 self.reached = step
                 return fetched
@@ -244,10 +229,7 @@ class Mirror:
             raise UsageError(
                 f"mirror {self}: none of its {len(damaged)} checkpoints can be resumed from "
                 f"({damaged[0]}), and {output_dir} holds none",
-                fix=(
-                    "put a good one there, or start over at step 0 on purpose: the same command "
-                    f"with an empty mirror, cogumi.mirror={self}-2 (protect: mirror=)"
-                ),
+                fix=f"put a good one there, or start over at step 0 with an empty mirror: cogumi.mirror={self}-2",
             )
         return None
 
@@ -276,19 +258,17 @@ class Mirror:
 
     def fetch(self, name: str, manifest: Manifest, output_dir: Path) -> Path:
         """Download one checkpoint and verify it. Raises CheckpointDamaged where it is not what was saved."""
-        log.info("fetching %s from %s (%.2f GB)", name, self, manifest.bytes / 1e9)
+        log.info("fetching %s from %s (%s)", name, self, format_bytes(manifest.bytes))
         staged = open_staging(output_dir) / name
         try:
             for file in [*manifest.files, MANIFEST_NAME]:
                 (staged / file).parent.mkdir(parents=True, exist_ok=True)
                 self.place.download(name, file, staged / file)
         except OSError as error:
-            if error.errno in NO_SPACE:
-                raise UsageError(
-                    f"{name} of the mirror does not fit on the disk of {staged} ({error.strerror})",
-                    fix="free space there",
-                ) from error
-            raise
+            if error.errno not in NO_SPACE:
+                raise
+            reason = f"{name} of the mirror does not fit on the disk of {staged} ({error.strerror})"
+            raise UsageError(reason, fix="free space there") from error
         finding = inspect(staged)
         if finding.state != "verified":
             raise CheckpointDamaged(finding.reason)
@@ -301,8 +281,6 @@ class Mirror:
         sync_path(output_dir)
         log.info("%s is fetched from %s and verified", final, self)
         return final
-
-    # ----------------------------------------------------------------------------------------------------------------- failures
 
     @contextmanager
     def reaching(self, failed: str) -> Iterator[None]:

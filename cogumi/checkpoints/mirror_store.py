@@ -52,9 +52,6 @@ def redact_secrets(text: str, secrets: list[str]) -> str:
     return text
 
 
-# ------------------------------------------------------------------------------------------ a directory or an object store
-
-
 class Store:
     """A directory of a filesystem that fsspec or pyarrow knows. Raises UsageError for a URL that neither does.
 
@@ -81,17 +78,13 @@ class Store:
             else:
                 self.fs, self.root = fsspec.url_to_fs(url)
         except ImportError as error:
-            known = known_implementations.get(protocol)
-            package = known["class"].partition(".")[0] if known else protocol
-            raise UsageError(
-                f"mirror {self.name}: {protocol}:// needs the package {package} ({error})",
-                fix=f"{pip_command(f'install {package}=={fsspec.__version__}')}, the version of the installed fsspec",
-            ) from error
+            package = known_implementations[protocol]["class"].partition(".")[0]
+            fix = f"{pip_command(f'install {package}=={fsspec.__version__}')}, the version of the installed fsspec"
+            reason = f"mirror {self.name}: {protocol}:// needs the package {package} ({error})"
+            raise UsageError(reason, fix=fix) from error
         except (ValueError, OSError) as error:
-            raise UsageError(
-                f"mirror {self.name} cannot be opened ({redact_secrets(str(error), secrets_of(url))})",
-                fix="name a directory, s3://BUCKET/PATH or hf://USER/REPO",
-            ) from error
+            reason = f"mirror {self.name} cannot be opened ({redact_secrets(str(error), secrets_of(url))})"
+            raise UsageError(reason, fix="name a directory, s3://BUCKET/PATH or hf://USER/REPO") from error
         self.is_local = isinstance(self.fs, LocalFileSystem)
         self.root = os.path.abspath(self.root) if self.is_local else self.root.rstrip("/")
 
@@ -108,21 +101,13 @@ class Store:
     def tree(self) -> dict[str, dict[str, int]]:
         """The size of every file of each checkpoint, whole or not."""
         self.fs.invalidate_cache()
-        try:
-            names = [PurePosixPath(entry["name"]).name for entry in self.fs.ls(self.root, detail=True)]
-        except FileNotFoundError:
-            return {}
-        found = {name: self.files(name) for name in names if CHECKPOINT_NAME.fullmatch(name)}
-        return {name: files for name, files in found.items() if files}
-
-    def files(self, name: str) -> dict[str, int]:
-        """The size of every file of a checkpoint."""
-        self.fs.invalidate_cache()
-        try:
-            found = self.fs.find(f"{self.root}/{name}", detail=True, on_error="raise")
-        except FileNotFoundError:
-            return {}
-        return {path.partition(f"/{name}/")[2]: info["size"] for path, info in found.items()}
+        found: dict[str, dict[str, int]] = {}
+        with suppress(FileNotFoundError):
+            for path, info in self.fs.find(self.root, detail=True, on_error="raise").items():
+                checkpoint, _, file = path.removeprefix(f"{self.root}/").partition("/")
+                if file and CHECKPOINT_NAME.fullmatch(checkpoint):
+                    found.setdefault(checkpoint, {})[file] = info["size"]
+        return found
 
     def read(self, name: str) -> Iterator[bytes]:
         with self.fs.open(f"{self.root}/{name}", "rb", **({"seekable": False} if self.on_s3 else {})) as file:
@@ -160,14 +145,11 @@ class Store:
                 os.rmdir(f"{self.root}/{checkpoint}/{folder}")
 
     def send(self, checkpoint: Path, manifest: Manifest) -> None:
-        """Upload a checkpoint, read each file back, and write the manifest last: it proves the rest.
-
-        Raises CheckpointDamaged where the files on the disk are not those of the manifest any more.
-        """
+        """Upload a checkpoint, read each file back, and write the manifest last: it proves the rest."""
         name, text = checkpoint.name, (checkpoint / MANIFEST_NAME).read_text(encoding="utf-8")
         if self.is_local and checkpoint.parent.resolve() == Path(self.root).resolve():
             raise ValueError(f"{self.root} is the directory of the checkpoints itself")
-        there = self.files(name)
+        there = self.tree().get(name, {})
         earlier = {file: self.text(name, file) for file in (MANIFEST_NAME, RECORD_NAME) if file in there}
         sizes = {file: entry.size for file, entry in manifest.files.items()}
         if earlier.get(MANIFEST_NAME) == text and sizes.items() <= there.items():
@@ -196,9 +178,6 @@ class Store:
         self.remove(name, [RECORD_NAME])
         if self.is_local:
             sync_path(Path(self.root, name))
-
-
-# ----------------------------------------------------------------------------------------------- a Hugging Face repository
 
 
 class HubRepository:

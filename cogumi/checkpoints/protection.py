@@ -19,12 +19,13 @@ from cogumi.checkpoints.interruption import Preemption, Watchdog
 from cogumi.checkpoints.manifest import Identity, differences, read_run_name, read_settings, step_of, write_run_name
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.retention import last_good_checkpoint, list_checkpoints, remove_trash
-from cogumi.checkpoints.saving import Saver, continue_prompt_order, first_line, load_rollouts
+from cogumi.checkpoints.saving import Saver, continue_prompt_order, load_rollouts
 from cogumi.checkpoints.verify import OPTIMIZER, SCHEDULER, inspect
 from cogumi.core.durability import NO_SPACE, lock_directory, write_error
 from cogumi.core.errors import UsageError
 from cogumi.core.output import survive_closed_terminal
 from cogumi.disk.callback import log_or_print
+from cogumi.patches.torch_internals import first_line
 from cogumi.patches.trl_internals import (
     LOAD_BEST_MODEL,
     LOAD_CHECKPOINT,
@@ -55,18 +56,16 @@ def protect(
     """Make a trainer's checkpoints whole or absent, keep the last good ones, and resume from them. Returns the trainer.
 
     keep: how many of the newest checkpoints stay, at least 2; by default args.save_total_limit, where None is all of them.
-    The best one, the one resumed from, and those that hold a file named KEEP stay too. Where all are to stay and the disk
-    has no room for all, that is said when the training begins, and a full disk lets the oldest go, no more than it must.
-    resume: "auto" lets `trainer.train()` go on from the newest checkpoint that verifies; "never" only where it is told to.
-    on_full: what happens when the disk is full and neither the reserve nor older checkpoints made enough room: "continue"
-    trains on and tries again at the next save,
-    "pause" waits for space, "stop" ends the training. fallback: a directory on another disk that is tried before that.
-    mirror: where each checkpoint is copied to beside the training, and fetched from where this machine has none: a directory,
-    an fsspec URL such as s3://bucket/run, or hf://user/repository. on_hung: what happens when there is no sign of life for
-    `hung_after` times the median step (and for minutes): the stacks of all threads go to log_path (run.log in args.output_dir)
-    and "continue" waits, "stop" ends the training as SIGTERM does, or the process where that does not help.
-    SIGTERM, SIGHUP and SIGINT during `trainer.train()` finish the step and save it, and then end the process, or interrupt
-    the cell. Standard output or error that breaks (a closed terminal, the end of a pipe) is switched off.
+    The best one, the one resumed from, and those that hold a file named KEEP stay too. Where all stay, a full disk lets the
+    oldest go, no more than it must. resume: "auto" lets `trainer.train()` continue from the newest checkpoint that
+    verifies; "never" only where it is told to. on_full: what happens when neither the reserve nor older checkpoints made
+    enough room: "continue" trains on and tries again at the next save, "pause" waits for space, "stop" ends the training.
+    fallback: a directory on another disk that is tried before that. mirror: where each checkpoint is copied to beside the
+    training, and fetched from where this machine has none: a directory, an fsspec URL such as s3://bucket/run, or
+    hf://user/repository. on_hung: what happens when there is no sign of life for `hung_after` times the median step (and
+    for minutes): the stacks of all threads go to log_path (run.log in args.output_dir) and "continue" waits, "stop" ends
+    the training as SIGTERM does, or the process where that does not help. SIGTERM, SIGHUP and SIGINT during
+    `trainer.train()` finish the step and save it, and then end the process, or interrupt the cell.
 
     Raises UsageError for a trainer whose checkpoints it does not know (several processes, FSDP, DeepSpeed), and for a mirror
     that cannot be written to.
@@ -115,10 +114,8 @@ def run_keep_limit(limit: int | None) -> int:
 def check_arguments(trainer: Any, keep: int | None, resume: str, on_full: str, mirror: str | Path | None) -> None:
     if not isinstance(getattr(trainer, "args", None), TrainingArguments):
         raise UsageError(f"protect takes a transformers or TRL trainer, and was given {type(trainer).__name__}")
-    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool)):
+    if keep is not None and (not isinstance(keep, int) or keep < 2):
         raise UsageError(f"keep={keep!r}: how many checkpoints stay is a whole number, at least 2")
-    if keep is not None and keep < 2:
-        raise UsageError(f"keep={keep}: at least 2, since the newest checkpoint is the one that a fault damages")
     if mirror == "" or (mirror is not None and Path(mirror).absolute() == Path(trainer.args.output_dir).absolute()):
         raise UsageError(
             f"mirror={str(mirror)!r} is where the checkpoints are", fix="name another place, or leave it out"
@@ -152,9 +149,6 @@ class Protection:
     def __init__(self, trainer: Any, saver: Saver, watchdog: Watchdog, preemption: Preemption, resume: str) -> None:
         self.trainer, self.limit, self.resume = trainer, trainer.args.save_total_limit, resume
         self.saver, self.watchdog, self.preemption = saver, watchdog, preemption
-        self.train, self.load_best = trainer.train, getattr(trainer, LOAD_BEST_MODEL)
-        self.load = getattr(trainer, LOAD_CHECKPOINT)
-        self.load_optimizer_of, self.load_rng_of = getattr(trainer, LOAD_OPTIMIZER), getattr(trainer, LOAD_RNG_STATE)
         self.callbacks = [Watch(self.saver, self.preemption), Pulse(watchdog)]
         self.ours = {
             SAVE_CHECKPOINT: self.saver.save,
@@ -164,6 +158,7 @@ class Protection:
             LOAD_RNG_STATE: self.load_rng,
             "train": self.train_protected,
         }
+        self.original = {name: getattr(trainer, name) for name in self.ours}
         # What the instance had of its own: others wrap trainers too.
         self.before = {name: vars(trainer)[name] for name in self.ours if name in vars(trainer)}
 
@@ -175,8 +170,8 @@ class Protection:
         staying = "all stay" if self.saver.keep is None else f"the newest {self.saver.keep} stay"
         return (
             f"written aside, verified and renamed in {self.trainer.args.output_dir}; {staying} "
-            f"(save_total_limit was {self.limit}); resume={self.resume}; on a full disk: the reserve, older checkpoints, "
-            f"the adapter alone{where}, then {self.saver.on_full}{copied}"
+            f"(save_total_limit was {self.limit}); resume={self.resume}; on a full disk: the reserve, older checkpoints"
+            f"{where}, then {self.saver.on_full}{copied}"
         )
 
     def apply(self) -> None:
@@ -203,14 +198,12 @@ class Protection:
         output_dir = Path(self.trainer.args.output_dir)
         output_dir.mkdir(parents=True, exist_ok=True)
         if error := write_error(output_dir):
-            raise UsageError(
-                f"no checkpoint can be written there ({error.strerror})", place=output_dir, fix="set another output_dir"
-            )
+            reason = f"no checkpoint can be written there ({error.strerror})"
+            raise UsageError(reason, place=output_dir, fix="set another output_dir")
         with lock_directory(output_dir) as ours:
             if ours is False:
-                raise UsageError(
-                    "another training is writing there", place=output_dir, fix="wait for it, or set another output_dir"
-                )
+                fix = "wait for it, or set another output_dir"
+                raise UsageError("another training is writing there", place=output_dir, fix=fix)
             point = self.resume_point(resume_from_checkpoint)
             for path in remove_trash(output_dir):
                 log.info("removed %s, left by an interrupted removal", path.name)
@@ -232,13 +225,13 @@ class Protection:
                 continue_prompt_order(self.trainer, point),
             ):
                 try:
-                    done = self.train(None if point is None else str(point), *args, **kwargs)
+                    done = self.original["train"](None if point is None else str(point), *args, **kwargs)
                 finally:
                     self.saver.finish()
                 return self.pruned(done)
 
     def pruned(self, done: Any) -> Any:
-        """At a good end: a checkpoint too many was left by a killed process, or stayed until its adapter was mirrored."""
+        """At a good end: a checkpoint too many was left by a killed process."""
         if self.saver.keep is not None:
             self.saver.prune(Path(self.trainer.args.output_dir), self.saver.keep)
         return done
@@ -267,18 +260,13 @@ class Protection:
         return point
 
     def is_of_this_run(self, found: Identity, place: str) -> bool:
-        """Whether a checkpoint in a mirror is of this training. On a machine that knows nothing of it yet the settings say so.
-
-        Raises UsageError there for another's: whoever names its mirror may want that one, and would be given it.
-        """
+        """Whether a checkpoint in a mirror is of this training. On a machine that knows nothing of it yet the settings say so."""
         run = read_run_name(Path(self.trainer.args.output_dir))
         if run is None:
             other = differences(found.settings, read_settings(self.trainer))
             if other:
-                raise UsageError(
-                    f"{place} is of another training ({other})",
-                    fix="give this one its own mirror, or set these back to go on with that one",
-                )
+                fix = "give this one its own mirror, or set these back to continue that one"
+                raise UsageError(f"{place} is of another training ({other})", fix=fix)
         return run in (None, found.run)
 
     def resolve_run_name(self, point: Path | None) -> str:
@@ -308,7 +296,7 @@ class Protection:
         getattr(self.trainer, LOAD_CHECKPOINT)(str(point))
         self.trainer.state = state = TrainerState.load_from_json(str(point / "trainer_state.json"))
         if self.trainer.args.load_best_model_at_end and state.best_model_checkpoint:
-            self.load_best()
+            self.original[LOAD_BEST_MODEL]()
         return TrainOutput(state.global_step, math.nan, {"train_runtime": 0.0, "epoch": state.epoch})
 
     def load_all_adapters(self, checkpoint: str, *args: Any, **kwargs: Any) -> None:
@@ -318,7 +306,7 @@ class Protection:
         directories of their names; where transformers 5.17 finds such a directory, it loads nothing else.
         """
         with loading(checkpoint, "its weights"):
-            self.load(checkpoint, *args, **kwargs)
+            self.original[LOAD_CHECKPOINT](checkpoint, *args, **kwargs)
             model = self.trainer.model
             if isinstance(model, PeftModel) and {DEFAULT} < model.peft_config.keys():
                 model.load_adapter(checkpoint, DEFAULT, is_trainable=True)
@@ -326,12 +314,12 @@ class Protection:
     def load_optimizer(self, checkpoint: str | None) -> None:
         """In place of `trainer._load_optimizer_and_scheduler`."""
         with loading(checkpoint, f"{OPTIMIZER} or {SCHEDULER}"):
-            self.load_optimizer_of(checkpoint)
+            self.original[LOAD_OPTIMIZER](checkpoint)
 
     def load_rng(self, checkpoint: str | None) -> None:
         """In place of `trainer._load_rng_state`."""
         with loading(checkpoint, "rng_state.pth"):
-            self.load_rng_of(checkpoint)
+            self.original[LOAD_RNG_STATE](checkpoint)
 
     def set_later_aside(self, point: Path | None) -> None:
         """Checkpoints after the one resumed from are of another run, or do not verify: their steps are yet to come."""
@@ -344,7 +332,7 @@ class Protection:
     def load_best_model(self) -> None:
         """In place of `trainer._load_best_model`: the best may be the one under way."""
         self.saver.settle()
-        self.load_best()
+        self.original[LOAD_BEST_MODEL]()
 
 
 @contextmanager
@@ -353,29 +341,21 @@ def loading(checkpoint: str | Path | None, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = f"{type(error).__name__}: {first_line(error)}"
-        raise UsageError(
-            f"{what} cannot be loaded ({said})",
-            place=str(checkpoint),
-            fix=(
-                "move that directory away to resume from the one before it, or give the model and "
-                "its adapter the shape that they had"
-            ),
-        ) from error
+        fix = "move that directory away to resume from the one before it, or restore the shapes of model and adapter"
+        raise UsageError(f"{what} cannot be loaded ({first_line(error)})", place=str(checkpoint), fix=fix) from error
 
 
 class Watch(TrainerCallback):
     """At the start: says whether the disk holds what is to stay. Between steps: finishes commits, obeys signals."""
 
     def __init__(self, saver: Saver, preemption: Preemption) -> None:
-        self.saver = saver
-        self.preemption = preemption
+        self.saver, self.preemption = saver, preemption
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         if self.saver.keep is None:
             warn_unless_all_fit(self.saver.trainer)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.saver.poll()
         if self.preemption.received is not None:
             control.should_save = control.should_training_stop = True
@@ -405,8 +385,7 @@ def warn_unless_all_fit(trainer: Any) -> None:
         return
     if not found.fits:
         log.warning(
-            "save_total_limit=None keeps every checkpoint, and the disk has no room for all and a reserve of one: "
-            "when it is full the oldest go"
+            "save_total_limit=None keeps every checkpoint, and the disk has no room for all: the oldest will go"
         )
         for line in found.lines:
             log.warning("disk: %s", line)

@@ -17,6 +17,10 @@ from cogumi.core.errors import UsageError
 
 log = logging.getLogger(__name__)
 
+TRASH_PREFIX = ".cogumi-trash-"
+# A file of this name in a checkpoint keeps it for good.
+PIN_NAME = "KEEP"
+
 
 def last_good_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
     """The newest checkpoint of `output_dir` that a run can resume from, None where there is none (or no directory yet).
@@ -39,11 +43,7 @@ def last_good_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
 
 
 def inspect_all(output_dir: str | os.PathLike[str]) -> Iterator[CheckpointState]:
-    """Verify each checkpoint of `output_dir`, newest first, when it is asked for: that reads the whole checkpoint.
-
-    Only directories named checkpoint-STEP count, and no links. One that is removed meanwhile, as by a training beside, is
-    left out. Nothing in a directory that does not exist. Raises UsageError when it cannot be listed.
-    """
+    """Verify each checkpoint of `output_dir`, newest first, when it is asked for: that reads the whole checkpoint."""
     for directory in list_checkpoints(Path(output_dir)):
         finding = inspect_while_running(directory)
         if finding is not None:
@@ -73,23 +73,14 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise UsageError(
-            f"{output_dir} cannot be listed ({error.strerror})", fix="name the directory of the checkpoints"
-        ) from error
+        fix = "name the directory of the checkpoints"
+        raise UsageError(f"{output_dir} cannot be listed ({error.strerror})", fix=fix) from error
     steps = {
         path: int(name[1])
         for path in paths
         if (name := CHECKPOINT_NAME.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
     }
     return sorted(steps, key=lambda path: (steps[path], path.name), reverse=True)
-
-
-# ------------------------------------------------------------------------------------------------------------ retention
-
-
-TRASH_PREFIX = ".cogumi-trash-"
-# A file of this name in a checkpoint keeps it for good.
-PIN_NAME = "KEEP"
 
 
 def plan_pruning(
@@ -128,10 +119,7 @@ def plan_pruning(
 
 
 def remove(path: Path) -> int:
-    """Remove a checkpoint, and return the bytes that came back. What is half removed has a name nobody takes for one.
-
-    Raises OSError naming what could not be removed: Trainer's rotation ignores that, and the disk fills up.
-    """
+    """Remove a checkpoint, and return the bytes that came back. What is half removed has a name nobody takes for one."""
     free = space_of(path.parent).free
     trash = path.with_name(f"{TRASH_PREFIX}{path.name}-{secrets.token_hex(2)}")
     path.rename(trash)

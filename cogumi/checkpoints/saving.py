@@ -26,8 +26,8 @@ from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.retention import plan_pruning, remove
 from cogumi.checkpoints.verify import CheckpointState, inspect
 from cogumi.core.disk_space import format_bytes
-from cogumi.core.durability import sync_path
 from cogumi.disk import disk_bytes
+from cogumi.patches.torch_internals import first_line
 from cogumi.patches.trl_internals import (
     OUTPUT_DIRECTORY,
     PUSH_CHECKPOINT,
@@ -110,8 +110,6 @@ class Saver:
         name = output_dir.parent.name if output_dir.name == "checkpoints" else output_dir.name
         return self.fallback / f"{name}-{run}"
 
-    # ------------------------------------------------------------------------------------------------------------- a save
-
     def save(self, model: Any, trial: Any) -> None:
         """In place of the trainer's `_save_checkpoint`. Raises what that raises, unless the disk is full."""
         self.settle()
@@ -123,7 +121,6 @@ class Saver:
             while make_room(output_dir):
                 if self.write(model, trial, final):
                     return
-        self.keep_adapter(output_dir)
         if self.save_to_fallback(model, trial, final.name):
             return
         self.apply_full_policy(final, lambda: self.write(model, trial, final))
@@ -147,7 +144,7 @@ class Saver:
             if not full:
                 raise
             if final != self.refused:  # while training waits for space it is tried again and again
-                log.warning("%s does not fit on the disk (%s: %s)", final, type(error).__name__, first_line(error))
+                log.warning("%s does not fit on the disk (%s)", final, first_line(error))
             self.refused = final
             return False
         self.pending = staged, final, self.committer.submit(commit, staged, final)
@@ -158,7 +155,7 @@ class Saver:
         return True
 
     def save_to_fallback(self, model: Any, trial: Any, name: str) -> bool:
-        """Write a checkpoint into the fallback; False where that takes none either, for whatever reason."""
+        """Write a checkpoint into the fallback; False where that takes none either."""
         directory = self.fallback_directory(self.identity.run)
         if directory is None:
             return False
@@ -187,8 +184,6 @@ class Saver:
             kind.on_save is not TrainerCallback.on_save for kind in kinds if not kind.__module__.startswith("cogumi.")
         )
 
-    # ------------------------------------------------------------------------------------------------------------- commits
-
     def poll(self) -> None:
         """After a step: finish with a commit that is done."""
         if self.pending is not None and self.pending[2].done():
@@ -202,12 +197,11 @@ class Saver:
         try:
             finding = committing.result()
         except OSError as error:
+            self.pending = None
             if not is_disk_full(error, final.parent):
-                self.pending = None
                 self.raise_unless_fallback(final, error)
                 return
             log.warning("%s could not be committed (%s)", final, first_line(error))
-            self.pending = None
             if not (self.drop_ballast(final.parent) and self.commit_again(staged, final)):
                 self.apply_full_policy(final, lambda: self.commit_again(staged, final))
             return
@@ -272,8 +266,6 @@ class Saver:
         pinned = [] if self.resumed_from is None else [self.resumed_from]
         return Path(best) if best else None, frozenset(pinned)
 
-    # ---------------------------------------------------------------------------------------------------------- a full disk
-
     def take_ballast(self, output_dir: Path, size: int) -> None:
         """Take the space of one more checkpoint from the disk while it has some."""
         path = output_dir / BALLAST_NAME
@@ -303,32 +295,11 @@ class Saver:
             keep += 1
         return self.prune(output_dir, keep, urgent=True)
 
-    def keep_adapter(self, output_dir: Path) -> None:
-        """What can be deployed, where nothing else fits: the adapter alone, a small part of a checkpoint."""
-        if getattr(self.trainer.model, "peft_config", None) is None:
-            return
-        final = output_dir / f"adapter-{self.trainer.state.global_step}"
-        if final.exists():
-            return
-        try:
-            staged = open_staging(output_dir) / final.name
-            self.trainer.save_model(str(staged), _internal_call=True)
-            for path in staged.rglob("*"):
-                sync_path(path)
-            staged.rename(final)
-        except Exception as error:
-            if not is_disk_full(error, output_dir):
-                raise
-            log.warning("not even the adapter alone fits on the disk")
-        else:
-            log.warning("saved the adapter alone to %s: it can be used and merged, not resumed from", final)
-        remove_staging(output_dir)
-
     def apply_full_policy(self, final: Path, again: Callable[[], bool]) -> None:
         """The checkpoint is not to be had. again: tries once more, and says whether it worked."""
         place = final.parent.absolute()
         if self.on_full == "pause" and not self.asked_to_end():
-            log.error("training waits: %s does not fit. Free space on the disk of %s and it goes on", final.name, place)
+            log.error("training waits: %s does not fit. Free space on the disk of %s", final.name, place)
             began = reminded = time.monotonic()
             with self.excused():
                 while not (there := again()) and not self.asked_to_end():
@@ -337,19 +308,15 @@ class Saver:
                         reminded = time.monotonic()
                         log.error("still waiting for space in %s, for %d minutes", place, (reminded - began) // 60)
             if there:
-                log.warning("there is space again; training goes on")
+                log.warning("there is space again; training continues")
                 return
         remove_staging(final.parent)
-        if self.on_full == "stop":
+        ends = self.on_full == "stop" or self.asked_to_end()
+        if ends:
             self.trainer.control.should_training_stop = True
-            log.error("training stops: %s does not fit on the disk of %s. Free space and resume", final.name, place)
-            return
-        how = "training goes on"
-        if self.asked_to_end():
-            self.trainer.control.should_training_stop = True
-            how = "training ends"
         last = f"the last good one is {self.committed[-1].name}" if self.committed else "there is none yet"
-        log.error("%s without %s, which does not fit in %s; %s. Free space there", how, final.name, place, last)
+        how = "ends" if ends else "continues"
+        log.error("training %s without %s, which does not fit in %s; %s", how, final.name, place, last)
 
     def wait(self) -> None:
         """Wait until the next try, or a signal."""
@@ -384,12 +351,6 @@ def redirect_saves(trainer: Any, staging: Path) -> Iterator[None]:
         finally:
             trainer.args.save_total_limit = limit
 
-
-def first_line(error: BaseException) -> str:
-    return f"{error}".strip().partition("\n")[0]
-
-
-# ------------------------------------------------------------------------- what TRL's online trainers need and do not save
 
 # GRPOTrainer trains on one batch of completions for steps_per_generation x num_iterations steps (trl/trainer/grpo_trainer.py,
 # `_prepare_inputs`), counted by `_step`; its RepeatSampler draws a new order each epoch from a generator of its own.

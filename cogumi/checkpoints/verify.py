@@ -1,9 +1,8 @@
 """What a checkpoint is worth: every byte of one that cogumi wrote is checked, and the structure of any other.
 
-A resume does not look at what it loads: it takes the highest number, skips an optimizer that is missing, and torch.load
-does not compare the checksums that torch.save wrote (transformers 5.17, torch 2.13). Neither torch nor transformers is
-imported here. The checkpoints are those of one process or of several with whole copies of the model: FSDP and DeepSpeed
-have no `optimizer.pt` and are rejected.
+A resume takes the highest number, skips an optimizer that is missing, and torch.load does not compare checksums
+(transformers 5.17, torch 2.13). Neither torch nor transformers is imported here. The checkpoints are those of one process
+or of several with whole copies of the model: FSDP and DeepSpeed have no `optimizer.pt` and are rejected.
 """
 
 import json
@@ -76,11 +75,11 @@ def inspect(directory: Path, whole: bool = True) -> CheckpointState:
         raise UsageError(f"{directory} is not named checkpoint-STEP", fix="name the directory of one checkpoint")
     step, weight = int(name[1]), 0
     try:
-        files = list_files(directory)
-        weight = bytes_of(directory)
+        os.listdir(directory)  # rglob finds nothing in a directory that is not there, and says nothing
+        files, weight = list_manifest_files(directory), bytes_of(directory)
         manifest = read_manifest(directory)
         if manifest is not None:
-            (check_hashes if whole else check_sizes)(manifest, files, step)
+            check_listed(manifest, files, step, whole)
         if whole:
             check_complete(files)
             check_step(files, step)
@@ -90,27 +89,20 @@ def inspect(directory: Path, whole: bool = True) -> CheckpointState:
         return CheckpointState(directory, step, "rejected", str(damage), weight)
     except OSError as error:
         place = os.path.relpath(error.filename, directory.parent) if error.filename else directory.name
-        return CheckpointState(
-            directory, step, "rejected", f"{place} cannot be read ({error.strerror or error})", weight
-        )
+        reason = f"{place} cannot be read ({error.strerror or error})"
+        return CheckpointState(directory, step, "rejected", reason, weight)
     if manifest is None:
         checked = "only the structure was checked" if whole else "nothing was checked"
         return CheckpointState(directory, step, "unverified", f"no {MANIFEST_NAME}: {checked}", weight)
     return CheckpointState(directory, step, "verified", "", weight)
 
 
-def list_files(directory: Path) -> dict[str, Path]:
-    """Every file of a checkpoint by its relative name. Raises OSError where there is no directory to list."""
-    os.listdir(directory)  # rglob finds nothing in a directory that is not there, and says nothing
-    return list_manifest_files(directory)
-
-
 def bytes_of(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-def check_sizes(manifest: Manifest, files: dict[str, Path], step: int) -> None:
-    """Raise CheckpointDamaged unless names, step and sizes are those that were saved."""
+def check_listed(manifest: Manifest, files: dict[str, Path], step: int, whole: bool) -> None:
+    """Raise CheckpointDamaged unless every file is the one that was saved: names, step and sizes, then hashes if `whole`."""
     if manifest.step != step:
         raise CheckpointDamaged(
             f"{MANIFEST_NAME} is of step {manifest.step}, not {step}: the directory was renamed, or parts of two mixed"
@@ -123,12 +115,7 @@ def check_sizes(manifest: Manifest, files: dict[str, Path], step: int) -> None:
     for name in files.keys() - manifest.files.keys():
         if name.endswith(LOADED_SUFFIXES):
             raise CheckpointDamaged(f"{name} was added after the checkpoint was saved, and a resume might load it")
-
-
-def check_hashes(manifest: Manifest, files: dict[str, Path], step: int) -> None:
-    """Raise CheckpointDamaged unless every file is the one that was saved: names, step and sizes before any hash."""
-    check_sizes(manifest, files, step)
-    for name, entry in manifest.files.items():
+    for name, entry in manifest.files.items() if whole else ():
         with reading(files[name]):
             same = sha256_file(files[name]) == entry.sha256
         if not same:
@@ -142,8 +129,7 @@ def check_complete(files: dict[str, Path]) -> None:
         missing.add("rng_state.pth")
     if missing == {OPTIMIZER, SCHEDULER, "rng_state.pth"}:
         raise CheckpointDamaged(
-            "it has no optimizer, scheduler and RNG state (save_only_model=True?): its weights are there, "
-            "but a run cannot resume from it"
+            "it has no optimizer, scheduler and RNG state (save_only_model=True?): a run cannot resume"
         )
     require(missing, " (Trainer writes that last: the save did not finish)" if STATE in missing else "")
     check_adapters(files)
@@ -167,11 +153,9 @@ def is_weights(name: str) -> bool:
 
 def check_adapters(files: dict[str, Path]) -> None:
     """Raise CheckpointDamaged where an adapter has only one of its two files."""
-    folders = {
-        name.rpartition("/")[0] for name in files if name.rpartition("/")[2] in (ADAPTER_CONFIG, *ADAPTER_WEIGHTS)
-    }
-    for folder in sorted(folders):
-        inside = f"{folder}/" if folder else ""
+    parts = (ADAPTER_CONFIG, *ADAPTER_WEIGHTS)
+    folders = {name[: name.rfind("/") + 1] for name in files if name.rpartition("/")[2] in parts}
+    for inside in sorted(folders):
         if inside + ADAPTER_CONFIG not in files:
             require([inside + ADAPTER_CONFIG])
         if not any(inside + weights in files for weights in ADAPTER_WEIGHTS):

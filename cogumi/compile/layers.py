@@ -4,6 +4,7 @@ A whole model compiled at once breaks at the checkpointing and at PEFT's hooks, 
 on its own is one graph, and layers of one kind share it.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -123,27 +124,17 @@ def uncompile_layers(model: nn.Module) -> None:
     torch.compiler.reset()
 
 
-# ----------------------------------------------------------------------------------------------------- what stands in the way
-
-
 def prepare_four_bit(model: nn.Module) -> list[str]:
     """Change what makes 4-bit layers break a graph or train on nothing. Returns what was done, a line each."""
-    if not any(type(module).__module__.startswith("bitsandbytes") for module in model.modules()):
+    if "bitsandbytes" not in sys.modules:
         return []
-    from bitsandbytes.nn import Linear4bit
-
-    biases = 0
-    for module in model.modules():
-        if not isinstance(module, Linear4bit):
-            continue
-        bias, dtype = module.bias, module.compute_dtype
-        if bias is not None and dtype is not None and bias.dtype != dtype:
-            bias.data = bias.data.to(dtype)  # bitsandbytes would do so in its forward, and end the graph there
-            biases += 1
-    repacking = keep_4bit_unpacked(model)
-    done = {
-        f"{biases} biases of 4-bit layers cast to the dtype they compute in": biases,
-        f"{repacking} 4-bit layers keep their weights as they are: after a forward without gradients bitsandbytes "
-        "would repack them for AVX512, and training would get no gradient": repacking,
-    }
-    return [line for line, count in done.items() if count]
+    kind = sys.modules["bitsandbytes"].nn.Linear4bit
+    layers = [module for module in model.modules() if isinstance(module, kind)]
+    uneven = [each for each in layers if each.bias is not None and each.compute_dtype not in (None, each.bias.dtype)]
+    for layer in uneven:  # bitsandbytes would do so in its forward, and end the graph there
+        layer.bias.data = layer.bias.data.to(layer.compute_dtype)
+    done = [f"{len(uneven)} biases of 4-bit layers cast to the dtype they compute in"] if uneven else []
+    # After a forward without gradients bitsandbytes would repack them for AVX512, and training would get no gradient.
+    if layers and (kept := keep_4bit_unpacked(model)):
+        done.append(f"{kept} 4-bit layers keep their weights as they are, without repacking for AVX512")
+    return done

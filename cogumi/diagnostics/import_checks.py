@@ -159,12 +159,11 @@ def step_attention(device: str) -> dict[str, Any]:
 
 def step_four_bit(device: str) -> dict[str, Any]:
     """What torch.compile does to 4-bit layers here, and what the environment does to torch.compile."""
-    from dataclasses import asdict
-
     from cogumi.compile.compile_report import examine_process
+    from cogumi.patches.graph_break import CompileProbe
 
     report = examine_process()
-    return {"report": asdict(report), "probes": [str(each) for each in report.probes]}
+    return {"report": report, "probes": [str(CompileProbe(**each)) for each in report["probes"]]}
 
 
 def step_compiler(device: str) -> dict[str, Any]:

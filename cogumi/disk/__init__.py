@@ -119,10 +119,7 @@ def inductor_cache() -> Path:
 def tally_below(
     root: Path, otherwise: str, names: dict[str, re.Pattern[str]], seen: set[tuple[int, int]]
 ) -> dict[str, Tally]:
-    """What lies below `root`, by the kind of the outermost name that is known; `seen`: what was counted already.
-
-    Files that vanish while this looks are passed over: a run goes on meanwhile.
-    """
+    """What lies below `root`, by the kind of the outermost name that is known; `seen`: what was counted already."""
     tallies: dict[str, Tally] = {}
     device = os.lstat(root).st_dev
     waiting: list[tuple[str, str]] = [(str(root), kind_of(root.name, names) or otherwise)]
@@ -134,32 +131,29 @@ def tally_below(
             if status.st_dev != device or (status.st_dev, status.st_ino) in seen:
                 continue
             seen.add((status.st_dev, status.st_ino))
-            with os.scandir(path) as entries:
-                tally.add(status)
-                for entry in entries:
-                    below = kind if kind != otherwise else kind_of(entry.name, names) or kind
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append((entry.path, below))
-                        continue
-                    with suppress(FileNotFoundError):
-                        status = entry.stat(follow_symlinks=False)
-                        key = (status.st_dev, status.st_ino)
-                        if status.st_nlink == 1 or key not in seen:
-                            tallies.setdefault(below, Tally()).add(status)
-                        if status.st_nlink > 1:
-                            seen.add(key)
-        except FileNotFoundError:
+            entries = list(os.scandir(path))
+            tally.add(status)
+        except FileNotFoundError:  # a run continues meanwhile
             continue
         except PermissionError:
             tally.unreadable += 1
+            continue
+        for entry in entries:
+            below = kind if kind != otherwise else kind_of(entry.name, names) or kind
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append((entry.path, below))
+                continue
+            with suppress(FileNotFoundError):
+                status = entry.stat(follow_symlinks=False)
+                if (status.st_dev, status.st_ino) not in seen:
+                    tallies.setdefault(below, Tally()).add(status)
+                if status.st_nlink > 1:
+                    seen.add((status.st_dev, status.st_ino))
     return tallies
 
 
 def kind_of(name: str, names: dict[str, re.Pattern[str]]) -> str | None:
     return next((kind for kind, pattern in names.items() if pattern.fullmatch(name)), None)
-
-
-# ---------------------------------------------------------------------------------------------------- what is left over
 
 
 @dataclass(frozen=True)
@@ -209,14 +203,10 @@ def describe_use(path: Path) -> str:
 
 def last_change(path: Path) -> float:
     """When a file, or something in a directory, changed last, a new name included. Seconds since 1970."""
-    newest = 0.0
-    below = (os.path.join(place, name) for place, folders, files in os.walk(path) for name in (*folders, *files))
-    for each in (str(path), *below):
-        try:
-            newest = max(newest, os.lstat(each).st_ctime)
-        except FileNotFoundError:
-            return time.time()  # just removed, by its user
-    return newest
+    try:
+        return max(os.lstat(each).st_ctime for each in (path, *path.rglob("*")))
+    except FileNotFoundError:
+        return time.time()  # just removed, by its user
 
 
 def is_locked(directory: Path) -> bool:

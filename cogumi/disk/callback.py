@@ -22,10 +22,9 @@ log = logging.getLogger(__name__)
 class DiskMonitorCallback(TrainerCallback):
     """Watches the disk that a trainer saves to: `Trainer(..., callbacks=[cogumi.DiskMonitorCallback()])`.
 
-    path: by default args.output_dir. Looks at most once every `interval` seconds, after a step; a step without a look
-    costs the reading of a clock. Logs a line when the level changes, and puts disk/free_gb (10^9 bytes) and
-    disk/used_percent into what the trainer logs with a loss, for every reporter; trainer.state.log_history was written
-    before. Of several in one trainer each has a level of its own; those of other directories than the first one's are
+    path: by default args.output_dir. Looks at most once every `interval` seconds, after a step. Logs a line when the level
+    changes, and puts disk/free_gb (10^9 bytes) and disk/used_percent into what the trainer logs with a loss, for every
+    reporter. Of several in one trainer each has a level of its own; those of other directories than the first one's are
     logged as disk/DIRECTORY/free_gb and disk/DIRECTORY/used_percent. warn, alarm, on_change and log_path are those of
     `DiskMonitor`. It never deletes and never stops a training, also where the disk does not answer.
     """
@@ -48,9 +47,7 @@ class DiskMonitorCallback(TrainerCallback):
         self.prefix = ""
         self.next_look = math.inf
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not state.is_local_process_zero:
             return
         path = self.path or Path(args.output_dir or ".")
@@ -67,19 +64,12 @@ class DiskMonitorCallback(TrainerCallback):
         self.next_look = 0.0
         self.on_step_end(args, state, control)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if time.monotonic() >= self.next_look and self.monitor is not None:
             self.monitor.sample()
             self.next_look = time.monotonic() + self.interval
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, *_: Any, logs: dict[str, Any] | None = None, **__: Any) -> None:
         sample = None if self.monitor is None else self.monitor.latest
         # What evaluate() and train() return is logged too, and is not to be added to.
         if logs is None or "loss" not in logs or sample is None or sample.free is None or sample.used_share is None:
@@ -97,11 +87,9 @@ def log_or_print(line: str) -> None:
 
 
 def move_before_reporters(callback: DiskMonitorCallback, handler: Any) -> list[DiskMonitorCallback]:
-    """Have a callback called before those that report_to brought in, which otherwise read the logs before it adds to them.
+    """Have a callback called before those that report_to brought in. Returns the other ones of its kind.
 
-    Returns the other ones of its kind. handler: what calls on_train_begin. Trainer puts its own callbacks in front of the
-    user's and hands no callback the list, so it is taken from the calling frame. Moving an entry back does not disturb the
-    loop over it: those that it passes have been called.
+    handler: what calls on_train_begin, taken from the calling frame: Trainer hands no callback the list.
     """
     if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
         handler.callbacks.remove(callback)

@@ -3,14 +3,15 @@
 import logging
 import math
 import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from cogumi.core.disk_space import Space, filesystem_of, space_of
 from cogumi.core.errors import UsageError
@@ -73,13 +74,10 @@ class DiskMonitor:
     ) -> None:
         check_settings(warn, alarm, interval)
         self.path = Path(path).absolute()
-        try:
-            os.stat(self.path)
-        except (FileNotFoundError, NotADirectoryError):
-            fix = "give a directory on the disk to be watched"
-            raise UsageError(f"cannot watch {path}: it does not exist", fix=fix) from None
-        except OSError as error:  # a mount that does not answer is there
-            log.debug("%s: %s", path, error)
+        with suppress(OSError):  # a mount that does not answer is there
+            if not self.path.exists():
+                fix = "give a directory on the disk to be watched"
+                raise UsageError(f"cannot watch {path}: it does not exist", fix=fix)
         self.warn, self.alarm, self.interval = warn, alarm, interval
         self.on_change = on_change
         self.log_path = None if log_path is None else Path(log_path)
@@ -101,8 +99,6 @@ class DiskMonitor:
         """The level of the latest sample; "green" before the first one."""
         return self._level
 
-    # ------------------------------------------------------------------------------------------------------ one look
-
     def sample(self) -> Sample:
         """Look now, with or without the thread running. A filesystem that does not answer is a Sample, not an error."""
         with self._looking:
@@ -110,17 +106,17 @@ class DiskMonitor:
             changed = sample.level != self._level
             self._level, self.latest = sample.level, sample
         if changed:
-            line = f"{sample.path} is {sample.level}: {sample.reason}"
+            full = ""
             if sample.hours_until_full is not None:
-                line += f", full in {sample.hours_until_full:.1f} h at {format_bytes(sample.rate or 0)}/s"
-            log.log(logging.INFO if sample.level == "green" else logging.WARNING, "disk %s", line)
+                full = f", full in {sample.hours_until_full:.1f} h at {format_bytes(sample.rate or 0)}/s"
+            severity = logging.INFO if sample.level == "green" else logging.WARNING
+            log.log(severity, "disk %s is %s: %s%s", sample.path, sample.level, sample.reason, full)
         self._tell(sample)
         return sample
 
     def _measure(self) -> Sample:
         try:
-            device = os.stat(self.path).st_dev
-            space = space_of(self.path)
+            device, space = os.stat(self.path).st_dev, space_of(self.path)
         except OSError as error:
             self._history.clear()
             return Sample(time.time(), str(self.path), "unknown", f"does not answer: {error.strerror}")
@@ -153,9 +149,8 @@ class DiskMonitor:
         now = time.monotonic()
         while self._history and now - self._history[0][0] > RATE_WINDOW_SECONDS:
             self._history.popleft()
-        if len(self._history) >= POINTS:  # somebody looks often: every other point says the same
-            self._history = deque(list(self._history)[::2])
-        self._history.append((now, used))
+        if not self._history or now - self._history[-1][0] >= RATE_WINDOW_SECONDS / POINTS:
+            self._history.append((now, used))
         then, before = self._history[0]
         return (used - before) / (now - then) if now > then else None
 
@@ -165,19 +160,19 @@ class DiskMonitor:
             if sample.level != self._told and self.on_change is not None:
                 self._told = sample.level
                 self.on_change(sample)
-        except Exception:  # the caller's
-            if "on_change" not in self._said:
-                log.exception("disk %s: on_change failed; the watch continues, and this is said once", self.path)
-            self._said.add("on_change")
+        except Exception:  # noqa: BLE001  the caller's
+            self._say_once("on_change failed", sys.exc_info())
         try:
             if self.log_path is not None:
                 append_jsonl(self.log_path, asdict(sample))
         except OSError as error:  # the disk that is watched may be the one it is on
-            if "log_path" not in self._said:
-                log.warning("disk %s: cannot write %s: %s; said once", self.path, self.log_path, error.strerror)
-            self._said.add("log_path")
+            self._say_once(f"cannot write {self.log_path}: {error.strerror}")
 
-    # ---------------------------------------------------------------------------------------------------- the thread
+    def _say_once(self, what: str, failure: Any = None) -> None:
+        if what not in self._said:
+            log.log(logging.ERROR if failure else logging.WARNING, "disk %s: %s; the watch continues, and this is said once",
+                    self.path, what, exc_info=failure)  # fmt: skip
+        self._said.add(what)
 
     def start(self) -> Self:
         """Look now, and then every `interval` seconds in a thread of its own. Raises RuntimeError if that runs already."""
@@ -208,9 +203,7 @@ class DiskMonitor:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 

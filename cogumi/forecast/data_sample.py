@@ -60,10 +60,10 @@ class DataSample:
         return self.lengths.mean
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "rows": self.rows, "looked_at": self.looked_at, "examples": self.examples, "trained": self.trained,
-            "truncated": self.truncated, "dropped": dict(self.dropped), "mean_tokens": self.mean, "longest": self.longest,
-        }  # fmt: skip
+        counts = {
+            name: getattr(self, name) for name in ("rows", "looked_at", "examples", "trained", "truncated", "longest")
+        }
+        return counts | {"dropped": dict(self.dropped), "mean_tokens": self.mean}
 
 
 def has_no_tokenizer(base: str) -> bool:
@@ -167,15 +167,14 @@ def describe_data(found: DataSample, run: RunConfig) -> Line:
         f"about {found.trained:,} {what} of {found.rows:,} rows; {found.examples:,} of the first {found.looked_at:,} make one, "
         f"{found.mean:,.0f} tokens in the mean, half at most {found.lengths.quantile(0.5):,}, the longest {found.longest:,}"
     )
-    others = {reason: n for reason, n in found.dropped.items() if not reason.startswith("longer than")}
-    if others:
-        said += "; left out: " + ", ".join(f"{n:,} {reason}" for reason, n in others.items())
-    if lost := sum(found.dropped.values()) - sum(others.values()) + found.truncated:
-        verb = "truncated" if found.truncated else "longer than that, and dropped"
-        said += f"; {lost / found.looked_at:.1%} are {verb}"
-    if lost / found.looked_at >= MANY:
+    if found.dropped:
+        said += "; left out: " + ", ".join(f"{n:,} {reason}" for reason, n in found.dropped.items())
+    if found.truncated:
+        said += f"; {found.truncated:,} are truncated"
+    long = found.truncated + sum(n for reason, n in found.dropped.items() if reason.startswith("longer than"))
+    if long / found.looked_at >= MANY:
         key = "data.fim.max_length" if run.data.format == "fim" else "train.max_length"
         return Line("data", said, "yellow", f"raise {key}, if the memory allows, to keep them")
-    if sum(others.values()) / found.looked_at >= MANY:
+    if sum(found.dropped.values()) / found.looked_at >= MANY:
         return Line("data", said, "yellow", "`cogumi preview` shows the first of each kind")
     return Line("data", said)

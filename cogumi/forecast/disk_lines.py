@@ -12,7 +12,7 @@ from transformers import AutoConfig, Trainer
 from cogumi.checkpoints.disk_forecast import CHECKPOINTS, DOWNLOAD, ENTRIES, MERGED, Outlook, outlook
 from cogumi.checkpoints.protection import run_keep_limit
 from cogumi.config.schema import RunConfig
-from cogumi.core.disk_space import Disk, Need, hub_cache
+from cogumi.core.disk_space import Need, hub_cache
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import read_json
@@ -70,8 +70,7 @@ def saving_trainer(config: Any, dtype: torch.dtype, args: Any, lora: Any = None,
 
     config: the base's, quantized or not. dtype: what the base is loaded in. args: TrainingArguments, or TRL's; nothing
     is written to their output_dir. lora: a PEFT config, or None where every weight is trained. As any Trainer this one
-    sets the seeds. Raises what PEFT and transformers raise for a setting that they refuse, and UsageError for a model
-    that transformers cannot build. Not TRL's: adapters that start from the weights (PiSSA) are made without any here.
+    sets the seeds. Not TRL's: adapters that start from the weights (PiSSA) are made without any here.
     """
     model = meta_model(config).to(dtype)
     if lora is not None:
@@ -127,24 +126,17 @@ def download_bytes(name: str, revision: str | None) -> int | None:
 
 
 def describe_disks(found: Outlook) -> list[Line]:
-    """A line for each filesystem, and what is not known."""
+    """A line for each filesystem, with the keys of the config that make it large enough, and what is not known."""
     lines = []
     for disk in found.disks:
-        if disk.fits:
-            lines.append(Line("disk", str(disk)))
-        else:
-            another = "name a directory on another disk (cogumi.run_dir, HF_HOME)"
-            fix = "; ".join(found.advice(disk)) if disk.short else another
-            lines.append(Line("disk", str(disk), "red", fix, suggest_changes(found, disk)))
+        free, changes = disk.filesystem.space.free, {}
+        sizes = {need.what: need for need in disk.needs}
+        if disk.training > free and CHECKPOINTS in sizes and found.keep is not None and found.keep > 2:
+            changes["train.save_total_limit"] = 2
+        if disk.end > free and MERGED in sizes and disk.end - sizes[MERGED].end <= free:
+            changes["cogumi.merge"] = False
+        fix = "name a directory on another disk (cogumi.run_dir, HF_HOME)"
+        if disk.short:
+            fix = "; ".join(found.advice(disk))
+        lines.append(Line("disk", str(disk)) if disk.fits else Line("disk", str(disk), "red", fix, changes))
     return [*lines, *(Line("disk", note, "unknown") for note in found.notes)]
-
-
-def suggest_changes(found: Outlook, disk: Disk) -> dict[str, Any]:
-    """Keys of the config that make a disk large enough: fewer checkpoints kept, the merge left for another disk."""
-    free, changes = disk.filesystem.space.free, {}
-    sizes = {need.what: need for need in disk.needs}
-    if disk.training > free and CHECKPOINTS in sizes and found.keep is not None and found.keep > 2:
-        changes["train.save_total_limit"] = 2
-    if disk.end > free and MERGED in sizes and disk.end - sizes[MERGED].end <= free:
-        changes["cogumi.merge"] = False
-    return changes

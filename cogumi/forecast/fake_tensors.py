@@ -7,8 +7,7 @@ tensors share it, from the operation that makes it until it is freed; a CUDA all
 * Attention: scaled_dot_product_attention never holds the scores. Forward it keeps query, key, value, mask, output and one
   float32 a head and token; backward it makes three gradients, a float32 accumulator as large as the query, one more
   float32 a head and token, and keys and values of every query head where heads share them
-  (csrc/flash_attn/flash_api.cpp, mha_bwd, in PyTorch's third_party). With a mask PyTorch takes its memory-efficient kernel,
-  which keeps and makes the same, and wants keys and values of every head from the start.
+  (csrc/flash_attn/flash_api.cpp, mha_bwd, in PyTorch's third_party).
 * TRL's losses: its own chunked head (trl/kernels/chunked_logprob.py), with its launches of Triton kernels left out.
 """
 
@@ -37,9 +36,6 @@ BLOCK = 512
 ACTIVATIONS, LOGITS, WEIGHTS, ADAPTER = "activations", "logits", "weights", "adapter"
 aten = torch.ops.aten
 DEVICE, ITEM = torch.ops.prim.device.default, aten._local_scalar_dense.default
-
-
-# ------------------------------------------------------------------------------------------------------------- counting
 
 
 @dataclass(frozen=True)
@@ -135,31 +131,24 @@ class StorageCounter(TorchDispatchMode):
 
     def _data_dependent_result(self, func: Any, args: Any) -> Any:
         """What an operation would give that depends on data; None for any other."""
-
-        def rows_of(mask: torch.Tensor) -> int:
-            return math.ceil(self.selected * mask.numel())
-
+        first = args[0]
         if func is ITEM:
-            dtype = args[0].dtype
-            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+            return False if first.dtype == torch.bool else 1.0 if first.dtype.is_floating_point else 1
         if func is aten.nonzero.default:
-            return args[0].new_empty((rows_of(args[0]), args[0].dim()), dtype=torch.long)
+            return first.new_empty((math.ceil(self.selected * first.numel()), first.dim()), dtype=torch.long)
         if func is aten.masked_select.default:
-            return args[0].new_empty((rows_of(args[1]),))
+            return first.new_empty((math.ceil(self.selected * args[1].numel()),))
         if func is aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype == torch.bool:
             mask = args[1][0]
-            return args[0].new_empty((rows_of(mask), *args[0].shape[mask.dim() :]))
+            return first.new_empty((math.ceil(self.selected * mask.numel()), *first.shape[mask.dim() :]))
         if func is aten._grouped_mm.default:
             # A product of groups, each in its rows or columns; PyTorch's own rule of its shape takes bfloat16 alone.
             # (tokens, K) and (groups, K, N) make (tokens, N); (M, tokens) and (tokens, N) make (groups, M, N).
-            left, right, offsets = args[:3]
-            if left.dim() == 2 and right.dim() == 2:
-                return left.new_empty((offsets.numel(), left.shape[0], right.shape[1]))
-            return left.new_empty((*left.shape[:-1], right.shape[-1]))
+            right, offsets = args[1:3]
+            if first.dim() == 2 and right.dim() == 2:
+                return first.new_empty((offsets.numel(), first.shape[0], right.shape[1]))
+            return first.new_empty((*first.shape[:-1], right.shape[-1]))
         return None
-
-
-# ------------------------------------------------------------------------------------------------------ fake parameters
 
 
 @contextmanager
@@ -207,9 +196,6 @@ def fake_parameter(module: Any, parameter: Any, live: StorageCounter, trained: s
     return made
 
 
-# ------------------------------------------------------------------------------------------------------ a card's kernels
-
-
 class Attention(torch.autograd.Function):
     """The shapes of fused attention: query (batch, heads, tokens, width), key and value (batch, their heads, tokens, width)."""
 
@@ -248,20 +234,14 @@ def emulate_cuda() -> Iterator[None]:
 
 @contextmanager
 def emulate_padding(padded: bool) -> Iterator[None]:
-    """Transformers makes attention masks as of such batches, for the length of a block.
-
-    It looks whether there is padding, and asks nothing of fake tensors: it takes them for a graph that is traced.
-    """
+    """Transformers makes attention masks as of such batches, for the length of a block."""
     masking: Any = importlib.import_module("transformers.masking_utils")
     with replaced(masking, {"is_tracing": lambda tensor=None: False, "fast_all": lambda mask: not padded}):
         yield
 
 
 def trl_head_without_kernels() -> Any:
-    """TRL's ChunkedLogProbFunction, from a copy of its module whose kernels do nothing and whose sums are a card's.
-
-    On a card `acc += a @ b` reads its factors in their own dtype; elsewhere TRL makes float32 copies of both.
-    """
+    """TRL's ChunkedLogProbFunction, from a copy of its module whose kernels do nothing and whose sums are a card's."""
     import trl
 
     place = Path(trl.__file__).parent / "kernels" / "chunked_logprob.py"

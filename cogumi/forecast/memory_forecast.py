@@ -2,11 +2,12 @@
 
 To what tensors take come, on a card: CUDA's context, which `find_target` takes off the card's memory; cuBLAS' workspaces,
 one for the thread that computes forward and one for autograd's (aten/src/ATen/cuda/CUDABlas.cpp,
-getChosenWorkspaceSize: 32 MiB each on Hopper, 8.1 MiB before); and what the caching allocator holds in blocks that are cut
-too large. That part depends on the order of sizes, and is allowed for as a share of what comes and goes. None of the three
-has been compared with a card here.
+getChosenWorkspaceSize: 32 MiB each on Hopper, 8.1 MiB before); and a share of what comes and goes for fragments. None of
+the three has been compared with a card here.
 """
 
+import bisect
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -38,9 +39,8 @@ VLLM_SHARE = 0.3  # trl.GRPOConfig's vllm_gpu_memory_utilization
 BATCH = "train.per_device_train_batch_size"
 Measure = Callable[[StepShape, int, int | None], tuple[StagePeak, ...]]
 """Of a step: (work, rank, layers or None for all) -> the peaks of its stages."""
-
-
-# --------------------------------------------------------------------------------------------------------------- target
+Change = Callable[[int], tuple[StepShape, int]]
+"""A number of rows, tokens or ranks -> (work, rank) with it."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,6 @@ def autocast_dtype(run: RunConfig, target: Target) -> torch.dtype | None:
     return torch.bfloat16 if (target.machine.bf16 if bf16 is None else bf16) else None
 
 
-# ------------------------------------------------------------------------------------------------------- peaks of a step
-
-
 @dataclass(frozen=True)
 class MemoryForecast:
     """Bytes. moments: the peak of each stage. workspace: of cuBLAS, 0 without a card. vllm: what it takes beside the step."""
@@ -123,14 +120,8 @@ class MemoryForecast:
         return sum(self.breakdown.values())
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "peak": self.peak,
-            "tensors": self.tensors,
-            "workspace": self.workspace,
-            "stage": self.peak_moment.stage,
-            "breakdown": self.breakdown,
-            "stages": {moment.stage: moment.total for moment in self.moments},
-        }
+        figures = {name: getattr(self, name) for name in ("peak", "tensors", "workspace", "breakdown")}
+        return figures | {"stage": self.peak_moment.stage, "stages": {each.stage: each.total for each in self.moments}}
 
 
 @dataclass(frozen=True)
@@ -157,21 +148,21 @@ class Steps:
         self.known: dict[tuple[StepShape, int], tuple[StagePeak, ...]] = {}
 
     def moments(self, work: StepShape, rank: int) -> tuple[StagePeak, ...]:
-        if (work, rank) not in self.known:
-            if not self.few:
-                self.known[work, rank] = self.measure(work, rank, None)
-            else:
-                less, more = (self.measure(work, rank, layers) for layers in self.few)
-                share = (self.layers - self.few[0]) / (self.few[1] - self.few[0])
-                self.known[work, rank] = tuple(
-                    weighted_moment(pair, [1 - share, share]) for pair in zip(less, more, strict=True)
-                )
-        return self.known[work, rank]
+        if (work, rank) in self.known:
+            return self.known[work, rank]
+        if self.few:
+            less, more = (self.measure(work, rank, layers) for layers in self.few)
+            share = (self.layers - self.few[0]) / (self.few[1] - self.few[0])
+            found = tuple(weighted_moment(pair, [1 - share, share]) for pair in zip(less, more, strict=True))
+        else:
+            found = self.measure(work, rank, None)
+        self.known[work, rank] = found
+        return found
 
     def largest(self, forecast: MemoryForecast, work: StepShape, rank: int, room: int) -> Largest:
         """Rows up to MOST_ROWS, tokens in steps of 64 up to LONGEST, ranks of powers of two up to HIGHEST_RANK."""
 
-        def peaks(values: Sequence[int], changed: Callable[[int], tuple[StepShape, int]]) -> Callable[[int], int]:
+        def peak_from(values: Sequence[int], changed: Change) -> Callable[[int], int]:
             """The peak as a function of a number, from the stages at a few of its values (Lagrange)."""
             points = [self.moments(*changed(value)) for value in values]
 
@@ -182,14 +173,13 @@ class Steps:
 
             return peak
 
-        def most(
-            now: int, full: int, degree: int, candidates: Sequence[int], changed: Callable[[int], tuple[StepShape, int]]
-        ) -> int | None:
+        def most(now: int, full: int, degree: int, candidates: Sequence[int], changed: Change) -> int | None:
             """full: from where on the peak is one polynomial. What does not fit there is looked for from `now` up to it."""
-            peak = peaks([full * (1 + step) for step in range(degree + 1)], changed)
+            peak = peak_from([full * (1 + step) for step in range(degree + 1)], changed)
             if peak(full) > room and full >= now + degree:
-                peak = peaks([now + (full - now) * step // degree for step in range(degree + 1)], changed)
-            return find_largest(peak, candidates, room)
+                peak = peak_from([now + (full - now) * step // degree for step in range(degree + 1)], changed)
+            fitting = bisect.bisect_right(candidates, room, key=peak)
+            return candidates[fitting - 1] if fitting else None
 
         rows, length = work.rows, work.length
         times = max(1, -(-FULL_TILE // (rows * length)))
@@ -207,23 +197,11 @@ def weighted_moment(moments: Sequence[StagePeak], weights: Sequence[float]) -> S
     return StagePeak(moments[0].stage, sum(by_kind.values()), by_kind)
 
 
-def find_largest(peak: Callable[[int], int], candidates: Sequence[int], room: int) -> int | None:
-    """The largest of ascending candidates whose peak is within `room`, by bisection; None where the first is not."""
-    low, high = -1, len(candidates)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if peak(candidates[middle]) <= room else (low, middle)
-    return None if low < 0 else candidates[low]
-
-
 def with_length(work: StepShape, length: int) -> StepShape:
     """The same work with examples of this many tokens; of a rollout the completions grow, as far as there are any."""
     if not work.completion:
         return replace(work, prompt=length)
     return replace(work, completion=max(1, length - work.prompt), prompt=min(work.prompt, length - 1))
-
-
-# --------------------------------------------------------------------------------------------------- the step of a run
 
 
 @dataclass(frozen=True)
@@ -310,59 +288,49 @@ def planned_work(run: RunConfig, longest: int, packed_rows: int | None = None) -
     return StepShape(method, rows, longest, completion, rollout, padded=not flash, micro_batches=steps)
 
 
-# ------------------------------------------------------------------------------------------------------------- the line
-
-
 def describe_memory(step: StepForecast, run: RunConfig, chosen: Sequence[Choice] = ()) -> Line:
     """The line on memory, with what would make it fit. chosen: what the run left open, and the machine decides."""
-    forecast, work = step.forecast, step.work
+    forecast, work, largest = step.forecast, step.work, step.largest
     made_of = ", ".join(f"{kind} {format_memory(size)}" for kind, size in forecast.breakdown.items())
     at_once = work.rollout if forecast.peak_moment.stage == ROLLOUT else work.rows
     said = (
-        f"{format_memory(forecast.peak)} of {format_memory(step.free)} at its fullest, in "
+        f"{format_memory(forecast.peak)} of {format_memory(step.free)} at the peak, in "
         f"{forecast.peak_moment.stage} with {at_once} x {work.length} tokens: {made_of}"
     )
     if chosen:
         said += "; with " + ", ".join(f"{each.key}: {each.value}" for each in chosen) + ", which the run chooses"
     if not step.fits:
         return Line("memory", said, "red", *suggest_fix(step, run))
-    largest = step.largest
-    alone = (
-        (largest.rows, MOST_ROWS, "{} rows"),
-        (largest.length, LONGEST, "{} tokens"),
-        (largest.rank, HIGHEST_RANK, "rank {}"),
-    )
-    further = [words.format(f"{n:,}") + " and more" * (n == most) for n, most, words in alone if n]
-    return Line("memory", f"{said}; alone, up to {', or '.join(further)} would fit")
+    alone = {"{:,} rows": largest.rows, "{:,} tokens": largest.length, "rank {:,}": largest.rank}
+    further = ", or ".join(words.format(number) for words, number in alone.items() if number)
+    return Line("memory", f"{said}; alone, up to {further} would fit")
 
 
 def suggest_fix(step: StepForecast, run: RunConfig) -> tuple[str, dict[str, Any]]:
     """The change that makes a step fit, the mildest first: layers computed twice, a smaller micro-batch, 4 bits."""
     work, largest = step.work, step.largest
-    if run.train.get("gradient_checkpointing") is False:  # TRL's default is on
-        change = {"train.gradient_checkpointing": True}
-        return "set train.gradient_checkpointing: true, which computes layers twice instead of keeping them", change
     documents = work.rows * work.micro_batches
-    if step.forecast.peak_moment.stage == ROLLOUT and work.rollout > documents:
+    changes: dict[str, Any] = {}
+    if run.train.get("gradient_checkpointing") is False:  # TRL's default is on
+        changes, effect = {"train.gradient_checkpointing": True}, "layers are computed twice instead of kept"
+    elif step.forecast.peak_moment.stage == ROLLOUT and work.rollout > documents:
         key, number = smaller_rollout(run, work, documents)
-        said = f"set {key}: {number}; fewer completions are sampled at once, and trained on in fewer steps"
-        return said, {key: number}
-    if largest.rows:
-        changes = split_step(run, work, largest.rows)
-        said = " and ".join(f"{key}: {value}" for key, value in changes.items())
-        return f"set {said}, the same step in smaller pieces", changes
-    if run.cogumi.tuning == "full":
-        return "drop cogumi.tuning: full, to train LoRA", {"cogumi.tuning": "lora"}
-    if run.model.quantization_config is None:
-        return "set model.quantization_config: {load_in_4bit: true} (QLoRA)", {
-            "model.quantization_config": {"load_in_4bit": True},
-            **split_step(run, work, 1),
-        }
-    if largest.length:
-        key = "train.max_length" if not work.completion else "train.max_completion_length"
+        changes, effect = {key: number}, "fewer completions are sampled at once"
+    elif largest.rows:
+        changes, effect = split_step(run, work, largest.rows), "the same step in smaller pieces"
+    elif run.cogumi.tuning == "full":
+        changes, effect = {"cogumi.tuning": "lora"}, "LoRA instead of every weight"
+    elif run.model.quantization_config is None:
+        quantized = {"model.quantization_config": {"load_in_4bit": True}}
+        changes, effect = quantized | split_step(run, work, 1), "QLoRA"
+    elif largest.length:
+        key = "train.max_completion_length" if work.completion else "train.max_length"
         length = largest.length - (work.prompt if work.completion else 0)
-        return f"set {key}: {length}; longer examples are dropped, and counted", {key: length}
-    return "take a card with more memory, or a smaller model", {}
+        changes, effect = {key: length}, "longer examples are dropped, and counted"
+    if not changes:
+        return "take a card with more memory, or a smaller model", {}
+    said = " and ".join(f"{key}: {json.dumps(value)}" for key, value in changes.items())
+    return f"set {said}; {effect}", changes
 
 
 def smaller_rollout(run: RunConfig, work: StepShape, documents: int) -> tuple[str, int]:

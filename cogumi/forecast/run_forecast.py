@@ -100,9 +100,6 @@ def describe_stack() -> Line:
     return Line("stack", figure, "green" if found.state == "ok" else "yellow", found.fix)
 
 
-# -------------------------------------------------------------------------------------------------- memory, time and disk
-
-
 def forecast_in_worker(asked: ForecastRequest) -> ForecastLines:
     """`forecast_lines` in another process, which sees no GPU and of which nothing stays behind.
 
@@ -126,10 +123,10 @@ def forecast_lines(asked: ForecastRequest) -> ForecastLines:
     of_base, found, target = asked.of_base, asked.found, asked.target
     lines: list[Line] = []
     figures: dict[str, Any] = {}
-    run, load, chosen = choose_for_target(asked.run, asked.base, target)
+    chosen_run, load, chosen = choose_for_target(asked.run, asked.base, target)
     try:
-        chosen_run = run
-        run, work = plan_work(run, of_base, found, target, target.free - load.weights - MOMENTS * load.trained)
+        free = target.free - load.weights - MOMENTS * load.trained
+        run, work = plan_work(chosen_run, of_base, found, target, free)
         step = memory_forecast.forecast_step(run, of_base, work, target)
     except UsageError as error:
         lines.append(Line("memory", str(error), "red"))
@@ -179,9 +176,6 @@ def plan_work(
     return run, memory_forecast.planned_work(run, int(limit or longest), packed)
 
 
-# ------------------------------------------------------------------------------------------------- the config that fits
-
-
 def fit_config(config: Config, card: str | None = None, **overrides: Any) -> tuple[PreflightReport, dict[str, Any]]:
     """(the last report, the dotted keys that were changed): the red lines' changes made until nothing is left to change."""
     changes: dict[str, Any] = {}
@@ -214,6 +208,5 @@ def write_fitted_config(source: Path, out: Path, changes: Mapping[str, Any], ove
     try:
         write_atomic(out, head + edit_yaml(text, document)[0])
     except OSError as error:
-        raise UsageError(
-            f"cannot be written ({error.strerror})", key=f"--fix {out}", fix="name another place"
-        ) from None
+        reason = f"cannot be written ({error.strerror})"
+        raise UsageError(reason, key=f"--fix {out}", fix="name another place") from None

@@ -1,9 +1,8 @@
 """How many steps and tokens a run is, how long it takes and what it costs.
 
-The time is that of ten steps made here (`--probe`), or an estimate: what the model computes for a token, over what the card
-can. Of a card's peak a good training reaches a third to a half, and no figure of this stack on a card has been measured
-yet, so an estimate is given for REACHED of the peak and says so. A rollout by transformers reads all weights for every
-token it adds to its documents: at best the card's bandwidth over their bytes.
+The time is that of ten steps made here (`--probe`), or an estimate: what the model computes for a token, over REACHED of
+what the card can. A rollout by transformers reads all weights for every token it adds to its documents: at best the
+card's bandwidth over their bytes.
 """
 
 import json
@@ -69,8 +68,8 @@ def steps_of(run: RunConfig, work: StepShape, found: DataSample) -> int:
 
 def steps_to_make(run: RunConfig, work: StepShape, found: DataSample) -> tuple[int, int | None]:
     """(steps that will be made, steps of the whole training where `cogumi.sanity` makes fewer)."""
-    sanity, known = run.cogumi.sanity, found.looked_at or configured_steps(run)
-    if not known:
+    sanity = run.cogumi.sanity
+    if not (found.looked_at or configured_steps(run)):
         return sanity or 0, None
     whole = steps_of(run, work, found)
     return (sanity, whole) if sanity is not None and sanity < whole else (whole, None)
@@ -123,15 +122,13 @@ def extrapolate_time(run: RunConfig, work: StepShape, found: DataSample, probe: 
 
 
 def measure_steps(run: RunConfig, train: Callable[..., Any], config: Any, overrides: dict[str, Any]) -> MeasuredSteps:
-    """Ten steps of the run itself in a directory that is removed; downloads and loads the model.
-
-    Raises what the run would raise.
-    """
-    most = configured_steps(run)
+    """Ten steps of the run itself in a directory that is removed; downloads and loads the model."""
+    log = logging.getLogger("cogumi")
+    level = log.level
     with tempfile.TemporaryDirectory(prefix="cogumi-probe-") as scratch:
         place = Path(scratch) / "run"
         ten = {
-            "train__max_steps": min(PROBED, most or PROBED),
+            "train__max_steps": min(PROBED, configured_steps(run) or PROBED),
             "train__save_strategy": "no",
             "train__eval_strategy": "no",
             "cogumi__merge": False,
@@ -142,8 +139,6 @@ def measure_steps(run: RunConfig, train: Callable[..., Any], config: Any, overri
             "cogumi__samples_every": 0,
             "cogumi__sanity": None,
         }
-        log = logging.getLogger("cogumi")
-        level = log.level
         log.setLevel(logging.WARNING)  # the directory that it would speak of will be gone
         try:
             train(config, **{**overrides, **ten})
@@ -154,46 +149,41 @@ def measure_steps(run: RunConfig, train: Callable[..., Any], config: Any, overri
 
 
 def describe_time(pace: TimeForecast, run: RunConfig, target: Target) -> list[Line]:
-    ours = run.cogumi
-    unpriced = "; cost: not known (set cogumi.price_per_hour)" * (ours.price_per_hour is None)
+    """The line on time and cost; red where the budget ends the run before its steps do."""
+    price = run.cogumi.price_per_hour
+    unpriced = "; cost: not known (set cogumi.price_per_hour)" if price is None else ""
     if not pace.steps:
         said = f"how many steps are in the data is not known{unpriced}"
         return [Line("time", said, "unknown", "set train.max_steps to plan with")]
     ends = "" if pace.whole is None else f" of {pace.whole:,}, after which cogumi.sanity ends the run"
     said = f"{pace.steps:,} steps{ends}, about {pace.tokens:,} tokens"
     if pace.seconds is None:
-        limits = {"cogumi.max_hours": ours.max_hours, "cogumi.max_cost": ours.max_cost}
+        limits = {"cogumi.max_hours": run.cogumi.max_hours, "cogumi.max_cost": run.cogumi.max_cost}
         unjudged = "".join(f", nor what {name} allows" for name, limit in limits.items() if limit is not None)
         said += f"; how fast is not known for {target.machine.name}{unjudged}{unpriced}"
         return [Line("time", said, "unknown", "" if target.named else "--probe makes ten steps and says")]
-    assumed = f"if it reaches {REACHED:.0%} of the card's peak, not measured"
-    how = f"by {pace.measured} step{'s' * (pace.measured != 1)} made here" if pace.measured else assumed
-    price = ""
-    if ours.price_per_hour is not None:
-        cost = pace.seconds / 3600 * ours.price_per_hour
-        spoken = f"${cost:,.2f}" if cost >= 0.01 else "less than a cent"
-        price = f", {spoken} at ${ours.price_per_hour:g} an hour"
-    first = (
-        f", {format_duration(pace.reference)} of them for the reference before the first step" if pace.reference else ""
-    )
-    said += f": {format_duration(pace.seconds)} of training{first}{price} ({how}){unpriced}"
-    return [describe_budget(pace, run, said) or Line("time", said)]
-
-
-def describe_budget(pace: TimeForecast, run: RunConfig, said: str) -> Line | None:
-    """A red line where the budget ends the run before its steps do."""
-    assert pace.seconds is not None
-    hours, money = run.cogumi.max_hours, run.cogumi.max_cost
-    allowed = {"cogumi.max_hours": hours * 3600} if hours is not None else {}
-    if money is not None and run.cogumi.price_per_hour:
-        allowed["cogumi.max_cost"] = money / run.cogumi.price_per_hour * 3600
+    how = f"if it reaches {REACHED:.0%} of the card's peak, not measured"
+    if pace.measured:
+        how = f"by {pace.measured} step{'s' * (pace.measured != 1)} made here"
+    said += f": {format_duration(pace.seconds)} of training"
+    if pace.reference:
+        said += f", {format_duration(pace.reference)} of them for the reference before the first step"
+    if price is not None:
+        cost = pace.seconds / 3600 * price
+        said += f", {f'${cost:,.2f}' if cost >= 0.01 else 'less than a cent'} at ${price:g} an hour"
+    said += f" ({how}){unpriced}"
+    allowed = {}
+    if run.cogumi.max_hours is not None:
+        allowed["cogumi.max_hours"] = run.cogumi.max_hours * 3600
+    if run.cogumi.max_cost is not None and price:
+        allowed["cogumi.max_cost"] = run.cogumi.max_cost / price * 3600
     limit = min(allowed, key=lambda name: allowed[name], default="")
     if not limit or allowed[limit] >= pace.seconds:
-        return None
-    left = allowed[limit] - pace.reference
-    steps = max(1, int(left / (pace.seconds - pace.reference) * pace.steps))
-    figure = f"{said}; {limit} ends it at about step {steps:,}"
+        return [Line("time", said)]
+    share = (allowed[limit] - pace.reference) / (pace.seconds - pace.reference)
+    steps = max(1, int(share * pace.steps))
+    said += f"; {limit} ends it at about step {steps:,}"
     if pace.whole is not None and steps < ENOUGH_ROWS:  # a check of so few steps is refused
-        return Line("time", figure, "red", f"raise {limit}")
+        return [Line("time", said, "red", f"raise {limit}")]
     key = "train.max_steps" if pace.whole is None else "cogumi.sanity"
-    return Line("time", figure, "red", f"set {key}: {steps}, or raise {limit}", {key: steps})
+    return [Line("time", said, "red", f"set {key}: {steps}, or raise {limit}", {key: steps})]

@@ -45,9 +45,6 @@ OF_THE_DATA = (
 )  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------------- the planned trainer
-
-
 def planned_trainer(
     run: RunConfig, config: Any, dtype: torch.dtype, attention: str | None, layers: int | None = None
 ) -> Any:
@@ -56,7 +53,12 @@ def planned_trainer(
     config: the base's. attention: as in `model.attn_implementation`. layers: how many of the model's are kept, the first.
     Raises what TRL, PEFT and transformers raise for settings that they refuse.
     """
-    config = keep_layers(config, layers)
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    if layers is not None:
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:layers]
     # With sdpa where its class has it, which like flash attention never holds the scores.
     model = meta_model(config).to(dtype)
     if attention == "eager":
@@ -64,8 +66,11 @@ def planned_trainer(
     if run.model.quantization_config is not None:
         settings = quantization_settings(run.model.quantization_config, str(dtype).removeprefix("torch."))
         model = quantize(model, settings)
-    method = run.cogumi.method
-    args = copy.copy(trl_arguments(without_the_machine(run)))
+    run = run.model_copy(deep=True)
+    for key in (*OF_THE_MACHINE, *OF_THE_DATA):
+        run.train.pop(key, None)
+    run.train |= {"report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True}
+    method, args = run.cogumi.method, copy.copy(trl_arguments(run))
     with tempfile.TemporaryDirectory(prefix="cogumi-preflight-") as scratch, silence_preparation():
         args.output_dir, args.eval_strategy = scratch, type(args.eval_strategy)("no")
         precomputed = method == "dpo" and args.precompute_ref_log_probs
@@ -109,25 +114,6 @@ def keep_on_meta(trainer: Any) -> Any:
     return type(f"Planned{trainer.__name__}", (trainer,), {MOVE_MODEL: lambda *_: None})
 
 
-def without_the_machine(run: RunConfig) -> RunConfig:
-    run = run.model_copy(deep=True)
-    for key in (*OF_THE_MACHINE, *OF_THE_DATA):
-        run.train.pop(key, None)
-    run.train |= {"report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True}
-    return run
-
-
-def keep_layers(config: Any, layers: int | None) -> Any:
-    """A copy of a config with so many layers, or all."""
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    if layers is not None:
-        text.num_hidden_layers = layers
-        if getattr(text, "layer_types", None):
-            text.layer_types = text.layer_types[:layers]
-    return config
-
-
 def quantize(model: Any, settings: Any) -> Any:
     """The model with bitsandbytes' layers where transformers would put them."""
     from transformers.quantizers import AutoHfQuantizer
@@ -149,9 +135,6 @@ def sample_rows(method: str) -> Dataset:
     if method == "dpo":
         return Dataset.from_dict({"prompt": ["a"] * 2, "chosen": ["a"] * 2, "rejected": ["a"] * 2})
     return Dataset.from_dict({"prompt": ["a"] * 64})
-
-
-# -------------------------------------------------------------------------------------------------------------- the step
 
 
 @dataclass(frozen=True)
@@ -224,10 +207,7 @@ def run_step(trainer: Any, work: StepShape, autocast: torch.dtype | None, on_car
 
 
 def create_optimizer(trainer: Any, live: StorageCounter, accumulating: bool) -> tuple[Any, list[Any]]:
-    """The trainer's optimizer with the states that it has after its first step, and the parameters that it trains.
-
-    accumulating: they have gradients already, as every micro-batch of a step but the first finds them.
-    """
+    """The trainer's optimizer with the states that it has after its first step, and the parameters that it trains."""
     trainer.optimizer = None  # that of an earlier step, which had other stand-ins
     optimizer = trainer.create_optimizer()
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -258,22 +238,16 @@ def inputs_of(work: StepShape) -> dict[str, Any]:
         names = ("input_ids", "attention_mask", "completion_mask")
         reference = {f"ref_{side}_logps": torch.zeros(work.rows) for side in ("chosen", "rejected")}
         return {name: ones_of_shape(2 * work.rows, work.length) for name in names} | reference
-    parts = {"prompt": work.prompt, "completion": work.completion}
-    scores = {f"{name}_per_token_logps": torch.zeros(work.rows, work.completion) for name in ("old", "ref")}
-    return {
-        **{
-            f"{part}_{kind}": ones_of_shape(work.rows, length)
-            for part, length in parts.items()
-            for kind in ("ids", "mask")
-        },
-        **scores,
-        "advantages": torch.zeros(work.rows),
-        "num_items_in_batch": torch.tensor(float(work.rows * work.completion)),
-    }
+    inputs: dict[str, Any] = {"advantages": torch.zeros(work.rows)}
+    for part, length in (("prompt", work.prompt), ("completion", work.completion)):
+        inputs |= {f"{part}_{kind}": ones_of_shape(work.rows, length) for kind in ("ids", "mask")}
+    for name in ("old", "ref"):
+        inputs[f"{name}_per_token_logps"] = torch.zeros(work.rows, work.completion)
+    return inputs | {"num_items_in_batch": torch.tensor(float(work.rows * work.completion))}
 
 
 def sample_rollout(model: Any, work: StepShape, live: StorageCounter) -> None:
-    """Transformers' generate at its fullest: the prompts go through, and the last token with everything before it cached."""
+    """Transformers' generate at its peak: the prompts go through, and the last token with everything before it cached."""
     from transformers import DynamicCache
 
     model.eval()

@@ -31,13 +31,14 @@ EAGER_BACKWARD = "force_non_lazy_backward_lowering"
 # -------------------------------------------------------------------------------------------------------------- Dynamo
 
 
-def dynamo_counts() -> tuple[int, dict[str, int], int, float]:
-    """(graphs, breaks by reason, recompiles, seconds spent compiling) of this process."""
+def dynamo_counts() -> tuple[int, dict[str, int], int, float, int]:
+    """(graphs, breaks by reason, recompiles, seconds spent compiling, operations in the graphs) of this process."""
     utils: Any = torch._dynamo.utils
     # Not from the list of compilations, of which Dynamo keeps the last 64.
     recompiles = sum(times - 1 for times in FRAME_COMPILE_COUNTER.values())
-    graphs, breaks = utils.counters["stats"]["unique_graphs"], dict(utils.counters["graph_break"])
-    return graphs, breaks, recompiles, utils.calculate_time_spent()["total_wall_time"]
+    stats, breaks = utils.counters["stats"], dict(utils.counters["graph_break"])
+    seconds = utils.calculate_time_spent()["total_wall_time"]
+    return stats["unique_graphs"], breaks, recompiles, seconds, stats["calls_captured"]
 
 
 @contextmanager

@@ -93,20 +93,20 @@ def reword_errors(function: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def to_python_names(message: str) -> str:
     """`set train.epsilon: 3e-4` as `set GRPOConfig.epsilon=3e-4`."""
+
+    def assigned(setting: re.Match[str]) -> str:
+        key, value = setting.groups()
+        if value in ("true", "false"):
+            value = value.capitalize()
+        elif not (value[0].isdigit() or value[0] == "-"):
+            value = repr(value)
+        return f"{config}.{key}={value}"
+
     message = message.replace("cogumi.behaviour_logps: rollout", "use_rollout_logps(trainer)")
     message = re.sub(r"cogumi\.fp32_lm_head(: true)?", "fp32_lm_head(trainer)", message)
     for section, config in (("train", "GRPOConfig"), ("lora", "LoraConfig")):
         key = rf"(?<![\w/.\\]){section}\.(?!py\b)(\w+)"  # not in the path of a user's train.py
-        message = re.sub(rf"{key}: ([\w.+-]*\w)", functools.partial(_assigned, config), message)
+        message = re.sub(rf"{key}: ([\w.+-]*\w)", assigned, message)
         message = re.sub(rf"{key}\.(\w+)", rf'{config}.\1["\2"]', message)
         message = re.sub(key, rf"{config}.\1", message)
     return message
-
-
-def _assigned(config: str, setting: re.Match[str]) -> str:
-    key, value = setting.groups()
-    if value in ("true", "false"):
-        value = value.capitalize()
-    elif not (value[0].isdigit() or value[0] == "-"):
-        value = repr(value)
-    return f"{config}.{key}={value}"

@@ -25,32 +25,21 @@ log = logging.getLogger(__name__)
 # with 4096 rows, as with weights that were cast beforehand (92 ms); 143 ms with 16384, which no cache holds.
 VOCABULARY_TILE = 4096
 
-VLLM_WARNING = (
-    "cogumi.fp32_lm_head: the trainer's head is in fp32, vLLM's is not, and TRL cannot tell vLLM: write "
-    '"head_dtype": "float32" into the config.json of the base model (vLLM 0.26 or newer, unquantized head; older '
-    "versions ignore it), or the two differ by the rounding of a bf16 head"
-)
-
 
 @reword_errors
 def fp32_lm_head(trainer: Any) -> None:
     """Multiply the head in fp32 wherever this GRPO trainer, TRL's or unsloth's, uses it: in its loss and in `generate`.
 
-    To be called once the trainer is built (it needs its temperature and its reference model) and before it trains,
-    with `cast_lm_head_to_fp32=False`, GRPOConfig's default. Calling it twice is calling it once. With PEFT or without,
-    tied or untied. No weight changes its dtype, no module its class, no hook is added: what is saved, merged or
-    embedded is what it was. What the body rounds (its hidden states are still bf16) stays rounded.
-
-    Under unsloth the loss takes an fp32 head only from UNSLOTH_VLLM_FP32_LM_HEAD=1, which must stand in the environment
-    before unsloth is imported; a batch of one row is sampled by a kernel of unsloth's that knows nothing of this one.
+    To be called once the trainer is built (it needs its temperature and its reference model) and before it trains. Calling
+    it twice is calling it once. No weight changes its dtype, no module its class, no hook is added: what is saved, merged
+    or embedded is what it was. What the body rounds (its hidden states are still bf16) stays rounded.
 
     Raises UsageError for a head that is trained, quantized or not a plain Linear, for TRL's own switch beside this one,
-    and for unsloth without that variable. Warns when vLLM samples and was not told.
+    and for unsloth imported without UNSLOTH_VLLM_FP32_LM_HEAD=1. Warns when vLLM samples and was not told.
     """
     if trainer.args.cast_lm_head_to_fp32:
         raise UsageError(
-            "train.cast_lm_head_to_fp32: true would turn the weights themselves into fp32, beside "
-            "cogumi.fp32_lm_head: true, which leaves them as they are",
+            "train.cast_lm_head_to_fp32: true turns the weights into fp32, and cogumi.fp32_lm_head: true leaves them",
             fix="remove train.cast_lm_head_to_fp32",
         )
     policy, reference = unwrap_peft(trainer.model), trainer.ref_model
@@ -66,14 +55,16 @@ def fp32_lm_head(trainer: Any) -> None:
         # On the instance, as TRL does it; a method bound to its module, so that a deep copy is bound to the copy.
         vars(head)["forward"] = MethodType(project_in_fp32, head)
     if trainer.use_vllm and getattr(policy.config, "head_dtype", None) not in ("float32", torch.float32):
-        log.warning("%s", reword_for(trainer, VLLM_WARNING))
+        said = (
+            "cogumi.fp32_lm_head: vLLM's head is not in fp32; write "
+            '"head_dtype": "float32" into the config.json of the base model (vLLM 0.26 or newer)'
+        )
+        log.warning("%s", reword_for(trainer, said))
 
 
 def project_in_fp32(head: nn.Linear, hidden: Tensor) -> Tensor:
     """The logits (..., V) of `hidden` (..., H) in float32 (float64 for a float64 head), also under autocast."""
-    # Cast in each call, a tile at a time. Cast once, the weights would take V * H * 4 bytes for good (2.3 GiB for 152k x
-    # 4096, twice the bf16 head) and save no time that could be measured on a CPU; and where the head is trained, the
-    # copy would be stale after each step. A head that is in fp32 already is not cast.
+    # Cast in each call, a tile at a time: a copy in fp32 would take 2.3 GiB for 152k x 4096, and save no time.
     dtype = torch.promote_types(head.weight.dtype, torch.float32)
     wide = hidden.to(device=head.weight.device, dtype=dtype)
     with torch.autocast(wide.device.type, enabled=False):
@@ -121,10 +112,8 @@ def score_in_fp32(trainer: Any, models: list[Any]) -> None:
     """Give TRL's scoring forward an fp32 head. `models`: the policy, and the reference model if there is one."""
     from trl.trainer.utils import add_fused_lm_head
 
-    # TRL's Triton kernel rounds the logits to the dtype of the hidden states, or of autocast (log-probs of 64 x 256 x
-    # 5000, logits of standard deviation 3.9, T 0.7, in Triton's interpreter: off by 8.7e-2 at most in bf16); with this
-    # argument it casts tile by tile (4.3e-6). cogumi's head for the CPU (head_logps) is in fp32 either way. The new
-    # forward hands everything but scoring to the one TRL installed. Outputs are those of grpo_trainer.py:1041-1051.
+    # TRL's Triton kernel rounds the logits to the dtype of the hidden states, or of autocast; with this argument it casts
+    # tile by tile. The new forward hands everything but scoring to the one TRL installed (grpo_trainer.py:1041-1051).
     for model, outputs in zip(models, (("log_probs", "entropy"), ("log_probs",)), strict=False):
         add_fused_lm_head(model, temperature=trainer.temperature, cast_lm_head_to_fp32=True, outputs=outputs)
 

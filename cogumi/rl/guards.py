@@ -64,7 +64,7 @@ def find_problems(
     `behaviour_logps`: whose log-probabilities the ratio is taken against. Prompts are tokenized once, by the trainer's own
     method; those of a streamed data set, of environments and of images are not known before the rollout and pass.
     """
-    args = trainer.args
+    args, dataset = trainer.args, trainer.train_dataset
     found = [*check_dropout(list_dropout(trainer.model), clips_sequences(args)), *check_pad_token(trainer, backend)]
     found += check_loss_settings(args, backend)
     corrected = args.use_vllm and args.vllm_importance_sampling_correction
@@ -73,13 +73,15 @@ def find_problems(
     # cogumi.protect saves what TRL does not, and a run is protected before its first step.
     if not (is_run_trainer(trainer) or hasattr(trainer, "cogumi_protection")):
         found += check_checkpoints(trainer)
-    if isinstance(trainer.train_dataset, Dataset):
-        found += check_rollout_size(len(trainer.train_dataset), args)
-        if has_text_prompts(trainer):
-            if not is_run_trainer(trainer) and len(trainer.train_dataset):  # a run tried them before
-                found += try_rewards(trainer)
-            if (context := context_length(trainer)) is not None:
-                found += check_prompt_lengths(measure_prompts(trainer), args.max_completion_length or 0, *context)
+    if not isinstance(dataset, Dataset):
+        return found
+    found += check_rollout_size(len(dataset), args)
+    images = {"image", "images"} & set(dataset.column_names)
+    if trainer.environment_factories is None and "prompt" in dataset.column_names and not images:
+        if not is_run_trainer(trainer) and len(dataset):  # a run tried them before
+            found += try_rewards(trainer)
+        if (context := context_length(trainer)) is not None:
+            found += check_prompt_lengths(measure_prompts(trainer), args.max_completion_length or 0, *context)
     return found
 
 
@@ -94,10 +96,7 @@ def clips_sequences(args: Any) -> bool:
 
 
 def list_dropout(model: nn.Module) -> list[tuple[str, str, float]]:
-    """(kind, place, probability) of every place where the model drops activations: LoRA's, other modules', functional calls.
-
-    A functional call shows only as the number its module keeps for it, such as Llama's `attention_dropout`.
-    """
+    """(kind, place, probability) of every place where the model drops activations: LoRA's, other modules', functional calls."""
     found = []
     for name, module in model.named_modules():
         if isinstance(module, DROPOUTS):
@@ -120,7 +119,7 @@ def check_dropout(active: Sequence[tuple[str, str, float]], clips_sequences: boo
     if not active:
         return
     fixes = {
-        "lora": "lora.lora_dropout: 0",
+        "lora": "lora.lora_dropout: 0 (train.disable_dropout: true does the same)",
         "module": "train.disable_dropout: true",
         # TRL's switch sets the p of nn.Dropout modules, and nothing else.
         "functional": "0.0 for it in the model's config.json (train.disable_dropout does not reach it)",
@@ -128,17 +127,10 @@ def check_dropout(active: Sequence[tuple[str, str, float]], clips_sequences: boo
     kind, place, p = active[0]
     others = f" and {len(active) - 1} more" if len(active) > 1 else ""
     fix = " and ".join(fixes[kind] for kind in dict.fromkeys(each[0] for each in active))
-    if kind == "lora":
-        fix += " (train.disable_dropout: true does the same)"
     name = "lora.lora_dropout" if kind == "lora" else "dropout"
-    effect = "which adds noise to every ratio"
-    if clips_sequences:
-        effect = (
-            "so the ratio leaves a clip of 3e-4 by itself (measured at 0.05: 75 % of the sequences clipped at step 1, "
-            "for any adapter but one that is still zero)"
-        )
     message = (
-        f"{name} is {p:g} ({place}{others}): old and new log-probabilities see different masks, {effect}; set {fix}"
+        f"{name} is {p:g} ({place}{others}): old and new log-probabilities see different masks, which adds noise to every "
+        f"ratio (at 0.05 it took 75 % of the sequences out of a clip of 3e-4); set {fix}"
     )
     yield GuardFinding("dropout", clips_sequences, message)
 
@@ -153,16 +145,9 @@ def check_pad_token(trainer: Any, backend: Literal["trl", "unsloth"]) -> Iterato
     pad, eos, every_eos = tokenizer.pad_token_id, tokenizer.eos_token_id, trainer.eos_token_ids
     if backend == "trl" or pad not in (eos, *every_eos):
         return
-    wrong = (
-        f"(id {pad}) is one of the model's EOS tokens ({', '.join(map(str, every_eos))}): unsloth masks it where a completion "
-        "ends with it"
-    )
-    if pad == eos:
-        wrong = (
-            f"is the EOS token (id {pad}): unsloth masks every token with the pad token's id, so the end of a completion is "
-            "never learned"
-        )
-    yield GuardFinding("pad-is-eos", pad == eos, f"the pad token {wrong}; give the tokenizer a pad token of its own")
+    what = "the EOS token" if pad == eos else "one of the model's EOS tokens"
+    message = f"the pad token is {what} (id {pad}): unsloth masks the end of a completion; give the tokenizer its own pad token"
+    yield GuardFinding("pad-is-eos", pad == eos, message)
 
 
 def check_loss_settings(args: Any, backend: Literal["trl", "unsloth"]) -> Iterator[GuardFinding]:
@@ -170,22 +155,21 @@ def check_loss_settings(args: Any, backend: Literal["trl", "unsloth"]) -> Iterat
     loss_type, level = args.loss_type, args.importance_sampling_level
     if level == "sequence" and loss_type in SUMMED_OVER_TOKENS:
         message = (
-            f"train.loss_type {loss_type} sums over tokens, so with train.importance_sampling_level sequence each sequence "
-            "weighs as much as it is long; set train.loss_type: gspo (the paper's mean) or gspo-length (its sum, on purpose)"
+            f"train.loss_type {loss_type} sums over tokens, so at train.importance_sampling_level sequence a sequence weighs "
+            "as much as it is long; set train.loss_type: gspo, or gspo-length for the sum"
         )
         yield GuardFinding("token-aggregation", True, message)
     if level == "token" and loss_type == "luspo":
         message = (
-            "train.loss_type luspo is a sequence-level loss, and train.importance_sampling_level is token; set "
-            "train.loss_type: gspo-length, or train.importance_sampling_level: sequence"
+            "train.loss_type luspo needs train.importance_sampling_level: sequence; or set train.loss_type: gspo-length"
         )
         yield GuardFinding("token-aggregation", True, message)
     # TRL 1.15 samples with generation_kwargs' temperature and scores with its own, so the ratio would not start at 1.
     sampled = (args.generation_kwargs or {}).get("temperature", args.temperature)
     if sampled != args.temperature:
         message = (
-            f"train.generation_kwargs.temperature {sampled} is what completions are sampled at, and TRL scores at "
-            f"train.temperature {args.temperature}: two policies; set train.temperature alone"
+            f"train.generation_kwargs.temperature {sampled} is sampled at, and TRL scores at train.temperature "
+            f"{args.temperature}: two policies; set train.temperature alone"
         )
         yield GuardFinding("two-temperatures", True, message)
     yield from check_clip_numbers(
@@ -198,13 +182,12 @@ def check_loss_settings(args: Any, backend: Literal["trl", "unsloth"]) -> Iterat
     if clips_sequences(args) and wide:
         named = " and ".join(f"train.{name} {value:g}" for name, value in wide.items())
         message = (
-            f"{named}: a token loss's clip. A sequence's ratio is a mean over its tokens and rarely leaves 1 +- 0.01, so "
-            "nothing would be clipped; set train.epsilon: 3e-4 and train.epsilon_high: 4e-4 (GSPO's paper; summed over "
-            "tokens, as in gspo-length: 3e-3 and 4e-3)"
+            f"{named}: a token loss's clip. A sequence's ratio rarely leaves 1 +- 0.01, so nothing would be clipped; set "
+            "train.epsilon: 3e-4 and train.epsilon_high: 4e-4 (gspo-length: 3e-3 and 4e-3)"
         )
         yield GuardFinding("wide-clip", True, message)
     if level == "sequence" and backend == "trl" and args.use_bias_correction_kl and args.beta > 0:
-        yield check_kl_correction(args.beta, args.max_completion_length)
+        yield check_kl_correction(args.beta)
 
 
 def check_clip_numbers(values: Mapping[str, Any]) -> Iterator[GuardFinding]:
@@ -219,43 +202,36 @@ def check_clip_numbers(values: Mapping[str, Any]) -> Iterator[GuardFinding]:
         )
     if (delta := values.get("delta")) is not None and values.get("loss_type") in CLIPPED and delta <= 1:
         message = (
-            f"train.delta {delta:g} caps every ratio at or below 1, so rewarded completions get no gradient; set more than "
-            "1 + train.epsilon_high, or leave it out"
+            f"train.delta {delta:g} caps every ratio at or below 1, so rewarded completions get no gradient; leave it out, or "
+            "set more than 1 + train.epsilon_high"
         )
         yield GuardFinding("delta", True, message)
 
 
 def check_narrow_clip(loss_type: str, epsilon: float, high: float) -> Iterator[GuardFinding]:
     """A sequence loss's epsilon on ratios of single tokens."""
-    message = ""
     if loss_type == "cispo" and high < 1:
-        message = (
-            f"train.epsilon_high {high:g} is cispo's cap of the ratio itself, and below 1 it scales every gradient down; the "
-            "papers use 4 to 8"
-        )
+        message = f"train.epsilon_high {high:g} is cispo's cap of the ratio itself; the papers use 4 to 8"
+        yield GuardFinding("narrow-clip", False, message)
     elif loss_type in CLIPPED and min(epsilon, high) < SMALLEST_TOKEN_EPSILON:
         message = (
-            f"train.epsilon {epsilon:g} / train.epsilon_high {high:g} are a sequence loss's, and the ratio of "
-            f"train.loss_type {loss_type} is per token: almost every token is clipped after one step; leave them out for "
-            "the preset's"
+            f"train.epsilon {epsilon:g} / train.epsilon_high {high:g} are a sequence loss's, and train.loss_type {loss_type} "
+            "would clip almost every token after one step; leave them out for the preset's"
         )
-    if message:
         yield GuardFinding("narrow-clip", False, message)
 
 
-def check_kl_correction(beta: float, longest: int | None) -> GuardFinding:
+def check_kl_correction(beta: float) -> GuardFinding:
     """TRL 1.15 multiplies each token's KL term by the ratio: unbiased for a token's ratio, and not for a sequence's.
 
     With d = log p_ref - log p and k = e^d - d - 1 a token's gradient is 1 - e^d without the correction (in expectation
     that of KL(ref || policy)) and 1 - e^d + k = -d with a token's ratio (KL(policy || ref)). A sequence's ratio is the
     N-th root of the likelihood ratio: every token gets the mean of k in place of its own, of which 1/N is its own.
     """
-    share = "1/N" if longest is None else f"1/{longest}"
     message = (
-        f"train.beta {beta:g} with train.use_bias_correction_kl, TRL's default: the KL term is multiplied by the sequence's "
-        f"ratio, the N-th root of a likelihood ratio. Of the correction 1/N is left for N tokens ({share} for the longest), so "
-        "the KL gradient stays that of KL(ref || policy); set train.use_bias_correction_kl: false, which says so, or "
-        "train.loss_type: gspo-token, whose KL gradient is corrected token by token"
+        f"train.beta {beta:g} with train.use_bias_correction_kl, TRL's default: a sequence's ratio corrects a token's KL "
+        "gradient by 1/N only, so it stays that of KL(ref || policy); set train.use_bias_correction_kl: false, which says "
+        "so, or train.loss_type: gspo-token, which corrects token by token"
     )
     return GuardFinding("kl-correction", False, message)
 
@@ -266,28 +242,22 @@ def check_ratio(args: Any) -> Iterator[GuardFinding]:
     if accumulation % (args.steps_per_generation * args.num_iterations) == 0:
         message = (
             f"train.steps_per_generation {args.steps_per_generation} x train.num_iterations {args.num_iterations} is not more "
-            f"than train.gradient_accumulation_steps {accumulation}: no rollout is used for a second step, the ratio is "
-            "exactly 1 and GSPO's clip can never act (what trains is REINFORCE divided by the length); set "
-            f"train.steps_per_generation: {4 * accumulation} for the paper's 4 steps a rollout"
+            f"than train.gradient_accumulation_steps {accumulation}: each rollout is used for one step, the ratio is exactly 1 "
+            f"and the clip never acts; set train.steps_per_generation: {4 * accumulation} for the paper's 4 steps a rollout"
         )
         yield GuardFinding("ratio-always-one", False, message)
 
 
 def check_checkpoints(trainer: Any) -> Iterator[GuardFinding]:
-    """TRL 1.15 saves neither its position in a rollout nor the rollout, and a resumed run starts with a new one.
-
-    A script may never resume, and TRL's own default of 500 steps is no multiple of most rollouts: these are warnings.
-    """
+    """TRL 1.15 saves neither its position in a rollout nor the rollout, and a resumed run starts with a new one."""
     args = trainer.args
     generate_every = args.steps_per_generation * args.num_iterations
     aligned = generate_every // math.gcd(generate_every, args.gradient_accumulation_steps)
     if (between := checkpoint_interval(trainer)) and between[1] % aligned:
         key, steps = between
         message = (
-            f"train.{key} {steps}: a checkpoint would fall inside a rollout, which TRL does not save, so a resumed run would "
-            f"train on other rollouts than this one; a rollout lasts {aligned} steps "
-            "(train.steps_per_generation x train.num_iterations micro-batches, "
-            "train.gradient_accumulation_steps of them a step): use cogumi.protect(trainer), which saves it, or set "
+            f"train.{key} {steps}: a checkpoint would fall inside a rollout of {aligned} steps, which TRL does not save, so a "
+            "resumed run would train on other rollouts; use cogumi.protect(trainer), which saves it, or set "
             f"train.{key}: {nearest_multiples(steps, aligned)}"
         )
         yield GuardFinding("checkpoint-inside-rollout", False, message)
@@ -295,18 +265,15 @@ def check_checkpoints(trainer: Any) -> Iterator[GuardFinding]:
     saves_last = SaveStrategy(args.save_strategy) == SaveStrategy.STEPS and not args.save_only_model
     if saves_last and args.max_steps > 0 and args.max_steps % aligned:
         message = (
-            f"train.max_steps {args.max_steps} ends inside a rollout of {aligned} steps: its last checkpoint is good to use, "
-            "and a run continued from it would train on other rollouts; to continue, set train.max_steps: "
+            f"train.max_steps {args.max_steps} ends inside a rollout of {aligned} steps: a run continued from its last "
+            "checkpoint would train on other rollouts; to continue, set train.max_steps: "
             f"{nearest_multiples(args.max_steps, aligned)}"
         )
         yield GuardFinding("last-checkpoint-inside-rollout", False, message)
 
 
 def checkpoint_interval(trainer: Any) -> tuple[str, int] | None:
-    """The key that sets them and its value in optimizer steps; None where no checkpoint is taken before the last step.
-
-    At the end of an epoch the rollout is used up; what `save_only_model` leaves cannot be resumed.
-    """
+    """The key that sets them and its value in optimizer steps; None where no checkpoint is taken before the last step."""
     args = trainer.args
     key = {SaveStrategy.STEPS: "save_steps", SaveStrategy.BEST: "eval_steps"}.get(SaveStrategy(args.save_strategy))
     if key is None or args.save_only_model or (key == "eval_steps" and args.eval_strategy != "steps"):
@@ -314,10 +281,8 @@ def checkpoint_interval(trainer: Any) -> tuple[str, int] | None:
     total = max(args.max_steps, trainer.state.max_steps)  # the state knows it once training has begun
     every = getattr(args, key)
     if every < 1:  # a share of the run
-        if total <= 0:
-            return None
         every = math.ceil(every * total)
-    return None if 0 < total <= every else (key, int(every))
+    return None if not every or 0 < total <= every else (key, int(every))
 
 
 def check_rollout_size(prompts: int, args: Any) -> Iterator[GuardFinding]:
@@ -326,9 +291,8 @@ def check_rollout_size(prompts: int, args: Any) -> Iterator[GuardFinding]:
     if prompts < needed:
         message = (
             f"{prompts} prompts, and one rollout takes {needed} (train.generation_batch_size {args.generation_batch_size} / "
-            f"train.num_generations {args.num_generations}): TRL drops what does not fill a rollout, so not one step would be "
-            "made; repeat the data (cogumi.rl.memory_plan.repeat_to_rollout) or take at most "
-            f"{prompts * args.num_generations} completions a rollout"
+            f"train.num_generations {args.num_generations}): TRL would make no step; repeat the data "
+            f"(cogumi.rl.memory_plan.repeat_to_rollout) or take at most {prompts * args.num_generations} completions a rollout"
         )
         yield GuardFinding("less-than-a-rollout", True, message)
 
@@ -362,12 +326,6 @@ def context_of(config: Any) -> int | None:
     return max(limit, int(original * rope.get("factor", 1.0)))
 
 
-def has_text_prompts(trainer: Any) -> bool:
-    """Whether the rollout's prompts are those of the data set, without images."""
-    columns = trainer.train_dataset.column_names
-    return trainer.environment_factories is None and "prompt" in columns and not {"image", "images"} & set(columns)
-
-
 def measure_prompts(trainer: Any) -> list[int]:
     """Tokens of every prompt as the trainer will render it, chat template and all."""
     prompts = trainer.train_dataset["prompt"]
@@ -380,11 +338,10 @@ def measure_prompts(trainer: Any) -> list[int]:
 def check_prompt_lengths(lengths: Sequence[int], completion: int, limit: int, setting: str) -> Iterator[GuardFinding]:
     """Prompts that leave less room in the context than a completion may take. All in tokens."""
     if over := sum(length + completion > limit for length in lengths):
-        longest, room = max(lengths), limit - completion
+        longest = max(lengths)
         fits = f"set train.max_completion_length: {limit - longest}" if longest < limit else "shorten them"
-        drop = f", or leave out prompts of more than {room} tokens" if room > 0 else ""
         message = (
             f"{over} of {len(lengths)} prompts are too long: the longest has {longest} tokens, with "
-            f"train.max_completion_length {completion} that is {longest + completion}, and {setting} is {limit}; {fits}{drop}"
+            f"train.max_completion_length {completion} that is {longest + completion}, and {setting} is {limit}; {fits}"
         )
         yield GuardFinding("long-prompts", True, message)

@@ -30,9 +30,8 @@ class LossCheck:
     """Compares optimizer steps with the formula until one has exercised the clip, and describes what it found.
 
     On the policy's own rollout every ratio is 1, and a loss with another epsilon, or with token ratios, has the same
-    value and gradient. So the proof goes on until a step has had a gradient to compare, and one a sequence (or token)
-    whose gradient the clip took away (for losses without a clip: a ratio other than 1): with the paper's four steps a
-    rollout, usually the second.
+    value and gradient. So the proof continues until a step has had a gradient to compare, and one a sequence (or token)
+    whose gradient the clip took away (for losses without a clip: a ratio other than 1): usually the second step.
     """
 
     def __init__(
@@ -40,8 +39,8 @@ class LossCheck:
     ) -> None:
         """`asked_for`: the settings the loss must have been called with; `unproven`: terms the formula leaves out.
 
-        `own`: the function that computes an objective of the user's own, which is described and compared with nothing.
-        `written`: the user's function that the loss comes out of, which a message names; None where it is the library's.
+        `own`: the function that computes an objective of the user's own, which is compared with nothing. `written`: the
+        user's function that the loss comes out of, which a message names.
         """
         self.asked_for, self.unproven = asked_for, unproven
         self.own, self.written = own, written
@@ -86,7 +85,16 @@ class LossCheck:
                 "log-probabilities: it is not the loss that was asked for"
             )
         if self.step == 1:
-            described = describe_calls(self.calls) if self.calls else {}
+            described = (
+                {}
+                if not self.calls
+                else {
+                    **describe_function(self.calls[0].function),
+                    "arguments": {name: to_json(value) for name, value in self.calls[0].arguments.items()},
+                    "micro_batches": len(self.calls),
+                    **measure_ratios(self.calls),
+                }
+            )
             self.record = described | ({} if self.own is None else describe_function(self.own)) | self.record
         self._check_settings()
         if not self.unproven:
@@ -134,18 +142,16 @@ class LossCheck:
             self.record["clip_seen_at_step"] = self.step
 
 
-def describe_calls(calls: list[LossInputs]) -> dict[str, Any]:
-    """What computed the loss of a step, with what, and how far from 1 its ratios were."""
-    return {
-        **describe_function(calls[0].function),
-        "arguments": {name: to_json(value) for name, value in calls[0].arguments.items()},
-        "micro_batches": len(calls),
-        **measure_ratios(calls),
-    }
-
-
 def describe_function(function: Any) -> dict[str, Any]:
-    return {"function": f"{function.__module__}.{function.__qualname__}", "source": hash_source(function)}
+    """Its name, where the code that ran is, and its hash: a cache generated yesterday is not the library of today."""
+    try:
+        lines, first = inspect.getsourcelines(function)
+        digest = hashlib.sha256("".join(lines).encode()).hexdigest()
+        source = {"file": inspect.getsourcefile(function), "line": first, "sha256": digest}
+    except OSError:  # typed into an interpreter, or piped into it
+        code = function.__code__
+        source = {"file": code.co_filename, "line": code.co_firstlineno, "sha256": None}
+    return {"function": f"{function.__module__}.{function.__qualname__}", "source": source}
 
 
 def format_location(function: Any) -> str:
@@ -187,10 +193,7 @@ def clip_bounds(call: LossInputs, token_ratio: bool) -> tuple[Tensor, float, flo
 
 
 def measure_ratios(calls: list[LossInputs]) -> dict[str, float]:
-    """How far the ratios of the first step are from 1: nothing has been learned yet, so it is numerics.
-
-    `ratio_max_deviation` is max |R - 1| over the step's sequences, `ratio_outside_clip` the share beyond the clip.
-    """
+    """How far the ratios of the first step are from 1: nothing has been learned yet, so it is numerics."""
     nonempty = [call.mask.sum(-1) > 0 for call in calls]
     pairs = zip(calls, nonempty, strict=True)
     deviation = torch.cat([sequence_log_ratio(call).double().exp()[rows] - 1 for call, rows in pairs])
@@ -212,16 +215,6 @@ def list_unchecked_terms(trainer: Any) -> list[str]:
         "router_aux_loss_coef": getattr(trainer, "aux_loss_enabled", False),
     }
     return [name for name, present in terms.items() if present]
-
-
-def hash_source(function: Any) -> dict[str, Any]:
-    """Where the code that ran is, and its hash: a cache generated yesterday is not the library installed today."""
-    try:
-        lines, first = inspect.getsourcelines(function)
-    except OSError:  # typed into an interpreter, or piped into it
-        return {"file": function.__code__.co_filename, "line": function.__code__.co_firstlineno, "sha256": None}
-    digest = hashlib.sha256("".join(lines).encode()).hexdigest()
-    return {"file": inspect.getsourcefile(function), "line": first, "sha256": digest}
 
 
 def to_json(value: Any) -> Any:

@@ -22,6 +22,13 @@ from cogumi.patches.gspo_loss import trl_defaults
 USABLE = 0.9
 # TRL's fused head (trl/kernels/chunked_logprob.py): tokens x vocabulary entries of one tile of logits, in fp32.
 HEAD_TILE = (4096, 32768)
+GROUP_KEYS = (
+    "num_generations",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+)
 
 
 @dataclass(frozen=True)
@@ -90,46 +97,32 @@ def plan_batch(
     longest_prompt: int,
     max_completion_length: int,
     free_bytes: int,
-    per_device_train_batch_size: int | None = None,
-    mini_batches_per_rollout: int = 4,
+    per_device_train_batch_size: int | None,
+    mini_batches_per_rollout: int,
     bytes_per_element: int = 2,
     gradient_checkpointing: bool = False,
 ) -> BatchPlan:
     """The largest micro-batch that divides the step exactly and fits into memory, and the accumulation that goes with it.
 
     documents: of an optimizer step (`count_documents`), which `refuse_uneven` lets through. longest_prompt and
-    max_completion_length are in tokens. free_bytes: what is left for activations once weights, gradients and optimizer
-    state are there (12 bytes per trainable parameter under AdamW in fp32). A micro-batch that is given is kept, whatever
-    the estimate of `step_bytes` says; the plan tells both. mini_batches_per_rollout: 4 in the GSPO paper
-    (arXiv:2507.18071, section 5.1). Raises UsageError, with what is needed and what is there, where not one document fits.
+    max_completion_length are in tokens. free_bytes: left for activations beside weights, gradients and optimizer state.
+    A micro-batch that is given is kept. Raises UsageError, with what is needed and what is there, where none fits.
     """
-
-    def needed(micro_batch: int) -> int:
-        return step_bytes(
-            micro_batch, shape, longest_prompt, max_completion_length, bytes_per_element, gradient_checkpointing
+    usable = int(USABLE * free_bytes)
+    lengths = (longest_prompt, max_completion_length, bytes_per_element, gradient_checkpointing)
+    need = {n: step_bytes(n, shape, *lengths) for n in range(documents, 0, -1) if documents % n == 0}
+    micro_batch = per_device_train_batch_size or next((n for n in need if need[n] <= usable), None)
+    if micro_batch is None:
+        raise UsageError(
+            f"not even one document fits: {longest_prompt} prompt + {max_completion_length} completion tokens need "
+            f"about {format_memory(need[1])}, {format_memory(usable)} of {format_memory(free_bytes)} free are usable",
+            fix="lower train.max_completion_length, or set train.gradient_checkpointing: true",
         )
-
-    budget = int(USABLE * free_bytes)
-    if per_device_train_batch_size is not None:
-        micro_batch = per_device_train_batch_size
-        reason = f"as set; estimated {format_memory(needed(micro_batch))} of {format_memory(budget)} usable"
-        reason += "" if needed(micro_batch) <= budget else ": more than there is, by the estimate"
-    else:
-        divisors = [n for n in range(documents, 0, -1) if documents % n == 0]
-        fitting = [n for n in divisors if needed(n) <= budget]
-        if not fitting:
-            raise UsageError(
-                f"not even one document fits: {longest_prompt} prompt + {max_completion_length} completion tokens need "
-                f"about {format_memory(needed(1))}, {format_memory(budget)} of {format_memory(free_bytes)} free are usable; "
-                "lower train.max_completion_length or the prompts' length"
-                + ("" if gradient_checkpointing else ", or set train.gradient_checkpointing: true")
-            )
-        micro_batch = fitting[0]
-        reason = f"estimated {format_memory(needed(micro_batch))} of {format_memory(budget)} usable"
-        if micro_batch < documents:
-            larger = divisors[divisors.index(micro_batch) - 1]
-            reason += f", {larger} would need {format_memory(needed(larger))}"
-    return BatchPlan(micro_batch, documents // micro_batch, mini_batches_per_rollout, num_generations, reason)
+    reason = f"estimated {format_memory(need[micro_batch])} of {format_memory(usable)} usable"
+    if need[micro_batch] > usable:
+        reason += ": more than there is, by the estimate"
+    accumulation = documents // micro_batch
+    return BatchPlan(micro_batch, accumulation, mini_batches_per_rollout, num_generations, reason)
 
 
 def count_documents(documents_per_step: int | None, prompts_per_step: int | None, num_generations: int) -> int:
@@ -139,17 +132,14 @@ def count_documents(documents_per_step: int | None, prompts_per_step: int | None
     for key, number in (("docs_per_step", documents_per_step), ("prompts_per_step", prompts_per_step)):
         if number is not None and number < 1:
             raise UsageError(f"cogumi.{key} is {number}", fix="at least 1")
-    if prompts_per_step is None:
-        assert documents_per_step is not None
-        return documents_per_step
-    product = prompts_per_step * num_generations
-    if documents_per_step not in (None, product):
+    documents = documents_per_step if prompts_per_step is None else prompts_per_step * num_generations
+    if documents is None or documents_per_step not in (None, documents):
         raise UsageError(
             f"cogumi.docs_per_step is {documents_per_step}, and cogumi.prompts_per_step "
-            f"{prompts_per_step} x train.num_generations {num_generations} is {product}",
+            f"{prompts_per_step} x train.num_generations {num_generations} is {documents}",
             fix="drop one of the two",
         )
-    return product
+    return documents
 
 
 def refuse_uneven(
@@ -167,33 +157,20 @@ def refuse_uneven(
     unit = math.lcm(micro_batch or 1, whole_groups)
     if documents % unit == 0:
         return
-    reasons = []
+    why = f"a rollout of {mini_batches_per_rollout} steps holds no whole groups of train.num_generations {num_generations}"
     if micro_batch and documents % micro_batch:
-        reasons.append(f"train.per_device_train_batch_size {micro_batch} does not divide it")
-    if documents % whole_groups:
-        reasons.append(
-            f"a rollout of {mini_batches_per_rollout} steps would not hold whole groups of train.num_generations "
-            f"{num_generations}"
-        )
-    why = ", and ".join(reasons)
-    if prompts_per_step is None:
-        nearest = nearest_multiples(documents, unit)
-        raise UsageError(f"cogumi.docs_per_step {documents} cannot be cut up exactly: {why}", fix=f"take {nearest}")
-    nearest = nearest_multiples(prompts_per_step, math.lcm(unit, num_generations) // num_generations)
-    raise UsageError(
-        f"cogumi.prompts_per_step {prompts_per_step} x train.num_generations {num_generations} = "
-        f"{documents} documents cannot be cut up exactly: {why}",
-        fix=f"take {nearest} prompts",
-    )
+        why = f"train.per_device_train_batch_size {micro_batch} does not divide it"
+    said, take = f"cogumi.docs_per_step {documents}", nearest_multiples(documents, unit)
+    if prompts_per_step is not None:
+        said = f"cogumi.prompts_per_step {prompts_per_step} x train.num_generations {num_generations}"
+        take = nearest_multiples(prompts_per_step, math.lcm(unit, num_generations) // num_generations) + " prompts"
+    raise UsageError(f"{said} cannot be cut up exactly: {why}", fix=f"take {take}")
 
 
 def nearest_multiples(number: int, unit: int) -> str:
     """ "24 or 32": the multiples of `unit` around a number that is none; only the one above where there is none below."""
     below = number // unit * unit
     return f"{below} or {below + unit}" if below else f"{unit}"
-
-
-# -------------------------------------------------------------------------------------------------------------- memory
 
 
 def step_bytes(
@@ -210,18 +187,14 @@ def step_bytes(
     MLP's, e bytes per element and s = prompt + completion tokens, every document padded to the longest. Per token and
     layer:
 
-    * (16 h + 4 I) e: what autograd keeps. Their 34 h bytes are 16 h elements (I = 4 h, e = 2) and two dropout masks; a
-      gated MLP keeps 4 I instead of 2 I, and RMSNorm and rotary embeddings keep copies of their own.
+    * (16 h + 4 I) e: what autograd keeps, for a gated MLP, RMSNorm and rotary embeddings.
     * (6 h + I) 4 where e < 4: PEFT keeps an adapter's weights in fp32 and each adapted layer a copy of its input.
     * with gradient checkpointing only h e, and one layer in full while it is computed again.
 
     To this come, once: gradients in flight (2 h + 2 I) e per token, hidden states and their gradient at the head in
-    fp32, the attention mask s^2 (1 + e) per document, and two tiles of logits of TRL's fused head.
-
-    Left out: weights, their gradients and optimizer state; the scores of eager attention (5 a s^2 per layer in the paper:
-    with sdpa or flash attention they are never whole); the rollout's KV cache, which `generate` frees before the step and
-    vLLM reserves for itself; a reference model. The forecast on fake tensors (`cogumi.forecast`) counts all of it, and
-    is made with the batch that this formula picks.
+    fp32, the attention mask s^2 (1 + e) per document, and two tiles of logits of TRL's fused head. Left out are weights,
+    their gradients, optimizer state, the scores of eager attention, the rollout's KV cache and a reference model. The
+    forecast on fake tensors (`cogumi.forecast`) counts all of it, and is made with the batch that this formula picks.
     """
     h, inner, e = shape.hidden_size, shape.intermediate_size, bytes_per_element
     length = prompt_length + completion_length
@@ -235,28 +208,15 @@ def step_bytes(
 
 
 def free_memory_bytes() -> int:
-    """What this process can still allocate: on the current GPU, else in main memory.
-
-    On a GPU what PyTorch holds in its cache without using it counts as free.
-    """
+    """What this process can still allocate: on the current GPU, PyTorch's unused cache included, else in main memory."""
     if torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
         return int(free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
     return int(psutil.virtual_memory().available)
 
 
-# ---------------------------------------------------------------------------------------------------------------- data
-
-
 def repeat_to_rollout(dataset: Dataset, prompts_per_rollout: int) -> tuple[Dataset, str | None]:
-    """The data set, repeated where it has fewer prompts than one rollout, and a line that says so.
-
-    TRL 1.15's RepeatSampler drops a rollout that is not whole, so a smaller data set is a run of 0 steps. From one rollout
-    on the data set is returned as it is: the sampler draws a new order each pass, so another remainder is left out each
-    time (with `shuffle_dataset: false` the same one always).
-
-    Raises UsageError for an empty data set.
-    """
+    """The data set, repeated where it has fewer prompts than one rollout, and a line that says so."""
     prompts = len(dataset)
     if prompts == 0:
         raise UsageError("the data set has no prompts", fix="nothing can be trained on it")
@@ -270,49 +230,27 @@ def repeat_to_rollout(dataset: Dataset, prompts_per_rollout: int) -> tuple[Datas
 def check_groups(arguments: Mapping[str, Any]) -> None:
     """Refuse, before GRPOConfig is built from `arguments`, groups that TRL would refuse and unsloth would change.
 
-    TRL 1.15 raises for both rules below; unsloth's generated config sets per_device_train_batch_size to num_generations
-    instead, and trains on another batch than was asked for. Raises UsageError with the nearest valid batch sizes.
+    Unsloth's generated config sets per_device_train_batch_size to num_generations instead, and trains on another batch
+    than was asked for. Raises UsageError with the nearest valid batch sizes.
     """
     values = trl_defaults(GROUP_KEYS) | {key: value for key, value in arguments.items() if value is not None}
     group, per_device = values["num_generations"], values["per_device_train_batch_size"]
     refuse_small_group(group)
     if per_device < 1:
         raise UsageError(f"train.per_device_train_batch_size is {per_device}", fix="set at least 1")
-    if (rollout := values["generation_batch_size"]) is not None:
-        unit = math.lcm(group, per_device)
-        if rollout % unit:
-            raise UsageError(
-                f"train.generation_batch_size {rollout} must hold whole groups of "
-                f"train.num_generations {group} and whole micro-batches of {per_device}",
-                fix=f"set {nearest_multiples(rollout, unit)}",
-            )
-        return
-    steps = values["steps_per_generation"] or values["gradient_accumulation_steps"]
-    rollout = per_device * steps
-    if rollout % group:
-        unit = group // math.gcd(group, steps)
-        raise UsageError(
-            f"train.per_device_train_batch_size {per_device} x {steps} micro-batches a "
-            f"rollout = {rollout} completions, which are no whole groups of train.num_generations "
-            f"{group}",
-            fix=f"set train.per_device_train_batch_size: {nearest_multiples(per_device, unit)}",
-        )
+    key, size, unit = "generation_batch_size", values["generation_batch_size"], math.lcm(group, per_device)
+    steps, counted = 1, ""
+    if size is None:
+        steps = values["steps_per_generation"] or values["gradient_accumulation_steps"]
+        key, size, unit = "per_device_train_batch_size", per_device, group // math.gcd(group, steps)
+        counted = f" x {steps} micro-batches a rollout = {size * steps} completions"
+    if size % unit:
+        what = f"groups of train.num_generations {group}" if size * steps % group else f"micro-batches of {per_device}"
+        fix = f"set train.{key}: {nearest_multiples(size, unit)}"
+        raise UsageError(f"train.{key} {size}{counted}, which are no whole {what}", fix=fix)
 
 
 def refuse_small_group(group: int) -> None:
-    """Raise UsageError for a group in which an advantage is always 0."""
+    """Raise UsageError for a group in which an advantage, a reward minus its group's mean, is always 0."""
     if group < 2:
-        raise UsageError(
-            f"train.num_generations is {group}: an advantage is a reward minus its group's mean, "
-            "always 0 in a group of one",
-            fix="set at least 2",
-        )
-
-
-GROUP_KEYS = (
-    "num_generations",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "steps_per_generation",
-    "generation_batch_size",
-)
+        raise UsageError(f"train.num_generations is {group}: every advantage would be 0", fix="set at least 2")

@@ -1,16 +1,15 @@
 """What a GRPO trainer's sampler does beyond TRL's: it ends at stop sequences, and reports what it sampled with.
 
-`cogumi.stop`: TRL 1.15 knows only tokens that end a sequence. With `generation_kwargs: {stop_strings: ...}` transformers
-asks for a tokenizer that TRL does not pass; the padding behind a completion that stopped would be trained on, and counted
-as cut off at `max_completion_length`. Here a stop sequence that is one token of its own ends the sequence, as far as TRL
-is concerned; any other string is searched for while text is written, and what follows it is taken away again.
+`cogumi.stop`: TRL 1.15 knows only tokens that end a sequence. A stop sequence that is one token of its own ends it; any
+other string is searched for by `generate`, and the padding behind it, which TRL would train on, is taken away.
 
 `cogumi.behaviour_logps: rollout`: the ratio is taken against the log-probabilities the sampler itself had, as in Fast-LLM.
-TRL takes `new.detach()`, or a second forward pass of the trainer; either way what the sampler computed differently (its
+TRL takes `new.detach()`, or a second forward pass of the trainer; then what the sampler computed differently (its
 kernels, its dtype, older weights) is in no ratio.
 """
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from cogumi.core.errors import UsageError
 from cogumi.models.completion import cut_at_stop
@@ -43,18 +42,10 @@ Reward = Callable[..., list[float]]
 # ------------------------------------------------------------------------------------------------------ stop sequences
 
 
-def stop_tokens(tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> dict[str, int]:
-    """Those stop sequences that are control tokens, which no text can contain by chance."""
-    added = tokenizer.get_added_vocab()
-    return {stop: added[stop] for stop in stops if stop in added}
-
-
 def stop_rollouts_at(trainer: Any, stops: Sequence[str]) -> None:
-    """Let the rollouts of a `trl.GRPOTrainer` end at any of `stops`.
-
-    Raises UsageError for settings under which a stopped completion would be taken for one that was cut off.
-    """
-    tokens = stop_tokens(trainer.processing_class, stops)
+    """Let the rollouts of a `trl.GRPOTrainer` end at any of `stops`. Raises UsageError for settings that contradict it."""
+    added = trainer.processing_class.get_added_vocab()  # control tokens, which no text can contain by chance
+    tokens = {stop: added[stop] for stop in stops if stop in added}
     trainer.eos_token_ids = list(dict.fromkeys([*trainer.eos_token_ids, *tokens.values()]))
     strings = [stop for stop in stops if stop not in tokens]
     if strings and trainer.args.mask_truncated_completions:
@@ -106,8 +97,7 @@ def strip_padding(trainer: Any, ids: list[int], strings: Sequence[str]) -> list[
 
 def ends_in_stop(trainer: Any, ids: list[int], strings: Sequence[str]) -> bool:
     """Whether a completion ends in a stop sequence, or in a token that holds the end of one."""
-    longest = max(map(len, strings))
-    tail = trainer.processing_class.decode(ids[-longest - 1 :])
+    tail = trainer.processing_class.decode(ids[-max(map(len, strings)) - 1 :])
     return any(string in tail for string in strings)
 
 
@@ -118,12 +108,12 @@ def correct_length_metrics(trainer: Any, strings: Sequence[str]) -> None:
         found = generate(*args, **kwargs)
         completions = found[1]
         ends = (*trainer.eos_token_ids, trainer.processing_class.pad_token_id)
-        lengths = [len(ids) for ids in completions if ids[-1] in ends or ends_in_stop(trainer, ids, strings)] or [0]
+        lengths = [len(ids) for ids in completions if ids[-1] in ends or ends_in_stop(trainer, ids, strings)]
         logged = logged_metrics(trainer, rollout_mode(trainer))
-        logged["completions/clipped_ratio"][-1] = 1 - len(lengths) / len(completions) if lengths != [0] else 1.0
-        logged["completions/mean_terminated_length"][-1] = sum(lengths) / len(lengths)
-        logged["completions/min_terminated_length"][-1] = float(min(lengths))
-        logged["completions/max_terminated_length"][-1] = float(max(lengths))
+        logged["completions/clipped_ratio"][-1] = 1 - len(lengths) / len(completions)
+        logged["completions/mean_terminated_length"][-1] = sum(lengths) / max(1, len(lengths))
+        logged["completions/min_terminated_length"][-1] = float(min(lengths, default=0))
+        logged["completions/max_terminated_length"][-1] = float(max(lengths, default=0))
         return found
 
     wrap_method(trainer, GENERATE, generate_and_correct)
@@ -154,19 +144,6 @@ RESHAPING: dict[str, tuple[float | None, ...]] = {
     "eta_cutoff": (None, 0.0),
     "top_h": (None,),
 }
-# What a trainer's scoring function takes beside ids and mask, under the names of the rollout's own entries.
-IMAGE_INPUTS = (
-    "pixel_values",
-    "image_grid_thw",
-    "num_images",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "num_tiles",
-    "image_sizes",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "image_position_ids",
-)
 
 
 @reword_errors
@@ -178,17 +155,28 @@ def use_rollout_logps(trainer: Any) -> None:
     ones are, so the ratio starts at 1 up to numerics. Tokens the sampler could not score get the trainer's own
     log-probability, hence ratio 1, and are counted in the metric "sampling/unscored_tokens" (per rollout).
 
-    top_p, top_k, min_p and their like make the sampler draw from a distribution the trainer does not score. Warned
-    about, not refused: what transformers samples is recorded before the cut (ratio 1, the cut not corrected for), and
-    vLLM reports it after (trl issue 6789: the ratio starts below 1). A repetition penalty is part of the record.
-
+    Warns of top_p, top_k, min_p and their like, with which the sampler draws from a distribution that is not scored.
     Raises UsageError where the sampler's numerics would be corrected for twice, or its log-probabilities are not to be
     had: vLLM with its importance correction, continuous batching, beam search.
     """
-    validate_sampler(trainer)
-    if reshaped := reshaping_settings(trainer):
-        log.warning(reword_for(trainer, reshaping_warning(reshaped, trainer.use_vllm)))
-    if not trainer.use_vllm and trainer.rollout_func is None:
+    asked = "cogumi.behaviour_logps"
+    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+        reason = "rollout divides by vLLM's log-probabilities already, and TRL's correction would do so again"
+        raise UsageError(reason, key=asked, fix="set train.vllm_importance_sampling_correction: false")
+    samples_here = not trainer.use_vllm and trainer.rollout_func is None
+    if samples_here and trainer.args.use_transformers_continuous_batching:
+        reason = "rollout needs log-probabilities, which continuous batching does not report"
+        raise UsageError(reason, key=asked, fix="remove train.use_transformers_continuous_batching")
+    if samples_here and (trainer.generation_config.num_beams or 1) > 1:
+        reason = "rollout needs sampling, and train.generation_kwargs.num_beams asks for beam search"
+        raise UsageError(reason, key=asked, fix="remove num_beams")
+    settings = {name: getattr(trainer, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+    settings |= trainer.args.generation_kwargs or {}
+    if reshaped := [name for name, neutral in RESHAPING.items() if settings.get(name) not in neutral]:
+        named = ", ".join(f"{name} {settings[name]}" for name in reshaped)
+        said = f"{asked}: rollout, and the sampler is set to {named}: it draws from another distribution than is scored"
+        log.warning("%s", reword_for(trainer, said))
+    if samples_here:
         record_sampled_logps(trainer)
     use_sampled_as_old(trainer)
     trainer.cogumi_behaviour_logps = "rollout"
@@ -197,49 +185,6 @@ def use_rollout_logps(trainer: Any) -> None:
 def uses_rollout_logps(trainer: Any) -> bool:
     """Whether `use_rollout_logps` has been here."""
     return getattr(trainer, "cogumi_behaviour_logps", "trainer") == "rollout"
-
-
-def validate_sampler(trainer: Any) -> None:
-    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-        raise UsageError(
-            "rollout already divides by vLLM's log-probabilities, and TRL's correction would do so again",
-            key="cogumi.behaviour_logps",
-            fix="set train.vllm_importance_sampling_correction: false",
-        )
-    if trainer.use_vllm or trainer.rollout_func is not None:
-        return
-    if trainer.args.use_transformers_continuous_batching:
-        raise UsageError(
-            "rollout needs the sampler's log-probabilities, which continuous batching does not report",
-            key="cogumi.behaviour_logps",
-            fix="remove train.use_transformers_continuous_batching",
-        )
-    if (trainer.generation_config.num_beams or 1) > 1:
-        raise UsageError(
-            "rollout needs sampling, and train.generation_kwargs.num_beams asks for beam search",
-            key="cogumi.behaviour_logps",
-            fix="remove num_beams",
-        )
-
-
-def reshaping_settings(trainer: Any) -> dict[str, float]:
-    """The settings of this trainer's sampler, by name, that make it draw from another distribution than the model's."""
-    settings = {name: getattr(trainer, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
-    settings.update(trainer.args.generation_kwargs or {})
-    return {name: settings[name] for name, neutral in RESHAPING.items() if settings.get(name) not in neutral}
-
-
-def reshaping_warning(settings: dict[str, float], use_vllm: bool) -> str:
-    named = ", ".join(f"{name} {value}" for name, value in settings.items())
-    start = "vLLM reports log-probabilities after the cut, so the ratio starts below 1"
-    if not use_vllm:
-        start = "log-probabilities are recorded before any cut, so the ratio does not see it"
-    if "repetition_penalty" in settings:
-        start += "; with the repetition penalty, so the ratio does not start at 1"
-    return (
-        f"cogumi.behaviour_logps: rollout, and the sampler is set to {named}: it draws from another distribution than "
-        f"the trainer scores. {start}"
-    )
 
 
 class SampledLogps(LogitsProcessor):
@@ -341,14 +286,17 @@ def compute_trainer_logps(trainer: Any, batch: dict[str, Any], mode: str) -> Ten
     """(B, T) log-probabilities of a rollout's completions under the weights that are trained, without a graph."""
     if (computed := batch.get("old_per_token_logps")) is not None:
         return computed
-    args = trainer.args
+    args, score = trainer.args, getattr(trainer, TOKEN_LOGPS)
+    images = inspect.signature(
+        getattr(type(trainer), TOKEN_LOGPS)
+    ).parameters  # under the names of the rollout's entries
     with torch.no_grad():
-        result = getattr(trainer, TOKEN_LOGPS)(
+        result = score(
             trainer.model,
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
             torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
             batch["completion_ids"].size(1),
             batch_size=args.per_device_train_batch_size if mode == "train" else args.per_device_eval_batch_size,
-            **{name: batch[name] for name in IMAGE_INPUTS if name in batch},
+            **{name: batch[name] for name in images if name in batch},
         )
     return result[0]

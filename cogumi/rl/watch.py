@@ -54,8 +54,7 @@ def watch(trainer: Any, record: str | Path | None = None, accept: Iterable[str] 
 
     `record` is where the description of the loss that ran goes (`loss.json` in the trainer's output directory). The
     guards speak when training begins, or when `.guard()` is called: UsageError names every setting with which the run
-    would not be what it says. `accept`: names of `cogumi.rl.findings.NAMES` that pass in this trainer; by default those
-    that `cogumi.patch(accept=...)` was told.
+    would not be what it says. `accept`: findings that pass in this trainer; by default what `cogumi.patch` was told.
     """
     watching = next((each for each in trainer.callback_handler.callbacks if isinstance(each, LossWatch)), None)
     if watching is None:
@@ -66,12 +65,6 @@ def watch(trainer: Any, record: str | Path | None = None, accept: Iterable[str] 
     if accept is not None:
         watching.accept = validate_names(accept)
     return watching
-
-
-def requested_settings(args: Any) -> dict[str, Any]:
-    """The settings a loss must run with, by the names it takes them under."""
-    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    return {name: getattr(args, name) for name in ASSERTED} | {"epsilon_low": args.epsilon, "epsilon_high": high}
 
 
 def is_library_code(function: Any) -> bool:
@@ -115,49 +108,41 @@ class LossWatch(TrainerCallback):
         accepted = self.accepted
         for warning in guard_trainer(self.trainer, backend=backend, behaviour_logps=behaviour_logps, accepted=accepted):
             log.warning("%s", warning)
-        self.proof = LossCheck(
-            requested_settings(self.trainer.args),
-            self.token_ratio,
-            list_unchecked_terms(self.trainer),
-            written=self.written(backend),
-        )
+        written = self.written(backend)
         if OWN_OBJECTIVE in accepted:
-            own = self.own_objective(backend)
+            own = written or getattr(type(self.trainer), INNER_LOSS)
             self.proof = LossCheck({}, self.token_ratio, [OWN_OBJECTIVE], own)
             log.warning("accepted (%s): %s.%s computes the loss, and is compared with no formula",
                         OWN_OBJECTIVE, own.__module__, own.__qualname__)  # fmt: skip
+        else:
+            args = self.trainer.args
+            high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+            asked = {name: getattr(args, name) for name in ASSERTED}
+            asked |= {"epsilon_low": args.epsilon, "epsilon_high": high}
+            self.proof = LossCheck(asked, self.token_ratio, list_unchecked_terms(self.trainer), written=written)
         self.guarded = True
 
     def written(self, backend: Backend) -> Any:
         """The user's function that the loss comes out of, the outer one of two; None where there is none."""
-        inner = getattr(self.trainer, INNER_LOSS, None) if backend == "trl" else None  # unsloth never calls it
-        for each in (self.trainer.compute_loss, self.compute_loss, inner):  # the first may be set over the watch's own
-            if each is None:
+        inner = getattr(self.trainer, INNER_LOSS, None)
+        candidates = [self.trainer.compute_loss, self.compute_loss, inner]  # the first may be set over the watch's own
+        for each in candidates:
+            function = inspect.unwrap(getattr(each, "__func__", each)) if each is not None else None
+            if function is None or is_library_code(function) or function.__module__.startswith("cogumi."):
                 continue
-            function = inspect.unwrap(getattr(each, "__func__", each))
-            if not is_library_code(function) and not function.__module__.startswith("cogumi."):
+            if each is not inner or backend == "trl":
                 return function
+            if OWN_OBJECTIVE in self.accepted:
+                fix = "override compute_loss instead"
+                raise UsageError("unsloth never calls _compute_loss", place=function.__qualname__, fix=fix)
         return None
-
-    def own_objective(self, backend: Backend) -> Any:
-        """The function that makes this trainer's loss the user's own; the library's where there is none on the trainer."""
-        compute_loss = getattr(self.compute_loss, "__func__", self.compute_loss)
-        inner = getattr(type(self.trainer), INNER_LOSS)
-        if not is_library_code(compute_loss):
-            return compute_loss
-        if backend == "unsloth" and not is_library_code(inner):
-            raise UsageError(
-                "unsloth never calls _compute_loss", place=inner.__qualname__, fix="override compute_loss instead"
-            )
-        return inner
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.guard()
         # One that is resumed inside a rollout has its completions from the checkpoint: they were made some steps ago.
         rollout = args.steps_per_generation * self.trainer.num_iterations
-        self.rollout_step = (
-            state.global_step - rollout_position(self.trainer)[0] % rollout // args.gradient_accumulation_steps
-        )
+        micro_batches = rollout_position(self.trainer)[0] % rollout
+        self.rollout_step = state.global_step - micro_batches // args.gradient_accumulation_steps
 
     def on_rollout(self, make: Callable[[Any], Any], inputs: Any) -> Any:
         self.guard()  # an evaluation before training is a rollout too
@@ -197,8 +182,13 @@ class LossWatch(TrainerCallback):
                 own = format_accept_call(OWN_OBJECTIVE, self.accepted)
                 raise WrongLossError(f"{error}; where the objective, or a term of it, is your own: {own}") from None
             on_policy = self.rollout_step == self.trainer.state.global_step
-            if self.proof.step == 1 and on_policy and "ratio_outside_clip" in found:
-                self.warn_of_numerics(found["ratio_outside_clip"], found["ratio_max_deviation"])
+            if self.proof.step == 1 and on_policy and found.get("ratio_outside_clip", 0.0) > 0:
+                log.warning(
+                    "step 1: the ratios are up to %.2g away from 1 and %.0f%% of them outside the clip, before anything was "
+                    "learned: sampler's and trainer's numerics differ. Take an fp32 head on both sides, or widen the clip",
+                    found["ratio_max_deviation"],
+                    100 * found["ratio_outside_clip"],
+                )
             self.proof = None if self.proof.is_complete else self.proof
             if self.trainer.accelerator.is_main_process:
                 self.record.parent.mkdir(parents=True, exist_ok=True)
@@ -213,25 +203,11 @@ class LossWatch(TrainerCallback):
             else:
                 logged[name].append(value)
 
-    def warn_of_numerics(self, outside: float, deviation: float) -> None:
-        """Ratios of the first step are 1 but for rounding, since nothing was learned yet."""
-        if outside > 0:
-            log.warning(
-                "step 1: the ratios are up to %.2g away from 1 and %.0f%% of them outside the clip, before anything was "
-                "learned: the sampler's and the trainer's numerics differ, and the clip acts on that. An fp32 head on both "
-                "sides takes a part of it away; else widen the clip",
-                deviation,
-                100 * outside,
-            )
 
-
-# ----------------------------------------------------------------------------------------------------- a step's metrics
-# Under Fast-LLM's names (`fast_llm/layers/language_model/loss/policy_gradient.py`, `_policy_metrics_reduce`), over the
-# whole optimizer step. The KL estimate R - log R - 1 is Schulman's k3 (http://joschu.net/blog/kl-approx.html). Means are
-# over documents (completions with at least one token that counts), each token weighing 1 / its document's length.
+# A step's metrics, under Fast-LLM's names (`fast_llm/layers/language_model/loss/policy_gradient.py`), over the whole
+# optimizer step. The KL estimate R - log R - 1 is Schulman's k3 (http://joschu.net/blog/kl-approx.html). Means are over
+# documents (completions with at least one token that counts), each token weighing 1 / its document's length.
 # Micro-batches are summed before anything is divided, so that a metric does not depend on how a step was cut up.
-
-# Sums over documents, divided by their number at the end of the step.
 MEANS = (
     "new_logprobs",
     "old_logprobs",
@@ -241,19 +217,14 @@ MEANS = (
     "advantage",
     "entropy",
 )
-# Sums over what has a ratio of its own: documents at sequence level, tokens at token level.
-SUMS = ("ratio_new_old_sum", "ratio_new_old_squared_sum", "num_ratios")
-COUNTS = ("num_tokens", "num_segments", "staleness")
-SUMMED = (*MEANS, *SUMS, *COUNTS)
-MAXIMA = ("max_advantage", "max_ratio", "negative_min_advantage", "negative_min_ratio")
 
 
 class PolicyMetrics:
     """Sums of one optimizer step, kept on the device: one transfer a step, none per micro-batch."""
 
     def __init__(self) -> None:
-        self.sums: Tensor | None = None
-        self.maxima: Tensor | None = None
+        self.sums: dict[str, Tensor] = {}
+        self.maxima: dict[str, Tensor] = {}
         self.has_entropy = True
 
     def add(self, call: LossInputs, staleness: float, token_ratio: bool = False) -> None:
@@ -261,34 +232,39 @@ class PolicyMetrics:
         with torch.no_grad():
             sums, maxima = reduce_micro_batch(call, staleness, token_ratio)
         self.has_entropy &= call.entropy is not None
-        self.sums = sums if self.sums is None else self.sums + sums
-        self.maxima = maxima if self.maxima is None else torch.maximum(self.maxima, maxima)
+        self.sums = {name: self.sums[name] + value if self.sums else value for name, value in sums.items()}
+        if self.maxima:
+            maxima = {name: torch.maximum(self.maxima[name], value) for name, value in maxima.items()}
+        self.maxima = maxima
 
     def take(self, accelerator: Any) -> dict[str, float]:
         """The step's metrics over all processes, named `policy/...`; empty if no micro-batch was added. Starts anew."""
-        if self.sums is None or self.maxima is None:
+        if not self.sums:
             return {}
-        gathered = accelerator.gather(torch.cat([self.sums, self.maxima])[None]).cpu()
-        self.sums = self.maxima = None
-        summed = dict(zip(SUMMED, gathered[:, : len(SUMMED)].sum(0).tolist(), strict=True))
-        largest = dict(zip(MAXIMA, gathered[:, len(SUMMED) :].amax(0).tolist(), strict=True))
+        count = len(self.sums)
+        gathered = accelerator.gather(torch.stack([*self.sums.values(), *self.maxima.values()])[None]).cpu()
+        summed = dict(zip(self.sums, gathered[:, :count].sum(0).tolist(), strict=True))
+        largest = dict(zip(self.maxima, gathered[:, count:].amax(0).tolist(), strict=True))
+        self.sums, self.maxima = {}, {}
         documents = max(summed["num_segments"], 1.0)
         metrics = {name: summed[name] / documents for name in (*MEANS, "staleness")}
         if not self.has_entropy:
             del metrics["entropy"]
         self.has_entropy = True
-        metrics |= {name: summed[name] for name in (*SUMS[:2], "num_tokens", "num_segments")}
+        total, squared = summed["ratio_new_old_sum"], summed["ratio_new_old_squared_sum"]
+        metrics |= {"ratio_new_old_sum": total, "ratio_new_old_squared_sum": squared}
+        metrics |= {name: summed[name] for name in ("num_tokens", "num_segments")}
         if summed["num_segments"] > 0:
-            metrics |= {"max_advantage": largest["max_advantage"], "min_advantage": -largest["negative_min_advantage"]}
-            metrics |= {"max_ratio": largest["max_ratio"], "min_ratio": -largest["negative_min_ratio"]}
-        metrics["effective_sample_size"] = effective_sample_size(
-            summed["ratio_new_old_sum"], summed["ratio_new_old_squared_sum"], summed["num_ratios"]
-        )
+            metrics |= {name: largest[name] for name in ("max_advantage", "max_ratio")}
+            metrics |= {name: -largest[name] for name in ("min_advantage", "min_ratio")}
+        metrics["effective_sample_size"] = effective_sample_size(total, squared, summed["num_ratios"])
         return {PREFIX + name: value for name, value in metrics.items()}
 
 
-def reduce_micro_batch(call: LossInputs, staleness: float, token_ratio: bool) -> tuple[Tensor, Tensor]:
-    """(sums in the order of SUMMED, maxima in the order of MAXIMA) of one micro-batch, float64."""
+def reduce_micro_batch(
+    call: LossInputs, staleness: float, token_ratio: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(sums, maxima) of one micro-batch by name, float64. What is a minimum is the maximum of its negative."""
     keep = call.mask > 0
     mask = keep.double()
     lengths = mask.sum(-1)
@@ -320,6 +296,7 @@ def reduce_micro_batch(call: LossInputs, staleness: float, token_ratio: bool) ->
         "clipped_ratio_fraction": (clipped * share).sum(),
         "advantage": per_document(advantages),
         "entropy": per_document(torch.zeros_like(mask) if call.entropy is None else call.entropy),
+        # Over what has a ratio of its own: documents at sequence level, tokens at token level.
         "ratio_new_old_sum": (ratio * own).sum(),
         "ratio_new_old_squared_sum": (ratio.square() * own).sum(),
         "num_ratios": own.sum(),
@@ -328,14 +305,17 @@ def reduce_micro_batch(call: LossInputs, staleness: float, token_ratio: bool) ->
         "staleness": documents.sum() * staleness,
     }
     nothing = torch.full((1,), -math.inf, dtype=torch.float64, device=mask.device)
-    extremes = {
-        "max_advantage": torch.where(keep, advantages, -math.inf),
-        "max_ratio": torch.where(has_ratio, ratio, -math.inf),
-        "negative_min_advantage": torch.where(keep, -advantages, -math.inf),
-        "negative_min_ratio": torch.where(has_ratio, -ratio, -math.inf),
+
+    def greatest(values: Tensor, where: Tensor) -> Tensor:
+        return torch.cat([torch.where(where, values, -math.inf).flatten(), nothing]).amax()
+
+    maxima = {
+        "max_advantage": greatest(advantages, keep),
+        "max_ratio": greatest(ratio, has_ratio),
+        "min_advantage": greatest(-advantages, keep),
+        "min_ratio": greatest(-ratio, has_ratio),
     }
-    maxima = torch.stack([torch.cat([extremes[name].flatten(), nothing]).amax() for name in MAXIMA])
-    return torch.stack([sums[name] for name in SUMMED]), maxima
+    return sums, maxima
 
 
 def effective_sample_size(total: float, squared: float, count: float) -> float:
