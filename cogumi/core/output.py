@@ -158,9 +158,6 @@ def print_traceback(kind: type[BaseException], error: BaseException, trace: Trac
     print_text("".join(traceback.format_exception(kind, error, trace)), end="", to_error=True)
 
 
-# --------------------------------------------------------------------------------------- a terminal that is closed
-
-
 @contextmanager
 def survive_closed_terminal() -> Iterator[None]:
     """While in the block, a write to a broken standard output or error raises nothing: the stream is switched off.
