@@ -508,7 +508,7 @@ def test_no_disk_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/var/tmp']")
 
     monkeypatch.setattr(tempfile, "gettempdir", none)
-    (found,) = check_temporary_files()
+    found = check_temporary_files()
     assert (found.state, found.fix.startswith("free space")) == ("fatal", True)
 
 

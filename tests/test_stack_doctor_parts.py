@@ -201,22 +201,18 @@ def test_a_work_directory_that_takes_no_file(tmp_path: Path, option: str, said: 
     assert (found.state, said in found.cause) == ("warning", True)
 
 
-def test_caches_on_the_small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_cache_on_a_small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if filesystem_of(tmp_path).space.free < 1 << 30:
         pytest.skip("the disk of the tests is nearly full")
     with mounting(tmp_path) as mount:
         small = mount(name="small")
         for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
             monkeypatch.delenv(name, raising=False)
-        for name in ("HF_HOME", "PIP_CACHE_DIR", "UV_CACHE_DIR"):
-            monkeypatch.setenv(name, str(small / name.lower()))
-        found = {each.what: each for each in host.check_caches(host.Host("machine"), tmp_path)}
-    hub = found["Hugging Face cache"]
+        monkeypatch.setenv("HF_HOME", str(small / "hf"))
+        found = host.check_hub_cache(host.Host("machine"), tmp_path)
     place = Path(filesystem_of(tmp_path).mount) / ".cache"
-    assert (hub.state, hub.fix) == ("warning", f"export HF_HOME={place / 'hf'}")
-    assert "which is one 8B model" in hub.cause
-    assert found["pip's cache"].figure.endswith(f"export PIP_CACHE_DIR={place / 'pip'}")
-    assert found["uv's cache"].state == "note"
+    assert (found.state, found.fix) == ("warning", f"export HF_HOME={place / 'hf'}")
+    assert "which is one 8B model" in found.cause
 
 
 def test_a_nearly_full_disk_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +223,7 @@ def test_a_nearly_full_disk_for_temporary_files(tmp_path: Path, monkeypatch: pyt
         fill(disk, 0.5)
         monkeypatch.setattr(tempfile, "tempdir", None)
         monkeypatch.setenv("TMPDIR", str(disk))
-        (found,) = host.check_temporary_files()
+        found = host.check_temporary_files()
     monkeypatch.setattr(tempfile, "tempdir", None)
     assert (found.state, found.cause) == ("warning", "less than 200 MB is left there for temporary files")
 

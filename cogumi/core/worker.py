@@ -16,6 +16,7 @@ from threading import TIMEOUT_MAX, Event, Timer
 from typing import Any
 
 from cogumi.core.errors import UsageError
+from cogumi.core.formatting import last_line
 
 LOOK = 0.1  # seconds between two looks at the clock
 PIPES = 5.0  # seconds that the pipes of a killed process may take to close
@@ -94,11 +95,11 @@ def kill_marked(mark: bytes) -> None:
 class Worker:
     """A Python process that runs functions of importable modules, one call after another, and keeps what it prints.
 
-    name: what messages call it. own_group: it is not interrupted with this process, and `stop` ends what it started.
+    name: what messages call it. It leads a process group: an interrupt of this process spares it, `stop` ends all of it.
     """
 
-    def __init__(self, name: str, environment: Mapping[str, str], own_group: bool = False) -> None:
-        self.name, self.own_group = name, own_group
+    def __init__(self, name: str, environment: Mapping[str, str]) -> None:
+        self.name = name
         self.printed = TemporaryFile()  # noqa: SIM115 - it lives as long as the worker
         self.process = subprocess.Popen(
             [sys.executable, "-m", "cogumi.core.worker"],
@@ -106,7 +107,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self.printed,
             env=dict(environment),
-            start_new_session=own_group,
+            start_new_session=True,
         )
 
     def send(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -126,22 +127,16 @@ class Worker:
         except (EOFError, pickle.UnpicklingError):
             if timeout is not None and time.monotonic() - began >= timeout:
                 raise RuntimeError(f"{self.name} was ended after {timeout:g} s") from None
-            raise RuntimeError(f"{self.name} ended with status {self.process.wait()}: {self.last_line()}") from None
+            self.printed.seek(0)
+            said = last_line(self.printed.read().decode(errors="replace"))
+            raise RuntimeError(f"{self.name} ended with status {self.process.wait()}: {said}") from None
         finally:
             late.cancel()
         if isinstance(answer, UsageError):
             raise answer
         return answer
 
-    def last_line(self) -> str:
-        self.printed.seek(0)
-        lines = self.printed.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
-
     def stop(self) -> None:
-        if not self.own_group:
-            self.process.kill()
-            return
         with suppress(ProcessLookupError):  # it had ended
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -150,23 +145,6 @@ class Worker:
         self.stop()
         self.process.communicate()
         self.printed.close()
-
-
-def call(
-    name: str,
-    function: Callable[..., Any],
-    *arguments: Any,
-    environment: Mapping[str, str],
-    timeout: float,
-    own_group: bool = False,
-) -> Any:
-    """What a function returns in a process of its own, as `Worker.receive` has it."""
-    worker = Worker(name, environment, own_group)
-    try:
-        worker.send(function, *arguments)
-        return worker.receive(timeout)
-    finally:
-        worker.close()
 
 
 def main() -> None:

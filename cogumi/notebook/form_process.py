@@ -40,7 +40,7 @@ def ask_worker(question: str, about: Any) -> Any:
         worker, _answering = _answering, None  # one that is interrupted half-way is not asked again
         without_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # its memory is for the training
         if worker is None or worker.process.poll() is not None:
-            worker = Worker("the process that checks configs", without_gpu, own_group=True)
+            worker = Worker("the process that checks configs", without_gpu)
         worker.send(answer, question, about, without_gpu)
         try:
             found = worker.receive()
@@ -52,7 +52,7 @@ def ask_worker(question: str, about: Any) -> Any:
 
 
 def begin_preflight(values: Values, card: str | None) -> Worker:
-    worker = Worker("the preflight", os.environ, own_group=True)
+    worker = Worker("the preflight", os.environ)
     worker.send(preflight, values, card)
     return worker
 

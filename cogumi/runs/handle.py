@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 
 from cogumi.core.errors import RunFailed, UsageError
-from cogumi.core.formatting import escape_controls
+from cogumi.core.formatting import escape_controls, last_line
 from cogumi.core.notices import show_seconds
 from cogumi.core.redact import VisibleFormatter
 from cogumi.core.run_directory import (
@@ -427,10 +427,6 @@ def kill_with_children(process: psutil.Process) -> None:
         for each in (*process.children(recursive=True), process):
             with suppress(psutil.NoSuchProcess):
                 each.kill()
-
-
-def last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["it said nothing"])[-1]
 
 
 @contextmanager

@@ -13,14 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cogumi.core.disk_space import Filesystem, filesystem_of, hub_cache, nearest_existing, path_from_environment
+from cogumi.core.disk_space import Filesystem, filesystem_of, hub_cache, nearest_existing
 from cogumi.core.errors import Finding
 from cogumi.core.formatting import format_bytes
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 OWN_DISK = ("overlay", "fuse.fuse-overlayfs", "aufs")  # of a container
 BASE = 20_000_000_000  # bytes: an 8B model in bfloat16, and its tokenizer
-WHEELS = 8_000_000_000  # bytes: the stable lane, downloaded and unpacked
 SCRATCH = 200_000_000  # bytes: what compilers and temporary files take
 SHARED = 1 << 30  # bytes: Docker's default is 64 MiB, which loaders and NCCL overrun
 ENDS = {"RunPod": "terminated", "Vast": "destroyed or recycled", "container": "removed", "machine": "given back"}
@@ -100,22 +99,17 @@ def persistence_of(path: Path, box: Host) -> Persistence:
     return Persistence(True, None, f"the disk of this machine ({disk.mount})")
 
 
-# ---------------------------------------------------------------------------------------------------------------- disks
-
-
 def check_disks(box: Host, work: Path) -> Iterator[Finding]:
-    if box.kind == "machine":
-        yield Finding("box", "ok", "no sign of RunPod, Vast or a container")
-    else:
-        volume = f"; RUNPOD_VOLUME_ID={box.network_volume}" if box.network_volume else ""
-        yield Finding("box", "ok", f"{box.kind} ({box.sign}{volume})")
-    yield from check_temporary_files()
+    volume = f"; RUNPOD_VOLUME_ID={box.network_volume}" if box.network_volume else ""
+    known = f"{box.kind} ({box.sign}{volume})"
+    yield Finding("box", "ok", "no sign of RunPod, Vast or a container" if box.kind == "machine" else known)
+    yield check_temporary_files()
     yield check_directory("work directory", work, box)
-    yield from check_caches(box, work)
+    yield check_hub_cache(box, work)
     yield from check_shared_memory()
 
 
-def check_temporary_files() -> Iterator[Finding]:
+def check_temporary_files() -> Finding:
     """Whether temporary files can be made: compilers, Arrow and tokenizers write some."""
     what, told = "temporary files", os.environ.get("TMPDIR")
     elsewhere = "or set TMPDIR to a disk with room"
@@ -123,18 +117,16 @@ def check_temporary_files() -> Iterator[Finding]:
         place = Path(tempfile.gettempdir())  # which writes a file to find out
     except FileNotFoundError:
         cause = "no directory for temporary files can be written to: every disk is full, or read-only"
-        yield Finding(what, "fatal", told or "/tmp", cause, f"free space (cogumi disk status), {elsewhere}")
-        return
+        return Finding(what, "fatal", told or "/tmp", cause, f"free space (cogumi disk status), {elsewhere}")
     free = filesystem_of(place).space.free
     figure = f"{place}: {format_bytes(free)} free"
     if told and Path(told).absolute() != place.absolute():
         cause = f"TMPDIR={told} cannot be written to, so {place} is taken: {why_not_writable(Path(told))}"
-        yield Finding(what, "warning", figure, cause, f"free space in {told}, {elsewhere}")
-    elif free < SCRATCH:
+        return Finding(what, "warning", figure, cause, f"free space in {told}, {elsewhere}")
+    if free < SCRATCH:
         cause = f"less than {format_bytes(SCRATCH)} is left there for temporary files"
-        yield Finding(what, "warning", figure, cause, f"free space, {elsewhere}")
-    else:
-        yield Finding(what, "ok", figure)
+        return Finding(what, "warning", figure, cause, f"free space, {elsewhere}")
+    return Finding(what, "ok", figure)
 
 
 def why_not_writable(path: Path) -> str:
@@ -171,36 +163,24 @@ def check_directory(what: str, path: Path, box: Host) -> Finding:
     return Finding(what, "ok", f"{figure}{stays}")
 
 
-def check_caches(box: Host, work: Path) -> Iterator[Finding]:
-    """Caches that grow by tens of gigabytes, on a disk that has no room for them or does not stay."""
-    roomiest = max((filesystem_of(place) for place in (work, Path("/workspace")) if place.is_dir()), key=writable_bytes)
-    home = path_from_environment("XDG_CACHE_HOME", Path.home() / ".cache")
-    of_pip = Path.home() / "Library/Caches/pip" if sys.platform == "darwin" else home / "pip"
-    for what, variable, path, size in (
-        ("Hugging Face cache", "HF_HOME", hub_cache(), BASE),
-        ("pip's cache", "PIP_CACHE_DIR", path_from_environment("PIP_CACHE_DIR", of_pip), WHEELS),
-        ("uv's cache", "UV_CACHE_DIR", path_from_environment("UV_CACHE_DIR", home / "uv"), WHEELS),
-        ("environment", "", Path(sys.prefix), 0),
-    ):
-        disk, found = filesystem_of(path), persistence_of(path, box)
-        figure = f"{path}: {format_bytes(disk.space.free)} free of {format_bytes(disk.space.total)}"
-        elsewhere = roomiest.mount != disk.mount and writable_bytes(roomiest) > 2 * writable_bytes(disk)
+def check_hub_cache(box: Host, work: Path) -> Finding:
+    """The cache of models, which grows by tens of gigabytes, on a disk that has no room for it or does not stay."""
+    what, path = "Hugging Face cache", hub_cache()
+    disk, found = filesystem_of(path), persistence_of(path, box)
+    figure = f"{path}: {format_bytes(disk.space.free)} free of {format_bytes(disk.space.total)}"
+    others = [filesystem_of(place) for place in (work, Path("/workspace")) if place.is_dir()]
+    roomiest = max(others, key=writable_bytes)
+    elsewhere = roomiest.mount != disk.mount and writable_bytes(roomiest) > 2 * writable_bytes(disk)
+    move = f"export HF_HOME={Path(roomiest.mount) / '.cache' / 'hf'}"
+    if disk.space.free < BASE:
         roomier = f"; {roomiest.mount} has {format_bytes(writable_bytes(roomiest))}" if elsewhere else ""
-        move = f"export {variable}={Path(roomiest.mount) / '.cache' / variable.split('_')[0].lower()}"
-        if variable == "HF_HOME" and disk.space.free < size:
-            cause = f"less than {format_bytes(size)} is left, which is one 8B model{roomier}"
-            instead = "free space (cogumi disk status), or take a box with a larger disk"
-            yield Finding(what, "warning", figure, cause, move if elsewhere else instead)
-        elif disk.space.free < size and elsewhere:
-            yield Finding(what, "note", f"{figure}{roomier}: {move}")
-        elif variable == "HF_HOME" and found.on_stop is False:
-            cause = f"{found.where}: every start of the box downloads the models again"
-            yield Finding(what, "warning", figure, cause, move if elsewhere else "set HF_HOME to a disk that stays")
-        elif not variable and box.kind == "RunPod" and found.on_stop is False:
-            lost = "on the container disk: to be installed again when the pod was stopped"
-            yield Finding(what, "note", f"{figure}; {lost}")
-        elif variable == "HF_HOME":
-            yield Finding(what, "ok", figure)
+        cause = f"less than {format_bytes(BASE)} is left, which is one 8B model{roomier}"
+        instead = "free space (cogumi disk status), or take a box with a larger disk"
+        return Finding(what, "warning", figure, cause, move if elsewhere else instead)
+    if found.on_stop is False:
+        cause = f"{found.where}: every start of the box downloads the models again"
+        return Finding(what, "warning", figure, cause, move if elsewhere else "set HF_HOME to a disk that stays")
+    return Finding(what, "ok", figure)
 
 
 def writable_bytes(disk: Filesystem) -> int:
@@ -219,9 +199,6 @@ def check_shared_memory() -> Iterator[Finding]:
     cause = "loaders with workers, NCCL and vLLM pass data through it, and end with a bus error when it is full"
     fix = "start the container with --shm-size=8g, or set dataloader_num_workers: 0"
     yield Finding(what, "warning", figure, cause, fix)
-
-
-# ------------------------------------------------------------------------------------------------------------ variables
 
 
 def check_variables(environment: Mapping[str, str], work: Path) -> Iterator[Finding]:

@@ -11,10 +11,11 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from cogumi.core.worker import call
+from cogumi.core.worker import Worker
 
 # (metric, value, unit, note)
 Reading = tuple[str, float | str | None, str, str]
@@ -43,19 +44,15 @@ def run_probe(name: str, device: str, timeout: float = TIMEOUT) -> ProbeResult:
     package = PACKAGES.get(name, name)
     if importlib.util.find_spec(package) is None:
         return ProbeResult(name, missing=package.replace("_", "-"))
-    try:
-        readings = call(name, PROBES[name], device, environment=os.environ, timeout=timeout, own_group=True)
-    except RuntimeError as error:
-        why = str(error).removeprefix(f"{name} ended with status 1: ")  # which any exception has
-        return ProbeResult(name, error=f"{installed_as(package)}: {why[:300]}")
-    return ProbeResult(name, tuple(readings))
-
-
-def installed_as(package: str) -> str:
-    """Name and version of what a package was installed by; its own name where that is not known."""
-    for distribution in importlib.metadata.packages_distributions().get(package, ()):
-        return f"{distribution} {importlib.metadata.version(distribution)}"
-    return package
+    with closing(Worker(name, os.environ)) as worker:
+        worker.send(PROBES[name], device)
+        try:
+            return ProbeResult(name, tuple(worker.receive(timeout)))
+        except RuntimeError as error:
+            why = str(error).removeprefix(f"{name} ended with status 1: ")  # which any exception has
+    found = next(iter(importlib.metadata.packages_distributions().get(package, ())), "")
+    installed = f"{found} {importlib.metadata.version(found)}" if found else package
+    return ProbeResult(name, error=f"{installed}: {why[:300]}")
 
 
 def probe_torch(device: str) -> list[Reading]:
