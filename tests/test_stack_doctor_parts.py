@@ -70,7 +70,7 @@ def test_another_python_is_fatal_and_the_installer_gets_one(
     release: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "version_info", Release(release))
-    (found,) = checkup.python_finding()
+    found = checkup.python_finding()
     assert (found.state, found.fix.split(":")[0]) == ("fatal", "sh requirements/install.sh")
 
 
@@ -98,21 +98,17 @@ def test_the_paths_are_jupyters_own(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"argv": []}', '{"language": "python"}', "\x00"])
-def test_a_kernel_that_cannot_be_read_is_one_line(jupyter: Path, text: str) -> None:
-    path = kernelspec(jupyter, "broken", text)
+def test_a_kernel_that_cannot_be_read_is_left_out_as_jupyter_does(jupyter: Path, text: str) -> None:
+    kernelspec(jupyter, "broken", text)
+    (jupyter / "kernels" / "directory" / "kernel.json").mkdir(parents=True)
+    kernelspec(jupyter, "cogumi", starting(sys.executable))
     (found,) = checkup.kernel_findings()
-    assert (found.state, found.figure) == ("warning", f"{path}: not a kernel's JSON with an argv")
-
-
-def test_a_kernel_file_that_is_a_directory(jupyter: Path) -> None:
-    (jupyter / "kernels" / "broken" / "kernel.json").mkdir(parents=True)
-    (found,) = checkup.kernel_findings()
-    assert found.figure.endswith("kernel.json: Is a directory")
+    assert found.figure == "cogumi: this environment"
 
 
 def test_another_active_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path))
-    (found,) = checkup.python_finding()
+    found = checkup.python_finding()
     assert (found.state, found.fix) == ("warning", f"run {tmp_path}/bin/python -m cogumi doctor")
 
 

@@ -97,15 +97,6 @@ def with_code_of_its_own(function: Any) -> Any:
     )
 
 
-def is_of_dynamo(module: str) -> bool:
-    return module.startswith("torch._dynamo")
-
-
-def is_disabled(function: Any) -> bool:
-    """Whether torch.compiler.disable made it."""
-    return getattr(function, "_torchdynamo_disable", False)
-
-
 # ------------------------------------------------------------------------------------------------------------- modules
 
 
