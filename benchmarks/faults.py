@@ -57,9 +57,6 @@ FULL = Sizes(full=66, kills=60, changes=84, damages=None, inodes=18, read_only=1
 QUICK = Sizes(full=6, kills=3, changes=4, damages=6, inodes=3, read_only=2, terms=2)
 
 
-# ------------------------------------------------------------------------------------------------------- one fault
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What became of one training. met: the fault had an effect. lost: good checkpoints gone with no newer good one."""
@@ -174,9 +171,6 @@ def last_line(words: Path) -> str:
 
 def nothing(*_: object) -> None:
     pass
-
-
-# ------------------------------------------------------------------------------------------------------- the kinds
 
 
 def full_disk(bench: Bench, count: int, disk: Path, how: str) -> Iterator[Outcome]:
@@ -296,9 +290,6 @@ def write_journal(path: Path, whole: Path, until: int) -> None:
     """A training's journal up to a step, as if it had been killed then."""
     lines = [line for line in whole.read_text().splitlines() if not line.startswith("end")]
     path.write_text("".join(f"{line}\n" for line in lines if int(line.split()[1]) <= until))
-
-
-# ----------------------------------------------------------------------------------------------------------- rows
 
 
 def kind_rows(kind: str, wanted: int, work: Callable[[str], Iterator[Outcome]]) -> Iterator[Row]:

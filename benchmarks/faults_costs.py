@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults_training import HUNG_SECONDS, Changes, Job, Running, make_trainer
-from benchmarks.harness import Row, Timed, ratio_row, row, summary
+from benchmarks.harness import Row, Timed, ratio_row, row, values_row
 from cogumi.core.durability import sync_path
 
 MANIFEST_NAME = "cogumi-manifest.json"
@@ -58,10 +58,8 @@ def save_rows(quick: bool) -> Iterator[Row]:
     yield compared(case, "until committed, cogumi / training held, plain", durable["cogumi"], held["plain"])
     yield compared(case, "until on the disk, cogumi / plain and fsync", durable["cogumi"], durable["plain"])
     for how in running:
-        middle, spread = summary(held[how])
-        yield row("faults", case, f"training held, {how}", middle, "s", spread=spread)
-        middle, spread = summary(durable[how])
-        yield row("faults", case, f"until on the disk, {how}", middle, "s", spread=spread)
+        yield values_row("faults", case, f"training held, {how}", held[how], "s")
+        yield values_row("faults", case, f"until on the disk, {how}", durable[how], "s")
 
 
 def compared(case: str, metric: str, ours: list[float], theirs: list[float], target: str = "") -> Row:
@@ -120,9 +118,6 @@ def touch_memory(directory: Path) -> None:
         for _ in range(TOUCHED_BYTES // len(block)):
             file.write(block)
     path.unlink()
-
-
-# -------------------------------------------------------------------------------------------------------- the monitor
 
 
 def monitor_rows(quick: bool) -> Iterator[Row]:

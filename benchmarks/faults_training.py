@@ -277,9 +277,6 @@ def is_good(directory: Path, reference: Path, step: int) -> bool:
         return False
 
 
-# ------------------------------------------------------------------------------------------------- as the parent sees it
-
-
 @dataclass(frozen=True)
 class Journal:
     """What trainings wrote, the resumed one after the one before it."""

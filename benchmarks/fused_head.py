@@ -67,9 +67,6 @@ def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-# --------------------------------------------------------------------------------------------------------- contenders
-
-
 def inputs(shape: Shape, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     """(hidden, weight, targets) with logits of a standard deviation of about 4, as a trained model's."""
     tokens, width, vocabulary = shape
@@ -107,9 +104,6 @@ def peak(function: Callable[..., object], *tensors: Tensor) -> int:
     with Allocations(*tensors) as allocations:
         function(*tensors)
     return allocations.peak
-
-
-# -------------------------------------------------------------------------------------------------------------- cases
 
 
 def against_dense(shape: Shape, repeats: int) -> Iterator[Row]:

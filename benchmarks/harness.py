@@ -34,6 +34,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cogumi.core.formatting import last_line
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 # The libraries whose version decides what a number means.
@@ -83,9 +85,6 @@ def missing(benchmark: str, case: str, what: str) -> Row:
     return row(benchmark, case, "-", None, note=f"missing: {what}")
 
 
-# ---------------------------------------------------------------------------------------------------------------- time
-
-
 def synchronize() -> None:
     """Wait for the GPU, where there is one; torch is never imported for it, as nothing runs there without torch."""
     torch = sys.modules.get("torch")
@@ -118,9 +117,10 @@ def ratio(times: dict[str, list[float]], ours: str, peer: str) -> tuple[float, f
     return statistics.median(pairs), min(pairs), max(pairs)
 
 
-def summary(times: Sequence[float]) -> tuple[float, tuple[float, float]]:
-    """(median, (lowest, highest)): the `value` and `spread` of a row."""
-    return statistics.median(times), (min(times), max(times))
+def values_row(benchmark: str, case: str, metric: str, values: Sequence[float], unit: str, **more: Any) -> Row:
+    """A row of the median of values, with the lowest and the highest. more: of `row`."""
+    spread = (min(values), max(values))
+    return row(benchmark, case, metric, statistics.median(values), unit, spread=spread, **more)
 
 
 def ratio_row(
@@ -136,21 +136,21 @@ class Timed:
 
     def __init__(self) -> None:
         self.cpu = self.wall = 0.0
-        self.stage_inside = False
+        self.inside = False
 
     def wrap(self, owner: Any, name: str) -> None:
         function = getattr(owner, name)
 
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if self.stage_inside:
+            if self.inside:
                 return function(*args, **kwargs)
-            self.stage_inside, cpu, wall = True, time.thread_time(), time.perf_counter()
+            self.inside, cpu, wall = True, time.thread_time(), time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
                 self.cpu, self.wall = self.cpu + time.thread_time() - cpu, self.wall + time.perf_counter() - wall
-                self.stage_inside = False
+                self.inside = False
 
         setattr(owner, name, timed)
 
@@ -159,14 +159,11 @@ class Timed:
 class Budget:
     """Wall-clock seconds shared by several cases; a case that would start too late is reported and not run."""
 
-    seconds: float
+    seconds: float = math.inf
     start: float = field(default_factory=time.monotonic)
 
     def left(self) -> float:
         return self.seconds - (time.monotonic() - self.start)
-
-
-# ----------------------------------------------------------------------------------------------------------- processes
 
 
 @dataclass(frozen=True)
@@ -257,10 +254,6 @@ def status_bytes(pid: int) -> dict[str, int]:
     return {name: 1024 * int(size) for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
 
 
-def last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["it said nothing"])[-1].strip()
-
-
 def python(code: str, *arguments: object) -> list[str]:
     return [sys.executable, "-c", code, *map(str, arguments)]
 
@@ -272,14 +265,17 @@ def prepared_forks(modules: Iterable[str]) -> ForkServerContext:
     return context
 
 
-# ------------------------------------------------------------------------------------------------------ failure, kept
-
-
-def attempt(benchmark: str, case: str, work: Callable[[], Iterable[Row]]) -> Iterator[Row]:
+def attempt(
+    benchmark: str, case: str, work: Callable[[], Iterable[Row]], budget: Budget | None = None, needs: float = 0.0
+) -> Iterator[Row]:
     """The rows of `work()`; if it raises, those that came before and then one row that says so.
 
     This is where a broken case is kept from costing the others: the row has ok=False, so the run ends with status 1.
+    needs: seconds; where the budget has less, nothing is run, and the row says so.
     """
+    if budget is not None and budget.left() < needs:
+        yield row(benchmark, case, "-", None, note="skipped: out of time")
+        return
     try:
         yield from work()
     except Exception as error:  # noqa: BLE001 - shown in the table and in the exit status
@@ -291,16 +287,9 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
-def out_of_time(benchmark: str, case: str) -> Row:
-    return row(benchmark, case, "-", None, note="skipped: out of time")
-
-
 def failed(rows: Iterable[Row]) -> list[Row]:
     """Rows that raised or missed their target."""
     return [each for each in rows if each["ok"] is False]
-
-
-# ------------------------------------------------------------------------------------------------------------- machine
 
 
 def machine() -> dict[str, Any]:
@@ -358,9 +347,6 @@ def slug(about: dict[str, Any], gpu: bool) -> str:
     words = about["gpu"] if gpu and about["gpu"] else f"{about['cpu']} {about['cores']}c"
     words = re.sub(r"\((r|tm)\)|\b(cpu|processor|@)\b|@", " ", words.lower())
     return re.sub(r"[^a-z0-9.]+", "-", words).strip("-")
-
-
-# -------------------------------------------------------------------------------------------------------------- output
 
 
 def show(rows: list[Row], title: str, console: Console | None = None) -> None:

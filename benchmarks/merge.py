@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from benchmarks.harness import ROOT, Finished, Row, attempt, missing, python, ratio_row, row, run_process, summary
+from benchmarks.harness import ROOT, Finished, Row, attempt, missing, python, ratio_row, row, run_process, values_row
 from benchmarks.merge_kills import full_disk_rows, kill_rows, shards_of
 from benchmarks.models import Inputs, Shape, forget_cached, write_inputs, write_sparse_inputs
 
@@ -95,9 +95,6 @@ FULL = Scale(BIG, ONE_SHARD, SMALL, 2_000_000_000, 16, 3, 1, 50, 15, SHARES, 17_
 QUICK = Scale(TINY, TINY, TINY, 100_000, 4, 1, 1, 2, 1, (0.5, 1.1), 100_000_000, False)
 
 
-# ----------------------------------------------------------------------------------------------------------------- time
-
-
 def time_rows(inputs: Inputs, warm: Inputs, folder: Path, scale: Scale) -> Iterator[Row]:
     """All sides in turns, forwards and backwards alternately; the slow peers take part in the first turns only."""
     out = folder / "out"
@@ -140,8 +137,7 @@ def seconds_and_ratios(case: str, runs: dict[str, list[Finished]], judged: bool)
         "axolotl": "whole process: merge_lora_sharded_efficient, sync",
     }
     for name, seconds in times.items():
-        middle, spread = summary(seconds)
-        yield row("merge", case, f"time, {name}", middle, "s", spread=spread, note=said[name])
+        yield values_row("merge", case, f"time, {name}", seconds, "s", note=said[name])
     target, note = "<= 1.5" if judged else "", "1.25 is the aim"
     yield ratio_row("merge", case, "cogumi / cp -r", times, "cogumi", "cp -r", target=target, note=note)
     yield ratio_row("merge", case, "cogumi, all imported / cp -r", times, "cogumi, all imported", "cp -r")
@@ -152,9 +148,6 @@ def seconds_and_ratios(case: str, runs: dict[str, list[Finished]], judged: bool)
         adjacent = {peer: times[peer], "cogumi": times["cogumi"][: len(times[peer])]}
         target = ">= 4" if judged else ""
         yield ratio_row("merge", case, f"{peer} / cogumi", adjacent, peer, "cogumi", target=target)
-
-
-# --------------------------------------------------------------------------------------------------------------- memory
 
 
 def memory_rows(case: str, inputs: Inputs, runs: dict[str, list[Finished]]) -> Iterator[Row]:
@@ -196,9 +189,6 @@ def one_shard_rows(folder: Path, scale: Scale) -> Iterator[Row]:
         "merge", case, "time, cogumi", merged[0].seconds, "s", note="whole process, sync; the input takes no disk"
     )
     yield from bound_rows(case, inputs, out, last_numbers(merged[0])[0])
-
-
-# ---------------------------------------------------------------------------------------------------------- correctness
 
 
 def identity_rows(inputs: Inputs, folder: Path, scale: Scale) -> Iterator[Row]:
@@ -264,9 +254,6 @@ def tensor_files(directory: Path) -> dict[str, Path]:
         with safe_open(path, framework="pt") as file:
             found |= dict.fromkeys(file.keys(), path)
     return found
-
-
-# ------------------------------------------------------------------------------------------------------------- the rows
 
 
 def run(quick: bool = False) -> Iterator[Row]:

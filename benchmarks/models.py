@@ -88,9 +88,6 @@ def build(shape: Shape, device: str, dtype: torch.dtype) -> Any:
     return model.train()
 
 
-# ------------------------------------------------------------------------------------------------------------- on disk
-
-
 @dataclass(frozen=True)
 class Inputs:
     """A base and an adapter trained on it, on disk; sizes in bytes of their safetensors files."""
