@@ -137,14 +137,13 @@ POD = {"RUNPOD_POD_ID": "abc123"}
 
 
 def test_which_box_it_is(tmp_path: Path) -> None:
-    assert host.find_host(POD, tmp_path).kind == "RunPod"
-    assert host.find_host(POD | {"RUNPOD_VOLUME_ID": "qf2l"}, tmp_path).network_volume == "qf2l"
-    assert host.find_host({"VAST_CONTAINERLABEL": "C.12"}, tmp_path).kind == "Vast"
-    assert host.find_host({}, tmp_path).kind == "machine"
+    assert host.find_host(POD, tmp_path) == ("RunPod", "RUNPOD_POD_ID=abc123")
+    assert host.find_host({"VAST_CONTAINERLABEL": "C.12"}, tmp_path)[0] == "Vast"
+    assert host.find_host({}, tmp_path) == ("machine", "")
     (tmp_path / ".dockerenv").touch()
-    assert host.find_host({}, tmp_path).kind == "container"
+    assert host.find_host({}, tmp_path)[0] == "container"
     (tmp_path / "etc" / "vast_boot.d").mkdir(parents=True)
-    assert host.find_host({}, tmp_path) == host.Host("Vast", "/etc/vast_boot.d")
+    assert host.find_host({}, tmp_path) == ("Vast", "/etc/vast_boot.d")
 
 
 def test_a_login_over_ssh_has_the_variables_of_the_first_process(
@@ -159,31 +158,29 @@ def test_a_login_over_ssh_has_the_variables_of_the_first_process(
 
 
 @pytest.mark.parametrize(
-    ("kind", "volume", "disk", "stop", "end"),
+    ("kind", "disk", "lost"),
     [
-        ("RunPod", "", on("/", "overlay"), False, False),
-        ("RunPod", "", on("/workspace", "ext4"), True, False),
-        ("RunPod", "", on("/workspace", "fuse"), True, True),
-        ("RunPod", "qf2l", on("/workspace", "ext4"), True, None),
-        ("Vast", "", on("/", "overlay"), True, False),
-        ("Vast", "", on("/workspace", "ext4"), True, True),
-        ("container", "", on("/", "overlay"), None, False),
-        ("machine", "", on("/", "ext4"), True, None),
-        ("machine", "", on("/tmp", "tmpfs"), False, False),
+        ("RunPod", on("/", "overlay"), "stop"),
+        ("RunPod", on("/workspace", "ext4"), "end"),
+        ("RunPod", on("/workspace", "fuse"), ""),
+        ("Vast", on("/", "overlay"), "end"),
+        ("Vast", on("/workspace", "ext4"), ""),
+        ("container", on("/", "overlay"), "end"),
+        ("container", on("/data", "ext4"), ""),
+        ("machine", on("/", "ext4"), ""),
+        ("machine", on("/tmp", "tmpfs"), "stop"),
     ],
 )
-def test_what_stays(
-    kind: str, volume: str, disk: Filesystem, stop: bool | None, end: bool | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host, "filesystem_of", lambda path: disk)
-    found = host.persistence_of(Path("/anywhere"), host.Host(kind, network_volume=volume))
-    assert (found.on_stop, found.on_end) == (stop, end)
+def test_what_stays(kind: str, disk: Filesystem, lost: str) -> None:
+    when, where = host.loss_of(disk, kind)
+    assert when == lost
+    assert bool(where) == bool(lost)
 
 
 def test_a_work_directory_in_memory_is_warned_of(tmp_path: Path) -> None:
     with mounting(tmp_path) as mount:
         disk = mount()
-        found = host.check_directory("work directory", disk, host.Host("machine"))
+        found = host.check_directory(disk, "machine")
     assert found.state == "warning"
     assert found.cause == f"{disk} is in memory: what is written here is lost when the box stops"
 
@@ -193,7 +190,7 @@ def test_a_work_directory_in_memory_is_warned_of(tmp_path: Path) -> None:
 )
 def test_a_work_directory_that_takes_no_file(tmp_path: Path, option: str, said: str) -> None:
     with mounting(tmp_path) as mount:
-        found = host.check_directory("work directory", mount(options=option), host.Host("machine"))
+        found = host.check_directory(mount(options=option), "machine")
     assert (found.state, said in found.cause) == ("warning", True)
 
 
@@ -205,7 +202,7 @@ def test_the_hub_cache_on_a_small_disk(tmp_path: Path, monkeypatch: pytest.Monke
         for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("HF_HOME", str(small / "hf"))
-        found = host.check_hub_cache(host.Host("machine"), tmp_path)
+        found = host.check_hub_cache(tmp_path, "machine")
     place = Path(filesystem_of(tmp_path).mount) / ".cache"
     assert (found.state, found.fix) == ("warning", f"export HF_HOME={place / 'hf'}")
     assert "which is one 8B model" in found.cause

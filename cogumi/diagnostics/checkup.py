@@ -121,7 +121,7 @@ def check_python(_: CheckupState) -> Iterator[Finding]:
 
 
 def check_disks(seen: CheckupState) -> Iterator[Finding]:
-    yield from host.check_disks(host.find_host(host.host_environment()), seen.work)
+    yield from host.check_disks(host.host_environment(), seen.work)
 
 
 def check_driver(seen: CheckupState) -> Iterator[Finding]:
