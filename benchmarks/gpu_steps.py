@@ -32,7 +32,7 @@ import torch
 
 from benchmarks.gpu import cogumi_head, first_run, memory_row, peak_memory, release, why_no_trl_kernel
 from benchmarks.harness import Budget, Row, attempt, interleave, missing, ratio_row, row, values_row
-from benchmarks.models import LLAMA_3_1_8B, QWEN3_0_6B, Shape, build
+from benchmarks.models import LLAMA_3_1_8B, QWEN3_0_6B, Shape, build, word_tokenizer
 from cogumi.stack.gpus import find_card
 
 # GSPO paper's clip range (arXiv 2507.18071, section 5.1).
@@ -69,11 +69,8 @@ def step_flops(shape: Shape, batch: Batch, scored: int) -> float:
 def grpo_trainer(model: Any, device: str, dtype: torch.dtype, batch: Batch) -> Any:
     """A real GRPOTrainer around `model`, for its `_compute_loss`: it never generates, so its data are stubs."""
     from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
     from trl import GRPOConfig, GRPOTrainer
 
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2}, unk_token="a"))
     with tempfile.TemporaryDirectory() as folder:
         # With one ratio per sequence "grpo" is GSPO's own average: over tokens, then over sequences.
         args = GRPOConfig(
@@ -82,9 +79,8 @@ def grpo_trainer(model: Any, device: str, dtype: torch.dtype, batch: Batch) -> A
             max_completion_length=batch.completion, importance_sampling_level="sequence", loss_type="grpo", beta=0.0,
             epsilon=EPSILON_LOW, epsilon_high=EPSILON_HIGH,
         )  # fmt: skip
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
-        data = Dataset.from_dict({"prompt": ["a"]})
-        trainer = GRPOTrainer(model, lambda **_: [], args, data, processing_class=tokenizer)
+        data = Dataset.from_dict({"prompt": ["2"]})
+        trainer = GRPOTrainer(model, lambda **_: [], args, data, processing_class=word_tokenizer(3))
     trainer.current_gradient_accumulation_steps = 1
     return trainer
 

@@ -29,7 +29,7 @@ from benchmarks.fused_head import Allocations, thread_count
 from benchmarks.gpu import peak_memory, release
 from benchmarks.gpu_steps import Batch
 from benchmarks.harness import Budget, Row, attempt, interleave, ratio_row, row, synchronize, values_row
-from benchmarks.models import QWEN3_0_6B, SMALL, Shape, build
+from benchmarks.models import QWEN3_0_6B, SMALL, Shape, build, word_tokenizer
 
 STEPS = 2  # optimizer steps of one rollout, and of one measurement
 MICRO_BATCHES = 2  # of a step, summed by the metrics
@@ -85,21 +85,15 @@ def make_trainer(
     )  # fmt: skip
     numbers = torch.randint(2, shape.vocabulary, (STEPS, batch.prompt), generator=torch.Generator().manual_seed(0))
     prompts = [" ".join(map(str, line)) for line in numbers.tolist()]
-    words = numbered_words(shape.vocabulary)
-    trainer = PlayingBack(model, even_tokens, args, Dataset.from_dict({"prompt": prompts}), processing_class=words)
+    trainer = PlayingBack(
+        model,
+        even_tokens,
+        args,
+        Dataset.from_dict({"prompt": prompts}),
+        processing_class=word_tokenizer(shape.vocabulary),
+    )
     trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def numbered_words(vocabulary: int) -> Any:
-    """A tokenizer whose words are the token ids."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<pad>": 0, "<eos>": 1} | {str(i): i for i in range(2, vocabulary)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="2"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
 def both_trainers(shape: Shape, batch: Batch, device: str, dtype: torch.dtype, folder: Path) -> dict[str, Any]:
