@@ -4,9 +4,13 @@ import importlib.metadata
 import json
 import os
 import shutil
+import signal
 import site
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,10 +19,9 @@ from disk_mounts import fill, mounting
 from cogumi.core.disk_space import Filesystem, Space, filesystem_of
 from cogumi.core.errors import Finding
 from cogumi.core.formatting import pip_command
-from cogumi.core.worker import run_command
+from cogumi.core.worker import Worker
 from cogumi.diagnostics import checkup
 from cogumi.diagnostics.checkup import DoctorReport, render_finding
-from cogumi.diagnostics.import_checks import stderr_of_step
 from cogumi.stack import driver, host, installed
 
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
@@ -352,23 +355,53 @@ def test_a_driver_without_a_card_and_one_that_does_not_answer() -> None:
 # ------------------------------------------------------------------------------------------------------------------ apart
 
 
-def test_how_a_command_ended() -> None:
-    assert run_command(["sh", "-c", "echo out; echo err >&2; exit 3"], 20).how == "exit status 3"
-    assert run_command(["sh", "-c", "kill -SEGV $$"], 20).how == "ended by SIGSEGV"
-    late = run_command(["sh", "-c", "echo out; sleep 1000"], 0.3)
-    assert (late.status, late.how, late.stdout) == (None, "no answer in time", "out\n")
+def fail(how: str) -> str:
+    print(how, flush=True)
+    if how == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if how == "hang":
+        time.sleep(1000)
+    return how
 
 
-def test_what_each_step_wrote_is_its_own() -> None:
-    stderr = "before\ncogumi step: one\nof one\ncogumi step: two\nof two\n"
-    assert [stderr_of_step(stderr, name) for name in ("one", "two")] == ["of one\n", "of two\n"]
-    assert stderr_of_step("cannot start\n", "one") == "cannot start\n"
+def start_another() -> int:
+    return subprocess.Popen(["sleep", "1000"], start_new_session=True).pid
 
 
-def test_what_a_command_left_running_is_ended() -> None:
-    done = run_command(["sh", "-c", "setsid sleep 1000 >/dev/null 2>&1 & echo $!"], 20)
-    assert done.status == 0
-    assert not is_running(int(done.stdout))
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    with closing(Worker("it", {**os.environ, "PYTHONPATH": str(Path(__file__).parent)})) as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("crash", "it was ended by SIGSEGV: crash"), ("hang", "it was ended after 0.")]
+)
+def test_how_a_worker_ended(worker: Worker, how: str, said: str) -> None:
+    from test_stack_doctor_parts import fail as importable
+
+    worker.send(importable, how)
+    with pytest.raises(RuntimeError, match=said):
+        worker.receive(0.3 if how == "hang" else None)
+
+
+def test_what_each_call_printed_is_its_own(worker: Worker) -> None:
+    from test_stack_doctor_parts import fail as importable
+
+    for said in ("one", "two"):
+        worker.send(importable, said)
+        assert worker.receive() == said
+        assert worker.hear() == f"{said}\n"
+
+
+def test_what_a_worker_left_running_is_ended() -> None:
+    from test_stack_doctor_parts import start_another as importable
+
+    with closing(Worker("it", {**os.environ, "PYTHONPATH": str(Path(__file__).parent)})) as worker:
+        worker.send(importable)
+        other = worker.receive()
+        assert is_running(other)
+    assert not is_running(other)
 
 
 def is_running(pid: int) -> bool:

@@ -11,11 +11,10 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from cogumi.core.worker import Worker
+from cogumi.core.worker import call
 
 # (metric, value, unit, note)
 Reading = tuple[str, float | str | None, str, str]
@@ -44,12 +43,10 @@ def run_probe(name: str, device: str, timeout: float = TIMEOUT) -> ProbeResult:
     package = PACKAGES.get(name, name)
     if importlib.util.find_spec(package) is None:
         return ProbeResult(name, missing=package.replace("_", "-"))
-    with closing(Worker(name, os.environ)) as worker:
-        worker.send(PROBES[name], device)
-        try:
-            return ProbeResult(name, tuple(worker.receive(timeout)))
-        except RuntimeError as error:
-            why = str(error).removeprefix(f"{name} ended with status 1: ")  # which any exception has
+    try:
+        return ProbeResult(name, tuple(call(name, PROBES[name], device, environment=os.environ, timeout=timeout)))
+    except RuntimeError as error:
+        why = str(error).removeprefix(f"{name} ended with status 1: ")  # which any exception has
     found = next(iter(importlib.metadata.packages_distributions().get(package, ())), "")
     installed = f"{found} {importlib.metadata.version(found)}" if found else package
     return ProbeResult(name, error=f"{installed}: {why[:300]}")
