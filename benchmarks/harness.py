@@ -294,35 +294,25 @@ def failed(rows: Iterable[Row]) -> list[Row]:
 
 def machine() -> dict[str, Any]:
     """CPU, memory, GPU, driver and the load at this moment. What cannot be read is None."""
-    gpu = _nvidia_smi()
+    cpuinfo, tool = Path("/proc/cpuinfo"), shutil.which("nvidia-smi")
+    model = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    gpu: list[str | None] = [None, None, None]
+    if tool is not None:
+        query = [tool, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+        said = subprocess.run(query, capture_output=True, text=True, timeout=30)
+        if said.returncode == 0 and said.stdout.strip():
+            gpu = [part.strip() for part in said.stdout.splitlines()[0].split(",")]
     return {
-        "cpu": _cpu_model(),
+        "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "gpu": gpu[0] if gpu else None,
-        "driver": gpu[1] if gpu else None,
-        "gpu_memory": gpu[2] if gpu else None,
+        "gpu": gpu[0],
+        "driver": gpu[1],
+        "gpu_memory": gpu[2],
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "system": platform.platform(),
         "python": platform.python_version(),
     }
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
-    return found[1].strip() if found else platform.processor() or platform.machine()
-
-
-def _nvidia_smi() -> list[str] | None:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    query = [tool, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    said = subprocess.run(query, capture_output=True, text=True, timeout=30)
-    if said.returncode != 0 or not said.stdout.strip():
-        return None
-    return [part.strip() for part in said.stdout.splitlines()[0].split(",")]
 
 
 def versions() -> dict[str, str | None]:
@@ -340,13 +330,6 @@ def git_state() -> dict[str, Any]:
     except (FileNotFoundError, subprocess.CalledProcessError):
         return {"commit": None, "dirty": None}
     return {"commit": head.stdout.strip(), "dirty": bool(status.stdout.strip())}
-
-
-def slug(about: dict[str, Any], gpu: bool) -> str:
-    """What ran it, as part of a file name: the card for GPU results, else the processor and its cores."""
-    words = about["gpu"] if gpu and about["gpu"] else f"{about['cpu']} {about['cores']}c"
-    words = re.sub(r"\((r|tm)\)|\b(cpu|processor|@)\b|@", " ", words.lower())
-    return re.sub(r"[^a-z0-9.]+", "-", words).strip("-")
 
 
 def show(rows: list[Row], title: str, console: Console | None = None) -> None:
@@ -397,7 +380,10 @@ def document(name: str, rows: list[Row], seconds: float, about: dict[str, Any]) 
 
 
 def result_path(name: str, about: dict[str, Any], gpu: bool) -> Path:
-    return RESULTS / f"{date.today().isoformat()}-{name}-{slug(about, gpu)}.json"
+    """A dated file. What ran it is part of its name: the card for GPU results, else the processor and its cores."""
+    words = about["gpu"] if gpu and about["gpu"] else f"{about['cpu']} {about['cores']}c"
+    words = re.sub(r"\((r|tm)\)|\b(cpu|processor|@)\b|@", " ", words.lower())
+    return RESULTS / f"{date.today().isoformat()}-{name}-{re.sub(r'[^a-z0-9.]+', '-', words).strip('-')}.json"
 
 
 def save(saved: dict[str, Any], path: Path) -> Path:

@@ -337,8 +337,7 @@ def test_a_crash_takes_only_its_own_step_along(environment: Environment) -> None
     """
     done = environment.run("-c", code)
     crashed, after = json.loads(done.stdout)
-    assert crashed[:2] == ["torchvision", crashed[1]]
-    assert crashed[1].startswith("it was ended by SIGSEGV: ")
+    assert crashed[:2] == ["torchvision", "it was ended by SIGSEGV"]
     assert "Fatal Python error: Segmentation fault" in crashed[2]
     assert after[:2] == ["data", ""]
 

@@ -1,5 +1,6 @@
 """Python functions called in a process of their own, of which nothing is left when it is over."""
 
+import faulthandler
 import os
 import pickle
 import secrets
@@ -33,7 +34,7 @@ class Worker:
     """
 
     def __init__(self, name: str, environment: Mapping[str, str]) -> None:
-        self.name, self.token, self.heard = name, secrets.token_hex(16), 0
+        self.name, self.token = name, secrets.token_hex(16)
         self.printed = TemporaryFile()  # noqa: SIM115 - it lives as long as the worker
         self.process = subprocess.Popen(
             [sys.executable, "-c", BEGIN, str(Path(__file__).parents[2])],
@@ -63,18 +64,17 @@ class Worker:
         try:
             answer = pickle.load(self.process.stdout)
         except (EOFError, pickle.UnpicklingError):
-            status, said = self.process.wait(), last_line(self.hear(all_of_it=True))
-            how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-            raise RuntimeError(f"{self.name} {how}: {said}") from None
+            status = self.process.wait()
+            if status < 0:
+                raise RuntimeError(f"{self.name} was ended by {signal.Signals(-status).name}") from None
+            raise RuntimeError(f"{self.name} ended with status {status}: {last_line(self.hear(0))}") from None
         if isinstance(answer, UsageError):
             raise answer
         return answer
 
-    def hear(self, all_of_it: bool = False) -> str:
-        """What it has printed since this was asked last, or since it began."""
-        start = 0 if all_of_it else self.heard
+    def hear(self, start: int) -> str:
+        """What it has printed from that byte on. (Reading moves no offset: the file's is the process's own, too.)"""
         size = os.fstat(self.printed.fileno()).st_size
-        self.heard = size
         return os.pread(self.printed.fileno(), size - start, start).decode(errors="replace")
 
     def stop(self) -> None:
@@ -119,6 +119,7 @@ def kill_marked(mark: bytes) -> None:
 
 def main() -> None:
     """Of the process itself: answer call after call until there is none."""
+    faulthandler.enable()
     with os.fdopen(os.dup(1), "wb") as output:
         os.dup2(2, 1)  # what libraries print goes elsewhere
         while True:

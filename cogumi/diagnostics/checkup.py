@@ -263,7 +263,7 @@ def check_torch(seen: CheckupState) -> Iterator[Finding]:
 def environment(scratch: str | None) -> dict[str, str]:
     """Of the processes: what is compiled or written on import goes into a directory that is removed afterwards."""
     found = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    found |= {"PYTHONSAFEPATH": "1", "PYTHONFAULTHANDLER": "1"}
+    found["PYTHONSAFEPATH"] = "1"  # a file of the working directory is no module of the stack
     if scratch is not None:
         # Without a GPU inductor finds out which vector instructions the C++ compiler knows by compiling for each, and
         # compiles torch's headers apart first. Both pay in a run, and here take longer than what is tried.

@@ -20,6 +20,7 @@ from threading import Event
 from typing import Any
 
 from cogumi.core.worker import Worker
+from cogumi.stack.driver import ask_nvml
 
 SHOWN = 240  # characters of an error
 KILLED_WITH_PARENT = 1  # PR_SET_PDEATHSIG
@@ -51,6 +52,7 @@ def run_steps(
     done: list[Step] = []
     while len(done) < len(names) and not stop.is_set():
         with closing(Worker("it", environment)) as worker:
+            heard = 0
             for name in names[len(done) :]:
                 worker.send(try_step, name)
                 try:
@@ -59,7 +61,9 @@ def run_steps(
                     answer, error = None, str(failure)
                     if stop.is_set():
                         return done
-                done.append(Step(name, answer, error, worker.hear()))
+                said = worker.hear(heard)
+                heard += len(said.encode(errors="replace"))
+                done.append(Step(name, answer, error, said))
                 if error:
                     if name in needed:
                         stop.set()
@@ -152,6 +156,76 @@ def step_compiler(device: str) -> dict[str, Any]:
     return asdict(try_compiler(torch.device(device), backward=False))
 
 
+WITHOUT_TORCH:
+        return WITHOUT_TORCH[name]()
+    import torch
+
+    from cogumi.stack.probes import PROBES
+
+    run = STEPS.get(name) or PROBES[name]
+    return run("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def import_all(names: Sequence[str]) -> dict[str, str]:
+    """Import those that are installed; their versions."""
+    found = {}
+    for name in names:
+        if importlib.util.find_spec(name) is not None:
+            try:
+                found[name] = str(getattr(importlib.import_module(name), "__version__", "?"))
+            except BaseException as raised:
+                raised.add_note(name)
+                raise
+    return found
+
+
+def step_torch(device: str) -> dict[str, Any]:
+    """The build, the device, and one small product of matrices, right or not."""
+    import torch
+
+    from cogumi.stack.probes import probe_torch
+
+    readings = probe_torch(device)
+    one = torch.arange(64, dtype=torch.float32, device=device).reshape(8, 8)
+    product = (one @ torch.eye(8, device=device)).cpu()
+    if not torch.equal(product, one.cpu()):
+        raise RuntimeError("a product of matrices is wrong on this device")
+    return {"device": device, "version": torch.__version__, "cuda": torch.version.cuda, "readings": readings}
+
+
+def step_attention(device: str) -> dict[str, Any]:
+    """Which of torch's attention kernels is taken for causal bfloat16 attention here, and what each takes."""
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    from cogumi.patches.torch_internals import chosen_attention
+    from cogumi.stack.probes import _qkv, probe_sdpa
+
+    query, key, value = _qkv(device, torch.bfloat16)
+    chosen = SDPBackend(chosen_attention(query, key, value))
+    return {"chosen": chosen.name, "readings": probe_sdpa(device)}
+
+
+def step_four_bit(device: str) -> dict[str, Any]:
+    """What torch.compile does to 4-bit layers here, and what the environment does to torch.compile."""
+    from dataclasses import asdict
+
+    from cogumi.compile.compile_report import examine_process
+
+    report = examine_process()
+    return {"report": asdict(report), "probes": [str(each) for each in report.probes]}
+
+
+def step_compiler(device: str) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    import torch
+
+    from cogumi.compile.compile_report import try_compiler
+
+    return asdict(try_compiler(torch.device(device), backward=False))
+
+
 def step_driver() -> dict[str, Any]:
     from cogumi.stack.driver import ask_nvml
 
@@ -159,7 +233,7 @@ def step_driver() -> dict[str, Any]:
 
 
 WITHOUT_TORCH: dict[str, Callable[[], Any]] = {
-    "driver": step_driver,
+    "driver": ask_nvml,
     "data": lambda: import_all(DATA),
     "libraries": lambda: import_all(LIBRARIES),
 }
