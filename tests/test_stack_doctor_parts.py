@@ -389,7 +389,7 @@ def test_what_each_call_printed_is_its_own(worker: Worker) -> None:
     for said, start in (("one", 0), ("two", 4)):
         worker.send(importable, said)
         assert worker.receive() == said
-        assert worker.hear(start) == f"{said}\n"
+        assert worker.hear(start).decode() == f"{said}\n"
 
 
 def test_what_a_worker_left_running_is_ended() -> None:

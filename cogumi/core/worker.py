@@ -67,15 +67,16 @@ class Worker:
             status = self.process.wait()
             if status < 0:
                 raise RuntimeError(f"{self.name} was ended by {signal.Signals(-status).name}") from None
-            raise RuntimeError(f"{self.name} ended with status {status}: {last_line(self.hear(0))}") from None
+            said = last_line(self.hear(0).decode(errors="replace"))
+            raise RuntimeError(f"{self.name} ended with status {status}: {said}") from None
         if isinstance(answer, UsageError):
             raise answer
         return answer
 
-    def hear(self, start: int) -> str:
+    def hear(self, start: int) -> bytes:
         """What it has printed from that byte on. (Reading moves no offset: the file's is the process's own, too.)"""
         size = os.fstat(self.printed.fileno()).st_size
-        return os.pread(self.printed.fileno(), size - start, start).decode(errors="replace")
+        return os.pread(self.printed.fileno(), size - start, start)
 
     def stop(self) -> None:
         with suppress(ProcessLookupError):  # it had ended

@@ -62,8 +62,8 @@ def run_steps(
                     if stop.is_set():
                         return done
                 said = worker.hear(heard)
-                heard += len(said.encode(errors="replace"))
-                done.append(Step(name, answer, error, said))
+                heard += len(said)
+                done.append(Step(name, answer, error, said.decode(errors="replace")))
                 if error:
                     if name in needed:
                         stop.set()
