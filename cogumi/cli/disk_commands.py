@@ -5,8 +5,6 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +14,7 @@ import typer
 from cogumi.core.disk_space import Filesystem, filesystems, format_bytes
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import escape_controls
-from cogumi.core.output import print_json, print_table, print_text, show_waiting
+from cogumi.core.output import failures_in_one_line, print_json, print_table, print_text, show_waiting
 
 if TYPE_CHECKING:
     from cogumi.checkpoints.verify import CheckpointState
@@ -43,7 +41,7 @@ def status(
     from cogumi.disk import list_leftovers, list_uses
 
     check_directory(path)
-    with report_disk_failures():
+    with failures_in_one_line():
         disks, using, left = filesystems(path), list_uses(path), list_leftovers(path)
     if as_json:
         found: dict[str, list[Any]] = {"filesystems": disks, "uses": using, "leftovers": left}
@@ -103,7 +101,7 @@ def predict(
         if words:
             raise UsageError("a run's directory has its config", place=words[0], fix="overrides go with a YAML")
         words, target = [f"cogumi.run_dir={json.dumps(str(target))}"], target / "config.yaml"
-    with report_disk_failures(), show_waiting("forecasting the disks"):
+    with failures_in_one_line(), show_waiting("forecasting the disks"):
         run = load_config(target, **parse_overrides(words))
         from cogumi.forecast.disk_lines import forecast_disks
 
@@ -133,7 +131,7 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
     from cogumi.checkpoints.retention import inspect_all, inspect_while_running
 
     place = checkpoints_dir(directory)
-    with report_disk_failures(), show_waiting(f"reading the checkpoints of {place}"):
+    with failures_in_one_line(), show_waiting(f"reading the checkpoints of {place}"):
         if CHECKPOINT_NAME.fullmatch(place.resolve().name):
             one = inspect_while_running(place)
             if one is None:
@@ -172,7 +170,7 @@ def resume_point(directory: Directory, as_json: AsJson = False) -> None:
 
     place, good = checkpoints_dir(directory), None
     inspected: list[CheckpointState] = []
-    with report_disk_failures(), show_waiting(f"looking for a good checkpoint in {place}"):
+    with failures_in_one_line(), show_waiting(f"looking for a good checkpoint in {place}"):
         for finding in inspect_all(place):
             inspected.append(finding)
             if finding.state != "rejected":
@@ -209,7 +207,7 @@ def prune(
     place = checkpoints_dir(directory)
     if not list_checkpoints(place):
         raise no_checkpoints(place)
-    with report_disk_failures(), lock_directory(place) as free:
+    with failures_in_one_line(), lock_directory(place) as free:
         if free is False:
             wrong = "a training is writing there, and removes old checkpoints itself"
             raise UsageError(wrong, place=place, fix="wait for it")
@@ -253,7 +251,7 @@ def clean(directory: Directory, dry_run: DryRun = False, as_json: AsJson = False
     check_directory(directory)
     removed: list[Leftover] = []
     kept: list[tuple[Leftover, str]] = []
-    with report_disk_failures():
+    with failures_in_one_line():
         for row in list_leftovers(directory):
             if row.what not in (STAGING, TRASH, RESERVE):
                 continue
@@ -312,19 +310,9 @@ def checkpoints_dir(path: Path) -> Path:
     from cogumi.checkpoints.retention import list_checkpoints
 
     check_directory(path)
-    with report_disk_failures():
+    with failures_in_one_line():
         return path / "checkpoints" if not list_checkpoints(path) and (path / "checkpoints").is_dir() else path
 
 
 def no_checkpoints(path: Path) -> UsageError:
     return UsageError(f"{path} holds no checkpoints (directories named checkpoint-STEP)", fix="name the one that does")
-
-
-@contextmanager
-def report_disk_failures() -> Iterator[None]:
-    """A disk that fails, or a directory that may not be read, is one line and exit status 1."""
-    try:
-        yield
-    except OSError as error:
-        print_text(f"cogumi: {error}", to_error=True)
-        raise typer.Exit(1) from error
