@@ -9,7 +9,7 @@ from itertools import takewhile
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
-from cogumi.core.errors import Finding
+from cogumi.core.errors import Finding, State
 from cogumi.core.formatting import format_bytes, pip_command
 from cogumi.stack.lanes import drift, installed_lane, normalize_name, read_metadata
 
@@ -101,7 +101,7 @@ def check_files(found: list[Distribution]) -> Iterator[Finding]:
             cause = "its installation was cut short, or files of it were removed since"
             again = pip_command(f"install --force-reinstall --no-deps {each.name}=={each.version}")
             fix = f"remove {each.place}, then {INSTALL}" if missing else again
-            state = "fatal" if each.name in NEEDED else "warning"
+            state: State = "fatal" if each.name in NEEDED else "warning"
             yield Finding("installed", state, f"{each.name}: {'; '.join(said)}", cause, fix)
     for place in sorted({each.place.parent for each in found}):
         if left := sorted(path.name for path in place.glob("~*") if path.is_dir()):
