@@ -92,8 +92,8 @@ class CheckupState:
 def doctor(timeout: float = TIMEOUT) -> DoctorReport:
     """Look at this machine and this environment; takes a quarter of a minute, changes nothing and leaves no files.
 
-    timeout: seconds that a process which imports native code may take before it is killed. What goes wrong is a finding,
-    not an exception.
+    timeout: seconds that one step, such as importing torch, may take before its process is killed. What goes wrong is a
+    finding, not an exception.
     """
     began = time.perf_counter()
     seen = CheckupState(timeout, Path.cwd())
