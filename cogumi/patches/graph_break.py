@@ -384,7 +384,7 @@ def module_of(function: Any) -> str:
 
 
 def qualified_name(function: Any) -> str:
-    return f"{module_of(function)}.{function.__qualname__}"
+    return f"{module_of(function)}.{getattr(function, '__qualname__', repr(function))}"
 
 
 def format_place(each: Replacement) -> str:

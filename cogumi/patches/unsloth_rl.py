@@ -137,7 +137,8 @@ def locate_import(name: str) -> str:
         texts[f"{file}:"] = file.read_text(encoding="utf-8", errors="replace")
     for place, text in texts.items():
         if found := re.search(rf"^[ \t]*(?:import|from) {name}\b", text, re.MULTILINE):
-            return f" ({name} at {place}{text.count(chr(10), 0, found.start()) + 1})"
+            line = text.count("\n", 0, found.start()) + 1
+            return f" ({name} at {place}{line})"
     return ""
 
 
