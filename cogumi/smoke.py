@@ -151,14 +151,13 @@ def check_environment(report: Report) -> None:
     from cogumi.diagnostics.checkup import doctor
 
     found = doctor()
-    wrong = [each for each in found.findings if each.state in ("fatal", "warning")]
-    figure = "; ".join([found.summary(), *(f"{each.state}: {each.what}: {each.figure}" for each in wrong)])
-    report.add("doctor", "nothing is fatal", figure, all(each.state != "fatal" for each in wrong))
+    wrong = {f"{each.what}: {each.figure}": each for each in found.findings if each.state in ("fatal", "warning")}
+    figure = "; ".join([found.summary(), *(f"{each.state}: {said}" for said, each in wrong.items())])
+    report.add("doctor", "nothing is fatal", figure, all(each.state != "fatal" for each in wrong.values()))
     if report.on_gpu:
-        broken = [f"{each.what}: {each.figure}" for each in wrong if each.what in GPU_PROBES]
-        report.add(
-            "doctor", "what is installed works on the GPU", "; ".join(broken) or ", ".join(GPU_PROBES), not broken
-        )
+        broken = [said for said, each in wrong.items() if each.what in GPU_PROBES]
+        figure = "; ".join(broken) or ", ".join(GPU_PROBES)
+        report.add("doctor", "what is installed works on the GPU", figure, not broken)
 
 
 def check_fits(report: Report, model: str) -> None:
@@ -166,10 +165,10 @@ def check_fits(report: Report, model: str) -> None:
     from cogumi.forecast.run_forecast import preflight
 
     found = preflight("smoke/sft", **overrides_of(report, "sft", model))
-    red = [f"{each.stage}: {each.figure}" for each in found.lines if each.state == "red"]
+    said = [f"{each.stage}: {each.figure}" for each in found.lines if each.state == "red"]
     if memory := found.figures.get("memory"):
-        red.insert(0, f"{format_memory(memory['peak'])} of {format_memory(memory['free'])} at its peak")
-    report.add("preflight", "the SFT run fits", "; ".join(red) or "memory not known", found.fits)
+        said.insert(0, f"{format_memory(memory['peak'])} of {format_memory(memory['free'])} at its peak")
+    report.add("preflight", "the SFT run fits", "; ".join(said) or "memory not known", found.fits)
 
 
 def check_stack(report: Report) -> None:
