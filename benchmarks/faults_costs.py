@@ -124,7 +124,8 @@ def monitor_rows(quick: bool) -> Iterator[Row]:
     for name in ("on_step_end", "on_log"):  # its other methods are called once, or do nothing
         timed.wrap(monitor, name)
     with tempfile.TemporaryDirectory(prefix="cogumi-monitor-") as name:
-        paths = [Path(name, part) for part in ("training", "journal", "words")]
+        folder = Path(name)
+        paths = folder / "training", folder / "journal", folder / "words"
         job = Job("plain", False, *paths, steps=steps, save_every=steps + 1)
         trainer = make_trainer(job, Changes(job, theirs), theirs)
         step = trainer.training_step

@@ -217,7 +217,8 @@ class Work:
         trained = [each for each in self.model.parameters() if each.requires_grad]
         optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE)
         losses, gradients = [], []
-        with models.counted_rows(self.model) if self.choice is None else nullcontext({}) as counts:
+        counting: Any = models.counted_rows(self.model) if self.choice is None else nullcontext({})
+        with counting as counts:
             for number in range(steps):
                 optimizer.zero_grad()
                 loss = self.loss(self.batch(number % BATCHES))
