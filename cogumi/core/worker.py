@@ -24,7 +24,8 @@ BEGIN = "import sys; sys.path.insert(0, sys.argv[1]); from cogumi.core import wo
 POLL = 0.1  # seconds between two looks at the clock
 # Looks at what is left of a worker, and seconds between two: a process that waits for a dead disk cannot be killed.
 LOOKS, BETWEEN = 200, 0.02
-TOKEN = "COGUMI_WORKER"  # the variable by which what a worker started is known, also outside its process group
+# The variable by which what a worker started is known, also outside its process group. COGUMI_* are keys of a config.
+TOKEN = "WORKER_OF_COGUMI"
 
 
 class Worker:
